@@ -1,0 +1,56 @@
+"""What Quire raises.
+
+QuireError
+├── ValidationError (also ValueError)        an argument has a wrong type, shape, dtype, device or value
+├── UnsupportedError (also NotImplementedError)  no kernel takes this problem; carries each kernel's reason
+├── PlanError (also RuntimeError)            run() before plan(), or a plan used where it cannot be
+├── CompileError (also RuntimeError)         a compiler was missing or failed; carries its log
+├── CacheMissError (also RuntimeError)       compiling is denied and the variant is not in any store
+├── CacheError (also RuntimeError)           a store could not be read or written, or must not be trusted
+└── DriverError (also RuntimeError)          the CUDA driver refused a call
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CacheError",
+    "CacheMissError",
+    "CompileError",
+    "DriverError",
+    "PlanError",
+    "QuireError",
+    "UnsupportedError",
+    "ValidationError",
+]
+
+
+class QuireError(Exception):
+    """Base of everything that Quire raises on purpose."""
+
+
+class ValidationError(QuireError, ValueError):
+    """An argument is wrong: says which, what was expected and what came."""
+
+
+class UnsupportedError(QuireError, NotImplementedError):
+    """No kernel accepts the problem: lists each kernel's reason."""
+
+
+class PlanError(QuireError, RuntimeError):
+    """A wrapper was used out of order."""
+
+
+class CompileError(QuireError, RuntimeError):
+    """A compiler is missing or failed: first error line first, then where the whole log lies."""
+
+
+class CacheMissError(QuireError, RuntimeError):
+    """Compiling is denied (QUIRE_JIT=deny) and no store holds the variant: names the line that warms it."""
+
+
+class CacheError(QuireError, RuntimeError):
+    """A store is unusable or holds something that must not be loaded."""
+
+
+class DriverError(QuireError, RuntimeError):
+    """The CUDA driver returned an error: names the call and the error."""

@@ -1,0 +1,87 @@
+"""The vocabulary that every floor shares: number types, masks, layouts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+import torch
+
+from quire.errors import ValidationError
+
+__all__ = ["DTYPES", "DType", "KVLayout", "MaskMode", "PosEncodingMode", "dtype_of"]
+
+
+@dataclass(frozen=True)
+class DType:
+    """A number type under its three names: torch's, C++'s, and the one in slugs."""
+
+    torch: torch.dtype
+    cxx: str
+    slug: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return self.slug
+
+
+DTYPES: tuple[DType, ...] = (
+    DType(torch.float32, "float", "fp32", 4),
+    DType(torch.float16, "fp16_t", "fp16", 2),
+    DType(torch.bfloat16, "bf16_t", "bf16", 2),
+)
+_BY_TORCH = {d.torch: d for d in DTYPES}
+_BY_NAME = {name: d for d in DTYPES for name in (d.slug, str(d.torch), str(d.torch).removeprefix("torch."))} | {
+    "half": _BY_TORCH[torch.float16],
+    "float": _BY_TORCH[torch.float32],
+}
+
+
+def dtype_of(value: str | torch.dtype | DType, name: str) -> DType:
+    """The DType that `value` (a torch dtype or one of its spellings) names; `name` is the argument's."""
+    if isinstance(value, DType):
+        return value
+    found = _BY_TORCH.get(value) if isinstance(value, torch.dtype) else _BY_NAME.get(value)
+    if found is None:
+        known = ", ".join(str(d.torch).removeprefix("torch.") for d in DTYPES)
+        raise ValidationError(f"{name}: expected one of {known}, got {value!r}.")
+    return found
+
+
+class MaskMode(IntEnum):
+    """Which keys a query may see; the numbers are Variant::kMask in C++."""
+
+    NONE = 0
+    CAUSAL = 1  #: key j is visible to query i if j <= i + kv_len - qo_len
+    CUSTOM = 2  #: one bit per (query, key); replaces causal
+
+    @property
+    def slug(self) -> str:
+        return self.name.lower()
+
+
+class KVLayout(Enum):
+    """The order of the last three dimensions of a cache or a ragged tensor."""
+
+    NHD = "NHD"  #: [token, head, head_dim]
+    HND = "HND"  #: [head, token, head_dim]
+
+    @classmethod
+    def of(cls, value: str) -> KVLayout:
+        if value in cls.__members__:
+            return cls[value]
+        raise ValidationError(f"kv_layout: expected 'NHD' or 'HND', got {value!r}.")
+
+
+class PosEncodingMode(Enum):
+    """Position encodings that a kernel could apply by itself."""
+
+    NONE = "NONE"
+    ROPE_LLAMA = "ROPE_LLAMA"
+    ALIBI = "ALIBI"
+
+    @classmethod
+    def of(cls, value: str) -> PosEncodingMode:
+        if value in cls.__members__:
+            return cls[value]
+        raise ValidationError(f"pos_encoding_mode: expected 'NONE', 'ROPE_LLAMA' or 'ALIBI', got {value!r}.")

@@ -1,0 +1,62 @@
+// Number types and the few words that differ between host and device units. No CUDA math headers: they cost more to
+// parse than a kernel costs to compile.
+#pragma once
+#include <stdint.h>
+
+#ifdef __CUDACC__
+#define QUIRE_HD __host__ __device__ __forceinline__
+#define QUIRE_DEVICE __device__ __forceinline__
+#else
+#define QUIRE_HD inline __attribute__((always_inline))
+#endif
+
+namespace quire {
+
+struct bf16_t {
+  uint16_t bits;
+};
+struct fp16_t {
+  uint16_t bits;
+};
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+QUIRE_HD constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+QUIRE_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+QUIRE_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+template <class T>
+QUIRE_HD constexpr T min(T a, T b) {
+  return a < b ? a : b;
+}
+template <class T>
+QUIRE_HD constexpr T max(T a, T b) {
+  return a > b ? a : b;
+}
+
+template <class A, class B>
+struct is_same {
+  static constexpr bool value = false;
+};
+template <class A>
+struct is_same<A, A> {
+  static constexpr bool value = true;
+};
+
+// Division by a run-time divisor as one multiplication (Granlund and Montgomery, PLDI 1994), exact for 0 <= n < 2^31.
+// The multiplier and shift are computed in plan(): see quire.planner.fast_divisor.
+struct FastDivisor {
+  uint32_t divisor;
+  uint32_t multiplier;
+  uint32_t shift;
+
+  QUIRE_HD int div(int n) const {
+#ifdef __CUDA_ARCH__
+    return divisor == 1 ? n : static_cast<int>(__umulhi(static_cast<uint32_t>(n), multiplier) >> shift);
+#else
+    return n / static_cast<int>(divisor);
+#endif
+  }
+  QUIRE_HD int mod(int n) const { return n - div(n) * static_cast<int>(divisor); }
+};
+
+}  // namespace quire

@@ -1,0 +1,256 @@
+// Plans on the host: validates the index arrays, measures the schedule, then fills one packed buffer that goes to the
+// device in one copy. Host code, a few microseconds; called twice, without and with a buffer.
+#pragma once
+#include <stdlib.h>
+#include <string.h>
+#include "quire/core/schedule.h"
+
+namespace quire {
+
+enum class ScheduleError : int32_t {
+  kNone = 0,
+  kQoIndptrStart,  // qo_indptr[0] != 0
+  kQoIndptrOrder,  // qo_indptr decreases at `error_request`
+  kKvIndptrStart,
+  kKvIndptrOrder,
+  kLastPageLen,  // kv_last_page_len[error_request] not in 1..page_size (0 is allowed for a request without pages)
+  kTooLong,      // a count exceeds 2^31 - 1
+  kMemory,
+};
+
+struct ScheduleParams {
+  // in
+  const int32_t* qo_indptr;         // [batch_size + 1]; null: one row per request
+  const int32_t* kv_indptr;         // [batch_size + 1] tokens, or pages with kv_last_page_len
+  const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
+  void* buffer;                     // null: measure only
+  int32_t batch_size;
+  int32_t qo_len;  // rows per request when qo_indptr is null
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t page_size;
+  int32_t tile_rows;         // packed rows of a tile
+  int32_t tile_kv;           // tokens of a kv tile
+  int32_t causal;            // bottom-right
+  int32_t window_left;       // -1: none
+  int32_t max_ctas;          // CTAs that fill the machine: the number of shares when tiles are cut
+  int32_t fixed_split_size;  // tokens, a multiple of tile_kv: cut there and nowhere else; 0: automatic; -1: never cut
+  int32_t has_mask;
+  // out
+  int32_t error;  // ScheduleError
+  int32_t error_request;
+  int32_t num_tiles;
+  int32_t num_ctas;   // grid
+  int32_t is_shared;  // tiles are cut into shares
+  int32_t work_per_head;
+  int32_t slots_per_head;
+  int32_t nnz_qo;
+  int64_t nnz_kv;     // ragged: rows of k; paged: entries of kv_indices
+  int64_t num_slots;  // partial results
+  int64_t num_counters;
+  int64_t mask_bytes;  // bytes of the packed custom mask
+  int64_t kv_tokens;   // tokens in all
+  // the packed buffer: byte offsets of its arrays, and its size
+  int64_t tiles_offset, shares_offset, qo_indptr_offset, kv_indptr_offset, kv_len_offset, mask_indptr_offset,
+      arrivals_offset;
+  int64_t buffer_bytes;
+};
+
+template <class Variant>
+struct ScheduleAttention {
+  static int run(ScheduleParams& p) {
+    p.error = static_cast<int32_t>(check(p));
+    if (p.error != 0) return p.error;
+    if (p.buffer == nullptr) {
+      measure(p);
+      return p.error;
+    }
+    return fill(p);
+  }
+
+ private:
+  static int qo_begin(const ScheduleParams& p, int b) { return p.qo_indptr ? p.qo_indptr[b] : b * p.qo_len; }
+
+  static int kv_length(const ScheduleParams& p, int b) {
+    const int n = p.kv_indptr[b + 1] - p.kv_indptr[b];
+    if (p.kv_last_page_len == nullptr) return n;
+    return n == 0 ? 0 : (n - 1) * p.page_size + p.kv_last_page_len[b];
+  }
+
+  static ScheduleError check(ScheduleParams& p) {
+    p.error_request = 0;
+    if (qo_begin(p, 0) != 0) return ScheduleError::kQoIndptrStart;
+    if (p.kv_indptr[0] != 0) return ScheduleError::kKvIndptrStart;
+    int64_t tokens = 0;
+    for (int b = 0; b < p.batch_size; ++b) {
+      p.error_request = b;
+      if (qo_begin(p, b + 1) < qo_begin(p, b)) return ScheduleError::kQoIndptrOrder;
+      const int64_t pages = static_cast<int64_t>(p.kv_indptr[b + 1]) - p.kv_indptr[b];
+      if (pages < 0) return ScheduleError::kKvIndptrOrder;
+      if (p.kv_last_page_len != nullptr) {
+        const int last = p.kv_last_page_len[b];
+        if (last < (pages == 0 ? 0 : 1) || last > p.page_size) return ScheduleError::kLastPageLen;
+        if (pages * p.page_size > INT32_MAX) return ScheduleError::kTooLong;
+      }
+      if (static_cast<int64_t>(qo_begin(p, b + 1)) * p.group_size > INT32_MAX) return ScheduleError::kTooLong;
+      tokens += kv_length(p, b);
+    }
+    p.kv_tokens = tokens;
+    p.nnz_qo = qo_begin(p, p.batch_size);
+    p.nnz_kv = p.kv_indptr[p.batch_size];
+    return ScheduleError::kNone;
+  }
+
+  // The kv tiles that rows [row_begin, row_end) of a request can see.
+  static void kv_range(const ScheduleParams& p, int qo_len, int kv_len, int row_begin, int row_end, Tile& tile) {
+    int end = kv_len, begin = 0;
+    const int diagonal = kv_len - qo_len;  // key that query 0 stands at
+    if (p.causal) end = min(end, (row_end - 1) / p.group_size + diagonal + 1);
+    if (p.window_left >= 0) {
+      const int64_t first = static_cast<int64_t>(row_begin / p.group_size) + diagonal - p.window_left;
+      begin = static_cast<int>(max<int64_t>(first, 0));
+    }
+    tile.kv_begin = begin / p.tile_kv;
+    tile.kv_end = end <= begin ? tile.kv_begin : ceil_div(end, p.tile_kv);
+  }
+
+  // Calls emit(Tile&) for each tile, in order of requests and rows.
+  template <class Emit>
+  static void for_each_tile(const ScheduleParams& p, Emit&& emit) {
+    int slot = 0;
+    for (int b = 0; b < p.batch_size; ++b) {
+      const int qo_len = qo_begin(p, b + 1) - qo_begin(p, b), kv_len = kv_length(p, b), rows = qo_len * p.group_size;
+      for (int row = 0; row < rows; row += p.tile_rows) {
+        Tile tile = {b, row, 0, 0, 0, -1, 0, 1};
+        kv_range(p, qo_len, kv_len, row, min(row + p.tile_rows, rows), tile);
+        emit_parts(p, tile, slot, emit);
+      }
+    }
+  }
+
+  // Cuts a tile at multiples of fixed_split_size counted from key 0, never from the tile's own first key: where a
+  // window begins must not move the cuts.
+  template <class Emit>
+  static void emit_parts(const ScheduleParams& p, const Tile& tile, int& slot, Emit& emit) {
+    const int step = p.fixed_split_size > 0 ? p.fixed_split_size / p.tile_kv : 0;
+    const int first = step ? tile.kv_begin / step : 0,
+              last = step ? (max(tile.kv_end, tile.kv_begin + 1) - 1) / step : 0;
+    const int num_parts = last - first + 1;
+    for (int i = 0; i < num_parts; ++i) {
+      Tile part = tile;
+      part.part = i, part.num_parts = num_parts;
+      if (num_parts > 1) {
+        part.slot = slot;
+        part.kv_begin = max(tile.kv_begin, (first + i) * step);
+        part.kv_end = min(tile.kv_end, (first + i + 1) * step);
+      }
+      emit(part);
+    }
+    if (num_parts > 1) slot += num_parts;
+  }
+
+  static void measure(ScheduleParams& p) {
+    int64_t tiles = 0, units = 0, slots = 0;
+    int longest = 0;
+    for_each_tile(p, [&](const Tile& t) {
+      ++tiles, units += tile_units(t), longest = max(longest, tile_units(t));
+      if (t.slot >= 0) slots = t.slot + t.num_parts;
+    });
+    const int64_t all = units * p.num_kv_heads;
+    if (tiles * p.num_kv_heads > INT32_MAX || units > INT32_MAX || slots * p.num_kv_heads > INT32_MAX) {
+      p.error = static_cast<int32_t>(ScheduleError::kTooLong);
+      return;
+    }
+    // Whole tiles when the longest is at most a quarter of a CTA's fair share: longest first, the tail is then short.
+    const bool whole = p.fixed_split_size != 0 || longest <= 1 || 4 * static_cast<int64_t>(longest) * p.max_ctas <= all;
+    p.num_tiles = static_cast<int32_t>(tiles);
+    p.work_per_head = static_cast<int32_t>(units);
+    p.is_shared = !whole;
+    p.num_ctas = static_cast<int32_t>(whole ? tiles * p.num_kv_heads : min<int64_t>(p.max_ctas, all));
+    p.slots_per_head = static_cast<int32_t>(slots);
+    p.num_slots = whole ? slots * p.num_kv_heads : 2 * static_cast<int64_t>(p.num_ctas);
+    p.num_counters = whole ? p.num_slots : p.num_ctas;
+    lay_out(p);
+  }
+
+  static void lay_out(ScheduleParams& p) {
+    int64_t at = 0;
+    const auto place = [&at](int64_t& offset, int64_t bytes) { offset = at, at = round_up(at + bytes, 16); };
+    place(p.tiles_offset, p.num_tiles * static_cast<int64_t>(sizeof(Tile)));
+    place(p.shares_offset, p.is_shared ? p.num_ctas * static_cast<int64_t>(sizeof(Share)) : 0);
+    place(p.qo_indptr_offset, (p.batch_size + 1) * static_cast<int64_t>(sizeof(int32_t)));
+    place(p.kv_indptr_offset, (p.batch_size + 1) * static_cast<int64_t>(sizeof(int32_t)));
+    place(p.kv_len_offset, p.batch_size * static_cast<int64_t>(sizeof(int32_t)));
+    place(p.mask_indptr_offset, p.has_mask ? p.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
+    place(p.arrivals_offset, p.num_counters * static_cast<int64_t>(sizeof(uint32_t)));
+    p.buffer_bytes = at;
+    p.mask_bytes = 0;
+    for (int b = 0; p.has_mask && b < p.batch_size; ++b) p.mask_bytes += mask_bytes(p, b);
+  }
+
+  static int64_t mask_bytes(const ScheduleParams& p, int b) {
+    return ceil_div(static_cast<int64_t>(qo_begin(p, b + 1) - qo_begin(p, b)) * kv_length(p, b), int64_t{8});
+  }
+
+  template <class T>
+  static T* at(const ScheduleParams& p, int64_t offset) {
+    return reinterpret_cast<T*>(static_cast<char*>(p.buffer) + offset);
+  }
+
+  static int fill(ScheduleParams& p) {
+    Tile* tiles = at<Tile>(p, p.tiles_offset);
+    int n = 0, work = 0;
+    for_each_tile(p, [&](Tile& t) { t.work_begin = work, work += tile_units(t), tiles[n++] = t; });
+    if (!p.is_shared && !sort_longest_first(tiles, n)) return p.error = static_cast<int32_t>(ScheduleError::kMemory);
+    if (p.is_shared) fill_shares(p, tiles);
+    int32_t* qo_indptr = at<int32_t>(p, p.qo_indptr_offset);
+    for (int b = 0; b <= p.batch_size; ++b) qo_indptr[b] = qo_begin(p, b);
+    memcpy(at<int32_t>(p, p.kv_indptr_offset), p.kv_indptr, (p.batch_size + 1) * sizeof(int32_t));
+    int32_t* kv_len = at<int32_t>(p, p.kv_len_offset);
+    for (int b = 0; b < p.batch_size; ++b) kv_len[b] = kv_length(p, b);
+    int64_t* mask_indptr = at<int64_t>(p, p.mask_indptr_offset);
+    int64_t mask = 0;
+    for (int b = 0; p.has_mask && b < p.batch_size; ++b) mask_indptr[b] = mask, mask += mask_bytes(p, b);
+    memset(at<uint32_t>(p, p.arrivals_offset), 0, p.num_counters * sizeof(uint32_t));
+    return 0;
+  }
+
+  // One pass over the tiles: a share begins in the tile where the last one ended.
+  static void fill_shares(const ScheduleParams& p, const Tile* tiles) {
+    Share* shares = at<Share>(p, p.shares_offset);
+    const int64_t total = static_cast<int64_t>(p.work_per_head) * p.num_kv_heads;
+    int tile = 0, kv_head = 0;
+    for (int c = 0; c < p.num_ctas; ++c) {
+      const int64_t begin = share_begin(total, p.num_ctas, c), end = share_begin(total, p.num_ctas, c + 1);
+      for (;;) {
+        const int64_t first = static_cast<int64_t>(p.work_per_head) * kv_head + tiles[tile].work_begin;
+        if (begin < first + tile_units(tiles[tile])) {
+          shares[c] = {kv_head, tile, static_cast<int32_t>(begin - first), static_cast<int32_t>(end - begin)};
+          break;
+        }
+        if (++tile == p.num_tiles) tile = 0, ++kv_head;
+      }
+    }
+  }
+
+  // A stable counting sort by work, descending: the last tiles to start are the shortest.
+  static bool sort_longest_first(Tile* tiles, int n) {
+    int longest = 0;
+    for (int i = 0; i < n; ++i) longest = max(longest, tile_units(tiles[i]));
+    if (longest <= 1) return true;
+    int* first = static_cast<int*>(calloc(longest + 2, sizeof(int)));
+    Tile* sorted = static_cast<Tile*>(malloc(n * sizeof(Tile)));
+    const bool ok = first != nullptr && sorted != nullptr;
+    if (ok) {
+      for (int i = 0; i < n; ++i) ++first[longest - tile_units(tiles[i]) + 1];
+      for (int w = 0; w < longest; ++w) first[w + 1] += first[w];
+      for (int i = 0; i < n; ++i) sorted[first[longest - tile_units(tiles[i])]++] = tiles[i];
+      memcpy(tiles, sorted, n * sizeof(Tile));
+    }
+    free(first);
+    free(sorted);
+    return ok;
+  }
+};
+
+}  // namespace quire
