@@ -1,0 +1,309 @@
+"""The specification of every operator, in float64 and without a thought for speed. Imports nothing of Quire.
+
+Shapes are NHD unless said otherwise: q [nnz_qo, num_qo_heads, head_dim_qk], k [nnz_kv, num_kv_heads, head_dim_qk],
+v [nnz_kv, num_kv_heads, head_dim_vo]; *_indptr are lists or tensors of batch_size + 1 offsets. All work is done on the
+CPU: results are compared there, whatever device the kernel ran on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Indptr = Sequence[int] | Tensor
+
+#: What the output may differ by beyond twice torch's own error, in units of the dtype's eps times the largest value of
+#: the reference: one rounding of the result, and in float32 also another order of summation.
+FLOOR_ULPS = {torch.float32: 4.0, torch.float16: 1.0, torch.bfloat16: 1.0}
+
+#: Units of float32's eps that a log-sum-exp may be off by, relative to the largest |lse| or logit.
+LSE_ULPS = 32.0
+
+#: Relative error of the hardware's tanh.approx.f32, which a soft cap on a GPU goes through.
+TANH_APPROX = 2.0**-10.9
+
+
+class State(NamedTuple):
+    """An attention state: o [nnz_qo, num_qo_heads, head_dim_vo] and its base-2 lse [nnz_qo, num_qo_heads]."""
+
+    o: Tensor
+    lse: Tensor
+
+
+def lengths(indptr: Indptr) -> list[int]:
+    """The lengths between the offsets."""
+    ends = [int(i) for i in indptr]
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def indptr_of(lens: Sequence[int]) -> list[int]:
+    """Offsets [n + 1] from lengths [n]."""
+    out = [0]
+    for n in lens:
+        out.append(out[-1] + n)
+    return out
+
+
+def visible(
+    qo_len: int, kv_len: int, *, causal: bool = False, window_left: int = -1, mask: Tensor | None = None
+) -> Tensor:
+    """Which key each query of one request sees: bool [qo_len, kv_len].
+
+    Query i stands at key i + kv_len - qo_len. Causal hides the keys to its right; a window hides those further left
+    than `window_left`; a custom mask takes causal's place and leaves the window.
+    """
+    at = torch.arange(qo_len)[:, None] + kv_len - qo_len
+    key = torch.arange(kv_len)[None, :]
+    seen = torch.ones(qo_len, kv_len, dtype=torch.bool)
+    if mask is not None:
+        seen = seen & mask.cpu().bool().reshape(qo_len, kv_len)
+    elif causal:
+        seen = seen & (key <= at)
+    if window_left >= 0:
+        seen = seen & (key >= at - window_left)
+    return seen
+
+
+def split_mask(mask: Tensor | None, qo_indptr: Indptr, kv_indptr: Indptr) -> list[Tensor | None]:
+    """A flat bool mask, cut into one [qo_len, kv_len] matrix per request."""
+    shapes = list(zip(lengths(qo_indptr), lengths(kv_indptr), strict=True))
+    if mask is None:
+        return [None] * len(shapes)
+    cuts = indptr_of([a * b for a, b in shapes])
+    assert cuts[-1] == mask.numel()
+    return [mask.flatten()[cuts[i] : cuts[i + 1]].reshape(shape) for i, shape in enumerate(shapes)]
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    scale: float,
+    soft_cap: float,
+    sinks: Tensor | None,
+    dtype: torch.dtype,
+) -> State:
+    """One request, every operation rounded to `dtype` (lse in at least float32)."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if soft_cap:
+        logits = soft_cap * torch.tanh(logits / soft_cap)
+    logits = logits.masked_fill(~seen, -math.inf)
+    if sinks is not None:  # one more column, which has no value
+        column = sinks.cpu().to(logits.dtype)[:, None, None].expand(-1, logits.shape[1], 1)
+        logits = torch.cat([logits, column], dim=2)
+        v = torch.cat([v, v.new_zeros(1, *v.shape[1:])])
+    if logits.shape[2] == 0:
+        return State(q.new_zeros(*q.shape[:2], v.shape[2]), torch.full(q.shape[:2], -math.inf, dtype=torch.float64))
+    p = torch.softmax(logits, dim=2)
+    p = p.masked_fill((logits == -math.inf).all(dim=2, keepdim=True), 0.0)
+    o = torch.einsum("hqk,khd->qhd", p, v)
+    lse = torch.logsumexp(logits.double(), dim=2).t() / math.log(2.0)
+    return State(o, lse)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qo_indptr: Indptr,
+    kv_indptr: Indptr,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    window_left: int = -1,
+    soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    sinks: Tensor | None = None,
+    v_scale: float = 1.0,
+    dtype: torch.dtype = torch.float64,
+) -> State:
+    """Attention of each request's queries to its own keys.
+
+    Args:
+        mask: flat bool, the concatenation over requests of row-major [qo_len, kv_len].
+        window_left: keys further left than this many from the diagonal are hidden; -1: none.
+        soft_cap: c > 0 makes each scaled logit x into c * tanh(x / c).
+        sinks: [num_qo_heads] natural-log logits that join each denominator and bring no value. They count in the lse.
+        dtype: what every operation is rounded to; float64 is the truth, the inputs' own dtype is torch's error.
+
+    A row that sees nothing is 0 with lse -inf (with a sink: 0 and the sink).
+    """
+    scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    qo, kv = [int(i) for i in qo_indptr], [int(i) for i in kv_indptr]
+    o = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
+    lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
+    for b, m in enumerate(split_mask(mask, qo, kv)):
+        rows, keys = slice(qo[b], qo[b + 1]), slice(kv[b], kv[b + 1])
+        seen = visible(qo[b + 1] - qo[b], kv[b + 1] - kv[b], causal=causal, window_left=window_left, mask=m)
+        one = _attend(q[rows], k[keys], v[keys], seen, scale, soft_cap or 0.0, sinks, dtype)
+        o[rows], lse[rows] = one.o * v_scale, one.lse
+    return State(o, lse)
+
+
+# Comparing
+
+
+def torch_error(q: Tensor, k: Tensor, v: Tensor, qo_indptr: Indptr, kv_indptr: Indptr, **kwargs: object) -> Tensor:
+    """Torch's own answer in q's dtype, each operation rounded to it: its distance from the truth is the yardstick."""
+    return attention(q, k, v, qo_indptr, kv_indptr, dtype=q.dtype, **kwargs).o.double()  # type: ignore[arg-type]
+
+
+def _same_specials(got: Tensor, want: Tensor, what: str) -> None:
+    for name, test in (("nan", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = test(got) != test(want)
+        where = wrong.nonzero()[:4].tolist()
+        assert not wrong.any(), (
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ in being {name}, at {where}"
+        )
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def _peak(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def assert_close(out: Tensor, ref: Tensor, own: Tensor, indptr: Indptr | None = None, what: str = "o") -> None:
+    """`out` is at most twice as far from `ref` as torch's `own` answer in the same dtype is, plus one rounding.
+
+    Largest and root-mean-square error are both held to the rule, for the rows of each request apart (`indptr`): a
+    request with few keys has large values, behind which the errors of one with many keys would hide.
+    """
+    assert out.shape == ref.shape, f"{what}: shape {tuple(out.shape)}, expected {tuple(ref.shape)}"
+    got = out.detach().cpu().double()
+    _same_specials(got, ref, what)
+    ulp = FLOOR_ULPS[out.dtype] * torch.finfo(out.dtype).eps
+    cuts = [0, out.shape[0]] if indptr is None else [int(i) for i in indptr]
+    for b, (begin, end) in enumerate(itertools.pairwise(cuts)):
+        truth = ref[begin:end]
+        error, theirs = got[begin:end] - truth, own[begin:end].double() - truth
+        for name, norm in (("largest", _peak), ("rms", _rms)):
+            bound = 2.0 * norm(theirs) + ulp * norm(truth)
+            assert norm(error) <= bound, (
+                f"{what}, request {b}: {name} error {norm(error):.3g} > {bound:.3g} "
+                f"(torch's own {norm(theirs):.3g}, reference {norm(truth):.3g}), "
+                f"worst at row {begin + int(error.abs().flatten(1).amax(1).argmax())}"
+            )
+
+
+def assert_lse_close(lse: Tensor, ref: Tensor, *, magnitude: float = 1.0, soft_cap: float | None = None) -> None:
+    """`lse` is float32 and equals `ref` to float32 rounding of the largest logit; -inf in the same places.
+
+    Args:
+        magnitude: the largest |logit * log2(e)| there may be; cancellation is relative to it.
+    """
+    assert lse.dtype == torch.float32, f"lse: dtype {lse.dtype}, expected float32"
+    assert lse.shape == ref.shape, f"lse: shape {tuple(lse.shape)}, expected {tuple(ref.shape)}"
+    got = lse.detach().cpu().double()
+    _same_specials(got, ref, "lse")
+    finite = torch.isfinite(ref)
+    peak = max(magnitude, _peak(ref[finite]))
+    approx = TANH_APPROX if soft_cap and lse.is_cuda else 0.0
+    bound = peak * (LSE_ULPS * torch.finfo(torch.float32).eps + approx)
+    error = _peak((got - ref)[finite])
+    assert error <= bound, f"lse: largest error {error:.3g} > {bound:.3g}"
+
+
+# Merging
+
+
+def merge_states(v: Tensor, s: Tensor) -> State:
+    """Merges v [n, num_states, heads, head_dim] with base-2 s [n, num_states, heads] over dimension 1."""
+    v, s = v.cpu().double(), s.cpu().double()
+    if v.shape[1] == 0:
+        return State(v.new_zeros(v.shape[0], *v.shape[2:]), s.new_full((s.shape[0], s.shape[2]), -math.inf))
+    top = s.amax(dim=1, keepdim=True)
+    w = torch.where(s == -math.inf, 0.0, torch.exp2(s - top))
+    total = w.sum(dim=1)
+    used = torch.where(w[..., None] == 0.0, 0.0, v * w[..., None])  # a state of weight 0 may hold anything
+    o = used.sum(dim=1) / torch.where(total == 0.0, 1.0, total)[..., None]
+    lse = torch.where(total == 0.0, -math.inf, torch.log2(total) + top[:, 0])
+    return State(o, lse)
+
+
+def merge_state(v_a: Tensor, s_a: Tensor, v_b: Tensor, s_b: Tensor) -> State:
+    """Merges two states: v [n, heads, head_dim], s [n, heads]."""
+    return merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+
+
+# Pages
+
+
+def get_seq_lens(kv_indptr: Tensor, kv_last_page_len: Tensor, page_size: int) -> Tensor:
+    """Tokens of each request; a request without pages has none, whatever its last_page_len says."""
+    pages = lengths(kv_indptr)
+    last = kv_last_page_len.tolist()
+    return torch.tensor(
+        [(n - 1) * page_size + e if n else 0 for n, e in zip(pages, last, strict=True)], dtype=torch.int32
+    )
+
+
+def gather_pages(pages: Tensor, indices: Tensor, indptr: Indptr, lens: Sequence[int], kv_layout: str) -> Tensor:
+    """Pages [num_pages, page_size, heads, head_dim] (HND: heads first) as ragged tokens [nnz, heads, head_dim]."""
+    if kv_layout == "HND":
+        pages = pages.transpose(1, 2)
+    chosen, ends, parts = indices.tolist(), [int(i) for i in indptr], []
+    for b, n in enumerate(lens):
+        own = [pages[i] for i in chosen[ends[b] : ends[b + 1]]]
+        parts.append(torch.cat(own)[:n] if own else pages.new_zeros(0, *pages.shape[2:]))
+    return torch.cat(parts) if parts else pages.new_zeros(0, *pages.shape[2:])
+
+
+def append_paged_kv_cache(
+    key: Tensor,
+    batch_indices: Tensor,
+    positions: Tensor,
+    pages: Tensor,
+    indices: Tensor,
+    indptr: Indptr,
+    kv_layout: str,
+) -> Tensor:
+    """A copy of `pages` with key[i] at positions[i] of request batch_indices[i]; skipped where that is < 0."""
+    out = pages.clone()
+    by_token = out.transpose(1, 2) if kv_layout == "HND" else out
+    page_size = by_token.shape[1]
+    for i, (b, at) in enumerate(zip(batch_indices.tolist(), positions.tolist(), strict=True)):
+        if b >= 0:
+            by_token[int(indices[int(indptr[b]) + at // page_size]), at % page_size] = key[i]
+    return out
+
+
+def get_batch_indices_positions(append_indptr: Indptr, seq_lens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """For each appended token: its request, and its position in it; a request's last tokens are the new ones."""
+    batch, position = [], []
+    for b, n in enumerate(lengths(append_indptr)):
+        batch += [b] * n
+        position += range(int(seq_lens[b]) - n, int(seq_lens[b]))
+    return batch, position
+
+
+# Bits
+
+
+def packbits(x: Tensor, bitorder: str) -> Tensor:
+    """Eight flags a byte, the last byte filled up with zeros: bool [n] -> uint8 [ceil(n / 8)]."""
+    bits = [bool(b) for b in x.tolist()]
+    bits += [False] * (-len(bits) % 8)
+    weight = [1 << i for i in range(8)]
+    if bitorder == "big":
+        weight.reverse()
+    packed = [sum(w for w, b in zip(weight, bits[i : i + 8], strict=True) if b) for i in range(0, len(bits), 8)]
+    return torch.tensor(packed, dtype=torch.uint8)
+
+
+def segment_packbits(x: Tensor, indptr: Indptr, bitorder: str) -> tuple[Tensor, list[int]]:
+    """Each segment packed from its own byte on: the bytes, and the offsets of the segments in them."""
+    ends = [int(i) for i in indptr]
+    parts = [packbits(x[a:b], bitorder) for a, b in itertools.pairwise(ends)]
+    return torch.cat([*parts, torch.empty(0, dtype=torch.uint8)]), indptr_of([p.numel() for p in parts])

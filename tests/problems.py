@@ -1,0 +1,208 @@
+"""Attention problems for the tests: random inputs, every way to lay out a cache, and one call that compares.
+
+Whatever a kernel must not read is NaN: pages that no request owns, the tail of last pages, the gaps of strided views,
+and outputs that are passed in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import oracle
+
+WORKSPACE_BYTES = 32 << 20
+_workspaces: dict[str, Tensor] = {}
+
+
+def workspace(device: str) -> Tensor:
+    """One workspace per device, shared by all tests: what an earlier launch left in it must not matter."""
+    if device not in _workspaces:
+        _workspaces[device] = torch.full((WORKSPACE_BYTES,), 0xFF, dtype=torch.uint8, device=device)
+    return _workspaces[device]
+
+
+def ints(values: Sequence[int] | Tensor, device: str) -> Tensor:
+    """int32 on `device`."""
+    return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """A tensor of NaN."""
+    return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """A paged cache and its tables, ready for plan() and run()."""
+
+    kv: Tensor | tuple[Tensor, Tensor]
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    page_size: int
+    kv_layout: str
+
+    def tables(self, device: str | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """indptr, indices, last_page_len; the first and the last moved to `device`."""
+        move = (lambda t: t) if device is None else (lambda t: t.to(device))
+        return move(self.indptr), self.indices, move(self.last_page_len)
+
+
+def _pages(tokens: Tensor, lens: Sequence[int], order: Sequence[int], page_size: int, num_pages: int) -> Tensor:
+    """Ragged tokens in NHD pages, all else NaN. order: the page numbers, request after request."""
+    pages = poisoned((num_pages, page_size, *tokens.shape[1:]), tokens.dtype, str(tokens.device))
+    free, at = iter(order), 0
+    for n in lens:
+        for begin in range(0, n, page_size):
+            count = min(page_size, n - begin)
+            pages[next(free), :count] = tokens[at : at + count]
+            at += count
+    return pages
+
+
+def _lay_out(k: Tensor, v: Tensor, kv_layout: str, form: str) -> Tensor | tuple[Tensor, Tensor]:
+    """NHD pages k, v in one of the forms that run() takes.
+
+    tensor: one 5-D tensor; tuple: two contiguous 4-D tensors; permuted: a 5-D view whose storage has the other layout;
+    sliced: views of bigger tensors, with other strides for k than for v.
+    """
+    swap = kv_layout == "HND"
+    if form == "permuted":
+        stored = torch.stack([k, v], 1) if swap else torch.stack([k.transpose(1, 2), v.transpose(1, 2)], 1)
+        return stored.contiguous().transpose(2, 3)
+    k, v = ((t.transpose(1, 2) if swap else t).contiguous() for t in (k, v))
+    if form == "tensor":
+        return torch.stack([k, v], 1)
+    if form == "tuple":
+        return k, v
+    assert form == "sliced"
+    wide_k = poisoned((*k.shape[:3], k.shape[3] + 16), k.dtype, str(k.device))
+    wide_k[..., : k.shape[3]] = k
+    wide_v = poisoned((v.shape[0], v.shape[1] + 1, v.shape[2] + 2, v.shape[3]), v.dtype, str(v.device))
+    wide_v[:, 1:, 1:-1] = v
+    return wide_k[..., : k.shape[3]], wide_v[:, 1:, 1:-1]
+
+
+FORMS = ("tensor", "tuple", "permuted", "sliced")
+
+
+@dataclass
+class Problem:
+    """Random queries, keys and values of a batch, ragged, and the options of attention.
+
+    Tensors are as long as `qo_lens` and `kv_lens` say; `logits` are the options that both the oracle and plan() take.
+    """
+
+    qo_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    num_qo_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    head_dim_vo: int | None = None
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    causal: bool = False
+    mask: Tensor | None = None  #: flat bool
+    window_left: int = -1
+    soft_cap: float | None = None
+    sm_scale: float | None = None
+    seed: int = 0
+    q: Tensor = field(init=False)
+    k: Tensor = field(init=False)
+    v: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Draws the inputs on the CPU, so that every device gets the same."""
+        source = torch.Generator().manual_seed(self.seed)
+        dim_vo = self.head_dim if self.head_dim_vo is None else self.head_dim_vo
+
+        def draw(rows: int, heads: int, dim: int) -> Tensor:
+            return torch.randn(rows, heads, dim, generator=source).to(self.dtype).to(self.device)
+
+        self.q = draw(sum(self.qo_lens), self.num_qo_heads, self.head_dim)
+        self.k = draw(sum(self.kv_lens), self.num_kv_heads, self.head_dim)
+        self.v = draw(sum(self.kv_lens), self.num_kv_heads, dim_vo)
+
+    @property
+    def qo_indptr(self) -> list[int]:
+        """Rows of q, [batch_size + 1]."""
+        return oracle.indptr_of(self.qo_lens)
+
+    @property
+    def kv_indptr(self) -> list[int]:
+        """Rows of k, [batch_size + 1]."""
+        return oracle.indptr_of(self.kv_lens)
+
+    def random_mask(self, density: float = 0.5, seed: int = 1) -> Problem:
+        """The same problem under a random custom mask."""
+        bits = sum(a * b for a, b in zip(self.qo_lens, self.kv_lens, strict=True))
+        source = torch.Generator().manual_seed(seed)
+        self.mask = (torch.rand(bits, generator=source) < density).to(self.device)
+        return self
+
+    def packed_mask(self) -> Tensor:
+        """The custom mask as plan(packed_custom_mask=) wants it."""
+        assert self.mask is not None
+        cuts = oracle.indptr_of([a * b for a, b in zip(self.qo_lens, self.kv_lens, strict=True)])
+        return oracle.segment_packbits(self.mask.cpu(), cuts, "little")[0].to(self.device)
+
+    def expected(self, **more: object) -> oracle.State:
+        """The truth, in float64 on the CPU."""
+        return oracle.attention(self.q, self.k, self.v, self.qo_indptr, self.kv_indptr, **self._options(more))
+
+    def torch_error(self, **more: object) -> Tensor:
+        """Torch's own answer in the dtype of the problem."""
+        return oracle.torch_error(self.q, self.k, self.v, self.qo_indptr, self.kv_indptr, **self._options(more))
+
+    def _options(self, more: Mapping[str, object]) -> dict[str, object]:
+        own = {n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "sm_scale")}
+        return {**own, **more}
+
+    def plan_options(self) -> dict[str, object]:
+        """Keywords for the plan() of a prefill wrapper."""
+        options: dict[str, object] = {"causal": self.causal, "window_left": self.window_left, "sm_scale": self.sm_scale}
+        options |= {"logits_soft_cap": self.soft_cap, "q_data_type": self.dtype}
+        if self.mask is not None:
+            options["custom_mask"] = self.mask
+        return options
+
+    def paged(
+        self, page_size: int = 8, kv_layout: str = "NHD", form: str = "tuple", spare: int = 3, order_seed: int = 0
+    ) -> PagedCache:
+        """The keys and values in pages of a random order, with `spare` pages of NaN among them."""
+        counts = [-(-n // page_size) for n in self.kv_lens]
+        num_pages = sum(counts) + spare
+        shuffle = torch.Generator().manual_seed(order_seed)
+        order = torch.randperm(num_pages, generator=shuffle)[: sum(counts)].tolist()
+        k, v = (_pages(t, self.kv_lens, order, page_size, num_pages) for t in (self.k, self.v))
+        last = [(n - 1) % page_size + 1 if n else 0 for n in self.kv_lens]
+        return PagedCache(
+            kv=_lay_out(k, v, kv_layout, form),
+            indptr=ints(oracle.indptr_of(counts), self.device),
+            indices=ints(order, self.device),
+            last_page_len=ints(last, self.device),
+            page_size=page_size,
+            kv_layout=kv_layout,
+        )
+
+    def check(self, out: Tensor, lse: Tensor | None = None, **more: object) -> None:
+        """Compares a result with the truth; `more` overrides options of the oracle (sinks, v_scale, ...)."""
+        assert out.dtype == self.dtype, f"o: dtype {out.dtype}, expected {self.dtype}"
+        assert out.device == self.q.device
+        truth = self.expected(**more)
+        oracle.assert_close(out, truth.o, self.torch_error(**more), self.qo_indptr)
+        if lse is not None:
+            assert lse.device == self.q.device
+            oracle.assert_lse_close(lse, truth.lse, magnitude=self._largest_logit(), soft_cap=self.soft_cap)
+
+    def _largest_logit(self) -> float:
+        if not self.q.numel() or not self.k.numel():
+            return 1.0
+        scale = 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else abs(self.sm_scale)
+        norms = [float(t.cpu().double().norm(dim=2).amax()) for t in (self.q, self.k)]
+        return norms[0] * norms[1] * scale * math.log2(math.e)
