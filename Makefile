@@ -1,0 +1,48 @@
+# Two commands, from a fresh clone, with Python >= 3.10, g++ and make on the machine:
+#
+#   make demo     install into .venv and run the main job
+#   make test     install into .venv and run the tests
+#
+# Both may be repeated; the installation is redone only after pyproject.toml or constraints-dev.txt changed.
+#   PYTHON=python3.12   the interpreter to start from. If it already has a torch that sees a GPU, that torch is used.
+#   VENV=.venv          where the environment lies
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# No example or test fetches anything: the only model weights come in a package.
+OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+
+.PHONY: demo test venv ci lint format clean
+
+demo: $(STAMP)
+	$(OFFLINE) $(BIN)/python examples/embed.py
+	$(OFFLINE) $(BIN)/python examples/generate.py
+	$(OFFLINE) $(BIN)/python examples/paged_prefill.py
+
+test: $(STAMP)
+	$(OFFLINE) $(BIN)/python -m pytest
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-dev.txt .ci/venv
+	.ci/venv "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+ci:
+	PYTHON="$(PYTHON)" VENV="$(VENV)" .ci/run
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	find templates/include -name '*.h' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
+
+format: $(STAMP)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	find templates/include -name '*.h' -o -name '*.cuh' | xargs $(BIN)/clang-format -i
+
+clean:
+	rm -rf build dist jit_cache/dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
