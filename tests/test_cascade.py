@@ -1,0 +1,223 @@
+"""Attention states: merging them, and the wrappers that share a prefix."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import oracle
+import quire
+from problems import Problem, ints, workspace
+
+SIZES = [(1, 1, 64), (7, 4, 128), (33, 5, 256), (3, 64, 192), (5, 2, 48)]
+
+
+def states(n, num_states, heads, head_dim, dtype, device, seed=0):
+    """Random states: v [n, num_states, heads, head_dim] and s [n, num_states, heads], some of them empty."""
+    source = torch.Generator().manual_seed(seed)
+    v = torch.randn(n, num_states, heads, head_dim, generator=source).to(dtype)
+    s = torch.randn(n, num_states, heads, generator=source) * 5.0
+    empty = torch.rand(s.shape, generator=source) < 0.2
+    s[empty] = -math.inf
+    v[empty] = 0.0
+    return v.to(device), s.to(device)
+
+
+def check(got, truth, v):
+    """A merge is one rounding away from the truth: there is no half-precision arithmetic in it."""
+    assert got[0].dtype == v.dtype and got[0].device == v.device
+    oracle.assert_close(got[0], truth.o, truth.o.to(v.dtype))
+    oracle.assert_lse_close(got[1], truth.lse)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_merge_state(device, dtype, size):
+    n, heads, dim = size
+    v, s = states(n, 2, heads, dim, dtype, device)
+    got = quire.merge_state(v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous())
+    check(got, oracle.merge_states(v, s), v)
+
+
+def test_merge_state_of_views(device, dtype):
+    """What a slice of stacked states looks like."""
+    v, s = states(9, 2, 4, 64, dtype, device)
+    check(quire.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), oracle.merge_states(v, s), v)
+
+
+@pytest.mark.parametrize("num_states", [1, 2, 3, 17])
+@pytest.mark.parametrize("size", SIZES[:3], ids=str)
+def test_merge_states(device, dtype, size, num_states):
+    n, heads, dim = size
+    v, s = states(n, num_states, heads, dim, dtype, device)
+    check(quire.merge_states(v, s), oracle.merge_states(v, s), v)
+
+
+@pytest.mark.parametrize("mask_dtype", [None, torch.bool, torch.uint8])
+def test_merge_state_in_place(device, dtype, mask_dtype):
+    """Rows whose mask is 0 stay as they are; nothing new is allocated for the result."""
+    v, s = states(11, 2, 4, 128, dtype, device)
+    own, own_s = v[:, 0].contiguous(), s[:, 0].contiguous()
+    before, before_s = own.clone(), own_s.clone()
+    truth = oracle.merge_states(v, s)
+    kept = torch.zeros(11, dtype=torch.bool)
+    options = {}
+    if mask_dtype is not None:
+        kept = torch.arange(11) % 3 == 0
+        options["mask"] = (~kept).to(mask_dtype).to(device)
+    quire.merge_state_in_place(own, own_s, v[:, 1].contiguous(), s[:, 1].contiguous(), **options)
+    assert torch.equal(own[kept.to(device)], before[kept.to(device)])
+    assert torch.equal(own_s[kept.to(device)], before_s[kept.to(device)])
+    rest = (~kept).to(device)
+    check((own[rest], own_s[rest]), oracle.State(truth.o[~kept], truth.lse[~kept]), v)
+
+
+def test_merge_of_nothing_seen(device, dtype):
+    """Two empty states are an empty state, and an empty one leaves the other bit for bit."""
+    v = torch.randn(3, 2, 64).to(dtype).to(device)
+    s = torch.randn(3, 2).to(device)
+    none, gone = torch.zeros_like(v), torch.full_like(s, -math.inf)
+    out, lse = quire.merge_state(none, gone, none, gone)
+    assert torch.equal(out, none) and torch.equal(lse, gone)
+    for got in (quire.merge_state(v, s, none, gone), quire.merge_state(none, gone, v, s)):
+        assert torch.equal(got[0], v) and torch.equal(got[1], s)
+
+
+def test_merge_of_far_states(device, dtype):
+    """Log-sums far apart neither overflow nor lose the larger one."""
+    v, _ = states(4, 2, 2, 64, dtype, device)
+    s = torch.tensor([[300.0, -300.0], [-300.0, 300.0], [9000.0, 9000.0], [-9000.0, -9001.0]]).to(device)
+    s = s[:, :, None].expand(4, 2, 2).contiguous()
+    check(quire.merge_states(v, s), oracle.merge_states(v, s), v)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(n=st.integers(0, 40), num_states=st.integers(1, 6), heads=st.integers(1, 9), seed=st.integers(0, 1 << 30))
+def test_any_merge(device, dtype, n, num_states, heads, seed):
+    v, s = states(n, num_states, heads, 64, dtype, device, seed)
+    check(quire.merge_states(v, s), oracle.merge_states(v, s), v)
+
+
+# Wrappers. A request's keys are the levels one after another, so the truth is plain attention over the joined keys.
+
+
+def joined(levels, groups, qo_lens, dtype, device, *, causal, kv_layout="NHD", page_size=8, **more):
+    """A cache of shared levels, and the plain problem that it stands for.
+
+    Args:
+        levels: per level, the kv length of each of its entries; the last has one entry per request.
+        groups: per level, which of its entries each request reads.
+
+    Returns: the joined Problem, and per level (PagedCache tables, qo_indptr), and the cache.
+    """
+    entries = [n for level in levels for n in level]
+    store = Problem((1,) * len(entries), entries, dtype=dtype, device=device, seed=5, **more)
+    cache = store.paged(page_size, kv_layout, "tuple")
+    starts, first = store.kv_indptr, oracle.indptr_of([len(level) for level in levels])
+    keys = []
+    for request in range(len(qo_lens)):
+        for level, group in enumerate(groups):
+            entry = first[level] + group[request]
+            keys += range(starts[entry], starts[entry + 1])
+    kv_lens = [sum(level[g[r]] for level, g in zip(levels, groups, strict=True)) for r in range(len(qo_lens))]
+    whole = Problem(qo_lens, kv_lens, dtype=dtype, device=device, causal=causal, **more)
+    index = torch.tensor(keys, dtype=torch.long, device=device)
+    whole.k, whole.v = store.k[index], store.v[index]
+    tables = []
+    for level, group in enumerate(groups):
+        a, b = first[level], first[level + 1]
+        rows = [sum(n for n, g in zip(qo_lens, group, strict=True) if g == e) for e in range(b - a)]
+        pages = cache.indptr[a : b + 1]
+        indices = cache.indices[int(pages[0]) : int(pages[-1])]
+        tables.append((ints(oracle.indptr_of(rows), device), pages - pages[0], indices, cache.last_page_len[a:b]))
+    return whole, tables, cache
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_three_levels(device, dtype, causal, kv_layout):
+    """One system prompt, two documents, four requests."""
+    p, tables, cache = joined(
+        levels=[(40,), (13, 29), (7, 5, 9, 6)],
+        groups=[(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3)],
+        qo_lens=(3, 1, 4, 6),
+        dtype=dtype,
+        device=device,
+        causal=causal,
+        kv_layout=kv_layout,
+    )
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(3, workspace(device), kv_layout)
+    columns = [list(c) for c in zip(*tables, strict=True)]
+    for plan, run in ((wrapper.plan, wrapper.run), (wrapper.begin_forward, wrapper.forward)):
+        plan(*columns, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, causal=causal, q_data_type=dtype)
+        for _ in range(2):
+            p.check(run(p.q, cache.kv))
+
+
+def test_one_level_is_plain_prefill(device, dtype):
+    p, tables, cache = joined([(20, 33)], [(0, 1)], (3, 5), dtype, device, causal=True)
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(1, workspace(device))
+    columns = [list(c) for c in zip(*tables, strict=True)]
+    wrapper.plan(*columns, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, causal=True, q_data_type=dtype)
+    p.check(wrapper.run(p.q, cache.kv))
+
+
+def shared_prefix(qo_lens, dtype, device, kv_layout, causal, unique=(9, 1, 30)):
+    """A problem whose requests begin with the same 50 keys: (whole, tables of the unique part, cache, k, v)."""
+    whole, tables, cache = joined(
+        [(50,), unique], [(0,) * 3, (0, 1, 2)], qo_lens, dtype, device, causal=causal, kv_layout=kv_layout
+    )
+    k, v = whole.k[:50], whole.v[:50]
+    if kv_layout == "HND":
+        k, v = (t.transpose(0, 1).contiguous() for t in (k, v))
+    return whole, tables[1], cache, k, v
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", ["tensor", "tuple"])
+def test_decode_with_shared_prefix(device, dtype, form, kv_layout):
+    p, (_, indptr, indices, last), cache, k, v = shared_prefix((1, 1, 1), dtype, device, kv_layout, False)
+    wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout)
+    wrapper.begin_forward(indptr, indices, last, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, data_type=dtype)
+    kv = torch.stack(cache.kv, 1) if form == "tensor" else cache.kv
+    p.check(wrapper.forward(p.q, k, v, kv))
+    p.sm_scale = 0.3
+    p.check(wrapper.forward(p.q, k, v, kv, sm_scale=0.3))
+    wrapper.end_forward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_prefill_with_shared_prefix(device, dtype, kv_layout, causal):
+    p, tables, cache, k, v = shared_prefix((4, 1, 7), dtype, device, kv_layout, causal)
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout)
+    wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, q_data_type=dtype)
+    p.check(wrapper.forward(p.q, k, v, cache.kv, causal=causal))
+    p.sm_scale = 0.3
+    p.check(wrapper.forward(p.q, k, v, cache.kv, causal=causal, sm_scale=0.3))
+    wrapper.end_forward()
+
+
+def test_prefill_with_shared_prefix_without_page_size(device):
+    """The first release took the page size from the cache, and float16 for granted."""
+    dtype = torch.float16
+    p, tables, cache, k, v = shared_prefix((4, 1, 7), dtype, device, "NHD", True)
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), "NHD")
+    wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim)
+    p.check(wrapper.forward(p.q, k, v, torch.stack(cache.kv, 1), causal=True))
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_decode_with_shared_prefix_padded(device, dtype, kv_layout):
+    """The suffixes stand in one padded tensor: [batch_size, unique_len, num_kv_heads, head_dim]."""
+    p = Problem((1,) * 3, (50 + 12,) * 3, dtype=dtype, device=device)
+    k, v = (t.reshape(3, 62, *t.shape[1:]).clone() for t in (p.k, p.v))
+    k[:, :50], v[:, :50] = k[:1, :50], v[:1, :50]
+    p.k, p.v = (t.reshape(-1, *t.shape[2:]) for t in (k, v))
+    parts = [k[0, :50], v[0, :50], k[:, 50:], v[:, 50:]]
+    if kv_layout == "HND":
+        parts = [t.transpose(-3, -2).contiguous() for t in parts]
+    p.check(quire.batch_decode_with_shared_prefix_padded_kv_cache(p.q, *parts, kv_layout=kv_layout))
