@@ -1,0 +1,194 @@
+"""The only reader of the process environment: every knob, read at the moment of use.
+
+Nothing is cached, so a test or a notebook may change a variable at any time. A value that cannot be understood raises
+`ValidationError` with the accepted spellings; an unset or blank variable is its default.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from quire.errors import ValidationError
+
+__all__ = [
+    "arch_list",
+    "cache_root",
+    "cache_root_is_explicit",
+    "child_environment",
+    "cuda_home",
+    "cxx",
+    "jit_denied",
+    "log_level",
+    "max_jobs",
+    "nvcc",
+    "parse_arch_list",
+    "record_path",
+    "reports_progress",
+    "require_known_toolchain",
+    "search_path",
+]
+
+#: Variables that change what a compiler generates behind the key's back; a compiler never sees them.
+_SCRUBBED = (
+    "NVCC_PREPEND_FLAGS",
+    "NVCC_APPEND_FLAGS",
+    "NVCC_CCBIN",
+    "CPATH",
+    "C_INCLUDE_PATH",
+    "CPLUS_INCLUDE_PATH",
+    "LIBRARY_PATH",
+    "GCC_EXEC_PREFIX",
+    "COMPILER_PATH",
+    "SOURCE_DATE_EPOCH",
+    "NINJA_STATUS",
+)
+
+#: PyTorch's family names, as the targets that the family's own kernels want.
+_FAMILIES = {
+    "ampere": ("sm80", "sm86"),
+    "ada": ("sm89",),
+    "hopper": ("sm90a",),
+    "blackwell": ("sm100a", "sm120a"),
+}
+
+_ARCH = re.compile(r"(?:sm_?|compute_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))([af]?)(?:\+ptx|-real|-virtual)?", re.ASCII)
+
+
+def _read(name: str) -> str | None:
+    value = os.environ.get(name, "").strip()
+    return value or None
+
+
+def _invalid(name: str, value: str, expected: str) -> ValidationError:
+    return ValidationError(f"{name}: expected {expected}, got {value!r}")
+
+
+def cache_root_is_explicit() -> bool:
+    """Whether QUIRE_CACHE_DIR names the root; then others may read it (an image bakes it as root, a pod runs as anyone)."""
+    return _read("QUIRE_CACHE_DIR") is not None
+
+
+def cache_root() -> Path:
+    """The directory under which everything that Quire writes lies, absolute. It is not created here.
+
+    QUIRE_CACHE_DIR, else the user's cache directory, else (a user without a home, as in OpenShift) a directory of this
+    user id under the temporary directory.
+    """
+    explicit = _read("QUIRE_CACHE_DIR")
+    if explicit is not None:
+        return Path(explicit).expanduser().absolute()
+    import platformdirs
+
+    default = Path(platformdirs.user_cache_dir("quire"))
+    homeless = not default.is_absolute() or default.parts[1] == "~"
+    return Path(tempfile.gettempdir()) / f"quire-{os.geteuid()}" if homeless else default
+
+
+def jit_denied() -> bool:
+    """Whether QUIRE_JIT=deny forbids compiling."""
+    value = (_read("QUIRE_JIT") or "auto").lower()
+    if value not in ("auto", "deny"):
+        raise _invalid("QUIRE_JIT", value, "auto or deny")
+    return value == "deny"
+
+
+def parse_arch_list(text: str) -> tuple[str, ...]:
+    """Targets from a list of CUDA architectures, in order, each once: `"8.0 9.0a;sm_100a+PTX"` -> sm80, sm90a, sm100a.
+
+    Separators are blanks, commas and semicolons; an architecture is `9.0a`, `90a`, `sm90a`, `sm_90a`, `compute_90a`, or a
+    family name of PyTorch. `+PTX`, `-real` and `-virtual` are accepted and change nothing: an artifact is a cubin.
+    """
+    targets: list[str] = []
+    for word in re.split(r"[\s,;]+", text.strip()):
+        if not word:
+            continue
+        lowered = word.lower()
+        family = _FAMILIES.get(lowered.removesuffix("+ptx"))
+        if family is not None:
+            targets.extend(family)
+            continue
+        match = _ARCH.fullmatch(lowered)
+        if match is None:
+            raise _invalid("QUIRE_CUDA_ARCH_LIST", word, 'architectures such as "8.0", "9.0a", "sm_90a" or "Hopper"')
+        major, minor, joined, suffix = match.groups()
+        targets.append(f"sm{joined or major + minor}{suffix}")
+    return tuple(dict.fromkeys(targets))
+
+
+def arch_list() -> tuple[str, ...] | None:
+    """Targets of QUIRE_CUDA_ARCH_LIST, or None if it is unset."""
+    value = _read("QUIRE_CUDA_ARCH_LIST")
+    return parse_arch_list(value) if value is not None else None
+
+
+def nvcc() -> str | None:
+    """QUIRE_NVCC: a path, or a name looked up on PATH."""
+    return _read("QUIRE_NVCC")
+
+
+def cxx() -> str | None:
+    """QUIRE_CXX: a path, or a name looked up on PATH."""
+    return _read("QUIRE_CXX")
+
+
+def cuda_home() -> Path | None:
+    """CUDA_HOME (or CUDA_PATH), forgiving the stray colons that shell start-up files leave in it."""
+    value = (_read("CUDA_HOME") or _read("CUDA_PATH") or "").strip(": ")
+    return Path(value) if value else None
+
+
+def search_path() -> str:
+    """PATH."""
+    return os.environ.get("PATH", os.defpath)
+
+
+def require_known_toolchain() -> None:
+    """Refuse a QUIRE_TOOLCHAIN that this version cannot honour."""
+    value = (_read("QUIRE_TOOLCHAIN") or "auto").lower()
+    if value == "nvrtc":
+        raise _invalid("QUIRE_TOOLCHAIN", value, "auto or nvcc (this version has no NVRTC toolchain; install nvcc)")
+    if value not in ("auto", "nvcc"):
+        raise _invalid("QUIRE_TOOLCHAIN", value, "auto or nvcc")
+
+
+def max_jobs() -> int | None:
+    """QUIRE_MAX_JOBS: compilers that may run at once on this machine, or None if unset."""
+    value = _read("QUIRE_MAX_JOBS")
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise _invalid("QUIRE_MAX_JOBS", value, "a whole number of at least 1")
+    return int(value)
+
+
+def log_level() -> int:
+    """QUIRE_LOG as a `logging` level; INFO by default."""
+    value = _read("QUIRE_LOG")
+    if value is None:
+        return logging.INFO
+    names = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "critical": 50, "off": 100, "none": 100}
+    if value.lower() not in names:
+        raise _invalid("QUIRE_LOG", value, "one of " + ", ".join(names))
+    return names[value.lower()]
+
+
+def record_path() -> Path | None:
+    """QUIRE_RECORD: the manifest to which used variants are appended, or None."""
+    value = _read("QUIRE_RECORD")
+    return Path(value).expanduser().absolute() if value is not None else None
+
+
+def reports_progress() -> bool:
+    """Whether this process is the one of its node that prints progress (LOCAL_RANK unset or 0)."""
+    return (_read("LOCAL_RANK") or "0") == "0"
+
+
+def child_environment(**overrides: str) -> dict[str, str]:
+    """The environment of a compiler: ours without what would change its output, messages in English, plus `overrides`."""
+    environment = {name: value for name, value in os.environ.items() if name not in _SCRUBBED}
+    environment.update(LC_ALL="C", LANG="C", **overrides)
+    return environment

@@ -1,0 +1,86 @@
+"""This machine's processor and memory, read from /proc: which host targets it runs, how many compilers it bears."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+__all__ = ["default_jobs", "features", "fingerprint", "host_target", "supports"]
+
+#: What an x86-64 microarchitecture level adds, in the words of /proc/cpuinfo (psABI; lzcnt is called abm there).
+_LEVELS: dict[str, frozenset[str]] = {
+    "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
+    "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+}
+
+#: A compile of one variant peaks below 0.2 GB; the margin covers kernels several times as large.
+_BYTES_PER_JOB = 1 << 30
+
+
+@cache
+def features() -> frozenset[str]:
+    """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where it says nothing."""
+    text = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+@cache
+def fingerprint() -> str:
+    """A digest of what `-march=native` may depend on: the processor's model and extensions."""
+    identifying = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
+    parts = {platform.machine(), *features()}
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        if name.strip() in identifying:
+            parts.add(f"{name.strip()}={value.strip()}")
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def supports(target: str) -> bool:
+    """Whether this processor runs artifacts of the host target `target` (native ones are checked by their key)."""
+    machine = platform.machine()
+    if target == "native":
+        return True
+    if target == "aarch64":
+        return machine in ("aarch64", "arm64")
+    if machine not in ("x86_64", "AMD64") or target not in _LEVELS:
+        return False
+    needed = frozenset[str]().union(*(need for level, need in _LEVELS.items() if level <= target))
+    return needed <= features()
+
+
+def host_target() -> str:
+    """The best portable host target of this machine: x86-64-v4, x86-64-v3 or aarch64; "native" where none of them runs."""
+    return next((target for target in ("x86-64-v4", "x86-64-v3", "aarch64") if supports(target)), "native")
+
+
+def _available_bytes() -> int:
+    """Memory this process may still use: the machine's, or what its control group leaves."""
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        if not (Path(limit).exists() and Path(used).exists()):
+            continue
+        allowed = Path(limit).read_text().strip()
+        if allowed.isdigit():
+            available = min(available, int(allowed) - int(Path(used).read_text()))
+    return available
+
+
+def default_jobs() -> int:
+    """How many compilers may run at once: one for each usable processor, as far as the memory goes."""
+    return max(1, min(len(os.sched_getaffinity(0)), _available_bytes() // _BYTES_PER_JOB))

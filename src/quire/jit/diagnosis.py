@@ -1,0 +1,120 @@
+"""Turn a failed build's log into one error: its first error line, what kind of failure it is, what to do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.errors import CompileError
+
+__all__ = ["Diagnosis", "compile_error", "diagnose", "was_killed"]
+
+#: (kind, what the log says, what to do), most specific first.
+_KINDS: tuple[tuple[str, str, str], ...] = (
+    (
+        "killed (most likely out of memory)",
+        r"Killed signal|died due to signal 9|signal terminated program|\bKilled\b|code=137|out of memory|"
+        r"virtual memory exhausted|cannot allocate memory",
+        "Lower QUIRE_MAX_JOBS, raise the memory limit, or build elsewhere and `quire cache import` the result.",
+    ),
+    (
+        "crashed compiler",
+        r"internal compiler error|died due to signal|Segmentation fault|code=13[469]",
+        "Try another compiler version (QUIRE_NVCC, QUIRE_CXX) and report the log.",
+    ),
+    ("full disk", r"No space left on device|Disk quota exceeded", "Free space, or move the cache with QUIRE_CACHE_DIR."),
+    (
+        "missing host compiler",
+        r"Failed to preprocess host compiler|gcc: not found|cannot execute 'gcc'|gcc: No such file|"
+        r"Cannot find compiler|cannot execute .cc1plus",
+        "nvcc preprocesses with gcc: install g++ and have it on PATH.",
+    ),
+    (
+        "unsupported host compiler",
+        r"unsupported GNU version|unsupported clang version|#error -- unsupported",
+        "Put a host compiler that this nvcc supports first on PATH, or update the toolkit.",
+    ),
+    (
+        "bad architecture",
+        r"Unsupported gpu architecture|not defined for option 'gpu-architecture'|Value 'sm_\w+' is not defined|"
+        r"bad value .* for .?-march|unknown value .* for .?-march|not supported on target|not supported on \.target",
+        "Update the toolkit, or choose targets that it knows (QUIRE_CUDA_ARCH_LIST).",
+    ),
+    (
+        "drifted parameters",
+        r"its ctypes mirror has drifted",
+        "The Python mirror and the C++ header differ: reinstall quire, or correct the mirror.",
+    ),
+    (
+        "failed static assertion",
+        r"static assertion failed|static_assert",
+        "The kernel does not take this combination of constants.",
+    ),
+    (
+        "missing header",
+        r"fatal error: .*: No such file or directory|cannot open source file|could not open source file",
+        "Only headers under include/quire and those shipped with the compiler are visible.",
+    ),
+    (
+        "incomplete toolkit",
+        r"cicc.*(?:not found|No such file)|ptxas.*(?:not found|No such file)|libdevice|nvvm.*No such file",
+        "The toolkit is incomplete: install nvcc together with its nvvm part.",
+    ),
+    (
+        "assembler error",
+        r"ptxas (?:fatal|error)|Error: .*assembl|Assembler messages",
+        "ptxas or the assembler refused the code: the instruction may need a newer toolkit.",
+    ),
+    (
+        "linker error",
+        r"ld returned|undefined reference|cannot find -l|cannot find crt",
+        "Install the compiler's runtime libraries (libgomp, libc6-dev).",
+    ),
+    ("compiler not runnable", r"Permission denied|: not found|cannot execute", "Check the compiler's path and mode."),
+)
+
+_FIRST_ERROR = re.compile(r"\b(?:fatal )?error\b\s*:?|\bfatal\s*:|\berror\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a log says."""
+
+    kind: str
+    line: str  #: the first line that reports an error
+    remedy: str
+
+
+def was_killed(log: str, status: int) -> bool:
+    """Whether a signal ended the compiler from outside: worth one more try, alone."""
+    return status in (137, -9) or re.search(r"Killed signal|died due to signal 9|\bKilled\b|code=137", log) is not None
+
+
+def diagnose(log: str, status: int) -> Diagnosis:
+    """Classify a log; `status` is the exit status of the build."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    first = next((line for line in lines if _FIRST_ERROR.search(line)), lines[0] if lines else "")
+    text = log + (f"\ncode={status}" if status else "")
+    for kind, pattern, remedy in _KINDS:
+        if re.search(pattern, text):
+            shown = first or f"the compiler ended with status {status} and said nothing"
+            return Diagnosis(kind, shown, remedy)
+    return Diagnosis(
+        "error in the source" if first else "silent failure",
+        first or f"the compiler ended with status {status} and said nothing",
+        "The full log has the context.",
+    )
+
+
+def compile_error(slug: str, log: str, status: int, command: str, path: Path) -> CompileError:
+    """The error to raise for a failed build, at most eight lines."""
+    found = diagnose(log, status)
+    return CompileError(
+        f"{found.line}\n"
+        f"  cause:   {found.kind}\n"
+        f"  variant: {slug}\n"
+        f"  to do:   {found.remedy}\n"
+        f"  command: {command}\n"
+        f"  log:     {path}"
+    )

@@ -1,0 +1,259 @@
+"""libcuda.so.1 through ctypes: the few driver calls that loading and launching a cubin take. No libcudart.
+
+Nothing happens on import; the library is opened by the first `driver()`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+from typing import Any
+
+from quire.errors import DriverError, ValidationError
+
+__all__ = ["Driver", "LaunchAttribute", "LaunchConfig", "available", "driver", "encode_tensor_map"]
+
+_ERROR_DEINITIALIZED = 4
+_MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute: an id and 64 bytes of value, of which we use three integers."""
+
+    CLUSTER, PDL = 4, 6
+    _fields_ = (("id", c_int), ("pad", ctypes.c_char * 4), ("value", c_uint * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid_x", c_uint),
+        ("grid_y", c_uint),
+        ("grid_z", c_uint),
+        ("block_x", c_uint),
+        ("block_y", c_uint),
+        ("block_z", c_uint),
+        ("smem", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(LaunchAttribute)),
+        ("num_attributes", c_uint),
+    )
+
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+    "cuDriverGetVersion": (POINTER(c_int),),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetCount": (POINTER(c_int),),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxGetCurrent": (POINTER(c_void_p),),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
+    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+    "cuLibraryLoadData": (POINTER(c_void_p), c_char_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint),
+    "cuLibraryUnload": (c_void_p,),
+    "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
+    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
+    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuTensorMapEncodeTiled": (
+        *(c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64)),
+        *(POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),
+    ),
+}
+
+
+class Driver:
+    """The opened driver. Calls are attributes by their C names and return the CUresult; `call` checks it."""
+
+    def __init__(self, path: str = "libcuda.so.1") -> None:
+        try:
+            self._library = ctypes.CDLL(path)
+        except OSError as error:
+            raise DriverError(
+                f"the CUDA driver cannot be opened ({error}); install the NVIDIA driver, or use device='cpu'"
+            ) from error
+        self._functions: dict[str, Any] = {}
+        self._contexts: dict[int, int] = {}
+        self.call("cuInit", 0)
+
+    def function(self, name: str) -> Any:
+        """The C function `name`, with its argument types set; DriverError if this driver is too old to have it."""
+        found = self._functions.get(name)
+        if found is None:
+            try:
+                found = getattr(self._library, name)
+            except AttributeError as error:
+                raise DriverError(
+                    f"the CUDA driver has no {name}: it needs a driver for CUDA 12.0 or newer, this one is for CUDA "
+                    f"{self.version_text()}; update the NVIDIA driver"
+                ) from error
+            found.argtypes, found.restype = _SIGNATURES[name], c_int
+            self._functions[name] = found
+        return found
+
+    def version_text(self) -> str:
+        """The CUDA version of the driver, "13.0"."""
+        version = c_int()
+        self._library.cuDriverGetVersion(byref(version))
+        return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+    def describe(self, code: int) -> str:
+        """The driver's own name and words for an error code."""
+        words = []
+        for name in ("cuGetErrorName", "cuGetErrorString"):
+            text = c_char_p()
+            if self.function(name)(code, byref(text)) == 0 and text.value is not None:
+                words.append(text.value.decode(errors="replace"))
+        return ": ".join(words) or f"error {code}"
+
+    def check(self, code: int, call: str, context: str = "") -> None:
+        """DriverError unless `code` is success; `context` says what was being done."""
+        if code != 0:
+            raise DriverError(f"{call} failed with {self.describe(code)}" + (f" ({context})" if context else ""))
+
+    def call(self, name: str, *arguments: Any, context: str = "") -> None:
+        """Call the C function `name` and check its result."""
+        self.check(self.function(name)(*arguments), name, context)
+
+    def device_count(self) -> int:
+        """Devices that the driver shows to this process."""
+        count = c_int()
+        self.call("cuDeviceGetCount", byref(count))
+        return count.value
+
+    def attribute(self, device: int, attribute: int) -> int:
+        """One CUdevice_attribute of `device`."""
+        value, handle = c_int(), c_int()
+        self.call("cuDeviceGet", byref(handle), device, context=f"device {device}")
+        self.call("cuDeviceGetAttribute", byref(value), attribute, handle)
+        return value.value
+
+    def max_dynamic_smem(self, device: int) -> int:
+        """Bytes of shared memory a block may ask for on `device`."""
+        return self.attribute(device, _MAX_SMEM_OPTIN)
+
+    def multiprocessors(self, device: int) -> int:
+        """Streaming multiprocessors of `device`."""
+        return self.attribute(device, _MULTIPROCESSORS)
+
+    def context(self, device: int) -> int:
+        """The primary context of `device`, the one torch uses. Retained for the life of the process."""
+        known = self._contexts.get(device)
+        if known is None:
+            handle, retained = c_int(), c_void_p()
+            self.call("cuDeviceGet", byref(handle), device, context=f"device {device}")
+            self.call("cuDevicePrimaryCtxRetain", byref(retained), handle, context=f"device {device}")
+            known = self._contexts[device] = retained.value or 0
+        return known
+
+    @contextmanager
+    def current(self, device: int) -> Iterator[None]:
+        """Make `device`'s primary context current for the body, then restore what was current."""
+        wanted, now = self.context(device), c_void_p()
+        self.call("cuCtxGetCurrent", byref(now))
+        if now.value == wanted:
+            yield
+            return
+        self.call("cuCtxPushCurrent_v2", wanted)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent_v2", byref(now))
+
+    def capturing(self, stream: int) -> bool:
+        """Whether `stream` is being captured into a graph."""
+        status = c_int()
+        self.call("cuStreamIsCapturing", stream, byref(status))
+        return status.value != 0
+
+
+@cache
+def driver() -> Driver:
+    """The process's driver, opened on first use; DriverError if there is none."""
+    return Driver()
+
+
+def available() -> bool:
+    """Whether there is a driver with at least one device. Opens the driver but creates no context."""
+    try:
+        return driver().device_count() > 0
+    except DriverError:  # that is the answer
+        return False
+
+
+_DTYPES = {
+    "u8": 0, "e4m3": 0, "e5m2": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5,
+    "f16": 6, "f32": 7, "f64": 8, "bf16": 9, "tf32": 11,
+}  # fmt: skip
+_SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
+_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
+_OOB = {"zero": 0, "nan": 1}
+
+
+def _choice(name: str, value: Any, table: dict[Any, int]) -> int:
+    if value not in table:
+        raise ValidationError(f"{name}: expected one of {', '.join(map(repr, table))}, got {value!r}")
+    return table[value]
+
+
+def encode_tensor_map(
+    out: int,
+    dtype: str,
+    address: int,
+    dims: Sequence[int],
+    strides: Sequence[int],
+    box: Sequence[int],
+    *,
+    element_strides: Sequence[int] | None = None,
+    swizzle: int = 128,
+    l2_promotion: int = 256,
+    oob: str = "zero",
+) -> None:
+    """Write the tiled TMA descriptor of a tensor into the 128 bytes at `out` (64-byte aligned host memory).
+
+    `dims`: elements, innermost first. `strides`: bytes, of every dimension but the innermost (which is contiguous).
+    `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128 bytes. `l2_promotion`: 0, 64, 128 or 256 bytes.
+    `oob`: what is read beyond the tensor, "zero" or "nan". DriverError carries all arguments if the driver refuses them.
+    """
+    rank = len(dims)
+    if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
+        raise ValidationError(
+            f"tensor map: expected 1-5 dims, one stride less and as many box sizes, got dims={list(dims)}, "
+            f"strides={list(strides)}, box={list(box)}"
+        )
+    if out % 64:
+        raise ValidationError(f"tensor map: expected a 64-byte aligned buffer, got address {out:#x}")
+    steps = (1,) * rank if element_strides is None else element_strides
+    if len(steps) != rank:
+        raise ValidationError(f"tensor map: expected {rank} element strides, got {list(steps)}")
+    api = driver()
+    code = api.function("cuTensorMapEncodeTiled")(
+        out,
+        _choice("dtype", dtype, _DTYPES),
+        rank,
+        address,
+        (c_uint64 * rank)(*dims),
+        (c_uint64 * rank)(*strides),  # rank - 1 are read; ctypes has no empty array pointer
+        (c_uint * rank)(*box),
+        (c_uint * rank)(*steps),
+        0,
+        _choice("swizzle", swizzle, _SWIZZLES),
+        _choice("l2_promotion", l2_promotion, _PROMOTIONS),
+        _choice("oob", oob, _OOB),
+    )
+    if code:
+        context = f"dtype={dtype}, address={address:#x}, dims={list(dims)}, strides={list(strides)}, box={list(box)}"
+        api.check(code, "cuTensorMapEncodeTiled", f"{context}, swizzle={swizzle}")

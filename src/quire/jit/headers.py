@@ -1,0 +1,129 @@
+"""The transitive include closure of our own headers: what a key must hash and what a compiler may see.
+
+The parser is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers that come
+with the compiler; anything else could change an artifact without changing its key, so it is an error. Sections under
+`#ifdef __CUDACC__` and its negations are followed only for the kind of unit they belong to; other conditions are not
+evaluated, so the closure is never too small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from quire.errors import CompileError
+
+__all__ = ["SYSTEM_HEADERS", "Header", "closure"]
+
+#: System headers that a host unit may include: freestanding, C library and intrinsics; no STL containers or streams.
+SYSTEM_HEADERS = frozenset(
+    "arm_neon.h arm_sve.h immintrin.h omp.h math.h stddef.h stdint.h stdlib.h string.h float.h limits.h "
+    "cmath cstddef cstdint cstdlib cstring cfloat climits limits type_traits new".split()
+)
+
+_TOKEN = re.compile(
+    r'R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"'  # raw string
+    r'|"(?:\\.|[^"\\\n])*"'
+    r"|'(?:\\.|[^'\\\n])*'"
+    r"|//[^\n]*"
+    r"|/\*.*?\*/",
+    re.DOTALL,
+)
+_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(include|include_next|import|embed|if|ifdef|ifndef|elif|else|endif)\b[ \t]*(.*)$", re.M)
+_ONLY_DEVICE = re.compile(r"(?:__CUDACC__|defined\s*\(?\s*__CUDACC__\s*\)?)")
+_ONLY_HOST = re.compile(r"!\s*defined\s*\(?\s*__CUDACC__\s*\)?")
+
+
+@dataclass(frozen=True)
+class Header:
+    """One header of the closure."""
+
+    name: str  #: as included: "quire/core/mask.h"
+    text: bytes
+    digest: str  #: sha256 of `text`
+
+
+def _without_comments(text: str) -> str:
+    def blank(match: re.Match[str]) -> str:
+        token = match.group()
+        if token.startswith("/"):
+            return " "
+        return '""' if token.startswith("R") else token
+
+    return _TOKEN.sub(blank, text.replace("\\\r\n", "").replace("\\\n", ""))
+
+
+def _kind_of_branch(word: str, condition: str) -> str:
+    """Which units a branch belongs to: "device", "host" or "both"."""
+    condition = condition.strip()
+    if word == "ifdef" and condition == "__CUDACC__":
+        return "device"
+    if word == "ifndef" and condition == "__CUDACC__":
+        return "host"
+    if word == "if" and _ONLY_DEVICE.fullmatch(condition):
+        return "device"
+    if word == "if" and _ONLY_HOST.fullmatch(condition):
+        return "host"
+    return "both"
+
+
+@lru_cache(maxsize=1024)
+def _includes(text: str, device: bool) -> tuple[str, ...]:
+    """The include operands of `text` as written, with quotes, that a unit of this kind may reach."""
+    kind = "device" if device else "host"
+    opposite = {"device": "host", "host": "device", "both": "both"}
+    branches: list[str] = []
+    found: list[str] = []
+    for word, operand in _DIRECTIVE.findall(_without_comments(text)):
+        if word in ("if", "ifdef", "ifndef"):
+            branches.append(_kind_of_branch(word, operand))
+        elif word == "elif" and branches:
+            branches[-1] = "both"
+        elif word == "else" and branches:
+            branches[-1] = opposite[branches[-1]]
+        elif word == "endif" and branches:
+            branches.pop()
+        elif word in ("include", "include_next", "import", "embed") and all(b in (kind, "both") for b in branches):
+            found.append(operand.strip() if word == "include" else f"#{word} {operand.strip()}")
+    return tuple(found)
+
+
+def _own(operand: str, device: bool, origin: str) -> str | None:
+    """The name of our own header that `operand` asks for, or None for a permitted system header."""
+    own = re.fullmatch(r'"(quire/[A-Za-z0-9_./-]+)"', operand)
+    if own is not None and ".." not in own.group(1):
+        return own.group(1)
+    system = re.fullmatch(r"<([^<>]+)>", operand)
+    if system is not None and not device and system.group(1) in SYSTEM_HEADERS:
+        return None
+    allowed = "" if device else f", or one of <{'>, <'.join(sorted(SYSTEM_HEADERS))}>"
+    kind = "device" if device else "host"
+    raise CompileError(
+        f'{origin}: include {operand} cannot be part of a variant\'s key: a {kind} unit may include "quire/..."{allowed}'
+    )
+
+
+def closure(root: Path, header: str, *, device: bool) -> tuple[Header, ...]:
+    """`header` and every header of ours that it reaches under `root`, by name.
+
+    Raises CompileError for a header that does not exist and for an include that a key cannot account for.
+    """
+    found: dict[str, Header] = {}
+    pending = [(header, "the variant")]
+    while pending:
+        name, origin = pending.pop()
+        if name in found:
+            continue
+        path = root / name
+        if not path.is_file():
+            raise CompileError(f'{origin}: missing header: "{name}" is not under {root}')
+        text = path.read_bytes()
+        found[name] = Header(name, text, hashlib.sha256(text).hexdigest())
+        for operand in _includes(text.decode(errors="replace"), device):
+            own = _own(operand, device, name)
+            if own is not None:
+                pending.append((own, name))
+    return tuple(found[name] for name in sorted(found))

@@ -1,0 +1,107 @@
+"""Kernel-owned locks: one builder for a key, and a limited number of compilers for the machine.
+
+The kernel frees a flock when its holder dies, however it dies, so there is no stale lock to recover from. Descriptors are
+close-on-exec (a compiler that outlives its parent holds nothing) and lock files are never deleted (deleting one while
+another process opens it makes two locks of one). No lock is needed for correctness, only to save work: publishing is one
+rename, so a wait that takes too long ends in a private build, never in an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+__all__ = ["entry_lock", "job_slot"]
+
+#: Longer than any compile: after it the holder is presumed stuck (a stopped process, a lost NFS client).
+PATIENCE_SECONDS = 900.0
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
+
+
+def _open(path: Path) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(descriptor: int) -> str:
+    text = os.pread(descriptor, 4096, 0).decode(errors="replace")
+    try:
+        note = json.loads(text)
+        return f"process {note['pid']} on {note['host']}"
+    except (ValueError, KeyError, TypeError):  # it has the lock but has not written its note yet
+        return "another process"
+
+
+def _sign(descriptor: int) -> None:
+    note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(note).encode(), 0)
+
+
+@contextmanager
+def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bool]:
+    """Hold the lock at `path`; yields False if it could not be had within PATIENCE_SECONDS.
+
+    `on_wait(holder, seconds)` is called once when the wait begins and then about once a second.
+    """
+    descriptor = _open(path)
+    try:
+        start = time.monotonic()
+        pause, next_report = _FIRST_PAUSE, 0.0
+        held = _try_lock(descriptor)
+        while not held and time.monotonic() - start < PATIENCE_SECONDS:
+            waited = time.monotonic() - start
+            if waited >= next_report:
+                on_wait(_holder(descriptor), waited)
+                next_report = waited + 1.0
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            held = _try_lock(descriptor)
+        if held:
+            _sign(descriptor)
+        try:
+            yield held
+        finally:
+            if held:  # explicitly: a forked child may share the descriptor
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def job_slot(directory: Path, jobs: int, *, alone: bool = False) -> Iterator[None]:
+    """Hold one of the machine's `jobs` compiler slots, or with `alone` every one of them.
+
+    Slots are taken in ascending order only, so two processes that want all of them cannot block each other.
+    """
+    with ExitStack() as stack:
+        descriptors = []
+        for index in range(jobs):
+            descriptors.append(_open(directory / f"slot-{index}"))
+            stack.callback(os.close, descriptors[-1])
+        if alone:
+            for descriptor in descriptors:
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+        else:
+            held = next((d for d in descriptors if _try_lock(d)), None)
+            while held is None:
+                time.sleep(_LONGEST_PAUSE)
+                held = next((d for d in descriptors if _try_lock(d)), None)
+            stack.callback(fcntl.flock, held, fcntl.LOCK_UN)
+        yield

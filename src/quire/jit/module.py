@@ -1,0 +1,272 @@
+"""Loaded artifacts: a host library's function, or a cubin's kernel on any number of devices."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import byref, c_int, c_void_p
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from quire.errors import CacheError, PlanError, UnsupportedError, ValidationError
+from quire.jit import cpu
+from quire.jit.driver import Driver, LaunchAttribute, LaunchConfig, driver
+from quire.jit.store import Entry
+
+__all__ = ["CudaModule", "Grid", "HostModule", "Launch", "Module", "load"]
+
+Grid: TypeAlias = int | tuple[int, ...]
+
+_MAX_DYNAMIC_SMEM = 8
+_STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel must be told what it may ask for
+
+
+class HostModule:
+    """A host library. `function(address of the parameter struct) -> int`; the GIL is released while it runs."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        if not cpu.supports(entry.manifest.target):
+            raise UnsupportedError(
+                f"{entry.slug} is built for {entry.manifest.target}, which this processor is not; "
+                f"the best target here is {cpu.host_target()}"
+            )
+        try:
+            self._library = ctypes.CDLL(str(entry.artifact))
+            function = getattr(self._library, entry.manifest.entry)
+        except (OSError, AttributeError) as error:
+            hint = "; install libgomp (`apt-get install libgomp1`)" if "libgomp" in str(error) else ""
+            raise CacheError(f"{entry.artifact} cannot be loaded: {error}{hint}") from error
+        function.argtypes, function.restype = [c_void_p], c_int
+        self.function: Any = function
+
+    def __repr__(self) -> str:
+        return f"HostModule({self.entry.slug!r})"
+
+
+@dataclass
+class _Loaded:
+    """A kernel on one device."""
+
+    function: int  #: CUfunction
+    context: int  #: the device's primary context
+    max_smem: int  #: bytes of dynamic shared memory allowed so far
+
+
+def _three(grid: Grid) -> tuple[int, int, int]:
+    if isinstance(grid, int):
+        return grid, 1, 1
+    if not 1 <= len(grid) <= 3:
+        raise ValidationError(f"grid: expected 1 to 3 sizes, got {grid!r}")
+    padded = (*grid, 1, 1)
+    return padded[0], padded[1], padded[2]
+
+
+class Launch:
+    """One planned launch: everything but the stream is fixed, so a call is one driver call.
+
+    The kernel reads its parameters from `params_address`, whose memory must stay valid until the call returns (the driver
+    copies it). An instance belongs to one plan: two threads must not call the same instance at once.
+    """
+
+    def __init__(
+        self, module: CudaModule, device: int, params_address: int, config: LaunchConfig, attributes: Any
+    ) -> None:
+        loaded = module.on(device)
+        self._module = module
+        self._device = device
+        self._driver = module.driver
+        self._call = self._driver.function("cuLaunchKernelEx")
+        self._get_current = self._driver.function("cuCtxGetCurrent")
+        self._function = loaded.function
+        self._context = loaded.context
+        self._attributes = attributes  # the config points into it
+        self._config = config
+        self._config_address = ctypes.addressof(config)
+        self._arguments = (c_void_p * 1)(params_address)
+        self._arguments_address = ctypes.addressof(self._arguments)
+        self._current = c_void_p()
+        self._current_reference = byref(self._current)
+
+    def __call__(self, stream: int) -> None:
+        """Launch on `stream` (a raw CUstream of this launch's device; 0 is the legacy default stream)."""
+        self._config.stream = stream
+        self._get_current(self._current_reference)
+        if self._current.value == self._context:
+            code = self._call(self._config_address, self._function, self._arguments_address, None)
+        else:
+            with self._driver.current(self._device):
+                code = self._call(self._config_address, self._function, self._arguments_address, None)
+        if code:
+            self._module.fail(code, self._config, self._device)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Blocks in x, y and z."""
+        return self._config.grid_x, self._config.grid_y, self._config.grid_z
+
+
+class CudaModule:
+    """A cubin. Opened when a device is first prepared: constructing one needs no driver.
+
+    `prepare` in plan(), then `bind` (once a plan) or `launch` (free form) in run(). Loading inside a stream capture is
+    refused, because it would end up in the graph or break it.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._image = entry.artifact.read_bytes()
+        self._guard = threading.RLock()
+        self._driver: Driver | None = None
+        self._kernel: int | None = None
+        self._loaded: dict[int, _Loaded] = {}
+
+    def __repr__(self) -> str:
+        return f"CudaModule({self.entry.slug!r})"
+
+    @property
+    def driver(self) -> Driver:
+        """The CUDA driver; DriverError on a machine without one."""
+        if self._driver is None:
+            self._driver = driver()
+        return self._driver
+
+    def on(self, device: int) -> _Loaded:
+        """The kernel on `device`; PlanError if `prepare` has not loaded it."""
+        loaded = self._loaded.get(device)
+        if loaded is None:
+            raise PlanError(f"{self.entry.slug} is not loaded on device {device}; call prepare({device}, smem_bytes) in plan()")
+        return loaded
+
+    def prepare(self, device: int, smem: int = 0) -> None:
+        """Load the kernel on `device` and allow it `smem` bytes of dynamic shared memory. Cheap when already done."""
+        loaded = self._loaded.get(device)
+        if loaded is not None and smem <= loaded.max_smem:
+            return
+        with self._guard, self.driver.current(device):
+            loaded = self._loaded.get(device) or self._load(device)
+            if smem > loaded.max_smem:
+                self._allow_smem(loaded, device, smem)
+            self._loaded[device] = loaded
+
+    def _load(self, device: int) -> _Loaded:
+        api = self.driver
+        if self._kernel is None:
+            library, kernel = c_void_p(), c_void_p()
+            context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
+            api.call("cuLibraryLoadData", byref(library), self._image, None, None, 0, None, None, 0, context=context)
+            name = self.entry.manifest.entry.encode()
+            api.call("cuLibraryGetKernel", byref(kernel), library, name, context=context)
+            self._kernel = kernel.value
+        function = c_void_p()
+        context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
+        api.call("cuKernelGetFunction", byref(function), self._kernel, context=context)
+        return _Loaded(function.value or 0, api.context(device), _STATIC_SMEM_LIMIT - (self.entry.manifest.smem or 0))
+
+    def _allow_smem(self, loaded: _Loaded, device: int, smem: int) -> None:
+        limit = self.driver.max_dynamic_smem(device)
+        if smem > limit:
+            raise UnsupportedError(f"{self.entry.slug} needs {smem} bytes of shared memory; device {device} has {limit}")
+        self.driver.call("cuFuncSetAttribute", loaded.function, _MAX_DYNAMIC_SMEM, smem, context=self.entry.slug)
+        loaded.max_smem = smem
+
+    def occupancy(self, device: int, block: int, smem: int) -> int:
+        """Blocks of `block` threads and `smem` bytes that one multiprocessor of `device` holds at once."""
+        self.prepare(device, smem)
+        count = c_int()
+        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
+        with self.driver.current(device):
+            self.driver.call(name, byref(count), self.on(device).function, block, smem, context=self.entry.slug)
+        return count.value
+
+    def bind(
+        self,
+        params_address: int,
+        grid: Grid,
+        block: int,
+        smem: int,
+        device: int,
+        *,
+        pdl: bool = False,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> Launch:
+        """A planned launch. `pdl`: may start before the previous kernel of the stream has ended (it must wait itself).
+
+        `cluster`: blocks of a cluster in x, y and z.
+        """
+        self.prepare(device, smem)
+        config, attributes = _configure(grid, block, smem, pdl, cluster)
+        return Launch(self, device, params_address, config, attributes)
+
+    def launch(
+        self,
+        params_address: int,
+        grid: Grid,
+        block: int,
+        smem: int,
+        stream: int,
+        device: int,
+        *,
+        pdl: bool = False,
+        cluster: tuple[int, int, int] | None = None,
+    ) -> None:
+        """Launch once, from any thread. Loads the kernel if `prepare` has not, unless `stream` is being captured."""
+        loaded = self._loaded.get(device)
+        if loaded is None or smem > loaded.max_smem:
+            self._prepare_outside_capture(device, smem, stream)
+        if pdl or cluster is not None:
+            self.bind(params_address, grid, block, smem, device, pdl=pdl, cluster=cluster)(stream)
+            return
+        loaded, api = self._loaded[device], self.driver
+        current = c_void_p()
+        api.function("cuCtxGetCurrent")(byref(current))
+        arguments = (c_void_p * 1)(params_address)
+        x, y, z = _three(grid)
+        call = api.function("cuLaunchKernel")
+        if current.value == loaded.context:
+            code = call(loaded.function, x, y, z, block, 1, 1, smem, stream, arguments, None)
+        else:
+            with api.current(device):
+                code = call(loaded.function, x, y, z, block, 1, 1, smem, stream, arguments, None)
+        if code:
+            self.fail(code, _configure(grid, block, smem, False, None)[0], device)
+
+    def _prepare_outside_capture(self, device: int, smem: int, stream: int) -> None:
+        if self.driver.capturing(stream):
+            raise PlanError(
+                f"{self.entry.slug} is not loaded on device {device} and the stream is being captured; "
+                "call plan() (or launch once) before the capture begins"
+            )
+        self.prepare(device, smem)
+
+    def fail(self, code: int, config: LaunchConfig, device: int) -> None:
+        """Raise the DriverError of a failed launch."""
+        shape = f"grid ({config.grid_x}, {config.grid_y}, {config.grid_z}), block {config.block_x}, smem {config.smem}"
+        self.driver.check(code, "the launch", f"{self.entry.slug} on device {device}, {shape}")
+
+
+def _configure(
+    grid: Grid, block: int, smem: int, pdl: bool, cluster: tuple[int, int, int] | None
+) -> tuple[LaunchConfig, Any]:
+    """The driver's launch configuration and the attributes it points to; keep both alive together."""
+    attributes = []
+    if cluster is not None:
+        attribute = LaunchAttribute(id=LaunchAttribute.CLUSTER)
+        attribute.value[0:3] = list(cluster)
+        attributes.append(attribute)
+    if pdl:
+        attribute = LaunchAttribute(id=LaunchAttribute.PDL)
+        attribute.value[0] = 1
+        attributes.append(attribute)
+    array = (LaunchAttribute * max(1, len(attributes)))(*attributes)
+    x, y, z = _three(grid)
+    config = LaunchConfig(x, y, z, block, 1, 1, smem, None, array, len(attributes))
+    return config, array
+
+
+Module: TypeAlias = HostModule | CudaModule
+
+
+def load(entry: Entry) -> Module:
+    """The module of a verified entry."""
+    return CudaModule(entry) if entry.manifest.target.startswith("sm") else HostModule(entry)

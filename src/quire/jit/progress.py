@@ -1,0 +1,66 @@
+"""One line when a compile starts, one at least every ten seconds, one when it ends; nothing on a hit.
+
+Lines go to the logger "quire". Most serving processes never configure logging, so while neither that logger nor the root
+has a handler they go to stderr, from level QUIRE_LOG on. Progress is printed by the first rank of a node only; warnings
+by every process, each text once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from quire import config
+
+__all__ = ["HEARTBEAT_SECONDS", "heartbeat", "info", "warn_once"]
+
+HEARTBEAT_SECONDS = 10.0
+
+_logger = logging.getLogger("quire")
+_warned: set[str] = set()
+_guard = threading.Lock()
+
+
+def _write(level: int, text: str) -> None:
+    if _logger.hasHandlers():
+        _logger.log(level, text)
+    elif level >= config.log_level():
+        print(f"quire: {text}", file=sys.stderr, flush=True)
+
+
+def info(text: str) -> None:
+    """A progress line, from one process of the node."""
+    if config.reports_progress():
+        _write(logging.INFO, text)
+
+
+def warn_once(text: str) -> None:
+    """A warning, the first time this process has cause for exactly this text."""
+    with _guard:
+        if text in _warned:
+            return
+        _warned.add(text)
+    _write(logging.WARNING, text)
+
+
+@contextmanager
+def heartbeat(beat: Callable[[float], None]) -> Iterator[None]:
+    """Call `beat(elapsed seconds)` from a thread every HEARTBEAT_SECONDS while the body runs."""
+    finished = threading.Event()
+    start = time.monotonic()
+
+    def tick() -> None:
+        while not finished.wait(HEARTBEAT_SECONDS):
+            beat(time.monotonic() - start)
+
+    thread = threading.Thread(target=tick, name="quire-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()

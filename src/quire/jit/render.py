@@ -1,0 +1,52 @@
+"""Jinja's one door: the unit's source and the ninja file, from templates that stay readable as C++ and as ninja.
+
+The default delimiters clash with C++ (`}}`) and with raw PTX (`"{%3, %4}"`); `@{ name }` and lines that begin with `//%`
+occur in neither language. Jinja is imported on first use: it costs more than everything else on the way to a hit.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quire.jit.spec import Spec
+
+if TYPE_CHECKING:
+    import jinja2
+
+__all__ = ["render_ninja", "render_source"]
+
+
+@lru_cache(maxsize=64)
+def _template(text: str) -> jinja2.Template:
+    import jinja2
+
+    environment = jinja2.Environment(
+        variable_start_string="@{",
+        variable_end_string="}",
+        line_statement_prefix="//%",
+        block_start_string="@<%",
+        block_end_string="%>@",
+        comment_start_string="@<#",
+        comment_end_string="#>@",
+        undefined=jinja2.StrictUndefined,
+        autoescape=False,  # noqa: S701 - C++, not HTML
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(text)
+
+
+def _read(templates: Path, name: str) -> str:
+    return (templates / name).read_text(encoding="utf-8")
+
+
+def render_source(templates: Path, spec: Spec) -> str:
+    """The C++ text of `spec`'s translation unit: a pure function of `variant.jinja` and the spec."""
+    return _template(_read(templates, "variant.jinja")).render(spec=spec)
+
+
+def render_ninja(templates: Path, *, slug: str, command: str, source: str, artifact: str) -> str:
+    """The ninja file that builds one artifact; `command` is a shell command line."""
+    text = _template(_read(templates, "build.ninja.jinja"))
+    return text.render(slug=slug, command=command.replace("$", "$$"), source=source, artifact=artifact)
