@@ -68,7 +68,7 @@ def _invalid(name: str, value: str, expected: str) -> ValidationError:
 
 
 def cache_root_is_explicit() -> bool:
-    """Whether QUIRE_CACHE_DIR names the root; then others may read it (an image bakes it as root, a pod runs as anyone)."""
+    """Whether QUIRE_CACHE_DIR names the root; others may then read it, as when root bakes an image that anyone runs."""
     return _read("QUIRE_CACHE_DIR") is not None
 
 
@@ -99,8 +99,8 @@ def jit_denied() -> bool:
 def parse_arch_list(text: str) -> tuple[str, ...]:
     """Targets from a list of CUDA architectures, in order, each once: `"8.0 9.0a;sm_100a+PTX"` -> sm80, sm90a, sm100a.
 
-    Separators are blanks, commas and semicolons; an architecture is `9.0a`, `90a`, `sm90a`, `sm_90a`, `compute_90a`, or a
-    family name of PyTorch. `+PTX`, `-real` and `-virtual` are accepted and change nothing: an artifact is a cubin.
+    Separators are blanks, commas and semicolons; an architecture is `9.0a`, `90a`, `sm90a`, `sm_90a`, `compute_90a`, or
+    a family name of PyTorch. `+PTX`, `-real` and `-virtual` are accepted and change nothing: an artifact is a cubin.
     """
     targets: list[str] = []
     for word in re.split(r"[\s,;]+", text.strip()):
@@ -188,7 +188,7 @@ def reports_progress() -> bool:
 
 
 def child_environment(**overrides: str) -> dict[str, str]:
-    """The environment of a compiler: ours without what would change its output, messages in English, plus `overrides`."""
+    """A compiler's environment: ours without what would change its output, messages in English, plus `overrides`."""
     environment = {name: value for name, value in os.environ.items() if name not in _SCRUBBED}
     environment.update(LC_ALL="C", LANG="C", **overrides)
     return environment

@@ -17,9 +17,9 @@ Which compiler made an entry is part of its name, and it is used like this. In t
   - no compiler is found, or compiling is denied: then nothing could be built, and every compiler's work is as good; or
   - the compiler that the search finds was never used with this cache, so that nothing says it differs.
 
-A compiler that has changed since the cache met it, or that the user named (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) for the first
-time, is asked once who it is (`--version`, some 10 ms); its answer is remembered. Prebuilt stores are accepted whatever
-compiler made them: they pin their own. All other parts of the key must match everywhere, always.
+A compiler that has changed since the cache met it, or that the user named (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) for the
+first time, is asked once who it is (`--version`, some 10 ms); its answer is remembered. Prebuilt stores are accepted
+whatever compiler made them: they pin their own. All other parts of the key must match everywhere, always.
 """
 
 from __future__ import annotations
@@ -38,13 +38,15 @@ from quire import _templates, config
 from quire.errors import CacheMissError, CompileError, ValidationError
 from quire.jit import events, progress
 from quire.jit.builder import compile_entry
+from quire.jit.cpu import host_target
+from quire.jit.driver import encode_tensor_map
 from quire.jit.lock import entry_lock
 from quire.jit.miss import explain
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
 from quire.jit.request import Request, compiler_digest, make_request
 from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Manifest, Store
-from quire.jit.toolchain import Toolchain
+from quire.jit.toolchain import CUDA_TARGETS, Toolchain
 
 __all__ = [
     "CudaModule",
@@ -57,15 +59,19 @@ __all__ = [
     "Store",
     "Struct",
     "build",
+    "denied",
+    "encode_tensor_map",
     "explain_miss",
     "forget",
     "get_module",
+    "host_target",
     "load",
     "lookup",
     "prebuilt_stores",
     "record",
     "seal",
     "sealed",
+    "supported_cuda_targets",
     "user_store",
 ]
 
@@ -79,6 +85,11 @@ _stores: dict[tuple[Path, bool], Store] = {}
 _recorded: set[tuple[Path, str]] = set()
 _record_to: Path | None = None
 _sealed = False
+
+
+def supported_cuda_targets() -> tuple[str, ...]:
+    """Every device target that can be compiled for, oldest first."""
+    return tuple(CUDA_TARGETS)
 
 
 # --- stores ----------------------------------------------------------------------------------------------------------
@@ -159,7 +170,9 @@ def _acceptance(toolchain: Toolchain, store: Store, *, denied: bool) -> Callable
 
 def _find(request: Request, stores: Iterator[Store], *, denied: bool) -> Entry | None:
     for store in stores:
-        if not (store.root / "entries" / request.spec.slug).is_dir():  # most misses end here, before any compiler is sought
+        if not (
+            store.root / "entries" / request.spec.slug
+        ).is_dir():  # most misses end here, before any compiler is sought
             continue
         entry = store.find(request, _acceptance(request.toolchain, store, denied=denied))
         if entry is not None:
@@ -255,7 +268,7 @@ def _build(request: Request, store: Store, templates: Path, cause: str) -> tuple
 
 
 def build(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> tuple[Status, Entry]:
-    """Make sure that `spec` is in a store: ("hit", entry) or ("built", entry). Safe to call from many threads and processes.
+    """Make sure that `spec` is in a store: ("hit", entry) or ("built", entry). Safe from many threads and processes.
 
     With `store`, only that one is looked into and filled. Raises CacheMissError where compiling is denied, CompileError
     where a compiler is missing or fails.
@@ -297,7 +310,7 @@ def forget() -> None:
 
 
 def record(path: str | Path | None) -> None:
-    """Append every variant that this process uses from now on to the manifest `path` (None: stop). QUIRE_RECORD does so too."""
+    """Append every variant that this process uses to the manifest `path` (None: stop); QUIRE_RECORD does so too."""
     global _record_to
     _record_to = None if path is None else Path(path).expanduser().absolute()
     if _record_to is not None:

@@ -26,7 +26,7 @@ def _command(request: Request, compiler: Compiler) -> str:
 
 
 def _lay_out(staging: Path, request: Request, compiler: Compiler, templates: Path) -> None:
-    """Write the unit, exactly the headers that were hashed, and the ninja file: nothing else is visible to the compiler."""
+    """Write the unit, exactly the headers that were hashed, and the ninja file: the compiler sees nothing else."""
     for header in request.headers:
         path = staging / "include" / header.name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,8 +133,8 @@ def compile_entry(
     if entry.path != staging:
         shutil.rmtree(staging, ignore_errors=True)  # still there only if another builder was first
     events.emit(events.Event("end", spec.slug, spec.target, seconds, path=str(entry.path)))
-    figures = "" if manifest.registers is None else f", {manifest.registers} registers, {manifest.spills} bytes of spills"
+    figures = (
+        "" if manifest.registers is None else f", {manifest.registers} registers, {manifest.spills} bytes of spills"
+    )
     progress.info(f"compiled {spec.slug} in {seconds:.1f} s{figures}")
     return entry
-
-

@@ -23,7 +23,11 @@ _KINDS: tuple[tuple[str, str, str], ...] = (
         r"internal compiler error|died due to signal|Segmentation fault|code=13[469]",
         "Try another compiler version (QUIRE_NVCC, QUIRE_CXX) and report the log.",
     ),
-    ("full disk", r"No space left on device|Disk quota exceeded", "Free space, or move the cache with QUIRE_CACHE_DIR."),
+    (
+        "full disk",
+        r"No space left on device|Disk quota exceeded",
+        "Free space, or move the cache with QUIRE_CACHE_DIR.",
+    ),
     (
         "missing host compiler",
         r"Failed to preprocess host compiler|gcc: not found|cannot execute 'gcc'|gcc: No such file|"

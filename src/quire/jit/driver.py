@@ -226,7 +226,7 @@ def encode_tensor_map(
 
     `dims`: elements, innermost first. `strides`: bytes, of every dimension but the innermost (which is contiguous).
     `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128 bytes. `l2_promotion`: 0, 64, 128 or 256 bytes.
-    `oob`: what is read beyond the tensor, "zero" or "nan". DriverError carries all arguments if the driver refuses them.
+    `oob`: what is read beyond the tensor, "zero" or "nan". DriverError carries the arguments if the driver refuses.
     """
     rank = len(dims)
     if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:

@@ -21,7 +21,10 @@ Kind = Literal["begin", "progress", "end", "hit", "wait"]
 
 @dataclass(frozen=True)
 class Event:
-    """One happening: `hit` (loaded from a store), `wait` (another process builds it), `begin`, `progress`, `end` (a compile)."""
+    """One happening.
+
+    `hit`: found in a store. `wait`: another process builds it. `begin`, `progress`, `end`: a compile of our own.
+    """
 
     kind: Kind
     slug: str

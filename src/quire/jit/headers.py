@@ -20,8 +20,12 @@ __all__ = ["SYSTEM_HEADERS", "Header", "closure"]
 
 #: System headers that a host unit may include: freestanding, C library and intrinsics; no STL containers or streams.
 SYSTEM_HEADERS = frozenset(
-    "arm_neon.h arm_sve.h immintrin.h omp.h math.h stddef.h stdint.h stdlib.h string.h float.h limits.h "
-    "cmath cstddef cstdint cstdlib cstring cfloat climits limits type_traits new".split()
+    (
+        *("arm_neon.h", "arm_sve.h", "immintrin.h", "omp.h"),
+        *("float.h", "limits.h", "math.h", "stddef.h", "stdint.h", "stdlib.h", "string.h"),
+        *("cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdlib", "cstring"),
+        *("limits", "new", "type_traits"),
+    )
 )
 
 _TOKEN = re.compile(
@@ -32,7 +36,9 @@ _TOKEN = re.compile(
     r"|/\*.*?\*/",
     re.DOTALL,
 )
-_DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(include|include_next|import|embed|if|ifdef|ifndef|elif|else|endif)\b[ \t]*(.*)$", re.M)
+_DIRECTIVE = re.compile(
+    r"^[ \t]*#[ \t]*(include|include_next|import|embed|if|ifdef|ifndef|elif|else|endif)\b[ \t]*(.*)$", re.M
+)
 _ONLY_DEVICE = re.compile(r"(?:__CUDACC__|defined\s*\(?\s*__CUDACC__\s*\)?)")
 _ONLY_HOST = re.compile(r"!\s*defined\s*\(?\s*__CUDACC__\s*\)?")
 
@@ -102,7 +108,8 @@ def _own(operand: str, device: bool, origin: str) -> str | None:
     allowed = "" if device else f", or one of <{'>, <'.join(sorted(SYSTEM_HEADERS))}>"
     kind = "device" if device else "host"
     raise CompileError(
-        f'{origin}: include {operand} cannot be part of a variant\'s key: a {kind} unit may include "quire/..."{allowed}'
+        f"{origin}: include {operand} cannot be part of a variant's key: "
+        f'a {kind} unit may include "quire/..."{allowed}'
     )
 
 

@@ -1,9 +1,9 @@
 """Kernel-owned locks: one builder for a key, and a limited number of compilers for the machine.
 
-The kernel frees a flock when its holder dies, however it dies, so there is no stale lock to recover from. Descriptors are
-close-on-exec (a compiler that outlives its parent holds nothing) and lock files are never deleted (deleting one while
-another process opens it makes two locks of one). No lock is needed for correctness, only to save work: publishing is one
-rename, so a wait that takes too long ends in a private build, never in an error.
+The kernel frees a flock when its holder dies, however it dies, so there is no stale lock to recover from. Descriptors
+are close-on-exec (a compiler that outlives its parent holds nothing) and lock files are never deleted (deleting one
+while another process opens it makes two locks of one). No lock is needed for correctness, only to save work: publishing
+is one rename, so a wait that takes too long ends in a build of one's own, never in an error.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from os.path import commonprefix
 
 from quire.jit.request import Request
 from quire.jit.store import Manifest
@@ -15,6 +14,11 @@ def _changed(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
     """The labels under which two mappings differ, in order of the new one, then what only the old one has."""
     labels = [*new, *(label for label in old if label not in new)]
     return [label for label in labels if old.get(label) != new.get(label)]
+
+
+def _shared(one: str, other: str) -> int:
+    """How many characters two names have in common at their start."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _name_part(label: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
@@ -44,8 +48,7 @@ def _same_slug(request: Request, manifest: Manifest, compiler: str | None) -> st
         reasons = [f"the compiler is {_last_line(compiler)}, the cache has {_last_line(manifest.compiler)}"]
     if not reasons:
         return "the entry in the cache is damaged or not to be trusted"
-    shown = "; ".join(reasons[:4]) + (f" and {len(reasons) - 4} more" if len(reasons) > 4 else "")
-    return shown
+    return "; ".join(reasons[:4]) + (f" and {len(reasons) - 4} more" if len(reasons) > 4 else "")
 
 
 def explain(request: Request, manifests: Sequence[Manifest], compiler: str | None) -> str:
@@ -61,6 +64,8 @@ def explain(request: Request, manifests: Sequence[Manifest], compiler: str | Non
     kin = [manifest for manifest in manifests if manifest.fields.get("kernel") == spec.kernel]
     if not kin:
         return f"the cache has nothing of the kernel {spec.kernel}"
-    nearest = min(kin, key=lambda m: (len(_changed(m.fields, fields)), -len(commonprefix([m.slug, spec.slug])), m.slug))
-    reasons = [f"{label} is {fields.get(label)}, not {nearest.fields.get(label)}" for label in _changed(nearest.fields, fields)]
+    nearest = min(kin, key=lambda m: (len(_changed(m.fields, fields)), -_shared(m.slug, spec.slug), m.slug))
+    reasons = [
+        f"{label} is {fields.get(label)}, not {nearest.fields.get(label)}" for label in _changed(nearest.fields, fields)
+    ]
     return f"nearest is {nearest.slug}: {', '.join(reasons[:4]) or 'only its name differs'}"

@@ -40,6 +40,11 @@ class HostModule:
         function.argtypes, function.restype = [c_void_p], c_int
         self.function: Any = function
 
+    @property
+    def slug(self) -> str:
+        """The variant's readable name."""
+        return self.entry.slug
+
     def __repr__(self) -> str:
         return f"HostModule({self.entry.slug!r})"
 
@@ -65,8 +70,8 @@ def _three(grid: Grid) -> tuple[int, int, int]:
 class Launch:
     """One planned launch: everything but the stream is fixed, so a call is one driver call.
 
-    The kernel reads its parameters from `params_address`, whose memory must stay valid until the call returns (the driver
-    copies it). An instance belongs to one plan: two threads must not call the same instance at once.
+    The kernel reads its parameters from `params_address`, whose memory must stay valid until the call returns (the
+    driver copies it). An instance belongs to one plan: two threads must not call the same instance at once.
     """
 
     def __init__(
@@ -121,6 +126,11 @@ class CudaModule:
         self._kernel: int | None = None
         self._loaded: dict[int, _Loaded] = {}
 
+    @property
+    def slug(self) -> str:
+        """The variant's readable name."""
+        return self.entry.slug
+
     def __repr__(self) -> str:
         return f"CudaModule({self.entry.slug!r})"
 
@@ -135,7 +145,9 @@ class CudaModule:
         """The kernel on `device`; PlanError if `prepare` has not loaded it."""
         loaded = self._loaded.get(device)
         if loaded is None:
-            raise PlanError(f"{self.entry.slug} is not loaded on device {device}; call prepare({device}, smem_bytes) in plan()")
+            raise PlanError(
+                f"{self.entry.slug} is not loaded on device {device}; call prepare({device}, smem_bytes) in plan()"
+            )
         return loaded
 
     def prepare(self, device: int, smem: int = 0) -> None:
@@ -166,7 +178,9 @@ class CudaModule:
     def _allow_smem(self, loaded: _Loaded, device: int, smem: int) -> None:
         limit = self.driver.max_dynamic_smem(device)
         if smem > limit:
-            raise UnsupportedError(f"{self.entry.slug} needs {smem} bytes of shared memory; device {device} has {limit}")
+            raise UnsupportedError(
+                f"{self.entry.slug} needs {smem} bytes of shared memory; device {device} has {limit}"
+            )
         self.driver.call("cuFuncSetAttribute", loaded.function, _MAX_DYNAMIC_SMEM, smem, context=self.entry.slug)
         loaded.max_smem = smem
 

@@ -1,8 +1,8 @@
 """Run one build.ninja under supervision: heartbeat, peak memory, and no compiler left behind when we die.
 
 The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies in whatever way, the
-kernel closes the pipe and the supervisor ends ninja, which ends its compilers. A `preexec_fn` with PR_SET_PDEATHSIG would
-reach ninja only, and would fork a process full of threads without exec at once.
+kernel closes the pipe and the supervisor ends ninja, which ends its compilers. A `preexec_fn` with PR_SET_PDEATHSIG
+would reach ninja only, and would run Python in the fork of a process full of threads.
 """
 
 from __future__ import annotations

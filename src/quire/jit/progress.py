@@ -1,8 +1,8 @@
 """One line when a compile starts, one at least every ten seconds, one when it ends; nothing on a hit.
 
-Lines go to the logger "quire". Most serving processes never configure logging, so while neither that logger nor the root
-has a handler they go to stderr, from level QUIRE_LOG on. Progress is printed by the first rank of a node only; warnings
-by every process, each text once.
+Lines go to the logger "quire". Most serving processes never configure logging, so while neither that logger nor the
+root has a handler they go to stderr, from level QUIRE_LOG on. Progress is printed by the first rank of a node only;
+warnings by every process, each text once.
 """
 
 from __future__ import annotations

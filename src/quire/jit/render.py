@@ -1,7 +1,7 @@
 """Jinja's one door: the unit's source and the ninja file, from templates that stay readable as C++ and as ninja.
 
-The default delimiters clash with C++ (`}}`) and with raw PTX (`"{%3, %4}"`); `@{ name }` and lines that begin with `//%`
-occur in neither language. Jinja is imported on first use: it costs more than everything else on the way to a hit.
+The default delimiters clash with C++ (`}}`) and with raw PTX (`"{%3, %4}"`); `@{ name }` and lines that begin with
+`//%` occur in neither language. Jinja is imported on first use: it costs more than everything else on the way to a hit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _template(text: str) -> jinja2.Template:
         comment_start_string="@<#",
         comment_end_string="#>@",
         undefined=jinja2.StrictUndefined,
-        autoescape=False,  # noqa: S701 - C++, not HTML
+        autoescape=False,
         keep_trailing_newline=True,
     )
     return environment.from_string(text)

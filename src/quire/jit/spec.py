@@ -29,14 +29,19 @@ class Spec:
     """
 
     slug: str  #: readable name, [a-z0-9._-]+, unique per variant and target: "attention-fa2-sm90a-..."
-    target: str  #: "sm80", "sm90a", ... -> nvcc and a cubin; "x86-64-v3", "x86-64-v4", "aarch64", "native" -> g++ and a host library
+    #: "sm80", "sm90a", ... -> nvcc and a cubin; "x86-64-v3", "x86-64-v4", "aarch64", "native" -> g++ and a host library
+    target: str
     header: str  #: the kernel's header, e.g. "quire/kernels/attention_fa2.cuh"
     kernel: str  #: the class template that the header defines, e.g. "AttentionFa2"
     entry: str  #: exported C symbol, e.g. "quire_attention"
     params: Struct
     types: tuple[tuple[str, str], ...] = ()  #: using aliases in Variant: (("Q", "bf16_t"), ...)
-    constants: tuple[tuple[str, int], ...] = ()  #: static constexpr int members: (("kHeadDimQk", 128), ("kCausal", 1), ...)
-    asserts: tuple[tuple[str, int], ...] = ()  #: constexpr members of kernel<Variant> that Python relies on: (("kThreads", 128), ...)
+    constants: tuple[
+        tuple[str, int], ...
+    ] = ()  #: static constexpr int members: (("kHeadDimQk", 128), ("kCausal", 1), ...)
+    asserts: tuple[
+        tuple[str, int], ...
+    ] = ()  #: constexpr members of kernel<Variant> that Python relies on: (("kThreads", 128), ...)
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
 
     @property
@@ -46,4 +51,10 @@ class Spec:
 
     def fields(self) -> Mapping[str, str | int]:
         """Every field that may change the artifact, flat: what a miss is explained with."""
-        return {"target": self.target, "header": self.header, "kernel": self.kernel, **dict(self.types), **dict(self.constants)}
+        return {
+            "target": self.target,
+            "header": self.header,
+            "kernel": self.kernel,
+            **dict(self.types),
+            **dict(self.constants),
+        }

@@ -4,8 +4,8 @@
     <root>/locks/ slots/ staging/ logs/ quarantine/ compilers.json
 
 An entry is published by one rename of a finished directory and is only ever read after that. Everything an entry's
-validity depends on is in its name and its manifest, nothing in its times or its path: a tree that was copied, archived or
-mounted elsewhere is as good as the original.
+validity depends on is in its name and its manifest, nothing in its times or its path: a tree that was copied, archived
+or mounted elsewhere is as good as the original.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def _fsync(path: Path) -> None:
 class Store:
     """A root directory of entries. Making one touches nothing; `prepare` creates it, and only for a build."""
 
-    def __init__(self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False) -> None:
+    def __init__(
+        self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False
+    ) -> None:
         """`private`: created with mode 0700 rather than 0755. `trusted_group`: tolerate group-writable entries.
 
         The latter is for directories installed beside our own code, which the same group could rewrite anyway.
@@ -160,8 +162,8 @@ class Store:
     def find(self, request: Request, accepts: Callable[[str], bool], *, repair: bool = False) -> Entry | None:
         """The newest sound entry of `request` whose compiler digest `accepts`; None if there is none.
 
-        What is damaged or untrusted is passed over with one warning; with `repair` (under the entry's lock) it is moved to
-        the quarantine, so that a rebuild can take its place.
+        What is damaged or untrusted is passed over with one warning; with `repair` (under the entry's lock) it is moved
+        to the quarantine, so that a rebuild can take its place.
         """
         home = self.root / "entries" / request.spec.slug
         prefix = request.digest[:40] + "-"
@@ -199,7 +201,7 @@ class Store:
             progress.warn_once(f"moved the cache entry {path} to {target}: {reason}")
 
     def verify(self, path: Path) -> Entry:
-        """Read the entry at `path` and check owner, modes, digests and the artifact's bytes; CacheError with the reason."""
+        """The entry at `path`, once owner, modes, digests and the artifact's bytes are checked; CacheError says why not."""
         shared = self._trusted_group
         _check_trust(path, stat.S_ISDIR, shared_group=shared)
         if not (path / _MANIFEST).exists():
@@ -248,7 +250,7 @@ class Store:
         return sum(file.lstat().st_size for file in self.root.rglob("*") if file.is_file()) if self.root.is_dir() else 0
 
     def remove(self, path: Path) -> None:
-        """Remove one entry: out of sight by one rename, then deleted. A process that has it loaded keeps its mapping."""
+        """Remove one entry: out of sight by one rename, then deleted. Whoever has it loaded keeps the mapping."""
         grave = self.root / "staging" / f"removed-{time.time_ns()}-{os.getpid()}"
         grave.parent.mkdir(parents=True, exist_ok=True)
         path.rename(grave)
@@ -284,8 +286,9 @@ class Store:
     def publish(self, staging: Path, request: Request, manifest: Manifest) -> Entry:
         """Give the finished directory its name, at once and for good.
 
-        If another builder was first, its entry is used; if that one cannot be seen or is not sound (a network file system
-        may show either), it is moved away, and if even that fails, our own build serves this process from where it lies.
+        If another builder was first, its entry is used; if that one cannot be seen or is not sound (a network file
+        system may show either), it is moved away, and if even that fails, our own build serves this process from where
+        it lies.
         """
         (staging / _MANIFEST).write_text(manifest.write())
         for file in staging.iterdir():

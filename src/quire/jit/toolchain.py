@@ -31,12 +31,12 @@ from quire.jit import cpu, report
 __all__ = ["CUDA_TARGETS", "HOST_TARGETS", "Compiler", "Gxx", "Memory", "Nvcc", "Toolchain", "for_target"]
 
 #: Device targets and the architecture nvcc calls them by. a: that architecture only; f: its family.
-CUDA_TARGETS: dict[str, str] = {
-    f"sm{arch}": arch
-    for arch in (
-        "75 80 86 87 88 89 90 90a 100 100a 100f 101 101a 103 103a 103f 110 110a 110f 120 120a 120f 121 121a 121f".split()
-    )
-}
+_CUDA_ARCHITECTURES = (
+    *("75", "80", "86", "87", "88", "89", "90", "90a"),
+    *("100", "100a", "100f", "101", "101a", "103", "103a", "103f"),
+    *("110", "110a", "110f", "120", "120a", "120f", "121", "121a", "121f"),
+)
+CUDA_TARGETS: dict[str, str] = {f"sm{arch}": arch for arch in _CUDA_ARCHITECTURES}
 
 HOST_TARGETS: dict[str, tuple[str, ...]] = {
     "x86-64-v3": ("-march=x86-64-v3",),
@@ -223,7 +223,7 @@ class Toolchain(ABC):
         identity, further = self._interview(compiler)
         if wrapper:
             identity += f"\nwrapper {wrapper}"
-        files = [str(layer) for layer in layers] + [file for file in further if os.path.isabs(file)]
+        files = [str(layer) for layer in layers] + further
         stamp = _stamp(list(dict.fromkeys(files)))
         if stamp is not None and stamp[: len(layers)] == stamp_before:
             memory.set(compiler.path, {"stamp": stamp, "identity": identity})
@@ -283,8 +283,8 @@ class Nvcc(Toolchain):
 class Gxx(Toolchain):
     """g++, to a host library with one exported C function.
 
-    Not -ffast-math: it would break NaN and infinity handling and the magic-number exponential; the three flags below are
-    the part of it that vector code needs.
+    Not -ffast-math: it would break NaN and infinity handling and the magic-number exponential; three of the flags below
+    are the part of it that vector code needs.
     """
 
     name = "g++"
@@ -329,7 +329,7 @@ class Gxx(Toolchain):
         return report.parse_gxx(log)
 
     def _native(self, memory: Memory, *, ask: bool) -> tuple[str, ...]:
-        """Resolved once per processor and compiler state; without a compiler, the processor's last resolution stands."""
+        """Resolved once per processor and compiler; without a compiler, the processor's last resolution stands."""
         key = f"native:{cpu.fingerprint()}"
         known = memory.get(key) or {}
         compiler = self.find()
@@ -352,7 +352,9 @@ class Gxx(Toolchain):
         machine = _ask([compiler.path, "-dumpmachine"])
         inner = _ask([compiler.path, "-print-prog-name=cc1plus"])
         # The first word is the name it was called by (g++, c++): the same compiler under another name is the same.
-        return f"{first.partition(' ')[2] or first}\n{machine}", [os.path.realpath(inner)] if os.path.isabs(inner) else []
+        return f"{first.partition(' ')[2] or first}\n{machine}", [os.path.realpath(inner)] if os.path.isabs(
+            inner
+        ) else []
 
 
 def _machine_options(expanded: str) -> tuple[str, ...]:
@@ -365,9 +367,7 @@ def _machine_options(expanded: str) -> tuple[str, ...]:
     for index, word in enumerate(words):
         if word == "--param" and index + 1 < len(words):
             options.append(f"--param={words[index + 1]}")
-        elif word.startswith("-m") and word != "-march=native":
-            options.append(word)
-        elif word.startswith("--param="):
+        elif (word.startswith("-m") and word != "-march=native") or word.startswith("--param="):
             options.append(word)
     return tuple(options)
 
