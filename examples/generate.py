@@ -296,10 +296,14 @@ def attention_dtype(device: torch.device) -> torch.dtype:
 
 
 def build_model(vocab_size: int, device: torch.device) -> LlamaForCausalLM:
-    """A small Llama with fixed random weights, wide enough apart that greedy decoding has no near ties."""
+    """A small Llama with random weights.
+
+    Of the first 40 seeds, 18 has the widest margin between the best and the second token at its closest decision, 1e-2:
+    rounding to float16 on a GPU does not change a token.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(18)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=HIDDEN,

@@ -1,0 +1,58 @@
+"""Each example runs as a user runs it, in a process of its own, and compares itself with its reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def run(script: str, *arguments: str) -> str:
+    """The output of `python examples/script`; fails with all of it if the example does."""
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *arguments], capture_output=True, text=True, env=offline, timeout=600
+    )
+    assert done.returncode == 0, f"{script} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def line(output: str, label: str) -> str:
+    """The one line of a report that begins with `label`."""
+    found = [text for text in output.splitlines() if text.startswith(label)]
+    assert len(found) == 1, f"expected one line {label!r} in\n{output}"
+    return found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments", "package"),
+    [
+        ("embed.py", (), "sentence_transformers"),
+        ("generate.py", (), "transformers"),
+        ("paged_prefill.py", ("--layers", "2"), "torch"),
+    ],
+)
+def test_example_agrees_with_its_reference_and_compiles_once(
+    script: str, arguments: tuple[str, ...], package: str
+) -> None:
+    pytest.importorskip(package)
+    output = run(script, *arguments)
+    cold, warm = (
+        line(output, "first call"),
+        output.splitlines()[output.splitlines().index(line(output, "first call")) + 1],
+    )
+    assert "cold" in cold and "(0 compiled)" not in cold
+    assert "warm" in warm and "(0 compiled)" in warm
+    assert line(output, "job").endswith("0 compiled")
+    assert line(output, "largest error")
+
+
+def test_each_example_is_run_here() -> None:
+    scripts = {path.name for path in EXAMPLES.glob("*.py")} - {"first_call.py"}
+    assert scripts == {"embed.py", "generate.py", "paged_prefill.py"}
