@@ -137,9 +137,9 @@ def main() -> None:
 
     for question, scores in zip(QUESTIONS, ours[-len(QUESTIONS) :] @ ours[: -len(QUESTIONS)].T, strict=True):
         print(f"{question}\n  {scores.max():.2f}  {sentences[int(scores.argmax())][:90]}...")
-    milliseconds = seconds * 1e3
     print(
-        f"job             {len(sentences)} texts in {milliseconds:.0f} ms on {device}, {len(compiled.variants)} compiled"
+        f"job             {len(sentences)} texts in {seconds * 1e3:.0f} ms on {device}, "
+        f"{len(compiled.variants)} compiled"
     )
     print(f"largest error   {error:.2e} in cosine against sentence-transformers (allowed {TOLERANCE:.0e})")
     if not error <= TOLERANCE:

@@ -63,8 +63,8 @@ def report(script: str) -> None:
     cold, warm = ask(script), ask(script)
     for slug, seconds in cold["compiled"]:
         print(f"compiled        {slug} in {seconds:.2f} s")
-    print(f"first call      cold {cold['seconds']:.2f} s ({len(cold['compiled'])} compiled)")
-    print(f"                warm {warm['seconds'] * 1e3:.1f} ms ({len(warm['compiled'])} compiled)")
+    print(f"cold first call {cold['seconds']:.2f} s, {len(cold['compiled'])} compiled")
+    print(f"warm first call {warm['seconds'] * 1e3:.1f} ms, {len(warm['compiled'])} compiled")
     if warm["compiled"]:
         sys.exit(f"FAILED: the second process compiled again: {warm['compiled']}")
 

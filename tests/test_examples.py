@@ -38,18 +38,12 @@ def line(output: str, label: str) -> str:
         ("paged_prefill.py", ("--layers", "2"), "torch"),
     ],
 )
-def test_example_agrees_with_its_reference_and_compiles_once(
-    script: str, arguments: tuple[str, ...], package: str
-) -> None:
+def test_example(script: str, arguments: tuple[str, ...], package: str) -> None:
     pytest.importorskip(package)
     output = run(script, *arguments)
-    cold, warm = (
-        line(output, "first call"),
-        output.splitlines()[output.splitlines().index(line(output, "first call")) + 1],
-    )
-    assert "cold" in cold and "(0 compiled)" not in cold
-    assert "warm" in warm and "(0 compiled)" in warm
-    assert line(output, "job").endswith("0 compiled")
+    assert not line(output, "cold first call").endswith(" 0 compiled")
+    assert line(output, "warm first call").endswith(" 0 compiled")
+    assert line(output, "job").endswith(" 0 compiled")
     assert line(output, "largest error")
 
 
