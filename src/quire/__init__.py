@@ -1,0 +1,67 @@
+"""Quire: attention kernels for LLM serving, compiled just in time.
+
+The surface is FlashInfer's: `import quire as flashinfer` runs what its pages show.
+"""
+
+from __future__ import annotations
+
+from quire import cascade, decode, errors, jit, page, prefill, quantization
+from quire.cascade import merge_state, merge_state_in_place, merge_states
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from quire.errors import (
+    CacheError,
+    CacheMissError,
+    CompileError,
+    DriverError,
+    PlanError,
+    QuireError,
+    UnsupportedError,
+    ValidationError,
+)
+from quire.jit import events, seal
+from quire.kernels import backends
+from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from quire.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+)
+from quire.quantization import packbits, segment_packbits
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "CacheError",
+    "CacheMissError",
+    "CompileError",
+    "DriverError",
+    "PlanError",
+    "QuireError",
+    "UnsupportedError",
+    "ValidationError",
+    "append_paged_kv_cache",
+    "backends",
+    "cascade",
+    "decode",
+    "errors",
+    "events",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "jit",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "packbits",
+    "page",
+    "prefill",
+    "quantization",
+    "seal",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]

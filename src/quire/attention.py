@@ -1,0 +1,283 @@
+"""What every attention wrapper does: plan on arguments, run on tensors. The public classes only translate spellings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from quire.checks import (
+    check_contiguous_last,
+    check_dtype,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    scalar,
+    to_int32,
+)
+from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.kernels import AttentionProblem, Decision, decide
+from quire.layout import KVView, PagedCache, cache_view, ragged_view
+from quire.planner import AttentionPlan, Indices, Scoring, make_plan
+from quire.quantization import pack_mask
+from quire.target import target_of
+from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
+from quire.workspace import Workspace
+
+__all__ = ["Attention", "AttentionSpec", "heads", "page_indices", "scoring_options"]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What plan() was told, in one spelling; `forward()` plans again with some of it replaced."""
+
+    indices: Indices
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    q: DType
+    kv: DType
+    o: DType
+    causal: bool
+    sm_scale: float
+    window_left: int
+    logits_soft_cap: float
+    custom_mask: torch.Tensor | None = None
+    packed_custom_mask: torch.Tensor | None = None
+    fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
+    paged: bool = True
+
+    @property
+    def mask(self) -> MaskMode:
+        if self.custom_mask is not None or self.packed_custom_mask is not None:
+            return MaskMode.CUSTOM
+        return MaskMode.CAUSAL if self.causal else MaskMode.NONE
+
+    def rows(self) -> int:
+        """Packed rows of a typical request: the mean; 0 where no request may influence another."""
+        if self.fixed_split_size > 0 or self.indices.batch_size == 0:
+            return 0
+        qo_indptr = self.indices.qo_indptr
+        nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
+        return -(-nnz // self.indices.batch_size) * (self.num_qo_heads // self.num_kv_heads)
+
+    def problem(self, device: torch.device) -> AttentionProblem:
+        return AttentionProblem(
+            target_of(device), self.q, self.kv, self.o, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
+            self.window_left >= 0, self.logits_soft_cap > 0, self.rows(),
+        )  # fmt: skip
+
+
+def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
+    """Both head counts, of which the first must be a multiple of the second."""
+    qo, kv = check_positive(num_qo_heads, "num_qo_heads"), check_positive(num_kv_heads, "num_kv_heads")
+    if qo % kv:
+        raise ValidationError(f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}.")
+    return qo, kv
+
+
+def page_indices(indices: Any) -> torch.Tensor:
+    """Page numbers as a 1-D int32 tensor, left on the device where they are."""
+    tensor = check_tensor(indices, "paged_kv_indices")
+    if tensor.dim() != 1:
+        raise ValidationError(f"paged_kv_indices: expected a 1-D tensor, got {list(tensor.shape)}.")
+    return to_int32(tensor, "paged_kv_indices")
+
+
+def scoring_options(
+    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
+) -> dict[str, Any]:
+    """sm_scale, window_left and logits_soft_cap as AttentionSpec takes them."""
+    if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
+        raise UnsupportedError(
+            f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
+            f"and pass 'NONE'."
+        )
+    scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale")
+    cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
+    if not math.isfinite(scale) or not (math.isfinite(cap) and cap >= 0):
+        raise ValidationError(
+            f"sm_scale, logits_soft_cap: expected finite numbers, the cap not negative; got {scale}, {cap}."
+        )
+    if isinstance(window_left, bool) or not isinstance(window_left, int) or not -1 <= window_left < 2**31:
+        raise ValidationError(
+            f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
+        )
+    return {"sm_scale": scale, "window_left": window_left, "logits_soft_cap": cap}
+
+
+class Attention:
+    """A plan and the tensors' contract that goes with it."""
+
+    def __init__(self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str) -> None:
+        self.spec = spec
+        self._layout = layout
+        self._device = workspace.device
+        self.decision: Decision = decide(spec.problem(self._device), backend)
+        self._plan = self._make_plan(workspace)
+        self._nnz_qo = self._plan.schedule.params.nnz_qo
+        self._nnz_kv = self._plan.schedule.params.nnz_kv
+        self._largest_page = self._find_largest_page()
+
+    def _make_plan(self, workspace: Workspace) -> AttentionPlan:
+        s = self.spec
+        bits = s.packed_custom_mask
+        if bits is None and s.custom_mask is not None:
+            bits = pack_mask(s.custom_mask, s.indices, self._device)
+        return make_plan(
+            self.decision, s.indices, Scoring(s.sm_scale, s.window_left, s.logits_soft_cap),
+            num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads, workspace=workspace, mask_bits=bits,
+            fixed_split_size=s.fixed_split_size,
+        )  # fmt: skip
+
+    def _find_largest_page(self) -> int:
+        """The largest page number, where the host knows it; -1 otherwise."""
+        pages = self.spec.indices.kv_indices
+        if pages is None or pages.device.type != "cpu" or self._nnz_kv == 0:
+            return -1
+        used = pages[: self._nnz_kv]
+        if int(used.min()) < 0:
+            raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {int(used.min())}.")
+        return int(used.max())
+
+    def with_changes(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
+        """This plan with other arguments; itself if they are the same."""
+        if all(getattr(self.spec, name) == value for name, value in changes.items()):
+            return self
+        return Attention(replace(self.spec, **changes), self._layout, workspace, backend)
+
+    def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Attention over a paged cache."""
+        k, v = cache_view(cache, self._layout, self.spec.indices.page_size)
+        self._check_kv(k, "paged_kv_cache (keys)", self.spec.head_dim_qk)
+        self._check_kv(v, "paged_kv_cache (values)", self.spec.head_dim_vo)
+        for view in (k, v):
+            if view.num_tokens != self.spec.indices.page_size:
+                raise ValidationError(
+                    f"paged_kv_cache: expected page_size={self.spec.indices.page_size}, got {view.num_tokens}."
+                )
+        if self._largest_page >= min(k.num_pages, v.num_pages):
+            raise ValidationError(
+                f"paged_kv_indices: expected page numbers below num_pages={min(k.num_pages, v.num_pages)}, "
+                f"got {self._largest_page}."
+            )
+        return self._run(q, k, v, **options)
+
+    def run_ragged(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Attention over ragged keys and values."""
+        k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
+        for view, name, head_dim in ((k_view, "k", self.spec.head_dim_qk), (v_view, "v", self.spec.head_dim_vo)):
+            self._check_kv(view, name, head_dim)
+            if view.num_tokens < self._nnz_kv:
+                raise ValidationError(
+                    f"{name}: expected at least kv_indptr[-1]={self._nnz_kv} tokens, got {view.num_tokens}."
+                )
+        return self._run(q, k_view, v_view, **options)
+
+    def _run(
+        self, q: torch.Tensor, k: KVView, v: KVView, *, out: torch.Tensor | None, lse: torch.Tensor | None,
+        return_lse: bool, sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any,
+        window_left: int | None, enable_pdl: bool | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+        s = self.spec
+        if window_left is not None and window_left != s.window_left:
+            raise ValidationError(f"window_left: expected {s.window_left} (fixed by plan()), got {window_left}.")
+        self._check_q(q)
+        if out is None:
+            out = torch.empty((self._nnz_qo, s.num_qo_heads, s.head_dim_vo), dtype=s.o.torch, device=self._device)
+        else:
+            self._check_out(out)
+        lse = self._lse(lse, return_lse)
+        self._plan.run(
+            q, k, v, out, lse, sinks=None if sinks is None else self._check_sinks(sinks),
+            logits_scale=scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale"), o_scale=scalar(v_scale, "v_scale"),
+            enable_pdl=bool(enable_pdl) and self.decision.kernel.pdl,
+        )  # fmt: skip
+        return out if lse is None or not return_lse else (out, lse)
+
+    def _check_q(self, q: torch.Tensor) -> None:
+        s = self.spec
+        check_tensor(q, "q")
+        shape = {"nnz_qo": self._nnz_qo, "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
+        check_shape(q, "q", shape)
+        check_dtype(q, "q", s.q)
+        check_same_device(q, "q", self._device)
+        check_contiguous_last(q, "q")
+        self._check_alignment(q.data_ptr(), q.stride()[:2], "q", s.q)
+
+    def _check_out(self, out: torch.Tensor) -> None:
+        s = self.spec
+        check_tensor(out, "out")
+        check_shape(out, "out", {"nnz_qo": self._nnz_qo, "num_qo_heads": s.num_qo_heads, "head_dim_vo": s.head_dim_vo})
+        check_dtype(out, "out", s.o)
+        check_same_device(out, "out", self._device)
+        check_contiguous_last(out, "out")
+        self._check_alignment(out.data_ptr(), out.stride()[:2], "out", s.o)
+
+    def _check_kv(self, view: KVView, name: str, head_dim: int) -> None:
+        s = self.spec
+        if view.num_heads != s.num_kv_heads or view.head_dim != head_dim:
+            raise ValidationError(
+                f"{name}: expected num_kv_heads={s.num_kv_heads} and head_dim={head_dim}, "
+                f"got {view.num_heads} and {view.head_dim} (kv_layout={self._layout.value})."
+            )
+        check_dtype(view.tensor, name, s.kv)
+        check_same_device(view.tensor, name, self._device)
+        self._check_alignment(view.pointer, (view.page_stride, view.token_stride, view.head_stride), name, s.kv)
+
+    def _check_alignment(self, pointer: int, strides: tuple[int, ...], name: str, dtype: DType) -> None:
+        """GPU kernels load 16 bytes at a time."""
+        if self._device.type != "cuda":
+            return
+        step = 16 // dtype.bytes
+        if pointer % 16 or any(stride % step for stride in strides):
+            raise ValidationError(
+                f"{name}: expected a 16-byte aligned tensor whose strides are multiples of {step} elements, "
+                f"got address {pointer:#x} and strides {list(strides)}; call .contiguous() on it."
+            )
+
+    def _lse(self, lse: torch.Tensor | None, return_lse: bool) -> torch.Tensor | None:
+        shape = {"nnz_qo": self._nnz_qo, "num_qo_heads": self.spec.num_qo_heads}
+        if lse is None:
+            return torch.empty(tuple(shape.values()), dtype=torch.float32, device=self._device) if return_lse else None
+        check_tensor(lse, "lse")
+        check_shape(lse, "lse", shape)
+        check_same_device(lse, "lse", self._device)
+        if lse.dtype is not torch.float32 or not lse.is_contiguous():
+            raise ValidationError(
+                f"lse: expected a contiguous float32 tensor, got {lse.dtype}, strides {tuple(lse.stride())}."
+            )
+        return lse
+
+    def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
+        check_tensor(sinks, "sinks")
+        check_same_device(sinks, "sinks", self._device)
+        if sinks.numel() != self.spec.num_qo_heads or sinks.dtype is not torch.float32 or not sinks.is_contiguous():
+            raise ValidationError(
+                f"sinks: expected a contiguous float32 tensor of num_qo_heads={self.spec.num_qo_heads} elements, "
+                f"got {sinks.dtype} {list(sinks.shape)}."
+            )
+        return sinks
+
+
+def planned(attention: Attention | None) -> Attention:
+    """The plan of a wrapper, which must exist."""
+    if attention is None:
+        raise PlanError("run() was called before plan(): call plan() first, once per batch.")
+    return attention
+
+
+def data_types(q: Any, kv: Any, o: Any) -> dict[str, DType]:
+    """The three dtypes; kv and o default to q's."""
+    q_type = dtype_of(q, "q_data_type")
+    return {
+        "q": q_type,
+        "kv": q_type if kv is None else dtype_of(kv, "kv_data_type"),
+        "o": q_type if o is None else dtype_of(o, "o_data_type"),
+    }

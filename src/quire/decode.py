@@ -1,0 +1,238 @@
+"""Decode attention: one new query (or a few) per request against all of its keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.attention import (
+    Attention,
+    AttentionSpec,
+    data_types,
+    heads,
+    page_indices,
+    planned,
+    scoring_options,
+)
+from quire.checks import check_positive, check_tensor, host_indices, refuse
+from quire.errors import UnsupportedError, ValidationError
+from quire.layout import PagedCache
+from quire.planner import Indices
+from quire.prefill import Result, split_size
+from quire.types import KVLayout
+from quire.workspace import OwnWorkspace, UserWorkspace
+
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache"]
+
+
+class BatchDecodeWithPagedKVCacheWrapper:
+    """Decode attention of a batch of requests over a paged cache.
+
+    `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device. `kv_layout` is the
+    order inside a page: "NHD" or "HND". `use_tensor_cores` is a hint of the surface: every GPU kernel here uses them.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        use_tensor_cores: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None,
+        paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None,
+        backend: str = "auto",
+        jit_args: Any = None,
+    ) -> None:
+        self._layout = KVLayout.of(kv_layout)
+        self._backend = backend
+        self._attention: Attention | None = None
+        self.use_tensor_cores = use_tensor_cores
+        self.reset_workspace_buffer(float_workspace_buffer, None)
+        if use_cuda_graph:
+            raise UnsupportedError(
+                "use_cuda_graph: plans whose lengths change between replays are not supported yet; expected False. "
+                "(A run() of one fixed plan may be captured as it is.)"
+            )
+        refuse(
+            paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer, jit_args=jit_args,
+        )  # fmt: skip
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plan() may be called again between replays of a graph."""
+        return False
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Use another buffer from the next plan() on. A plan owns its index arrays, so `int_workspace_buffer` is not needed."""
+        if int_workspace_buffer is not None:
+            check_tensor(int_workspace_buffer, "int_workspace_buffer")
+        self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
+
+    def explain(self) -> str:
+        """Which kernel plan() chose and why each other was refused."""
+        return str(planned(self._attention).decision)
+
+    def plan(
+        self,
+        indptr: torch.Tensor,
+        indices: torch.Tensor,
+        last_page_len: torch.Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        pos_encoding_mode: str = "NONE",
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        q_data_type: str | torch.dtype | None = None,
+        kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None,
+        data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        block_tables: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        fixed_split_size: int | None = None,
+        disable_split_kv: bool = False,
+        q_len_per_req: int = 1,
+    ) -> None:
+        """Plan a batch.
+
+        indptr [batch_size + 1] are offsets into indices (page numbers); last_page_len [batch_size] counts the tokens of
+        each last page (1..page_size). Host arrays plan without a synchronisation. `data_type` stands for q_data_type
+        and kv_data_type where those are not given; float16 is the default of all. With q_len_per_req > 1 the queries
+        are the last tokens of their request, under a causal mask. The rest is as in the prefill wrapper's plan().
+
+        Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
+        """
+        refuse(rope_scale=rope_scale, rope_theta=rope_theta, block_tables=block_tables, seq_lens=seq_lens)
+        qo, kv = heads(num_qo_heads, num_kv_heads)
+        dim = check_positive(head_dim, "head_dim")
+        kv_indptr = host_indices(indptr, "indptr")
+        if kv_indptr.shape[0] == 0:
+            raise ValidationError("indptr: expected [batch_size + 1] offsets, got none.")
+        batch = kv_indptr.shape[0] - 1
+        q_len = check_positive(q_len_per_req, "q_len_per_req")
+        q_type = q_data_type or data_type or "float16"
+        self._attention = Attention(
+            AttentionSpec(
+                Indices(
+                    batch, None, q_len, kv_indptr, host_indices(last_page_len, "last_page_len", batch),
+                    page_indices(indices), check_positive(page_size, "page_size"),
+                ),
+                qo, kv, dim, dim, **data_types(q_type, kv_data_type or data_type, o_data_type), causal=q_len > 1,
+                **scoring_options(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                fixed_split_size=split_size(fixed_split_size, disable_split_kv),
+            ),
+            self._layout, self._workspace, self._backend,
+        )  # fmt: skip
+
+    begin_forward = plan
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan is released with its wrapper or by the next plan()."""
+
+    def run(
+        self,
+        q: torch.Tensor,
+        paged_kv_cache: PagedCache,
+        *,
+        q_scale: float | None = None,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None,
+        return_lse: bool = False,
+        enable_pdl: bool | None = None,
+        window_left: int | None = None,
+        sinks: torch.Tensor | None = None,
+        q_len_per_req: int | None = None,
+        kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None,
+    ) -> Result:
+        """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim] over the cache; returns o of the same shape,
+        or (o, lse) with lse [batch_size * q_len_per_req, num_qo_heads] float32, base 2.
+
+        Options as in the paged prefill wrapper's run().
+        """
+        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        attention = planned(self._attention)
+        if q_len_per_req is not None and q_len_per_req != attention.spec.indices.qo_len:
+            raise ValidationError(
+                f"q_len_per_req: expected {attention.spec.indices.qo_len} (fixed by plan()), got {q_len_per_req}."
+            )
+        return attention.run_paged(
+            q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
+            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+        )  # fmt: skip
+
+    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Any) -> Result:
+        """run() with return_lse=True."""
+        return self.run(q, paged_kv_cache, **options, return_lse=True)
+
+    def forward(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, pos_encoding_mode: str = "NONE",
+        q_scale: float | None = None, k_scale: float | None = None, v_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
+    ) -> Result:  # fmt: skip
+        """run() with arguments of plan(); plans again where they differ from what was planned."""
+        refuse(rope_scale=rope_scale, rope_theta=rope_theta)
+        attention = planned(self._attention)
+        options = scoring_options(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        self._attention = attention.with_changes(self._workspace, self._backend, **options)
+        return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+
+    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
+        """forward() with return_lse=True."""
+        return self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+
+
+def single_decode_with_kv_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    *,
+    backend: str = "auto",
+) -> Result:
+    """Decode attention of one request: q [num_qo_heads, head_dim] over k, v [kv_len, num_kv_heads, head_dim] (HND: heads
+    first). Returns o [num_qo_heads, head_dim], or (o, lse) with lse [num_qo_heads] float32, base 2.
+    """
+    refuse(rope_scale=rope_scale, rope_theta=rope_theta)
+    layout = KVLayout.of(kv_layout)
+    for tensor, name, dims in ((q, "q", 2), (k, "k", 3), (v, "v", 3)):
+        if check_tensor(tensor, name).dim() != dims:
+            raise ValidationError(f"{name}: expected {dims} dimensions, got {list(tensor.shape)}.")
+    token, head = (0, 1) if layout is KVLayout.NHD else (1, 0)
+    if v.shape[token] != k.shape[token]:
+        raise ValidationError(f"v: expected kv_len={k.shape[token]} tokens as in k, got {v.shape[token]}.")
+    qo, kv = heads(q.shape[0], k.shape[head])
+    spec = AttentionSpec(
+        Indices(1, None, 1, torch.tensor([0, k.shape[token]], dtype=torch.int32), None, None, 1),
+        qo, kv, q.shape[1], v.shape[2], **data_types(q.dtype, k.dtype, None), causal=False,
+        **scoring_options(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), paged=False,
+    )  # fmt: skip
+    result = Attention(spec, layout, OwnWorkspace(q.device), backend).run_ragged(
+        q.unsqueeze(0), k, v, out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale, window_left=None, enable_pdl=None,
+    )  # fmt: skip
+    return tuple(part[0] for part in result) if isinstance(result, tuple) else result[0]

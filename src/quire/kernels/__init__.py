@@ -1,0 +1,84 @@
+"""The catalogue: which kernels exist, and which one takes a problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from quire.errors import UnsupportedError, ValidationError
+from quire.kernels import attention_cpu, attention_fa2
+from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape
+
+__all__ = [
+    "KERNELS",
+    "AttentionKernel",
+    "AttentionKey",
+    "AttentionProblem",
+    "Decision",
+    "TileShape",
+    "Verdict",
+    "backends",
+    "decide",
+    "kernel_of",
+]
+
+#: In order of preference: `auto` takes the first that accepts.
+KERNELS: tuple[AttentionKernel, ...] = (attention_fa2.KERNEL, attention_cpu.KERNEL)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one kernel says to a problem."""
+
+    kernel: AttentionKernel
+    reason: str | None  #: None: accepted
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name:<16}{self.reason or 'accepts'}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The kernel that was chosen, and the whole trace that led to it."""
+
+    problem: AttentionProblem
+    kernel: AttentionKernel
+    key: AttentionKey
+    trace: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        lines = [f"attention {self.problem}", *(f"  {verdict}" for verdict in self.trace), f"  -> {self.key.slug}"]
+        return "\n".join(lines)
+
+
+def backends() -> tuple[str, ...]:
+    """The names that `backend=` takes."""
+    return ("auto", *(kernel.backend for kernel in KERNELS))
+
+
+def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
+    """The first kernel that accepts `problem`, among those that `backend` allows.
+
+    Raises UnsupportedError with each kernel's reason if none does, ValidationError if `backend` is unknown.
+    """
+    if backend not in backends():
+        raise ValidationError(f"backend: expected one of {', '.join(backends())}, got {backend!r}.")
+    trace = tuple(Verdict(kernel, _reason(kernel, problem, backend)) for kernel in KERNELS)
+    for verdict in trace:
+        if verdict.reason is None:
+            return Decision(problem, verdict.kernel, verdict.kernel.key(problem), trace)
+    reasons = "\n".join(f"  {verdict}" for verdict in trace)
+    raise UnsupportedError(f"no kernel for attention {problem}\n{reasons}")
+
+
+def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
+    if backend not in ("auto", kernel.backend):
+        return f"backend={backend!r} was asked for"
+    return kernel.reject(problem)
+
+
+def kernel_of(key: AttentionKey) -> AttentionKernel:
+    """The catalogue row of a key."""
+    for kernel in KERNELS:
+        if kernel.name == key.kernel:
+            return kernel
+    raise ValidationError(f"kernel: expected one of {', '.join(k.name for k in KERNELS)}, got {key.kernel!r}.")

@@ -1,0 +1,178 @@
+"""The attention family: what a caller asks for (problem), what is compiled (key), how a kernel cuts it (tile)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from quire.errors import ValidationError
+from quire.jit.spec import Spec
+from quire.kernels.params import AttentionParams, struct_of
+from quire.types import DType, MaskMode, dtype_of
+
+__all__ = ["AttentionKernel", "AttentionKey", "AttentionProblem", "TileShape"]
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """Everything that decides which kernel runs; no tensor, no device handle."""
+
+    target: str  #: what the code is compiled for: "sm90a", "x86-64-v4", ...
+    q: DType
+    kv: DType
+    o: DType
+    head_dim_qk: int
+    head_dim_vo: int
+    paged: bool
+    mask: MaskMode
+    window: bool
+    soft_cap: bool
+    rows: int  #: packed rows (qo_len * group_size) of a typical request; 0: choose a tile that no request influences
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.target.startswith("sm")
+
+    def __str__(self) -> str:
+        dims = f"head_dim={self.head_dim_qk}" + (f"/{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
+        flags = [self.mask.slug] + ["window"] * self.window + ["soft cap"] * self.soft_cap
+        storage = "paged" if self.paged else "ragged"
+        return f"({self.target}, q={self.q}, kv={self.kv}, o={self.o}, {dims}, {storage}, {', '.join(flags)})"
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """How a kernel cuts work, and what that costs. The rendered unit asserts each number."""
+
+    rows: int  #: packed query rows of a tile
+    kv: int  #: keys of a kv tile
+    threads: int = 1
+    min_ctas: int = 1  #: CTAs that share an SM
+    smem_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class AttentionKey:
+    """What changes the generated code, and nothing else. `slug` and `parse` are each other's inverse."""
+
+    kernel: str  #: "attention_fa2"
+    target: str
+    q: DType
+    kv: DType
+    o: DType
+    head_dim_qk: int
+    head_dim_vo: int
+    paged: bool
+    mask: MaskMode
+    window: bool
+    soft_cap: bool
+    tile_rows: int
+
+    @property
+    def slug(self) -> str:
+        flags = "-".join([self.mask.slug] + ["window"] * self.window + ["cap"] * self.soft_cap)
+        return ".".join(
+            (
+                self.kernel,
+                self.target,
+                f"{self.q}-{self.kv}-{self.o}",
+                f"d{self.head_dim_qk}-{self.head_dim_vo}",
+                "paged" if self.paged else "ragged",
+                flags,
+                f"m{self.tile_rows}",
+            )
+        )
+
+    @classmethod
+    def parse(cls, slug: str) -> AttentionKey:
+        """The key that `slug` names."""
+        try:
+            kernel, target, dtypes, dims, storage, flags, rows = slug.split(".")
+            q, kv, o = (dtype_of(name, "dtype") for name in dtypes.split("-"))
+            head_dim_qk, head_dim_vo = map(int, dims.removeprefix("d").split("-"))
+            mask, *rest = flags.split("-")
+            key = cls(
+                kernel, target, q, kv, o, head_dim_qk, head_dim_vo, storage == "paged", MaskMode[mask.upper()],
+                "window" in rest, "cap" in rest, int(rows.removeprefix("m")),
+            )  # fmt: skip
+        except (ValueError, KeyError) as error:
+            raise ValidationError(
+                f"slug: expected kernel.target.q-kv-o.dQK-VO.storage.mask.mROWS, got {slug!r}."
+            ) from error
+        if key.slug != slug:
+            raise ValidationError(f"slug: {slug!r} does not name a variant; the nearest is {key.slug!r}.")
+        return key
+
+
+@dataclass(frozen=True)
+class AttentionKernel:
+    """One row of the catalogue: what a kernel accepts and how it cuts it."""
+
+    name: str  #: stem of its header: kernels/<name>.cuh or .h
+    backend: str  #: what the caller calls it
+    header: str
+    cxx: str  #: the class template
+    reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem; None if it can
+    tiles: Callable[
+        [int, int, str], tuple[TileShape, ...]
+    ]  #: (head_dim_qk, head_dim_vo, target) -> shapes, smallest first
+    choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
+    pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
+
+    def key(self, problem: AttentionProblem) -> AttentionKey:
+        p = problem
+        rows = self.choose_rows(p, self.tiles(p.head_dim_qk, p.head_dim_vo, p.target))
+        return AttentionKey(
+            self.name, p.target, p.q, p.kv, p.o, p.head_dim_qk, p.head_dim_vo, p.paged, p.mask, p.window, p.soft_cap, rows
+        )  # fmt: skip
+
+    def tile(self, key: AttentionKey) -> TileShape:
+        """The tile of a key; ValidationError if the kernel has none of that height."""
+        shapes = self.tiles(key.head_dim_qk, key.head_dim_vo, key.target)
+        for shape in shapes:
+            if shape.rows == key.tile_rows:
+                return shape
+        raise ValidationError(
+            f"tile rows: {self.name} has {', '.join(str(s.rows) for s in shapes)}, got {key.tile_rows}."
+        )
+
+    def spec(self, key: AttentionKey) -> Spec:
+        """What the compiler is given for `key`."""
+        tile = self.tile(key)
+        asserts = [("kTileRows", tile.rows), ("kTileKv", tile.kv)]
+        if key.target.startswith("sm"):
+            asserts += [("kThreads", tile.threads), ("kMinCtas", tile.min_ctas), ("kSmemBytes", tile.smem_bytes)]
+        return Spec(
+            slug=key.slug,
+            target=key.target,
+            header=self.header,
+            kernel=self.cxx,
+            entry="quire_attention",
+            params=struct_of(AttentionParams),
+            types=(("Q", key.q.cxx), ("Kv", key.kv.cxx), ("O", key.o.cxx)),
+            constants=(
+                ("kHeadDimQk", key.head_dim_qk),
+                ("kHeadDimVo", key.head_dim_vo),
+                ("kPaged", int(key.paged)),
+                ("kMask", int(key.mask)),
+                ("kWindow", int(key.window)),
+                ("kSoftCap", int(key.soft_cap)),
+                ("kTileRows", tile.rows),
+                ("kTileKv", tile.kv),
+            ),
+            asserts=tuple(asserts),
+            warmup=key.slug,
+        )
+
+
+def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """The lowest tile that a typical request fills; the lowest of all where no request may have a say."""
+    return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
+
+
+def head_dim_reason(problem: AttentionProblem) -> str | None:
+    """Why no kernel of the family takes these head dims; None if they are fine."""
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+        if not (32 <= dim <= 256 and dim % 16 == 0):
+            return f"{name}={dim} is not a multiple of 16 from 32 to 256"
+    return None

@@ -1,0 +1,36 @@
+"""attention_cpu: vectorised C++ on host threads, for every machine without a GPU."""
+
+from __future__ import annotations
+
+from quire.kernels.attention import (
+    AttentionKernel,
+    AttentionProblem,
+    TileShape,
+    first_tile_that_holds,
+    head_dim_reason,
+)
+
+__all__ = ["KERNEL"]
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    if problem.on_cuda:
+        return f"target {problem.target} is a GPU"
+    if problem.kv != problem.q:
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
+    return head_dim_reason(problem)
+
+
+def _tiles(head_dim_qk: int, head_dim_vo: int, target: str) -> tuple[TileShape, ...]:
+    return (TileShape(16, 64), TileShape(96, 64))
+
+
+KERNEL = AttentionKernel(
+    name="attention_cpu",
+    backend="cpu",
+    header="quire/kernels/attention_cpu.h",
+    cxx="AttentionCpu",
+    reject=_reject,
+    tiles=_tiles,
+    choose_rows=first_tile_that_holds,
+)

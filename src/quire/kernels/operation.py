@@ -1,0 +1,98 @@
+"""The small operations beside attention: planning, merging states, appending to a cache, packing bits."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from quire.errors import ValidationError
+from quire.jit.spec import Spec
+from quire.kernels.params import AppendParams, MergeParams, PackbitsParams, ScheduleParams, struct_of
+
+__all__ = ["OPERATIONS", "PARALLEL_THREADS", "Operation", "OperationKey"]
+
+#: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
+PARALLEL_THREADS = 256
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the catalogue."""
+
+    name: str
+    header: str
+    cxx: str
+    params: type[ctypes.Structure]
+    types: tuple[str, ...]  #: element types by slug; () if the code does not depend on one
+    vectors: tuple[int, ...]  #: elements that one thread moves at a time
+    on_cuda: bool = True
+
+
+OPERATIONS: dict[str, Operation] = {
+    op.name: op
+    for op in (
+        Operation(
+            "schedule_attention",
+            "quire/kernels/schedule_attention.h",
+            "ScheduleAttention",
+            ScheduleParams,
+            (),
+            (1,),
+            on_cuda=False,
+        ),
+        Operation("merge", "quire/kernels/merge.h", "MergeStates", MergeParams, ("fp32", "fp16", "bf16"), (1, 8)),
+        Operation("append", "quire/kernels/append.h", "AppendPaged", AppendParams, ("u8", "u16", "u32"), (1, 4, 8, 16)),
+        Operation("packbits", "quire/kernels/packbits.h", "Packbits", PackbitsParams, (), (1,)),
+    )
+}
+_CXX = {"fp32": "float", "fp16": "fp16_t", "bf16": "bf16_t", "u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t"}
+
+
+@dataclass(frozen=True)
+class OperationKey:
+    """Which code of an operation. `slug` and `parse` are each other's inverse."""
+
+    name: str
+    target: str
+    type: str = ""  #: element type by slug, "" if none
+    vector: int = 1
+
+    def __post_init__(self) -> None:
+        op = OPERATIONS.get(self.name)
+        known = op is not None and self.vector in op.vectors and self.type in (op.types or ("",))
+        if not known or (self.target.startswith("sm") and op is not None and not op.on_cuda):
+            raise ValidationError(
+                f"operation: there is no {self.name!r} for {self.target} with {self.type!r} x {self.vector}."
+            )
+
+    @property
+    def slug(self) -> str:
+        return f"{self.name}.{self.target}.{self.type or 'any'}.v{self.vector}"
+
+    @classmethod
+    def parse(cls, slug: str) -> OperationKey:
+        """The key that `slug` names."""
+        try:
+            name, target, element, vector = slug.split(".")
+            key = cls(name, target, "" if element == "any" else element, int(vector.removeprefix("v")))
+        except ValueError as error:
+            raise ValidationError(f"slug: expected name.target.type.vN, got {slug!r}.") from error
+        if key.slug != slug:
+            raise ValidationError(f"slug: {slug!r} does not name a variant; the nearest is {key.slug!r}.")
+        return key
+
+    def spec(self) -> Spec:
+        """What the compiler is given."""
+        op = OPERATIONS[self.name]
+        return Spec(
+            slug=self.slug,
+            target=self.target,
+            header=op.header,
+            kernel=op.cxx,
+            entry=f"quire_{self.name}",
+            params=struct_of(op.params),
+            types=(("T", _CXX[self.type]),) if self.type else (),
+            constants=(("kVec", self.vector),),
+            asserts=(("kThreads", PARALLEL_THREADS),) if self.target.startswith("sm") else (),
+            warmup=self.slug,
+        )

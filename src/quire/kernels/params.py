@@ -1,0 +1,130 @@
+"""ctypes mirrors of the parameter structs in templates/include/quire/core/params.h and kernels/*.h.
+
+Each rendered unit asserts these layouts, so a mirror that drifts from its C++ struct stops the build.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+
+from quire.jit.spec import Struct
+
+__all__ = [
+    "AppendParams",
+    "AttentionParams",
+    "FastDivisor",
+    "MergeParams",
+    "PackbitsParams",
+    "ScheduleParams",
+    "Share",
+    "Tile",
+    "struct_of",
+]
+
+
+def struct_of(cls: type[ctypes.Structure]) -> Struct:
+    """The layout of a mirror, for the assertions in the rendered unit."""
+    names = [field[0] for field in cls._fields_]
+    return Struct(cls.__name__, ctypes.sizeof(cls), tuple((name, getattr(cls, name).offset) for name in names))
+
+
+class FastDivisor(ctypes.Structure):
+    """Division by a run-time divisor as a multiplication; see core/types.h."""
+
+    _fields_ = (("divisor", c_uint32), ("multiplier", c_uint32), ("shift", c_uint32))
+
+    @classmethod
+    def of(cls, divisor: int) -> FastDivisor:
+        """Multiplier and shift such that umulhi(n, multiplier) >> shift == n // divisor for 0 <= n < 2**31."""
+        if divisor == 1:
+            return cls(1, 0, 0)
+        shift = (divisor - 1).bit_length() - 1
+        return cls(divisor, ((1 << (32 + shift)) + divisor - 1) // divisor, shift)
+
+
+class Tile(ctypes.Structure):
+    """One row tile of one request, for every kv head alike."""
+
+    _fields_ = tuple(
+        (name, c_int32)
+        for name in ("request", "row_begin", "kv_begin", "kv_end", "work_begin", "slot", "part", "num_parts")
+    )
+
+
+class Share(ctypes.Structure):
+    """The contiguous run of work units of one CTA."""
+
+    _fields_ = tuple((name, c_int32) for name in ("kv_head", "tile", "offset", "units"))
+
+
+class AttentionParams(ctypes.Structure):
+    """What an attention kernel is given; shapes stand in core/params.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "k", "v", "o", "lse", "sinks")),
+        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "mask", "mask_indptr")),
+        *((name, c_void_p) for name in ("tiles", "shares", "partial_o", "partial_md", "arrivals")),
+        *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
+        *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
+        *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
+        *((name, c_int64) for name in ("o_token_stride", "o_head_stride")),
+        ("group", FastDivisor),
+        ("page", FastDivisor),
+        *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
+        *((name, c_int32) for name in ("work_per_head", "slots_per_head", "window_left")),
+        *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
+    )
+
+
+class ScheduleParams(ctypes.Structure):
+    """What the host planner is given and gives; see kernels/schedule_attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "buffer")),
+        *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
+        *((name, c_int32) for name in ("tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
+        *((name, c_int32) for name in ("fixed_split_size", "has_mask", "error", "error_request")),
+        *((name, c_int32) for name in ("num_tiles", "num_ctas", "is_shared", "work_per_head")),
+        *((name, c_int32) for name in ("slots_per_head", "nnz_qo")),
+        *((name, c_int64) for name in ("nnz_kv", "num_slots", "num_counters", "mask_bytes", "kv_tokens")),
+        *((name, c_int64) for name in ("tiles_offset", "shares_offset", "qo_indptr_offset", "kv_indptr_offset")),
+        *((name, c_int64) for name in ("kv_len_offset", "mask_indptr_offset", "arrivals_offset", "buffer_bytes")),
+    )
+
+
+class MergeParams(ctypes.Structure):
+    """Merging attention states; shapes stand in kernels/merge.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("v", "s", "v_other", "s_other", "v_out", "s_out", "mask")),
+        ("num_tokens", c_int64),
+        *((name, c_int32) for name in ("num_states", "num_heads", "head_dim")),
+    )
+
+
+class AppendParams(ctypes.Structure):
+    """Appending to a paged cache; shapes stand in kernels/append.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("key", "value", "k_cache", "v_cache")),
+        *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),
+        ("nnz", c_int64),
+        *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
+        *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
+        *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
+        *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
+        *((name, c_int32) for name in ("batch_size", "num_pages", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim_k", "head_dim_v", "page_size")),
+    )
+
+
+class PackbitsParams(ctypes.Structure):
+    """Packing booleans into bits; shapes stand in kernels/packbits.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "y", "segment_begin", "byte_begin")),
+        ("num_bytes", c_int64),
+        ("num_segments", c_int32),
+        ("little", c_int32),
+    )

@@ -1,0 +1,234 @@
+"""From index arrays to a plan: who does what, in one packed buffer that reaches the device in one copy."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from quire.checks import check_same_device
+from quire.errors import PlanError, ValidationError
+from quire.jit import HostModule, Module, get_module, host_target
+from quire.kernels import Decision, TileShape
+from quire.kernels.operation import OperationKey
+from quire.kernels.params import AttentionParams, FastDivisor, ScheduleParams, Share, Tile
+from quire.launch import launch
+from quire.layout import KVView
+from quire.target import max_ctas
+from quire.types import MaskMode
+from quire.workspace import Workspace, partials_bytes
+
+__all__ = ["AttentionPlan", "Indices", "Schedule", "Scoring", "make_plan", "make_schedule"]
+
+_LOG2E = math.log2(math.e)
+
+
+class Indices(NamedTuple):
+    """The index arrays of a batch, on the host unless said otherwise."""
+
+    batch_size: int
+    qo_indptr: torch.Tensor | None  #: [batch_size + 1]; None: qo_len rows each
+    qo_len: int
+    kv_indptr: torch.Tensor  #: [batch_size + 1] tokens, or pages
+    kv_last_page_len: torch.Tensor | None  #: [batch_size]; None: ragged
+    kv_indices: torch.Tensor | None  #: paged: page numbers, on any device
+    page_size: int
+
+
+class Scoring(NamedTuple):
+    """What happens to a logit, as run-time values."""
+
+    sm_scale: float
+    window_left: int  #: -1: none
+    logits_soft_cap: float  #: 0: none
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A filled schedule: sizes in `params`, arrays in `buffer` (uint8, on the host)."""
+
+    params: ScheduleParams
+    buffer: torch.Tensor
+
+    @property
+    def tiles(self) -> Sequence[Tile]:
+        """The row tiles, in the order in which they are worked off."""
+        return (Tile * self.params.num_tiles).from_address(self.buffer.data_ptr() + self.params.tiles_offset)
+
+    @property
+    def shares(self) -> Sequence[Share]:
+        """One contiguous run of work a CTA; empty when each CTA does one whole tile."""
+        n = self.params.num_ctas if self.params.is_shared else 0
+        return (Share * n).from_address(self.buffer.data_ptr() + self.params.shares_offset)
+
+
+@cache
+def _scheduler() -> HostModule:
+    module = get_module(OperationKey("schedule_attention", host_target()).spec())
+    assert isinstance(module, HostModule)
+    return module
+
+
+_ERRORS = {
+    1: "{qo}_indptr: expected to begin with 0.",
+    2: "{qo}_indptr: expected to ascend, but it falls after request {request}.",
+    3: "{kv}_indptr: expected to begin with 0.",
+    4: "{kv}_indptr: expected to ascend, but it falls after request {request}.",
+    5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), got {last} at request {request}.",
+    6: "the batch is too large: a count of rows, tokens or tiles does not fit 31 bits (request {request}).",
+    7: "out of memory while planning.",
+}
+
+
+def _raise(params: ScheduleParams, indices: Indices) -> None:
+    request = params.error_request
+    last = indices.kv_last_page_len
+    text = _ERRORS[params.error].format(
+        qo="qo", kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
+        last=None if last is None else int(last[request]),
+    )  # fmt: skip
+    raise ValidationError(text)
+
+
+def make_schedule(
+    indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
+    max_ctas: int, fixed_split_size: int, pin: bool,
+) -> Schedule:  # fmt: skip
+    """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts."""
+    run = _scheduler().function
+    p = ScheduleParams(
+        qo_indptr=_address(indices.qo_indptr), kv_indptr=_address(indices.kv_indptr),
+        kv_last_page_len=_address(indices.kv_last_page_len), buffer=None,
+        batch_size=indices.batch_size, qo_len=indices.qo_len, num_kv_heads=num_kv_heads, group_size=group_size,
+        page_size=indices.page_size, tile_rows=tile.rows, tile_kv=tile.kv, causal=int(mask is MaskMode.CAUSAL),
+        window_left=window_left, max_ctas=max_ctas, fixed_split_size=fixed_split_size,
+        has_mask=int(mask is MaskMode.CUSTOM),
+    )  # fmt: skip
+    if run(ctypes.addressof(p)):
+        _raise(p, indices)
+    buffer = torch.empty(max(16, p.buffer_bytes), dtype=torch.uint8, pin_memory=pin)
+    p.buffer = buffer.data_ptr()
+    if run(ctypes.addressof(p)):
+        _raise(p, indices)
+    return Schedule(p, buffer)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class AttentionPlan:
+    """Everything of a call but its tensors: immutable, owns its index arrays, runs any number of times.
+
+    Two runs of one plan must not overlap on different streams: they share the workspace.
+    """
+
+    def __init__(
+        self, decision: Decision, module: Module, tile: TileShape, schedule: Schedule, params: AttentionParams,
+        scoring: Scoring, device: torch.device, owned: tuple[torch.Tensor | None, ...],
+    ) -> None:  # fmt: skip
+        self.decision = decision
+        self.schedule = schedule
+        self.device = device
+        self._module = module
+        self._tile = tile
+        self._params = params
+        self._scoring = scoring
+        self._owned = owned  # buffers that the parameter struct points into
+
+    def run(
+        self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor, lse: torch.Tensor | None = None, *,
+        sinks: torch.Tensor | None = None, logits_scale: float = 1.0, o_scale: float = 1.0, enable_pdl: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream: q, o [nnz_qo, num_qo_heads, head_dim], lse [nnz_qo, num_qo_heads] or None."""
+        p = self._params
+        if p.num_ctas == 0:
+            return
+        p.q, p.k, p.v, p.o = q.data_ptr(), k.pointer, v.pointer, o.data_ptr()
+        p.lse = None if lse is None else lse.data_ptr()
+        p.sinks = None if sinks is None else sinks.data_ptr()
+        p.q_token_stride, p.q_head_stride, _ = q.stride()
+        p.o_token_stride, p.o_head_stride, _ = o.stride()
+        p.k_page_stride, p.k_token_stride, p.k_head_stride = k.page_stride, k.token_stride, k.head_stride
+        p.v_page_stride, p.v_token_stride, p.v_head_stride = v.page_stride, v.token_stride, v.head_stride
+        sm_scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
+        p.logits_scale = sm_scale / cap if cap else sm_scale * _LOG2E
+        p.o_scale = o_scale
+        launch(
+            self._module, ctypes.addressof(p), self.device, grid=p.num_ctas, block=self._tile.threads,
+            smem=self._tile.smem_bytes, enable_pdl=enable_pdl,
+        )  # fmt: skip
+
+
+def make_plan(
+    decision: Decision, indices: Indices, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
+    workspace: Workspace, mask_bits: torch.Tensor | None, fixed_split_size: int = 0,
+) -> AttentionPlan:  # fmt: skip
+    """Compile or load the variant, plan, and send the plan to the device without waiting for it."""
+    key, device = decision.key, workspace.device
+    tile = decision.kernel.tile(key)
+    _check_split(fixed_split_size, tile)
+    module = get_module(decision.kernel.spec(key))
+    schedule = make_schedule(
+        indices, num_kv_heads=num_kv_heads, group_size=num_qo_heads // num_kv_heads, tile=tile, mask=key.mask,
+        window_left=scoring.window_left, max_ctas=max_ctas(device, tile.min_ctas), fixed_split_size=fixed_split_size,
+        pin=device.type == "cuda",
+    )  # fmt: skip
+    s = schedule.params
+    _check_indices(indices, s, device)
+    bits = _mask_bits(mask_bits, s.mask_bytes, device) if key.mask is MaskMode.CUSTOM else None
+    partials = workspace.take(partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
+    sent = schedule.buffer.to(device, non_blocking=True)
+    pages = (
+        None
+        if indices.kv_indices is None
+        else indices.kv_indices.to(device, torch.int32, non_blocking=True).contiguous()
+    )
+    params = _params(s, key.head_dim_vo, tile, sent.data_ptr(), partials.data_ptr(), num_qo_heads, num_kv_heads)
+    params.kv_indices, params.mask = _address(pages), _address(bits)
+    params.page = FastDivisor.of(indices.page_size)
+    params.window_left = scoring.window_left
+    params.logits_cap = scoring.logits_soft_cap * _LOG2E
+    return AttentionPlan(decision, module, tile, schedule, params, scoring, device, (sent, pages, bits, partials))
+
+
+def _params(
+    s: ScheduleParams, head_dim_vo: int, tile: TileShape, sent: int, partials: int, num_qo_heads: int, num_kv_heads: int
+) -> AttentionParams:
+    return AttentionParams(
+        qo_indptr=sent + s.qo_indptr_offset, kv_indptr=sent + s.kv_indptr_offset, kv_len=sent + s.kv_len_offset,
+        mask_indptr=sent + s.mask_indptr_offset, tiles=sent + s.tiles_offset,
+        shares=sent + s.shares_offset if s.is_shared else None, arrivals=sent + s.arrivals_offset,
+        partial_o=partials, partial_md=partials + s.num_slots * tile.rows * head_dim_vo * 4,
+        group=FastDivisor.of(num_qo_heads // num_kv_heads), num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
+        num_tiles=s.num_tiles, num_ctas=s.num_ctas, work_per_head=s.work_per_head, slots_per_head=s.slots_per_head,
+    )  # fmt: skip
+
+
+def _check_split(fixed_split_size: int, tile: TileShape) -> None:
+    if fixed_split_size > 0 and fixed_split_size % tile.kv:
+        raise ValidationError(
+            f"fixed_split_size: expected a multiple of the kernel's kv tile ({tile.kv}), got {fixed_split_size}."
+        )
+
+
+def _check_indices(indices: Indices, s: ScheduleParams, device: torch.device) -> None:
+    if indices.kv_indices is not None and indices.kv_indices.shape[0] < s.nnz_kv:
+        raise ValidationError(
+            f"paged_kv_indices: expected at least paged_kv_indptr[-1]={s.nnz_kv} entries, "
+            f"got {indices.kv_indices.shape[0]}."
+        )
+
+
+def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:
+    if bits is None:
+        raise PlanError("a custom mask was planned without its bits.")
+    check_same_device(bits, "packed_custom_mask", device)
+    if bits.shape[0] < expected:
+        raise ValidationError(f"packed_custom_mask: expected at least {expected} bytes, got {bits.shape[0]}.")
+    return bits

@@ -1,0 +1,105 @@
+"""Packing booleans into bits: the form in which the kernels read custom masks."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from quire.checks import check_same_device, check_tensor, host_indices
+from quire.errors import ValidationError
+from quire.jit import get_module
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey
+from quire.kernels.params import PackbitsParams
+from quire.launch import launch, parallel_grid
+from quire.planner import Indices
+from quire.target import target_of
+
+__all__ = ["pack_mask", "packbits", "segment_packbits"]
+
+
+def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
+    """Eight booleans to a byte: x [n] -> uint8 [ceil(n / 8)]; the rest of the last byte is 0.
+
+    bitorder "big" puts the first element into the highest bit, "little" into the lowest.
+    """
+    check_tensor(x, "x")
+    if x.dim() != 1:
+        raise ValidationError(f"x: expected a 1-D tensor, got {list(x.shape)}.")
+    return _pack(x, [0, x.shape[0]], bitorder)
+
+
+def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
+    """packbits() of each segment x[indptr[i]:indptr[i + 1]], each from a byte of its own on.
+
+    Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`). A device `indptr` is copied to
+    the host first, which waits for it.
+    """
+    check_tensor(x, "x")
+    if x.dim() != 1:
+        raise ValidationError(f"x: expected a 1-D tensor, got {list(x.shape)}.")
+    segments: list[int] = host_indices(indptr, "indptr").tolist()
+    if not segments or segments[0] != 0 or segments != sorted(segments) or segments[-1] > x.shape[0]:
+        raise ValidationError(
+            f"indptr: expected ascending offsets from 0 to at most {x.shape[0]}, got {segments[:8]}..."
+        )
+    offsets = _byte_offsets(segments)
+    return _pack(x, segments, bitorder), torch.tensor(offsets, dtype=indptr.dtype, device=indptr.device)
+
+
+def pack_mask(mask: torch.Tensor, indices: Indices, device: torch.device) -> torch.Tensor:
+    """The bits of a flat bool mask, sum(qo_len * kv_len) values, as the kernels read them."""
+    check_tensor(mask, "custom_mask")
+    check_same_device(mask, "custom_mask", device)
+    segments = [0]
+    for qo_len, kv_len in zip(_qo_lens(indices), _kv_lens(indices), strict=True):
+        segments.append(segments[-1] + qo_len * kv_len)
+    if mask.numel() != segments[-1]:
+        raise ValidationError(
+            f"custom_mask: expected sum(qo_len * kv_len)={segments[-1]} elements, got {mask.numel()}."
+        )
+    return _pack(mask.reshape(-1), segments, "little", "custom_mask")
+
+
+def _qo_lens(indices: Indices) -> list[int]:
+    if indices.qo_indptr is None:
+        return [indices.qo_len] * indices.batch_size
+    return indices.qo_indptr.diff().tolist()
+
+
+def _kv_lens(indices: Indices) -> list[int]:
+    counts = indices.kv_indptr.diff()
+    if indices.kv_last_page_len is None:
+        return counts.tolist()
+    lens = (counts - 1) * indices.page_size + indices.kv_last_page_len
+    return torch.where(counts == 0, 0, lens).tolist()
+
+
+def _byte_offsets(segments: list[int]) -> list[int]:
+    offsets = [0]
+    for begin, end in zip(segments, segments[1:], strict=False):
+        offsets.append(offsets[-1] + (end - begin + 7) // 8)
+    return offsets
+
+
+def _pack(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "x") -> torch.Tensor:
+    if bitorder not in ("big", "little"):
+        raise ValidationError(f"bitorder: expected 'big' or 'little', got {bitorder!r}.")
+    if x.dtype not in (torch.bool, torch.uint8):
+        raise ValidationError(f"{name}: expected dtype torch.bool or torch.uint8, got {x.dtype}.")
+    offsets = _byte_offsets(segments)
+    y = torch.empty(offsets[-1], dtype=torch.uint8, device=x.device)
+    if offsets[-1] == 0:
+        return y
+    x = x.contiguous()
+    index = torch.tensor([segments, offsets], dtype=torch.int64)
+    sent = index.pin_memory().to(x.device, non_blocking=True) if x.device.type == "cuda" else index
+    params = PackbitsParams(
+        x=x.data_ptr(), y=y.data_ptr(), segment_begin=sent[0].data_ptr(), byte_begin=sent[1].data_ptr(),
+        num_bytes=offsets[-1], num_segments=len(segments) - 1, little=int(bitorder == "little"),
+    )  # fmt: skip
+    module = get_module(OperationKey("packbits", target_of(x.device)).spec())
+    launch(
+        module, ctypes.addressof(params), x.device, grid=parallel_grid(offsets[-1], x.device), block=PARALLEL_THREADS
+    )
+    return y
