@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire import _templates, config
-from quire.errors import CacheMissError, CompileError, ValidationError
+from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
 from quire.jit import events, progress
 from quire.jit.builder import compile_entry
 from quire.jit.cpu import host_target
@@ -117,7 +117,7 @@ def prebuilt_stores() -> tuple[Store, ...]:
 _private_store: Store | None = None
 
 
-def _temporary_store(instead_of: Store) -> Store:
+def _temporary_store(instead_of: Store, reason: str) -> Store:
     """A store that lives as long as this process, for when the cache cannot be written."""
     global _private_store
     with _guard:
@@ -126,7 +126,7 @@ def _temporary_store(instead_of: Store) -> Store:
             atexit.register(shutil.rmtree, root, ignore_errors=True)
             _private_store = Store(root, private=True)
             progress.warn_once(
-                f"the cache {instead_of.root} cannot be written; compiling into {root} for this process only. "
+                f"the cache {instead_of.root} cannot be written ({reason}); compiling into {root} for this process. "
                 "Set QUIRE_CACHE_DIR to a directory that lasts"
             )
         return _private_store
@@ -253,9 +253,11 @@ def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:
 def _build(request: Request, store: Store, templates: Path, cause: str) -> tuple[Status, Entry]:
     toolchain = request.toolchain
     compiler = toolchain.require()
-    place = store if store.prepare() else _temporary_store(store)
-    if place is not store and not place.prepare():
-        raise CompileError(f"neither {store.root} nor {place.root} can be written")
+    place = store
+    if reason := store.prepare():
+        place = _temporary_store(store, reason)
+        if failure := place.prepare():
+            raise CacheError(f"neither {store.root} ({reason}) nor {place.root} ({failure}) can be written")
     identity = toolchain.identify(compiler, place.memory)
     wanted = compiler_digest(identity)
     with entry_lock(place.lock_path(request, identity), _wait_reporter(request.spec)) as held:

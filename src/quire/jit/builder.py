@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from quire import config
+from quire.errors import CacheError
 from quire.jit import cpu, diagnosis, events, ninja, progress, render
 from quire.jit.lock import job_slot
 from quire.jit.request import SCHEMA, Request
@@ -51,12 +52,13 @@ def _run(staging: Path, request: Request, store: Store) -> ninja.Outcome:
         events.emit(events.Event("progress", spec.slug, spec.target, seconds))
         progress.info(f"still compiling {spec.slug} for {spec.target}, {seconds:.0f} s so far")
 
-    with job_slot(store.root / "slots", jobs):
-        outcome = ninja.run_ninja(staging, beat)
-    if outcome.status and diagnosis.was_killed(outcome.log, outcome.status):
-        progress.warn_once(f"the compiler of {spec.slug} was killed; trying once more, alone")
-        with job_slot(store.root / "slots", jobs, alone=True):
-            outcome = ninja.run_ninja(staging, beat)
+    with progress.heartbeat(beat):  # around the wait for a slot as well
+        with job_slot(store.root / "slots", jobs):
+            outcome = ninja.run_ninja(staging)
+        if outcome.status and diagnosis.was_killed(outcome.log, outcome.status):
+            progress.warn_once(f"the compiler of {spec.slug} was killed; trying once more, alone")
+            with job_slot(store.root / "slots", jobs, alone=True):
+                outcome = ninja.run_ninja(staging)
     return outcome
 
 
@@ -104,6 +106,27 @@ def _describe(request: Request, identity: str, staging: Path, outcome: ninja.Out
     )
 
 
+def _compile(request: Request, compiler: Compiler, identity: str, store: Store, templates: Path) -> Entry:
+    staging = store.new_staging()
+    keep = False
+    try:
+        _lay_out(staging, request, compiler, templates)
+        outcome = _run(staging, request, store)
+        if outcome.status or not (staging / request.toolchain.artifact).is_file():
+            log = _keep_log(store, request, outcome)
+            raise diagnosis.compile_error(
+                request.spec.slug, outcome.log, outcome.status, _command(request, compiler), log
+            )
+        manifest = _describe(request, identity, staging, outcome)
+        _tidy(staging, keep=(request.toolchain.source, request.toolchain.artifact, "build.log"))
+        entry = store.publish(staging, request, manifest)
+        keep = entry.path == staging
+        return entry
+    finally:
+        if not keep:  # failed, or another builder was first
+            shutil.rmtree(staging, ignore_errors=True)
+
+
 def compile_entry(
     request: Request, compiler: Compiler, identity: str, store: Store, templates: Path, cause: str
 ) -> Entry:
@@ -112,26 +135,17 @@ def compile_entry(
     events.emit(events.Event("begin", spec.slug, spec.target, cause=cause, path=str(store.root)))
     progress.info(f"compiling {spec.slug} for {spec.target} into {store.root} ({cause})")
     start = time.monotonic()
-    staging = store.new_staging()
     try:
-        _lay_out(staging, request, compiler, templates)
-        outcome = _run(staging, request, store)
-        if outcome.status or not (staging / request.toolchain.artifact).is_file():
-            log = _keep_log(store, request, outcome)
-            raise diagnosis.compile_error(spec.slug, outcome.log, outcome.status, _command(request, compiler), log)
-        manifest = _describe(request, identity, staging, outcome)
-        _tidy(staging, keep=(request.toolchain.source, request.toolchain.artifact, "build.log"))
-        entry = store.publish(staging, request, manifest)
+        entry = _compile(request, compiler, identity, store, templates)
     except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         seconds = time.monotonic() - start
         events.emit(events.Event("end", spec.slug, spec.target, seconds, error=first))
         progress.info(f"failed to compile {spec.slug} after {seconds:.1f} s: {first}")
+        if isinstance(error, OSError):
+            raise CacheError(f"{store.root}: {error}; free space, or move the cache with QUIRE_CACHE_DIR") from error
         raise
-    seconds = time.monotonic() - start
-    if entry.path != staging:
-        shutil.rmtree(staging, ignore_errors=True)  # still there only if another builder was first
+    seconds, manifest = time.monotonic() - start, entry.manifest
     events.emit(events.Event("end", spec.slug, spec.target, seconds, path=str(entry.path)))
     figures = (
         "" if manifest.registers is None else f", {manifest.registers} registers, {manifest.spills} bytes of spills"

@@ -77,8 +77,18 @@ def _available_bytes() -> int:
             continue
         allowed = Path(limit).read_text().strip()
         if allowed.isdigit():
-            available = min(available, int(allowed) - int(Path(used).read_text()))
+            reclaimable = _inactive_files(Path(limit).with_name("memory.stat"))
+            available = min(available, int(allowed) - int(Path(used).read_text()) + reclaimable)
     return available
+
+
+def _inactive_files(path: Path) -> int:
+    """Bytes of file cache that a control group gives up under pressure; its usage counts them."""
+    for line in path.read_text().splitlines() if path.exists() else ():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file"):
+            return int(value)
+    return 0
 
 
 def default_jobs() -> int:

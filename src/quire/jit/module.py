@@ -18,6 +18,7 @@ __all__ = ["CudaModule", "Grid", "HostModule", "Launch", "Module", "load"]
 Grid: TypeAlias = int | tuple[int, ...]
 
 _MAX_DYNAMIC_SMEM = 8
+_MOST_PLANNED = 1024  #: launch shapes that a thread keeps for a module
 _STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel must be told what it may ask for
 
 
@@ -105,6 +106,10 @@ class Launch:
         if code:
             self._module.fail(code, self._config, self._device)
 
+    def point_to(self, params_address: int) -> None:
+        """Read the parameters from another address from now on."""
+        self._arguments[0] = params_address
+
     @property
     def grid(self) -> tuple[int, int, int]:
         """Blocks in x, y and z."""
@@ -125,6 +130,7 @@ class CudaModule:
         self._driver: Driver | None = None
         self._kernel: int | None = None
         self._loaded: dict[int, _Loaded] = {}
+        self._planned = threading.local()  # of each thread: what launch() was called with before
 
     @property
     def slug(self) -> str:
@@ -225,27 +231,21 @@ class CudaModule:
         cluster: tuple[int, int, int] | None = None,
     ) -> None:
         """Launch once, from any thread. Loads the kernel if `prepare` has not, unless `stream` is being captured."""
-        loaded = self._loaded.get(device)
-        if loaded is None or smem > loaded.max_smem:
+        planned: dict[tuple[Any, ...], Launch] = self._planned.__dict__
+        key = (grid, block, smem, device, pdl, cluster)
+        launch = planned.get(key)
+        if launch is None:
             self._prepare_outside_capture(device, smem, stream)
-        if pdl or cluster is not None:
-            self.bind(params_address, grid, block, smem, device, pdl=pdl, cluster=cluster)(stream)
-            return
-        loaded, api = self._loaded[device], self.driver
-        current = c_void_p()
-        api.function("cuCtxGetCurrent")(byref(current))
-        arguments = (c_void_p * 1)(params_address)
-        x, y, z = _three(grid)
-        call = api.function("cuLaunchKernel")
-        if current.value == loaded.context:
-            code = call(loaded.function, x, y, z, block, 1, 1, smem, stream, arguments, None)
-        else:
-            with api.current(device):
-                code = call(loaded.function, x, y, z, block, 1, 1, smem, stream, arguments, None)
-        if code:
-            self.fail(code, _configure(grid, block, smem, False, None)[0], device)
+            if len(planned) >= _MOST_PLANNED:
+                planned.clear()
+            launch = planned[key] = self.bind(0, grid, block, smem, device, pdl=pdl, cluster=cluster)
+        launch.point_to(params_address)
+        launch(stream)
 
     def _prepare_outside_capture(self, device: int, smem: int, stream: int) -> None:
+        loaded = self._loaded.get(device)
+        if loaded is not None and smem <= loaded.max_smem:
+            return
         if self.driver.capturing(stream):
             raise PlanError(
                 f"{self.entry.slug} is not loaded on device {device} and the stream is being captured; "

@@ -1,4 +1,4 @@
-"""Run one build.ninja under supervision: heartbeat, peak memory, and no compiler left behind when we die.
+"""Run one build.ninja under supervision: time, peak memory, and no compiler left behind when we die.
 
 The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies in whatever way, the
 kernel closes the pipe and the supervisor ends ninja, which ends its compilers. A `preexec_fn` with PR_SET_PDEATHSIG
@@ -12,13 +12,11 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from quire import config
 from quire.errors import CompileError
-from quire.jit.progress import heartbeat
 
 __all__ = ["Outcome", "find_ninja", "run_ninja"]
 
@@ -73,8 +71,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def run_ninja(staging: Path, beat: Callable[[float], None]) -> Outcome:
-    """Build what `staging/build.ninja` describes, calling `beat(seconds)` now and then. Does not raise on failure."""
+def run_ninja(staging: Path) -> Outcome:
+    """Build what `staging/build.ninja` describes. A failing compiler is an Outcome, not an exception."""
     (staging / "tmp").mkdir(exist_ok=True)
     command = ["/bin/sh", "-c", _SUPERVISOR, "quire-build", find_ninja(), "-j1"]
     start = time.monotonic()
@@ -89,8 +87,7 @@ def run_ninja(staging: Path, beat: Callable[[float], None]) -> Outcome:
             start_new_session=True,
         )
         try:
-            with heartbeat(beat):
-                _, status, usage = os.wait4(process.pid, 0)
+            _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         finally:
             _end(process)

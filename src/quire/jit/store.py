@@ -143,21 +143,20 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r})"
 
-    def prepare(self) -> bool:
-        """Make the root if need be; whether entries can be published in it."""
+    def prepare(self) -> str:
+        """Make the root if need be. Returns why entries cannot be published in it, or an empty string if they can."""
         if self.readonly:
-            return False
+            return "it is read-only"
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700 if self._private else 0o755)
             for name in ("entries", "locks", "slots", "staging", "logs"):
                 (self.root / name).mkdir(exist_ok=True, mode=0o755)
                 if not os.access(self.root / name, os.W_OK | os.X_OK):
-                    return False
+                    return f"{name} is not writable"
             _check_trust(self.root / "entries", stat.S_ISDIR, shared_group=False)
         except (OSError, CacheError) as error:
-            progress.warn_once(f"the cache {self.root} cannot be used for building: {error}")
-            return False
-        return True
+            return str(error)
+        return ""
 
     def find(self, request: Request, accepts: Callable[[str], bool], *, repair: bool = False) -> Entry | None:
         """The newest sound entry of `request` whose compiler digest `accepts`; None if there is none.
@@ -201,7 +200,7 @@ class Store:
             progress.warn_once(f"moved the cache entry {path} to {target}: {reason}")
 
     def verify(self, path: Path) -> Entry:
-        """The entry at `path`, once owner, modes, digests and the artifact's bytes are checked; CacheError says why not."""
+        """The entry at `path`, its owner, modes and digests checked; CacheError says what is wrong."""
         shared = self._trusted_group
         _check_trust(path, stat.S_ISDIR, shared_group=shared)
         if not (path / _MANIFEST).exists():

@@ -67,14 +67,16 @@ class Memory:
         self._known: dict[str, dict[str, Any]] | None = None
         self._guard = threading.Lock()
 
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            loaded = json.loads(self._path.read_text()) if self._path is not None else {}
+        except (OSError, ValueError):  # absent or damaged: there is nothing to recall
+            loaded = {}
+        return {k: v for k, v in loaded.items() if isinstance(v, dict)} if isinstance(loaded, dict) else {}
+
     def _load(self) -> dict[str, dict[str, Any]]:
         if self._known is None:
-            try:
-                loaded = json.loads(self._path.read_text()) if self._path is not None else {}
-            except (OSError, ValueError):  # absent or damaged: there is nothing to recall
-                loaded = {}
-            usable = isinstance(loaded, dict)
-            self._known = {k: v for k, v in loaded.items() if isinstance(v, dict)} if usable else {}
+            self._known = self._read()
         return self._known
 
     def get(self, key: str) -> dict[str, Any] | None:
@@ -85,8 +87,7 @@ class Memory:
     def set(self, key: str, value: dict[str, Any]) -> None:
         """Remember `value`, in this process and, if its directory can be written, for later ones."""
         with self._guard:
-            known = self._load()
-            known[key] = value
+            known = self._known = {**self._read(), **self._load(), key: value}  # others may have written meanwhile
             if self._path is None or not os.access(self._path.parent, os.W_OK):
                 return
             draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
@@ -336,6 +337,8 @@ class Gxx(Toolchain):
         identity = self.recall(compiler, memory) if compiler is not None else None
         if known and (compiler is None or not ask or known.get("identity") == identity):
             return tuple(map(str, known["resolved"]))
+        if not ask:  # nothing may be asked, so nothing can match
+            return ("-march=unresolved",)
         compiler = self.require()
         identity = self.identify(compiler, memory)
         if known.get("identity") == identity:
@@ -352,9 +355,8 @@ class Gxx(Toolchain):
         machine = _ask([compiler.path, "-dumpmachine"])
         inner = _ask([compiler.path, "-print-prog-name=cc1plus"])
         # The first word is the name it was called by (g++, c++): the same compiler under another name is the same.
-        return f"{first.partition(' ')[2] or first}\n{machine}", [os.path.realpath(inner)] if os.path.isabs(
-            inner
-        ) else []
+        passes = [str(Path(inner).resolve())] if Path(inner).is_absolute() else []
+        return f"{first.partition(' ')[2] or first}\n{machine}", passes
 
 
 def _machine_options(expanded: str) -> tuple[str, ...]:
