@@ -1,0 +1,119 @@
+"""`import quire` does nothing: no CUDA, no file, no process, and it is quick."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+
+import pytest
+
+#: The public names that serving code imports.
+NAMES = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "append_paged_kv_cache",
+    "batch_decode_with_shared_prefix_padded_kv_cache",
+    "fast_decode_plan",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "packbits",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+]
+
+MODULES = ("cascade", "decode", "page", "prefill", "quantization")
+
+WATCHED = """
+import os, sys
+import torch
+processes, writes = [], []
+def watch(event, args):
+    if event in ("subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"):
+        processes.append((event, str(args)))
+    if event == "open" and isinstance(args[0], (str, bytes)) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        writes.append(str(args[0]))
+    if event in ("os.mkdir", "os.rename", "os.symlink"):
+        writes.append(str(args))
+sys.addaudithook(watch)
+sys.dont_write_bytecode = True
+import quire
+assert not torch.cuda.is_initialized()
+assert not processes, processes
+assert not writes, writes
+"""
+
+TIMED = """
+import sys, time
+import torch
+start = time.perf_counter()
+import quire
+print(time.perf_counter() - start)
+"""
+
+
+def run_python(code, **env):
+    """Runs `code` in a fresh interpreter; returns what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_has_no_effects(tmp_path):
+    home, cache = tmp_path / "home", tmp_path / "cache"
+    home.mkdir()
+    cache.mkdir()
+    places = {"HOME": str(home), "XDG_CACHE_HOME": str(cache), "QUIRE_CACHE_DIR": str(tmp_path / "own")}
+    run_python(WATCHED, **places)
+    assert not list(home.iterdir())
+    assert not list(cache.iterdir())
+    assert not (tmp_path / "own").exists()
+
+
+def test_import_needs_no_writable_home():
+    """Neither a home nor a compiler is asked for before the first kernel."""
+    run_python("import quire", HOME="/nonexistent", PATH="/nonexistent", XDG_CACHE_HOME="/nonexistent")
+
+
+def test_import_is_quick():
+    """Beyond torch itself, 150 ms."""
+    seconds = statistics.median(float(run_python(TIMED)) for _ in range(5))
+    assert seconds <= 0.150, f"import quire took {1e3 * seconds:.0f} ms"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names(name):
+    import quire
+
+    assert hasattr(quire, name)
+    assert name in quire.__all__
+
+
+def test_every_public_name_exists():
+    import quire
+
+    assert [n for n in quire.__all__ if not hasattr(quire, n)] == []
+    assert isinstance(quire.__version__, str)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_modules_are_attributes(module):
+    """quire.prefill and the like are reachable after `import quire` alone, as the manuals spell them."""
+    assert run_python(f"import quire; print(quire.{module}.__name__)").strip() == f"quire.{module}"
