@@ -1,0 +1,279 @@
+// Attention on the cpu: prefill, append and decode, ragged or paged.
+//
+// Bound: prefill by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread takes
+// one CTA's pieces at a time. A variant of up to kStreamTileRows rows a tile streams keys and values through registers
+// (tile/cpu_stream.h); one with more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
+// All arithmetic is in float32 whatever the tensors hold. No key that no row of a panel sees is read or computed with.
+#pragma once
+#include <stdlib.h>
+#include "quire/tile/cpu_panel.h"
+#include "quire/tile/cpu_rows.h"
+#include "quire/tile/cpu_stream.h"
+
+namespace quire {
+
+template <class V>
+struct AttentionCpu {
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kStreamTileRows = 16;
+
+  // 0, or 1 when there is no memory for the threads' scratch: then the output is not defined.
+  static int run(AttentionParams& p) {
+    int failed = 0;
+#pragma omp parallel if (p.num_ctas > 1) reduction(| : failed)
+    {
+      Scratch* scratch = static_cast<Scratch*>(aligned_alloc(64, sizeof(Scratch)));
+      failed = scratch == nullptr;
+#pragma omp for schedule(dynamic, 1)
+      for (int cta = 0; cta < p.num_ctas; ++cta) {
+        if (scratch != nullptr) for_each_piece(p, cta, [&](const Piece& piece) { attend(p, piece, *scratch); });
+      }
+      free(scratch);
+    }
+    return failed;
+  }
+
+ private:
+  using Kv = typename V::Kv;
+  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
+  static constexpr bool kStreams = kTileRows <= kStreamTileRows;
+  static constexpr int kNumPanels = ceil_div(kTileRows, cpu::kPanel);
+  static_assert(kQk % 16 == 0 && kVo % 16 == 0, "a head dimension is whole vectors");
+  static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a custom mask");
+
+  struct State {
+    float m[kNumPanels * cpu::kPanel], d[kNumPanels * cpu::kPanel], alpha[cpu::kPanel];
+    float o[kNumPanels * cpu::kPanel * kVo];
+  };
+  struct StreamScratch : State {
+    float q[kTileRows * kQk], s[cpu::kStreamRows * kTileKv];
+    const Kv *k_rows[2][kTileKv], *v_rows[2][kTileKv];
+  };
+  struct PanelScratch : State {
+    float qt[kNumPanels * kQk * cpu::kPanel], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
+    int32_t begin[cpu::kPanel], end[cpu::kPanel];
+    uint32_t words[kTileKv / 32 * cpu::kPanel];
+    const Kv *k_rows[kTileKv], *v_rows[kTileKv];
+  };
+  template <bool kFirst, class A, class B>
+  struct Either {
+    using type = A;
+  };
+  template <class A, class B>
+  struct Either<false, A, B> {
+    using type = B;
+  };
+  struct alignas(64) Scratch : Either<kStreams, StreamScratch, PanelScratch>::type {};
+
+  // What every kv tile of a piece needs.
+  struct Context {
+    const AttentionParams& p;
+    const cpu::Rows& rows;
+    Mask<V::kMask, V::kWindow != 0> mask;
+    Logits<V::kSoftCap != 0> logits;
+    cpu::Keys<V> keys;
+    Scratch& scratch;
+
+    KeyRange seen(int first_row, int last_row, KeyRange tile) const {
+      return mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
+    }
+    bool full(int first_row, int last_row, KeyRange keys) const {
+      return mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
+    }
+  };
+
+  static void attend(const AttentionParams& p, const Piece& piece, Scratch& scratch) {
+    const cpu::Rows rows(p, piece.tile, piece.kv_head, kTileRows);
+    const int request = piece.tile.request, kv_len = p.kv_len[request];
+    const uint8_t* bits = V::kMask == kMaskCustom ? p.mask + p.mask_indptr[request] : nullptr;
+    const Context c = {p,
+                       rows,
+                       {rows.qo_len, kv_len, p.window_left, bits},
+                       Logits<V::kSoftCap != 0>(p),
+                       cpu::Keys<V>(p, request, piece.kv_head),
+                       scratch};
+    clear(scratch, rows.count);
+    if constexpr (kStreams) {
+      stream_piece(c, piece);
+    } else {
+      panel_piece(c, piece);
+    }
+    cpu::finish_piece<V>(rows, piece, scratch.o, scratch.m, scratch.d);
+  }
+
+  static void clear(State& state, int count) {
+    const int padded = static_cast<int>(round_up(count, cpu::kPanel));
+    for (int row = 0; row < padded; ++row) state.m[row] = -cpu::kInfinity, state.d[row] = 0.0f;
+    memset(state.o, 0, sizeof(float) * padded * kVo);
+  }
+
+  static KeyRange tile_keys(int kv) { return {kv * kTileKv, (kv + 1) * kTileKv}; }
+
+  // ---- few rows ----
+
+  static void stream_piece(const Context& c, const Piece& piece) {
+    Scratch& x = c.scratch;
+    for (int row = 0; row < c.rows.count; ++row) {
+      const auto* q = c.rows.template q<typename V::Q>(row);
+      for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(x.q + row * kQk + d, cpu::load(q + d) * c.logits.scale);
+    }
+    const auto locate = [&](int kv) {
+      const KeyRange keys = c.seen(0, c.rows.count - 1, tile_keys(kv));
+      if (kv < piece.kv_end && !keys.empty()) c.keys.locate(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
+      return kv < piece.kv_end ? keys : KeyRange{0, 0};
+    };
+    KeyRange keys = locate(piece.kv_begin);
+    for (int kv = piece.kv_begin; kv < piece.kv_end; ++kv) {
+      const KeyRange next = locate(kv + 1);
+      if (!keys.empty()) stream_tile(c, kv, keys, next);
+      keys = next;
+    }
+  }
+
+  static void stream_tile(const Context& c, int kv, KeyRange keys, KeyRange next) {
+    for (int row = 0; row < c.rows.count;) {
+      const int left = c.rows.count - row;
+      if (cpu::kStreamRows == 4 && left >= 4) {
+        stream_rows<cpu::kStreamRows>(c, kv, keys, next, row), row += cpu::kStreamRows;
+      } else if (left >= 2) {
+        stream_rows<2>(c, kv, keys, next, row), row += 2;
+      } else {
+        stream_rows<1>(c, kv, keys, next, row), row += 1;
+      }
+    }
+  }
+
+  template <int kRows>
+  static void stream_rows(const Context& c, int kv, KeyRange keys, KeyRange next, int row) {
+    Scratch& x = c.scratch;
+    const int count = keys.end - keys.begin;
+    const Kv *const *k_rows = x.k_rows[kv & 1], *const *v_rows = x.v_rows[kv & 1];
+    if (row == 0) {
+      cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s, x.q, k_rows, v_rows, count);
+    } else {
+      cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s, x.q + row * kQk, k_rows, v_rows, count);
+    }
+    for (int i = 0; i < kRows; ++i) {
+      x.alpha[i] = cpu::stream_softmax<V>(
+          x.s + i * kTileKv, count, c.logits, [&](int key) { return shown(c, row + i, keys, key); }, x.m[row + i],
+          x.d[row + i]);
+    }
+    if (row == 0) {
+      for (int i = 0; i < next.end - next.begin; ++i) cpu::prefetch_row<kQk>(x.k_rows[(kv + 1) & 1][i]);
+    }
+    float* o = x.o + row * kVo;
+    if (c.full(row, row + kRows - 1, keys)) {
+      cpu::stream_all_values<kVo, kRows, kTileKv>(o, x.s, x.alpha, v_rows, count);
+    } else {
+      for (int i = 0; i < kRows; ++i) {
+        cpu::stream_seen_values<kVo>(o + i * kVo, x.s + i * kTileKv, x.alpha[i], v_rows, count);
+      }
+    }
+  }
+
+  // Which of the kLanes keys from keys.begin + at on a row sees.
+  static cpu::Ints shown(const Context& c, int row, KeyRange keys, int at) {
+    const int qo_idx = c.rows.qo_idx(row), key = keys.begin + at;
+    const KeyRange sees = c.mask.visible(qo_idx).within(keys);
+    const cpu::Ints lane = cpu::iota();
+    cpu::Ints shown = (lane >= sees.begin - key) & (lane < sees.end - key);
+    if constexpr (V::kMask == kMaskCustom) shown &= ((c.mask.word(qo_idx, key) >> (cpu::Words)lane) & 1u) != 0u;
+    return shown;
+  }
+
+  // ---- many rows ----
+
+  static void panel_piece(const Context& c, const Piece& piece) {
+    Scratch& x = c.scratch;
+    for (int row = 0; row < c.rows.count; row += cpu::kLanes) {
+      const typename V::Q* q[cpu::kLanes];
+      const int count = min(cpu::kLanes, c.rows.count - row);
+      for (int i = 0; i < count; ++i) q[i] = c.rows.template q<typename V::Q>(row + i);
+      float* to = x.qt + row / cpu::kPanel * (kQk * cpu::kPanel) + row % cpu::kPanel;
+      cpu::transpose_rows<kQk>(to, q, count, c.logits.scale);
+    }
+    for (int kv = piece.kv_begin; kv < piece.kv_end; ++kv) {
+      const KeyRange tile = tile_keys(kv), keys = c.seen(0, c.rows.count - 1, tile);
+      if (keys.empty()) continue;
+      stage(c, keys, tile.begin);
+      const bool finite =
+          c.full(0, c.rows.count - 1, keys) ||
+          cpu::all_finite(x.v + (keys.begin - tile.begin) * kVo, static_cast<int64_t>(keys.end - keys.begin) * kVo);
+      for (int row = 0; row < c.rows.count; row += cpu::kPanel) panel_tile(c, row, tile, finite);
+    }
+  }
+
+  // Keys and values of the tile that some row sees, as floats; the rest of the first and last key blocks is 0.
+  static void stage(const Context& c, KeyRange keys, int tile_begin) {
+    Scratch& x = c.scratch;
+    const int begin = keys.begin - tile_begin, end = keys.end - tile_begin, count = end - begin;
+    const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
+    const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
+    c.keys.locate(keys, x.k_rows, x.v_rows);
+    memset(x.k + block_begin * kQk, 0, sizeof(float) * (begin - block_begin) * kQk);
+    cpu::widen_rows<kQk>(x.k + begin * kQk, x.k_rows, count);
+    memset(x.k + end * kQk, 0, sizeof(float) * (block_end - end) * kQk);
+    cpu::widen_rows<kVo>(x.v + begin * kVo, x.v_rows, count);
+  }
+
+  // One panel of rows against one staged kv tile.
+  static void panel_tile(const Context& c, int row, KeyRange tile, bool finite) {
+    Scratch& x = c.scratch;
+    const int count = min(cpu::kPanel, c.rows.count - row);
+    const KeyRange seen = c.seen(row, row + count - 1, tile);
+    if (seen.empty()) return;
+    const KeyRange keys = {seen.begin - tile.begin, seen.end - tile.begin};
+    score(x, row, keys, count);
+    if (c.full(row, row + count - 1, seen)) {
+      soften<false>(c, row, keys, count);
+      cpu::accumulate_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
+      return;
+    }
+    prepare_mask(c, row, tile, count);
+    soften<true>(c, row, keys, count);
+    if (finite) {
+      cpu::accumulate_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
+    } else {
+      cpu::accumulate_seen_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
+    }
+  }
+
+  static void score(Scratch& x, int row, KeyRange keys, int count) {
+    const float* qt = x.qt + row * kQk;
+    const int begin = keys.begin / cpu::kKeyBlock * cpu::kKeyBlock;
+    if (count > 2 * cpu::kLanes) {
+      cpu::score_block<kQk, 3>(x.s, x.k, qt, begin, keys.end);
+    } else if (count > cpu::kLanes) {
+      cpu::score_block<kQk, 2>(x.s, x.k, qt, begin, keys.end);
+    } else {
+      cpu::score_block<kQk, 1>(x.s, x.k, qt, begin, keys.end);
+    }
+  }
+
+  template <bool kMasked>
+  static void soften(const Context& c, int row, KeyRange keys, int count) {
+    Scratch& x = c.scratch;
+    for (int i = 0; i < count; i += cpu::kLanes) {
+      const cpu::PanelMask mask = {x.begin + i, x.end + i, x.words + i};
+      const cpu::Floats alpha =
+          cpu::softmax_rows<V, kMasked>(x.s + i, keys, mask, c.logits, x.m + row + i, x.d + row + i);
+      cpu::store(x.alpha + i, alpha);
+    }
+  }
+
+  static void prepare_mask(const Context& c, int row, KeyRange tile, int count) {
+    Scratch& x = c.scratch;
+    for (int i = 0; i < count; ++i) {
+      const int qo_idx = c.rows.qo_idx(row + i);
+      const KeyRange sees = c.mask.visible(qo_idx);
+      x.begin[i] = sees.begin - tile.begin, x.end[i] = sees.end - tile.begin;
+      if constexpr (V::kMask == kMaskCustom) {
+        for (int w = 0; w < kTileKv / 32; ++w) {
+          x.words[w * cpu::kPanel + i] = c.mask.word(qo_idx, tile.begin + 32 * w);
+        }
+      }
+    }
+  }
+};
+
+}  // namespace quire

@@ -1,0 +1,83 @@
+// Where a request's keys and values lie, and copies of them widened to float.
+#pragma once
+#include "quire/core/mask.h"
+#include "quire/core/params.h"
+#include "quire/tile/cpu_vector.h"
+
+namespace quire::cpu {
+
+template <class V>
+struct Keys {
+  using Kv = typename V::Kv;
+
+  const Kv* k;  // of this request (ragged) or of page 0, at the kv head
+  const Kv* v;
+  const int32_t* pages;  // paged: this request's page numbers
+  const AttentionParams& p;
+
+  Keys(const AttentionParams& p, int request, int kv_head) : p(p) {
+    k = static_cast<const Kv*>(p.k) + kv_head * p.k_head_stride;
+    v = static_cast<const Kv*>(p.v) + kv_head * p.v_head_stride;
+    const int first = p.kv_indptr[request];
+    if constexpr (V::kPaged != 0) {
+      pages = p.kv_indices + first;
+    } else {
+      pages = nullptr;
+      k += first * p.k_token_stride;
+      v += first * p.v_token_stride;
+    }
+  }
+
+  // k_rows[i], v_rows[i]: the key and value of token keys.begin + i.
+  void locate(KeyRange keys, const Kv** k_rows, const Kv** v_rows) const {
+    if constexpr (V::kPaged == 0) {
+      run(k + keys.begin * p.k_token_stride, v + keys.begin * p.v_token_stride, keys.end - keys.begin, k_rows, v_rows);
+    } else {
+      int page = p.page.div(keys.begin), slot = p.page.mod(keys.begin);
+      for (int key = keys.begin; key < keys.end;) {
+        const int count = min(static_cast<int>(p.page.divisor) - slot, keys.end - key);
+        const int64_t number = pages[page];
+        run(k + number * p.k_page_stride + slot * p.k_token_stride,
+            v + number * p.v_page_stride + slot * p.v_token_stride, count, k_rows, v_rows);
+        k_rows += count, v_rows += count, key += count;
+        ++page, slot = 0;
+      }
+    }
+  }
+
+ private:
+  void run(const Kv* k_at, const Kv* v_at, int count, const Kv** k_rows, const Kv** v_rows) const {
+    for (int i = 0; i < count; ++i, k_at += p.k_token_stride, v_at += p.v_token_stride) {
+      k_rows[i] = k_at, v_rows[i] = v_at;
+    }
+  }
+};
+
+template <int kDim, class T>
+QUIRE_CPU void prefetch_row(const T* row) {
+  constexpr int kLineElements = 64 / sizeof(T);
+#pragma GCC unroll 16
+  for (int i = 0; i < kDim; i += kLineElements) __builtin_prefetch(row + i);
+}
+
+// to[i][:] = rows[i][:] as floats for count rows.
+template <int kDim, class T>
+inline void widen_rows(float* to, const T* const* rows, int count) {
+  constexpr int kAhead = 6;  // rows; the rows of a strided cache are too far apart for the hardware's prefetcher
+  for (int i = 0; i < count; ++i, to += kDim) {
+    if (i + kAhead < count) prefetch_row<kDim>(rows[i + kAhead]);
+    for (int d = 0; d < kDim; d += kLanes) store(to + d, load(rows[i] + d));
+  }
+}
+
+// Whether all of the floats are neither infinite nor NaN. By their bits: GCC 12 folds a vector's x * 0 to 0 without
+// signed zeros, although x may be NaN.
+inline bool all_finite(const float* x, int64_t count) {
+  Ints found = {};
+  for (int64_t i = 0; i < count; i += kLanes) found |= (reinterpret_cast<Ints>(load(x + i)) & 0x7f800000) == 0x7f800000;
+  int any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= found[i];
+  return any == 0;
+}
+
+}  // namespace quire::cpu

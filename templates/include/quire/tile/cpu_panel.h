@@ -1,0 +1,173 @@
+// Many rows: a panel of rows lies across the lanes.
+//
+// Scores are computed transposed, s[key][row] = K Q^T, so that K is read one number at a time, just as it lies, and Q
+// is transposed once per row tile instead of K once per kv tile. Softmax then runs down the keys with no sum across
+// lanes, and P V reads s again one number at a time beside rows of V. A register tile is kKeyBlock x kPanelVectors
+// for scores, kRowBlock x kValueVectors for values: 24 accumulators of 32 registers, 12 of 16.
+#pragma once
+#include "quire/core/logits.h"
+#include "quire/tile/cpu_keys.h"
+
+namespace quire::cpu {
+
+constexpr int kPanelVectors = kVectorRegisters == 32 ? 3 : 3;
+constexpr int kPanel = kPanelVectors * kLanes;  // rows
+constexpr int kKeyBlock = kVectorRegisters == 32 ? 8 : 4;
+constexpr int kRowBlock = 6;
+constexpr int kValueVectors = kVectorRegisters == 32 ? 4 : 2;
+static_assert(kPanel % kRowBlock == 0, "a panel is cut into whole row blocks");
+
+// s[key_begin..key_end)[kVectors * kLanes] = k[keys][kDim] qt[kDim][kPanel], whole key blocks.
+template <int kDim, int kVectors>
+inline void score_block(float* s, const float* k, const float* qt, int key_begin, int key_end) {
+  for (int key = key_begin; key < key_end; key += kKeyBlock) {
+    Floats sum[kKeyBlock][kVectors] = {};
+    const float* at = k + key * kDim;
+#pragma GCC unroll 1
+    for (int d = 0; d < kDim; ++d) {
+      Floats q[kVectors];
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) q[v] = load(qt + d * kPanel + v * kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kKeyBlock; ++i) {
+        const Floats x = broadcast(at[i * kDim + d]);
+#pragma GCC unroll 8
+        for (int v = 0; v < kVectors; ++v) sum[i][v] += x * q[v];
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kKeyBlock; ++i) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVectors; ++v) store(s + (key + i) * kPanel + v * kLanes, sum[i][v]);
+    }
+  }
+}
+
+// o[kRowBlock rows][kVectors * kLanes] = alpha[row] * o + sum over keys of s[key][row] v[key], v rows of kDim.
+template <int kDim, int kVectors>
+inline void value_block(float* o, const float* s, const float* v, const float* alpha, int key_begin, int key_end) {
+  Floats sum[kRowBlock][kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRowBlock; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) sum[i][j] = load(o + i * kDim + j * kLanes) * alpha[i];
+  }
+#pragma GCC unroll 1
+  for (int key = key_begin; key < key_end; ++key) {
+    Floats x[kVectors];
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) x[j] = load(v + key * kDim + j * kLanes);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRowBlock; ++i) {
+      const Floats weight = broadcast(s[key * kPanel + i]);
+#pragma GCC unroll 8
+      for (int j = 0; j < kVectors; ++j) sum[i][j] += weight * x[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRowBlock; ++i) {
+#pragma GCC unroll 8
+    for (int j = 0; j < kVectors; ++j) store(o + i * kDim + j * kLanes, sum[i][j]);
+  }
+}
+
+// One panel of rows of a row tile; views into the scratch memory of its thread.
+template <class V>
+struct Panel {
+  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
+
+  float* qt;       // [kQk, kPanel], scaled
+  float* o;        // [kPanel, kVo]
+  float* m;        // [kPanel]
+  float* d;        // [kPanel]
+  KeyRange* sees;  // [kPanel] visible keys of each row
+  int32_t first_qo, last_qo;
+  int32_t count;  // rows in use
+};
+
+// How a panel masks one kv tile.
+struct PanelMask {
+  const int32_t* begin;   // [kPanel] first visible key of each row, counted from the kv tile's own first
+  const int32_t* end;     // [kPanel]
+  const uint32_t* words;  // [kTileKv / 32, kPanel] custom mask; or null
+};
+
+// Softmax over keys [keys.begin, keys.end) of one vector of rows, in place: s becomes p. Returns by how much what was
+// summed before has to shrink.
+template <class V, bool kMasked>
+inline Floats softmax_rows(float* s, KeyRange keys, const PanelMask& mask, const Logits<V::kSoftCap != 0>& logits,
+                           float* m_at, float* d_at) {
+  const Floats before = load(m_at);
+  Floats m = before;
+  Ints begin = {}, end = {};
+  if constexpr (kMasked) begin = load(mask.begin), end = load(mask.end);
+  for (int key = keys.begin; key < keys.end; ++key) {
+    if constexpr (!kMasked && V::kSoftCap == 0) {
+      m = maximum(m, load(s + key * kPanel));
+      continue;
+    }
+    Floats x = logits.apply_scaled(load(s + key * kPanel), [](Floats y) { return tanh(y); });
+    if constexpr (kMasked) {
+      Ints shown = (key >= begin) & (key < end);
+      if constexpr (V::kMask == kMaskCustom) shown &= ((load(mask.words + key / 32 * kPanel) >> (key & 31)) & 1u) != 0u;
+      x = shown ? x : broadcast(-kInfinity);
+    }
+    store(s + key * kPanel, x);
+    m = maximum(m, x);
+  }
+  const Floats base = m == -kInfinity ? Floats{} : m;
+  Floats sum = {};
+  for (int key = keys.begin; key < keys.end; ++key) {
+    const Floats weight = exp2(load(s + key * kPanel) - base);
+    store(s + key * kPanel, weight);
+    sum += weight;
+  }
+  const Floats alpha = exp2(before - base);
+  store(m_at, m);
+  store(d_at, load(d_at) * alpha + sum);
+  return alpha;
+}
+
+// o += p v for all rows of a panel, register tile by register tile.
+template <int kDim>
+inline void accumulate_values(float* o, const float* s, const float* v, const float* alpha, KeyRange keys, int count) {
+  constexpr int kStep = kValueVectors * kLanes, kWhole = kDim / kStep * kStep;
+  for (int d = 0; d < kWhole; d += kStep) {
+    for (int row = 0; row < count; row += kRowBlock) {
+      value_block<kDim, kValueVectors>(o + row * kDim + d, s + row, v + d, alpha + row, keys.begin, keys.end);
+    }
+  }
+  if constexpr (kWhole < kDim) {
+    for (int row = 0; row < count; row += kRowBlock) {
+      value_block<kDim, (kDim - kWhole) / kLanes>(o + row * kDim + kWhole, s + row, v + kWhole, alpha + row, keys.begin,
+                                                  keys.end);
+    }
+  }
+}
+
+// The same where a value is infinite or NaN and some rows must not see it: 0 * NaN is NaN, so a weight of 0 is skipped.
+template <int kDim>
+inline void accumulate_seen_values(float* o, const float* s, const float* v, const float* alpha, KeyRange keys,
+                                   int count) {
+  for (int row = 0; row < count; ++row, o += kDim) {
+    for (int d = 0; d < kDim; d += kLanes) store(o + d, load(o + d) * alpha[row]);
+    for (int key = keys.begin; key < keys.end; ++key) {
+      const float weight = s[key * kPanel + row];
+      if (weight == 0.0f) continue;
+      for (int d = 0; d < kDim; d += kLanes) store(o + d, load(o + d) + load(v + key * kDim + d) * weight);
+    }
+  }
+}
+
+// qt[d][row] = scale * q[row][d] for one vector of rows; rows from `count` on are 0.
+template <int kDim, class Q>
+inline void transpose_rows(float* qt, const Q* const* rows, int count, float scale) {
+  for (int d = 0; d < kDim; d += kLanes) {
+    Floats x[kLanes];
+    for (int i = 0; i < kLanes; ++i) x[i] = i < count ? load(rows[i] + d) * scale : Floats{};
+    transpose(x);
+    for (int i = 0; i < kLanes; ++i) store(qt + (d + i) * kPanel, x[i]);
+  }
+}
+
+}  // namespace quire::cpu
