@@ -274,20 +274,22 @@ def append(
 
 
 def attend_once() -> None:
-    """The smallest call of all that a step uses: append, prefill and decode."""
+    """All that the steps use: append, decode, and a prefill for prompts of each size, which have tiles of their own."""
     device = first_call.device()
     dtype = attention_dtype(device)
     cache = PagedCache(dtype, device)
-    request = Request([0] * 20, num_new=1, arrival=0)
-    cache.extend(request)
-    batch = Batch([request], [], device)
     prefill, decode = new_wrappers(device)
-    q = torch.ones(20, NUM_QO_HEADS, HEAD_DIM, dtype=dtype, device=device)
-    append(q[:, :NUM_KV_HEADS], q[:, :NUM_KV_HEADS], batch.batch_indices, batch.positions, cache.layers[0], batch.table)
-    plan_prefill(prefill, batch.qo_indptr, batch.table, dtype)
-    prefill.run(q, cache.layers[0])
-    plan_decode(decode, batch.table, dtype)
-    decode.run(q[-1:], cache.layers[0])
+    for length in (3, 10, 40):
+        request = Request([0] * length, num_new=1, arrival=0)
+        cache.extend(request)
+        batch = Batch([request], [], device)
+        q = torch.ones(length, NUM_QO_HEADS, HEAD_DIM, dtype=dtype, device=device)
+        kv = q[:, :NUM_KV_HEADS]
+        append(kv, kv, batch.batch_indices, batch.positions, cache.layers[0], batch.table)
+        plan_prefill(prefill, batch.qo_indptr, batch.table, dtype)
+        prefill.run(q, cache.layers[0])
+        plan_decode(decode, batch.table, dtype)
+        decode.run(q[-1:], cache.layers[0])
 
 
 def attention_dtype(device: torch.device) -> torch.dtype:
