@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,25 @@ from quire.target import target_of
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
 from quire.workspace import Workspace
 
-__all__ = ["Attention", "AttentionSpec", "heads", "page_indices", "scoring_options"]
+__all__ = ["Attention", "AttentionSpec", "Types", "heads", "page_indices", "planned", "scoring_of"]
+
+
+class Types(NamedTuple):
+    """The number types of q, of keys and values, and of the output."""
+
+    q: DType
+    kv: DType
+    o: DType
+
+    @classmethod
+    def of(cls, q: Any, kv: Any, o: Any) -> Types:
+        """From any spelling; kv and o default to q's."""
+        q_type = dtype_of(q, "q_data_type")
+        return cls(
+            q_type,
+            q_type if kv is None else dtype_of(kv, "kv_data_type"),
+            q_type if o is None else dtype_of(o, "o_data_type"),
+        )
 
 
 @dataclass(frozen=True)
@@ -39,13 +57,9 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim_qk: int
     head_dim_vo: int
-    q: DType
-    kv: DType
-    o: DType
+    types: Types
+    scoring: Scoring
     causal: bool
-    sm_scale: float
-    window_left: int
-    logits_soft_cap: float
     custom_mask: torch.Tensor | None = None
     packed_custom_mask: torch.Tensor | None = None
     fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
@@ -67,8 +81,8 @@ class AttentionSpec:
 
     def problem(self, device: torch.device) -> AttentionProblem:
         return AttentionProblem(
-            target_of(device), self.q, self.kv, self.o, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
-            self.window_left >= 0, self.logits_soft_cap > 0, self.rows(),
+            target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
+            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(),
         )  # fmt: skip
 
 
@@ -88,10 +102,10 @@ def page_indices(indices: Any) -> torch.Tensor:
     return to_int32(tensor, "paged_kv_indices")
 
 
-def scoring_options(
+def scoring_of(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
-) -> dict[str, Any]:
-    """sm_scale, window_left and logits_soft_cap as AttentionSpec takes them."""
+) -> Scoring:
+    """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
     if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
         raise UnsupportedError(
             f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
@@ -107,7 +121,7 @@ def scoring_options(
         raise ValidationError(
             f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
         )
-    return {"sm_scale": scale, "window_left": window_left, "logits_soft_cap": cap}
+    return Scoring(scale, window_left, cap)
 
 
 class Attention:
@@ -129,7 +143,7 @@ class Attention:
         if bits is None and s.custom_mask is not None:
             bits = pack_mask(s.custom_mask, s.indices, self._device)
         return make_plan(
-            self.decision, s.indices, Scoring(s.sm_scale, s.window_left, s.logits_soft_cap),
+            self.decision, s.indices, s.scoring,
             num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads, workspace=workspace, mask_bits=bits,
             fixed_split_size=s.fixed_split_size,
         )  # fmt: skip
@@ -186,11 +200,13 @@ class Attention:
         window_left: int | None, enable_pdl: bool | None,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         s = self.spec
-        if window_left is not None and window_left != s.window_left:
-            raise ValidationError(f"window_left: expected {s.window_left} (fixed by plan()), got {window_left}.")
+        if window_left is not None and window_left != s.scoring.window_left:
+            raise ValidationError(
+                f"window_left: expected {s.scoring.window_left} (fixed by plan()), got {window_left}."
+            )
         self._check_q(q)
         if out is None:
-            out = torch.empty((self._nnz_qo, s.num_qo_heads, s.head_dim_vo), dtype=s.o.torch, device=self._device)
+            out = torch.empty((self._nnz_qo, s.num_qo_heads, s.head_dim_vo), dtype=s.types.o.torch, device=self._device)
         else:
             self._check_out(out)
         lse = self._lse(lse, return_lse)
@@ -206,19 +222,19 @@ class Attention:
         check_tensor(q, "q")
         shape = {"nnz_qo": self._nnz_qo, "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
         check_shape(q, "q", shape)
-        check_dtype(q, "q", s.q)
+        check_dtype(q, "q", s.types.q)
         check_same_device(q, "q", self._device)
         check_contiguous_last(q, "q")
-        self._check_alignment(q.data_ptr(), q.stride()[:2], "q", s.q)
+        self._check_alignment(q.data_ptr(), q.stride()[:2], "q", s.types.q)
 
     def _check_out(self, out: torch.Tensor) -> None:
         s = self.spec
         check_tensor(out, "out")
         check_shape(out, "out", {"nnz_qo": self._nnz_qo, "num_qo_heads": s.num_qo_heads, "head_dim_vo": s.head_dim_vo})
-        check_dtype(out, "out", s.o)
+        check_dtype(out, "out", s.types.o)
         check_same_device(out, "out", self._device)
         check_contiguous_last(out, "out")
-        self._check_alignment(out.data_ptr(), out.stride()[:2], "out", s.o)
+        self._check_alignment(out.data_ptr(), out.stride()[:2], "out", s.types.o)
 
     def _check_kv(self, view: KVView, name: str, head_dim: int) -> None:
         s = self.spec
@@ -227,9 +243,9 @@ class Attention:
                 f"{name}: expected num_kv_heads={s.num_kv_heads} and head_dim={head_dim}, "
                 f"got {view.num_heads} and {view.head_dim} (kv_layout={self._layout.value})."
             )
-        check_dtype(view.tensor, name, s.kv)
+        check_dtype(view.tensor, name, s.types.kv)
         check_same_device(view.tensor, name, self._device)
-        self._check_alignment(view.pointer, (view.page_stride, view.token_stride, view.head_stride), name, s.kv)
+        self._check_alignment(view.pointer, (view.page_stride, view.token_stride, view.head_stride), name, s.types.kv)
 
     def _check_alignment(self, pointer: int, strides: tuple[int, ...], name: str, dtype: DType) -> None:
         """GPU kernels load 16 bytes at a time."""
@@ -271,13 +287,3 @@ def planned(attention: Attention | None) -> Attention:
     if attention is None:
         raise PlanError("run() was called before plan(): call plan() first, once per batch.")
     return attention
-
-
-def data_types(q: Any, kv: Any, o: Any) -> dict[str, DType]:
-    """The three dtypes; kv and o default to q's."""
-    q_type = dtype_of(q, "q_data_type")
-    return {
-        "q": q_type,
-        "kv": q_type if kv is None else dtype_of(kv, "kv_data_type"),
-        "o": q_type if o is None else dtype_of(o, "o_data_type"),
-    }

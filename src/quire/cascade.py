@@ -56,7 +56,7 @@ def merge_state_in_place(
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim] and s [num_tokens, num_states, num_heads]."""
+    """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads]."""
     check_tensor(v, "v")
     if v.dim() != 4:
         raise ValidationError(f"v: expected [num_tokens, num_states, num_heads, head_dim], got {list(v.shape)}.")

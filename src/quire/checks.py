@@ -13,6 +13,7 @@ from quire.types import DType
 __all__ = [
     "check_contiguous_last",
     "check_dtype",
+    "check_flags",
     "check_positive",
     "check_same_device",
     "check_shape",
@@ -51,6 +52,13 @@ def check_dtype(tensor: torch.Tensor, name: str, expected: DType) -> None:
         raise ValidationError(
             f"{name}: expected dtype {expected.torch}, got {tensor.dtype} (the dtype was fixed by plan())."
         )
+
+
+def check_flags(**flags: Any) -> None:
+    """Switches of the surface must be bools (or None, where a page says so)."""
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, bool):
+            raise ValidationError(f"{name}: expected a bool, got {value!r}.")
 
 
 def check_same_device(tensor: torch.Tensor, name: str, device: torch.device) -> None:

@@ -9,13 +9,13 @@ import torch
 from quire.attention import (
     Attention,
     AttentionSpec,
-    data_types,
+    Types,
     heads,
     page_indices,
     planned,
-    scoring_options,
+    scoring_of,
 )
-from quire.checks import check_positive, check_tensor, host_indices, refuse
+from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.errors import UnsupportedError, ValidationError
 from quire.layout import PagedCache
 from quire.planner import Indices
@@ -48,6 +48,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
         self._layout = KVLayout.of(kv_layout)
         self._backend = backend
         self._attention: Attention | None = None
+        check_flags(use_tensor_cores=use_tensor_cores)
         self.use_tensor_cores = use_tensor_cores
         self.reset_workspace_buffer(float_workspace_buffer, None)
         if use_cuda_graph:
@@ -68,7 +69,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Use another buffer from the next plan() on. A plan owns its index arrays, so `int_workspace_buffer` is not needed."""
+        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed."""
         if int_workspace_buffer is not None:
             check_tensor(int_workspace_buffer, "int_workspace_buffer")
         self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
@@ -112,6 +113,7 @@ class BatchDecodeWithPagedKVCacheWrapper:
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
+        check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
         refuse(rope_scale=rope_scale, rope_theta=rope_theta, block_tables=block_tables, seq_lens=seq_lens)
         qo, kv = heads(num_qo_heads, num_kv_heads)
         dim = check_positive(head_dim, "head_dim")
@@ -127,8 +129,9 @@ class BatchDecodeWithPagedKVCacheWrapper:
                     batch, None, q_len, kv_indptr, host_indices(last_page_len, "last_page_len", batch),
                     page_indices(indices), check_positive(page_size, "page_size"),
                 ),
-                qo, kv, dim, dim, **data_types(q_type, kv_data_type or data_type, o_data_type), causal=q_len > 1,
-                **scoring_options(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                qo, kv, dim, dim, Types.of(q_type, kv_data_type or data_type, o_data_type),
+                scoring_of(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                causal=q_len > 1,
                 fixed_split_size=split_size(fixed_split_size, disable_split_kv),
             ),
             self._layout, self._workspace, self._backend,
@@ -157,8 +160,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
     ) -> Result:
-        """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim] over the cache; returns o of the same shape,
-        or (o, lse) with lse [batch_size * q_len_per_req, num_qo_heads] float32, base 2.
+        """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim] over the cache; returns o of the
+        same shape, or (o, lse) with lse [batch_size * q_len_per_req, num_qo_heads] float32, base 2.
 
         Options as in the paged prefill wrapper's run().
         """
@@ -186,8 +189,8 @@ class BatchDecodeWithPagedKVCacheWrapper:
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
         attention = planned(self._attention)
-        options = scoring_options(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-        self._attention = attention.with_changes(self._workspace, self._backend, **options)
+        scoring = scoring_of(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        self._attention = attention.with_changes(self._workspace, self._backend, scoring=scoring)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
@@ -214,9 +217,10 @@ def single_decode_with_kv_cache(
     *,
     backend: str = "auto",
 ) -> Result:
-    """Decode attention of one request: q [num_qo_heads, head_dim] over k, v [kv_len, num_kv_heads, head_dim] (HND: heads
-    first). Returns o [num_qo_heads, head_dim], or (o, lse) with lse [num_qo_heads] float32, base 2.
+    """Decode attention of one request: q [num_qo_heads, head_dim] over k, v [kv_len, num_kv_heads, head_dim] (HND:
+    heads first). Returns o [num_qo_heads, head_dim], or (o, lse) with lse [num_qo_heads] float32, base 2.
     """
+    check_flags(use_tensor_cores=use_tensor_cores)
     refuse(rope_scale=rope_scale, rope_theta=rope_theta)
     layout = KVLayout.of(kv_layout)
     for tensor, name, dims in ((q, "q", 2), (k, "k", 3), (v, "v", 3)):
@@ -228,8 +232,9 @@ def single_decode_with_kv_cache(
     qo, kv = heads(q.shape[0], k.shape[head])
     spec = AttentionSpec(
         Indices(1, None, 1, torch.tensor([0, k.shape[token]], dtype=torch.int32), None, None, 1),
-        qo, kv, q.shape[1], v.shape[2], **data_types(q.dtype, k.dtype, None), causal=False,
-        **scoring_options(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), paged=False,
+        qo, kv, q.shape[1], v.shape[2], Types.of(q.dtype, k.dtype, None),
+        scoring_of(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+        causal=False, paged=False,
     )  # fmt: skip
     result = Attention(spec, layout, OwnWorkspace(q.device), backend).run_ragged(
         q.unsqueeze(0), k, v, out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,

@@ -16,6 +16,8 @@ from quire.layout import KVView, PagedCache, cache_view
 from quire.target import target_of
 from quire.types import KVLayout
 
+_STRIDES = tuple(field[0] for field in AppendParams._fields_ if field[0].endswith("_stride"))
+
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 
@@ -103,14 +105,14 @@ def _launch(
 def _vector(params: AppendParams, size: int) -> int:
     """Elements to move at a time: 16 bytes where every address and stride allows it, else one."""
     vector = 16 // size
-    strides = [getattr(params, name) for name, _ in params._fields_ if name.endswith("_stride")]
+    strides = [getattr(params, name) for name in _STRIDES]
     counts = [*strides, params.head_dim_k, params.head_dim_v]
     pointers = [params.key, params.value, params.k_cache, params.v_cache]
     return vector if all(n % vector == 0 for n in counts) and all(p % 16 == 0 for p in pointers) else 1
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request [batch_size], from its pages and the fill of its last one; 0 for a request without pages."""
+    """Tokens of each request [batch_size], from its pages and the fill of its last one; 0 without pages."""
     pages = check_tensor(kv_indptr, "kv_indptr").diff()
     check_tensor(kv_last_page_len, "kv_last_page_len")
     check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": pages.shape[0]})
@@ -126,8 +128,8 @@ def get_batch_indices_positions(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each of `nnz` appended tokens, its request and its position there, int32 [nnz].
 
-    append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending, so
-    that the new tokens of request b end at position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1.
+    append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending,
+    so that the new tokens of request b end at position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1.
     Nothing waits for the device. The two outputs are written into `batch_indices` and `positions` if given.
     """
     indptr = check_tensor(append_indptr, "append_indptr")

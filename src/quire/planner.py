@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -56,15 +55,16 @@ class Schedule:
     buffer: torch.Tensor
 
     @property
-    def tiles(self) -> Sequence[Tile]:
+    def tiles(self) -> ctypes.Array[Tile]:
         """The row tiles, in the order in which they are worked off."""
-        return (Tile * self.params.num_tiles).from_address(self.buffer.data_ptr() + self.params.tiles_offset)
+        array = Tile * int(self.params.num_tiles)
+        return array.from_address(self.buffer.data_ptr() + self.params.tiles_offset)
 
     @property
-    def shares(self) -> Sequence[Share]:
+    def shares(self) -> ctypes.Array[Share]:
         """One contiguous run of work a CTA; empty when each CTA does one whole tile."""
-        n = self.params.num_ctas if self.params.is_shared else 0
-        return (Share * n).from_address(self.buffer.data_ptr() + self.params.shares_offset)
+        array = Share * int(self.params.num_ctas if self.params.is_shared else 0)
+        return array.from_address(self.buffer.data_ptr() + self.params.shares_offset)
 
 
 @cache
@@ -79,7 +79,8 @@ _ERRORS = {
     2: "{qo}_indptr: expected to ascend, but it falls after request {request}.",
     3: "{kv}_indptr: expected to begin with 0.",
     4: "{kv}_indptr: expected to ascend, but it falls after request {request}.",
-    5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), got {last} at request {request}.",
+    5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), "
+    "got {last} at request {request}.",
     6: "the batch is too large: a count of rows, tokens or tiles does not fit 31 bits (request {request}).",
     7: "out of memory while planning.",
 }
@@ -180,7 +181,7 @@ def make_plan(
         pin=device.type == "cuda",
     )  # fmt: skip
     s = schedule.params
-    _check_indices(indices, s, device)
+    _check_indices(indices, s)
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if key.mask is MaskMode.CUSTOM else None
     partials = workspace.take(partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
     sent = schedule.buffer.to(device, non_blocking=True)
@@ -217,7 +218,7 @@ def _check_split(fixed_split_size: int, tile: TileShape) -> None:
         )
 
 
-def _check_indices(indices: Indices, s: ScheduleParams, device: torch.device) -> None:
+def _check_indices(indices: Indices, s: ScheduleParams) -> None:
     if indices.kv_indices is not None and indices.kv_indices.shape[0] < s.nnz_kv:
         raise ValidationError(
             f"paged_kv_indices: expected at least paged_kv_indptr[-1]={s.nnz_kv} entries, "

@@ -1,9 +1,9 @@
 """Prefill and append attention: one request, or a batch over paged or ragged keys and values.
 
-A wrapper's plan() takes the index arrays of a batch and picks, compiles and schedules a kernel; run() is then called once
-per layer. The spellings of both FlashInfer generations are taken: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and
-`mask_indptr_buf`, `allow_fp16_qk_reduction` and `use_fp16_qk_reduction` (logits are always reduced in float32, which is a
-valid answer to both), `begin_forward` and `forward`.
+A wrapper's plan() takes the index arrays of a batch and picks, compiles and schedules a kernel; run() is then called
+once per layer. The spellings of both FlashInfer generations are taken: `head_dim` and `head_dim_qk`, `qk_indptr_buf`
+and `mask_indptr_buf`, `allow_fp16_qk_reduction` and `use_fp16_qk_reduction` (permissions, not orders: logits are always
+reduced in float32), `begin_forward` and `forward`. `non_blocking` is a permission too: plans never wait for the device.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from quire.attention import (
     Attention,
     AttentionSpec,
-    data_types,
+    Types,
     heads,
     page_indices,
     planned,
-    scoring_options,
+    scoring_of,
 )
-from quire.checks import check_positive, check_tensor, host_indices, refuse
+from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.errors import UnsupportedError, ValidationError
 from quire.layout import PagedCache
 from quire.planner import Indices
@@ -81,7 +81,7 @@ class _PrefillWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Use another buffer from the next plan() on. A plan owns its index arrays, so `int_workspace_buffer` is not needed."""
+        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed."""
         if int_workspace_buffer is not None:
             check_tensor(int_workspace_buffer, "int_workspace_buffer")
         self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
@@ -106,8 +106,8 @@ class _PrefillWrapper:
     ) -> None:
         """forward() carries arguments of plan(): plan again where they differ from what was planned."""
         attention = planned(self._attention)
-        options = scoring_options(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-        self._attention = attention.with_changes(self._workspace, self._backend, causal=bool(causal), **options)
+        scoring = scoring_of(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        self._attention = attention.with_changes(self._workspace, self._backend, causal=causal, scoring=scoring)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
@@ -186,13 +186,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         qo_indptr [batch_size + 1] and paged_kv_indptr [batch_size + 1] are offsets into the rows of q and into
         paged_kv_indices; paged_kv_last_page_len [batch_size] counts the tokens of each last page (1..page_size). Host
         arrays plan without a synchronisation; device arrays are copied first. custom_mask is a flat bool tensor of
-        sum(qo_len * kv_len) values and replaces `causal`; packed_custom_mask holds its bits, little-endian, each request
-        from a byte of its own on. sm_scale defaults to 1 / sqrt(head_dim_qk); window_left counts the keys to the left of
-        the diagonal that stay visible (-1: all); logits_soft_cap c gives c * tanh(logit / c) (None or 0: off).
+        sum(qo_len * kv_len) values and replaces `causal`; packed_custom_mask holds its bits, little-endian, each
+        request from a byte of its own on. sm_scale defaults to 1 / sqrt(head_dim_qk); window_left counts the keys to the
+        left of the diagonal that stay visible (-1: all); logits_soft_cap c gives c * tanh(logit / c) (None or 0: off).
         fixed_split_size (tokens) or disable_split_kv make a request's result independent of its neighbours.
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
+        check_flags(
+            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+            non_blocking=non_blocking, disable_split_kv=disable_split_kv,
+        )  # fmt: skip
         refuse(
             rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
@@ -213,8 +218,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         )  # fmt: skip
         self._plan_spec(
             AttentionSpec(
-                indices, qo, kv, qk, vo, **data_types(q_data_type, kv_data_type, o_data_type), causal=bool(causal),
-                **scoring_options(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
+                scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                causal=causal,
                 custom_mask=None if packed_custom_mask is not None else custom_mask,
                 packed_custom_mask=packed_custom_mask, fixed_split_size=split_size(fixed_split_size, disable_split_kv),
             )
@@ -239,11 +245,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
     ) -> Result:
-        """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over the cache; returns o [nnz_qo, num_qo_heads, head_dim_vo],
-        or (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2.
+        """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over the cache; returns o [nnz_qo, num_qo_heads,
+        head_dim_vo], or (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2.
 
         The cache is a tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD; HND swaps page_size and
-        num_kv_heads) or a pair of such tensors without the second dimension; only the last dimension must be contiguous.
+        num_kv_heads) or a pair of such tensors without the second dimension; only the last one must be contiguous.
         k_scale and q_scale multiply the logits, v_scale the output; `sinks` [num_qo_heads] float32 are logits that join
         each denominator. `out` and `lse` are written if given. `enable_pdl` is a hint.
         """
@@ -268,6 +274,9 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         allow_fp16_qk_reduction: bool = False,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
+        check_flags(
+            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
+        )  # fmt: skip
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
         self._with_options(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
@@ -341,6 +350,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
         The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
         logits_soft_cap before sm_scale here). Raises ValidationError or UnsupportedError.
         """
+        check_flags(
+            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+            non_blocking=non_blocking, disable_split_kv=disable_split_kv,
+        )  # fmt: skip
         refuse(
             rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
             token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
@@ -355,8 +369,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
         indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
         self._plan_spec(
             AttentionSpec(
-                indices, qo, kv, qk, vo, **data_types(q_data_type, kv_data_type, o_data_type), causal=bool(causal),
-                **scoring_options(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
+                scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+                causal=causal,
                 custom_mask=None if packed_custom_mask is not None else custom_mask,
                 packed_custom_mask=packed_custom_mask, fixed_split_size=split_size(fixed_split_size, disable_split_kv),
                 paged=False,
@@ -404,6 +419,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
         return_lse: bool = False, allow_fp16_qk_reduction: bool = False,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
+        check_flags(
+            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
+        )  # fmt: skip
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
         self._with_options(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
         return self.run(q, k, v, return_lse=return_lse)
@@ -464,6 +482,9 @@ def single_prefill_with_kv_cache(
 
     Returns o [qo_len, num_qo_heads, head_dim_vo], or (o, lse) with lse [qo_len, num_qo_heads] float32, base 2.
     """
+    check_flags(
+        causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
+    )  # fmt: skip
     refuse(
         scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, rope_scale=rope_scale,
         rope_theta=rope_theta,
@@ -481,8 +502,9 @@ def single_prefill_with_kv_cache(
         None, None, 1,
     )  # fmt: skip
     spec = AttentionSpec(
-        indices, qo, kv, q.shape[2], v.shape[2], **data_types(q.dtype, k.dtype, o_dtype), causal=bool(causal),
-        **scoring_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+        indices, qo, kv, q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype),
+        scoring_of(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+        causal=causal,
         custom_mask=None if packed_custom_mask is not None else custom_mask, packed_custom_mask=packed_custom_mask,
         paged=False,
     )  # fmt: skip

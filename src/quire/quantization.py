@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 
 import torch
 
@@ -32,8 +33,8 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """packbits() of each segment x[indptr[i]:indptr[i + 1]], each from a byte of its own on.
 
-    Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`). A device `indptr` is copied to
-    the host first, which waits for it.
+    Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`). A device `indptr` is copied
+    to the host first, which waits for it.
     """
     check_tensor(x, "x")
     if x.dim() != 1:
@@ -77,7 +78,7 @@ def _kv_lens(indices: Indices) -> list[int]:
 
 def _byte_offsets(segments: list[int]) -> list[int]:
     offsets = [0]
-    for begin, end in zip(segments, segments[1:], strict=False):
+    for begin, end in pairwise(segments):
         offsets.append(offsets[-1] + (end - begin + 7) // 8)
     return offsets
 

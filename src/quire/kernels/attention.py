@@ -123,7 +123,8 @@ class AttentionKernel:
         p = problem
         rows = self.choose_rows(p, self.tiles(p.head_dim_qk, p.head_dim_vo, p.target))
         return AttentionKey(
-            self.name, p.target, p.q, p.kv, p.o, p.head_dim_qk, p.head_dim_vo, p.paged, p.mask, p.window, p.soft_cap, rows
+            self.name, p.target, p.q, p.kv, p.o, p.head_dim_qk, p.head_dim_vo, p.paged, p.mask, p.window, p.soft_cap,
+            rows,
         )  # fmt: skip
 
     def tile(self, key: AttentionKey) -> TileShape:
