@@ -114,13 +114,12 @@ def test_get_batch_indices_positions(device, append_lens):
 
 
 def test_get_batch_indices_positions_into_given_tensors(device):
-    """Rows behind the last token keep what they held: -1 marks them as padding."""
-    out = [torch.full((6,), -1, dtype=torch.int32, device=device) for _ in range(2)]
-    got = quire.get_batch_indices_positions(ints([0, 1, 4], device), ints([5, 3], device), 4, *out)
-    assert got[0].data_ptr() == out[0].data_ptr()
-    assert out[0].tolist()[:4] == [0, 1, 1, 1]
+    """Rows behind the last token get request -1: padding, which append_paged_kv_cache() skips."""
+    out = [torch.full((6,), 99, dtype=torch.int32, device=device) for _ in range(2)]
+    got = quire.get_batch_indices_positions(ints([0, 1, 4], device), ints([5, 3], device), 6, *out)
+    assert [t.data_ptr() for t in got] == [t.data_ptr() for t in out]
+    assert out[0].tolist() == [0, 1, 1, 1, -1, -1]
     assert out[1].tolist()[:4] == [4, 0, 1, 2]
-    assert out[0].tolist()[4:] == [-1, -1]
 
 
 def test_get_seq_lens(device):

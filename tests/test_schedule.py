@@ -63,7 +63,7 @@ class Batch:
         )
 
     def work(self):
-        """Per (request, first row): the kv tiles that hold a visible key, as a range; from the definition of the masks."""
+        """Per (request, first row): the range of kv tiles with a visible key, from the definition of the masks."""
         out = {}
         for b, (qo_len, kv_len) in enumerate(zip(self.qo_lens, self.kv_lens, strict=True)):
             causal = self.mask is MaskMode.CAUSAL

@@ -1,0 +1,653 @@
+"""What is wrong is said, by name, before anything runs: each public argument with a table of bad values."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import quire
+from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
+from problems import Problem, ints, workspace
+from quire.errors import PlanError, UnsupportedError, ValidationError
+
+DTYPE = torch.float16
+
+
+def problem(device, **more):
+    """A small valid problem."""
+    return Problem((4, 9), (50, 9), dtype=DTYPE, device=device, causal=True, **more)
+
+
+def transposed(t):
+    """The same values, the last dimension no longer contiguous."""
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def refused(call, word, kind=ValidationError):
+    """The error is of `kind`, names the argument, and says more than its name."""
+    with pytest.raises(kind) as caught:
+        call()
+    text = str(caught.value)
+    assert word in text, f"expected {word!r} to be named in: {text}"
+    assert len(text) > len(word) + 10
+
+
+def i32(*values):
+    """Index arrays in the tables below."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+# plan() of paged prefill: (keyword, bad value, word in the message)
+INDEX_TABLE = [
+    ("qo_indptr", i32(1, 4, 13), "qo_indptr"),
+    ("qo_indptr", i32(0, 14, 13), "qo_indptr"),
+    ("qo_indptr", i32(), "qo_indptr"),
+    ("qo_indptr", i32(0, 4, 13).reshape(3, 1), "qo_indptr"),
+    ("qo_indptr", torch.tensor([0.0, 4.0, 13.0]), "qo_indptr"),
+    ("qo_indptr", None, "qo_indptr"),
+    ("qo_indptr", "0,4,13", "qo_indptr"),
+    ("paged_kv_indptr", i32(0, 7), "paged_kv_indptr"),
+    ("paged_kv_indptr", i32(0, 7, 9, 9), "paged_kv_indptr"),
+    ("paged_kv_indptr", i32(2, 7, 9), "paged_kv_indptr"),
+    ("paged_kv_indptr", i32(0, 10, 9), "paged_kv_indptr"),
+    ("paged_kv_indptr", torch.tensor([0, 1 << 40, 1 << 41]), "paged_kv_indptr"),
+    ("paged_kv_indices", i32(0, 1, 2), "paged_kv_indices"),
+    ("paged_kv_indices", torch.zeros(3, 3, dtype=torch.int32), "paged_kv_indices"),
+    ("paged_kv_indices", torch.zeros(9), "paged_kv_indices"),
+    ("paged_kv_indices", None, "paged_kv_indices"),
+    ("paged_kv_last_page_len", i32(9, 1), "last_page_len"),
+    ("paged_kv_last_page_len", i32(0, 1), "last_page_len"),
+    ("paged_kv_last_page_len", i32(-1, 1), "last_page_len"),
+    ("paged_kv_last_page_len", i32(2), "last_page_len"),
+    ("paged_kv_last_page_len", i32(2, 1, 1), "last_page_len"),
+]
+
+SIZE_TABLE = [
+    ("num_qo_heads", 0, "num_qo_heads"),
+    ("num_qo_heads", -4, "num_qo_heads"),
+    ("num_qo_heads", 3, "num_qo_heads"),
+    ("num_qo_heads", 4.0, "num_qo_heads"),
+    ("num_qo_heads", True, "num_qo_heads"),
+    ("num_kv_heads", 0, "num_kv_heads"),
+    ("num_kv_heads", 3, "num_kv_heads"),
+    ("num_kv_heads", None, "num_kv_heads"),
+    ("head_dim_qk", 0, "head_dim_qk"),
+    ("head_dim_qk", -64, "head_dim_qk"),
+    ("head_dim_qk", "64", "head_dim_qk"),
+    ("head_dim_vo", 0, "head_dim_vo"),
+    ("page_size", 0, "page_size"),
+    ("page_size", -8, "page_size"),
+    ("page_size", 2.5, "page_size"),
+    ("page_size", None, "page_size"),
+]
+
+OPTION_TABLE = [
+    ("sm_scale", math.nan, "sm_scale"),
+    ("sm_scale", math.inf, "sm_scale"),
+    ("sm_scale", "big", "sm_scale"),
+    ("window_left", -2, "window_left"),
+    ("window_left", 1.5, "window_left"),
+    ("window_left", None, "window_left"),
+    ("logits_soft_cap", -1.0, "logits_soft_cap"),
+    ("logits_soft_cap", math.nan, "logits_soft_cap"),
+    ("q_data_type", "float17", "q_data_type"),
+    ("q_data_type", torch.int32, "q_data_type"),
+    ("q_data_type", 16, "q_data_type"),
+    ("kv_data_type", "fp99", "kv_data_type"),
+    ("o_data_type", torch.complex64, "o_data_type"),
+    ("pos_encoding_mode", "ROPE", "pos_encoding_mode"),
+    ("causal", "NONE", "causal"),
+    ("fixed_split_size", -7, "fixed_split_size"),
+    ("fixed_split_size", 1000, "fixed_split_size"),
+    ("rope_theta", 1e4, "rope_theta"),
+]
+
+MASK_TABLE = [
+    ("custom_mask", torch.ones(280, dtype=torch.bool), "custom_mask"),
+    ("custom_mask", torch.ones(282, dtype=torch.bool), "custom_mask"),
+    ("custom_mask", torch.ones(281), "custom_mask"),
+    ("custom_mask", True, "custom_mask"),
+    ("packed_custom_mask", torch.ones(35, dtype=torch.uint8), "packed_custom_mask"),
+    ("packed_custom_mask", torch.ones(36), "packed_custom_mask"),
+    ("packed_custom_mask", torch.ones(36, 1, dtype=torch.uint8), "packed_custom_mask"),
+    ("packed_custom_mask", "mask", "packed_custom_mask"),
+]
+
+
+def row_id(value):
+    """Short names for rows of the tables."""
+    return str(value).replace("\n", " ")[:40]
+
+
+def paged_arguments(p, cache):
+    """Valid keywords of plan() of paged prefill."""
+    tables = dict(zip(("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"), cache.tables(), strict=True))
+    return {
+        "qo_indptr": ints(p.qo_indptr, p.device),
+        **tables,
+        "num_qo_heads": p.num_qo_heads,
+        "num_kv_heads": p.num_kv_heads,
+        "head_dim_qk": p.head_dim,
+        "page_size": cache.page_size,
+        "q_data_type": DTYPE,
+    }
+
+
+@pytest.mark.parametrize(("name", "value", "word"), INDEX_TABLE + SIZE_TABLE + OPTION_TABLE, ids=row_id)
+def test_paged_plan(device, backend, name, value, word):
+    p = problem(device)
+    cache = p.paged(8)
+    wrapper = paged_wrapper(p, cache, backend)
+    refused(lambda: wrapper.plan(**{**paged_arguments(p, cache), name: value}), word)
+
+
+@pytest.mark.parametrize(("name", "value", "word"), MASK_TABLE, ids=row_id)
+def test_masks(device, backend, name, value, word):
+    """The bits of (4, 50) and (9, 9) are 281: 25 + 11 bytes."""
+    p = problem(device)
+    cache = p.paged(8)
+    wrapper = paged_wrapper(p, cache, backend)
+    on_device = value.to(device) if isinstance(value, torch.Tensor) else value
+    refused(lambda: wrapper.plan(**{**paged_arguments(p, cache), name: on_device}), word)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("qo_indptr", i32(1, 4, 13), "qo_indptr"),
+        ("kv_indptr", i32(0, 50), "kv_indptr"),
+        ("kv_indptr", i32(0, 60, 59), "kv_indptr"),
+        ("kv_indptr", i32(3, 50, 59), "kv_indptr"),
+        ("num_qo_heads", 3, "num_qo_heads"),
+        ("num_kv_heads", 0, "num_kv_heads"),
+        *OPTION_TABLE,
+    ],
+    ids=row_id,
+)
+def test_ragged_plan(device, backend, name, value, word):
+    p = problem(device)
+    wrapper = ragged_wrapper(p, backend)
+    arguments = {
+        "qo_indptr": ints(p.qo_indptr, device),
+        "kv_indptr": ints(p.kv_indptr, device),
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim_qk": 64,
+        "q_data_type": DTYPE,
+    }
+    refused(lambda: wrapper.plan(**{**arguments, name: value}), word)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("indptr", i32(0, 7), "indptr"),
+        ("indptr", i32(1, 7, 9), "indptr"),
+        ("indptr", i32(0, 10, 9), "indptr"),
+        ("indptr", i32(), "indptr"),
+        ("indices", i32(0, 1), "indices"),
+        ("indices", torch.zeros(9), "indices"),
+        ("last_page_len", i32(9, 1), "last_page_len"),
+        ("last_page_len", i32(0, 1), "last_page_len"),
+        ("last_page_len", i32(1), "last_page_len"),
+        ("num_qo_heads", 3, "num_qo_heads"),
+        ("num_kv_heads", 0, "num_kv_heads"),
+        ("head_dim", 0, "head_dim"),
+        ("page_size", 0, "page_size"),
+        ("page_size", -1, "page_size"),
+        ("window_left", -5, "window_left"),
+        ("logits_soft_cap", -1.0, "logits_soft_cap"),
+        ("q_data_type", "float17", "q_data_type"),
+        ("data_type", "float17", "data_type"),
+        ("pos_encoding_mode", "SINE", "pos_encoding_mode"),
+        ("q_len_per_req", 0, "q_len_per_req"),
+        ("fixed_split_size", 1000, "fixed_split_size"),
+    ],
+    ids=row_id,
+)
+def test_decode_plan(device, backend, name, value, word):
+    p = Problem((1, 1), (50, 9), dtype=DTYPE, device=device)
+    cache = p.paged(8)
+    wrapper = decode_wrapper(p, cache, backend)
+    indptr, indices, last = cache.tables()
+    arguments = {
+        "indptr": indptr,
+        "indices": indices,
+        "last_page_len": last,
+        "num_qo_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "page_size": 8,
+        "q_data_type": DTYPE,
+    }
+    refused(lambda: wrapper.plan(**{**arguments, name: value}), word)
+
+
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 272, 1024])
+def test_head_dims_that_no_kernel_has(device, backend, head_dim):
+    """The message is the trace: each kernel with its reason."""
+    p = problem(device, head_dim=head_dim)
+    cache = p.paged(8)
+    refused(lambda: plan_paged(paged_wrapper(p, cache, backend), p, cache), "head_dim", UnsupportedError)
+    refused(lambda: plan_ragged(ragged_wrapper(p, backend), p), f"attention_{backend}", UnsupportedError)
+    refused(lambda: quire.single_prefill_with_kv_cache(p.q[:4], p.k[:50], p.v[:50]), "head_dim", UnsupportedError)
+
+
+@pytest.mark.parametrize("mode", ["ROPE_LLAMA", "ALIBI"])
+def test_position_encodings_that_no_kernel_has(device, backend, mode):
+    """Valid words of the surface, refused as unsupported instead of being ignored."""
+    p = problem(device)
+    cache = p.paged(8)
+    word = "pos_encoding_mode"
+    wrapper = paged_wrapper(p, cache, backend)
+    refused(lambda: plan_paged(wrapper, p, cache, plan={word: mode}), word, UnsupportedError)
+    refused(lambda: plan_ragged(ragged_wrapper(p, backend), p, plan={word: mode}), word, UnsupportedError)
+    single = Problem((1,), (9,), dtype=DTYPE, device=device)
+    call = quire.single_decode_with_kv_cache
+    refused(lambda: call(single.q[0], single.k, single.v, pos_encoding_mode=mode), word, UnsupportedError)
+
+
+def test_constructors(device):
+    ws = workspace(device)
+    for cls in (
+        quire.BatchPrefillWithPagedKVCacheWrapper,
+        quire.BatchPrefillWithRaggedKVCacheWrapper,
+        quire.BatchDecodeWithPagedKVCacheWrapper,
+    ):
+        for bad in ("nhd", "NDH", None, 0):
+            refused(lambda bad=bad, cls=cls: cls(ws, bad), "kv_layout")
+        for bad in (None, 128 << 20, "workspace"):
+            refused(lambda bad=bad, cls=cls: cls(bad), "float_workspace_buffer")
+        refused(lambda cls=cls: cls(ws[::2]), "float_workspace_buffer")
+        refused(lambda cls=cls: cls(ws[1:]), "float_workspace_buffer")
+        refused(lambda cls=cls: cls(torch.empty(8, dtype=torch.uint8, device="meta")), "float_workspace_buffer")
+
+
+@pytest.mark.parametrize("bad", ["fa9", "", None, 2])
+def test_backends(device, bad):
+    p = problem(device)
+    refused(
+        lambda: plan_ragged(quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=bad), p), "backend"
+    )
+
+
+def test_a_backend_of_another_device_is_unsupported(device, backend):
+    """The other backends are listed with what they have against the problem."""
+    p = problem(device)
+    other = "fa2" if backend == "cpu" else "cpu"
+    refused(lambda: plan_ragged(ragged_wrapper(p, other), p), other, UnsupportedError)
+
+
+def test_workspace_that_is_too_small(device, backend):
+    """Said at plan(), with the size that is needed."""
+    p = Problem((1,), (9000,), num_qo_heads=8, num_kv_heads=1, head_dim=256, dtype=DTYPE, device=device)
+    cache = p.paged(8)
+    small = torch.empty(256, dtype=torch.uint8, device=device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(small, backend=backend)
+    plan = {"fixed_split_size": 256}
+    refused(lambda: plan_paged(wrapper, p, cache, plan=plan), "float_workspace_buffer")
+    decoder = quire.BatchDecodeWithPagedKVCacheWrapper(small, backend=backend)
+    refused(lambda: plan_decode(decoder, p, cache, plan=plan), "float_workspace_buffer")
+    wrapper.reset_workspace_buffer(workspace(device), torch.empty(8, dtype=torch.uint8, device=device))
+    plan_paged(wrapper, p, cache, plan=plan)
+    p.check(wrapper.run(p.q, cache.kv))
+
+
+def test_run_before_plan(device, backend):
+    p = problem(device)
+    cache = p.paged(8)
+    for wrapper, args in [
+        (paged_wrapper(p, cache, backend), (p.q, cache.kv)),
+        (ragged_wrapper(p, backend), (p.q, p.k, p.v)),
+        (decode_wrapper(p, cache, backend), (p.q, cache.kv)),
+    ]:
+        for call in (wrapper.run, wrapper.run_return_lse, wrapper.forward):
+            refused(lambda call=call, args=args: call(*args), "plan()", PlanError)
+
+
+def test_a_failed_plan_does_not_leave_half_of_itself(device, backend):
+    """After a refused plan() the earlier one is still in force, or none is: never a mixture."""
+    p = problem(device)
+    cache = p.paged(8)
+    wrapper = paged_wrapper(p, cache, backend)
+    plan_paged(wrapper, p, cache)
+    with pytest.raises(ValidationError):
+        wrapper.plan(**{**paged_arguments(p, cache), "page_size": 3})
+    p.check(wrapper.run(p.q, cache.kv))
+
+
+# run(): what does not fit the plan
+
+QUERIES = {
+    "rows": lambda q: q[:-1],
+    "heads": lambda q: q[:, :2],
+    "head_dim": lambda q: q[..., :32],
+    "rank": lambda q: q[0],
+    "dtype": lambda q: q.bfloat16(),
+    "strides": transposed,
+    "none": lambda q: None,
+    "list": lambda q: q.tolist(),
+}
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_queries(device, backend, name):
+    p = problem(device)
+    cache = p.paged(8)
+    bad = QUERIES[name](p.q)
+    paged, ragged = paged_wrapper(p, cache, backend), ragged_wrapper(p, backend)
+    plan_paged(paged, p, cache)
+    plan_ragged(ragged, p)
+    refused(lambda: paged.run(bad, cache.kv), "q")
+    refused(lambda: ragged.run(bad, p.k, p.v), "q")
+
+
+CACHES = {
+    "one": lambda k, v: (k,),
+    "three": lambda k, v: (k, v, v),
+    "none": lambda k, v: None,
+    "half none": lambda k, v: (k, None),
+    "rank": lambda k, v: (k[0], v[0]),
+    "page_size": lambda k, v: (k[:, :4], v[:, :4]),
+    "heads": lambda k, v: (k[:, :, :1], v[:, :, :1]),
+    "head_dim": lambda k, v: (k[..., :32], v[..., :32]),
+    "value head_dim": lambda k, v: (k, v[..., :32]),
+    "dtype": lambda k, v: (k.bfloat16(), v.bfloat16()),
+    "value dtype": lambda k, v: (k, v.float()),
+    "key strides": lambda k, v: (transposed(k), v),
+    "value strides": lambda k, v: (k, transposed(v)),
+    "one page short": lambda k, v: (k[:1], v[:1]),
+    "three in one": lambda k, v: torch.stack([k, v, v], 1),
+    "other layout": lambda k, v: torch.stack([k, v], 1).transpose(2, 3),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches(device, backend, name):
+    p = problem(device)
+    cache = p.paged(8)
+    bad = CACHES[name](*cache.kv)
+    wrapper = paged_wrapper(p, cache, backend)
+    # page numbers on the host: only there can "one page short" be seen without waiting for the device
+    wrapper.plan(**{**paged_arguments(p, cache), "paged_kv_indices": cache.indices.cpu()})
+    word = "paged_kv_indices" if name == "one page short" else "paged_kv_cache"
+    refused(lambda: wrapper.run(p.q, bad), word)
+
+
+KEYS = {
+    "rows": (lambda k, v: (k[:-1], v), "k"),
+    "value rows": (lambda k, v: (k, v[:-1]), "v"),
+    "heads": (lambda k, v: (k[:, :1], v), "k"),
+    "value heads": (lambda k, v: (k, v[:, :1]), "v"),
+    "head_dim": (lambda k, v: (k[..., :32], v), "k"),
+    "value head_dim": (lambda k, v: (k, v[..., :32]), "v"),
+    "rank": (lambda k, v: (k[0], v), "k"),
+    "dtype": (lambda k, v: (k.bfloat16(), v), "k"),
+    "value dtype": (lambda k, v: (k, v.float()), "v"),
+    "strides": (lambda k, v: (transposed(k), v), "k"),
+    "none": (lambda k, v: (k, None), "v"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_ragged_keys_and_values(device, backend, name):
+    p = problem(device)
+    change, word = KEYS[name]
+    wrapper = ragged_wrapper(p, backend)
+    plan_ragged(wrapper, p)
+    refused(lambda: wrapper.run(p.q, *change(p.k, p.v)), f"{word}:")
+
+
+def bad_outputs(p):
+    """(keyword, value) of outputs that run() must not write to."""
+    out, lse = torch.empty_like(p.q), torch.empty(p.q.shape[:2], device=p.device)
+    return [
+        ("out", out[:-1]),
+        ("out", out[:, :2]),
+        ("out", out[..., :32]),
+        ("out", out[0]),
+        ("out", out.float()),
+        ("out", transposed(out)),
+        ("out", "out"),
+        ("lse", lse[:-1]),
+        ("lse", lse[:, :2]),
+        ("lse", lse.double()),
+        ("lse", lse.half()),
+        ("lse", lse.t().contiguous().t()),
+        ("lse", 0),
+        ("sinks", torch.zeros(3, device=p.device)),
+        ("sinks", torch.zeros(4, device=p.device, dtype=torch.float16)),
+        ("sinks", torch.zeros(8, device=p.device)[::2]),
+        ("sinks", [0.0] * 4),
+        ("k_scale", torch.ones(2)),
+        ("v_scale", "loud"),
+        ("window_left", 7),
+        ("kv_cache_sf", torch.ones(2)),
+    ]
+
+
+@pytest.mark.parametrize("row", range(len(bad_outputs(Problem((4, 9), (50, 9))))))
+def test_what_run_is_given_beside_the_tensors(device, backend, row):
+    p = problem(device)
+    cache = p.paged(8)
+    name, value = bad_outputs(p)[row]
+    paged, ragged = paged_wrapper(p, cache, backend), ragged_wrapper(p, backend)
+    plan_paged(paged, p, cache)
+    plan_ragged(ragged, p)
+    refused(lambda: paged.run(p.q, cache.kv, return_lse=True, **{name: value}), name)
+    refused(lambda: ragged.run(p.q, p.k, p.v, return_lse=True, **{name: value}), name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_tensors_on_the_wrong_device():
+    """A host pointer never reaches a GPU kernel, nor the other way round."""
+    p = problem("cuda:0")
+    cache = p.paged(8)
+    host = [t.cpu() for t in (p.q, p.k, p.v)]
+    paged, ragged = paged_wrapper(p, cache, "fa2"), ragged_wrapper(p, "fa2")
+    plan_paged(paged, p, cache)
+    plan_ragged(ragged, p)
+    refused(lambda: ragged.run(host[0], p.k, p.v), "q")
+    refused(lambda: ragged.run(p.q, host[1], p.v), "k:")
+    refused(lambda: ragged.run(p.q, p.k, host[2]), "v:")
+    refused(lambda: paged.run(p.q, tuple(t.cpu() for t in cache.kv)), "paged_kv_cache")
+    refused(lambda: paged.run(p.q, cache.kv, out=torch.empty_like(host[0])), "out")
+    refused(lambda: paged.run(p.q, cache.kv, return_lse=True, lse=torch.empty(13, 4)), "lse")
+    refused(lambda: paged.run(p.q, cache.kv, sinks=torch.zeros(4)), "sinks")
+    refused(lambda: quire.single_prefill_with_kv_cache(p.q[:4], host[1][:50], host[2][:50]), "k")
+
+
+# Single requests
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"q": lambda t: t[0]}, "q"),
+        ({"q": lambda t: t.tolist()}, "q"),
+        ({"k": lambda t: t[:-1]}, "v"),
+        ({"v": lambda t: t[:-1]}, "v"),
+        ({"k": lambda t: t[..., :32]}, "k"),
+        ({"v": lambda t: t[:, :1]}, "v"),
+        ({"k": lambda t: t.bfloat16()}, "k"),
+        ({"k": transposed}, "k"),
+        ({"q": lambda t: t[:, :3]}, "num_qo_heads"),
+        ({"kv_layout": "XYZ"}, "kv_layout"),
+        ({"sm_scale": math.nan}, "sm_scale"),
+        ({"window_left": -3}, "window_left"),
+        ({"logits_soft_cap": -2.0}, "logits_soft_cap"),
+        ({"custom_mask": torch.ones(4, 49, dtype=torch.bool)}, "custom_mask"),
+        ({"custom_mask": torch.ones(4, 50)}, "custom_mask"),
+        ({"packed_custom_mask": torch.ones(24, dtype=torch.uint8)}, "packed_custom_mask"),
+        ({"backend": "fa9"}, "backend"),
+        ({"o_dtype": "int3"}, "o_data_type"),
+        ({"scale_q": torch.ones(4)}, "scale_q"),
+    ],
+    ids=row_id,
+)
+def test_single_prefill(device, change, word):
+    p = Problem((4,), (50,), dtype=DTYPE, device=device)
+    arguments = {"q": p.q, "k": p.k, "v": p.v}
+    for name, value in change.items():
+        if callable(value):
+            value = value(arguments[name])
+        arguments[name] = value.to(device) if isinstance(value, torch.Tensor) else value
+    refused(lambda: quire.single_prefill_with_kv_cache(**arguments), word, (ValidationError, UnsupportedError))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"q": lambda t: t[None]}, "q"),
+        ({"k": lambda t: t[0]}, "k"),
+        ({"v": lambda t: t[:-1]}, "v"),
+        ({"q": lambda t: t[:3]}, "num_qo_heads"),
+        ({"kv_layout": "XYZ"}, "kv_layout"),
+        ({"sm_scale": math.inf}, "sm_scale"),
+        ({"window_left": "all"}, "window_left"),
+    ],
+    ids=row_id,
+)
+def test_single_decode(device, change, word):
+    p = Problem((1,), (50,), dtype=DTYPE, device=device)
+    arguments = {"q": p.q[0], "k": p.k, "v": p.v}
+    arguments |= {name: value(arguments[name]) if callable(value) else value for name, value in change.items()}
+    refused(lambda: quire.single_decode_with_kv_cache(**arguments), word)
+
+
+# The rest of the surface
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("v_a", lambda t: t[0]),
+        ("v_a", lambda t: t.long()),
+        ("v_b", lambda t: t[:-1]),
+        ("v_b", lambda t: t[..., :32]),
+        ("v_b", lambda t: t.float()),
+        ("s_a", lambda t: t[:-1]),
+        ("s_a", lambda t: t.half()),
+        ("s_b", lambda t: t[:, :1]),
+        ("s_b", lambda t: t.double()),
+        ("s_a", lambda t: None),
+    ],
+)
+def test_merge_state(device, name, change):
+    v, s = torch.zeros(5, 2, 64, dtype=DTYPE, device=device), torch.zeros(5, 2, device=device)
+    arguments = {"v_a": v, "s_a": s, "v_b": v.clone(), "s_b": s.clone()}
+    bad = {**arguments, name: change(arguments[name])}
+    prefix = "v" if name == "v_a" and bad[name].dim() == 3 else name  # a wrong dtype is found for both at once
+    refused(lambda: quire.merge_state(**bad), prefix)
+    renamed = dict(zip(("v", "s", "v_other", "s_other"), bad.values(), strict=True))
+    refused(lambda: quire.merge_state_in_place(**renamed), name[0])
+
+
+def test_merge_state_in_place_writes_where_it_was_told(device):
+    """A view that would need a copy is refused: the result would be lost."""
+    v, s = torch.zeros(5, 4, 64, dtype=DTYPE, device=device), torch.zeros(5, 4, device=device)
+    other, other_s = v[:, :2].contiguous(), s[:, :2].contiguous()
+    refused(lambda: quire.merge_state_in_place(v[:, :2], other_s.clone(), other, other_s), "v")
+    refused(lambda: quire.merge_state_in_place(other.clone(), s[:, :2], other, other_s), "s")
+    for mask in (torch.ones(4, dtype=torch.bool), torch.ones(5), "rows"):
+        bad = mask.to(device) if isinstance(mask, torch.Tensor) else mask
+        refused(lambda bad=bad: quire.merge_state_in_place(other.clone(), other_s.clone(), other, other_s, bad), "mask")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("v", lambda t: t[0]),
+        ("v", lambda t: t.long()),
+        ("s", lambda t: t[:, :-1]),
+        ("s", lambda t: t.half()),
+        ("s", lambda t: t[0]),
+    ],
+)
+def test_merge_states(device, name, change):
+    arguments = {
+        "v": torch.zeros(5, 3, 2, 64, dtype=DTYPE, device=device),
+        "s": torch.zeros(5, 3, 2, device=device),
+    }
+    refused(lambda: quire.merge_states(**{**arguments, name: change(arguments[name])}), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("append_key", lambda t: t[0]),
+        ("append_key", lambda t: t.float()),
+        ("append_key", lambda t: t[:, :1]),
+        ("append_key", transposed),
+        ("append_key", lambda t: None),
+        ("append_value", lambda t: t[:-1]),
+        ("append_value", lambda t: t[..., :32]),
+        ("batch_indices", lambda t: t[:-1]),
+        ("batch_indices", lambda t: t.float()),
+        ("positions", lambda t: t[:-1]),
+        ("positions", lambda t: t.tolist()),
+        ("paged_kv_cache", lambda kv: kv[0]),
+        ("paged_kv_cache", lambda kv: None),
+        ("kv_indices", lambda t: t.float()),
+        ("kv_indptr", lambda t: None),
+        ("kv_indptr", lambda t: t[:0]),
+        ("kv_last_page_len", lambda t: t[:-1]),
+        ("kv_layout", lambda t: "XYZ"),
+    ],
+)
+def test_append(device, name, change):
+    p = problem(device)
+    cache = p.paged(8)
+    nnz = 3
+    arguments = {
+        "append_key": p.k[:nnz],
+        "append_value": p.v[:nnz],
+        "batch_indices": ints([0, 0, 1], device),
+        "positions": ints([48, 49, 8], device),
+        "paged_kv_cache": cache.kv,
+        "kv_indices": cache.indices,
+        "kv_indptr": cache.indptr,
+        "kv_last_page_len": cache.last_page_len,
+        "kv_layout": "NHD",
+    }
+    refused(lambda: quire.append_paged_kv_cache(**{**arguments, name: change(arguments[name])}), name)
+
+
+def test_append_outside_of_the_pages_writes_nothing(device):
+    """Requests and positions that have no page, and pages that the cache does not have, are left out."""
+    p = problem(device)
+    cache = p.paged(8)
+    before = [torch.nan_to_num(t.clone(), nan=-5.0) for t in cache.kv]
+    indices = torch.full_like(cache.indices, 1 << 20)
+    nowhere, at = ints([2, 0, -7], device), ints([0, 1 << 20, 0], device)
+    tables = (cache.indices, cache.indptr, cache.last_page_len)
+    quire.append_paged_kv_cache(p.k[:3], p.v[:3], nowhere, at, cache.kv, *tables)
+    quire.append_paged_kv_cache(p.k[:1], p.v[:1], ints([0], device), ints([0], device), cache.kv, indices, *tables[1:])
+    for got, want in zip(cache.kv, before, strict=True):
+        assert torch.equal(torch.nan_to_num(got, nan=-5.0), want)
+
+
+def test_page_tables(device):
+    indptr, lens = ints([0, 2, 3], device), ints([5, 1], device)
+    refused(lambda: quire.get_batch_indices_positions(indptr, lens[:1], 3), "seq_lens")
+    refused(lambda: quire.get_batch_indices_positions(indptr, lens, -1), "nnz")
+    refused(lambda: quire.get_batch_indices_positions(None, lens, 3), "append_indptr")
+    out = torch.zeros(2, dtype=torch.int32, device=device)
+    refused(lambda: quire.get_batch_indices_positions(indptr, lens, 3, out, None), "batch_indices")
+    refused(lambda: quire.get_seq_lens(indptr, lens[:1], 8), "kv_last_page_len")
+    refused(lambda: quire.get_seq_lens(indptr, lens, 0), "page_size")
+    refused(lambda: quire.get_seq_lens(None, lens, 8), "kv_indptr")
+
+
+def test_bits(device):
+    x = torch.ones(9, dtype=torch.bool, device=device)
+    refused(lambda: quire.packbits(x.reshape(3, 3)), "x")
+    refused(lambda: quire.packbits(x.float()), "x")
+    refused(lambda: quire.packbits("11"), "x")
+    refused(lambda: quire.packbits(x, "middle"), "bitorder")
+    for bad in ([1, 9], [0, 5, 4], [0, 10]):
+        refused(lambda bad=bad: quire.segment_packbits(x, ints(bad, device)), "indptr")
+    refused(lambda: quire.segment_packbits(x, None), "indptr")
