@@ -8,6 +8,7 @@ would reach ninja only, and would run Python in the fork of a process full of th
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -40,7 +41,7 @@ class Outcome:
     status: int  #: 0, or why not
     log: str  #: what the compiler said, then what ninja said if it failed
     seconds: float
-    peak_bytes: int  #: resident set of the largest process of the build
+    peak_bytes: int | None  #: resident set of the largest process of the build, where it can be told from our own
 
 
 def find_ninja() -> str:
@@ -95,4 +96,7 @@ def run_ninja(staging: Path) -> Outcome:
     log = said.read_text(errors="replace") if said.exists() else ""
     if process.returncode:
         log += (staging / "ninja.log").read_text(errors="replace")
-    return Outcome(process.returncode, log, time.monotonic() - start, usage.ru_maxrss * 1024)
+    # A new process starts with its parent's peak until it executes, so only what exceeds ours says something.
+    ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > ours else None
+    return Outcome(process.returncode, log, time.monotonic() - start, peak)

@@ -54,7 +54,7 @@ class Manifest:
     smem: int | None
     warnings: list[str]
     seconds: float  #: of the compile
-    peak_bytes: int
+    peak_bytes: int | None  #: resident set of the compiler, where known
     created: float  #: seconds since the epoch
 
     @classmethod
