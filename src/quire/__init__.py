@@ -5,7 +5,8 @@ The surface is FlashInfer's: `import quire as flashinfer` runs what its pages sh
 
 from __future__ import annotations
 
-from quire import cascade, decode, errors, jit, page, prefill, quantization
+from quire import aot, cascade, decode, errors, jit, page, prefill, quantization
+from quire.aot import warmup
 from quire.cascade import merge_state, merge_state_in_place, merge_states
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from quire.errors import (
@@ -18,7 +19,7 @@ from quire.errors import (
     UnsupportedError,
     ValidationError,
 )
-from quire.jit import events, seal
+from quire.jit import events, record, seal
 from quire.kernels import backends
 from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from quire.prefill import (
@@ -43,6 +44,7 @@ __all__ = [
     "QuireError",
     "UnsupportedError",
     "ValidationError",
+    "aot",
     "append_paged_kv_cache",
     "backends",
     "cascade",
@@ -59,9 +61,11 @@ __all__ = [
     "page",
     "prefill",
     "quantization",
+    "record",
     "seal",
     "segment_packbits",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "warmup",
 ]

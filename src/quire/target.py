@@ -1,4 +1,4 @@
-"""From a torch device to what code is compiled for."""
+"""From a device to what code is compiled for."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ from functools import cache
 import torch
 
 from quire.errors import UnsupportedError
-from quire.jit import host_target, supported_cuda_targets
+from quire.jit import driver, host_target, supported_cuda_targets
 
-__all__ = ["max_ctas", "target_of"]
+__all__ = ["max_ctas", "present_targets", "target_of"]
+
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 
 def target_of(device: torch.device) -> str:
     """ "sm90a" for a Hopper GPU, "x86-64-v4" for a host with AVX-512, ..."""
-    return cuda_target(device.index or 0) if device.type == "cuda" else _host(device)
+    if device.type == "cuda":
+        return _cuda_target(device.index or 0)
+    if device.type == "cpu":
+        return host_target()
+    raise UnsupportedError(f"device: expected cpu or cuda, got {device}.")
 
 
-def _host(device: torch.device) -> str:
-    if device.type != "cpu":
-        raise UnsupportedError(f"device: expected cpu or cuda, got {device}.")
-    return host_target()
+def present_targets() -> tuple[str, ...]:
+    """What the GPUs of this machine run, each once. Asks the driver, so no CUDA context is made."""
+    if not driver.available():
+        return ()
+    return tuple(dict.fromkeys(_cuda_target(index) for index in range(driver.driver().device_count())))
 
 
 @cache
-def cuda_target(index: int) -> str:
+def _cuda_target(index: int) -> str:
     """The most specific target that runs on GPU `index`: its own, else the nearest older one of its generation."""
-    major, minor = torch.cuda.get_device_capability(index)
+    api = driver.driver()
+    major, minor = (api.attribute(index, which) for which in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR))
     known = supported_cuda_targets()
     for name in (f"sm{major}{minor}a", *(f"sm{major}{m}" for m in range(minor, -1, -1))):
         if name in known:

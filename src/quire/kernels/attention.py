@@ -83,6 +83,13 @@ class AttentionKey:
             )
         )
 
+    def problem(self) -> AttentionProblem:
+        """A problem that this variant takes."""
+        return AttentionProblem(
+            self.target, self.q, self.kv, self.o, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
+            self.window, self.soft_cap, self.tile_rows,
+        )  # fmt: skip
+
     @classmethod
     def parse(cls, slug: str) -> AttentionKey:
         """The key that `slug` names."""
@@ -120,8 +127,13 @@ class AttentionKernel:
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
+        """The key of the variant that takes `problem`."""
+        shapes = self.tiles(problem.head_dim_qk, problem.head_dim_vo, problem.target)
+        return self.key_with(problem, self.choose_rows(problem, shapes))
+
+    def key_with(self, problem: AttentionProblem, rows: int) -> AttentionKey:
+        """The key of the variant whose tiles have `rows` rows."""
         p = problem
-        rows = self.choose_rows(p, self.tiles(p.head_dim_qk, p.head_dim_vo, p.target))
         return AttentionKey(
             self.name, p.target, p.q, p.kv, p.o, p.head_dim_qk, p.head_dim_vo, p.paged, p.mask, p.window, p.soft_cap,
             rows,

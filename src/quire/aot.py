@@ -1,0 +1,204 @@
+"""Ahead of time: from options, presets and manifests to variants, and many variants built at once.
+
+Keys come from the same catalogue, and are built by the same code, as in the lazy path: after a warm-up the first call
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from quire.errors import CompileError, QuireError, ValidationError
+from quire.jit import Spec, Store, build, host_target, lookup
+from quire.jit.cpu import default_jobs
+from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
+from quire.kernels.operation import OPERATIONS, OperationKey
+from quire.types import MaskMode, dtype_of
+
+__all__ = ["PRESETS", "Built", "Selection", "read_manifest", "select", "spec_of", "warm", "warmup"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """A cross product of options; each variant in it that a kernel accepts is built."""
+
+    backends: tuple[str, ...] = tuple(kernel.backend for kernel in KERNELS)
+    head_dims: tuple[tuple[int, int], ...] = ((128, 128),)
+    page_sizes: tuple[int, ...] = (0, 16)  #: 0: ragged
+    dtypes: tuple[str, ...] = ("bf16",)
+    kv_dtypes: tuple[str, ...] = ()  #: (): as dtypes
+    masks: tuple[str, ...] = ("none", "causal")  #: with "+window" and "+cap" as wanted
+    targets: tuple[str, ...] = field(default_factory=lambda: (host_target(),))
+
+
+#: What `quire warmup --preset` knows: options of a Selection.
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "serving": {"dtypes": ("bf16", "fp16")},
+    "llama": {"head_dims": ((64, 64), (128, 128)), "dtypes": ("bf16", "fp16")},
+    "gemma": {"head_dims": ((256, 256),), "masks": ("none", "causal", "causal+cap", "causal+window+cap")},
+    "deepseek": {"head_dims": ((192, 128),)},
+    "encoder": {
+        "head_dims": ((32, 32), (64, 64)),
+        "page_sizes": (0,),
+        "masks": ("none",),
+        "dtypes": ("fp32", "fp16", "bf16"),
+    },
+    "masks": {"masks": ("custom", "causal+window", "none+window", "custom+window", "causal+cap", "custom+cap")},
+}
+
+
+def _mask(text: str) -> tuple[MaskMode, bool, bool]:
+    """ "causal+window+cap" -> (CAUSAL, True, True)."""
+    name, *flags = text.lower().split("+")
+    if name.upper() not in MaskMode.__members__ or set(flags) - {"window", "cap"}:
+        raise ValidationError(f"mask: expected none, causal or custom, with +window and +cap as wanted; got {text!r}.")
+    return MaskMode[name.upper()], "window" in flags, "cap" in flags
+
+
+def _problems(s: Selection, target: str) -> Iterator[AttentionProblem]:
+    for (qk, vo), page_size, dtype, mask in product(s.head_dims, s.page_sizes, s.dtypes, s.masks):
+        q = dtype_of(dtype, "dtype")
+        for kv in (q,) if not s.kv_dtypes else tuple(dtype_of(name, "kv_dtype") for name in s.kv_dtypes):
+            mode, window, cap = _mask(mask)
+            yield AttentionProblem(target, q, kv, q, qk, vo, page_size > 0, mode, window, cap, rows=0)
+
+
+def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
+    """Every tile height: which one a call takes depends on its lengths."""
+    for tile in kernel.tiles(problem.head_dim_qk, problem.head_dim_vo, problem.target):
+        yield kernel.spec(kernel.key_with(problem, tile.rows))
+
+
+def _operations(target: str, dtypes: Iterable[str]) -> Iterator[Spec]:
+    """What serving calls beside attention: planning on the host, merging, appending, packing."""
+    yield OperationKey("schedule_attention", host_target()).spec()
+    yield OperationKey("packbits", target).spec()
+    for dtype in (dtype_of(name, "dtype") for name in dtypes):
+        yield OperationKey("merge", target, dtype.slug, 8).spec()
+        yield OperationKey("append", target, f"u{8 * dtype.bytes}", 16 // dtype.bytes).spec()
+
+
+def select(selection: Selection) -> list[Spec]:
+    """The variants of a selection, each once. Raises UnsupportedError-like ValidationError if there are none."""
+    backends = [kernel.backend for kernel in KERNELS]
+    for name in selection.backends:
+        if name not in backends:
+            raise ValidationError(f"backend: expected some of {', '.join(backends)}, got {name!r}.")
+    specs: dict[str, Spec] = {}
+    for target in selection.targets:
+        found = [
+            spec
+            for problem in _problems(selection, target)
+            for kernel in KERNELS
+            if kernel.backend in selection.backends and kernel.reject(problem) is None
+            for spec in _attention(kernel, problem)
+        ]
+        if found:
+            found.extend(_operations(target, selection.dtypes))
+        specs.update({spec.slug: spec for spec in found})
+    return list(specs.values())
+
+
+def spec_of(slug: str) -> Spec:
+    """The variant that a slug names; ValidationError if no kernel has it."""
+    if slug.partition(".")[0] in OPERATIONS:
+        return OperationKey.parse(slug).spec()
+    key = AttentionKey.parse(slug)
+    kernel = kernel_of(key)
+    if reason := kernel.reject(key.problem()):
+        raise ValidationError(f"slug: {key.kernel} does not take {slug!r}: {reason}.")
+    return kernel.spec(key)
+
+
+def read_manifest(path: Path) -> list[Spec]:
+    """The variants of a manifest: what QUIRE_RECORD wrote (JSON lines), what `warmup --json` printed, or bare slugs."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValidationError(f"manifest: {path} cannot be read: {error}.") from error
+    return list({slug: spec_of(slug) for slug in _slugs(text, path)}.values())
+
+
+def _slugs(text: str, path: Path) -> Iterator[str]:
+    whole = _object(text)
+    if whole is not None and isinstance(whole.get("variants"), list):
+        yield from (_slug(variant, f"{path}: variants") for variant in whole["variants"])
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            yield _slug(_object(line) or line.strip(), f"{path}:{number}")
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """The JSON object that `text` is, if it is one."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _slug(item: Any, place: str) -> str:
+    slug = item.get("slug") if isinstance(item, dict) else item
+    if not isinstance(slug, str):
+        raise ValidationError(f"manifest: {place}: expected a slug or an object with one, got {item!r}.")
+    return slug
+
+
+@dataclass(frozen=True)
+class Built:
+    """What became of one variant."""
+
+    slug: str
+    status: str  #: "hit", "built" or "failed"; "missing" in a dry run
+    seconds: float
+    path: str | None = None
+    error: str | None = None
+
+
+def _build(spec: Spec, store: Store | None, dry_run: bool) -> Built:
+    start = perf_counter()
+    try:
+        if dry_run:
+            entry = lookup(spec, store=store)
+            return Built(
+                spec.slug, "hit" if entry else "missing", perf_counter() - start, str(entry.path) if entry else None
+            )
+        status, entry = build(spec, store=store)
+    except QuireError as error:
+        return Built(spec.slug, "failed", perf_counter() - start, error=str(error))
+    return Built(spec.slug, status, perf_counter() - start, str(entry.path))
+
+
+def warm(
+    specs: Sequence[Spec], *, jobs: int | None = None, store: Store | None = None, dry_run: bool = False,
+    done: Callable[[Built], None] = lambda _: None,
+) -> list[Built]:  # fmt: skip
+    """Build `specs`, `jobs` at a time; `done` is told of each as it ends. The results are in the order of `specs`."""
+    results: dict[str, Built] = {}
+    with ThreadPoolExecutor(max_workers=jobs or default_jobs()) as pool:
+        futures = [pool.submit(_build, spec, store, dry_run) for spec in specs]
+        for future in as_completed(futures):
+            results[future.result().slug] = future.result()
+            done(future.result())
+    return [results[spec.slug] for spec in specs]
+
+
+def warmup(variants: str | Path | Iterable[str]) -> list[Built]:
+    """Build what a manifest (a path) or slugs name, so that later calls compile nothing.
+
+    Raises CompileError naming the first variant that failed.
+    """
+    specs = read_manifest(Path(variants)) if isinstance(variants, (str, Path)) else [spec_of(slug) for slug in variants]
+    results = warm(specs)
+    for result in results:
+        if result.status == "failed":
+            raise CompileError(f"{result.slug}: {result.error}")
+    return results
