@@ -1,0 +1,265 @@
+// Attention with the warp-wide matrix instruction: sm_80 and newer, every head dim that is a multiple of 16.
+//
+// Bound: tensor cores first (mma.sync reaches some 62 % of wgmma's rate on sm_90a), shared memory close behind: a warp
+// reads all of K and V of a tile, so it owns 32 rows wherever registers allow and each block that ldmatrix fetches
+// serves two instructions.
+// Schedule: each warp owns rows, no warp waits for another's softmax. One barrier a key tile; tile i + 1 is in flight
+// while tile i is computed; two or more CTAs an SM fill each other's gaps. Only tiles that a mask touches pay for
+// masking, and warps skip tiles of which their rows see nothing.
+// Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashAttention-4 for rescaling only when the maximum has grown.
+#pragma once
+#include "quire/core/logits.h"
+#include "quire/core/schedule.h"
+#include "quire/tile/kv_ring.cuh"
+#include "quire/tile/mask.cuh"
+#include "quire/tile/partial.cuh"
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+template <class V>
+struct AttentionFa2 {
+  using T = typename V::Q;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kHeadDim = max(kQk, kVo);
+
+  static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
+                "q, k, v and o have one dtype");
+  static_assert(kQk % 16 == 0 && kVo % 16 == 0 && kHeadDim <= 256, "head dims are multiples of 16 up to 256");
+  static_assert(kTileRows == 16 || kTileRows == 64 || (kTileRows == 128 && kVo <= 128),
+                "a tile has 16, 64 or, while 32 rows of o fit a warp's registers, 128 rows");
+  static_assert(kTileKv % 16 == 0, "key tiles are made of blocks of 16");
+
+  static constexpr int kM = kTileRows == 128 ? 2 : 1;  // blocks of 16 rows a warp
+  static constexpr int kWarpRows = kM * 16;
+  static constexpr int kThreads = kTileRows / kWarpRows * 32;
+
+ private:
+  using TileQ = SmemTile<kWarpRows, kQk>;  // a warp's own
+  using TileO = SmemTile<kWarpRows, kVo>;  // takes its place at the end
+  using TileK = SmemTile<kTileKv, kQk>;
+  using TileV = SmemTile<kTileKv, kVo>;
+  using Rows = KvRows<V, kThreads>;
+
+  static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
+  static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
+  static constexpr int kRingAt = kThreads / 32 * kWarpBytes;
+  static constexpr int kTableAt = kRingAt + 2 * kStageBytes;
+  static constexpr int kJobAt = kTableAt + Rows::kTableBytes;
+  static constexpr int kFlagAt = kJobAt + static_cast<int>(sizeof(Job));
+  static_assert(kFlagAt + 16 <= kJobAt + 128, "the job and the flag fit 128 bytes");
+
+ public:
+  static constexpr int kSmemBytes = kJobAt + 128;
+#ifdef QUIRE_MIN_CTAS
+  static constexpr int kMinCtas = QUIRE_MIN_CTAS;
+#else
+  static constexpr int kMinCtas = kTileRows == 16 ? 3 : 2;
+#endif
+#ifdef QUIRE_HELD
+  static constexpr int kHeld = QUIRE_HELD;
+#else
+  static constexpr int kHeld = 0;
+#endif
+
+  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
+    for_each_piece(p, static_cast<int>(blockIdx.x), [&](const Piece& piece) {
+      Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
+      __syncthreads();  // all of shared memory may still be in use for the piece before
+      if (threadIdx.x == 0) job = Job(p, piece);
+      __syncthreads();
+      AttentionFa2(p, job, smem).attend();
+    });
+  }
+
+ private:
+  const AttentionParams& p_;
+  const Job& job_;
+  unsigned char* smem_;
+  int thread_, lane_;
+
+  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, const Job& job, unsigned char* smem)
+      : p_(p), job_(job), smem_(smem), thread_(threadIdx.x), lane_(threadIdx.x % 32) {}
+
+  QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
+  QUIRE_DEVICE uint32_t warp_at() const { return smem_at(thread_ / 32 * kWarpBytes); }
+  QUIRE_DEVICE TileK k_tile(int i) const { return {smem_at(kRingAt + (i & 1) * kStageBytes)}; }
+  QUIRE_DEVICE TileV v_tile(int i) const { return {smem_at(kRingAt + (i & 1) * kStageBytes + TileK::kBytes)}; }
+  // This warp's first packed row.
+  QUIRE_DEVICE int row_begin() const { return job_.piece.tile.row_begin + thread_ / 32 * kWarpRows; }
+  QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask() const {
+    const uint8_t* bits = nullptr;
+    if constexpr (V::kMask == kMaskCustom) bits = p_.mask + p_.mask_indptr[job_.piece.tile.request];
+    return {job_.qo_len, job_.kv_len, p_.window_left, bits};
+  }
+
+  QUIRE_DEVICE void attend() {
+    const int kv_begin = job_.piece.kv_begin, kv_end = job_.piece.kv_end;
+    Rows rows(p_, job_.piece.tile.request, job_.piece.kv_head, smem_ + kTableAt);
+    load_q();
+    if (kv_begin < kv_end) {
+      if constexpr (V::kPaged) {
+        rows.begin(kv_begin, job_.kv_len, thread_);
+        __syncthreads();
+      }
+      rows.copy(k_tile(kv_begin), v_tile(kv_begin), kv_begin, job_.kv_len, thread_);
+    }
+    ptx::cp_async_commit();
+
+    RowOperand<TileQ, kM, kHeld> q({warp_at()}, lane_);
+    Accumulator<kM, kVo> o;
+    SoftmaxRows<kM> softmax;
+    o.clear();
+    softmax.clear();
+    if constexpr (kHeld > 0) {
+      ptx::cp_async_wait<0>();
+      __syncwarp();
+      q.hold();
+    }
+
+    KeyRange any, all;  // tiles that some row of this warp sees, that each row sees whole
+    tile_ranges(any, all);
+#pragma unroll 1
+    for (int i = kv_begin; i < kv_end; ++i) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // all threads' parts of tile i are there, and all warps are done with tile i - 1
+      if (i + 1 < kv_end) rows.copy(k_tile(i + 1), v_tile(i + 1), i + 1, job_.kv_len, thread_);
+      ptx::cp_async_commit();
+      rows.fetch(i + 2, job_.kv_len, thread_);
+
+      if (any.contains(i)) {
+        Accumulator<kM, kTileKv> s;
+        mma_ABt<T>(s, q, BlockCursor<TileK>(k_tile(i), lane_));
+        const float scale = apply_cap(s);
+        if (!all.contains(i)) hide_keys(s, mask(), p_.group, row_begin(), i * kTileKv, lane_);
+        softmax.raise_max(s, scale, o);
+        const BlockCursor<TileV> v(v_tile(i), lane_);
+#pragma unroll
+        for (int k = 0; k < kTileKv / 16; ++k) {
+          uint32_t weights[kM][4];
+          softmax.template exponentiate<T>(s, scale, k, weights);
+          mma_AB_step<T>(o, weights, v, k);
+        }
+      }
+      rows.publish(i + 2, thread_);
+    }
+    ptx::cp_async_wait<0>();
+    softmax.reduce();
+    if (job_.piece.group.num_parts == 1) {
+      store(o, softmax);
+    } else {
+      store_partial(o, softmax);
+      uint32_t* flag = reinterpret_cast<uint32_t*>(smem_ + kFlagAt);
+      if (is_last_arriver(p_, job_.piece.group, flag, thread_)) {
+        merge_partials<T, kTileRows, kVo, kThreads>(p_, job_, thread_);
+      }
+    }
+  }
+
+  QUIRE_DEVICE void tile_ranges(KeyRange& any, KeyRange& all) const {
+    any = all = {0, 0};
+    if (row_begin() >= job_.row_end) return;
+    const auto mask = this->mask();
+    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, job_.row_end) - 1);
+    any = mask.any(first, last);
+    any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
+    if constexpr (V::kMask == kMaskCustom) return;
+    all = mask.all(first, last);
+    all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
+  }
+
+  // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
+  QUIRE_DEVICE float apply_cap(Accumulator<kM, kTileKv>& s) const {
+    if constexpr (!V::kSoftCap) return p_.logits_scale;
+    const float scale = p_.logits_scale * (2.f * kLog2e);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kTileKv / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) s.at[m][n][j] = tanh_from_exp2(s.at[m][n][j] * scale);
+      }
+    }
+    return p_.logits_cap;
+  }
+
+  // Each warp its own rows of q; rows that do not exist become zeros.
+  QUIRE_DEVICE void load_q() const {
+    using Split = RowSplit<32, TileQ::kChunks>;
+    const Split split(lane_);
+    const TileQ tile = {warp_at()};
+#pragma unroll 4
+    for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
+      const int row = row_begin() + r;
+      const Job::Place at = job_.place(p_.group, min(row, job_.row_end - 1));
+      const T* src = static_cast<const T*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
+#pragma unroll
+      for (int c = 0; c < Split::kChunksPerLane; ++c) {
+        const int chunk = c * Split::kLanes + split.lane;
+        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < job_.row_end ? 16 : 0);
+      }
+    }
+  }
+
+  // o and lse of a whole tile: rounded, gathered in the warp's shared memory (q is done with), stored in rows.
+  QUIRE_DEVICE void store(Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+    const TileO tile = {warp_at()};
+    __syncwarp();
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int r = m * 16 + h * 8 + lane_ / 4, row = row_begin() + r;
+        const Job::Place at = job_.place(p_.group, min(row, job_.row_end - 1));
+        const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
+        const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, p_.o_scale);
+#pragma unroll
+        for (int n = 0; n < kVo / 8; ++n) {
+          ptx::st_shared(tile.chunk(r, n) + 4 * (lane_ % 4),
+                         ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
+        }
+        if (p_.lse != nullptr && lane_ % 4 == 0 && row < job_.row_end) {
+          p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
+        }
+      }
+    }
+    __syncwarp();
+    store_rows(tile);
+  }
+
+  QUIRE_DEVICE void store_rows(TileO tile) const {
+    using Split = RowSplit<32, TileO::kChunks>;
+    const Split split(lane_);
+#pragma unroll 4
+    for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
+      if (row_begin() + r >= job_.row_end) break;
+      const Job::Place at = job_.place(p_.group, row_begin() + r);
+      T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
+#pragma unroll
+      for (int c = 0; c < Split::kChunksPerLane; ++c) {
+        const int chunk = c * Split::kLanes + split.lane;
+        *reinterpret_cast<uint4*>(dst + chunk * 8) = ptx::ld_shared_16(tile.chunk(r, chunk));
+      }
+    }
+  }
+
+  // partial_o [slot, kTileRows, kVo] and partial_md [slot, kTileRows, 2], rows that exist.
+  QUIRE_DEVICE void store_partial(const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+    const int64_t slot = static_cast<int64_t>(job_.piece.group.slot(job_.piece.part)) * kTileRows;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
+        if (row >= job_.row_end) continue;
+        const int64_t at = slot + row - job_.piece.tile.row_begin;
+        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo) + lane_ % 4;
+#pragma unroll
+        for (int n = 0; n < kVo / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
+        if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
+      }
+    }
+  }
+};
+
+}  // namespace quire

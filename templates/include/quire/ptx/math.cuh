@@ -1,0 +1,38 @@
+// One-instruction arithmetic: the special-function unit, and packed conversions.
+#pragma once
+#include "quire/core/types.h"
+
+namespace quire::ptx {
+
+QUIRE_DEVICE float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+QUIRE_DEVICE float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+QUIRE_DEVICE float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two numbers rounded to nearest even, `low` in the low half.
+QUIRE_DEVICE uint32_t pack(bf16_t, float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+QUIRE_DEVICE uint32_t pack(fp16_t, float low, float high) {
+  uint32_t d;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+}  // namespace quire::ptx

@@ -1,0 +1,94 @@
+// Matrix products of one warp, accumulators in registers: kM blocks of 16 rows, so that each block of B that ldmatrix
+// fetches serves kM instructions. With one block of rows shared memory, not the tensor cores, would set the pace.
+#pragma once
+#include "quire/ptx/mma.cuh"
+#include "quire/tile/smem.cuh"
+
+namespace quire {
+
+// Accumulator [kM * 16, kN]: block (m, n) is 16 x 8.
+template <int kM, int kN>
+struct Accumulator {
+  static constexpr int kRowBlocks = kM, kColBlocks = kN / 8;
+  float at[kM][kN / 8][4];
+
+  QUIRE_DEVICE void clear() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) at[m][n][i] = 0.f;
+      }
+    }
+  }
+};
+
+// The warp's rows of A: the first kHeld blocks of columns stay in registers, the rest is read again for each product.
+template <class Tile, int kM, int kHeld>
+struct RowOperand {
+  BlockCursor<Tile> cursor;
+  uint32_t held[kHeld > 0 ? kHeld : 1][kM][4];
+
+  QUIRE_DEVICE RowOperand(Tile tile, int lane) : cursor(tile, lane) {}
+
+  QUIRE_DEVICE void hold() {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(held[k][m], cursor.at(m, k));
+    }
+  }
+
+  QUIRE_DEVICE void load(int k, uint32_t (&a)[kM][4]) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      if (k < kHeld) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = held[k < kHeld ? k : 0][m][i];
+      } else {
+        ptx::ldmatrix_x4(a[m], cursor.at(m, k));
+      }
+    }
+  }
+};
+
+// s = a * b^T; a [kM * 16, kCols], b [kN, kCols] in shared memory.
+template <class T, int kM, int kN, class TileA, int kHeld, class TileB>
+QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, const RowOperand<TileA, kM, kHeld>& a, BlockCursor<TileB> b) {
+  static_assert(TileA::kCols == TileB::kCols && TileB::kRows == kN, "a b^T needs rows of equal length");
+  s.clear();
+#pragma unroll
+  for (int k = 0; k < TileB::kCols / 16; ++k) {
+    uint32_t rows[kM][4];
+    a.load(k, rows);
+#pragma unroll
+    for (int n = 0; n < kN / 16; ++n) {
+      uint32_t keys[4];
+      ptx::ldmatrix_x4(keys, b.at(n, k));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16(T{}, s.at[m][2 * n], rows[m], keys[0], keys[2]);
+        ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], rows[m], keys[1], keys[3]);
+      }
+    }
+  }
+}
+
+// o += p * b[16 * k .. 16 * k + 15, :]; p [kM * 16, 16] in fragments, b [.., kN] in shared memory.
+template <class T, int kM, int kN, class TileB>
+QUIRE_DEVICE void mma_AB_step(Accumulator<kM, kN>& o, const uint32_t (&p)[kM][4], BlockCursor<TileB> b, int k) {
+  static_assert(TileB::kCols == kN, "o and b have the same columns");
+#pragma unroll
+  for (int n = 0; n < kN / 16; ++n) {
+    uint32_t values[4];
+    ptx::ldmatrix_x4_trans(values, b.at(k, n));
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      ptx::mma_m16n8k16(T{}, o.at[m][2 * n], p[m], values[0], values[1]);
+      ptx::mma_m16n8k16(T{}, o.at[m][2 * n + 1], p[m], values[2], values[3]);
+    }
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,41 @@
+// Hides keys in a warp's logits.
+#pragma once
+#include "quire/core/mask.h"
+#include "quire/core/params.h"
+#include "quire/tile/gemm.cuh"
+
+namespace quire {
+
+// s [kM * 16 packed rows from row_begin, kN keys from key_begin]: -inf wherever the row's query does not see the key.
+// Rows past the request's last repeat its last query, so that a custom mask is never read out of bounds.
+template <int kMask, bool kWindow, int kM, int kN>
+QUIRE_DEVICE void hide_keys(Accumulator<kM, kN>& s, const Mask<kMask, kWindow>& mask, const FastDivisor& group,
+                            int row_begin, int key_begin, int lane) {
+  const int col = 2 * (lane & 3);
+#pragma unroll
+  for (int i = 0; i < kM; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int qo_idx = min(group.div(row_begin + i * 16 + h * 8 + (lane >> 2)), mask.qo_len - 1);
+      const KeyRange keys = mask.visible(qo_idx);
+      const int begin = keys.begin - key_begin - col, end = keys.end - key_begin - col;
+      uint32_t bits = 0xffffffffu;
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        if constexpr (kMask == kMaskCustom) {
+          if (n % 4 == 0) bits = mask.word(qo_idx, key_begin + 8 * n) >> col;
+        }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const int at = 8 * n + j;
+          bool sees = at < end;
+          if constexpr (kWindow) sees = sees && at >= begin;
+          if constexpr (kMask == kMaskCustom) sees = sees && ((bits >> (at % 32)) & 1);
+          if (!sees) s.at[i][n][2 * h + j] = __int_as_float(0xff800000);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace quire

@@ -1,0 +1,79 @@
+// Partial results: what a CTA leaves of a row tile that it did not see whole, and their merging by the last to arrive.
+#pragma once
+#include "quire/core/schedule.h"
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+// What a CTA works on. It lives in shared memory: registers are short in the main loop.
+struct Job {
+  Piece piece;
+  int64_t qo_begin;  // first row of q of this request
+  int32_t qo_len, kv_len;
+  int32_t row_end;  // one past the request's last packed row
+
+  // Where a packed row is in q, o and lse.
+  struct Place {
+    int64_t token;
+    int32_t head;
+  };
+
+  Job() = default;
+  QUIRE_DEVICE Job(const AttentionParams& p, const Piece& piece) : piece(piece) {
+    const int request = piece.tile.request;
+    qo_begin = p.qo_indptr[request];
+    qo_len = p.qo_indptr[request + 1] - static_cast<int>(qo_begin);
+    kv_len = p.kv_len[request];
+    row_end = qo_len * static_cast<int>(p.group.divisor);
+  }
+
+  QUIRE_DEVICE Place place(const FastDivisor& group, int row) const {
+    const int group_size = static_cast<int>(group.divisor), qo_idx = group.div(row);
+    return {qo_begin + qo_idx, piece.kv_head * group_size + row - qo_idx * group_size};
+  }
+};
+
+// True in every thread of the CTA that arrives last at the group: all parts are then visible to it, and the counter is
+// 0 again. `flag` is a word of shared memory that nobody else uses.
+QUIRE_DEVICE bool is_last_arriver(const AttentionParams& p, const PartialGroup& group, uint32_t* flag, int thread) {
+  __threadfence();
+  __syncthreads();
+  if (thread == 0) {
+    const uint32_t last = group.num_parts - 1;
+    *flag = ptx::atomic_inc_acq_rel(p.arrivals + group.counter, last) == last;
+  }
+  __syncthreads();
+  return *flag != 0;
+}
+
+// Adds the parts up in order, four columns a thread, and writes o and lse of the rows that exist. Reads go past
+// the L1 cache, which may hold what another CTA has written since.
+template <class T, int kRows, int kVo, int kThreads>
+QUIRE_DEVICE void merge_partials(const AttentionParams& p, const Job& job, int thread) {
+  constexpr int kQuads = kVo / 4;
+  const PartialGroup group = job.piece.group;
+  const int row_begin = job.piece.tile.row_begin, count = min(kRows, job.row_end - row_begin) * kQuads;
+  for (int i = thread; i < count; i += kThreads) {
+    const int row = i / kQuads, col = (i - row * kQuads) * 4;
+    float m = kNoLogit, d = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 4
+    for (int part = 0; part < group.num_parts; ++part) {
+      const int64_t at = static_cast<int64_t>(group.slot(part)) * kRows + row;
+      const float2 md = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + at);
+      const float4 x = __ldcg(reinterpret_cast<const float4*>(p.partial_o + at * kVo + col));
+      const float top = fmaxf(m, md.x), keep = ptx::ex2(m - top), join = ptx::ex2(md.x - top);
+      m = top, d = d * keep + md.y * join;
+      o[0] = o[0] * keep + x.x * join, o[1] = o[1] * keep + x.y * join;
+      o[2] = o[2] * keep + x.z * join, o[3] = o[3] * keep + x.w * join;
+    }
+    const Job::Place to = job.place(p.group, row_begin + row);
+    const RowResult result = finish_row(m, d, p.sinks == nullptr ? nullptr : p.sinks + to.head, p.o_scale);
+    const uint2 packed = {ptx::pack(T{}, o[0] * result.scale, o[1] * result.scale),
+                          ptx::pack(T{}, o[2] * result.scale, o[3] * result.scale)};
+    T* dst = static_cast<T*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
+    *reinterpret_cast<uint2*>(dst) = packed;
+    if (col == 0 && p.lse != nullptr) p.lse[to.token * p.num_qo_heads + to.head] = result.lse;
+  }
+}
+
+}  // namespace quire
