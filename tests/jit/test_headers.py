@@ -34,8 +34,8 @@ def test_follows_every_own_include(tmp_path: Path) -> None:
         '/* \n#include "quire/b.h"\n*/\n',
         'const char* s = "\\\n#include <evil>";\n',
         'auto s = R"x(\n#include <evil>\n)x";\n',
-        '#ifndef __CUDACC__\n#include <cmath>\n#endif\n',
-        '#if !defined(__CUDACC__)\n#if FOO\n#include <cmath>\n#endif\n#endif\n',
+        "#ifndef __CUDACC__\n#include <cmath>\n#endif\n",
+        "#if !defined(__CUDACC__)\n#if FOO\n#include <cmath>\n#endif\n#endif\n",
         '#ifdef __CUDACC__\n#else\n#include "quire/missing.h"\n#endif\n',
     ],
 )
@@ -45,7 +45,9 @@ def test_ignores_what_a_device_unit_does_not_include(tmp_path: Path, text: str) 
 
 
 def test_an_unknown_condition_hides_nothing(tmp_path: Path) -> None:
-    write(tmp_path, a='#if __CUDA_ARCH__ >= 900\n#include "quire/b.h"\n#else\n#include "quire/c.h"\n#endif\n', b="", c="")
+    write(
+        tmp_path, a='#if __CUDA_ARCH__ >= 900\n#include "quire/b.h"\n#else\n#include "quire/c.h"\n#endif\n', b="", c=""
+    )
     assert names(tmp_path) == ["quire/a.h", "quire/b.h", "quire/c.h"]
 
 
@@ -59,7 +61,13 @@ def test_host_units_may_use_a_few_system_headers(tmp_path: Path, include: str) -
 
 @pytest.mark.parametrize(
     "directive",
-    ["#include <vector>", '#include "local.h"', '#include "quire/../x.h"', "#include MACRO", '#include_next "quire/b.h"'],
+    [
+        "#include <vector>",
+        '#include "local.h"',
+        '#include "quire/../x.h"',
+        "#include MACRO",
+        '#include_next "quire/b.h"',
+    ],
 )
 def test_refuses_what_a_key_cannot_account_for(tmp_path: Path, directive: str) -> None:
     write(tmp_path, a=directive + "\n", b="")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from quire.jit.request import Request
 from quire.jit.store import Manifest
@@ -37,15 +38,18 @@ def _name_part(label: str, old: Mapping[str, str], new: Mapping[str, str]) -> st
     return f"{label} is {new.get(label)!r}, the cache has {old.get(label)!r}"
 
 
-def _last_line(identity: str) -> str:
-    return identity.splitlines()[-1] if identity else "unknown"
+def _compilers(now: str, then: str) -> str:
+    """Two identities, told apart by their first line that differs."""
+    lines = zip_longest(now.splitlines(), then.splitlines(), fillvalue="nothing")
+    here, there = next(((a, b) for a, b in lines if a != b), (now, then))
+    return f"the compiler is {here}, the cache has {there}"
 
 
 def _same_slug(request: Request, manifest: Manifest, compiler: str | None) -> str:
     changed = _changed(manifest.parts, request.parts)
     reasons = [_name_part(label, manifest.parts, request.parts) for label in changed]
     if not reasons and compiler is not None and compiler != manifest.compiler:
-        reasons = [f"the compiler is {_last_line(compiler)}, the cache has {_last_line(manifest.compiler)}"]
+        reasons = [_compilers(compiler, manifest.compiler)]
     if not reasons:
         return "the entry in the cache is damaged or not to be trusted"
     return "; ".join(reasons[:4]) + (f" and {len(reasons) - 4} more" if len(reasons) > 4 else "")
