@@ -158,12 +158,10 @@ struct AttentionCpu {
           x.s + i * kTileKv, count, c.logits, [&](int key) { return shown(c, row + i, keys, key); }, x.m[row + i],
           x.d[row + i]);
     }
-    if (row == 0) {
-      for (int i = 0; i < next.end - next.begin; ++i) cpu::prefetch_row<kQk>(x.k_rows[(kv + 1) & 1][i]);
-    }
     float* o = x.o + row * kVo;
     if (c.full(row, row + kRows - 1, keys)) {
-      cpu::stream_all_values<kVo, kRows, kTileKv>(o, x.s, x.alpha, v_rows, count);
+      const cpu::Fetch<Kv> fetch = {x.k_rows[(kv + 1) & 1], row == 0 ? next.end - next.begin : 0};
+      cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s, x.alpha, v_rows, count, fetch);
     } else {
       for (int i = 0; i < kRows; ++i) {
         cpu::stream_seen_values<kVo>(o + i * kVo, x.s + i * kTileKv, x.alpha[i], v_rows, count);

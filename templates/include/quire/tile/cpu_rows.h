@@ -71,7 +71,7 @@ inline void merge_rows(const Rows& rows, const PartialGroup& group) {
     float o[V::kHeadDimVo] = {};
     for (int part = 0; part < group.num_parts; ++part) {
       const float weight = exp2(md(part, row)[0] - base);
-      if (weight == 0.0f) continue;
+      if (md(part, row)[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
       const float* from = p.partial_o + (static_cast<int64_t>(group.slot(part)) * V::kTileRows + row) * V::kHeadDimVo;
       d += weight * md(part, row)[1];
       for (int i = 0; i < V::kHeadDimVo; i += kLanes) store(o + i, load(o + i) + load(from + i) * weight);

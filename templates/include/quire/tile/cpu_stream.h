@@ -41,9 +41,18 @@ inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, con
   }
 }
 
-// o[kRows][kVectors * kLanes of kDim] = alpha[row] * o + sum over keys of s[row][key] v_rows[key][from d on].
-template <int kDim, int kRows, int kVectors, int kStride, class Kv>
-inline void stream_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int d, int count) {
+// The rows that a pass over values brings in besides, for the next kv tile.
+template <class Kv>
+struct Fetch {
+  const Kv* const* rows;
+  int count;
+};
+
+// o[kRows][kVectors * kLanes of kDim] = alpha[row] * o + sum over keys of s[row][key] v_rows[key][from d on]. One row
+// of kFetchDim numbers is fetched beside each value.
+template <int kDim, int kRows, int kVectors, int kStride, int kFetchDim, class Kv>
+inline void stream_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int d, int count,
+                          Fetch<Kv> fetch) {
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
@@ -52,6 +61,7 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
   }
 #pragma GCC unroll 1
   for (int key = 0; key < count; ++key) {
+    if (key < fetch.count) prefetch_row<kFetchDim>(fetch.rows[key]);
     const Kv* v = v_rows[key] + d;
     Floats x[kVectors];
 #pragma GCC unroll 4
@@ -70,12 +80,17 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
   }
 }
 
-template <int kDim, int kRows, int kStride, class Kv>
-inline void stream_all_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int count) {
+template <int kDim, int kRows, int kStride, int kFetchDim, class Kv>
+inline void stream_all_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int count,
+                              Fetch<Kv> fetch) {
   constexpr int kVectors = 4, kStep = kVectors * kLanes, kWhole = kDim / kStep * kStep;
-  for (int d = 0; d < kWhole; d += kStep) stream_values<kDim, kRows, kVectors, kStride>(o, s, alpha, v_rows, d, count);
+  for (int d = 0; d < kWhole; d += kStep) {
+    stream_values<kDim, kRows, kVectors, kStride, kFetchDim>(o, s, alpha, v_rows, d, count, fetch);
+    fetch.count = 0;
+  }
   if constexpr (kWhole < kDim) {
-    stream_values<kDim, kRows, (kDim - kWhole) / kLanes, kStride>(o, s, alpha, v_rows, kWhole, count);
+    constexpr int kRest = (kDim - kWhole) / kLanes;
+    stream_values<kDim, kRows, kRest, kStride, kFetchDim>(o, s, alpha, v_rows, kWhole, count, fetch);
   }
 }
 

@@ -85,7 +85,8 @@ QUIRE_CPU void store(fp16_t* to, Floats x) {
   memcpy(to, &halves, sizeof(halves));
 }
 
-QUIRE_CPU Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+// A NaN in x is passed over.
+QUIRE_CPU Floats maximum(Floats m, Floats x) { return x > m ? x : m; }
 
 // 2^x for x <= 126: a polynomial on [-1/2, 1/2] (relative error 9.2e-8, minimax) times a power of two made by shifting
 // the rounded x into the exponent. Below 2^-126 it is 0, so exp2(-inf) is exactly 0. Needs IEEE addition: -ffast-math
