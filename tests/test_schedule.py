@@ -6,6 +6,7 @@ The plan is walked here from its documentation in core/schedule.h, not through t
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -309,22 +310,33 @@ def test_fixed_splits_do_not_depend_on_neighbours(batch, alone):
         fields = ("row_begin", "kv_begin", "kv_end", "part", "num_parts")
         return sorted(tuple(getattr(t, f) for f in fields) for t in schedule.tiles if t.request == request)
 
-    assert cuts(batch.schedule(), at) == cuts(single.schedule(), 0)
+    together, apart = batch.schedule(), single.schedule()
+    assert cuts(together, at) == cuts(apart, 0)
 
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(fixed=True))
 def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
     """Where a window begins must not move the cuts: the same key is added in the same order at every step of decode."""
+    schedule = batch.schedule()
     if batch.fixed_split_size < 0:
-        assert all(t.num_parts == 1 for t in batch.schedule().tiles)
+        assert all(t.num_parts == 1 for t in schedule.tiles)
         return
     step = batch.fixed_split_size // batch.tile_kv
-    for t in batch.schedule().tiles:
+    for t in schedule.tiles:
         if t.kv_begin < t.kv_end:
             assert t.kv_begin // step == (t.kv_end - 1) // step
         if t.part > 0:
             assert t.kv_begin % step == 0
+
+
+def test_tiles_and_shares_keep_their_memory():
+    """They are views of the packed buffer: it must live as long as they do."""
+    for name in ("tiles", "shares"):
+        schedule = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule()
+        buffer, view = weakref.ref(schedule.buffer), getattr(schedule, name)
+        del schedule
+        assert len(view) and buffer() is not None
 
 
 def test_plenty_of_work_is_not_cut():
