@@ -16,15 +16,6 @@ from torch import Tensor
 import oracle
 
 WORKSPACE_BYTES = 32 << 20
-
-
-def pending(*names: str) -> pytest.MarkDecorator:
-    """Expects a test to fail as long as one of these public names is missing, and to pass once they are there."""
-    missing = [name for name in names if not hasattr(quire, name)]
-    reason = f"not in this release: {', '.join(missing)}"
-    return pytest.mark.xfail(bool(missing), reason=reason, raises=AttributeError, strict=True)
-
-
 _workspaces: dict[str, Tensor] = {}
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import oracle
 import quire
-from problems import Problem, ints, pending, workspace
+from calls import pending
+from problems import Problem, ints, workspace
 
 SIZES = [(1, 1, 64), (7, 4, 128), (33, 5, 256), (3, 64, 192), (5, 2, 48)]
 

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import quire
-from calls import decode, decode_wrapper, plan_decode
-from problems import FORMS, Problem, pending, poisoned, workspace
+from calls import decode, decode_wrapper, pending, plan_decode
+from problems import FORMS, Problem, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)
 LAYOUTS = ("NHD", "HND")

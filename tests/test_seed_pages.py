@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import quire as flashinfer
+from calls import pending
 
 NUM_LAYERS = 2
 
