@@ -51,7 +51,12 @@ def test_an_unknown_condition_hides_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == ["quire/a.h", "quire/b.h", "quire/c.h"]
 
 
-@pytest.mark.parametrize("include", ["<cmath>", "<immintrin.h>", "<stdint.h>"])
+def test_device_units_may_use_two_system_headers(tmp_path: Path) -> None:
+    write(tmp_path, a="#include <stdint.h>\n#include <stddef.h>\n")
+    assert names(tmp_path) == ["quire/a.h"]
+
+
+@pytest.mark.parametrize("include", ["<cmath>", "<immintrin.h>", "<stdlib.h>"])
 def test_host_units_may_use_a_few_system_headers(tmp_path: Path, include: str) -> None:
     write(tmp_path, a=f"#include {include}\n")
     assert names(tmp_path, device=False) == ["quire/a.h"]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from quire.errors import CompileError
 
-__all__ = ["SYSTEM_HEADERS", "Header", "closure"]
+__all__ = ["DEVICE_SYSTEM_HEADERS", "SYSTEM_HEADERS", "Header", "closure"]
 
 #: System headers that a host unit may include: freestanding, C library and intrinsics; no STL containers or streams.
 SYSTEM_HEADERS = frozenset(
@@ -27,6 +27,8 @@ SYSTEM_HEADERS = frozenset(
         *("limits", "new", "type_traits"),
     )
 )
+#: The two that a device unit may include: fixed by the platform, and part of nvcc's implicit prelude anyway.
+DEVICE_SYSTEM_HEADERS = frozenset({"stddef.h", "stdint.h"})
 
 _TOKEN = re.compile(
     r'R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"'  # raw string
@@ -103,9 +105,10 @@ def _own(operand: str, device: bool, origin: str) -> str | None:
     if own is not None and ".." not in own.group(1):
         return own.group(1)
     system = re.fullmatch(r"<([^<>]+)>", operand)
-    if system is not None and not device and system.group(1) in SYSTEM_HEADERS:
+    permitted = DEVICE_SYSTEM_HEADERS if device else SYSTEM_HEADERS
+    if system is not None and system.group(1) in permitted:
         return None
-    allowed = "" if device else f", or one of <{'>, <'.join(sorted(SYSTEM_HEADERS))}>"
+    allowed = f", <{'>, <'.join(sorted(permitted))}>"
     kind = "device" if device else "host"
     raise CompileError(
         f"{origin}: include {operand} cannot be part of a variant's key: "
