@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from quire import aot, cascade, decode, errors, jit, page, prefill, quantization
 from quire.aot import warmup
-from quire.cascade import merge_state, merge_state_in_place, merge_states
+from quire.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    batch_decode_with_shared_prefix_padded_kv_cache,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
 from quire.errors import (
     CacheError,
@@ -34,12 +42,15 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "CacheError",
     "CacheMissError",
     "CompileError",
     "DriverError",
+    "MultiLevelCascadeAttentionWrapper",
     "PlanError",
     "QuireError",
     "UnsupportedError",
@@ -47,6 +58,7 @@ __all__ = [
     "aot",
     "append_paged_kv_cache",
     "backends",
+    "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
     "decode",
     "errors",

@@ -15,7 +15,7 @@ from quire.checks import check_contiguous_last, check_tensor
 from quire.errors import ValidationError
 from quire.types import KVLayout
 
-__all__ = ["KVView", "PagedCache", "cache_view", "ragged_view"]
+__all__ = ["KVView", "PagedCache", "cache_view", "page_size_of", "ragged_view"]
 
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -85,3 +85,11 @@ def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) ->
         page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
         raise ValidationError(f"{name}: expected [num_pages, {page}, head_dim], got {list(tensor.shape)}.")
     return _view(full, name, layout)
+
+
+def page_size_of(cache: PagedCache, layout: KVLayout) -> int:
+    """Tokens of a page: 1 where that dimension is left out."""
+    first, dims = (cache, 5) if isinstance(cache, torch.Tensor) else (check_tensor(cache[0], "paged_kv_cache[0]"), 4)
+    if first.dim() != dims:
+        return 1
+    return first.shape[-3 if layout is KVLayout.NHD else -2]

@@ -12,7 +12,7 @@ from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
 from quire.launch import launch, parallel_grid
-from quire.layout import KVView, PagedCache, cache_view
+from quire.layout import KVView, PagedCache, cache_view, page_size_of
 from quire.target import target_of
 from quire.types import KVLayout
 
@@ -40,7 +40,7 @@ def append_paged_kv_cache(
     """
     layout = KVLayout.of(kv_layout)
     check_tensor(append_key, "append_key")
-    k, v = cache_view(paged_kv_cache, layout, _page_size(paged_kv_cache, layout))
+    k, v = cache_view(paged_kv_cache, layout, page_size_of(paged_kv_cache, layout))
     device = k.tensor.device
     nnz = append_key.shape[0] if append_key.dim() else 0
     for tensor, name, view in ((append_key, "append_key", k), (append_value, "append_value", v)):
@@ -61,17 +61,6 @@ def append_paged_kv_cache(
     if nnz == 0 or batch <= 0:
         return
     _launch(append_key, append_value, k, v, tables, batch)
-
-
-def _page_size(cache: PagedCache, layout: KVLayout) -> int:
-    """Tokens of a page: 1 where the dimension is left out."""
-    if isinstance(cache, torch.Tensor):
-        full, dims = cache, 5
-    else:
-        full, dims = check_tensor(cache[0], "paged_kv_cache[0]"), 4
-    if full.dim() != dims:
-        return 1
-    return full.shape[-3 if layout is KVLayout.NHD else -2]
 
 
 def _table(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:

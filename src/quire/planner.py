@@ -6,7 +6,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from quire.workspace import Workspace, partials_bytes
 __all__ = ["AttentionPlan", "Indices", "Schedule", "Scoring", "make_plan", "make_schedule"]
 
 _LOG2E = math.log2(math.e)
+_Array = TypeVar("_Array", bound=ctypes.Array[Any])
 
 
 class Indices(NamedTuple):
@@ -57,14 +58,17 @@ class Schedule:
     @property
     def tiles(self) -> ctypes.Array[Tile]:
         """The row tiles, in the order in which they are worked off."""
-        array = Tile * int(self.params.num_tiles)
-        return array.from_address(self.buffer.data_ptr() + self.params.tiles_offset)
+        return self._view(Tile * int(self.params.num_tiles), self.params.tiles_offset)
 
     @property
     def shares(self) -> ctypes.Array[Share]:
         """One contiguous run of work a CTA; empty when each CTA does one whole tile."""
-        array = Share * int(self.params.num_ctas if self.params.is_shared else 0)
-        return array.from_address(self.buffer.data_ptr() + self.params.shares_offset)
+        return self._view(Share * int(self.params.num_ctas if self.params.is_shared else 0), self.params.shares_offset)
+
+    def _view(self, array: type[_Array], offset: int) -> _Array:
+        view = array.from_address(self.buffer.data_ptr() + offset)
+        view.buffer = self.buffer  # type: ignore[attr-defined]  # the view keeps its memory alive
+        return view
 
 
 @cache

@@ -188,7 +188,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         arrays plan without a synchronisation; device arrays are copied first. custom_mask is a flat bool tensor of
         sum(qo_len * kv_len) values and replaces `causal`; packed_custom_mask holds its bits, little-endian, each
         request from a byte of its own on. sm_scale defaults to 1 / sqrt(head_dim_qk); window_left counts the keys to
-        the left of the diagonal that stay visible (-1: all); logits_soft_cap c gives c * tanh(logit / c) (None or 0: off).
+        the left of the diagonal that stay visible (-1: all); logits_soft_cap c gives c * tanh(logit / c), None or 0
+        nothing.
         fixed_split_size (tokens) or disable_split_kv make a request's result independent of its neighbours.
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
