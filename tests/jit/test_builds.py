@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -428,6 +429,19 @@ def test_a_waiting_process_says_for_whom(templates: Path, fake: FakeCompiler, tm
     assert status == "hit"
     assert [event.kind for event in seen] == ["wait", "hit"]
     assert f"process {first.pid} on " in seen[0].cause
+
+
+def test_a_file_system_without_locks_still_builds(
+    templates: Path, fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("quire.jit.lock.fcntl.flock", unsupported)
+    lines: list[str] = []
+    with Collect(lines):
+        assert jit.build(HOST, templates=templates)[0] == "built"
+    assert len([line for line in lines if "has no locks" in line]) == 1
 
 
 def test_patience_ends_in_a_build_of_ones_own(

@@ -148,6 +148,17 @@ def test_the_prebuilt_package_is_found_and_never_written(
     assert snapshot(package) == before
 
 
+def test_native_is_resolved_once_per_cache(
+    templates: Path, restart: Callable[[], None], no_processes: Callable[[], None]
+) -> None:
+    """The resolution is learnt before the root exists, and must be there for the next process."""
+    native = replace(HOST, target="native")
+    assert jit.build(native, templates=templates)[0] == "built"
+    restart()
+    no_processes()
+    assert jit.build(native, templates=templates)[0] == "hit"
+
+
 def test_an_explicit_store_is_the_only_one(built: FakeCompiler, templates: Path, tmp_path: Path) -> None:
     other = jit.Store(tmp_path / "other")
     assert jit.lookup(HOST, store=other, templates=templates) is None

@@ -37,6 +37,7 @@ from typing import Literal
 from quire import _templates, config
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
 from quire.jit import events, progress
+from quire.jit.archive import export_entries, import_entries
 from quire.jit.builder import compile_entry
 from quire.jit.cpu import host_target
 from quire.jit.driver import encode_tensor_map
@@ -62,9 +63,11 @@ __all__ = [
     "denied",
     "encode_tensor_map",
     "explain_miss",
+    "export_entries",
     "forget",
     "get_module",
     "host_target",
+    "import_entries",
     "load",
     "lookup",
     "prebuilt_stores",
@@ -259,6 +262,7 @@ def _build(request: Request, store: Store, templates: Path, cause: str) -> tuple
         if failure := place.prepare():
             raise CacheError(f"neither {store.root} ({reason}) nor {place.root} ({failure}) can be written")
     identity = toolchain.identify(compiler, place.memory)
+    place.memory.save()  # what was learnt before the root existed
     wanted = compiler_digest(identity)
     with entry_lock(place.lock_path(request, identity), _wait_reporter(request.spec)) as held:
         entry = place.find(request, lambda digest: digest == wanted, repair=True)

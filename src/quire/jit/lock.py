@@ -8,14 +8,17 @@ is one rename, so a wait that takes too long ends in a build of one's own, never
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from quire.jit import progress
 
 __all__ = ["entry_lock", "job_slot"]
 
@@ -35,7 +38,19 @@ def _try_lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        progress.warn_once(
+            f"the cache's file system has no locks ({error}); processes may repeat each other's compiles"
+        )
     return True
+
+
+def _unlock(descriptor: int) -> None:
+    """Explicitly, because a forked child may share the descriptor. Closing does it too where this is not supported."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _holder(descriptor: int) -> str:
@@ -77,8 +92,8 @@ def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bo
         try:
             yield held
         finally:
-            if held:  # explicitly: a forked child may share the descriptor
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            if held:
+                _unlock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -96,12 +111,13 @@ def job_slot(directory: Path, jobs: int, *, alone: bool = False) -> Iterator[Non
             stack.callback(os.close, descriptors[-1])
         if alone:
             for descriptor in descriptors:
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
-                stack.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+                while not _try_lock(descriptor):
+                    time.sleep(_LONGEST_PAUSE)
+                stack.callback(_unlock, descriptor)
         else:
             held = next((d for d in descriptors if _try_lock(d)), None)
             while held is None:
                 time.sleep(_LONGEST_PAUSE)
                 held = next((d for d in descriptors if _try_lock(d)), None)
-            stack.callback(fcntl.flock, held, fcntl.LOCK_UN)
+            stack.callback(_unlock, held)
         yield

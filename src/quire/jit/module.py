@@ -116,6 +116,13 @@ class Launch:
         return self._config.grid_x, self._config.grid_y, self._config.grid_z
 
 
+class _PerThread(threading.local):
+    """A thread's own planned launches: an instance must not be called by two threads at once."""
+
+    def __init__(self) -> None:
+        self.launches: dict[tuple[Any, ...], Launch] = {}
+
+
 class CudaModule:
     """A cubin. Opened when a device is first prepared: constructing one needs no driver.
 
@@ -130,7 +137,7 @@ class CudaModule:
         self._driver: Driver | None = None
         self._kernel: int | None = None
         self._loaded: dict[int, _Loaded] = {}
-        self._planned = threading.local()  # of each thread: what launch() was called with before
+        self._planned = _PerThread()  # what launch() was called with before
 
     @property
     def slug(self) -> str:
@@ -231,7 +238,7 @@ class CudaModule:
         cluster: tuple[int, int, int] | None = None,
     ) -> None:
         """Launch once, from any thread. Loads the kernel if `prepare` has not, unless `stream` is being captured."""
-        planned: dict[tuple[Any, ...], Launch] = self._planned.__dict__
+        planned = self._planned.launches
         key = (grid, block, smem, device, pdl, cluster)
         launch = planned.get(key)
         if launch is None:

@@ -257,6 +257,30 @@ class Store:
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
 
+    def problems(self) -> Iterator[tuple[Path, str]]:
+        """(directory, what is wrong with it) of every entry that `verify` refuses."""
+        for path in self.paths():
+            try:
+                self.verify(path)
+            except (CacheError, OSError) as error:
+                yield path, str(error)
+
+    def gc(self, max_bytes: int) -> list[Path]:
+        """Remove entries, unreadable ones first and then the oldest, until all of them take at most `max_bytes`.
+
+        Age counts from the build: a hit writes nothing, so nobody knows when an entry was last used. Returns what went.
+        """
+        created = {path: manifest.created for path, manifest in self.manifests()}
+        sizes = {path: sum(f.lstat().st_size for f in path.rglob("*") if f.is_file()) for path in self.paths()}
+        total, removed = sum(sizes.values()), list[Path]()
+        for path in sorted(sizes, key=lambda path: (created.get(path, 0.0), path)):
+            if total <= max_bytes:
+                break
+            self.remove(path)
+            total -= sizes[path]
+            removed.append(path)
+        return removed
+
     def clear(self) -> int:
         """Remove every entry, log and leftover; the number of entries removed. Locks stay: they may be held."""
         paths = list(self.paths())
@@ -308,6 +332,23 @@ class Store:
             return Entry(final, manifest)
         progress.warn_once(f"{final} could not be published; this process uses {staging}")
         return Entry(staging, manifest)
+
+    def adopt(self, entry: Entry) -> bool:
+        """Publish a verified entry that lies in this store's staging; False if it is there already."""
+        final = self.root / "entries" / entry.slug / entry.path.name
+        final.parent.mkdir(exist_ok=True, mode=0o755)
+        for file in (*entry.path.iterdir(), entry.path):
+            _fsync(file)
+        for _ in range(2):
+            try:
+                entry.path.rename(final)
+            except OSError:
+                if self._rival(final) is not None:
+                    return False
+                continue
+            _fsync(final.parent)
+            return True
+        raise CacheError(f"{final} could not be published")
 
     def _rival(self, final: Path) -> Entry | None:
         """The sound entry that stands where ours should go, or None after moving an unsound one away."""

@@ -65,6 +65,7 @@ class Memory:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._known: dict[str, dict[str, Any]] | None = None
+        self._unsaved = False
         self._guard = threading.Lock()
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -87,12 +88,20 @@ class Memory:
     def set(self, key: str, value: dict[str, Any]) -> None:
         """Remember `value`, in this process and, if its directory can be written, for later ones."""
         with self._guard:
-            known = self._known = {**self._read(), **self._load(), key: value}  # others may have written meanwhile
-            if self._path is None or not os.access(self._path.parent, os.W_OK):
+            self._load()[key] = value
+            self._unsaved = True
+        self.save()
+
+    def save(self) -> None:
+        """Write what is not yet written, if the directory exists by now and can be written."""
+        with self._guard:
+            if not self._unsaved or self._path is None or not os.access(self._path.parent, os.W_OK):
                 return
+            self._known = {**self._read(), **self._load()}  # others may have written meanwhile
             draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
-            draft.write_text(json.dumps(known, indent=1, sort_keys=True))
+            draft.write_text(json.dumps(self._known, indent=1, sort_keys=True))
             draft.replace(self._path)
+            self._unsaved = False
 
 
 def _ask(command: list[str]) -> str:
