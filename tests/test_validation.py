@@ -153,6 +153,23 @@ def test_masks(device, backend, name, value, word):
     refused(lambda: wrapper.plan(**{**paged_arguments(p, cache), name: on_device}), word)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_masks_with_gaps(device, backend, packed):
+    """A strided mask is read by its strides or refused: never as if it had none."""
+    p = problem(device).random_mask()
+    bits = p.packed_mask() if packed else p.mask
+    name = "packed_custom_mask" if packed else "custom_mask"
+    strided = torch.stack([bits, ~bits], 1)[:, 0]
+    cache = p.paged(8)
+    wrapper = paged_wrapper(p, cache, backend)
+    try:
+        wrapper.plan(**{**paged_arguments(p, cache), name: strided})
+    except ValidationError as error:
+        assert name in str(error)
+        return
+    p.check(wrapper.run(p.q, cache.kv))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
@@ -183,7 +200,7 @@ def test_ragged_plan(device, backend, name, value, word):
 @pytest.mark.parametrize(
     ("name", "value", "word"),
     [
-        ("indptr", i32(0, 7), "indptr"),
+        ("indptr", i32(0, 7), "last_page_len"),
         ("indptr", i32(1, 7, 9), "indptr"),
         ("indptr", i32(0, 10, 9), "indptr"),
         ("indptr", i32(), "indptr"),
@@ -314,7 +331,7 @@ def test_a_failed_plan_does_not_leave_half_of_itself(device, backend):
     wrapper = paged_wrapper(p, cache, backend)
     plan_paged(wrapper, p, cache)
     with pytest.raises(ValidationError):
-        wrapper.plan(**{**paged_arguments(p, cache), "page_size": 3})
+        wrapper.plan(**{**paged_arguments(p, cache), "page_size": 1})
     p.check(wrapper.run(p.q, cache.kv))
 
 
@@ -526,7 +543,6 @@ def test_single_decode(device, change, word):
     [
         ("v_a", lambda t: t[0]),
         ("v_a", lambda t: t.long()),
-        ("v_b", lambda t: t[:-1]),
         ("v_b", lambda t: t[..., :32]),
         ("v_b", lambda t: t.float()),
         ("s_a", lambda t: t[:-1]),
@@ -630,16 +646,46 @@ def test_append_outside_of_the_pages_writes_nothing(device):
         assert torch.equal(torch.nan_to_num(got, nan=-5.0), want)
 
 
-def test_page_tables(device):
-    indptr, lens = ints([0, 2, 3], device), ints([5, 1], device)
-    refused(lambda: quire.get_batch_indices_positions(indptr, lens[:1], 3), "seq_lens")
-    refused(lambda: quire.get_batch_indices_positions(indptr, lens, -1), "nnz")
-    refused(lambda: quire.get_batch_indices_positions(None, lens, 3), "append_indptr")
-    out = torch.zeros(2, dtype=torch.int32, device=device)
-    refused(lambda: quire.get_batch_indices_positions(indptr, lens, 3, out, None), "batch_indices")
-    refused(lambda: quire.get_seq_lens(indptr, lens[:1], 8), "kv_last_page_len")
-    refused(lambda: quire.get_seq_lens(indptr, lens, 0), "page_size")
-    refused(lambda: quire.get_seq_lens(None, lens, 8), "kv_indptr")
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"seq_lens": i32(5)}, "seq_lens"),
+        ({"seq_lens": None}, "seq_lens"),
+        ({"append_indptr": None}, "append_indptr"),
+        ({"append_indptr": i32(0, 2, 3).reshape(3, 1)}, "append_indptr"),
+        ({"append_indptr": i32()}, "append_indptr"),
+        ({"nnz": -1}, "nnz"),
+        ({"nnz": 2.5}, "nnz"),
+        ({"batch_indices": i32(0, 0)}, "batch_indices"),
+        ({"batch_indices": torch.zeros(3)}, "batch_indices"),
+        ({"positions": i32(0, 0, 0, 0)}, "positions"),
+        ({"positions": "out"}, "positions"),
+    ],
+    ids=row_id,
+)
+def test_get_batch_indices_positions(device, change, word):
+    arguments = {"append_indptr": i32(0, 2, 3), "seq_lens": i32(5, 1), "nnz": 3, **change}
+    moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+    refused(lambda: quire.get_batch_indices_positions(**moved), word)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"kv_indptr": None}, "kv_indptr"),
+        ({"kv_indptr": i32(0, 2, 3).reshape(3, 1)}, "kv_indptr"),
+        ({"kv_last_page_len": i32(5)}, "kv_last_page_len"),
+        ({"kv_last_page_len": [5, 1]}, "kv_last_page_len"),
+        ({"page_size": 0}, "page_size"),
+        ({"page_size": -8}, "page_size"),
+        ({"page_size": None}, "page_size"),
+    ],
+    ids=row_id,
+)
+def test_get_seq_lens(device, change, word):
+    arguments = {"kv_indptr": i32(0, 2, 3), "kv_last_page_len": i32(5, 1), "page_size": 8, **change}
+    moved = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in arguments.items()}
+    refused(lambda: quire.get_seq_lens(**moved), word)
 
 
 def test_bits(device):
