@@ -197,6 +197,10 @@ def open_the_directory(entry: jit.Entry) -> None:
     entry.path.chmod(0o777)
 
 
+def open_the_slugs_directory(entry: jit.Entry) -> None:
+    entry.path.parent.chmod(0o777)
+
+
 def link_the_artifact(entry: jit.Entry) -> None:
     target = entry.path.with_name("elsewhere")
     entry.artifact.rename(target)
@@ -216,6 +220,7 @@ DAMAGES = [
     delete_the_artifact,
     open_the_artifact,
     open_the_directory,
+    open_the_slugs_directory,
     link_the_artifact,
     pytest.param(give_it_away, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")),
 ]

@@ -60,6 +60,7 @@ def _unpack(path: Path, target: Path) -> dict[str, tuple[str, Path]]:
             (directory / file).write_bytes(data.read())
             (directory / file).chmod(0o644)
             directory.chmod(0o755)
+            directory.parent.chmod(0o755)
             found[f"{slug}/{name}"] = (slug, directory)
     return found
 

@@ -202,7 +202,12 @@ class Store:
     def verify(self, path: Path) -> Entry:
         """The entry at `path`, its owner, modes and digests checked; CacheError says what is wrong."""
         shared = self._trusted_group
-        _check_trust(path, stat.S_ISDIR, shared_group=shared)
+        for directory in (
+            path,
+            path.parent,
+            path.parent.parent,
+        ):  # whoever may write one could exchange what we checked
+            _check_trust(directory, stat.S_ISDIR, shared_group=shared)
         if not (path / _MANIFEST).exists():
             raise CacheError("it has no manifest")
         _check_trust(path / _MANIFEST, stat.S_ISREG, shared_group=shared)
@@ -321,7 +326,7 @@ class Store:
         _fsync(staging)
         final = self.root / "entries" / request.spec.slug / request.entry_name(manifest.compiler)
         for _ in range(2):
-            final.parent.mkdir(exist_ok=True, mode=0o755)
+            self._make_home(final.parent)
             try:
                 staging.rename(final)
             except OSError:
@@ -333,10 +338,18 @@ class Store:
         progress.warn_once(f"{final} could not be published; this process uses {staging}")
         return Entry(staging, manifest)
 
+    @staticmethod
+    def _make_home(path: Path) -> None:
+        """The directory of one slug, closed to other writers."""
+        path.mkdir(exist_ok=True, mode=0o755)
+        status = path.lstat()
+        if status.st_uid == os.geteuid() and status.st_mode & 0o022:
+            path.chmod(0o755)
+
     def adopt(self, entry: Entry) -> bool:
         """Publish a verified entry that lies in this store's staging; False if it is there already."""
         final = self.root / "entries" / entry.slug / entry.path.name
-        final.parent.mkdir(exist_ok=True, mode=0o755)
+        self._make_home(final.parent)
         for file in (*entry.path.iterdir(), entry.path):
             _fsync(file)
         for _ in range(2):
