@@ -197,6 +197,11 @@ def open_the_directory(entry: jit.Entry) -> None:
     entry.path.chmod(0o777)
 
 
+def share_the_directory_with_a_group(entry: jit.Entry) -> None:
+    os.chown(entry.path, -1, 54321)
+    entry.path.chmod(0o775)
+
+
 def open_the_slugs_directory(entry: jit.Entry) -> None:
     entry.path.parent.chmod(0o777)
 
@@ -222,6 +227,10 @@ DAMAGES = [
     open_the_directory,
     open_the_slugs_directory,
     link_the_artifact,
+    pytest.param(
+        share_the_directory_with_a_group,
+        marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root picks any group"),
+    ),
     pytest.param(give_it_away, marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")),
 ]
 
@@ -270,6 +279,17 @@ class Collect:
 
     def __exit__(self, *_: object) -> None:
         self.logger.removeHandler(self.handler)
+
+
+def test_a_group_of_ones_own_may_write(templates: Path, fake: FakeCompiler, restart: Callable[[], None]) -> None:
+    """Copying under umask 002 leaves such modes behind."""
+    entry = jit.build(HOST, templates=templates)[1]
+    if entry.path.stat().st_gid != os.geteuid():
+        pytest.skip("this user has no group of the same number")
+    for path in (entry.path.parent, entry.path, *entry.path.iterdir()):
+        path.chmod(path.stat().st_mode | 0o020)
+    restart()
+    assert jit.build(HOST, templates=templates)[0] == "hit"
 
 
 def test_leftovers_are_swept_after_an_hour(templates: Path, fake: FakeCompiler, cache: Path) -> None:

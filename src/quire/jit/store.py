@@ -111,7 +111,8 @@ def _check_trust(path: Path, expect: Callable[[int], bool], *, shared_group: boo
         raise CacheError(f"{path.name} is not a plain {'directory' if expect is stat.S_ISDIR else 'file'}")
     if status.st_uid not in _code_owners():
         raise CacheError(f"{path.name} belongs to user {status.st_uid}, expected {os.geteuid()} or root")
-    forbidden = stat.S_IWOTH if shared_group else stat.S_IWOTH | stat.S_IWGRP
+    # A group of the owner's own number is theirs alone, the custom of systems whose umask is 002.
+    forbidden = stat.S_IWOTH if shared_group or status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
     if status.st_mode & forbidden:
         raise CacheError(f"{path.name} may be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
 
