@@ -75,23 +75,40 @@ QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Tile& tile, 
   return piece;
 }
 
-// Calls body(const Piece&) for each piece of CTA `cta`, in order.
+// Walks the pieces of one CTA, in order.
+struct PieceCursor {
+  Share left;  // what is still to do; units counts down to 0
+
+  PieceCursor() = default;
+  QUIRE_HD PieceCursor(const AttentionParams& p, int cta) {
+    left = {0, 0, 0, 1};
+    if (p.shares != nullptr) left = p.shares[cta];
+  }
+
+  // False when nothing is left.
+  QUIRE_HD bool next(const AttentionParams& p, int cta, Piece& piece) {
+    if (left.units <= 0) return false;
+    if (p.shares == nullptr) {
+      piece = whole_piece(p, cta);
+      left.units = 0;
+      return true;
+    }
+    const Tile tile = p.tiles[left.tile];
+    const int units = min(left.units, tile_units(tile) - left.offset);
+    piece = share_piece(p, cta, tile, left.kv_head, left.offset, units);
+    left.units -= units;
+    left.offset = 0;
+    if (++left.tile == p.num_tiles) left.tile = 0, ++left.kv_head;
+    return true;
+  }
+};
+
+// Calls body(const Piece&) for each piece of CTA `cta`, in order. There is one call of body, because kernels inline it.
 template <class Body>
 QUIRE_HD void for_each_piece(const AttentionParams& p, int cta, Body&& body) {
-  if (p.shares == nullptr) {
-    body(whole_piece(p, cta));
-    return;
-  }
-  const Share share = p.shares[cta];
-  int tile = share.tile, kv_head = share.kv_head, offset = share.offset, left = share.units;
-  while (left > 0) {
-    const Tile t = p.tiles[tile];
-    const int units = min(left, tile_units(t) - offset);
-    body(share_piece(p, cta, t, kv_head, offset, units));
-    left -= units;
-    offset = 0;
-    if (++tile == p.num_tiles) tile = 0, ++kv_head;
-  }
+  PieceCursor cursor(p, cta);
+  Piece piece;
+  while (cursor.next(p, cta, piece)) body(piece);
 }
 
 }  // namespace quire

@@ -10,6 +10,7 @@
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/core/schedule.h"
+#include "quire/ptx/warp.cuh"
 #include "quire/tile/kv_ring.cuh"
 #include "quire/tile/mask.cuh"
 #include "quire/tile/partial.cuh"
@@ -33,24 +34,36 @@ struct AttentionFa2 {
   static constexpr int kM = kTileRows == 128 ? 2 : 1;  // blocks of 16 rows a warp
   static constexpr int kWarpRows = kM * 16;
   static constexpr int kThreads = kTileRows / kWarpRows * 32;
+#ifdef QUIRE_STAGES
+  static constexpr int kStages = QUIRE_STAGES;
+#else
+  static constexpr int kStages = 2;
+#endif
 
  private:
   using TileQ = SmemTile<kWarpRows, kQk>;  // a warp's own
   using TileO = SmemTile<kWarpRows, kVo>;  // takes its place at the end
   using TileK = SmemTile<kTileKv, kQk>;
   using TileV = SmemTile<kTileKv, kVo>;
-  using Rows = KvRows<V, kThreads>;
+  static constexpr int kTableSlots = max(kStages, 2);
+  using Rows = KvRows<V, kThreads, kTableSlots>;
 
+  static constexpr int kKeys = 1, kValues = 2;
   static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kRingAt = kThreads / 32 * kWarpBytes;
-  static constexpr int kTableAt = kRingAt + 2 * kStageBytes;
+  static constexpr int kTableAt = kRingAt + kStages * kStageBytes;
   static constexpr int kJobAt = kTableAt + Rows::kTableBytes;
-  static constexpr int kFlagAt = kJobAt + static_cast<int>(sizeof(Job));
-  static_assert(kFlagAt + 16 <= kJobAt + 128, "the job and the flag fit 128 bytes");
+
+  // Key tiles that some row of a warp sees, and those that each of its rows sees whole. Kept in shared memory too.
+  struct WarpTiles {
+    KeyRange any, all;
+  };
+  static constexpr int kWarpTilesAt = kJobAt + 128;
+  static_assert(sizeof(Job) <= 128 && sizeof(WarpTiles) == 16, "places in shared memory");
 
  public:
-  static constexpr int kSmemBytes = kJobAt + 128;
+  static constexpr int kSmemBytes = kWarpTilesAt + 64;
 #ifdef QUIRE_MIN_CTAS
   static constexpr int kMinCtas = QUIRE_MIN_CTAS;
 #else
@@ -63,28 +76,34 @@ struct AttentionFa2 {
 #endif
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
-    for_each_piece(p, static_cast<int>(blockIdx.x), [&](const Piece& piece) {
-      Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
+    Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
+    const int cta = static_cast<int>(blockIdx.x);
+    if (threadIdx.x == 0) job.cursor = PieceCursor(p, cta);
+    for (;;) {
       __syncthreads();  // all of shared memory may still be in use for the piece before
-      if (threadIdx.x == 0) job = Job(p, piece);
+      if (threadIdx.x == 0) job.next(p, cta);
       __syncthreads();
+      if (!job.exists) return;
       AttentionFa2(p, job, smem).attend();
-    });
+    }
   }
 
  private:
   const AttentionParams& p_;
-  const Job& job_;
+  Job& job_;
   unsigned char* smem_;
   int thread_, lane_;
 
-  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, const Job& job, unsigned char* smem)
+  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, Job& job, unsigned char* smem)
       : p_(p), job_(job), smem_(smem), thread_(threadIdx.x), lane_(threadIdx.x % 32) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE uint32_t warp_at() const { return smem_at(thread_ / 32 * kWarpBytes); }
-  QUIRE_DEVICE TileK k_tile(int i) const { return {smem_at(kRingAt + (i & 1) * kStageBytes)}; }
-  QUIRE_DEVICE TileV v_tile(int i) const { return {smem_at(kRingAt + (i & 1) * kStageBytes + TileK::kBytes)}; }
+  QUIRE_DEVICE TileK k_tile(int i) const { return {smem_at(kRingAt + i % kStages * kStageBytes)}; }
+  QUIRE_DEVICE TileV v_tile(int i) const { return {smem_at(kRingAt + i % kStages * kStageBytes + TileK::kBytes)}; }
+  QUIRE_DEVICE WarpTiles& warp_tiles() const {
+    return *reinterpret_cast<WarpTiles*>(smem_ + kWarpTilesAt + thread_ / 32 * 16);
+  }
   // This warp's first packed row.
   QUIRE_DEVICE int row_begin() const { return job_.piece.tile.row_begin + thread_ / 32 * kWarpRows; }
   QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask() const {
@@ -94,17 +113,16 @@ struct AttentionFa2 {
   }
 
   QUIRE_DEVICE void attend() {
-    const int kv_begin = job_.piece.kv_begin, kv_end = job_.piece.kv_end;
-    Rows rows(p_, job_.piece.tile.request, job_.piece.kv_head, smem_ + kTableAt);
+    const int kv_begin = job_.piece.kv_begin;
+    Rows rows(p_, job_, smem_ + kTableAt, thread_);
     load_q();
-    if (kv_begin < kv_end) {
-      if constexpr (V::kPaged) {
-        rows.begin(kv_begin, job_.kv_len, thread_);
-        __syncthreads();
-      }
-      rows.copy(k_tile(kv_begin), v_tile(kv_begin), kv_begin, job_.kv_len, thread_);
+    rows.begin(kv_begin);
+    if constexpr (kStages == 1) {
+      start_copy<kKeys>(rows, kv_begin);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kStages - 1; ++i) start_copy<kKeys | kValues>(rows, kv_begin + i);
     }
-    ptx::cp_async_commit();
 
     RowOperand<TileQ, kM, kHeld> q({warp_at()}, lane_);
     Accumulator<kM, kVo> o;
@@ -117,21 +135,35 @@ struct AttentionFa2 {
       q.hold();
     }
 
-    KeyRange any, all;  // tiles that some row of this warp sees, that each row sees whole
-    tile_ranges(any, all);
-#pragma unroll 1
-    for (int i = kv_begin; i < kv_end; ++i) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();  // all threads' parts of tile i are there, and all warps are done with tile i - 1
-      if (i + 1 < kv_end) rows.copy(k_tile(i + 1), v_tile(i + 1), i + 1, job_.kv_len, thread_);
-      ptx::cp_async_commit();
-      rows.fetch(i + 2, job_.kv_len, thread_);
+    if (lane_ == 0) warp_tiles() = find_tiles();
+    __syncwarp();
 
-      if (any.contains(i)) {
-        Accumulator<kM, kTileKv> s;
-        mma_ABt<T>(s, q, BlockCursor<TileK>(k_tile(i), lane_));
+    bool more = kv_begin < job_.piece.kv_end;
+#pragma unroll 1
+    for (int i = kv_begin; more; ++i) {
+      // Asked before the barrier: behind it each answer from shared memory would be waited for.
+      const WarpTiles tiles = warp_tiles();
+      const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
+      more = i + 1 < job_.piece.kv_end;
+      ptx::cp_async_wait<max(kStages - 2, 0)>();
+      __syncthreads();  // all threads' parts of k (two stages: and v) of tile i are there; all are done with tile i - 1
+      if constexpr (kStages == 1) {
+        start_copy<kValues>(rows, i);
+      } else {
+        start_copy<kKeys | kValues>(rows, i + kStages - 1);
+      }
+      rows.fetch(i + kTableSlots);
+
+      Accumulator<kM, kTileKv> s;
+      if (some) mma_ABt<T>(s, q, BlockCursor<TileK, Quarters::kTopFirst>(k_tile(i), lane_));
+      if constexpr (kStages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // v of tile i is there, all are done with its k
+        start_copy<kKeys>(rows, i + 1);
+      }
+      if (some) {
         const float scale = apply_cap(s);
-        if (!all.contains(i)) hide_keys(s, mask(), p_.group, row_begin(), i * kTileKv, lane_);
+        if (!every) hide_keys(s, mask(), p_.group, row_begin(), i * kTileKv, lane_);
         softmax.raise_max(s, scale, o);
         const BlockCursor<TileV> v(v_tile(i), lane_);
 #pragma unroll
@@ -141,7 +173,7 @@ struct AttentionFa2 {
           mma_AB_step<T>(o, weights, v, k);
         }
       }
-      rows.publish(i + 2, thread_);
+      rows.publish(i + kTableSlots);
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();
@@ -149,23 +181,31 @@ struct AttentionFa2 {
       store(o, softmax);
     } else {
       store_partial(o, softmax);
-      uint32_t* flag = reinterpret_cast<uint32_t*>(smem_ + kFlagAt);
-      if (is_last_arriver(p_, job_.piece.group, flag, thread_)) {
+      if (is_last_arriver(p_, job_, thread_)) {
         merge_partials<T, kTileRows, kVo, kThreads>(p_, job_, thread_);
       }
     }
   }
 
-  QUIRE_DEVICE void tile_ranges(KeyRange& any, KeyRange& all) const {
-    any = all = {0, 0};
-    if (row_begin() >= job_.row_end) return;
+  // One group of asynchronous copies, empty beyond the piece's last tile.
+  template <int kWhat>
+  QUIRE_DEVICE void start_copy(const Rows& rows, int i) const {
+    if (i < job_.piece.kv_end) {
+      if constexpr (kWhat & kKeys) rows.template copy<0>(k_tile(i), i);
+      if constexpr (kWhat & kValues) rows.template copy<1>(v_tile(i), i);
+    }
+    ptx::cp_async_commit();
+  }
+
+  QUIRE_DEVICE WarpTiles find_tiles() const {
+    WarpTiles tiles = {{0, 0}, {0, 0}};
+    if (row_begin() >= job_.row_end) return tiles;
     const auto mask = this->mask();
     const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, job_.row_end) - 1);
-    any = mask.any(first, last);
-    any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
-    if constexpr (V::kMask == kMaskCustom) return;
-    all = mask.all(first, last);
-    all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
+    const KeyRange any = mask.any(first, last), all = mask.all(first, last);
+    tiles.any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
+    if constexpr (V::kMask != kMaskCustom) tiles.all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
+    return tiles;
   }
 
   // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
@@ -229,7 +269,7 @@ struct AttentionFa2 {
 
   QUIRE_DEVICE void store_rows(TileO tile) const {
     using Split = RowSplit<32, TileO::kChunks>;
-    const Split split(lane_);
+    const Split split(ptx::lane_id());
 #pragma unroll 4
     for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
       if (row_begin() + r >= job_.row_end) break;

@@ -7,10 +7,14 @@ namespace quire::ptx {
 // The 32-bit address that shared-memory instructions take.
 QUIRE_DEVICE uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// Copies src_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. `src` must be a valid address either way.
+// Copies src_bytes (0 or 16) bytes and fills the rest of the 16 with zeros. With 0 the source is not read.
 QUIRE_DEVICE void cp_async_16(uint32_t dst, const void* src, int src_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(src_bytes)
                : "memory");
+}
+
+QUIRE_DEVICE void cp_async_16(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
 QUIRE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -55,7 +55,8 @@ struct RowOperand {
 
 // s = a * b^T; a [kM * 16, kCols], b [kN, kCols] in shared memory.
 template <class T, int kM, int kN, class TileA, int kHeld, class TileB>
-QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, const RowOperand<TileA, kM, kHeld>& a, BlockCursor<TileB> b) {
+QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, const RowOperand<TileA, kM, kHeld>& a,
+                          BlockCursor<TileB, Quarters::kTopFirst> b) {
   static_assert(TileA::kCols == TileB::kCols && TileB::kRows == kN, "a b^T needs rows of equal length");
   s.clear();
 #pragma unroll
@@ -68,8 +69,8 @@ QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, const RowOperand<TileA, kM, kH
       ptx::ldmatrix_x4(keys, b.at(n, k));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
-        ptx::mma_m16n8k16(T{}, s.at[m][2 * n], rows[m], keys[0], keys[2]);
-        ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], rows[m], keys[1], keys[3]);
+        ptx::mma_m16n8k16(T{}, s.at[m][2 * n], rows[m], keys[0], keys[1]);
+        ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], rows[m], keys[2], keys[3]);
       }
     }
   }

@@ -1,49 +1,21 @@
 // Partial results: what a CTA leaves of a row tile that it did not see whole, and their merging by the last to arrive.
 #pragma once
-#include "quire/core/schedule.h"
+#include "quire/tile/job.cuh"
 #include "quire/tile/softmax.cuh"
 
 namespace quire {
 
-// What a CTA works on. It lives in shared memory: registers are short in the main loop.
-struct Job {
-  Piece piece;
-  int64_t qo_begin;  // first row of q of this request
-  int32_t qo_len, kv_len;
-  int32_t row_end;  // one past the request's last packed row
-
-  // Where a packed row is in q, o and lse.
-  struct Place {
-    int64_t token;
-    int32_t head;
-  };
-
-  Job() = default;
-  QUIRE_DEVICE Job(const AttentionParams& p, const Piece& piece) : piece(piece) {
-    const int request = piece.tile.request;
-    qo_begin = p.qo_indptr[request];
-    qo_len = p.qo_indptr[request + 1] - static_cast<int>(qo_begin);
-    kv_len = p.kv_len[request];
-    row_end = qo_len * static_cast<int>(p.group.divisor);
-  }
-
-  QUIRE_DEVICE Place place(const FastDivisor& group, int row) const {
-    const int group_size = static_cast<int>(group.divisor), qo_idx = group.div(row);
-    return {qo_begin + qo_idx, piece.kv_head * group_size + row - qo_idx * group_size};
-  }
-};
-
-// True in every thread of the CTA that arrives last at the group: all parts are then visible to it, and the counter is
-// 0 again. `flag` is a word of shared memory that nobody else uses.
-QUIRE_DEVICE bool is_last_arriver(const AttentionParams& p, const PartialGroup& group, uint32_t* flag, int thread) {
+// True in every thread of the CTA that arrives last at the job's group: all parts are then visible to it, and the
+// counter is 0 again.
+QUIRE_DEVICE bool is_last_arriver(const AttentionParams& p, Job& job, int thread) {
   __threadfence();
   __syncthreads();
   if (thread == 0) {
-    const uint32_t last = group.num_parts - 1;
-    *flag = ptx::atomic_inc_acq_rel(p.arrivals + group.counter, last) == last;
+    const uint32_t last = job.piece.group.num_parts - 1;
+    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.piece.group.counter, last) == last;
   }
   __syncthreads();
-  return *flag != 0;
+  return job.is_last;
 }
 
 // Adds the parts up in order, four columns a thread, and writes o and lse of the rows that exist. Reads go past

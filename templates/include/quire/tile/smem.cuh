@@ -24,13 +24,19 @@ struct SmemTile {
   }
 };
 
-// One lane's view of a tile's 16 x 16 blocks: lanes 0..15 point at the rows of the left half, 16..31 of the right. Read
-// with ldmatrix, d[0..3] are the 8 x 8 quarters top left, bottom left, top right, bottom right.
-template <class Tile>
+// In which order ldmatrix visits the 8 x 8 quarters of a 16 x 16 block: left half first, as operand A wants them (and
+// operand B from a transposed block), or top half first, as B wants them from rows of b^T. The registers of one
+// instruction's operand are then neighbours; if they were not, each would cost a move.
+enum class Quarters { kLeftFirst, kTopFirst };
+
+// One lane's view of a tile's 16 x 16 blocks: the row that it points ldmatrix at.
+template <class Tile, Quarters kOrder = Quarters::kLeftFirst>
 struct BlockCursor {
   uint32_t lane_base;
 
-  QUIRE_DEVICE BlockCursor(Tile tile, int lane) : lane_base(tile.chunk(lane & 15, lane >> 4)) {}
+  QUIRE_DEVICE BlockCursor(Tile tile, int lane)
+      : lane_base(kOrder == Quarters::kLeftFirst ? tile.chunk(lane & 15, lane >> 4)
+                                                 : tile.chunk((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1)) {}
 
   // The XOR touches three bits, so two of a block's column bits pass through it and the others are added.
   QUIRE_DEVICE uint32_t at(int row_block, int col_block) const {

@@ -1,0 +1,42 @@
+// The piece of work that a CTA is busy with.
+#pragma once
+#include "quire/core/schedule.h"
+
+namespace quire {
+
+// What a CTA works on. It lives in shared memory: registers are short in the main loop.
+struct Job {
+  PieceCursor cursor;
+  Piece piece;
+  int64_t qo_begin;  // first row of q of this request
+  int32_t kv_first;  // ragged: its first row of k; paged: its first entry of kv_indices
+  int32_t qo_len, kv_len;
+  int32_t row_end;  // one past the request's last packed row
+  bool exists;      // false: the CTA is done
+  bool is_last;     // of the group's CTAs to arrive
+
+  // Where a packed row is in q, o and lse.
+  struct Place {
+    int64_t token;
+    int32_t head;
+  };
+
+  // One thread's: the CTA's next piece, if there is one.
+  QUIRE_DEVICE void next(const AttentionParams& p, int cta) {
+    exists = cursor.next(p, cta, piece);
+    if (!exists) return;
+    const int request = piece.tile.request;
+    qo_begin = p.qo_indptr[request];
+    qo_len = p.qo_indptr[request + 1] - static_cast<int>(qo_begin);
+    kv_first = p.kv_indptr[request];
+    kv_len = p.kv_len[request];
+    row_end = qo_len * static_cast<int>(p.group.divisor);
+  }
+
+  QUIRE_DEVICE Place place(const FastDivisor& group, int row) const {
+    const int group_size = static_cast<int>(group.divisor), qo_idx = group.div(row);
+    return {qo_begin + qo_idx, piece.kv_head * group_size + row - qo_idx * group_size};
+  }
+};
+
+}  // namespace quire
