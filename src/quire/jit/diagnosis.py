@@ -51,6 +51,11 @@ _KINDS: tuple[tuple[str, str, str], ...] = (
         "The Python mirror and the C++ header differ: reinstall quire, or correct the mirror.",
     ),
     (
+        "kernel and catalogue disagree",
+        r"the catalogue and the kernel disagree",
+        "The numbers in quire/kernels and those in the C++ header differ: reinstall quire, or correct either.",
+    ),
+    (
         "failed static assertion",
         r"static assertion failed|static_assert",
         "The kernel does not take this combination of constants.",
