@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import oracle
 import quire
-from calls import pending
 from problems import Problem, ints, workspace
 
 SIZES = [(1, 1, 64), (7, 4, 128), (33, 5, 256), (3, 64, 192), (5, 2, 48)]
@@ -137,10 +136,9 @@ def joined(levels, groups, qo_lens, dtype, device, *, causal, kv_layout="NHD", p
     return whole, tables, cache
 
 
-@pending("MultiLevelCascadeAttentionWrapper")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_three_levels(device, dtype, causal, kv_layout):
+def test_three_levels(device, backend, dtype, causal, kv_layout):
     """One system prompt, two documents, four requests."""
     p, tables, cache = joined(
         levels=[(40,), (13, 29), (7, 5, 9, 6)],
@@ -151,7 +149,7 @@ def test_three_levels(device, dtype, causal, kv_layout):
         causal=causal,
         kv_layout=kv_layout,
     )
-    wrapper = quire.MultiLevelCascadeAttentionWrapper(3, workspace(device), kv_layout)
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(3, workspace(device), kv_layout, backend=backend)
     columns = [list(c) for c in zip(*tables, strict=True)]
     for plan, run in ((wrapper.plan, wrapper.run), (wrapper.begin_forward, wrapper.forward)):
         plan(*columns, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, causal=causal, q_data_type=dtype)
@@ -159,13 +157,44 @@ def test_three_levels(device, dtype, causal, kv_layout):
             p.check(run(p.q, cache.kv))
 
 
-@pending("MultiLevelCascadeAttentionWrapper")
-def test_one_level_is_plain_prefill(device, dtype):
+def test_one_level_is_plain_prefill(device, backend, dtype):
     p, tables, cache = joined([(20, 33)], [(0, 1)], (3, 5), dtype, device, causal=True)
-    wrapper = quire.MultiLevelCascadeAttentionWrapper(1, workspace(device))
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(1, workspace(device), backend=backend)
     columns = [list(c) for c in zip(*tables, strict=True)]
     wrapper.plan(*columns, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, causal=True, q_data_type=dtype)
     p.check(wrapper.run(p.q, cache.kv))
+
+
+def test_a_window_over_levels_is_right_or_refused(device, backend, dtype):
+    """A level does not know how far its keys are from the queries: windows inside each level would be wrong."""
+    p, tables, cache = joined([(40,), (7, 5)], [(0, 0), (0, 1)], (3, 1), dtype, device, causal=True)
+    p.window_left = 20
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(2, workspace(device), backend=backend)
+    columns = [list(c) for c in zip(*tables, strict=True)]
+    try:
+        wrapper.plan(*columns, 4, 2, 64, 8, causal=True, window_left=20, q_data_type=dtype)
+    except quire.UnsupportedError as error:
+        assert "window_left" in str(error)
+        return
+    p.check(wrapper.run(p.q, cache.kv))
+
+
+def test_levels_that_do_not_match(device, backend):
+    """One array a level, and a run only after a plan."""
+    dtype = torch.float16
+    p, tables, cache = joined([(40,), (7, 5)], [(0, 0), (0, 1)], (3, 1), dtype, device, causal=True)
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(2, workspace(device), backend=backend)
+    with pytest.raises(quire.PlanError, match=r"plan\(\)"):
+        wrapper.run(p.q, cache.kv)
+    columns = [list(c) for c in zip(*tables, strict=True)]
+    names = ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr", "paged_kv_last_page_len")
+    for i, name in enumerate(names):
+        short = [c[:1] if i == j else c for j, c in enumerate(columns)]
+        with pytest.raises(quire.ValidationError, match=name):
+            wrapper.plan(*short, 4, 2, 64, 8)
+    for bad in (0, -1, None, 1.5):
+        with pytest.raises(quire.ValidationError, match="num_levels"):
+            quire.MultiLevelCascadeAttentionWrapper(bad, workspace(device))
 
 
 def shared_prefix(qo_lens, dtype, device, kv_layout, causal, unique=(9, 1, 30)):
@@ -179,12 +208,11 @@ def shared_prefix(qo_lens, dtype, device, kv_layout, causal, unique=(9, 1, 30)):
     return whole, tables[1], cache, k, v
 
 
-@pending("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["tensor", "tuple"])
-def test_decode_with_shared_prefix(device, dtype, form, kv_layout):
+def test_decode_with_shared_prefix(device, backend, dtype, form, kv_layout):
     p, (_, indptr, indices, last), cache, k, v = shared_prefix((1, 1, 1), dtype, device, kv_layout, False)
-    wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout)
+    wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout, backend=backend)
     wrapper.begin_forward(indptr, indices, last, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, data_type=dtype)
     kv = torch.stack(cache.kv, 1) if form == "tensor" else cache.kv
     p.check(wrapper.forward(p.q, k, v, kv))
@@ -193,12 +221,11 @@ def test_decode_with_shared_prefix(device, dtype, form, kv_layout):
     wrapper.end_forward()
 
 
-@pending("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_prefill_with_shared_prefix(device, dtype, kv_layout, causal):
+def test_prefill_with_shared_prefix(device, backend, dtype, kv_layout, causal):
     p, tables, cache, k, v = shared_prefix((4, 1, 7), dtype, device, kv_layout, causal)
-    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout)
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout, backend=backend)
     wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, q_data_type=dtype)
     p.check(wrapper.forward(p.q, k, v, cache.kv, causal=causal))
     p.sm_scale = 0.3
@@ -206,19 +233,28 @@ def test_prefill_with_shared_prefix(device, dtype, kv_layout, causal):
     wrapper.end_forward()
 
 
-@pending("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
-def test_prefill_with_shared_prefix_without_page_size(device):
+def test_prefill_with_shared_prefix_without_page_size(device, backend):
     """The first release took the page size from the cache, and float16 for granted."""
     dtype = torch.float16
     p, tables, cache, k, v = shared_prefix((4, 1, 7), dtype, device, "NHD", True)
-    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), "NHD")
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), "NHD", backend=backend)
     wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim)
     p.check(wrapper.forward(p.q, k, v, torch.stack(cache.kv, 1), causal=True))
 
 
-@pending("batch_decode_with_shared_prefix_padded_kv_cache")
+def test_a_shared_prefix_plan_keeps_its_own_copy_of_the_tables(device, backend):
+    """Also where the page size, and so the plan, waits for the first cache."""
+    p, tables, cache, k, v = shared_prefix((4, 1, 7), torch.float16, device, "NHD", True)
+    tables = [t.cpu().clone() for t in tables]
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), "NHD", backend=backend)
+    wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim)
+    for t in tables:
+        t.fill_(0)
+    p.check(wrapper.forward(p.q, k, v, cache.kv, causal=True))
+
+
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_decode_with_shared_prefix_padded(device, dtype, kv_layout):
+def test_decode_with_shared_prefix_padded(device, backend, dtype, kv_layout):
     """The suffixes stand in one padded tensor: [batch_size, unique_len, num_kv_heads, head_dim]."""
     p = Problem((1,) * 3, (50 + 12,) * 3, dtype=dtype, device=device)
     k, v = (t.reshape(3, 62, *t.shape[1:]).clone() for t in (p.k, p.v))
@@ -227,4 +263,4 @@ def test_decode_with_shared_prefix_padded(device, dtype, kv_layout):
     parts = [k[0, :50], v[0, :50], k[:, 50:], v[:, 50:]]
     if kv_layout == "HND":
         parts = [t.transpose(-3, -2).contiguous() for t in parts]
-    p.check(quire.batch_decode_with_shared_prefix_padded_kv_cache(p.q, *parts, kv_layout=kv_layout))
+    p.check(quire.batch_decode_with_shared_prefix_padded_kv_cache(p.q, *parts, kv_layout=kv_layout, backend=backend))

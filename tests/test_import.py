@@ -9,6 +9,9 @@ import sys
 
 import pytest
 
+import quire
+from calls import pending
+
 #: The public names that serving code imports.
 NAMES = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -98,17 +101,13 @@ def test_import_is_quick():
     assert seconds <= 0.150, f"import quire took {1e3 * seconds:.0f} ms"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pending(n)) for n in NAMES])
 def test_public_names(name):
-    import quire
-
-    assert hasattr(quire, name)
+    assert callable(getattr(quire, name))
     assert name in quire.__all__
 
 
 def test_every_public_name_exists():
-    import quire
-
     assert [n for n in quire.__all__ if not hasattr(quire, n)] == []
     assert isinstance(quire.__version__, str)
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import quire as flashinfer
-from calls import pending
 
 NUM_LAYERS = 2
 
@@ -147,7 +146,6 @@ def test_ragged_prefill_page(device):
     assert outputs_custom_mask[0].shape == torch.Size([100, 64, 128])
 
 
-@pending("BatchDecodeWithSharedPrefixPagedKVCacheWrapper")
 @pytest.mark.slow
 def test_shared_prefix_decode_page(device):
     num_layers = 1
@@ -203,7 +201,6 @@ def test_shared_prefix_decode_page(device):
     assert outputs[0].shape == torch.Size([7, 64, 128])
 
 
-@pending("BatchPrefillWithSharedPrefixPagedKVCacheWrapper")
 @pytest.mark.slow
 def test_shared_prefix_prefill_page(device):
     num_layers = 1

@@ -95,24 +95,24 @@ def test_prefill_returns(device, backend, dtype):
 
 
 @pytest.mark.parametrize("kv_len", [0, 1, 17, 128, 5000])
-def test_decode_lengths(device, dtype, kv_len):
+def test_decode_lengths(device, backend, dtype, kv_len):
     p = Problem((1,), (kv_len,), num_qo_heads=8, dtype=dtype, device=device)
-    out, lse = quire.single_decode_with_kv_cache(p.q[0], p.k, p.v, return_lse=True)
+    out, lse = quire.single_decode_with_kv_cache(p.q[0], p.k, p.v, return_lse=True, backend=backend)
     assert out.shape == (8, 64) and lse.shape == (8,)
     p.check(out[None], lse[None])
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("group_size", [1, 3, 4, 8, 16])
-def test_decode_groups_and_layouts(device, dtype, group_size, kv_layout):
+def test_decode_groups_and_layouts(device, backend, dtype, group_size, kv_layout):
     p = Problem((1,), (77,), num_qo_heads=2 * group_size, dtype=dtype, device=device)
     k, v = (p.k, p.v) if kv_layout == "NHD" else (p.k.transpose(0, 1), p.v.transpose(0, 1))
-    p.check(quire.single_decode_with_kv_cache(p.q[0], k, v, kv_layout)[None])
+    p.check(quire.single_decode_with_kv_cache(p.q[0], k, v, kv_layout, backend=backend)[None])
 
 
-def test_decode_options(device, dtype):
+def test_decode_options(device, backend, dtype):
     p = Problem((1,), (77,), dtype=dtype, device=device, window_left=20, soft_cap=3.0)
-    options = {"window_left": 20, "logits_soft_cap": 3.0, "use_tensor_cores": True}
+    options = {"window_left": 20, "logits_soft_cap": 3.0, "use_tensor_cores": True, "backend": backend}
     p.sm_scale = 0.3 * 0.5 * 1.5
     out = quire.single_decode_with_kv_cache(
         p.q[0], p.k, p.v, sm_scale=0.3, q_scale=0.5, k_scale=1.5, v_scale=2.0, **options
