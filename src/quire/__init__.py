@@ -16,7 +16,7 @@ from quire.cascade import (
     merge_state_in_place,
     merge_states,
 )
-from quire.decode import BatchDecodeWithPagedKVCacheWrapper, single_decode_with_kv_cache
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan, single_decode_with_kv_cache
 from quire.errors import (
     CacheError,
     CacheMissError,
@@ -63,6 +63,7 @@ __all__ = [
     "decode",
     "errors",
     "events",
+    "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
     "jit",

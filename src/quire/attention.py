@@ -72,8 +72,8 @@ class AttentionSpec:
         return MaskMode.CAUSAL if self.causal else MaskMode.NONE
 
     def rows(self) -> int:
-        """Packed rows of a typical request: the mean; 0 where no request may influence another."""
-        if self.fixed_split_size > 0 or self.indices.batch_size == 0:
+        """Packed rows of a typical request: the mean."""
+        if self.indices.batch_size == 0:
             return 0
         qo_indptr = self.indices.qo_indptr
         nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
@@ -82,7 +82,7 @@ class AttentionSpec:
     def problem(self, device: torch.device) -> AttentionProblem:
         return AttentionProblem(
             target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
-            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(),
+            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(), self.fixed_split_size != 0,
         )  # fmt: skip
 
 

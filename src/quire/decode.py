@@ -16,17 +16,18 @@ from quire.attention import (
     scoring_of,
 )
 from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.layout import PagedCache
 from quire.planner import Indices
 from quire.prefill import Result, split_size
 from quire.types import KVLayout
-from quire.workspace import OwnWorkspace, UserWorkspace
+from quire.workspace import OwnWorkspace
+from quire.wrapper import AttentionWrapper
 
-__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "single_decode_with_kv_cache"]
+__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache"]
 
 
-class BatchDecodeWithPagedKVCacheWrapper:
+class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     """Decode attention of a batch of requests over a paged cache.
 
     `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device. `kv_layout` is the
@@ -45,38 +46,13 @@ class BatchDecodeWithPagedKVCacheWrapper:
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
-        self._layout = KVLayout.of(kv_layout)
-        self._backend = backend
-        self._attention: Attention | None = None
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args=jit_args,
+            paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
+        )  # fmt: skip
         check_flags(use_tensor_cores=use_tensor_cores)
         self.use_tensor_cores = use_tensor_cores
-        self.reset_workspace_buffer(float_workspace_buffer, None)
-        if use_cuda_graph:
-            raise UnsupportedError(
-                "use_cuda_graph: plans whose lengths change between replays are not supported yet; expected False. "
-                "(A run() of one fixed plan may be captured as it is.)"
-            )
-        refuse(
-            paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer, jit_args=jit_args,
-        )  # fmt: skip
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether plan() may be called again between replays of a graph."""
-        return False
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
-    ) -> None:
-        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed."""
-        if int_workspace_buffer is not None:
-            check_tensor(int_workspace_buffer, "int_workspace_buffer")
-        self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
-
-    def explain(self) -> str:
-        """Which kernel plan() chose and why each other was refused."""
-        return str(planned(self._attention).decision)
 
     def plan(
         self,
@@ -123,24 +99,19 @@ class BatchDecodeWithPagedKVCacheWrapper:
         batch = kv_indptr.shape[0] - 1
         q_len = check_positive(q_len_per_req, "q_len_per_req")
         q_type = q_data_type or data_type or "float16"
-        self._attention = Attention(
+        last = host_indices(last_page_len, "last_page_len", batch)
+        pages = Indices(
+            batch, None, q_len, kv_indptr, last, page_indices(indices), check_positive(page_size, "page_size")
+        )
+        self._set_plan(
             AttentionSpec(
-                Indices(
-                    batch, None, q_len, kv_indptr, host_indices(last_page_len, "last_page_len", batch),
-                    page_indices(indices), check_positive(page_size, "page_size"),
-                ),
-                qo, kv, dim, dim, Types.of(q_type, kv_data_type or data_type, o_data_type),
-                scoring_of(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
-                causal=q_len > 1,
+                pages, qo, kv, dim, dim, Types.of(q_type, kv_data_type or data_type, o_data_type),
+                scoring_of(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal=q_len > 1,
                 fixed_split_size=split_size(fixed_split_size, disable_split_kv),
-            ),
-            self._layout, self._workspace, self._backend,
+            )
         )  # fmt: skip
 
     begin_forward = plan
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan is released with its wrapper or by the next plan()."""
 
     def run(
         self,
@@ -188,14 +159,33 @@ class BatchDecodeWithPagedKVCacheWrapper:
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        attention = planned(self._attention)
-        scoring = scoring_of(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-        self._attention = attention.with_changes(self._workspace, self._backend, scoring=scoring)
+        self._replan(pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
         """forward() with return_lse=True."""
         return self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+
+
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor,
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE",
+    window_left: int = -1, logits_soft_cap: float | None = None, q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+    q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """plan() of a decode wrapper as SGLang binds it; `global_override_indptr_cpu` is a host copy of `indptr`.
+
+    plan() itself is fast with host arrays; this only keeps the name.
+    """
+    self.plan(
+        indptr if global_override_indptr_cpu is None else global_override_indptr_cpu, indices, last_page_len,
+        num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap, q_data_type,
+        kv_data_type, None, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
+        fixed_split_size=fixed_split_size, disable_split_kv=disable_split_kv, q_len_per_req=q_len_per_req,
+    )  # fmt: skip
 
 
 def single_decode_with_kv_cache(

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from quire.checks import check_contiguous_last, check_same_device, check_shape, check_tensor, to_int32
+from quire.checks import check_contiguous_last, check_positive, check_same_device, check_shape, check_tensor, to_int32
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
@@ -50,7 +50,7 @@ def append_paged_kv_cache(
         check_contiguous_last(tensor, name)
         if tensor.dtype is not view.tensor.dtype:
             raise ValidationError(f"{name}: expected the cache's dtype {view.tensor.dtype}, got {tensor.dtype}.")
-    batch = kv_indptr.shape[0] - 1
+    batch = _batch_size(kv_indptr, "kv_indptr")
     tables = {
         "batch_indices": _table(batch_indices, "batch_indices", nnz, device),
         "positions": _table(positions, "positions", nnz, device),
@@ -61,6 +61,14 @@ def append_paged_kv_cache(
     if nnz == 0 or batch <= 0:
         return
     _launch(append_key, append_value, k, v, tables, batch)
+
+
+def _batch_size(indptr: torch.Tensor, name: str) -> int:
+    """batch_size of offsets [batch_size + 1]."""
+    check_tensor(indptr, name)
+    if indptr.dim() != 1 or indptr.shape[0] == 0:
+        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got {list(indptr.shape)}.")
+    return indptr.shape[0] - 1
 
 
 def _table(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
@@ -102,10 +110,12 @@ def _vector(params: AppendParams, size: int) -> int:
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Tokens of each request [batch_size], from its pages and the fill of its last one; 0 without pages."""
-    pages = check_tensor(kv_indptr, "kv_indptr").diff()
+    batch = _batch_size(kv_indptr, "kv_indptr")
     check_tensor(kv_last_page_len, "kv_last_page_len")
-    check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": pages.shape[0]})
-    return torch.where(pages > 0, (pages - 1) * page_size + kv_last_page_len, 0)
+    check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": batch})
+    pages = to_int32(kv_indptr, "kv_indptr").diff()
+    size = check_positive(page_size, "page_size")
+    return torch.where(pages > 0, (pages - 1) * size + to_int32(kv_last_page_len, "kv_last_page_len"), 0)
 
 
 def get_batch_indices_positions(
@@ -121,11 +131,13 @@ def get_batch_indices_positions(
     so that the new tokens of request b end at position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1.
     Nothing waits for the device. The two outputs are written into `batch_indices` and `positions` if given.
     """
-    indptr = check_tensor(append_indptr, "append_indptr")
+    batch = _batch_size(append_indptr, "append_indptr")
+    indptr = to_int32(append_indptr, "append_indptr")
     check_tensor(seq_lens, "seq_lens")
-    check_shape(seq_lens, "seq_lens", {"batch_size": indptr.shape[0] - 1})
-    if nnz < 0:
-        raise ValidationError(f"nnz: expected 0 or more, got {nnz}.")
+    check_shape(seq_lens, "seq_lens", {"batch_size": batch})
+    check_same_device(seq_lens, "seq_lens", indptr.device)
+    if isinstance(nnz, bool) or not isinstance(nnz, int) or nnz < 0:
+        raise ValidationError(f"nnz: expected 0 or more, got {nnz!r}.")
     token = torch.arange(nnz, device=indptr.device, dtype=indptr.dtype)
     request = torch.searchsorted(indptr, token, right=True) - 1
     valid = (request >= 0) & (request < seq_lens.shape[0])
@@ -141,6 +153,7 @@ def get_batch_indices_positions(
 def _into(values: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
     if out is None:
         return values
+    check_tensor(out, name)
     check_shape(out, name, {"nnz": values.shape[0]})
     if out.dtype is not torch.int32:
         raise ValidationError(f"{name}: expected dtype torch.int32, got {out.dtype}.")

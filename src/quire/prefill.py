@@ -23,11 +23,12 @@ from quire.attention import (
     scoring_of,
 )
 from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.layout import PagedCache
 from quire.planner import Indices
 from quire.types import KVLayout
-from quire.workspace import OwnWorkspace, UserWorkspace
+from quire.workspace import OwnWorkspace
+from quire.wrapper import AttentionWrapper
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -56,61 +57,7 @@ def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | 
     return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
 
 
-class _PrefillWrapper:
-    """What both wrappers share: the workspace, the current plan, the older spellings of plan and run."""
-
-    def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, **buffers: Any
-    ) -> None:
-        self._layout = KVLayout.of(kv_layout)
-        self._backend = backend
-        self._attention: Attention | None = None
-        self.reset_workspace_buffer(float_workspace_buffer, None)
-        if use_cuda_graph:
-            raise UnsupportedError(
-                "use_cuda_graph: plans whose lengths change between replays are not supported yet; expected False. "
-                "(A run() of one fixed plan may be captured as it is.)"
-            )
-        refuse(**buffers)
-
-    @property
-    def is_cuda_graph_enabled(self) -> bool:
-        """Whether plan() may be called again between replays of a graph."""
-        return False
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
-    ) -> None:
-        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed."""
-        if int_workspace_buffer is not None:
-            check_tensor(int_workspace_buffer, "int_workspace_buffer")
-        self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
-
-    def explain(self) -> str:
-        """Which kernel plan() chose and why each other was refused."""
-        return str(planned(self._attention).decision)
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan is released with its wrapper or by the next plan()."""
-
-    def _plan_spec(self, spec: AttentionSpec) -> None:
-        self._attention = Attention(spec, self._layout, self._workspace, self._backend)
-
-    def _with_options(
-        self,
-        causal: bool,
-        pos_encoding_mode: str,
-        sm_scale: float | None,
-        window_left: int,
-        logits_soft_cap: float | None,
-    ) -> None:
-        """forward() carries arguments of plan(): plan again where they differ from what was planned."""
-        attention = planned(self._attention)
-        scoring = scoring_of(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-        self._attention = attention.with_changes(self._workspace, self._backend, causal=causal, scoring=scoring)
-
-
-class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     """Attention of a batch of requests over a paged cache.
 
     `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device. `kv_layout` is the
@@ -217,7 +164,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
             host_indices(paged_kv_last_page_len, "paged_kv_last_page_len", batch), page_indices(paged_kv_indices),
             check_positive(page_size, "page_size"),
         )  # fmt: skip
-        self._plan_spec(
+        self._set_plan(
             AttentionSpec(
                 indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
                 scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
@@ -279,7 +226,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
             causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
         )  # fmt: skip
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        self._with_options(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
+        self._replan(pos_encoding_mode, sm_scale, window_left, logits_soft_cap, causal=causal)
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
@@ -287,7 +234,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_PrefillWrapper):
         return self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     """Attention of a batch of requests over ragged keys and values: one tensor each, requests one after another.
 
     The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper.
@@ -368,7 +315,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
         qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
         batch = qo_indptr_host.shape[0] - 1
         indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
-        self._plan_spec(
+        self._set_plan(
             AttentionSpec(
                 indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
                 scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
@@ -424,7 +371,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_PrefillWrapper):
             causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
         )  # fmt: skip
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        self._with_options(causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap)
+        self._replan(pos_encoding_mode, sm_scale, window_left, logits_soft_cap, causal=causal)
         return self.run(q, k, v, return_lse=return_lse)
 
     def forward_return_lse(

@@ -27,7 +27,8 @@ class AttentionProblem:
     mask: MaskMode
     window: bool
     soft_cap: bool
-    rows: int  #: packed rows (qo_len * group_size) of a typical request; 0: choose a tile that no request influences
+    rows: int  #: packed rows (qo_len * group_size) of a typical request
+    invariant: bool = False  #: a request's result must not depend, bit for bit, on what else is in the batch
 
     @property
     def on_cuda(self) -> bool:
@@ -179,7 +180,7 @@ class AttentionKernel:
 
 
 def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """The lowest tile that a typical request fills; the lowest of all where no request may have a say."""
+    """The lowest tile that a typical request fills."""
     return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
 
 

@@ -25,6 +25,11 @@ def _tiles(head_dim_qk: int, head_dim_vo: int, target: str) -> tuple[TileShape, 
     return (TileShape(16, 64), TileShape(96, 64))
 
 
+def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """The lowest tile that a typical request fills; always the lowest where neighbours must not have a say."""
+    return shapes[0].rows if problem.invariant else first_tile_that_holds(problem, shapes)
+
+
 KERNEL = AttentionKernel(
     name="attention_cpu",
     backend="cpu",
@@ -32,5 +37,5 @@ KERNEL = AttentionKernel(
     cxx="AttentionCpu",
     reject=_reject,
     tiles=_tiles,
-    choose_rows=first_tile_that_holds,
+    choose_rows=_choose_rows,
 )

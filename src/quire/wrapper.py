@@ -1,0 +1,92 @@
+"""What all planned wrappers have in common: a workspace, a current plan, and the names that serving engines look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.attention import Attention, AttentionSpec, planned, scoring_of
+from quire.checks import check_flags, check_tensor, refuse
+from quire.errors import UnsupportedError
+from quire.types import KVLayout
+from quire.workspace import UserWorkspace
+
+__all__ = ["AttentionWrapper"]
+
+
+class AttentionWrapper:
+    """plan() sets the current Attention, run() uses it. Subclasses translate the surface's spellings and nothing else.
+
+    `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device; `kv_layout` is
+    "NHD" or "HND"; `backend` is "auto" or one of `quire.backends()`.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, **buffers: Any
+    ) -> None:
+        self._layout = KVLayout.of(kv_layout)
+        self._backend = backend
+        self._attention: Attention | None = None
+        self.reset_workspace_buffer(float_workspace_buffer)
+        check_flags(use_cuda_graph=use_cuda_graph)
+        if use_cuda_graph:
+            raise UnsupportedError(
+                "use_cuda_graph: plans whose lengths change between replays are not supported yet; expected False. "
+                "(A run() of one fixed plan may be captured as it is.)"
+            )
+        refuse(**buffers)
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether plan() may be called again between replays of a graph."""
+        return False
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
+    ) -> None:
+        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed."""
+        if int_workspace_buffer is not None:
+            check_tensor(int_workspace_buffer, "int_workspace_buffer")
+        self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
+
+    def explain(self) -> str:
+        """Which kernel plan() chose and why each other was refused."""
+        return str(planned(self._attention).decision)
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan is released with its wrapper or by the next plan()."""
+
+    def _set_plan(self, spec: AttentionSpec) -> None:
+        self._attention = Attention(spec, self._layout, self._workspace, self._backend)
+
+    def _replan(
+        self, pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
+        **changes: Any,
+    ) -> None:  # fmt: skip
+        """forward() carries arguments of plan(): plan again where they differ from what was planned."""
+        attention = planned(self._attention)
+        scoring = scoring_of(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        self._attention = attention.with_changes(self._workspace, self._backend, scoring=scoring, **changes)
+
+    # Serving engines check these after plan() (vLLM) or hand them on (SGLang).
+
+    @property
+    def _sm_scale(self) -> float:
+        return planned(self._attention).spec.scoring.sm_scale
+
+    @property
+    def _window_left(self) -> int:
+        return planned(self._attention).spec.scoring.window_left
+
+    @property
+    def _logits_soft_cap(self) -> float:
+        return planned(self._attention).spec.scoring.logits_soft_cap
+
+    @property
+    def _causal(self) -> bool:
+        return planned(self._attention).spec.causal
+
+    @property
+    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
+        return planned(self._attention).spec.indices.kv_indices
