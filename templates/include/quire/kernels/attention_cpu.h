@@ -1,8 +1,8 @@
 // Attention on the cpu: prefill, append and decode, ragged or paged.
 //
 // Bound: prefill by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread takes
-// one CTA's pieces at a time. A variant of up to kStreamTileRows rows a tile streams keys and values through registers
-// (tile/cpu_stream.h); one with more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
+// one CTA's pieces at a time. A row tile of up to kFewRows rows streams keys and values through registers
+// (tile/cpu_stream.h); one of more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
 // All arithmetic is in float32 whatever the tensors hold. No key that no row of a panel sees is read or computed with.
 #pragma once
 #include <stdlib.h>
@@ -15,55 +15,45 @@ namespace quire {
 template <class V>
 struct AttentionCpu {
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
-  static constexpr int kStreamTileRows = 16;
+  // Up to here the lanes that a panel leaves idle cost more than reading each key from L1 once per kStreamRows rows.
+  static constexpr int kFewRows = 8;
 
-  // 0, or 1 when there is no memory for the threads' scratch: then the output is not defined.
+  // 0, or 1 when no thread got memory for its scratch: then nothing was done. A thread without takes no work, so that
+  // no group of partial results waits for a part that never comes.
   static int run(AttentionParams& p) {
-    int failed = 0;
-#pragma omp parallel if (p.num_ctas > 1) reduction(| : failed)
+    int next = 0;
+#pragma omp parallel if (p.num_ctas > 1) shared(next)
     {
-      Scratch* scratch = static_cast<Scratch*>(aligned_alloc(64, sizeof(Scratch)));
-      failed = scratch == nullptr;
-#pragma omp for schedule(dynamic, 1)
-      for (int cta = 0; cta < p.num_ctas; ++cta) {
-        if (scratch != nullptr) for_each_piece(p, cta, [&](const Piece& piece) { attend(p, piece, *scratch); });
+      Scratch* scratch = static_cast<Scratch*>(aligned_alloc(alignof(Scratch), sizeof(Scratch)));
+      while (scratch != nullptr) {
+        const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+        if (cta >= p.num_ctas) break;
+        for_each_piece(p, cta, [&](const Piece& piece) { attend(p, piece, *scratch); });
       }
       free(scratch);
     }
-    return failed;
+    return next == 0 ? 1 : 0;
   }
 
  private:
   using Kv = typename V::Kv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
-  static constexpr bool kStreams = kTileRows <= kStreamTileRows;
-  static constexpr int kNumPanels = ceil_div(kTileRows, cpu::kPanel);
+  static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
   static_assert(kQk % 16 == 0 && kVo % 16 == 0, "a head dimension is whole vectors");
   static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a custom mask");
 
-  struct State {
-    float m[kNumPanels * cpu::kPanel], d[kNumPanels * cpu::kPanel], alpha[cpu::kPanel];
-    float o[kNumPanels * cpu::kPanel * kVo];
-  };
-  struct StreamScratch : State {
-    float q[kTileRows * kQk], s[cpu::kStreamRows * kTileKv];
+  // What a thread computes with; the running softmax first, then what few rows and many rows need.
+  struct alignas(64) Scratch {
+    float m[kPaddedRows], d[kPaddedRows], alpha[cpu::kPanel];
+    float o[kPaddedRows * kVo];
     const Kv *k_rows[2][kTileKv], *v_rows[2][kTileKv];
-  };
-  struct PanelScratch : State {
-    float qt[kNumPanels * kQk * cpu::kPanel], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
+
+    float q[kFewRows * kQk], s_rows[cpu::kStreamRows * kTileKv];
+
+    float qt[kPaddedRows * kQk], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
     int32_t begin[cpu::kPanel], end[cpu::kPanel];
     uint32_t words[kTileKv / 32 * cpu::kPanel];
-    const Kv *k_rows[kTileKv], *v_rows[kTileKv];
   };
-  template <bool kFirst, class A, class B>
-  struct Either {
-    using type = A;
-  };
-  template <class A, class B>
-  struct Either<false, A, B> {
-    using type = B;
-  };
-  struct alignas(64) Scratch : Either<kStreams, StreamScratch, PanelScratch>::type {};
 
   // What every kv tile of a piece needs.
   struct Context {
@@ -93,7 +83,7 @@ struct AttentionCpu {
                        cpu::Keys<V>(p, request, piece.kv_head),
                        scratch};
     clear(scratch, rows.count);
-    if constexpr (kStreams) {
+    if (rows.count <= kFewRows) {
       stream_piece(c, piece);
     } else {
       panel_piece(c, piece);
@@ -101,7 +91,7 @@ struct AttentionCpu {
     cpu::finish_piece<V>(rows, piece, scratch.o, scratch.m, scratch.d);
   }
 
-  static void clear(State& state, int count) {
+  static void clear(Scratch& state, int count) {
     const int padded = static_cast<int>(round_up(count, cpu::kPanel));
     for (int row = 0; row < padded; ++row) state.m[row] = -cpu::kInfinity, state.d[row] = 0.0f;
     memset(state.o, 0, sizeof(float) * padded * kVo);
@@ -149,22 +139,22 @@ struct AttentionCpu {
     const int count = keys.end - keys.begin;
     const Kv *const *k_rows = x.k_rows[kv & 1], *const *v_rows = x.v_rows[kv & 1];
     if (row == 0) {
-      cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s, x.q, k_rows, v_rows, count);
+      cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s_rows, x.q, k_rows, v_rows, count);
     } else {
-      cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s, x.q + row * kQk, k_rows, v_rows, count);
+      cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s_rows, x.q + row * kQk, k_rows, v_rows, count);
     }
     for (int i = 0; i < kRows; ++i) {
       x.alpha[i] = cpu::stream_softmax<V>(
-          x.s + i * kTileKv, count, c.logits, [&](int key) { return shown(c, row + i, keys, key); }, x.m[row + i],
+          x.s_rows + i * kTileKv, count, c.logits, [&](int key) { return shown(c, row + i, keys, key); }, x.m[row + i],
           x.d[row + i]);
     }
     float* o = x.o + row * kVo;
     if (c.full(row, row + kRows - 1, keys)) {
       const cpu::Fetch<Kv> fetch = {x.k_rows[(kv + 1) & 1], row == 0 ? next.end - next.begin : 0};
-      cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s, x.alpha, v_rows, count, fetch);
+      cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s_rows, x.alpha, v_rows, count, fetch);
     } else {
       for (int i = 0; i < kRows; ++i) {
-        cpu::stream_seen_values<kVo>(o + i * kVo, x.s + i * kTileKv, x.alpha[i], v_rows, count);
+        cpu::stream_seen_values<kVo>(o + i * kVo, x.s_rows + i * kTileKv, x.alpha[i], v_rows, count);
       }
     }
   }
@@ -207,11 +197,12 @@ struct AttentionCpu {
     const int begin = keys.begin - tile_begin, end = keys.end - tile_begin, count = end - begin;
     const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
     const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
-    c.keys.locate(keys, x.k_rows, x.v_rows);
+    const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
+    c.keys.locate(keys, k_rows, v_rows);
     memset(x.k + block_begin * kQk, 0, sizeof(float) * (begin - block_begin) * kQk);
-    cpu::widen_rows<kQk>(x.k + begin * kQk, x.k_rows, count);
+    cpu::widen_rows<kQk>(x.k + begin * kQk, k_rows, count);
     memset(x.k + end * kQk, 0, sizeof(float) * (block_end - end) * kQk);
-    cpu::widen_rows<kVo>(x.v + begin * kVo, x.v_rows, count);
+    cpu::widen_rows<kVo>(x.v + begin * kVo, v_rows, count);
   }
 
   // One panel of rows against one staged kv tile.
