@@ -174,6 +174,20 @@ def test_a_plan_keeps_its_own_copy_of_the_tables(device, backend, dtype):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+def test_forward_plans_again_from_what_plan_was_given(device, backend, dtype):
+    """forward() with other options than planned: the caller's arrays may hold the next batch by then."""
+    p = Problem(QO_LENS, KV_LENS, dtype=dtype, device=device, causal=True)
+    cache = p.paged(8)
+    tables = [t.clone() for t in cache.tables("cpu")]
+    qo_indptr = torch.tensor(p.qo_indptr, dtype=torch.int32)
+    wrapper = paged_wrapper(p, cache, backend)
+    heads = (p.num_qo_heads, p.num_kv_heads)
+    wrapper.plan(qo_indptr, *tables, *heads, p.head_dim, 8, causal=False, q_data_type=dtype)
+    for t in (qo_indptr, tables[0], tables[2]):
+        t.fill_(0)
+    p.check(wrapper.forward(p.q, cache.kv, causal=True))
+
+
 def test_two_wrappers_share_a_workspace(device, backend, dtype):
     """vLLM hands the same buffer to prefill and decode."""
     a = Problem((2, 1), (3000, 400), num_qo_heads=8, num_kv_heads=1, dtype=dtype, device=device, causal=True)
