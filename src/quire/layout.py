@@ -8,6 +8,7 @@ contiguous.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,12 +66,15 @@ def cache_view(cache: PagedCache, layout: KVLayout, page_size: int) -> tuple[KVV
             )
         k, v = full.select(1, 0), full.select(1, 1)
         return _view(k, "paged_kv_cache", layout), _view(v, "paged_kv_cache", layout)
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2:
-        raise ValidationError(
-            f"paged_kv_cache: expected a tensor or a pair (k_cache, v_cache), got {type(cache).__name__}."
-        )
-    return _pages(cache[0], "paged_kv_cache[0]", layout, page_size), _pages(
-        cache[1], "paged_kv_cache[1]", layout, page_size
+    k, v = _pair(cache)
+    return _pages(k, "paged_kv_cache[0]", layout, page_size), _pages(v, "paged_kv_cache[1]", layout, page_size)
+
+
+def _pair(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(cache, (tuple, list)) and len(cache) == 2:
+        return cache[0], cache[1]
+    raise ValidationError(
+        f"paged_kv_cache: expected a tensor or a pair (k_cache, v_cache), got {type(cache).__name__}."
     )
 
 
@@ -89,7 +93,10 @@ def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) ->
 
 def page_size_of(cache: PagedCache, layout: KVLayout) -> int:
     """Tokens of a page: 1 where that dimension is left out."""
-    first, dims = (cache, 5) if isinstance(cache, torch.Tensor) else (check_tensor(cache[0], "paged_kv_cache[0]"), 4)
+    if not isinstance(cache, torch.Tensor):
+        first, dims = check_tensor(_pair(cache)[0], "paged_kv_cache[0]"), 4
+    else:
+        first, dims = cache, 5
     if first.dim() != dims:
         return 1
     return first.shape[-3 if layout is KVLayout.NHD else -2]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.checks import check_same_device
+from quire.checks import check_same_device, check_shape, check_tensor
 from quire.errors import PlanError, ValidationError
 from quire.jit import HostModule, Module, get_module, host_target
 from quire.kernels import Decision, TileShape
@@ -233,7 +233,10 @@ def _check_indices(indices: Indices, s: ScheduleParams) -> None:
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:
     if bits is None:
         raise PlanError("a custom mask was planned without its bits.")
-    check_same_device(bits, "packed_custom_mask", device)
-    if bits.shape[0] < expected:
-        raise ValidationError(f"packed_custom_mask: expected at least {expected} bytes, got {bits.shape[0]}.")
-    return bits
+    name = "packed_custom_mask"
+    check_tensor(bits, name)
+    check_shape(bits, name, {"bytes of the batch's masks": expected})
+    check_same_device(bits, name, device)
+    if bits.dtype is not torch.uint8:
+        raise ValidationError(f"{name}: expected dtype torch.uint8, got {bits.dtype}.")
+    return bits.contiguous()
