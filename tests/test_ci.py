@@ -1,0 +1,77 @@
+"""The scripts around the library: the lint of cubins, and the list of variants that are prebuilt."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from quire import aot
+from quire.__main__ import main
+
+ROOT = Path(__file__).resolve().parent.parent
+CLEAN = {
+    "slug": "merge.sm90a.fp16.v8", "target": "sm90a", "artifact": "variant.cubin",
+    "registers": 56, "spills": 0, "warnings": [], "seconds": 1.0,
+}  # fmt: skip
+
+
+def script(path: str) -> ModuleType:
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def store_with(root: Path, **changes: object) -> Path:
+    """A store with one entry whose manifest is CLEAN but for `changes`."""
+    entry = root / "entries" / "slug" / "digest"
+    entry.mkdir(parents=True)
+    (entry / "manifest.json").write_text(json.dumps({**CLEAN, **changes}))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"spills": 16, "registers": 255}, "16 bytes of registers spill (255 registers)"),
+        ({"spills": None}, "does not say whether registers spill"),
+        ({"warnings": ["ptxas info : (C7510) Potential Performance Loss: wgmma serialized"]}, "lost performance"),
+        ({"warnings": ["variant.cu(3): warning #177-D: declared but never referenced"]}, "warning: variant.cu(3)"),
+    ],
+)
+def test_lint_names_each_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict, fault: str) -> None:
+    assert script(".ci/lint_cubins.py").main(store_with(tmp_path, **changes)) == 1
+    assert fault in capsys.readouterr().err
+
+
+def test_lint_passes_clean_code_and_looks_at_cubins_only(tmp_path: Path) -> None:
+    assert script(".ci/lint_cubins.py").main(store_with(tmp_path / "a")) == 0
+    assert script(".ci/lint_cubins.py").main(store_with(tmp_path / "b", target="x86-64-v3", spills=None)) == 1, "empty"
+
+
+def test_lint_fails_in_ci_without_a_disassembler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lint = script(".ci/lint_cubins.py")
+    monkeypatch.setattr(lint, "find_cuobjdump", lambda: None)
+    monkeypatch.setenv("CI", "true")
+    assert lint.main(store_with(tmp_path / "a")) == 1
+    monkeypatch.delenv("CI")
+    assert lint.main(store_with(tmp_path / "b")) == 0
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="variants.toml has no host variants for it")
+def test_prebuilt_variants_are_ones_that_warmup_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    for call in script("jit_cache/prebuild.py").calls():
+        assert main(["warmup", "--dry-run", "--json", *call]) == 0
+
+
+def test_every_preset_is_prebuilt() -> None:
+    words = {word for call in script("jit_cache/prebuild.py").calls() for text in call for word in text.split(",")}
+    assert set(aot.PRESETS) <= words
