@@ -1,0 +1,70 @@
+"""Imports go down only: ARCHITECTURE.md draws the floors, this checks them."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import quire
+
+ROOT = Path(quire.__file__).parent
+#: Highest floor first. A module may import from its own floor and from those below.
+FLOORS = [
+    {"__main__", "__init__"},
+    {"aot"},
+    {"prefill", "decode", "cascade", "merge", "page"},
+    {"wrapper", "attention"},
+    {"quantization"},
+    {"planner", "launch", "workspace", "layout", "checks", "target"},
+    {"kernels"},
+    {"types"},
+    {"jit"},
+    {"_templates", "config", "errors"},
+]
+MODULES = sorted(path for path in ROOT.rglob("*.py") if "templates" not in path.parts)
+
+
+def floor_of(module: str) -> int:
+    top = module.split(".")[0]
+    for height, names in enumerate(FLOORS):
+        if top in names:
+            return height
+    raise AssertionError(f"{module} stands on no floor: add it to FLOORS and to ARCHITECTURE.md")
+
+
+def imports(path: Path) -> set[str]:
+    """The modules of Quire that a file imports, without the leading "quire."."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "quire":
+            rest = (node.module or "").split(".")[1:]
+            found |= {".".join(rest)} if rest else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name[6:] for alias in node.names if alias.name.startswith("quire.")}
+    return found
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path: Path) -> None:
+    own = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for other in imports(path):
+        assert floor_of(other) >= floor_of(own), f"{own} imports {other} from a floor above"
+
+
+def test_the_jit_knows_no_attention_and_no_torch() -> None:
+    for path in (ROOT / "jit").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+        modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        assert not any(name.split(".")[0] == "torch" for name in names | modules), path.name
+
+
+def test_only_config_reads_the_environment() -> None:
+    for path in MODULES:
+        if path.name == "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
+            assert not reads, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} reads the environment"
