@@ -57,6 +57,7 @@ def supports(target: str) -> bool:
     return needed <= features()
 
 
+@cache
 def host_target() -> str:
     """The best portable host target of this machine: x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
     return next((target for target in ("x86-64-v4", "x86-64-v3", "aarch64") if supports(target)), "native")

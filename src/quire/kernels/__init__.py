@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import attention_cpu, attention_fa2
@@ -55,6 +56,7 @@ def backends() -> tuple[str, ...]:
     return ("auto", *(kernel.backend for kernel in KERNELS))
 
 
+@cache
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     """The first kernel that accepts `problem`, among those that `backend` allows.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
@@ -150,6 +151,7 @@ class AttentionKernel:
             f"tile rows: {self.name} has {', '.join(str(s.rows) for s in shapes)}, got {key.tile_rows}."
         )
 
+    @cache  # rows of the catalogue live as long as the process  # noqa: B019
     def spec(self, key: AttentionKey) -> Spec:
         """What the compiler is given for `key`."""
         tile = self.tile(key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from functools import cache
 
 from quire.jit.spec import Struct
 
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 
+@cache
 def struct_of(cls: type[ctypes.Structure]) -> Struct:
     """The layout of a mirror, for the assertions in the rendered unit."""
     names = [field[0] for field in cls._fields_]
