@@ -96,6 +96,8 @@ class PageTable:
         self.kv_indices = torch.tensor([p for r in requests for p in r.pages], dtype=torch.int32, device=device)
         self.last_page_len = torch.tensor([(n - 1) % PAGE_SIZE + 1 for n in lengths], dtype=torch.int32)
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        # plan() works on the host, append on the device: once a step, not once a layer.
+        self.on_device = (self.kv_indices, self.kv_indptr.to(device), self.last_page_len.to(device))
 
 
 class Batch:
@@ -266,9 +268,7 @@ def append(
         batch_indices,
         positions,
         kv_cache,
-        table.kv_indices,
-        table.kv_indptr.to(k.device),
-        table.last_page_len.to(k.device),
+        *table.on_device,
         "NHD",
     )
 
