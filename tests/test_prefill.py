@@ -433,14 +433,14 @@ def problems(draw, dtype, device):
     return problem.random_mask(draw(st.sampled_from([0.02, 0.5, 0.98]))) if draw(st.booleans()) else problem
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_ragged_batch(device, backend, dtype, data):
     p = data.draw(problems(dtype, device))
     p.check(*prefill_ragged(p, backend, index_device=data.draw(st.sampled_from(["cpu", None]))))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_paged_batch(device, backend, dtype, data):
     p = data.draw(problems(dtype, device))
