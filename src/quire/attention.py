@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,14 +21,14 @@ from quire.checks import (
 )
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.kernels import AttentionProblem, Decision, decide
-from quire.layout import KVView, PagedCache, cache_view, ragged_view
+from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
 from quire.planner import AttentionPlan, Indices, Scoring, make_plan
 from quire.quantization import pack_mask
 from quire.target import target_of
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
 from quire.workspace import Workspace
 
-__all__ = ["Attention", "AttentionSpec", "Types", "heads", "page_indices", "planned", "scoring_of"]
+__all__ = ["Attention", "AttentionSpec", "Result", "Types", "heads", "page_indices", "planned", "scoring_of"]
 
 
 class Types(NamedTuple):
@@ -46,6 +47,18 @@ class Types(NamedTuple):
             q_type if kv is None else dtype_of(kv, "kv_data_type"),
             q_type if o is None else dtype_of(o, "o_data_type"),
         )
+
+
+Result = torch.Tensor | tuple[torch.Tensor, ...]
+Form = tuple[Any, ...]
+
+
+def _form(tensors: tuple[Any, ...]) -> Form | None:
+    """What decides whether tensors are right: all but where they lie. None if one is not a tensor."""
+    try:
+        return tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.layout) for t in tensors)
+    except (AttributeError, RuntimeError):
+        return None
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,9 @@ class Attention:
         self._nnz_qo = self._plan.schedule.params.nnz_qo
         self._nnz_kv = self._plan.schedule.params.nnz_kv
         self._largest_page = self._find_largest_page()
+        self._out_shape = (self._nnz_qo, spec.num_qo_heads, spec.head_dim_vo)
+        self._form: Form | None = None  # of the tensors of the last run, which were found right
+        self._v_offset = 0  # bytes from keys to values in a cache of one tensor
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
@@ -164,27 +180,65 @@ class Attention:
             return self
         return Attention(replace(self.spec, **changes), self._layout, workspace, backend)
 
-    def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> Result:
         """Attention over a paged cache."""
-        k, v = cache_view(cache, self._layout, self.spec.indices.page_size)
+        return self._run(q, cache_tensors(cache), self._paged_views, **options)
+
+    def run_ragged(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Result:
+        """Attention over ragged keys and values."""
+        return self._run(q, (k, v), self._ragged_views, **options)
+
+    def _run(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, ...], views: Callable[..., tuple[KVView, KVView]], *,
+        out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, sinks: torch.Tensor | None,
+        q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None, enable_pdl: bool | None,
+    ) -> Result:  # fmt: skip
+        """Check what differs from the last run, then launch: tensors of the same form cost only their pointers."""
+        if out is None:
+            out = torch.empty(self._out_shape, dtype=self.spec.types.o.torch, device=self._device)
+        form = _form((q, out, *kv))
+        if form is None or form != self._form:
+            self._check_form(q, out, views(*kv))
+            self._form = form
+        if window_left is not None and window_left != self.spec.scoring.window_left:
+            raise ValidationError(
+                f"window_left: expected {self.spec.scoring.window_left} (fixed by plan()), got {window_left}."
+            )
+        if lse is not None or return_lse:
+            lse = self._lse(lse)
+        k_pointer = kv[0].data_ptr()
+        self._plan.run(
+            q.data_ptr(), k_pointer, kv[1].data_ptr() if len(kv) == 2 else k_pointer + self._v_offset, out.data_ptr(),
+            None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
+            logits_scale=scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale"), o_scale=scalar(v_scale, "v_scale"),
+            enable_pdl=bool(enable_pdl),
+        )  # fmt: skip
+        return (out, lse) if return_lse and lse is not None else out
+
+    def _check_form(self, q: torch.Tensor, out: torch.Tensor, views: tuple[KVView, KVView]) -> None:
+        """Everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
+        k, v = views
+        self._check_q(q)
+        self._check_out(out)
+        self._plan.set_strides(q, k, v, out)
+        self._v_offset = v.pointer - k.pointer
+
+    def _paged_views(self, *cache: torch.Tensor) -> tuple[KVView, KVView]:
+        page_size = self.spec.indices.page_size
+        k, v = cache_view(cache, self._layout, page_size)
         self._check_kv(k, "paged_kv_cache (keys)", self.spec.head_dim_qk)
         self._check_kv(v, "paged_kv_cache (values)", self.spec.head_dim_vo)
+        num_pages = min(k.num_pages, v.num_pages)
         for view in (k, v):
-            if view.num_tokens != self.spec.indices.page_size:
-                raise ValidationError(
-                    f"paged_kv_cache: expected page_size={self.spec.indices.page_size}, got {view.num_tokens}."
-                )
-        if self._largest_page >= min(k.num_pages, v.num_pages):
+            if view.num_tokens != page_size:
+                raise ValidationError(f"paged_kv_cache: expected page_size={page_size}, got {view.num_tokens}.")
+        if self._largest_page >= num_pages:
             raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={min(k.num_pages, v.num_pages)}, "
-                f"got {self._largest_page}."
+                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._largest_page}."
             )
-        return self._run(q, k, v, **options)
+        return k, v
 
-    def run_ragged(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Attention over ragged keys and values."""
+    def _ragged_views(self, k: torch.Tensor, v: torch.Tensor) -> tuple[KVView, KVView]:
         k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
         for view, name, head_dim in ((k_view, "k", self.spec.head_dim_qk), (v_view, "v", self.spec.head_dim_vo)):
             self._check_kv(view, name, head_dim)
@@ -192,30 +246,7 @@ class Attention:
                 raise ValidationError(
                     f"{name}: expected at least kv_indptr[-1]={self._nnz_kv} tokens, got {view.num_tokens}."
                 )
-        return self._run(q, k_view, v_view, **options)
-
-    def _run(
-        self, q: torch.Tensor, k: KVView, v: KVView, *, out: torch.Tensor | None, lse: torch.Tensor | None,
-        return_lse: bool, sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any,
-        window_left: int | None, enable_pdl: bool | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
-        s = self.spec
-        if window_left is not None and window_left != s.scoring.window_left:
-            raise ValidationError(
-                f"window_left: expected {s.scoring.window_left} (fixed by plan()), got {window_left}."
-            )
-        self._check_q(q)
-        if out is None:
-            out = torch.empty((self._nnz_qo, s.num_qo_heads, s.head_dim_vo), dtype=s.types.o.torch, device=self._device)
-        else:
-            self._check_out(out)
-        lse = self._lse(lse, return_lse)
-        self._plan.run(
-            q, k, v, out, lse, sinks=None if sinks is None else self._check_sinks(sinks),
-            logits_scale=scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale"), o_scale=scalar(v_scale, "v_scale"),
-            enable_pdl=bool(enable_pdl) and self.decision.kernel.pdl,
-        )  # fmt: skip
-        return out if lse is None or not return_lse else (out, lse)
+        return k_view, v_view
 
     def _check_q(self, q: torch.Tensor) -> None:
         s = self.spec
@@ -258,12 +289,12 @@ class Attention:
                 f"got address {pointer:#x} and strides {list(strides)}; call .contiguous() on it."
             )
 
-    def _lse(self, lse: torch.Tensor | None, return_lse: bool) -> torch.Tensor | None:
-        shape = {"nnz_qo": self._nnz_qo, "num_qo_heads": self.spec.num_qo_heads}
+    def _lse(self, lse: torch.Tensor | None) -> torch.Tensor:
+        shape = self._out_shape[:2]
         if lse is None:
-            return torch.empty(tuple(shape.values()), dtype=torch.float32, device=self._device) if return_lse else None
+            return torch.empty(shape, dtype=torch.float32, device=self._device)
         check_tensor(lse, "lse")
-        check_shape(lse, "lse", shape)
+        check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
         check_same_device(lse, "lse", self._device)
         if lse.dtype is not torch.float32 or not lse.is_contiguous():
             raise ValidationError(

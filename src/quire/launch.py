@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from quire.errors import QuireError
@@ -9,7 +11,7 @@ from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
 from quire.target import max_ctas
 
-__all__ = ["launch", "parallel_grid"]
+__all__ = ["Launcher", "launch", "parallel_grid"]
 
 
 def launch(
@@ -24,6 +26,31 @@ def launch(
     assert isinstance(module, HostModule)
     if status := module.function(params):
         raise QuireError(f"{module.slug}: the kernel returned {status}: out of memory.")
+
+
+class Launcher:
+    """A planned launch of one parameter struct: what is known in plan() is not looked up again in run().
+
+    Called with whether the launch may begin before its predecessor ends, which counts only if the kernel waits itself.
+    """
+
+    def __init__(
+        self, module: Module, params: int, device: torch.device, *, grid: int, block: int, smem: int, pdl: bool
+    ) -> None:
+        self._index = device.index or 0
+        self._plain = self._early = None
+        if isinstance(module, CudaModule):
+            self._plain = module.bind(params, grid, block, smem, self._index)
+            self._early = module.bind(params, grid, block, smem, self._index, pdl=True) if pdl else self._plain
+        self._on_host = partial(launch, module, params, device, grid=grid, block=block)
+
+    def __call__(self, enable_pdl: bool) -> None:
+        """Launch on torch's current stream."""
+        bound = self._early if enable_pdl else self._plain
+        if bound is None:
+            self._on_host()
+        else:
+            bound(torch._C._cuda_getCurrentRawStream(self._index))
 
 
 def parallel_grid(items: int, device: torch.device) -> int:

@@ -16,7 +16,7 @@ from quire.checks import check_contiguous_last, check_tensor
 from quire.errors import ValidationError
 from quire.types import KVLayout
 
-__all__ = ["KVView", "PagedCache", "cache_view", "page_size_of", "ragged_view"]
+__all__ = ["KVView", "PagedCache", "cache_tensors", "cache_view", "page_size_of", "ragged_view"]
 
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -55,27 +55,28 @@ def ragged_view(tensor: torch.Tensor, name: str, layout: KVLayout) -> KVView:
     return _view(tensor.unsqueeze(0), name, layout)
 
 
-def cache_view(cache: PagedCache, layout: KVLayout, page_size: int) -> tuple[KVView, KVView]:
-    """Keys and values of a paged cache. With page_size 1 the page dimension may be left out."""
+def cache_tensors(cache: Any) -> tuple[torch.Tensor, ...]:
+    """The one or two tensors that a paged cache is made of."""
     if isinstance(cache, torch.Tensor):
-        full = cache.unsqueeze(_page_dim(layout) + 1) if cache.dim() == 4 and page_size == 1 else cache
-        if full.dim() != 5 or full.shape[1] != 2:
-            page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
-            raise ValidationError(
-                f"paged_kv_cache: expected [num_pages, 2, {page}, head_dim], got {list(cache.shape)}."
-            )
-        k, v = full.select(1, 0), full.select(1, 1)
-        return _view(k, "paged_kv_cache", layout), _view(v, "paged_kv_cache", layout)
-    k, v = _pair(cache)
-    return _pages(k, "paged_kv_cache[0]", layout, page_size), _pages(v, "paged_kv_cache[1]", layout, page_size)
-
-
-def _pair(cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return (cache,)
     if isinstance(cache, (tuple, list)) and len(cache) == 2:
         return cache[0], cache[1]
     raise ValidationError(
         f"paged_kv_cache: expected a tensor or a pair (k_cache, v_cache), got {type(cache).__name__}."
     )
+
+
+def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int) -> tuple[KVView, KVView]:
+    """Keys and values of the tensors of a paged cache. With page_size 1 the page dimension may be left out."""
+    if len(cache) == 2:
+        k, v = cache
+        return _pages(k, "paged_kv_cache[0]", layout, page_size), _pages(v, "paged_kv_cache[1]", layout, page_size)
+    (tensor,) = cache
+    full = tensor.unsqueeze(_page_dim(layout) + 1) if tensor.dim() == 4 and page_size == 1 else tensor
+    if full.dim() != 5 or full.shape[1] != 2:
+        page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
+        raise ValidationError(f"paged_kv_cache: expected [num_pages, 2, {page}, head_dim], got {list(tensor.shape)}.")
+    return _view(full.select(1, 0), "paged_kv_cache", layout), _view(full.select(1, 1), "paged_kv_cache", layout)
 
 
 def _page_dim(layout: KVLayout) -> int:
@@ -93,10 +94,8 @@ def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) ->
 
 def page_size_of(cache: PagedCache, layout: KVLayout) -> int:
     """Tokens of a page: 1 where that dimension is left out."""
-    if not isinstance(cache, torch.Tensor):
-        first, dims = check_tensor(_pair(cache)[0], "paged_kv_cache[0]"), 4
-    else:
-        first, dims = cache, 5
-    if first.dim() != dims:
+    tensors = cache_tensors(cache)
+    first = check_tensor(tensors[0], "paged_kv_cache")
+    if first.dim() != (5 if len(tensors) == 1 else 4):
         return 1
     return first.shape[-3 if layout is KVLayout.NHD else -2]

@@ -12,7 +12,7 @@ from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
 from quire.launch import launch, parallel_grid
-from quire.layout import KVView, PagedCache, cache_view, page_size_of
+from quire.layout import KVView, PagedCache, cache_tensors, cache_view, page_size_of
 from quire.target import target_of
 from quire.types import KVLayout
 
@@ -40,7 +40,7 @@ def append_paged_kv_cache(
     """
     layout = KVLayout.of(kv_layout)
     check_tensor(append_key, "append_key")
-    k, v = cache_view(paged_kv_cache, layout, page_size_of(paged_kv_cache, layout))
+    k, v = cache_view(cache_tensors(paged_kv_cache), layout, page_size_of(paged_kv_cache, layout))
     device = k.tensor.device
     nnz = append_key.shape[0] if append_key.dim() else 0
     for tensor, name, view in ((append_key, "append_key", k), (append_value, "append_value", v)):

@@ -16,7 +16,7 @@ from quire.jit import HostModule, Module, get_module, host_target
 from quire.kernels import Decision, TileShape
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, FastDivisor, ScheduleParams, Share, Tile
-from quire.launch import launch
+from quire.launch import Launcher
 from quire.layout import KVView
 from quire.target import max_ctas
 from quire.types import MaskMode
@@ -128,9 +128,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 class AttentionPlan:
-    """Everything of a call but its tensors: immutable, owns its index arrays, runs any number of times.
+    """Everything of a call but its tensors: owns its index arrays, runs any number of times.
 
-    Two runs of one plan must not overlap on different streams: they share the workspace.
+    Two runs of one plan must not overlap on different streams or threads: they share the workspace.
     """
 
     def __init__(
@@ -140,34 +140,34 @@ class AttentionPlan:
         self.decision = decision
         self.schedule = schedule
         self.device = device
-        self._module = module
-        self._tile = tile
         self._params = params
         self._scoring = scoring
         self._owned = owned  # buffers that the parameter struct points into
+        self._launch = Launcher(
+            module, ctypes.addressof(params), device, grid=max(1, schedule.params.num_ctas), block=tile.threads,
+            smem=tile.smem_bytes, pdl=decision.kernel.pdl,
+        )  # fmt: skip
 
-    def run(
-        self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor, lse: torch.Tensor | None = None, *,
-        sinks: torch.Tensor | None = None, logits_scale: float = 1.0, o_scale: float = 1.0, enable_pdl: bool = False,
-    ) -> None:  # fmt: skip
-        """Launch on the current stream: q, o [nnz_qo, num_qo_heads, head_dim], lse [nnz_qo, num_qo_heads] or None."""
+    def set_strides(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
+        """The form of the tensors that the next runs bring."""
         p = self._params
-        if p.num_ctas == 0:
-            return
-        p.q, p.k, p.v, p.o = q.data_ptr(), k.pointer, v.pointer, o.data_ptr()
-        p.lse = None if lse is None else lse.data_ptr()
-        p.sinks = None if sinks is None else sinks.data_ptr()
         p.q_token_stride, p.q_head_stride, _ = q.stride()
         p.o_token_stride, p.o_head_stride, _ = o.stride()
         p.k_page_stride, p.k_token_stride, p.k_head_stride = k.page_stride, k.token_stride, k.head_stride
         p.v_page_stride, p.v_token_stride, p.v_head_stride = v.page_stride, v.token_stride, v.head_stride
-        sm_scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
-        p.logits_scale = sm_scale / cap if cap else sm_scale * _LOG2E
+
+    def run(
+        self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None, *,
+        logits_scale: float = 1.0, o_scale: float = 1.0, enable_pdl: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream, on tensors at these addresses, of the form that set_strides() was told."""
+        p = self._params
+        p.q, p.k, p.v, p.o, p.lse, p.sinks = q, k, v, o, lse, sinks
+        scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
+        p.logits_scale = scale / cap if cap else scale * _LOG2E
         p.o_scale = o_scale
-        launch(
-            self._module, ctypes.addressof(p), self.device, grid=p.num_ctas, block=self._tile.threads,
-            smem=self._tile.smem_bytes, enable_pdl=enable_pdl,
-        )  # fmt: skip
+        if p.num_ctas:
+            self._launch(enable_pdl)
 
 
 def make_plan(
