@@ -108,11 +108,12 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 
 def page_indices(indices: Any) -> torch.Tensor:
-    """Page numbers as a 1-D int32 tensor, left on the device where they are."""
+    """Page numbers as a 1-D int32 tensor: copied on the host, used as they are (and as they become) on a device."""
     tensor = check_tensor(indices, "paged_kv_indices")
     if tensor.dim() != 1:
         raise ValidationError(f"paged_kv_indices: expected a 1-D tensor, got {list(tensor.shape)}.")
-    return to_int32(tensor, "paged_kv_indices")
+    pages = to_int32(tensor, "paged_kv_indices")
+    return pages.clone() if pages.device.type == "cpu" else pages
 
 
 def scoring_of(

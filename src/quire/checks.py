@@ -87,7 +87,7 @@ def check_positive(value: Any, name: str) -> int:
 
 
 def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | None = None) -> torch.Tensor:
-    """`value` as a contiguous int32 tensor on the host, 1-D with `length` entries.
+    """A copy of `value` as an int32 tensor on the host, 1-D with `length` entries.
 
     A tensor on a device is copied, which waits for it: give host arrays to plan without a synchronisation.
     """
@@ -98,7 +98,7 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     if tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
         wanted = "1-D" if length is None else f"[{length}]"
         raise ValidationError(f"{name}: expected a tensor of shape {wanted}, got {list(tensor.shape)}.")
-    return to_int32(tensor, name).cpu().contiguous()
+    return to_int32(tensor, name).to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from quire.attention import (
     Attention,
     AttentionSpec,
+    Result,
     Types,
     heads,
     page_indices,
@@ -19,7 +20,7 @@ from quire.checks import check_flags, check_positive, check_tensor, host_indices
 from quire.errors import ValidationError
 from quire.layout import PagedCache
 from quire.planner import Indices
-from quire.prefill import Result, split_size
+from quire.prefill import split_size
 from quire.types import KVLayout
 from quire.workspace import OwnWorkspace
 from quire.wrapper import AttentionWrapper

@@ -8,14 +8,16 @@ reduced in float32), `begin_forward` and `forward`. `non_blocking` is a permissi
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 import torch
 
 from quire.attention import (
     Attention,
     AttentionSpec,
+    Result,
     Types,
     heads,
     page_indices,
@@ -37,7 +39,8 @@ __all__ = [
     "single_prefill_with_kv_cache_return_lse",
 ]
 
-Result = torch.Tensor | tuple[torch.Tensor, ...]
+
+P = ParamSpec("P")
 
 
 def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
@@ -55,6 +58,28 @@ def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | 
         raise ValidationError(f"head_dim_qk: expected it or head_dim, got {head_dim_qk} and {head_dim}.")
     qk = check_positive(head_dim if head_dim_qk is None else head_dim_qk, "head_dim_qk")
     return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
+
+
+def _older_order(position: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Takes plan()'s arguments by position in the older order too: without head_dim_vo at `position`, and o_data_type.
+
+    custom_mask, packed_custom_mask and causal stand there instead: a tensor, or a bool two places on, tells.
+    """
+    o_data_type = position + 13
+
+    def decorate(plan: Callable[P, None]) -> Callable[P, None]:
+        @wraps(plan)
+        def either(*args: P.args, **kwargs: P.kwargs) -> None:
+            rest = args[1 + position :]  # after self
+            if rest and (isinstance(rest[0], torch.Tensor) or (len(rest) > 2 and isinstance(rest[2], bool))):
+                args = (*args[: 1 + position], None, *rest)  # type: ignore[assignment]
+                if len(args) > 1 + o_data_type:
+                    args = (*args[: 1 + o_data_type], None, *args[1 + o_data_type :])  # type: ignore[assignment]
+            plan(*args, **kwargs)
+
+        return either
+
+    return decorate
 
 
 class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
@@ -88,6 +113,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf, jit_args=jit_args, jit_kwargs=jit_kwargs,
         )  # fmt: skip
 
+    @_older_order(8)
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -98,7 +124,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         num_kv_heads: int,
         head_dim_qk: int | None = None,
         page_size: int | None = None,
-        head_dim_vo: int | torch.Tensor | None = None,
+        head_dim_vo: int | None = None,
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         causal: bool = False,
@@ -153,8 +179,6 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
         )  # fmt: skip
         qo, kv = heads(num_qo_heads, num_kv_heads)
-        if isinstance(head_dim_vo, torch.Tensor):  # the older order of positions has custom_mask here
-            head_dim_vo, custom_mask = None, head_dim_vo
         qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = max(qo_indptr_host.shape[0] - 1, 0)
@@ -261,6 +285,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf, jit_args=jit_args, jit_kwargs=jit_kwargs,
         )  # fmt: skip
 
+    @_older_order(5)
     def plan(
         self,
         qo_indptr: torch.Tensor,
@@ -268,7 +293,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         num_qo_heads: int,
         num_kv_heads: int,
         head_dim_qk: int | None = None,
-        head_dim_vo: int | torch.Tensor | None = None,
+        head_dim_vo: int | None = None,
         custom_mask: torch.Tensor | None = None,
         packed_custom_mask: torch.Tensor | None = None,
         causal: bool = False,
@@ -309,8 +334,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             max_item_len_ptr=max_item_len_ptr,
         )  # fmt: skip
         qo, kv = heads(num_qo_heads, num_kv_heads)
-        if isinstance(head_dim_vo, torch.Tensor):  # the older order of positions has custom_mask here
-            head_dim_vo, custom_mask = None, head_dim_vo
         qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
         qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
         batch = qo_indptr_host.shape[0] - 1
