@@ -13,13 +13,7 @@ struct Logits {
 
   QUIRE_HD explicit Logits(const AttentionParams& p) : scale(p.logits_scale), cap(p.logits_cap) {}
 
-  // T is a float or a vector of floats, `tanh` the backend's own.
-  template <class T, class Tanh>
-  QUIRE_HD T apply(T dot, Tanh&& tanh) const {
-    return apply_scaled(dot * scale, tanh);
-  }
-
-  // For a backend that multiplied q by `scale` beforehand.
+  // The exponent of scale * (q . k). T is a float or a vector of floats, `tanh` the backend's own.
   template <class T, class Tanh>
   QUIRE_HD T apply_scaled(T x, Tanh&& tanh) const {
     if constexpr (kSoftCap) return tanh(x) * cap;

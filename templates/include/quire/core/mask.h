@@ -50,12 +50,6 @@ struct Mask {
     return all(first, last).covers(keys);
   }
 
-  // One bit of the custom mask.
-  QUIRE_HD bool bit(int qo_idx, int key) const {
-    const int64_t at = static_cast<int64_t>(qo_idx) * kv_len + key;
-    return (bits[at >> 3] >> (at & 7)) & 1;
-  }
-
   // Bits of keys [key, key + 32) of a query, key at bit 0; 0 from kv_len on. Reads no byte that holds none of them.
   QUIRE_HD uint32_t word(int qo_idx, int key) const {
     const int count = min(32, kv_len - key);
@@ -66,13 +60,6 @@ struct Mask {
     uint64_t word = 0;
     for (int i = 0; i < num_bytes; ++i) word |= static_cast<uint64_t>(byte[i]) << (8 * i);
     return static_cast<uint32_t>(word >> shift) & (0xffffffffu >> (32 - count));
-  }
-
-  QUIRE_HD bool sees(int qo_idx, int key) const {
-    if constexpr (kMask == kMaskCustom) {
-      if (!bit(qo_idx, key)) return false;
-    }
-    return visible(qo_idx).contains(key);
   }
 };
 

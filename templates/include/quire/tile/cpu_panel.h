@@ -10,7 +10,7 @@
 
 namespace quire::cpu {
 
-constexpr int kPanelVectors = kVectorRegisters == 32 ? 3 : 3;
+constexpr int kPanelVectors = 3;
 constexpr int kPanel = kPanelVectors * kLanes;  // rows
 constexpr int kKeyBlock = kVectorRegisters == 32 ? 8 : 4;
 constexpr int kRowBlock = 6;
@@ -70,20 +70,6 @@ inline void value_block(float* o, const float* s, const float* v, const float* a
     for (int j = 0; j < kVectors; ++j) store(o + i * kDim + j * kLanes, sum[i][j]);
   }
 }
-
-// One panel of rows of a row tile; views into the scratch memory of its thread.
-template <class V>
-struct Panel {
-  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
-
-  float* qt;       // [kQk, kPanel], scaled
-  float* o;        // [kPanel, kVo]
-  float* m;        // [kPanel]
-  float* d;        // [kPanel]
-  KeyRange* sees;  // [kPanel] visible keys of each row
-  int32_t first_qo, last_qo;
-  int32_t count;  // rows in use
-};
 
 // How a panel masks one kv tile.
 struct PanelMask {
