@@ -242,6 +242,8 @@ def output_of(*command: str) -> str:
 def markdown(about: dict[str, str], results: list[Result]) -> str:
     """The report as a page."""
     head = ["# Attention on the cpu beside torch", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
+    if max(float(about["load_before"]), float(about["load_after"])) > int(about["threads"]):
+        head += ["Others used the cores meanwhile (see the loads): trust the ratios, not the times.", ""]
     table = [
         "| case | torch ms (least) | quire ms (least) | speedup | GFLOP/s | GB/s | torch error | quire error |",
         "|---|---|---|---|---|---|---|---|",
