@@ -135,6 +135,15 @@ def cxx() -> str | None:
     return _read("QUIRE_CXX")
 
 
+def cpu_target() -> str | None:
+    """QUIRE_CPU_TARGET: what host code is compiled for, or None for the best portable target of this machine."""
+    value = _read("QUIRE_CPU_TARGET")
+    known = ("x86-64-v3", "x86-64-v4", "aarch64", "native")
+    if value is not None and value not in known:
+        raise _invalid("QUIRE_CPU_TARGET", value, ", ".join(known[:-1]) + " or native")
+    return value
+
+
 def cuda_home() -> Path | None:
     """CUDA_HOME (or CUDA_PATH), forgiving the stray colons that shell start-up files leave in it."""
     value = (_read("CUDA_HOME") or _read("CUDA_PATH") or "").strip(": ")

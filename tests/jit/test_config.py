@@ -9,6 +9,7 @@ import pytest
 
 from quire import config
 from quire.errors import ValidationError
+from quire.jit import cpu
 from quire.jit.toolchain import CUDA_TARGETS
 
 
@@ -115,3 +116,17 @@ def test_a_compiler_sees_no_flag_variables(monkeypatch: pytest.MonkeyPatch) -> N
     assert "-DEVIL" not in environment.values()
     assert environment["TMPDIR"] == "/x"
     assert environment["LC_ALL"] == "C"
+
+
+def test_the_cpu_target_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_TARGET", "native")
+    assert cpu.host_target() == "native"
+    monkeypatch.setenv("QUIRE_CPU_TARGET", "z80")
+    with pytest.raises(ValidationError, match="QUIRE_CPU_TARGET: expected"):
+        cpu.host_target()
+    other = "x86-64-v3" if cpu.supports("aarch64") else "aarch64"
+    monkeypatch.setenv("QUIRE_CPU_TARGET", other)
+    with pytest.raises(ValidationError, match="does not run"):
+        cpu.host_target()
+    monkeypatch.delenv("QUIRE_CPU_TARGET")
+    assert cpu.supports(cpu.host_target())

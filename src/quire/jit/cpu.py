@@ -8,6 +8,9 @@ import platform
 from functools import cache
 from pathlib import Path
 
+from quire import config
+from quire.errors import ValidationError
+
 __all__ = ["default_jobs", "features", "fingerprint", "host_target", "supports"]
 
 #: What an x86-64 microarchitecture level adds, in the words of /proc/cpuinfo (psABI; lzcnt is called abm there).
@@ -57,9 +60,19 @@ def supports(target: str) -> bool:
     return needed <= features()
 
 
-@cache
 def host_target() -> str:
-    """The best portable host target of this machine: x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
+    """What host code is compiled for: QUIRE_CPU_TARGET, or the best portable target of this machine."""
+    asked = config.cpu_target()
+    if asked is not None and not supports(asked):
+        raise ValidationError(
+            f"QUIRE_CPU_TARGET: this processor does not run {asked!r}; expected {_best_target()} or native."
+        )
+    return asked or _best_target()
+
+
+@cache
+def _best_target() -> str:
+    """x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
     return next((target for target in ("x86-64-v4", "x86-64-v3", "aarch64") if supports(target)), "native")
 
 
