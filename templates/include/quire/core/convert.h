@@ -4,6 +4,12 @@
 
 namespace quire {
 
+#if defined(__aarch64__) && !defined(__CUDACC__)
+using half_t = __fp16;  // g++ 12 has no _Float16 there in C++
+#elif !defined(__CUDACC__)
+using half_t = _Float16;
+#endif
+
 QUIRE_HD float bits_to_float(uint32_t bits) {
 #ifdef __CUDA_ARCH__
   return __uint_as_float(bits);
@@ -32,7 +38,7 @@ QUIRE_HD float to_float(fp16_t x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(x.bits));
   return f;
 #else
-  _Float16 h;
+  half_t h;
   __builtin_memcpy(&h, &x.bits, sizeof h);
   return static_cast<float>(h);
 #endif
@@ -63,7 +69,7 @@ QUIRE_HD fp16_t from_float<fp16_t>(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
   return {bits};
 #else
-  const _Float16 h = static_cast<_Float16>(x);
+  const half_t h = static_cast<half_t>(x);
   fp16_t out;
   __builtin_memcpy(&out.bits, &h, sizeof h);
   return out;
