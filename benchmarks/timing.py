@@ -1,0 +1,125 @@
+"""Time several launches against one another: in turn, on the device's clock, out of a cold cache."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["GRAPH_BELOW_US", "Timing", "captured", "cpu_times", "cuda_times", "estimate_us", "sets_for"]
+
+#: Rows under this run as CUDA graphs: a launch from Python would be part of the figure otherwise.
+GRAPH_BELOW_US = 100.0
+#: Rotating through this much, or overwriting it, leaves nothing of a row in the L2 (60 MB on an H200).
+COLD_BYTES = 256 << 20
+LAUNCHES_PER_GRAPH = 20
+_SLICE_US = 20_000.0  #: of one provider in one round
+_MOST_SAMPLES = 30  #: of one provider in one round
+
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one launch."""
+
+    median: float
+    least: float
+    most: float
+    samples: int
+
+    @classmethod
+    def of(cls, times: list[float]) -> Timing:
+        return cls(statistics.median(times), min(times), max(times), len(times))
+
+
+def sets_for(num_bytes: int, device: torch.device) -> int:
+    """How many sets of inputs a row is rotated through."""
+    return 1 if device.type == "cpu" else min(32, max(1, math.ceil(COLD_BYTES / num_bytes)))
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
+
+
+def estimate_us(call: Call, num_sets: int) -> float:
+    """A first idea of a launch's time, and its warm-up: the least of several, the host's share included."""
+    call(0)
+    torch.cuda.synchronize()
+    times = []
+    for i in range(5):
+        begin, end = _event(), _event()
+        torch.cuda._sleep(200_000)  # so that the host is ahead when the launch begins
+        begin.record()
+        call(i % num_sets)
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return min(times)
+
+
+def captured(call: Call, num_sets: int) -> tuple[Call, int]:
+    """Launches over all sets as one graph: what replays it, and how many launches it holds. Raises if it cannot be."""
+    launches = math.ceil(LAUNCHES_PER_GRAPH / num_sets) * num_sets
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(launches):
+            call(i % num_sets)
+
+    def replay(_: int) -> torch.cuda.CUDAGraph:  # the graph lives as long as this does
+        graph.replay()
+        return graph
+
+    replay(0)
+    torch.cuda.synchronize()
+    return replay, launches
+
+
+def cuda_times(calls: list[tuple[Call, int]], estimates_us: list[float], num_sets: int, rounds: int) -> list[Timing]:
+    """Each call (and how many launches it makes), A B C A B C ...: `rounds` slices of each, timed by events.
+
+    A call of a single launch comes out of a flushed L2; a graph rotates through more than the L2 holds by itself.
+    """
+    flush = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for (call, launches), estimate, taken in zip(calls, estimates_us, times, strict=True):
+            count = max(3, min(_MOST_SAMPLES, int(_SLICE_US / (estimate * launches))))
+            taken.extend(_slice(call, launches, count, num_sets, flush if launches == 1 else None))
+    return [Timing.of(taken) for taken in times]
+
+
+def _slice(call: Call, launches: int, count: int, num_sets: int, flush: torch.Tensor | None) -> list[float]:
+    """Microseconds of a launch, `count` times; the host waits for the device at the end only."""
+    events = [(_event(), _event()) for _ in range(count)]
+    call(0)  # clocks and caches of the previous provider are not this one's
+    torch.cuda._sleep(1_000_000)
+    for i, (begin, end) in enumerate(events):
+        if flush is not None:
+            flush.zero_()
+        begin.record()
+        call(i % num_sets)
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 / launches for begin, end in events]
+
+
+def cpu_times(calls: list[Call], rounds: int, seconds: float = 0.05) -> list[Timing]:
+    """The same on the cpu, by the wall clock."""
+    for call in calls:
+        call(0)
+    times: list[list[float]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for call, taken in zip(calls, times, strict=True):
+            end = time.perf_counter() + seconds / rounds
+            while True:
+                start = time.perf_counter()
+                call(0)
+                taken.append((time.perf_counter() - start) * 1e6)
+                if time.perf_counter() >= end:
+                    break
+    return [Timing.of(taken) for taken in times]
