@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from quire.checks import check_flags, check_positive, check_tensor, refuse
+from quire.attention import page_indices
+from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import UnsupportedError, ValidationError
 from quire.layout import PagedCache, page_size_of
@@ -188,8 +189,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         Without `page_size`, forward() takes it from the cache.
         """
         self._planned = partial(
-            self._unique.plan, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-            num_kv_heads, head_dim, q_data_type=q_data_type,
+            self._unique.plan, host_indices(qo_indptr, "qo_indptr"), host_indices(paged_kv_indptr, "paged_kv_indptr"),
+            page_indices(paged_kv_indices), host_indices(paged_kv_last_page_len, "paged_kv_last_page_len"),
+            num_qo_heads, num_kv_heads, head_dim, q_data_type=q_data_type,
         )  # fmt: skip
         if page_size is not None:
             self._plan(page_size, causal=True)

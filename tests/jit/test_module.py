@@ -246,9 +246,12 @@ def test_host_targets_follow_the_processor(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
     for found, target in ((v4, "x86-64-v4"), (v4 - {"avx512vl"}, "x86-64-v3"), (v3 - {"fma"}, "native")):
         monkeypatch.setattr(cpu, "features", lambda found=found: found)
+        cpu._best_target.cache_clear()
         assert cpu.host_target() == target
     monkeypatch.setattr(cpu.platform, "machine", lambda: "aarch64")
+    cpu._best_target.cache_clear()
     assert cpu.host_target() == "aarch64"
+    cpu._best_target.cache_clear()
 
 
 def test_a_library_for_another_processor_is_refused(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:

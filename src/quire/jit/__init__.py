@@ -3,7 +3,7 @@
 The path of `get_module(spec)`:
 
     memory    this process has it                                                      a dictionary look-up
-    request   render the unit, hash it with its headers, flags and target              request.py
+    request   hash what the unit is made from, with its headers, flags and target              request.py
     stores    the prebuilt package (quire_jit_cache), then the user's cache            store.py
     lock      one builder for one entry; look again                                    lock.py
     build     ninja in a private staging directory, fsync, publish by one rename       builder.py

@@ -29,7 +29,7 @@ def _name_part(label: str, old: Mapping[str, str], new: Mapping[str, str]) -> st
             return f"header {name} was added"
         return f"header {name} changed" if label in new else f"header {name} was removed"
     if label == "source":
-        return "the rendered source changed"
+        return "the template or its values changed"
     if label == "flags":
         before, after = old.get(label, "").split(), new.get(label, "").split()
         gone = [word for word in before if word not in after]

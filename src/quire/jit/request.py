@@ -1,8 +1,9 @@
 """From a spec to everything that decides its artifact, each part under its own label.
 
 The digest of a request covers the parts that this machine can know without running anything: the format of entries and
-launches, the rendered source, the content of every header it reaches, the flags, the target. Who the compiler is forms
-the second half of an entry's name (`Request.entry_name`), because a host without compilers must still find entries.
+launches, what the source is rendered from, the content of every header it reaches, the flags, the target. Who the
+compiler is forms the second half of an entry's name (`Request.entry_name`), because a host without compilers must still
+find entries.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ class Request:
 
     spec: Spec
     toolchain: Toolchain
-    source: str
+    templates: Path
     headers: tuple[headers.Header, ...]
     flags: tuple[str, ...]
     parts: Mapping[str, str]  #: label -> the part itself or its sha256
     digest: str  #: over `parts`
+
+    @property
+    def source(self) -> str:
+        """The text of the translation unit, rendered now."""
+        return render.render_source(self.templates, self.spec)
 
     def entry_name(self, compiler: str) -> str:
         """The directory name of the entry that the compiler of identity `compiler` makes of this request."""
@@ -55,18 +61,17 @@ def parts_digest(parts: Mapping[str, str]) -> str:
 
 
 def make_request(spec: Spec, templates: Path, memory: Memory, *, ask: bool) -> Request:
-    """Render and hash. Starts a process only for the target "native", and only with `ask`."""
+    """Hash. Starts a process only for the target "native", and only with `ask`."""
     if _SLUG.fullmatch(spec.slug) is None:
         raise ValidationError(f"slug: expected [a-z0-9._-]+ of at most 200 characters, got {spec.slug!r}")
     toolchain = for_target(spec.target)
-    source = render.render_source(templates, spec)
     found = headers.closure(templates / "include", spec.header, device=spec.device)
     flags = toolchain.flags(spec.target, memory, ask=ask)
     parts = {
         "schema": SCHEMA,
         "target": spec.target,
         "flags": " ".join(flags),
-        "source": hashlib.sha256(source.encode()).hexdigest(),
+        "source": render.source_digest(templates, spec),
         **{f"header {header.name}": header.digest for header in found},
     }
-    return Request(spec, toolchain, source, found, flags, parts, parts_digest(parts))
+    return Request(spec, toolchain, templates, found, flags, parts, parts_digest(parts))
