@@ -34,21 +34,22 @@ struct AttentionFa2 {
   static constexpr int kM = kTileRows == 128 ? 2 : 1;  // blocks of 16 rows a warp
   static constexpr int kWarpRows = kM * 16;
   static constexpr int kThreads = kTileRows / kWarpRows * 32;
-#ifdef QUIRE_STAGES
-  static constexpr int kStages = QUIRE_STAGES;
-#else
-  static constexpr int kStages = 2;
-#endif
+  // Two tiles of k and v in flight where 99 KB of shared memory (sm_86, sm_89, sm_120) hold them, else one.
+  static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
 
  private:
   using TileQ = SmemTile<kWarpRows, kQk>;  // a warp's own
   using TileO = SmemTile<kWarpRows, kVo>;  // takes its place at the end
   using TileK = SmemTile<kTileKv, kQk>;
   using TileV = SmemTile<kTileKv, kVo>;
+  using CursorQ = BlockCursor<TileQ>;
+  using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
+  using CursorV = BlockCursor<TileV>;
   static constexpr int kTableSlots = max(kStages, 2);
   using Rows = KvRows<V, kThreads, kTableSlots>;
 
-  static constexpr int kKeys = 1, kValues = 2;
+  // The step of o += p v after which the next copies start: where ptxas has registers for them without a spill.
+  static constexpr int kKeysAfter = kTileKv < 64 ? 0 : V::kMask == kMaskCustom && !V::kPaged ? 2 : 1;
   static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kRingAt = kThreads / 32 * kWarpBytes;
@@ -64,16 +65,8 @@ struct AttentionFa2 {
 
  public:
   static constexpr int kSmemBytes = kWarpTilesAt + 64;
-#ifdef QUIRE_MIN_CTAS
-  static constexpr int kMinCtas = QUIRE_MIN_CTAS;
-#else
   static constexpr int kMinCtas = kTileRows == 16 ? 3 : 2;
-#endif
-#ifdef QUIRE_HELD
-  static constexpr int kHeld = QUIRE_HELD;
-#else
-  static constexpr int kHeld = 0;
-#endif
+  static_assert(kSmemBytes <= 99 * 1024, "a CTA fits every GPU from sm_80 on");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
@@ -81,7 +74,7 @@ struct AttentionFa2 {
     if (threadIdx.x == 0) job.cursor = PieceCursor(p, cta);
     for (;;) {
       __syncthreads();  // all of shared memory may still be in use for the piece before
-      if (threadIdx.x == 0) job.next(p, cta);
+      if (threadIdx.x == 0) job.next(p, cta, kTileKv);
       __syncthreads();
       if (!job.exists) return;
       AttentionFa2(p, job, smem).attend();
@@ -118,22 +111,21 @@ struct AttentionFa2 {
     load_q();
     rows.begin(kv_begin);
     if constexpr (kStages == 1) {
-      start_copy<kKeys>(rows, kv_begin);
+      rows.template copy<0>(k_tile(kv_begin), kv_begin);
+      ptx::cp_async_commit();
     } else {
 #pragma unroll
-      for (int i = 0; i < kStages - 1; ++i) start_copy<kKeys | kValues>(rows, kv_begin + i);
+      for (int i = 0; i < kStages - 1; ++i) {
+        rows.template copy<0>(k_tile(kv_begin + i), kv_begin + i);
+        rows.template copy<1>(v_tile(kv_begin + i), kv_begin + i);
+        ptx::cp_async_commit();
+      }
     }
 
-    RowOperand<TileQ, kM, kHeld> q({warp_at()}, lane_);
     Accumulator<kM, kVo> o;
     SoftmaxRows<kM> softmax;
     o.clear();
     softmax.clear();
-    if constexpr (kHeld > 0) {
-      ptx::cp_async_wait<0>();
-      __syncwarp();
-      q.hold();
-    }
 
     if (lane_ == 0) warp_tiles() = find_tiles();
     __syncwarp();
@@ -145,33 +137,44 @@ struct AttentionFa2 {
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
       more = i + 1 < job_.piece.kv_end;
-      ptx::cp_async_wait<max(kStages - 2, 0)>();
+            ptx::cp_async_wait<max(kStages - 2, 0)>();
       __syncthreads();  // all threads' parts of k (two stages: and v) of tile i are there; all are done with tile i - 1
-      if constexpr (kStages == 1) {
-        start_copy<kValues>(rows, i);
-      } else {
-        start_copy<kKeys | kValues>(rows, i + kStages - 1);
-      }
-      rows.fetch(i + kTableSlots);
-
+      const auto copy_keys = [&] {
+        const int next = i + max(kStages - 1, 1);
+        rows.template copy<0>(k_tile(next), next);
+        if constexpr (kStages == 1) ptx::cp_async_commit();
+      };
+      const auto copy_values = [&] {
+        const int next = i + kStages - 1;
+        rows.template copy<1>(v_tile(next), next);
+        ptx::cp_async_commit();
+      };
+      if constexpr (kStages == 1) copy_values();
       Accumulator<kM, kTileKv> s;
-      if (some) mma_ABt<T>(s, q, BlockCursor<TileK, Quarters::kTopFirst>(k_tile(i), lane_));
+      if (some) mma_ABt<T>(s, CursorQ({warp_at()}, lane_), CursorK(k_tile(i), lane_));
       if constexpr (kStages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // v of tile i is there, all are done with its k
-        start_copy<kKeys>(rows, i + 1);
       }
       if (some) {
         const float scale = apply_cap(s);
         if (!every) hide_keys(s, mask(), p_.group, row_begin(), i * kTileKv, lane_);
         softmax.raise_max(s, scale, o);
-        const BlockCursor<TileV> v(v_tile(i), lane_);
+        const CursorV v(v_tile(i), lane_);
 #pragma unroll
         for (int k = 0; k < kTileKv / 16; ++k) {
           uint32_t weights[kM][4];
           softmax.template exponentiate<T>(s, scale, k, weights);
           mma_AB_step<T>(o, weights, v, k);
+          // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
+          if (k == 0) rows.fetch(i + kTableSlots);
+          if (k == kKeysAfter) copy_keys();
+          if (k == kKeysAfter + 1 && kStages > 1) copy_values();
         }
+      } else {
+        rows.fetch(i + kTableSlots);
+        copy_keys();
+        if constexpr (kStages > 1) copy_values();
       }
       rows.publish(i + kTableSlots);
     }
@@ -185,16 +188,6 @@ struct AttentionFa2 {
         merge_partials<T, kTileRows, kVo, kThreads>(p_, job_, thread_);
       }
     }
-  }
-
-  // One group of asynchronous copies, empty beyond the piece's last tile.
-  template <int kWhat>
-  QUIRE_DEVICE void start_copy(const Rows& rows, int i) const {
-    if (i < job_.piece.kv_end) {
-      if constexpr (kWhat & kKeys) rows.template copy<0>(k_tile(i), i);
-      if constexpr (kWhat & kValues) rows.template copy<1>(v_tile(i), i);
-    }
-    ptx::cp_async_commit();
   }
 
   QUIRE_DEVICE WarpTiles find_tiles() const {

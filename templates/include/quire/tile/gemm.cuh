@@ -24,45 +24,16 @@ struct Accumulator {
   }
 };
 
-// The warp's rows of A: the first kHeld blocks of columns stay in registers, the rest is read again for each product.
-template <class Tile, int kM, int kHeld>
-struct RowOperand {
-  BlockCursor<Tile> cursor;
-  uint32_t held[kHeld > 0 ? kHeld : 1][kM][4];
-
-  QUIRE_DEVICE RowOperand(Tile tile, int lane) : cursor(tile, lane) {}
-
-  QUIRE_DEVICE void hold() {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(held[k][m], cursor.at(m, k));
-    }
-  }
-
-  QUIRE_DEVICE void load(int k, uint32_t (&a)[kM][4]) const {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      if (k < kHeld) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[m][i] = held[k < kHeld ? k : 0][m][i];
-      } else {
-        ptx::ldmatrix_x4(a[m], cursor.at(m, k));
-      }
-    }
-  }
-};
-
-// s = a * b^T; a [kM * 16, kCols], b [kN, kCols] in shared memory.
-template <class T, int kM, int kN, class TileA, int kHeld, class TileB>
-QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, const RowOperand<TileA, kM, kHeld>& a,
-                          BlockCursor<TileB, Quarters::kTopFirst> b) {
+// s = a * b^T; a [kM * 16, kCols] and b [kN, kCols] in shared memory.
+template <class T, int kM, int kN, class TileA, class TileB>
+QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, BlockCursor<TileA> a, BlockCursor<TileB, Quarters::kTopFirst> b) {
   static_assert(TileA::kCols == TileB::kCols && TileB::kRows == kN, "a b^T needs rows of equal length");
   s.clear();
 #pragma unroll
   for (int k = 0; k < TileB::kCols / 16; ++k) {
     uint32_t rows[kM][4];
-    a.load(k, rows);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(rows[m], a.at(m, k));
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       uint32_t keys[4];

@@ -11,6 +11,7 @@ struct Job {
   int64_t qo_begin;  // first row of q of this request
   int32_t kv_first;  // ragged: its first row of k; paged: its first entry of kv_indices
   int32_t qo_len, kv_len;
+  int32_t kv_limit;  // first token that this piece does not read
   int32_t row_end;  // one past the request's last packed row
   bool exists;      // false: the CTA is done
   bool is_last;     // of the group's CTAs to arrive
@@ -22,7 +23,7 @@ struct Job {
   };
 
   // One thread's: the CTA's next piece, if there is one.
-  QUIRE_DEVICE void next(const AttentionParams& p, int cta) {
+  QUIRE_DEVICE void next(const AttentionParams& p, int cta, int tile_kv) {
     exists = cursor.next(p, cta, piece);
     if (!exists) return;
     const int request = piece.tile.request;
@@ -30,6 +31,7 @@ struct Job {
     qo_len = p.qo_indptr[request + 1] - static_cast<int>(qo_begin);
     kv_first = p.kv_indptr[request];
     kv_len = p.kv_len[request];
+    kv_limit = min(kv_len, piece.kv_end * tile_kv);
     row_end = qo_len * static_cast<int>(p.group.divisor);
   }
 

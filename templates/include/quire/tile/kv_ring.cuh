@@ -6,62 +6,69 @@
 
 namespace quire {
 
-// Calls copy(row, chunk) for each 16-byte chunk that this thread brings of a kRows x kCols tile.
+// Calls copy(row, chunk, offset) for each 16-byte chunk that this thread brings of a tile: from the thread's first row on
+// it is `row` rows (a constant), from its first chunk `offset` elements further.
 template <int kThreads, class Tile, class Copy>
 QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
   using Split = RowSplit<kThreads, Tile::kChunks>;
   const Split split(thread);
-#pragma unroll
+  constexpr int kPasses = ceil_div(Tile::kRows, Split::kRowsAtOnce), kUnrolled = kPasses <= 16 ? kPasses : 8;
+#pragma unroll kUnrolled
   for (int row = 0; row < Tile::kRows; row += Split::kRowsAtOnce) {
     if (Split::kRowsAtOnce > Tile::kRows && split.row >= Tile::kRows) continue;
 #pragma unroll
-    for (int c = 0; c < Split::kChunksPerLane; ++c) copy(row + split.row, c * Split::kLanes + split.lane);
+    for (int c = 0; c < Split::kChunksPerLane; ++c) {
+      copy(row, c * Split::kLanes + split.lane, c * Split::kLanes * 8);
+    }
   }
 }
 
-// Rows of k and v of one request, copied by kThreads threads. kOf: 0 k, 1 v.
+// Rows of k and v of one request, copied by kThreads threads, tile after tile from the piece's first. A copy has no
+// branch, so that it can hide among matrix instructions; beyond the piece's last tile it reads nothing and writes zeros.
+// kOf: 0 k, 1 v.
 //
-// Ragged: token t is row t.
+// Ragged: token t is row t. Each thread's next addresses wait in shared memory, where they cost no registers.
 template <class V, int kThreads, int kSlots, bool kPaged = V::kPaged != 0>
 class KvRows {
  public:
-  static constexpr int kTableBytes = 0;
+  using T = typename V::Kv;
+  static constexpr int kTableBytes = kThreads * 2 * static_cast<int>(sizeof(T*));
 
-  QUIRE_DEVICE KvRows(const AttentionParams& p, const Job& job, unsigned char*, int thread)
-      : p_(p), job_(job), thread_(thread) {}
+  QUIRE_DEVICE KvRows(const AttentionParams& p, const Job& job, unsigned char* table, int thread)
+      : p_(p), job_(job), next_(reinterpret_cast<const T**>(table) + 2 * thread), thread_(thread) {}
 
-  QUIRE_DEVICE void begin(int) {}
+  QUIRE_DEVICE void begin(int tile) {
+    next_[0] = first<V::kHeadDimQk>(p_.k, p_.k_token_stride, p_.k_head_stride, tile);
+    next_[1] = first<V::kHeadDimVo>(p_.v, p_.v_token_stride, p_.v_head_stride, tile);
+  }
   QUIRE_DEVICE void fetch(int) {}
   QUIRE_DEVICE void publish(int) {}
 
   template <int kOf, class Tile>
   QUIRE_DEVICE void copy(Tile dst, int tile) const {
     using Split = RowSplit<kThreads, Tile::kChunks>;
-    const Split split(thread_);
     const int64_t stride = kOf == 0 ? p_.k_token_stride : p_.v_token_stride;
-    const int64_t head_stride = kOf == 0 ? p_.k_head_stride : p_.v_head_stride;
-    const int token = tile * Tile::kRows, left = job_.kv_len - token;
-    const typename V::Kv* row_src = static_cast<const typename V::Kv*>(kOf == 0 ? p_.k : p_.v) +
-                                    (job_.kv_first + token + split.row) * stride + job_.piece.kv_head * head_stride;
-    int at = split.row;
-    const auto source = [&](int row, int chunk) {
+    const int begin = Split(thread_).row, left = job_.kv_limit - tile * Tile::kRows - begin;
+    const T *src = next_[kOf], *row_src = src;
+    int at = 0;
+    for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
       if (row != at) row_src += Split::kRowsAtOnce * stride, at = row;
-      return row_src + chunk * 8;
-    };
-    if (left >= Tile::kRows) {
-      for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk) {
-        ptx::cp_async_16(dst.chunk(row, chunk), source(row, chunk));
-      });
-    } else {
-      for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk) {
-        ptx::cp_async_16(dst.chunk(row, chunk), source(row, chunk), row < left ? 16 : 0);
-      });
-    }
+      ptx::cp_async_16(dst.chunk(begin + row, chunk), row_src + offset, row < left ? 16 : 0);
+    });
+    next_[kOf] = src + Tile::kRows * stride;
   }
 
  private:
+  template <int kHeadDim>
+  QUIRE_DEVICE const T* first(const void* base, int64_t stride, int64_t head_stride, int tile) const {
+    const RowSplit<kThreads, kHeadDim / 8> split(thread_);
+    const int64_t row = job_.kv_first + tile * V::kTileKv + split.row;
+    return static_cast<const T*>(base) + row * stride + job_.piece.kv_head * head_stride + split.lane * 8;
+  }
+
   const AttentionParams& p_;
   const Job& job_;
+  const T** next_;
   int thread_;
 };
 
@@ -91,7 +98,7 @@ class KvRows<V, kThreads, kSlots, true> {
     for (int i = 0; i < kTokens; ++i) {
       const int token = tile * V::kTileKv + i * kThreads + thread_;
       page_[i] = -1;
-      if (owns(i) && token < job_.kv_len) page_[i] = p_.kv_indices[job_.kv_first + p_.page.div(token)];
+      if (owns(i) && token < job_.kv_limit) page_[i] = p_.kv_indices[job_.kv_first + p_.page.div(token)];
     }
   }
 
@@ -113,10 +120,11 @@ class KvRows<V, kThreads, kSlots, true> {
   template <int kOf, class Tile>
   QUIRE_DEVICE void copy(Tile dst, int tile) const {
     const Offset* table = table_ + tile % kSlots * V::kTileKv;
-    const typename V::Kv* base = static_cast<const typename V::Kv*>(kOf == 0 ? p_.k : p_.v);
-    for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk) {
-      const int64_t offset = table[row].at[kOf];
-      ptx::cp_async_16(dst.chunk(row, chunk), base + chunk * 8 + offset, offset >= 0 ? 16 : 0);
+    const RowSplit<kThreads, Tile::kChunks> split(thread_);
+    const typename V::Kv* base = static_cast<const typename V::Kv*>(kOf == 0 ? p_.k : p_.v) + split.lane * 8;
+    for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
+      const int64_t at = table[split.row + row].at[kOf];
+      ptx::cp_async_16(dst.chunk(split.row + row, chunk), base + at + offset, at >= 0 ? 16 : 0);
     });
   }
 
