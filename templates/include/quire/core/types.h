@@ -18,6 +18,12 @@ struct bf16_t {
 struct fp16_t {
   uint16_t bits;
 };
+struct e4m3_t {  // 1.4.3 bits, largest 448, no infinities
+  uint8_t bits;
+};
+struct e5m2_t {  // 1.5.2 bits: the upper half of an fp16
+  uint8_t bits;
+};
 
 constexpr float kLog2e = 1.4426950408889634f;
 

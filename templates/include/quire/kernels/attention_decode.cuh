@@ -1,0 +1,177 @@
+// Attention of few query rows over long keys: decode, speculative decode, the ends of an append. sm_80 and newer.
+//
+// Bound: reading keys and values once. An H200 gives 4.69 TB/s, some 20 bytes a clock and SM, if 64 KB or more are
+// under way in every SM. A tile's rows are all query heads of one kv head (q_len * group_size <= 64), so each byte is
+// read once; the tensor cores do in 16-row blocks what the CUDA cores could not at larger groups, a third of their
+// time. Schedule: contiguous shares of all work (core/schedule.h). Inside a CTA the keys of a tile are split among
+// teams of warps (usually one warp each); a team has its own ring of cp.async stages and its own softmax, so the main
+// loop has no barrier of the CTA. The ring runs on across pieces. At the end of a piece the teams' states are merged in
+// shared memory, in the one stage that is not being filled; a tile that several CTAs share is merged by the last of
+// them. Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal shares.
+#pragma once
+#include "quire/core/schedule.h"
+#include "quire/ptx/grid.cuh"
+#include "quire/tile/decode_fragments.cuh"
+#include "quire/tile/decode_merge.cuh"
+#include "quire/tile/decode_ring.cuh"
+#include "quire/tile/mask.cuh"
+
+namespace quire {
+
+template <class V>
+struct AttentionDecode {
+  using Shape = DecodeShape<V>;
+  using T = typename MmaType<typename V::Q, typename V::Kv>::Type;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kThreads = Shape::kThreads, kMinCtas = Shape::kMinCtas, kSmemBytes = Shape::kSmemBytes;
+
+  static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
+  static_assert(V::kHeadDimQk % 16 == 0 && V::kHeadDimVo % 16 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 256,
+                "head dims are multiples of 16 up to 256");
+  static_assert(kTileKv == Shape::kTileKv, "the kv tile is what the warps copy at a time");
+
+  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
+    ptx::wait_for_predecessor();
+    ptx::launch_dependents();
+    AttentionDecode(p, smem).work();
+  }
+
+ private:
+  static constexpr int kM = Shape::kM, kVo = V::kHeadDimVo, kQk = V::kHeadDimQk, kBlock = Shape::kBlock;
+  using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, kQk, Shape::kHeldQ>;
+
+  const AttentionParams& p_;
+  unsigned char* smem_;
+  int warp_, lane_;
+
+  QUIRE_DEVICE AttentionDecode(const AttentionParams& p, unsigned char* smem)
+      : p_(p), smem_(smem), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+
+  QUIRE_DEVICE int team() const { return warp_ / Shape::kTeam; }
+  QUIRE_DEVICE uint32_t slot_at(int stage) const {
+    return ptx::smem_address(smem_) + (team() * Shape::kStages + stage) * Shape::kSlotBytes;
+  }
+  QUIRE_DEVICE typename Shape::TileK k_tile(int stage) const { return {slot_at(stage)}; }
+  QUIRE_DEVICE typename Shape::TileV v_tile(int stage) const { return {slot_at(stage) + Shape::TileK::kBytes}; }
+
+  QUIRE_DEVICE void team_sync() const {
+    if constexpr (Shape::kTeam == 1)
+      __syncwarp();
+    else
+      ptx::named_barrier<Shape::kTeam * 32>(1 + team());
+  }
+
+  QUIRE_DEVICE void work() {
+    TileWindow window(p_, lane_);
+    Walk walk(p_);
+    DecodeLoader<V> loader(p_, walk, warp_, lane_);
+    loader.seek(window);
+#pragma unroll 1
+    for (int stage = 0; stage + 1 < Shape::kStages; ++stage) {
+      loader.issue(window, k_tile(stage), v_tile(stage));
+      ptx::cp_async_commit();
+    }
+    int stage = 0, free = Shape::kStages - 1;  // the next to compute, the one that nothing is under way to
+    while (walk.left > 0) {
+      next(window, walk);
+      const DecodeJob& job = this->job();
+      Query q;
+      q.shared = ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kTeam * Shape::kQueryBytes + lane_ * 16;
+      q.load(p_, job, row_begin(job), lane_, team() == 0);
+      if constexpr (Shape::kQueryBytes > 0) __syncthreads();
+      Accumulator<kM, kVo> o;
+      SoftmaxRows<kM> softmax;
+      o.clear();
+      softmax.clear();
+      const int kv_end = job.piece.kv_end;
+      const Visible keys(*this, job);
+#pragma unroll 1
+      for (int i = job.piece.kv_begin; i < kv_end; ++i) {
+        loader.issue(window, k_tile(free), v_tile(free));
+        ptx::cp_async_commit();
+        ptx::cp_async_wait<Shape::kStages - 1>();
+        team_sync();  // every lane's copies are there
+        attend(job, keys, q, o, softmax, stage, i * kTileKv + team() * Shape::kSlice);
+        team_sync();  // every lane has read them
+        free = stage;
+        stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+      }
+      softmax.reduce();
+      DecodeEnding<V>{p_, smem_, free * Shape::kSlotBytes, warp_, lane_}.run(job, o, softmax);
+    }
+    ptx::cp_async_wait<0>();
+  }
+
+  QUIRE_DEVICE DecodeJob& job() const {
+    static_assert(sizeof(DecodeJob) <= Shape::kJobBytes, "a job fits its place");
+    return *reinterpret_cast<DecodeJob*>(smem_ + Shape::kJobsAt + warp_ * Shape::kJobBytes);
+  }
+  QUIRE_DEVICE void next(TileWindow& window, Walk& walk) const {
+    const DecodeJob next(p_, window, walk);
+    if (lane_ == 0) job() = next;
+    __syncwarp();
+  }
+
+  // This warp's first packed row.
+  QUIRE_DEVICE int row_begin(const DecodeJob& job) const {
+    return job.piece.tile.row_begin + warp_ % Shape::kTeam * kM * 16;
+  }
+
+  // Keys that some row of this warp sees, and that each row sees.
+  struct Visible {
+    Mask<V::kMask, V::kWindow != 0> mask;
+    KeyRange any, all;
+
+    QUIRE_DEVICE Visible(const AttentionDecode& kernel, const DecodeJob& job) {
+      const AttentionParams& p = kernel.p_;
+      const uint8_t* bits = nullptr;
+      if constexpr (V::kMask == kMaskCustom) bits = p.mask + p.mask_indptr[job.piece.tile.request];
+      mask = {job.qo_len, job.kv_len, p.window_left, bits};
+      any = all = {0, 0};
+      const int begin = kernel.row_begin(job);
+      if (begin >= job.row_end) return;
+      const int first = p.group.div(begin), last = p.group.div(min(begin + kM * 16, job.row_end) - 1);
+      any = mask.any(first, last);
+      if constexpr (V::kMask != kMaskCustom) all = mask.all(first, last);
+    }
+  };
+
+  // The team's keys [key, key + kSlice), which lie in `stage`.
+  QUIRE_DEVICE void attend(const DecodeJob& job, const Visible& keys, const Query& q, Accumulator<kM, kVo>& o,
+                           SoftmaxRows<kM>& softmax, int stage, int key) const {
+    const BlockCursor<typename Shape::TileK, Quarters::kTopFirst> k(k_tile(stage), lane_);
+    const BlockCursor<typename Shape::TileV> v(v_tile(stage), lane_);
+#pragma unroll 1
+    for (int b = 0; b < Shape::kSlice / kBlock; ++b, key += kBlock) {
+      if (key >= keys.any.end || key + kBlock <= keys.any.begin) continue;
+      Accumulator<kM, kBlock> s;
+      mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q, k, b, lane_);
+      const float scale = apply_cap(s);
+      if (!keys.all.covers({key, key + kBlock})) hide_keys(s, keys.mask, p_.group, row_begin(job), key, lane_);
+      softmax.raise_max(s, scale, o);
+#pragma unroll
+      for (int i = 0; i < kBlock / 16; ++i) {
+        uint32_t weights[kM][4];
+        softmax.template exponentiate<T>(s, scale, i, weights);
+        mma_values<T, typename V::Kv>(o, weights, v, b * (kBlock / 16) + i, lane_);
+      }
+    }
+  }
+
+  // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
+  QUIRE_DEVICE float apply_cap(Accumulator<kM, kBlock>& s) const {
+    if constexpr (!V::kSoftCap) return p_.logits_scale;
+    const float scale = p_.logits_scale * (2.f * kLog2e);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kBlock / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s.at[m][n][i] = tanh_from_exp2(s.at[m][n][i] * scale);
+      }
+    }
+    return p_.logits_cap;
+  }
+};
+
+}  // namespace quire

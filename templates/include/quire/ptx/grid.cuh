@@ -1,0 +1,28 @@
+// What orders launches and groups of warps: programmatic dependent launch, named barriers.
+#pragma once
+#include "quire/core/types.h"
+
+namespace quire::ptx {
+
+// Returns when all that the launch before this one wrote is visible. Launched without the attribute (or before sm_90,
+// which has no such instruction) that is already so.
+QUIRE_DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// From here on the next launch may take what room there is; it waits for our results itself.
+QUIRE_DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Barrier `id` (1..15; 0 is __syncthreads) of kThreads threads, whole warps.
+template <int kThreads>
+QUIRE_DEVICE void named_barrier(int id) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+}  // namespace quire::ptx

@@ -1,0 +1,18 @@
+// Registers to shared memory, 8 and 16 bytes a lane.
+#pragma once
+#include "quire/core/types.h"
+
+namespace quire::ptx {
+
+QUIRE_DEVICE void st_shared_8(uint32_t dst, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(dst), "f"(a), "f"(b) : "memory");
+}
+QUIRE_DEVICE void st_shared_16(uint32_t dst, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+QUIRE_DEVICE void st_shared_16(uint32_t dst, const uint32_t (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+}  // namespace quire::ptx

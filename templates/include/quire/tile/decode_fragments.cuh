@@ -1,0 +1,230 @@
+// Matrix fragments of decode: q in registers, keys and values from shared memory, 8-bit ones widened to fp16 on the
+// way. Where keys are 8-bit, a lane receives four neighbouring dims with one 32-bit word. The order of the dims in a
+// product over dims is free, so q takes the same order: k16 block b gives lane c dims 16 b + 4 c + {0, 1} and {2, 3}
+// instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in the same order.
+#pragma once
+#include "quire/ptx/float8.cuh"
+#include "quire/ptx/math.cuh"
+#include "quire/ptx/store.cuh"
+#include "quire/tile/decode_work.cuh"
+#include "quire/tile/gemm.cuh"
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+template <class Q, class Kv>
+struct MmaType {
+  static_assert(is_same<Q, Kv>::value, "16-bit keys have the dtype of q");
+  using Type = Q;
+};
+template <class Q>
+struct MmaType<Q, e4m3_t> {
+  using Type = fp16_t;
+};
+template <class Q>
+struct MmaType<Q, e5m2_t> {
+  using Type = fp16_t;
+};
+
+// A warp's rows of q: kM blocks of 16 rows, all of kQk. The first kHeld blocks of 16 dims stay in registers; the rest
+// lies in shared memory as fragments, one copy for all teams.
+template <class Q, bool kNarrow, int kM, int kQk, int kHeld>
+struct QueryFragments {
+  static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
+  static constexpr int kBlocks = kQk / 16;
+
+  uint32_t held[kHeld][kM][4];
+  uint32_t shared;                      // [kBlocks - kHeld, kM, 32 lanes] of 16 bytes, this lane's first
+  float factor[kRescaled ? kM : 1][2];  // of the products: what q was divided by to fit fp16
+
+  // Rows past the request's last become zeros. One of the teams `writes` what is in shared memory; a barrier must
+  // follow.
+  QUIRE_DEVICE void load(const AttentionParams& p, const DecodeJob& job, int row_begin, int lane, bool writes) {
+    uint32_t x[kBlocks][kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int row = row_begin + m * 16 + h * 8 + lane / 4;
+        if (row < job.row_end) {
+          const DecodeJob::Place at = job.place(p.group, row);
+          const Q* src = static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
+          load_row(x, m, h, src, lane % 4);
+        } else {
+#pragma unroll
+          for (int k = 0; k < kBlocks; ++k) x[k][m][h] = x[k][m][h + 2] = 0;
+        }
+        if constexpr (kRescaled) fit(x, m, h);
+      }
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+        if (k < kHeld) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) held[min(k, kHeld - 1)][m][i] = x[k][m][i];
+        } else if (writes) {
+          ptx::st_shared_16(shared_at(k, m), x[k][m]);
+        }
+      }
+    }
+  }
+
+  QUIRE_DEVICE void get(int k, uint32_t (&a)[kM][4]) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      if (k < kHeld) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[m][i] = held[min(k, kHeld - 1)][m][i];
+      } else {
+        const uint4 x = ptx::ld_shared_16(shared_at(k, m));
+        a[m][0] = x.x, a[m][1] = x.y, a[m][2] = x.z, a[m][3] = x.w;
+      }
+    }
+  }
+
+  template <int kN>
+  QUIRE_DEVICE void undo(Accumulator<kM, kN>& s) const {
+    if constexpr (kRescaled) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s.at[m][n][i] *= factor[m][i / 2];
+        }
+      }
+    }
+  }
+
+ private:
+  using Words = uint32_t[kBlocks][kM][4];
+
+  QUIRE_DEVICE uint32_t shared_at(int k, int m) const { return shared + ((k - kHeld) * kM + m) * 512; }
+
+  QUIRE_DEVICE static void load_row(Words& x, int m, int h, const Q* row, int c) {
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+      if constexpr (kNarrow) {
+        const uint2 word = *reinterpret_cast<const uint2*>(row + 16 * k + 4 * c);
+        x[k][m][h] = word.x, x[k][m][h + 2] = word.y;
+      } else {
+        x[k][m][h] = *reinterpret_cast<const uint32_t*>(row + 16 * k + 2 * c);
+        x[k][m][h + 2] = *reinterpret_cast<const uint32_t*>(row + 16 * k + 8 + 2 * c);
+      }
+    }
+  }
+
+  // bf16 reaches further than fp16: brings a row's largest magnitude to 2^14..2^15 by a power of two, then rounds. What
+  // is 2^28 times smaller than that loses bits.
+  QUIRE_DEVICE void fit(Words& x, int m, int h) {
+    float top = 0.f;
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int i = h; i < 4; i += 2) top = fmaxf(top, fmaxf(fabsf(low(x[k][m][i])), fabsf(high(x[k][m][i]))));
+    }
+    top = quad_max(top);
+    const uint32_t exponent = max(__float_as_uint(top) >> 23, 27u);
+    const float scale = __uint_as_float((268 - exponent) << 23);
+    factor[m][h] = __uint_as_float((exponent - 14) << 23);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int i = h; i < 4; i += 2)
+        x[k][m][i] = ptx::pack(fp16_t{}, low(x[k][m][i]) * scale, high(x[k][m][i]) * scale);
+    }
+  }
+
+  QUIRE_DEVICE static float low(uint32_t x) { return __uint_as_float(x << 16); }
+  QUIRE_DEVICE static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
+};
+
+template <class T, int kM, int kN, int kQk, class Query, class Cursor>
+QUIRE_DEVICE void mma_wide_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block) {
+#pragma unroll
+  for (int k = 0; k < kQk / 16; ++k) {
+    uint32_t rows[kM][4];
+    q.get(k, rows);
+#pragma unroll
+    for (int n = 0; n < kN / 16; ++n) {
+      uint32_t x[4];
+      ptx::ldmatrix_x4(x, keys.at(block * (kN / 16) + n, k));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16(T{}, s.at[m][2 * n], rows[m], x[0], x[1]);
+        ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], rows[m], x[2], x[3]);
+      }
+    }
+  }
+}
+
+// One ldmatrix brings 16 keys x 32 dims: {keys 0..7, 8..15} x {chunk 0, 1}. Of an odd number of chunks the last is read
+// twice.
+template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
+QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
+#pragma unroll
+  for (int k = 0; k < kQk / 16; k += 2) {
+    const bool single = k + 1 == kQk / 16;
+    uint32_t x[kN / 16][4];
+#pragma unroll
+    for (int n = 0; n < kN / 16; ++n) {
+      ptx::ldmatrix_x4(x[n], keys.at(block * (kN / 16) + n, k / 2) - (single ? ((lane >> 3) & 1) * 16 : 0));
+    }
+#pragma unroll
+    for (int j = 0; j < (single ? 1 : 2); ++j) {
+      uint32_t rows[kM][4];
+      q.get(k + j, rows);
+#pragma unroll
+      for (int n = 0; n < kN / 8; ++n) {
+        uint32_t b0, b1;
+        ptx::widen(Kv{}, x[n / 2][n % 2 * 2 + j], b0, b1);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) ptx::mma_m16n8k16(T{}, s.at[m][n], rows[m], b0, b1);
+      }
+    }
+  }
+  q.undo(s);
+}
+
+// s [kM * 16, kN] = q * k^T for keys kN * block .. of the tile behind `keys`.
+template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
+QUIRE_DEVICE void mma_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
+  s.clear();
+  if constexpr (sizeof(Kv) == 1)
+    mma_narrow_keys<T, Kv, kM, kN, kQk>(s, q, keys, block, lane);
+  else
+    mma_wide_keys<T, kM, kN, kQk>(s, q, keys, block);
+}
+
+// o [kM * 16, kVo] += p * v for values 16 * block .. of the tile behind `values`; p [kM * 16, 16] in fragments.
+template <class T, class Kv, int kM, int kVo, class Cursor>
+QUIRE_DEVICE void mma_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values, int block,
+                             int lane) {
+  constexpr bool kNarrow = sizeof(Kv) == 1;
+  constexpr int kDimsAtOnce = kNarrow ? 32 : 16, kSteps = ceil_div(kVo, kDimsAtOnce);
+#pragma unroll
+  for (int n = 0; n < kSteps; ++n) {
+    const bool half = (n + 1) * kDimsAtOnce > kVo;
+    uint32_t x[4];  // tokens 0..7 chunk 0, tokens 8..15 chunk 0, then chunk 1
+    ptx::ldmatrix_x4_trans(x, values.at(block, n) - (half ? (lane >> 4) * 16 : 0));
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      if constexpr (kNarrow) {  // a word is {token 2c, dim 2g}, {2c, 2g + 1}, {2c + 1, 2g}, {2c + 1, 2g + 1}
+        if (half && j == 1) continue;
+        const int b = min(2 * n + j, kVo / 16 - 1);
+        uint32_t even[2], odd[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) ptx::widen(Kv{}, __byte_perm(x[2 * j + i], 0, 0x3120), even[i], odd[i]);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16(T{}, o.at[m][2 * b], p[m], even[0], even[1]);
+          ptx::mma_m16n8k16(T{}, o.at[m][2 * b + 1], p[m], odd[0], odd[1]);
+        }
+      } else {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) ptx::mma_m16n8k16(T{}, o.at[m][2 * n + j], p[m], x[2 * j], x[2 * j + 1]);
+      }
+    }
+  }
+}
+
+}  // namespace quire

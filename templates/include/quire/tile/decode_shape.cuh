@@ -1,0 +1,80 @@
+// How decode cuts a kv tile: teams of warps, each with keys, a ring and a softmax of its own. A team is one warp unless
+// the rows are too many for one warp's registers; then its warps share the team's keys and split the rows.
+#pragma once
+#include "quire/tile/smem.cuh"
+
+namespace quire {
+
+// What one SM has in shared memory, and what each CTA loses of it.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900 || (__CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200)
+constexpr int kSmemOfSm = 228 * 1024;
+#elif __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870
+constexpr int kSmemOfSm = 164 * 1024;
+#else
+constexpr int kSmemOfSm = 100 * 1024;
+#endif
+constexpr int kSmemReservedOfCta = 1024;
+
+// kRows rows of kRowContent bytes in 16-byte chunks, laid out so that the eight rows that ldmatrix reads at a time fall
+// into different banks: permuted by XOR where a row is a multiple of 128 bytes, else padded to an odd number of chunks.
+template <int kRows_, int kRowContent>
+struct ByteTile {
+  static constexpr int kRows = kRows_, kChunks = kRowContent / 16;
+  static constexpr bool kSwizzled = kRowContent % 128 == 0;
+  static constexpr int kRowBytes = kSwizzled ? kRowContent : (kChunks | 1) * 16;
+  static constexpr int kBytes = ceil_div(kRows * kRowBytes, 128) * 128;
+
+  uint32_t base;
+
+  QUIRE_DEVICE uint32_t chunk(int row, int col) const {
+    return base + row * kRowBytes + ((kSwizzled ? col ^ (row & 7) : col) << 4);
+  }
+};
+
+template <class V>
+struct DecodeShape {
+  using Kv = typename V::Kv;
+  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kRows = V::kTileRows;
+  static constexpr bool kNarrow = sizeof(Kv) == 1;  // 8-bit keys and values, widened to fp16 on their way to the mma
+  static constexpr int kTokenBytes = (kQk + kVo) * static_cast<int>(sizeof(Kv));
+
+  // Two blocks of 16 rows a warp where o and q then take at most 192 registers.
+  static constexpr int kM = kRows > 16 && 2 * (kVo / 2 + kQk / 4) <= 192 ? 2 : 1;
+  static constexpr int kTeam = kRows / (16 * kM);  // warps
+  // A warp copies some 8 KB at a time: enough that few bytes are loop overhead, little enough for a ring of stages.
+  static constexpr int kWarpTokens = 32 * kTokenBytes <= 8192 ? 32 : 16;
+  static constexpr int kWarps = max(kTeam, 16 * kTokenBytes > 8192 ? 2 : 4);
+  static constexpr int kTeams = kWarps / kTeam;
+  static constexpr int kSlice = kTeam * kWarpTokens;  // tokens of a team in a kv tile
+  static constexpr int kTileKv = kWarps * kWarpTokens;
+  static constexpr int kBlock = kM == 1 && kVo <= 192 ? min(kSlice, 32) : 16;  // keys of one softmax step
+
+  using TileK = ByteTile<kSlice, kQk* static_cast<int>(sizeof(Kv))>;
+  using TileV = ByteTile<kSlice, kVo* static_cast<int>(sizeof(Kv))>;
+  static constexpr int kSpillBytes = kTeam * 16 * kVo * 4;  // 16 rows of o of each warp
+  static constexpr int kSlotBytes = max(TileK::kBytes + TileV::kBytes, kSpillBytes);
+
+  // Blocks of 16 dims of q that a warp keeps in registers; the others it reads again for each block of keys.
+  static constexpr int kWanted = kM * (kVo / 2 + kQk / 4);  // registers of o and q
+  static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : 64);
+  static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // of a warp's rows
+  static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
+  static constexpr int kJobBytes = 96;                                                              // of a warp
+  static constexpr int kFixedBytes = kTeam * kQueryBytes + kStatesBytes + kWarps * kJobBytes + 16;  // and a flag
+  static constexpr int kStageBytes = kTeams * kSlotBytes;
+  static constexpr int stages(int ctas) {
+    return min(8, (kSmemOfSm / ctas - kSmemReservedOfCta - kFixedBytes) / kStageBytes);
+  }
+  // Two CTAs an SM, so that one streams while the other ends a piece, if each then has a ring of three stages (two
+  // where shared memory is small).
+  static constexpr int kMinCtas = stages(2) >= (kSmemOfSm > 200 * 1024 ? 3 : 2) ? 2 : 1;
+  static constexpr int kStages = stages(kMinCtas);
+  static_assert(kStages >= 2, "a ring needs two stages");
+  // Shared memory: the teams' rings, q, row states, the warps' jobs, the flag.
+  static constexpr int kQueryAt = kStages * kStageBytes, kStatesAt = kQueryAt + kTeam * kQueryBytes;
+  static constexpr int kJobsAt = kStatesAt + kStatesBytes;
+  static constexpr int kFlagAt = kJobsAt + kWarps * kJobBytes, kSmemBytes = kFlagAt + 16;
+  static constexpr int kThreads = kWarps * 32;
+};
+
+}  // namespace quire
