@@ -66,7 +66,7 @@ class _Runner:
 
 
 def measure_row(row: Row, providers: list[Provider], device: torch.device, roof: Roof, rounds: int) -> list[Result]:
-    """All providers on one row."""
+    """All providers on one row; with no rounds, results are checked and nothing is timed."""
     sets = [make_inputs(row, device, seed) for seed in range(sets_for(row.bytes, device))]
     sample = take_sample(sets[0])
     results = [Result(provider.name, provider.peer) for provider in providers]
@@ -75,7 +75,8 @@ def measure_row(row: Row, providers: list[Provider], device: torch.device, roof:
         launch = _prepare(provider, result, row, sets, sample)
         if launch is not None:
             runners.append(_Runner(result, launch))
-    _time(runners, len(sets), device, rounds)
+    if rounds:
+        _time(runners, len(sets), device, rounds)
     _compare(row, results, roof)
     return results
 
@@ -225,9 +226,15 @@ def absences(results: list[Result]) -> list[str]:
     names: dict[str, list[str]] = {}
     for result in results:
         if result.timing is None:
-            reason = result.reason or "not timed"
+            reason = result.reason or _checked(result)
             names.setdefault("FAILED " * result.failed + reason, []).append(result.provider)
     return [f"  {', '.join(providers)}: {reason}" for reason, providers in names.items()]
+
+
+def _checked(result: Result) -> str:
+    a = result.accuracy
+    assert a is not None
+    return f"error {a.error:.1e} (torch {a.torch_error:.1e})" + (", not timed" if a.fine else ", INACCURATE")
 
 
 def show(row: Row, results: list[Result], judged: dict[str, Any] | None) -> None:
@@ -237,7 +244,7 @@ def show(row: Row, results: list[Result], judged: dict[str, Any] | None) -> None
         words = {True: "reached", False: "MISSED", None: "open"}
         title += f"   target {judged['target']}: {words[judged['reached']]}"
     lines = table_lines(results, row)
-    if importlib.util.find_spec("rich") is None:
+    if importlib.util.find_spec("rich") is None or not lines:
         _show_plain(title, lines)
     else:
         _show_rich(title, lines)
@@ -258,7 +265,7 @@ def _show_rich(title: str, lines: list[tuple[str, ...]]) -> None:
 def _show_plain(title: str, lines: list[tuple[str, ...]]) -> None:
     widths = [max(len(line[i]) for line in [_COLUMNS, *lines]) for i in range(len(_COLUMNS))]
     print(title)
-    for line in [_COLUMNS, *lines]:
+    for line in [_COLUMNS, *lines] if lines else []:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
@@ -292,6 +299,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_words, default=(), help="names, patterns or groups; default: all but tiny")
     parser.add_argument("--providers", type=_words, default=(), help="names; default: all")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each provider (default 7)")
+    parser.add_argument("--check", action="store_true", help="compile, check every result, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each row")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--list", action="store_true", help="print the rows and their targets, measure nothing")
@@ -302,6 +310,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(str(error))
     if options.rounds < 1:
         parser.error(f"--rounds: expected 1 or more, got {options.rounds}")
+    options.rounds = 0 if options.check else options.rounds
     return options
 
 

@@ -19,7 +19,7 @@ import torch
 
 import quire
 
-__all__ = ["Roof", "clocks", "describe", "measure_roof"]
+__all__ = ["Roof", "clocks", "copy_gigabytes_per_s", "describe", "measure_roof"]
 
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
 
@@ -104,6 +104,13 @@ def measure_roof(device: torch.device) -> Roof:
     ]
     fastest = min(_median(read, device) for read in reads)
     return Roof(2.0 * size**3 / seconds / 1e12, data.numel() * data.element_size() / fastest / 1e9)
+
+
+def copy_gigabytes_per_s(device: torch.device) -> float:
+    """Bytes read and written by a large copy on the device."""
+    source = torch.randn((1 << 30) if device.type == "cuda" else (1 << 24), device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / _median(lambda: target.copy_(source), device) / 1e9
 
 
 def _median(call: Callable[[], object], device: torch.device, count: int = 20) -> float:

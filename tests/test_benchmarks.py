@@ -1,0 +1,201 @@
+"""The benchmark programs run as a user runs them, on tiny problems, and do not believe a wrong result."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """benchmarks/attention.py, imported beside the modules that it uses."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import attention
+
+    return attention
+
+
+def run(script: str, *arguments: str, status: int = 0) -> str:
+    """The output of `python benchmarks/script`; fails with all of it if it exits otherwise than expected."""
+    environment = {**os.environ, "QUIRE_LOG": "error"}
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *arguments],
+        capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == status, f"{script} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_attention(tmp_path: Path) -> None:
+    file = tmp_path / "attention.json"
+    providers = "quire,fi-fa2,torch-math"
+    output = run("attention.py", "--rows", "tiny-square,tiny-decode", "--providers", providers, "--rounds", "2",
+                 "--device", "cpu", "--json", str(file))  # fmt: skip
+    report = json.loads(file.read_text())
+    assert "flashinfer is not installed" in output or "it needs a GPU" in output
+    assert [row["row"] for row in report["rows"]] == ["tiny-square", "tiny-decode"]
+    assert {"date", "device", "torch", "quire", "commit", "roof"} <= report.keys()
+    ours, flashinfer, torch_math = report["rows"][0]["results"]
+    assert ours["accuracy"]["error"] < 5e-3 and ours["timing"]["samples"] >= 2 and ours["rate"] > 0
+    assert flashinfer["timing"] is None and flashinfer["reason"]
+    assert torch_math["of_best_peer"] == 1.0
+    assert report["geometric_mean"] == pytest.approx(ours["of_best_peer"])
+
+
+def test_attention_lists_the_rows() -> None:
+    assert "prefill-d128-causal-b2-8k" in run("attention.py", "--list")
+
+
+def test_attention_refuses_an_unknown_row() -> None:
+    run("attention.py", "--rows", "no-such-row", status=2)
+
+
+def test_compile(tmp_path: Path) -> None:
+    file = tmp_path / "compile.json"
+    slug = "packbits.x86-64-v3.any.v1"
+    output = run("compile.py", slug, "--repeat", "1", "--max-seconds", "0.0001", "--json", str(file), status=1)
+    (variant,) = json.loads(file.read_text())["variants"]
+    assert variant["slug"] == slug and variant["seconds"] > 0.0001 and variant["peak_mb"] > 10
+    assert json.loads(file.read_text())["warm"]["find_ms"] > 0
+    assert f"FAILED {slug}" in output
+
+
+def test_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    run("plan.py", "--cases", "decode-b1,prefill-b64", "--kv-len", "200", "--calls", "20", "--device", "cpu",
+        "--providers", "quire", "--json", str(file))  # fmt: skip
+    results = json.loads(file.read_text())["results"]
+    assert [result["case"] for result in results] == ["decode-b1", "prefill-b64"]
+    for result in results:
+        assert 0 < result["plan"]["least"] <= result["plan"]["p50"] <= result["plan"]["p99"]
+
+
+def test_operations(tmp_path: Path) -> None:
+    file = tmp_path / "operations.json"
+    run("operations.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
+    results = json.loads(file.read_text())["results"]
+    assert {result["case"] for result in results} == {"tiny-merge_states", "tiny-merge_state", "tiny-append"}
+    ours = [result for result in results if result["provider"] == "quire"]
+    assert all(result["timing"]["median"] > 0 and result["error"] < 1e-2 for result in ours)
+
+
+def _result(modules: ModuleType, name: str, change: float) -> object:
+    """What measure_row makes of torch's result plus noise of `change` times each element's size."""
+    import peers
+    import rows
+
+    (row,) = rows.select_rows(("tiny-square",))
+    (torch_math,) = peers.select_providers(("torch-math",))
+
+    def prepare(sets: list) -> object:
+        launch = torch_math.prepare(sets)
+        noise = 1 + change * torch.randn(sets[0].out.shape, generator=torch.Generator().manual_seed(1))
+        return lambda i: (launch(i).float() * noise).to(row.q_type)
+
+    provider = peers.Provider(name, False, lambda row, device: None, prepare)
+    (result,) = modules.measure_row(row, [provider], CPU, modules.Roof(1.0, 1.0), 1)
+    return result
+
+
+def test_a_right_result_is_timed(modules: ModuleType) -> None:
+    result = _result(modules, "right", 0.0)
+    assert result.accuracy.fine and result.timing is not None and not result.bad
+
+
+def test_an_inaccurate_result_is_timed_and_told(modules: ModuleType) -> None:
+    result = _result(modules, "noisy", 0.03)
+    assert not result.accuracy.fine and not result.accuracy.wrong and result.bad and result.timing is not None
+
+
+def test_a_wrong_result_is_not_timed(modules: ModuleType) -> None:
+    result = _result(modules, "wrong", 1.0)
+    assert result.accuracy.wrong and result.bad and result.timing is None
+    assert "wrong result" in result.reason
+
+
+@pytest.mark.parametrize("defect", ["unwritten", "other mask", "raises"])
+def test_defects_are_found(modules: ModuleType, defect: str) -> None:
+    import peers
+    import rows
+
+    (row,) = rows.select_rows(("tiny-square",))
+
+    def unwritten(sets: list) -> object:
+        return lambda i: sets[i].out  # still full of NaN
+
+    def other_mask(sets: list) -> object:
+        (torch_math,) = peers.select_providers(("torch-math",))
+        for inputs in sets:
+            inputs.row = rows.Row(**{**row.__dict__, "mask": "none"})
+        launch = torch_math.prepare(sets)
+        for inputs in sets:
+            inputs.row = row
+        return launch
+
+    def raises(sets: list) -> object:
+        raise RuntimeError("no kernel image")
+
+    prepare = {"unwritten": unwritten, "other mask": other_mask, "raises": raises}[defect]
+    provider = peers.Provider("defect", False, lambda row, device: None, prepare)
+    (result,) = modules.measure_row(row, [provider], CPU, modules.Roof(1.0, 1.0), 1)
+    assert result.bad and result.timing is None and result.reason
+
+
+def test_the_reference_is_the_oracle(modules: ModuleType) -> None:
+    """On every tiny row, quire's cpu kernel, which has tests of its own, agrees with the sampled reference."""
+    import peers
+    import rows
+
+    ours = peers.select_providers(("quire",))
+    for row in rows.select_rows(("tiny",)):
+        (result,) = modules.measure_row(row, ours, CPU, modules.Roof(1.0, 1.0), 1)
+        assert result.accuracy is not None and result.accuracy.fine, (row.name, result)
+
+
+def test_counts(modules: ModuleType) -> None:
+    import rows
+
+    by_name = {row.name: row for row in rows.ROWS}
+    square = by_name["prefill-d128-causal-b2-8k"]
+    assert square.flops == 2 * 2 * 32 * 8192 * 8192 * 256 / 2
+    assert by_name["prefill-d128-full-b2-8k"].flops == 2 * square.flops
+    assert by_name["decode-b64-kv4k-p16"].kv_bytes == 64 * 4096 * 8 * 256 * 2
+    assert by_name["decode-b128-skewed"].kv_bytes == pytest.approx(1.92e9, rel=0.01)
+    window = by_name["tiny-paged"]
+    pairs = sum(
+        kv - q + i - 8 <= j <= kv - q + i
+        for q, kv in zip(window.qo_lens, window.kv_lens, strict=True) for i in range(q) for j in range(kv)
+    )  # fmt: skip
+    assert window.pairs == pairs
+
+
+def test_targets(modules: ModuleType) -> None:
+    import rows
+
+    (row,) = rows.select_rows(("prefill-p16-causal-b2-8k",))
+    ours = modules.Result("quire", False)
+
+    def reached(median: float, medians: dict) -> object:
+        ours.timing = modules.Timing(median, median, median, 1)
+        return modules.verdict(row, [ours], medians)["reached"]
+
+    assert reached(100.0, {}) is None
+    assert reached(102.0, {"prefill-d128-causal-b2-8k": 100.0})
+    assert not reached(104.0, {"prefill-d128-causal-b2-8k": 100.0})
+
+
+def test_a_draft_mask_is_causal(modules: ModuleType) -> None:
+    import peers
+
+    mask = peers._draft_mask(2, 3)
+    assert mask.dtype is torch.uint16 and mask.to(torch.int32).tolist() == [[[1, 0], [3, 0], [7, 0]]] * 2
