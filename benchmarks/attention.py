@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -26,11 +25,11 @@ from typing import Any
 import torch
 
 from inputs import Inputs, make_inputs
-from machine import Roof, clocks, describe, measure_roof
+from machine import Roof, clocks, describe, measure_roof, write_report
 from peers import Launch, Provider, Refused, select_providers
 from reference import Accuracy, Sample, take_sample
 from rows import Row, select_rows
-from timing import GRAPH_BELOW_US, Timing, captured, cpu_times, cuda_times, estimate_us, sets_for
+from timing import GRAPH_BELOW_US, Timing, captured, cpu_times, cuda_times, estimate_us, flusher, sets_for
 
 __all__ = ["Result", "main", "measure_row"]
 
@@ -65,7 +64,9 @@ class _Runner:
     estimate_us: float = 0.0
 
 
-def measure_row(row: Row, providers: list[Provider], device: torch.device, roof: Roof, rounds: int) -> list[Result]:
+def measure_row(
+    row: Row, providers: list[Provider], device: torch.device, roof: Roof, rounds: int, flush: str = "write"
+) -> list[Result]:
     """All providers on one row; with no rounds, results are checked and nothing is timed."""
     sets = [make_inputs(row, device, seed) for seed in range(sets_for(row.bytes, device))]
     sample = take_sample(sets[0])
@@ -76,7 +77,7 @@ def measure_row(row: Row, providers: list[Provider], device: torch.device, roof:
         if launch is not None:
             runners.append(_Runner(result, launch))
     if rounds:
-        _time(runners, len(sets), device, rounds)
+        _time(runners, len(sets), device, rounds, flush)
     _compare(row, results, roof)
     return results
 
@@ -93,14 +94,19 @@ def _prepare(provider: Provider, result: Result, row: Row, sets: list[Inputs], s
     except Refused as refusal:
         result.reason = str(refusal)
         return None
-    except Exception as error:  # a peer's own failure must not end the run; the report tells it, and quire's fails it
-        _raise_if_lost(error)
-        result.reason, result.failed = f"{type(error).__name__}: {_first_line(error)}", True
+    except Exception as error:
+        _failed(result, error)
         return None
     if result.accuracy.wrong:
         result.reason = f"wrong result: a row is off by {result.accuracy.worst:.2g} of its norm"
         return None
     return launch
+
+
+def _failed(result: Result, error: Exception) -> None:
+    """A provider's own failure does not end the run: the report tells it, and one of quire's makes the status 1."""
+    _raise_if_lost(error)
+    result.reason, result.failed = f"{type(error).__name__}: {_first_line(error)}", True
 
 
 def _first_line(error: BaseException) -> str:
@@ -118,26 +124,34 @@ def _raise_if_lost(error: BaseException) -> None:
         raise RuntimeError(f"the device is lost: {broken}") from error
 
 
-def _time(runners: list[_Runner], num_sets: int, device: torch.device, rounds: int) -> None:
-    if not runners:
-        return
+def _time(runners: list[_Runner], num_sets: int, device: torch.device, rounds: int, flush: str) -> None:
     if device.type == "cpu":
         timings = cpu_times([runner.launch for runner in runners], rounds)
     else:
-        for runner in runners:
-            runner.estimate_us = estimate_us(runner.launch, num_sets)
-        small = min(runner.estimate_us for runner in runners) < GRAPH_BELOW_US
+        runners = [runner for runner in runners if _estimated(runner, num_sets)]
+        small = min((runner.estimate_us for runner in runners), default=0.0) < GRAPH_BELOW_US
         calls = [_graph(runner, num_sets) if small else (runner.launch, 1) for runner in runners]
-        timings = cuda_times(calls, [runner.estimate_us for runner in runners], num_sets, rounds)
+        estimates = [runner.estimate_us for runner in runners]
+        timings = cuda_times(calls, estimates, num_sets, rounds, flusher(flush))
     for runner, timing in zip(runners, timings, strict=True):
         runner.result.timing = timing
+
+
+def _estimated(runner: _Runner, num_sets: int) -> bool:
+    """Warm up; False if that fails."""
+    try:
+        runner.estimate_us = estimate_us(runner.launch, num_sets)
+    except Exception as error:
+        _failed(runner.result, error)
+        return False
+    return True
 
 
 def _graph(runner: _Runner, num_sets: int) -> tuple[Launch, int]:
     """The launches as a graph; by themselves, with a note, if they cannot be captured."""
     try:
         call, launches = captured(runner.launch, num_sets)
-    except RuntimeError as error:
+    except Exception as error:
         _raise_if_lost(error)
         runner.result.note = f"not captured in a graph ({_first_line(error)})"
         return runner.launch, 1
@@ -269,24 +283,6 @@ def _show_plain(title: str, lines: list[tuple[str, ...]]) -> None:
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
-def _write(path: Path | None, report: dict[str, Any]) -> None:
-    """After each row, so that a run that ends early leaves what it measured; complete or not at all."""
-    if path is None:
-        return
-    draft = path.with_name(path.name + ".part")
-    draft.write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n")
-    draft.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN: null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 # --- the command line ------------------------------------------------------------------------------------------------
 
 
@@ -299,6 +295,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=_words, default=(), help="names, patterns or groups; default: all but tiny")
     parser.add_argument("--providers", type=_words, default=(), help="names; default: all")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each provider (default 7)")
+    parser.add_argument("--flush", choices=("write", "read"), default="write", help="how the L2 is emptied")
     parser.add_argument("--check", action="store_true", help="compile, check every result, time nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there, after each row")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -323,11 +320,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     device = torch.device(options.device)
     roof = measure_roof(device)
-    report: dict[str, Any] = {**describe(device), "roof": asdict(roof), "rounds": options.rounds, "rows": []}
+    report: dict[str, Any] = {**describe(device), "roof": asdict(roof), "rows": []}
+    report |= {"rounds": options.rounds, "flush": options.flush}
     print(f"{report['device']}: {roof.tflops:.0f} TFLOP/s, {roof.gigabytes_per_s:.0f} GB/s read, measured now")
     right = _measure_all(options, device, roof, report)
     report["gpu_after"] = clocks() if device.type == "cuda" else None
-    _write(options.json, report)
+    write_report(options.json, report)
     if report["geometric_mean"] is not None:
         print(f"quire against the best peer of each row: geometric mean {report['geometric_mean']:.3f}")
     return 0 if right else 1
@@ -339,7 +337,7 @@ def _measure_all(options: argparse.Namespace, device: torch.device, roof: Roof, 
     ratios: list[float] = []
     right = True
     for row in options.rows:
-        results = measure_row(row, options.providers, device, roof, options.rounds)
+        results = measure_row(row, options.providers, device, roof, options.rounds, options.flush)
         for result in results:
             if result.provider == "quire" and result.timing is not None:
                 medians[row.name] = result.timing.median
@@ -349,7 +347,7 @@ def _measure_all(options: argparse.Namespace, device: torch.device, roof: Roof, 
         report["rows"].append(row_report(row, results, judged))
         report["geometric_mean"] = geometric_mean(ratios)
         show(row, results, judged)
-        _write(options.json, report)
+        write_report(options.json, report)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

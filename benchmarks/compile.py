@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 import quire
-from machine import describe
+from machine import describe, write_report
 from quire.aot import PRESETS, Selection, select, spec_of, warm
 from quire.jit import Manifest, Spec, Store
 
@@ -269,13 +269,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     built = [spec for spec, result in zip(specs, results, strict=True) if result.error is None]
     warmed = warm_path(built[0], options.repeat) if built else None
     _print_summary(results, warmed, options.worst)
-    if options.json is not None:
-        report = {
-            **describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "repeat": options.repeat,
-            "variants": [asdict(result) for result in results], "warm": None if warmed is None else asdict(warmed),
-            "failures": failures,
-        }  # fmt: skip
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report = {
+        **describe(torch.device("cuda" if torch.cuda.is_available() else "cpu")), "repeat": options.repeat,
+        "variants": [asdict(result) for result in results], "warm": None if warmed is None else asdict(warmed),
+        "failures": failures,
+    }  # fmt: skip
+    write_report(options.json, report)
     for slug, reasons in failures.items():
         print(f"FAILED {slug}: {'; '.join(reasons)}")
     return int(bool(failures))

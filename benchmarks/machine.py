@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import math
 import os
 import platform
 import shutil
@@ -14,12 +16,13 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import quire
 
-__all__ = ["Roof", "clocks", "copy_gigabytes_per_s", "describe", "measure_roof"]
+__all__ = ["Roof", "clocks", "copy_gigabytes_per_s", "describe", "measure_roof", "write_report"]
 
 _QUERY = "name,driver_version,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active"
 
@@ -72,6 +75,25 @@ def describe(device: torch.device) -> dict[str, object]:
         "commit": commit(),
         "peers": {name: _version(name) for name in ("flashinfer-python", "fa3-fwd")},
     }
+
+
+def write_report(path: Path | None, report: dict[str, Any]) -> None:
+    """As JSON, complete or not at all; a program may write again and again as it learns more. None: nowhere."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_text(json.dumps(_finite(report), indent=1, allow_nan=False) + "\n")
+    draft.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN: null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True)

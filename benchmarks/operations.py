@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.util
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 
 import quire
-from machine import copy_gigabytes_per_s, describe
-from timing import Timing, cpu_times, cuda_times, estimate_us
+from machine import copy_gigabytes_per_s, describe, write_report
+from timing import Timing, cpu_times, cuda_times, estimate_us, flusher
 
 #: A relative error beyond the rounding of bf16.
 ALLOWED_ERROR = 1e-2
@@ -157,7 +156,8 @@ def _times(calls: dict[str, Callable[[int], object]], device: torch.device, roun
     if device.type == "cpu":
         return list(zip(calls, cpu_times(list(calls.values()), rounds), strict=True))
     estimates = [estimate_us(call, 1) for call in calls.values()]
-    return list(zip(calls, cuda_times([(call, 1) for call in calls.values()], estimates, 1, rounds), strict=True))
+    timings = cuda_times([(call, 1) for call in calls.values()], estimates, 1, rounds, flusher("write"))
+    return list(zip(calls, timings, strict=True))
 
 
 def _rated(case: Case, before: Result, timing: Timing, roof: float) -> Result:
@@ -199,10 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found = measure(case, options.providers.split(","), device, roof, options.rounds)
         print(*map(line, found), sep="\n", flush=True)
         results += found
-    if options.json is not None:
-        head = {**describe(device), "copy_gigabytes_per_s": roof}
-        report = {**head, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    head = {**describe(device), "copy_gigabytes_per_s": roof}
+    write_report(options.json, {**head, "results": [asdict(result) for result in results]})
     return int(any(result.provider == "quire" and result.timing is None for result in results))
 
 

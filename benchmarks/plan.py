@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import importlib.util
-import json
 import sys
 import time
 import warnings
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 
 import quire
-from machine import describe
+from machine import describe, write_report
 
 PAGE_SIZE = 16
 HEADS = (32, 8)
@@ -110,7 +109,7 @@ def prepare(provider: str, case: Case, device: torch.device) -> tuple[Plan, Run]
         import flashinfer
 
         package = flashinfer
-        options = {"use_tensor_cores": True} if case.decode else {"backend": provider.removeprefix("fi-")}
+        options = {"backend": provider.removeprefix("fi-")} | ({"use_tensor_cores": True} if case.decode else {})
     workspace = torch.zeros(256 << 20 if device.type == "cuda" else 16 << 20, dtype=torch.uint8, device=device)
     dtype = torch.bfloat16
     q = torch.randn(case.batch_size * case.qo_len, HEADS[0], HEAD_DIM, dtype=dtype, device=device)
@@ -236,10 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for provider in options.providers:
             results.append(measure(case, provider, device, options.kv_len, options.calls))
             print(line(results[-1]), flush=True)
-    if options.json is not None:
-        head = {**describe(device), "kv_len": options.kv_len, "calls": options.calls}
-        report = {**head, "results": [asdict(result) for result in results]}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    head = {**describe(device), "kv_len": options.kv_len, "calls": options.calls}
+    write_report(options.json, {**head, "results": [asdict(result) for result in results]})
     return 0
 
 

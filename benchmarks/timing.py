@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GRAPH_BELOW_US", "Timing", "captured", "cpu_times", "cuda_times", "estimate_us", "sets_for"]
+__all__ = ["GRAPH_BELOW_US", "Timing", "captured", "cpu_times", "cuda_times", "estimate_us", "flusher", "sets_for"]
 
 #: Rows under this run as CUDA graphs: a launch from Python would be part of the figure otherwise.
 GRAPH_BELOW_US = 100.0
@@ -79,12 +79,21 @@ def captured(call: Call, num_sets: int) -> tuple[Call, int]:
     return replay, launches
 
 
-def cuda_times(calls: list[tuple[Call, int]], estimates_us: list[float], num_sets: int, rounds: int) -> list[Timing]:
+def flusher(kind: str) -> Call:
+    """What empties the L2. "write" leaves lines that the next kernel must write back, as triton's do_bench does, and as
+    the kernel before it does in a model; "read" leaves clean ones.
+    """
+    data = torch.zeros(COLD_BYTES // 4, dtype=torch.int32, device="cuda")
+    return (lambda _: data.zero_()) if kind == "write" else (lambda _: data.amax())
+
+
+def cuda_times(
+    calls: list[tuple[Call, int]], estimates_us: list[float], num_sets: int, rounds: int, flush: Call
+) -> list[Timing]:
     """Each call (and how many launches it makes), A B C A B C ...: `rounds` slices of each, timed by events.
 
     A call of a single launch comes out of a flushed L2; a graph rotates through more than the L2 holds by itself.
     """
-    flush = torch.empty(COLD_BYTES, dtype=torch.uint8, device="cuda")
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
         for (call, launches), estimate, taken in zip(calls, estimates_us, times, strict=True):
@@ -93,14 +102,14 @@ def cuda_times(calls: list[tuple[Call, int]], estimates_us: list[float], num_set
     return [Timing.of(taken) for taken in times]
 
 
-def _slice(call: Call, launches: int, count: int, num_sets: int, flush: torch.Tensor | None) -> list[float]:
+def _slice(call: Call, launches: int, count: int, num_sets: int, flush: Call | None) -> list[float]:
     """Microseconds of a launch, `count` times; the host waits for the device at the end only."""
     events = [(_event(), _event()) for _ in range(count)]
     call(0)  # clocks and caches of the previous provider are not this one's
     torch.cuda._sleep(1_000_000)
     for i, (begin, end) in enumerate(events):
         if flush is not None:
-            flush.zero_()
+            flush(i)
         begin.record()
         call(i % num_sets)
         end.record()
