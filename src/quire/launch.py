@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 
 import torch
@@ -34,15 +35,22 @@ class Launcher:
     Called with whether the launch may begin before its predecessor ends, which counts only if the kernel waits itself.
     """
 
-    def __init__(
-        self, module: Module, params: int, device: torch.device, *, grid: int, block: int, smem: int, pdl: bool
-    ) -> None:
+    def __init__(self, module: Module, params: ctypes.Structure, device: torch.device, grid: int, *, pdl: bool) -> None:
         self._index = device.index or 0
+        self._params = params  # keeps its memory
         self._plain = self._early = None
-        if isinstance(module, CudaModule):
-            self._plain = module.bind(params, grid, block, smem, self._index)
-            self._early = module.bind(params, grid, block, smem, self._index, pdl=True) if pdl else self._plain
-        self._on_host = partial(launch, module, params, device, grid=grid, block=block)
+        if isinstance(module, CudaModule) and grid:
+            bind = partial(
+                module.bind,
+                ctypes.addressof(params),
+                grid,
+                module.facts["kThreads"],
+                module.facts["kSmemBytes"],
+                self._index,
+            )
+            self._plain = bind()
+            self._early = bind(pdl=True) if pdl else self._plain
+        self._on_host = partial(launch, module, ctypes.addressof(params), device, grid=grid, block=1)
 
     def __call__(self, enable_pdl: bool) -> None:
         """Launch on torch's current stream."""

@@ -134,8 +134,8 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, decision: Decision, module: Module, tile: TileShape, schedule: Schedule, params: AttentionParams,
-        scoring: Scoring, device: torch.device, owned: tuple[torch.Tensor | None, ...],
+        self, decision: Decision, module: Module, schedule: Schedule, params: AttentionParams, scoring: Scoring,
+        device: torch.device, owned: tuple[torch.Tensor | None, ...],
     ) -> None:  # fmt: skip
         self.decision = decision
         self.schedule = schedule
@@ -143,10 +143,7 @@ class AttentionPlan:
         self._params = params
         self._scoring = scoring
         self._owned = owned  # buffers that the parameter struct points into
-        self._launch = Launcher(
-            module, ctypes.addressof(params), device, grid=max(1, schedule.params.num_ctas), block=tile.threads,
-            smem=tile.smem_bytes, pdl=decision.kernel.pdl,
-        )  # fmt: skip
+        self._launch = Launcher(module, params, device, schedule.params.num_ctas, pdl=decision.kernel.pdl)
 
     def set_strides(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
         """The form of the tensors that the next runs bring."""
@@ -179,10 +176,10 @@ def make_plan(
     tile = decision.kernel.tile(key)
     _check_split(fixed_split_size, tile)
     module = get_module(decision.kernel.spec(key))
+    ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
     schedule = make_schedule(
         indices, num_kv_heads=num_kv_heads, group_size=num_qo_heads // num_kv_heads, tile=tile, mask=key.mask,
-        window_left=scoring.window_left, max_ctas=max_ctas(device, tile.min_ctas), fixed_split_size=fixed_split_size,
-        pin=device.type == "cuda",
+        window_left=scoring.window_left, max_ctas=ctas, fixed_split_size=fixed_split_size, pin=device.type == "cuda",
     )  # fmt: skip
     s = schedule.params
     _check_indices(indices, s)
@@ -199,7 +196,7 @@ def make_plan(
     params.page = FastDivisor.of(indices.page_size)
     params.window_left = scoring.window_left
     params.logits_cap = scoring.logits_soft_cap * _LOG2E
-    return AttentionPlan(decision, module, tile, schedule, params, scoring, device, (sent, pages, bits, partials))
+    return AttentionPlan(decision, module, schedule, params, scoring, device, (sent, pages, bits, partials))
 
 
 def _params(

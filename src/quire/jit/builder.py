@@ -10,7 +10,7 @@ from pathlib import Path
 
 from quire import config
 from quire.errors import CacheError
-from quire.jit import cpu, diagnosis, events, ninja, progress, render
+from quire.jit import artifact, cpu, diagnosis, events, ninja, progress, render
 from quire.jit.lock import job_slot
 from quire.jit.request import SCHEMA, Request
 from quire.jit.store import Entry, Manifest, Store
@@ -95,6 +95,7 @@ def _describe(request: Request, identity: str, staging: Path, outcome: ninja.Out
         artifact=request.toolchain.artifact,
         size=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
+        facts=artifact.read_facts(staging / request.toolchain.artifact, spec),
         registers=report.registers,
         spills=report.spills,
         stack=report.stack,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Mapping
 from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -45,6 +46,11 @@ class HostModule:
     def slug(self) -> str:
         """The variant's readable name."""
         return self.entry.slug
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What the kernel says of itself: the spec's `facts` and their values."""
+        return self.entry.manifest.facts
 
     def __repr__(self) -> str:
         return f"HostModule({self.entry.slug!r})"
@@ -143,6 +149,11 @@ class CudaModule:
     def slug(self) -> str:
         """The variant's readable name."""
         return self.entry.slug
+
+    @property
+    def facts(self) -> Mapping[str, int]:
+        """What the kernel says of itself: the spec's `facts` and their values."""
+        return self.entry.manifest.facts
 
     def __repr__(self) -> str:
         return f"CudaModule({self.entry.slug!r})"

@@ -23,7 +23,7 @@ from quire.jit.toolchain import Memory, Toolchain, for_target
 __all__ = ["SCHEMA", "Request", "compiler_digest", "make_request", "parts_digest"]
 
 #: Version of the entry's format and of how artifacts are called. Raise it when either changes.
-SCHEMA = "quire-entry-1"
+SCHEMA = "quire-entry-2"
 
 _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 

@@ -42,6 +42,7 @@ class Spec:
     asserts: tuple[
         tuple[str, int], ...
     ] = ()  #: constexpr members of kernel<Variant> that Python relies on: (("kThreads", 128), ...)
+    facts: tuple[str, ...] = ()  #: constexpr int members of kernel<Variant> that the caller reads from the module
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
 
     @property

@@ -48,6 +48,7 @@ class Manifest:
     artifact: str  #: file name
     size: int  #: bytes
     sha256: str
+    facts: dict[str, int]  #: what the kernel says of itself: threads, shared memory, ...
     registers: int | None
     spills: int | None  #: bytes of spill stores and loads
     stack: int | None

@@ -44,13 +44,14 @@ class AttentionProblem:
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a kernel cuts work, and what that costs. The rendered unit asserts each number."""
+    """How a kernel cuts work."""
 
     rows: int  #: packed query rows of a tile
     kv: int  #: keys of a kv tile
-    threads: int = 1
-    min_ctas: int = 1  #: CTAs that share an SM
-    smem_bytes: int = 0
+
+
+#: What a GPU kernel tells of itself: threads of a CTA, CTAs that share an SM, bytes of dynamic shared memory.
+_FACTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,6 @@ class AttentionKernel:
     def spec(self, key: AttentionKey) -> Spec:
         """What the compiler is given for `key`."""
         tile = self.tile(key)
-        asserts = [("kTileRows", tile.rows), ("kTileKv", tile.kv)]
-        if key.target.startswith("sm"):
-            asserts += [("kThreads", tile.threads), ("kMinCtas", tile.min_ctas), ("kSmemBytes", tile.smem_bytes)]
         return Spec(
             slug=key.slug,
             target=key.target,
@@ -176,7 +174,8 @@ class AttentionKernel:
                 ("kTileRows", tile.rows),
                 ("kTileKv", tile.kv),
             ),
-            asserts=tuple(asserts),
+            asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
+            facts=_FACTS if key.target.startswith("sm") else (),
             warmup=key.slug,
         )
 

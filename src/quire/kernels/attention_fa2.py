@@ -26,12 +26,7 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(head_dim_qk: int, head_dim_vo: int, target: str) -> tuple[TileShape, ...]:
-    def shape(rows: int, threads: int, min_ctas: int) -> TileShape:
-        kv = 64
-        smem = 2 * (rows * (head_dim_qk + 8) + kv * (head_dim_qk + 8) + kv * (head_dim_vo + 8))
-        return TileShape(rows, kv, threads, min_ctas, smem)
-
-    return (shape(16, 32, 2), shape(64, 128, 2), shape(128, 128, 2))
+    return (TileShape(16, 64), TileShape(64, 64), TileShape(128, 64))
 
 
 KERNEL = AttentionKernel(
