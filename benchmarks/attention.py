@@ -29,7 +29,7 @@ from machine import Roof, clocks, describe, measure_roof, write_report
 from peers import Launch, Provider, Refused, select_providers
 from reference import Accuracy, Sample, take_sample
 from rows import Row, select_rows
-from timing import GRAPH_BELOW_US, Timing, captured, cpu_times, cuda_times, estimate_us, flusher, sets_for
+from timing import GRAPH_BELOW_US, Call, Timing, captured, cpu_times, cuda_times, estimate_us, flusher, sets_for
 
 __all__ = ["Result", "main", "measure_row"]
 
@@ -130,7 +130,9 @@ def _time(runners: list[_Runner], num_sets: int, device: torch.device, rounds: i
     else:
         runners = [runner for runner in runners if _estimated(runner, num_sets)]
         small = min((runner.estimate_us for runner in runners), default=0.0) < GRAPH_BELOW_US
-        calls = [_graph(runner, num_sets) if small else (runner.launch, 1) for runner in runners]
+        calls: list[tuple[Call, int]] = [
+            _graph(runner, num_sets) if small else (runner.launch, 1) for runner in runners
+        ]
         estimates = [runner.estimate_us for runner in runners]
         timings = cuda_times(calls, estimates, num_sets, rounds, flusher(flush))
     for runner, timing in zip(runners, timings, strict=True):
@@ -147,7 +149,7 @@ def _estimated(runner: _Runner, num_sets: int) -> bool:
     return True
 
 
-def _graph(runner: _Runner, num_sets: int) -> tuple[Launch, int]:
+def _graph(runner: _Runner, num_sets: int) -> tuple[Call, int]:
     """The launches as a graph; by themselves, with a note, if they cannot be captured."""
     try:
         call, launches = captured(runner.launch, num_sets)
@@ -220,7 +222,7 @@ _COLUMNS = ("provider", "us", "least", "most", "rate", "roof", "best peer", "err
 
 def table_lines(results: list[Result], row: Row) -> list[tuple[str, ...]]:
     """The cells of a row's table: who was timed."""
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for result in results:
         t, a = result.timing, result.accuracy
         if t is None or a is None:

@@ -174,7 +174,7 @@ def warm_path(spec: Spec, repeat: int) -> Warm:
             runs = [_fresh(spec, "load" if loads else "find", changes) for _ in range(repeat)]
         finally:
             failing.unlink()
-    medians = {
+    medians: dict[str, Any] = {
         name: None if runs[0][name] is None else statistics.median(run[name] for run in runs) for name in runs[0]
     }
     return Warm(spec.slug, **medians)

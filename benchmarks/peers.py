@@ -403,14 +403,13 @@ def _torch(backend: SDPBackend, sets: Sets) -> Launch:
     """Paged rows run on a copy without pages: a lighter task than the row's."""
     row = sets[0].row
     shape = (row.batch_size, row.qo_lens[0])
-    operands = [
-        tuple(t.transpose(1, 2) for t in (inputs.q.unflatten(0, shape), *inputs.contiguous())) for inputs in sets
-    ]
-    options = {"is_causal": row.mask == "causal", "enable_gqa": row.num_qo_heads != row.num_kv_heads}
+    operands = [[t.transpose(1, 2) for t in (inputs.q.unflatten(0, shape), *inputs.contiguous())] for inputs in sets]
+    causal, grouped = row.mask == "causal", row.num_qo_heads != row.num_kv_heads
 
     def launch(i: int) -> torch.Tensor:
         with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(*operands[i], scale=row.sm_scale, **options)
+            q, k, v = operands[i]
+            out = scaled_dot_product_attention(q, k, v, is_causal=causal, scale=row.sm_scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1)
 
     return launch

@@ -8,8 +8,10 @@ The rate of a bandwidth row counts the bytes of the visible keys and values once
 from __future__ import annotations
 
 import fnmatch
+import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -76,7 +78,7 @@ class Row:
 
     @property
     def sm_scale(self) -> float:
-        return self.head_dim_qk**-0.5
+        return 1.0 / math.sqrt(self.head_dim_qk)
 
     @property
     def q_type(self) -> torch.dtype:
@@ -136,27 +138,27 @@ class Row:
 
 
 def _prefill(name: str, batch: int, length: int, heads: tuple[int, int], dims: int | tuple[int, int] = 128,
-             target: Target | None = None, **more: object) -> Row:  # fmt: skip
+             target: Target | None = None, **more: Any) -> Row:  # fmt: skip
     """A batch of equal prompts."""
     qk, vo = (dims, dims) if isinstance(dims, int) else dims
     kind = "paged" if more.get("page_size") else "ragged"
-    return Row(name, kind, (length,) * batch, (length,) * batch, *heads, qk, vo, target=target, **more)  # type: ignore[arg-type]
+    return Row(name, kind, (length,) * batch, (length,) * batch, *heads, qk, vo, target=target, **more)
 
 
 def _append(name: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], heads: tuple[int, int],
-            target: Target | None = None, **more: object) -> Row:  # fmt: skip
+            target: Target | None = None, **more: Any) -> Row:  # fmt: skip
     """New tokens at the end of paged requests."""
-    return Row(name, "paged", qo_lens, kv_lens, *heads, page_size=16, target=target, **more)  # type: ignore[arg-type]
+    return Row(name, "paged", qo_lens, kv_lens, *heads, page_size=16, target=target, **more)
 
 
 def _decode(name: str, kv_lens: tuple[int, ...], heads: tuple[int, int], page_size: int = 16, dim: int = 128,
-            target: Target | None = None, q_len: int = 1, **more: object) -> Row:  # fmt: skip
+            target: Target | None = None, q_len: int = 1, **more: Any) -> Row:  # fmt: skip
     """One new token (or q_len) for each request."""
     mask = "causal" if q_len > 1 else "none"
     return Row(
         name, "decode", (q_len,) * len(kv_lens), kv_lens, *heads, dim, dim, page_size, mask, bound="bytes",
         group="decode", target=target, **more,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _skewed(count: int, least: int, most: int) -> tuple[int, ...]:

@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["GRAPH_BELOW_US", "Timing", "captured", "cpu_times", "cuda_times", "estimate_us", "flusher", "sets_for"]
+__all__ = [
+    "GRAPH_BELOW_US",
+    "Call",
+    "Timing",
+    "captured",
+    "cpu_times",
+    "cuda_times",
+    "estimate_us",
+    "flusher",
+    "sets_for",
+]
 
 #: Rows under this run as CUDA graphs: a launch from Python would be part of the figure otherwise.
 GRAPH_BELOW_US = 100.0
