@@ -33,7 +33,10 @@ struct AttentionFa2 {
 
   static constexpr int kM = kTileRows == 128 ? 2 : 1;  // blocks of 16 rows a warp
   static constexpr int kWarpRows = kM * 16;
-  static constexpr int kThreads = kTileRows / kWarpRows * 32;
+  static constexpr int kWarps = kTileRows / kWarpRows;  // that own rows
+  // One warp alone cannot both copy and compute at memory's pace: others then do nothing but copy with it (few where o
+  // leaves them no registers).
+  static constexpr int kThreads = max(kWarps, kVo <= 128 ? 4 : 2) * 32;
   // Two tiles of k and v in flight where 99 KB of shared memory (sm_86, sm_89, sm_120) hold them, else one.
   static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
 
@@ -45,14 +48,16 @@ struct AttentionFa2 {
   using CursorQ = BlockCursor<TileQ>;
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
-  static constexpr int kTableSlots = max(kStages, 2);
+  // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they are
+  // refilled together, one barrier a tile.
+  static constexpr bool kEager = kM == 1 && kStages == 2;
+  static constexpr int kTableSlots = kEager ? 3 : 2;
   using Rows = KvRows<V, kThreads, kTableSlots>;
 
-  // The step of o += p v after which the next copies start: where ptxas has registers for them without a spill.
-  static constexpr int kKeysAfter = kTileKv < 64 ? 0 : V::kMask == kMaskCustom && !V::kPaged ? 2 : 1;
+  static constexpr int kKeysAfter = kTileKv < 64 ? 0 : 1;  // the step of o += p v after which the next copies start
   static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-  static constexpr int kRingAt = kThreads / 32 * kWarpBytes;
+  static constexpr int kRingAt = kWarps * kWarpBytes;
   static constexpr int kTableAt = kRingAt + kStages * kStageBytes;
   static constexpr int kJobAt = kTableAt + Rows::kTableBytes;
 
@@ -99,6 +104,10 @@ struct AttentionFa2 {
   }
   // This warp's first packed row.
   QUIRE_DEVICE int row_begin() const { return job_.piece.tile.row_begin + thread_ / 32 * kWarpRows; }
+  QUIRE_DEVICE bool owns_rows() const {
+    if constexpr (kThreads == kWarps * 32) return true;
+    return thread_ < kWarps * 32;
+  }
   QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask() const {
     const uint8_t* bits = nullptr;
     if constexpr (V::kMask == kMaskCustom) bits = p_.mask + p_.mask_indptr[job_.piece.tile.request];
@@ -110,17 +119,9 @@ struct AttentionFa2 {
     Rows rows(p_, job_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
-    if constexpr (kStages == 1) {
-      rows.template copy<0>(k_tile(kv_begin), kv_begin);
-      ptx::cp_async_commit();
-    } else {
-#pragma unroll
-      for (int i = 0; i < kStages - 1; ++i) {
-        rows.template copy<0>(k_tile(kv_begin + i), kv_begin + i);
-        rows.template copy<1>(v_tile(kv_begin + i), kv_begin + i);
-        ptx::cp_async_commit();
-      }
-    }
+    copy_keys(rows, kv_begin);
+    if constexpr (kStages == 2) copy_values(rows, kv_begin);
+    if constexpr (kEager) copy_keys(rows, kv_begin + 1), copy_values(rows, kv_begin + 1);
 
     Accumulator<kM, kVo> o;
     SoftmaxRows<kM> softmax;
@@ -137,25 +138,18 @@ struct AttentionFa2 {
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
       more = i + 1 < job_.piece.kv_end;
-            ptx::cp_async_wait<max(kStages - 2, 0)>();
-      __syncthreads();  // all threads' parts of k (two stages: and v) of tile i are there; all are done with tile i - 1
-      const auto copy_keys = [&] {
-        const int next = i + max(kStages - 1, 1);
-        rows.template copy<0>(k_tile(next), next);
-        if constexpr (kStages == 1) ptx::cp_async_commit();
-      };
-      const auto copy_values = [&] {
-        const int next = i + kStages - 1;
-        rows.template copy<1>(v_tile(next), next);
-        ptx::cp_async_commit();
-      };
-      if constexpr (kStages == 1) copy_values();
+            ptx::cp_async_wait<kEager ? 3 : 0>();
+      __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
+      if constexpr (kStages == 1) copy_values(rows, i);
       Accumulator<kM, kTileKv> s;
       if (some) mma_ABt<T>(s, CursorQ({warp_at()}, lane_), CursorK(k_tile(i), lane_));
-      if constexpr (kStages == 1) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();  // v of tile i is there, all are done with its k
+      if constexpr (kEager) {
+        __syncthreads();  // all are done with k of tile i
+        copy_keys(rows, i + 2);
+        ptx::cp_async_wait<3>();
       }
+      if constexpr (kStages == 1) ptx::cp_async_wait<0>();
+      if constexpr (kEager || kStages == 1) __syncthreads();  // v of tile i is there, all are done with its k
       if (some) {
         const float scale = apply_cap(s);
         if (!every) hide_keys(s, mask(), p_.group, row_begin(), i * kTileKv, lane_);
@@ -168,13 +162,17 @@ struct AttentionFa2 {
           mma_AB_step<T>(o, weights, v, k);
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
           if (k == 0) rows.fetch(i + kTableSlots);
-          if (k == kKeysAfter) copy_keys();
-          if (k == kKeysAfter + 1 && kStages > 1) copy_values();
+          if (k == kKeysAfter && !kEager) copy_keys(rows, i + 1);
+          if (k == kKeysAfter + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
         rows.fetch(i + kTableSlots);
-        copy_keys();
-        if constexpr (kStages > 1) copy_values();
+        if constexpr (!kEager) copy_keys(rows, i + 1);
+        if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
+      }
+      if constexpr (kEager) {
+        __syncthreads();  // all are done with v of tile i
+        copy_values(rows, i + 2);
       }
       rows.publish(i + kTableSlots);
     }
@@ -190,9 +188,22 @@ struct AttentionFa2 {
     }
   }
 
+  // One group of asynchronous copies each.
+  QUIRE_DEVICE void copy_keys(const Rows& rows, int i) const {
+    rows.template copy<0>(k_tile(i), i);
+    ptx::cp_async_commit();
+  }
+  QUIRE_DEVICE void copy_values(const Rows& rows, int i) const {
+    rows.template copy<1>(v_tile(i), i);
+    ptx::cp_async_commit();
+  }
+
   QUIRE_DEVICE WarpTiles find_tiles() const {
     WarpTiles tiles = {{0, 0}, {0, 0}};
     if (row_begin() >= job_.row_end) return tiles;
+    if constexpr (kThreads > kWarps * 32) {
+      if (!owns_rows()) return tiles;
+    }
     const auto mask = this->mask();
     const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, job_.row_end) - 1);
     const KeyRange any = mask.any(first, last), all = mask.all(first, last);
@@ -218,6 +229,9 @@ struct AttentionFa2 {
 
   // Each warp its own rows of q; rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
+    if constexpr (kThreads > kWarps * 32) {
+      if (!owns_rows()) return;
+    }
     using Split = RowSplit<32, TileQ::kChunks>;
     const Split split(lane_);
     const TileQ tile = {warp_at()};
@@ -236,6 +250,9 @@ struct AttentionFa2 {
 
   // o and lse of a whole tile: rounded, gathered in the warp's shared memory (q is done with), stored in rows.
   QUIRE_DEVICE void store(Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+    if constexpr (kThreads > kWarps * 32) {
+      if (!owns_rows()) return;
+    }
     const TileO tile = {warp_at()};
     __syncwarp();
 #pragma unroll
@@ -278,6 +295,9 @@ struct AttentionFa2 {
 
   // partial_o [slot, kTileRows, kVo] and partial_md [slot, kTileRows, 2], rows that exist.
   QUIRE_DEVICE void store_partial(const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+    if constexpr (kThreads > kWarps * 32) {
+      if (!owns_rows()) return;
+    }
     const int64_t slot = static_cast<int64_t>(job_.piece.group.slot(job_.piece.part)) * kTileRows;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
