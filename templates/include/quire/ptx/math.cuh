@@ -22,6 +22,13 @@ QUIRE_DEVICE float rcp(float x) {
   return y;
 }
 
+// Within 2^-11 of the result, relatively.
+QUIRE_DEVICE float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Two numbers rounded to nearest even, `low` in the low half.
 QUIRE_DEVICE uint32_t pack(bf16_t, float low, float high) {
   uint32_t d;

@@ -1,0 +1,32 @@
+// What the fa3 kernels are given: the parameters of every attention kernel, and the maps that the copy engine reads.
+// Mirrored by quire.planner.AttentionFa3Params.
+#pragma once
+#include "quire/core/params.h"
+
+namespace quire {
+
+// A CUtensorMap, made by cuTensorMapEncodeTiled: opaque here, so that no driver header is parsed.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// All maps: 16-bit elements, 128-byte swizzle, zeros out of bounds, element strides 1. Dimensions innermost first, with
+// their strides in elements; a box is what one copy moves.
+struct AttentionFa3Params {
+  AttentionParams base;
+  // q [head_dim_qk; group_size, q_head_stride; nnz_qo, q_token_stride; num_kv_heads, group_size * q_head_stride],
+  // box [64; group_size; kTileRows / group_size; 1]. Not read unless group_size divides kTileRows.
+  TensorMap tensor_q;
+  // Ragged: k [head_dim_qk; nnz_kv, k_token_stride; num_kv_heads, k_head_stride; 1, any], box [64; kTileKv; 1; 1].
+  // Paged: k [head_dim_qk; page_size, k_token_stride; num_kv_heads, k_head_stride; num_pages, k_page_stride],
+  // box [64; gcd(page_size, kTileKv); 1; 1]. Not read where pages are gathered.
+  TensorMap tensor_k;
+  TensorMap tensor_v;  // the same of v, with head_dim_vo
+  // Whole tiles: the next one to do, 0 between launches (it wraps by itself); null: CTA c does c, c + grid, ...
+  uint32_t* ticket;
+  // Whole tiles: kv heads that are worked on at a time, a divisor of num_kv_heads: their keys and values stay in L2.
+  int32_t heads_at_once;
+  int32_t reserved;
+};
+
+}  // namespace quire

@@ -1,0 +1,441 @@
+// Attention with the warpgroup matrix instruction and the bulk copy engine: sm_90a, head dims that are multiples of 16.
+//
+// Bound: tensor cores, and through them the card's power. Softmax needs 64 / head_dim of the tensor cores' time, so it
+// has to run beside them: a warpgroup computes S of the next tile and O of the last in one go and does the softmax of
+// one while the other is under way, and warpgroups take turns at the tensor cores (named barriers).
+// Schedule: persistent CTAs, one an SM. Warps of the first warpgroup load keys, values and queries and schedule, one
+// piece ahead, so that a piece's first tiles travel while the piece before it ends; the others own 64 rows each and
+// store their results straight from registers, so that no buffer waits for an epilogue.
+// Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
+// has grown.
+#pragma once
+#include "quire/core/params_fa3.h"
+#include "quire/ptx/warp.cuh"
+#include "quire/tile/sm90_gemm.cuh"
+#include "quire/tile/sm90_load.cuh"
+#include "quire/tile/sm90_softmax.cuh"
+#include "quire/tile/sm90_store.cuh"
+#include "quire/tile/sm90_walk.cuh"
+
+namespace quire {
+
+template <class V>
+struct AttentionFa3 {
+  using T = typename V::Q;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
+
+  static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
+                "q, k, v and o have one dtype");
+  static_assert(kQk % 16 == 0 && kVo % 16 == 0 && max(kQk, kVo) <= 256, "head dims are multiples of 16 up to 256");
+  static_assert(kTileRows % 64 == 0 && kTileRows <= 192, "one to three warpgroups own 64 rows each");
+  static_assert(kTileKv % 16 == 0 && kTileKv <= 256,
+                "a key tile is the N of one wgmma and the inner dimension of others");
+
+  static constexpr int kWarpgroups = kTileRows / 64;  // that compute
+  static constexpr int kConsumers = kWarpgroups * 128;
+  static constexpr int kThreads = kConsumers + 128;
+  static constexpr int kMinCtas = 1;
+
+ private:
+  using TileQ = PanelTile<kTileRows, kQk>;
+  using TileK = PanelTile<kTileKv, kQk>;
+  using TileV = PanelTile<kTileKv, kVo>;
+  using Slot = PieceSlot<V>;
+  using Loader = KvLoader<V>;
+#ifdef QUIRE_FA3_HOLDQ
+  static constexpr bool kHoldsQ = true;
+#else
+  static constexpr bool kHoldsQ = false;
+#endif
+  static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
+
+  static constexpr int kPieces = 2;  // one in work, one ahead
+  static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + 512;
+  static constexpr int kRoom = 227 * 1024 - kOtherBytes;
+  static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
+#ifdef QUIRE_FA3_STAGES
+  static constexpr int kStages = QUIRE_FA3_STAGES;
+#else
+  static constexpr int kStages = max(2, min(4, (kRoom - TileQ::kBytes) / kStageBytes));
+#endif
+  static constexpr int kQStages = kStages * kStageBytes + 2 * TileQ::kBytes <= kRoom ? 2 : 1;
+
+  static constexpr int kKAt = kQStages * TileQ::kBytes;
+  static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
+  static constexpr int kSlotsAt = kVAt + kStages * TileV::kBytes;
+  static constexpr int kBarriersAt = kSlotsAt + kPieces * static_cast<int>(sizeof(Slot));
+  static_assert(sizeof(Slot) % 8 == 0, "mbarriers follow the slots");
+
+  // Registers a thread, of 65,536 an SM: what the loading warps give up the others take. A gather needs some itself.
+  static constexpr bool kGathers = kIsGathered || V::kMask == kMaskCustom;
+  static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
+  static constexpr int kComputeRegisters =
+      kWarpgroups == 2 ? 224 : (kWarpgroups == 3 ? (kTileKv > 112 ? 160 : 152) : 240);
+
+  enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
+  // Named barriers; 0 is that of the whole CTA.
+  enum Named { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3 };
+
+ public:
+  static constexpr int kSmemBytes = kBarriersAt + 512;
+  static_assert(kSmemBytes <= 227 * 1024, "the tiles do not fit into shared memory");
+
+  QUIRE_DEVICE static void run(const AttentionFa3Params& p, unsigned char* smem) {
+    const AttentionFa3 self(p, smem);
+    const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
+    if (threadIdx.x == 0) self.init_barriers();
+    __syncthreads();
+    if (warpgroup == 0) {
+      ptx::give_registers<kLoadRegisters>();
+      self.produce();
+    } else {
+      ptx::take_registers<kComputeRegisters>();
+      self.compute();
+    }
+  }
+
+ private:
+  const AttentionFa3Params& p_;
+  Slot* slots_;
+  uint32_t smem_;
+  RingBarriers<kPieces> pieces_;
+  RingBarriers<kQStages> q_;
+  RingBarriers<kStages> k_, v_;
+
+  QUIRE_DEVICE AttentionFa3(const AttentionFa3Params& p, unsigned char* smem)
+      : p_(p), slots_(reinterpret_cast<Slot*>(smem + kSlotsAt)), smem_(ptx::smem_address(smem)) {
+    pieces_.base = smem_ + kBarriersAt;
+    q_.base = pieces_.base + RingBarriers<kPieces>::kBytes;
+    k_.base = q_.base + RingBarriers<kQStages>::kBytes;
+    v_.base = k_.base + RingBarriers<kStages>::kBytes;
+  }
+
+  QUIRE_DEVICE TileQ q_tile(int stage) const { return {smem_ + stage * TileQ::kBytes}; }
+  QUIRE_DEVICE TileK k_tile(int stage) const { return {smem_ + kKAt + stage * TileK::kBytes}; }
+  QUIRE_DEVICE TileV v_tile(int stage) const { return {smem_ + kVAt + stage * TileV::kBytes}; }
+
+  // Full: who fills arrives, once a slot. Empty: each computing warpgroup does, since a product's reads are over for
+  // all of it at once; of pieces, which lanes read, each warp but the scheduling one.
+  QUIRE_DEVICE void init_barriers() const {
+    pieces_.init(1, kWarpgroups * 4 + 3);
+    q_.init(1, kWarpgroups);
+    k_.init(Loader::kArrivals, kWarpgroups);
+    v_.init(Loader::kArrivals, kWarpgroups);
+    ptx::fence_mbarrier_init();
+  }
+
+  // Queries come by the copy engine where tiles begin with a token's first head.
+  QUIRE_DEVICE bool q_by_tma() const { return kTileRows % p_.base.group.divisor == 0; }
+
+  QUIRE_DEVICE void produce() const {
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = ptx::lane_id();
+    if (warp == kLoadK) load_kv(KvSource::k(p_), k_, [&](int stage) { return k_tile(stage); }, lane);
+    if (warp == kLoadV) load_kv(KvSource::v(p_), v_, [&](int stage) { return v_tile(stage); }, lane);
+    if (warp == kLoadQ) load_q(lane);
+    if (warp == kSchedule) schedule(lane);
+  }
+
+  QUIRE_DEVICE void schedule(int lane) const {
+    RingPosition<kPieces> at;
+    int work = 0;
+    if (lane == 0) WorkList::begin(p_, slots_[kPieces - 1].job, work);
+    for (bool exists = true; exists; at.advance()) {
+      pieces_.wait_empty(at);
+      Slot& slot = slots_[at.slot()];
+      if (lane == 0) {
+        const Slot& before = slots_[at.before().slot()];
+        WorkList::next(p_, before.job.cursor, slot.job, work, kTileKv);
+      }
+      __syncwarp();
+      exists = slot.job.exists;
+      if constexpr (V::kMask == kMaskCustom) {
+        if (exists) slot.classify(p_.base, lane);
+        __syncwarp();
+      }
+      if (lane == 0) pieces_.arrive_full(at);
+    }
+  }
+
+  // Calls body(slot) for each piece.
+  template <class Body>
+  QUIRE_DEVICE void for_each_piece_slot(Body&& body) const {
+    RingPosition<kPieces> at;
+    for (;;) {
+      pieces_.wait_full(at);
+      Slot& slot = slots_[at.slot()];
+      if (!slot.job.exists) return;
+      body(slot, at);
+      at.advance();
+    }
+  }
+
+  template <class TileAt>
+  QUIRE_DEVICE void load_kv(const KvSource& from, RingBarriers<kStages> ring, TileAt&& tile_at, int lane) const {
+    if (lane == 0 && !kIsGathered) ptx::prefetch_tensor_map(from.map);
+    RingPosition<kStages> stage;
+    for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
+      TileWalk<V> walk(slot);
+      Loader next(p_.base, slot.job, lane);
+      if (walk.exists()) next.fetch(walk.tile());
+#pragma unroll 1
+      while (walk.exists()) {
+        const Loader loader = next;
+        walk.advance();
+        if (walk.exists()) next.fetch(walk.tile());
+        ring.wait_empty(stage);
+        loader.load(tile_at(stage.slot()), from, ring.full(stage.slot()));
+        stage.advance();
+      }
+      __syncwarp();
+      if (lane == 0) pieces_.arrive_empty(at);
+    });
+  }
+
+  QUIRE_DEVICE void load_q(int lane) const {
+    if (lane == 0 && q_by_tma()) ptx::prefetch_tensor_map(&p_.tensor_q);
+    RingPosition<kQStages> stage;
+    for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
+      if (lane == 0 && q_by_tma() && TileWalk<V>(slot).exists()) {
+        q_.wait_empty(stage);
+        const uint32_t barrier = q_.full(stage.slot());
+        ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
+        const int token = static_cast<int>(slot.job.qo_begin) + p_.base.group.div(slot.job.piece.tile.row_begin);
+#pragma unroll
+        for (int i = 0; i < TileQ::kPanels; ++i) {
+          ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kPanelBytes, &p_.tensor_q, barrier, kQPolicy, i * 64,
+                           0, token, slot.job.piece.kv_head);
+        }
+        stage.advance();
+      }
+      __syncwarp();
+      if (lane == 0) pieces_.arrive_empty(at);
+    });
+  }
+
+  // Where a computing warpgroup stands in the rings. Values are one tile behind keys.
+  struct Rings {
+    RingPosition<kQStages> q;
+    RingPosition<kStages> k;
+  };
+
+  // A warpgroup's rows and what it knows of them.
+  struct Rows {
+    float o[kVo / 2];
+    WarpgroupSoftmax softmax;
+    uint32_t q[kHoldsQ ? kQk / 16 : 1][4];
+    uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
+  };
+
+  QUIRE_DEVICE void compute() const {
+    Rings rings;
+    if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
+    for_each_piece_slot([&](Slot& slot, RingPosition<kPieces> at) {
+      Rows rows;
+#pragma unroll
+      for (int i = 0; i < kVo / 2; ++i) rows.o[i] = 0.f;
+      rows.softmax.clear();
+      attend(rows, slot, rings);
+      rows.softmax.reduce();
+      const int lane = ptx::lane_id(), row = lane_row(lane);
+      if (slot.job.piece.group.num_parts == 1) {
+        store(rows, slot.job, row, lane);
+      } else {
+        store_partial(rows, slot.job, row, lane);
+      }
+      __syncwarp();
+      if (ptx::lane_id() == 0) pieces_.arrive_empty(at);
+    });
+  }
+
+  // The main loop: o, m and d of this warpgroup's 64 rows over the piece's key tiles.
+  QUIRE_DEVICE void attend(Rows& rows, const Slot& slot, Rings& rings) const {
+    TileWalk<V> walk(slot);
+    if (!walk.exists()) return;
+    const int row = slot.job.piece.tile.row_begin + warpgroup() * 64;
+    const WholeTiles<V> whole(p_.base, slot, row);
+    const TileQ q = q_tile(rings.q.slot());
+    if (q_by_tma()) {
+      q_.wait_full(rings.q);
+    } else {
+      copy_q(q, slot.job);
+    }
+    if constexpr (kHoldsQ) {
+      load_fragments(rows.q, q, (ptx::thread_id() - 128) / 32 * 16, ptx::lane_id());
+      ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
+      if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
+    }
+    first_tile(rows, slot, rings, q, walk.tile());
+    for (walk.advance(); walk.exists(); walk.advance()) {
+      if (whole.contains(walk.tile())) {
+        next_tile<false>(rows, slot, rings, q, walk.tile());
+      } else {
+        next_tile<true>(rows, slot, rings, q, walk.tile());
+      }
+    }
+    if (!kHoldsQ && q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
+    rings.q.advance();
+    const auto last = rings.k.before();
+    wait_v(last);
+    start_AB<T>(rows.o, rows.p, v_tile(last.slot()));
+    ptx::wgmma_wait<0>();
+    ptx::pin(rows.o);
+    if (is_leader()) v_.arrive_empty(last);
+  }
+
+  // Asked anew each time: registers are short.
+  QUIRE_DEVICE static int warpgroup() { return ptx::thread_id() / 128 - 1; }
+  QUIRE_DEVICE static bool is_leader() { return ptx::thread_id() % 128 == 0; }
+
+  // This lane's upper row in the tile.
+  QUIRE_DEVICE static int lane_row(int lane) { return (ptx::thread_id() - 128) / 32 * 16 + lane / 4; }
+
+  QUIRE_DEVICE void wait_k(RingPosition<kStages> at) const {
+    k_.wait_full(at);
+    if constexpr (kIsGathered) ptx::fence_proxy_async();
+  }
+  QUIRE_DEVICE void wait_v(RingPosition<kStages> at) const {
+    v_.wait_full(at);
+    if constexpr (kIsGathered) ptx::fence_proxy_async();
+  }
+
+  QUIRE_DEVICE void start_s(Rows& rows, float (&s)[kTileKv / 2], TileQ q, TileK k) const {
+    if constexpr (kHoldsQ) {
+      start_ABt<T>(s, rows.q, k);
+    } else {
+      start_ABt<T>(s, q, warpgroup() * 64, k);
+    }
+  }
+
+  // The rightmost tile: S and its softmax alone.
+  QUIRE_DEVICE void first_tile(Rows& rows, const Slot& slot, Rings& rings, TileQ q, int tile) const {
+    float s[kTileKv / 2];
+    wait_k(rings.k);
+    start_s(rows, s, q, k_tile(rings.k.slot()));
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+    if (is_leader()) k_.arrive_empty(rings.k);
+    rings.k.advance();
+    apply_softmax<true>(rows, s, slot, tile);
+    round_weights<T>(s, rows.p);
+    // Values from kv_len on may be anything, and 0 * NaN is NaN. The gather has put zeros there.
+    const int valid = slot.job.kv_len - tile * kTileKv;
+    if (!kIsGathered && valid < kTileKv) clear_values(rings.k.before(), valid);
+  }
+
+  // S of this tile and, beside it, O of the tile before; then the softmax of S while O is still under way.
+  template <bool kMasked>
+  QUIRE_DEVICE void next_tile(Rows& rows, const Slot& slot, Rings& rings, TileQ q, int tile) const {
+    float s[kTileKv / 2];
+    wait_k(rings.k);
+#ifndef QUIRE_FA3_NOTURN
+    if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + warpgroup(), 256);
+#endif
+    start_s(rows, s, q, k_tile(rings.k.slot()));
+    const auto before = rings.k.before();
+    wait_v(before);
+    start_AB<T>(rows.o, rows.p, v_tile(before.slot()));
+#ifndef QUIRE_FA3_NOTURN
+    if constexpr (kWarpgroups > 1) ptx::named_barrier_arrive(kTurn + (warpgroup() + 1) % kWarpgroups, 256);
+#endif
+    ptx::wgmma_wait<1>();
+    ptx::pin(s);
+    if (is_leader()) k_.arrive_empty(rings.k);
+    rings.k.advance();
+    apply_softmax<kMasked>(rows, s, slot, tile);
+#ifdef QUIRE_FA3_PIN
+    if (tile > slot.job.piece.kv_begin) k_.wait_full(rings.k);
+#endif
+    ptx::wgmma_wait<0>();
+    ptx::pin(rows.o);
+#pragma unroll
+    for (int k = 0; k < kTileKv / 16; ++k) ptx::pin(rows.p[k]);
+    if (is_leader()) v_.arrive_empty(rings.k.before().before());
+    round_weights<T>(s, rows.p);
+    rows.softmax.rescale(rows.o);
+  }
+
+  template <bool kMasked>
+  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, int tile) const {
+    const float scale = apply_cap(s);
+    if constexpr (kMasked) {
+      const int lane = ptx::lane_id(), row = slot.job.piece.tile.row_begin + lane_row(lane);
+      RowMask<V>(p_.base.group, slot.job, row).hide_keys(s, p_.base, slot.job, tile * kTileKv, lane);
+    }
+    rows.softmax.raise_max(s, scale);
+    rows.softmax.exponentiate(s, scale);
+  }
+
+  // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
+  QUIRE_DEVICE float apply_cap(float (&s)[kTileKv / 2]) const {
+    if constexpr (V::kSoftCap) {
+#pragma unroll
+      for (int i = 0; i < kTileKv / 2; ++i) s[i] = ptx::tanh_approx(s[i] * p_.base.logits_scale);
+      return p_.base.logits_cap;
+    } else {
+      return p_.base.logits_scale;
+    }
+  }
+
+  // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.
+  QUIRE_DEVICE void clear_values(RingPosition<kStages> at, int valid) const {
+    v_.wait_full(at);
+    const TileV v = v_tile(at.slot());
+    for (int i = ptx::thread_id() % 128; i < (kTileKv - valid) * TileV::kChunks; i += 128) {
+      const int row = i / TileV::kChunks;
+      const uint32_t chunk = v.chunk(valid + row, i - row * TileV::kChunks);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) ptx::st_shared(chunk + 4 * word, 0);
+    }
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
+  }
+
+  // This warpgroup's rows of q, where a tile may begin amid a token's heads; rows that do not exist become zeros.
+  QUIRE_DEVICE void copy_q(TileQ q, const Job& job) const {
+    using Split = RowSplit<128, TileQ::kChunks>;
+    const Split split(ptx::thread_id() % 128);
+    for (int r = split.row; r < 64; r += Split::kRowsAtOnce) {
+      const int row = job.piece.tile.row_begin + warpgroup() * 64 + r;
+      const Job::Place at = job.place(p_.base.group, min(row, job.row_end - 1));
+      const T* src =
+          static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
+#pragma unroll
+      for (int c = 0; c < Split::kChunksPerLane; ++c) {
+        const int chunk = c * Split::kLanes + split.lane;
+        ptx::cp_async_16(q.chunk(warpgroup() * 64 + r, chunk), src + chunk * 8, row < job.row_end ? 16 : 0);
+      }
+    }
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
+  }
+
+  QUIRE_DEVICE void store(const Rows& rows, const Job& job, int tile_row, int lane) const {
+    const AttentionParams& p = p_.base;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = job.piece.tile.row_begin + tile_row + 8 * h;
+      const bool exists = row < job.row_end;
+      const Job::Place at = job.place(p.group, min(row, job.row_end - 1));
+      const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
+      const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, p.o_scale);
+      T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
+      store_row(dst, rows.o, h, result.scale, exists, lane);
+      if (p.lse != nullptr && lane % 4 == 0 && exists) p.lse[at.token * p.num_qo_heads + at.head] = result.lse;
+    }
+  }
+
+  QUIRE_DEVICE void store_partial(const Rows& rows, Job& job, int tile_row, int lane) const {
+    const AttentionParams& p = p_.base;
+    const int thread = ptx::thread_id() - 128;
+    store_partial_rows<kTileRows>(p, job.piece.group.slot(job.piece.part), rows.o, rows.softmax.m, rows.softmax.d,
+                                  tile_row, job.row_end - job.piece.tile.row_begin, lane);
+    if (is_last_of_group<kConsumers>(p, job, thread, kAllConsumers)) {
+      merge_partials<T, kTileRows, kVo, kConsumers>(p, job, thread);
+    }
+  }
+};
+
+}  // namespace quire

@@ -1,0 +1,56 @@
+// Waiting for one another: mbarriers, which also count bytes that travel; named barriers of some of a CTA's warps; and
+// the fences between ordinary accesses and those of the copy engine and the tensor cores (the async proxy).
+#pragma once
+#include "quire/core/types.h"
+
+namespace quire::ptx {
+
+QUIRE_DEVICE void mbarrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Makes initialised mbarriers visible to the async proxy; a barrier of the CTA must follow.
+QUIRE_DEVICE void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+QUIRE_DEVICE void mbarrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and makes the phase wait for `bytes` more of asynchronous copies.
+QUIRE_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+// Arrives once all of this thread's earlier cp.async are done; the barrier's count includes this arrival.
+QUIRE_DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Returns when the phase of this parity is complete. A fresh barrier counts as having completed phase 1.
+QUIRE_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni through%=;\n"
+      "bra.uni again%=;\n"
+      "through%=:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Named barriers: `threads` is how many arrive in all, by either of the two.
+QUIRE_DEVICE void named_barrier_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+QUIRE_DEVICE void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory before later ones of the async proxy.
+QUIRE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+}  // namespace quire::ptx

@@ -1,0 +1,72 @@
+// Softmax over key tiles of a warpgroup: 64 rows, two a lane, as wgmma leaves them.
+#pragma once
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+// This lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
+struct WarpgroupSoftmax {
+  float m[2];       // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
+  float d[2];       // this lane's part of the denominator
+  float factor[2];  // what o has yet to be multiplied by, if is_raised
+  bool is_raised;   // the same in all lanes of a warp
+
+  QUIRE_DEVICE void clear() {
+    m[0] = m[1] = kNoLogit, d[0] = d[1] = 0.f;
+    is_raised = false;
+  }
+
+  // Raises m where a row of s * scale exceeds it by more than kMaxLag.
+  template <int n>
+  QUIRE_DEVICE void raise_max(const float (&s)[n], float scale) {
+    float top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+      for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+      top[h] = x * scale;
+    }
+    is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
+    if (!is_raised) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float x = quad_max(top[h]), next = x > m[h] + kMaxLag ? x : m[h];
+      factor[h] = ptx::ex2(m[h] - next);
+      m[h] = next;
+      d[h] *= factor[h];
+    }
+  }
+
+  // s becomes exp2(s * scale - m), added up in d.
+  template <int n>
+  QUIRE_DEVICE void exponentiate(float (&s)[n], float scale) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+      const int h = i / 2 % 2;
+      s[i] = ptx::ex2(fmaf(s[i], scale, -m[h]));
+      s[i + 1] = ptx::ex2(fmaf(s[i + 1], scale, -m[h]));
+      d[h] += s[i] + s[i + 1];
+    }
+  }
+
+  // Brings o up to m.
+  template <int n>
+  QUIRE_DEVICE void rescale(float (&o)[n]) const {
+    if (!is_raised) return;
+#pragma unroll
+    for (int i = 0; i < n; ++i) o[i] *= factor[i / 2 % 2];
+  }
+
+  // After the last tile: every lane of a quad gets the whole denominator.
+  QUIRE_DEVICE void reduce() { d[0] = quad_sum(d[0]), d[1] = quad_sum(d[1]); }
+};
+
+// Fragments of wgmma's operand a from weights: accumulator layout is operand layout, two columns a register.
+template <class T, int n>
+QUIRE_DEVICE void round_weights(const float (&s)[n], uint32_t (&p)[n / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) p[i / 4][i % 4] = ptx::pack(T{}, s[2 * i], s[2 * i + 1]);
+}
+
+}  // namespace quire

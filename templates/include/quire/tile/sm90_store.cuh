@@ -1,0 +1,79 @@
+// Results of a warpgroup on their way out, straight from registers: four lanes that share a row first exchange words,
+// so that each stores 16 bytes.
+#pragma once
+#include "quire/tile/partial.cuh"
+#include "quire/ptx/barrier.cuh"
+
+namespace quire {
+
+// Transposes a 4 x 4 matrix of words of which each lane of a quad holds a row.
+QUIRE_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool is_odd = (lane & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t sent = is_odd ? w[i] : w[i + step];
+      const uint32_t got = __shfl_xor_sync(0xffffffffu, sent, step);
+      (is_odd ? w[i] : w[i + step]) = got;
+    }
+  }
+}
+
+// One row's columns of o, scaled and rounded: dst [2 * n / 4 columns]; `half` 0 is the lane's upper row. All lanes of a
+// warp take part; only rows that exist are written.
+template <class T, int n>
+QUIRE_DEVICE void store_row(T* dst, const float (&o)[n], int half, float scale, bool exists, int lane) {
+  constexpr int kBlocks = n / 4;  // of 8 columns
+  const int quad_lane = lane & 3;
+#pragma unroll
+  for (int first = 0; first + 4 <= kBlocks; first += 4) {
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = (first + i) * 4 + 2 * half;
+      w[i] = ptx::pack(T{}, o[at] * scale, o[at + 1] * scale);
+    }
+    transpose_quad(w, lane);
+    if (exists) *reinterpret_cast<uint4*>(dst + (first + quad_lane) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+#pragma unroll
+  for (int block = kBlocks / 4 * 4; block < kBlocks; ++block) {
+    const int at = block * 4 + 2 * half;
+    const uint32_t w = ptx::pack(T{}, o[at] * scale, o[at + 1] * scale);
+    if (exists) *reinterpret_cast<uint32_t*>(dst + block * 8 + quad_lane * 2) = w;
+  }
+}
+
+// partial_o [slot, kRows, 2 * n / 4] and partial_md [slot, kRows, 2]: this lane's two rows, the first being `row` of
+// the tile. `rows` of the tile exist.
+template <int kRows, int n>
+QUIRE_DEVICE void store_partial_rows(const AttentionParams& p, int slot, const float (&o)[n], const float (&m)[2],
+                                     const float (&d)[2], int row, int rows, int lane) {
+  constexpr int kVo = n * 2;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (row + 8 * h >= rows) continue;
+    const int64_t at = static_cast<int64_t>(slot) * kRows + row + 8 * h;
+    float2* dst = reinterpret_cast<float2*>(p.partial_o + at * kVo) + (lane & 3);
+#pragma unroll
+    for (int i = 0; i < n; i += 4) dst[i] = {o[i + 2 * h], o[i + 2 * h + 1]};
+    if ((lane & 3) == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
+  }
+}
+
+// As is_last_arriver, for the kThreads threads that compute: named barrier `id` is theirs.
+template <int kThreads>
+QUIRE_DEVICE bool is_last_of_group(const AttentionParams& p, Job& job, int thread, int id) {
+  __threadfence();
+  ptx::named_barrier_sync(id, kThreads);
+  if (thread == 0) {
+    const uint32_t last = job.piece.group.num_parts - 1;
+    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.piece.group.counter, last) == last;
+  }
+  ptx::named_barrier_sync(id, kThreads);
+  return job.is_last;
+}
+
+}  // namespace quire
