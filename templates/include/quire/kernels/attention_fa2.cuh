@@ -48,8 +48,8 @@ struct AttentionFa2 {
   using CursorQ = BlockCursor<TileQ>;
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
-  // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they are
-  // refilled together, one barrier a tile.
+  // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they
+  // are refilled together, one barrier a tile.
   static constexpr bool kEager = kM == 1 && kStages == 2;
   static constexpr int kTableSlots = kEager ? 3 : 2;
   using Rows = KvRows<V, kThreads, kTableSlots>;
@@ -138,7 +138,7 @@ struct AttentionFa2 {
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
       more = i + 1 < job_.piece.kv_end;
-            ptx::cp_async_wait<kEager ? 3 : 0>();
+      ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
       Accumulator<kM, kTileKv> s;

@@ -12,9 +12,9 @@ struct Job {
   int32_t kv_first;  // ragged: its first row of k; paged: its first entry of kv_indices
   int32_t qo_len, kv_len;
   int32_t kv_limit;  // first token that this piece does not read
-  int32_t row_end;  // one past the request's last packed row
-  bool exists;      // false: the CTA is done
-  bool is_last;     // of the group's CTAs to arrive
+  int32_t row_end;   // one past the request's last packed row
+  bool exists;       // false: the CTA is done
+  bool is_last;      // of the group's CTAs to arrive
 
   // Where a packed row is in q, o and lse.
   struct Place {

@@ -6,8 +6,8 @@
 
 namespace quire {
 
-// Calls copy(row, chunk, offset) for each 16-byte chunk that this thread brings of a tile: from the thread's first row on
-// it is `row` rows (a constant), from its first chunk `offset` elements further.
+// Calls copy(row, chunk, offset) for each 16-byte chunk that this thread brings of a tile: from the thread's first row
+// on it is `row` rows (a constant), from its first chunk `offset` elements further.
 template <int kThreads, class Tile, class Copy>
 QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
   using Split = RowSplit<kThreads, Tile::kChunks>;
@@ -24,8 +24,8 @@ QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
 }
 
 // Rows of k and v of one request, copied by kThreads threads, tile after tile from the piece's first. A copy has no
-// branch, so that it can hide among matrix instructions; beyond the piece's last tile it reads nothing and writes zeros.
-// kOf: 0 k, 1 v.
+// branch, so that it can hide among matrix instructions; beyond the piece's last tile it reads nothing and writes
+// zeros. kOf: 0 k, 1 v.
 //
 // Ragged: token t is row t. Each thread's next addresses wait in shared memory, where they cost no registers.
 template <class V, int kThreads, int kSlots, bool kPaged = V::kPaged != 0>

@@ -82,7 +82,7 @@ struct SoftmaxRows {
     for (int i = 0; i < kM; ++i) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {  // left top, left bottom, right top, right bottom
-        float(&x)[4] = s.at[i][2 * k + j / 2];
+        float (&x)[4] = s.at[i][2 * k + j / 2];
         const int h = j % 2;
         x[2 * h] = ptx::ex2(fmaf(x[2 * h], scale, -m[i][h]));
         x[2 * h + 1] = ptx::ex2(fmaf(x[2 * h + 1], scale, -m[i][h]));
