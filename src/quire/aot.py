@@ -72,7 +72,7 @@ def _problems(s: Selection, target: str) -> Iterator[AttentionProblem]:
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
     """Every tile height: which one a call takes depends on its lengths."""
-    for tile in kernel.tiles(problem.head_dim_qk, problem.head_dim_vo, problem.target):
+    for tile in kernel.tiles(problem):
         yield kernel.spec(kernel.key_with(problem, tile.rows))
 
 

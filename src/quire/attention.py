@@ -127,9 +127,9 @@ def scoring_of(
         )
     scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale")
     cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
-    if not math.isfinite(scale) or not (math.isfinite(cap) and cap >= 0):
+    if not (math.isfinite(scale) and scale > 0) or not (math.isfinite(cap) and cap >= 0):
         raise ValidationError(
-            f"sm_scale, logits_soft_cap: expected finite numbers, the cap not negative; got {scale}, {cap}."
+            f"sm_scale, logits_soft_cap: expected a positive scale and a cap of 0 or more, both finite; got {scale}, {cap}."
         )
     if isinstance(window_left, bool) or not isinstance(window_left, int) or not -1 <= window_left < 2**31:
         raise ValidationError(
@@ -207,11 +207,14 @@ class Attention:
             )
         if lse is not None or return_lse:
             lse = self._lse(lse)
+        logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
+        if not logits_scale > 0:  # kernels take the maximum before they scale
+            raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
         k_pointer = kv[0].data_ptr()
         self._plan.run(
             q.data_ptr(), k_pointer, kv[1].data_ptr() if len(kv) == 2 else k_pointer + self._v_offset, out.data_ptr(),
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
-            logits_scale=scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale"), o_scale=scalar(v_scale, "v_scale"),
+            logits_scale=logits_scale, o_scale=scalar(v_scale, "v_scale"),
             enable_pdl=bool(enable_pdl),
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out

@@ -123,16 +123,13 @@ class AttentionKernel:
     header: str
     cxx: str  #: the class template
     reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem; None if it can
-    tiles: Callable[
-        [int, int, str], tuple[TileShape, ...]
-    ]  #: (head_dim_qk, head_dim_vo, target) -> shapes, smallest first
+    tiles: Callable[[AttentionProblem], tuple[TileShape, ...]]  #: the shapes it has for a problem, smallest first
     choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
         """The key of the variant that takes `problem`."""
-        shapes = self.tiles(problem.head_dim_qk, problem.head_dim_vo, problem.target)
-        return self.key_with(problem, self.choose_rows(problem, shapes))
+        return self.key_with(problem, self.choose_rows(problem, self.tiles(problem)))
 
     def key_with(self, problem: AttentionProblem, rows: int) -> AttentionKey:
         """The key of the variant whose tiles have `rows` rows."""
@@ -144,7 +141,7 @@ class AttentionKernel:
 
     def tile(self, key: AttentionKey) -> TileShape:
         """The tile of a key; ValidationError if the kernel has none of that height."""
-        shapes = self.tiles(key.head_dim_qk, key.head_dim_vo, key.target)
+        shapes = self.tiles(key.problem())
         for shape in shapes:
             if shape.rows == key.tile_rows:
                 return shape

@@ -25,8 +25,15 @@ def _reject(problem: AttentionProblem) -> str | None:
     return head_dim_reason(problem)
 
 
-def _tiles(head_dim_qk: int, head_dim_vo: int, target: str) -> tuple[TileShape, ...]:
-    return (TileShape(16, 64), TileShape(64, 64), TileShape(128, 64))
+def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory hold them.
+
+    All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
+    """
+    qk, vo = problem.head_dim_qk, problem.head_dim_vo
+    kv = 128 if max(qk, vo) <= 64 else 64
+    rows = (16, 64, 128) if vo <= 128 and qk <= 192 else (16, 64)
+    return tuple(TileShape(m, kv) for m in rows)
 
 
 KERNEL = AttentionKernel(
