@@ -129,7 +129,7 @@ def scoring_of(
     cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
     if not (math.isfinite(scale) and scale > 0) or not (math.isfinite(cap) and cap >= 0):
         raise ValidationError(
-            f"sm_scale, logits_soft_cap: expected a positive scale and a cap of 0 or more, both finite; got {scale}, {cap}."
+            f"sm_scale, logits_soft_cap: expected a positive and a non-negative finite number, got {scale}, {cap}."
         )
     if isinstance(window_left, bool) or not isinstance(window_left, int) or not -1 <= window_left < 2**31:
         raise ValidationError(

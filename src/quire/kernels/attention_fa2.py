@@ -26,7 +26,7 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory hold them.
+    """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory allow.
 
     All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
     """
