@@ -50,16 +50,18 @@ struct AttentionFa3 {
 #endif
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
 
-  static constexpr int kPieces = 2;  // one in work, one ahead
+  static constexpr int kPieces = 4;
+  static constexpr int kShortTiles = 4;  // a piece of so few key tiles lets the next but one be scheduled before it ends
   static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + 512;
   static constexpr int kRoom = 227 * 1024 - kOtherBytes;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
 #ifdef QUIRE_FA3_STAGES
   static constexpr int kStages = QUIRE_FA3_STAGES;
 #else
-  static constexpr int kStages = max(2, min(4, (kRoom - TileQ::kBytes) / kStageBytes));
+  // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap.
+  static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
+  static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
 #endif
-  static constexpr int kQStages = kStages * kStageBytes + 2 * TileQ::kBytes <= kRoom ? 2 : 1;
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
@@ -140,8 +142,12 @@ struct AttentionFa3 {
     RingPosition<kPieces> at;
     int work = 0;
     if (lane == 0) WorkList::begin(p_, slots_[kPieces - 1].job, work);
-    for (bool exists = true; exists; at.advance()) {
+    bool exists = true, is_short = true;
+    for (; exists; at.advance()) {
       pieces_.wait_empty(at);
+      // Taken too early, long pieces would make the end of the launch uneven: one of them ahead is enough.
+      const auto two_before = at.before().before();
+      if (!is_short) ptx::mbarrier_wait(pieces_.empty(two_before.slot()), two_before.parity());
       Slot& slot = slots_[at.slot()];
       if (lane == 0) {
         const Slot& before = slots_[at.before().slot()];
@@ -149,6 +155,7 @@ struct AttentionFa3 {
       }
       __syncwarp();
       exists = slot.job.exists;
+      is_short = slot.job.piece.kv_end - slot.job.piece.kv_begin <= kShortTiles;
       if constexpr (V::kMask == kMaskCustom) {
         if (exists) slot.classify(p_.base, lane);
         __syncwarp();

@@ -132,7 +132,7 @@ class KvLoader<V, KvPath::kGather> {
       // In chunks of 16 bytes: the host refuses a cache of 2^32 of them.
       const uint32_t place = static_cast<uint32_t>(
           (page_[j] * from.page_stride + p_.page.mod(token_ + j * 32 + lane_) * from.token_stride) >> 3);
-#pragma unroll 2
+#pragma unroll 4
       for (int first = 0; first < min(32, V::kTileKv - j * 32); first += 4) {
         const int row = j * 32 + first + row_in_four;
         const uint32_t chunks = __shfl_sync(0xffffffffu, place, first + row_in_four);
