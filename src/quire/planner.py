@@ -177,6 +177,7 @@ def make_plan(
     _check_split(fixed_split_size, tile)
     module = get_module(decision.kernel.spec(key))
     ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
+    ctas = _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
     schedule = make_schedule(
         indices, num_kv_heads=num_kv_heads, group_size=num_qo_heads // num_kv_heads, tile=tile, mask=key.mask,
         window_left=scoring.window_left, max_ctas=ctas, fixed_split_size=fixed_split_size, pin=device.type == "cuda",
@@ -210,6 +211,12 @@ def _params(
         group=FastDivisor.of(num_qo_heads // num_kv_heads), num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
         num_tiles=s.num_tiles, num_ctas=s.num_ctas, work_per_head=s.work_per_head, slots_per_head=s.slots_per_head,
     )  # fmt: skip
+
+
+def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:
+    """CTAs whose partial results the workspace holds, if that is at least half of them; fewer are an error, not a plan."""
+    fitting = ctas if workspace.capacity is None else workspace.capacity // bytes_each
+    return fitting if ctas // 2 <= fitting < ctas else ctas
 
 
 def _check_split(fixed_split_size: int, tile: TileShape) -> None:
