@@ -214,7 +214,7 @@ def _params(
 
 
 def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:
-    """CTAs whose partial results the workspace holds, if that is at least half of them; fewer are an error, not a plan."""
+    """CTAs whose partial results the workspace holds, if at least half of them; with fewer, take() says what is missing."""
     fitting = ctas if workspace.capacity is None else workspace.capacity // bytes_each
     return fitting if ctas // 2 <= fitting < ctas else ctas
 
