@@ -67,7 +67,7 @@ def _problems(s: Selection, target: str) -> Iterator[AttentionProblem]:
         q = dtype_of(dtype, "dtype")
         for kv in (q,) if not s.kv_dtypes else tuple(dtype_of(name, "kv_dtype") for name in s.kv_dtypes):
             mode, window, cap = _mask(mask)
-            yield AttentionProblem(target, q, kv, q, qk, vo, page_size > 0, mode, window, cap, rows=0)
+            yield AttentionProblem(target, q, kv, q, qk, vo, page_size, mode, window, cap, rows=0)
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:

@@ -94,8 +94,9 @@ class AttentionSpec:
 
     def problem(self, device: torch.device) -> AttentionProblem:
         return AttentionProblem(
-            target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
-            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(), self.fixed_split_size != 0,
+            target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo,
+            self.indices.page_size if self.paged else 0, self.mask,
+            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(), self.fixed_split_size,
         )  # fmt: skip
 
 
@@ -224,7 +225,7 @@ class Attention:
         k, v = views
         self._check_q(q)
         self._check_out(out)
-        self._plan.set_strides(q, k, v, out)
+        self._plan.set_form(q, k, v, out)
         self._v_offset = v.pointer - k.pointer
 
     def _paged_views(self, *cache: torch.Tensor) -> tuple[KVView, KVView]:

@@ -14,11 +14,13 @@ from quire.checks import check_same_device, check_shape, check_tensor
 from quire.errors import PlanError, ValidationError
 from quire.jit import HostModule, Module, get_module, host_target
 from quire.kernels import Decision, TileShape
+from quire.kernels.attention import Geometry
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import AttentionParams, FastDivisor, ScheduleParams, Share, Tile
+from quire.kernels.params import AttentionParams, FastDivisor, ScheduleParams, Share, Tile, aligned
 from quire.launch import Launcher
 from quire.layout import KVView
 from quire.target import max_ctas
+from quire.tensor_maps import TensorMaps
 from quire.types import MaskMode
 from quire.workspace import Workspace, partials_bytes
 
@@ -134,37 +136,54 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, decision: Decision, module: Module, schedule: Schedule, params: AttentionParams, scoring: Scoring,
-        device: torch.device, owned: tuple[torch.Tensor | None, ...],
+        self, decision: Decision, module: Module, schedule: Schedule, params: ctypes.Structure, scoring: Scoring,
+        device: torch.device, owned: tuple[torch.Tensor | None, ...], grid: int,
     ) -> None:  # fmt: skip
+        kernel = decision.kernel
         self.decision = decision
         self.schedule = schedule
         self.device = device
-        self._params = params
+        self._params = _base(params)
         self._scoring = scoring
-        self._owned = owned  # buffers that the parameter struct points into
-        self._launch = Launcher(module, params, device, schedule.params.num_ctas, pdl=decision.kernel.pdl)
+        self._owned = (params, *owned)  # what the parameter struct points into
+        self._maps = TensorMaps(kernel, decision.key, kernel.tile(decision.key), params) if kernel.copies else None
+        self._launch = Launcher(module, params, device, grid, pdl=kernel.pdl)
 
-    def set_strides(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
+    def set_form(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
         """The form of the tensors that the next runs bring."""
         p = self._params
         p.q_token_stride, p.q_head_stride, _ = q.stride()
         p.o_token_stride, p.o_head_stride, _ = o.stride()
         p.k_page_stride, p.k_token_stride, p.k_head_stride = k.page_stride, k.token_stride, k.head_stride
         p.v_page_stride, p.v_token_stride, p.v_head_stride = v.page_stride, v.token_stride, v.head_stride
+        if self._maps is not None:
+            s = self.schedule.params
+            geometry = Geometry(
+                s.nnz_qo, s.nnz_kv, min(k.num_pages, v.num_pages), s.page_size, s.num_kv_heads, s.group_size,
+                (p.q_token_stride, p.q_head_stride), (p.k_page_stride, p.k_token_stride, p.k_head_stride),
+                (p.v_page_stride, p.v_token_stride, p.v_head_stride),
+            )  # fmt: skip
+            self._maps.encode(geometry, {"q": q.data_ptr(), "k": k.pointer, "v": v.pointer})
 
     def run(
         self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None, *,
         logits_scale: float = 1.0, o_scale: float = 1.0, enable_pdl: bool = False,
     ) -> None:  # fmt: skip
-        """Launch on the current stream, on tensors at these addresses, of the form that set_strides() was told."""
+        """Launch on the current stream, on tensors at these addresses, of the form that set_form() was told."""
         p = self._params
         p.q, p.k, p.v, p.o, p.lse, p.sinks = q, k, v, o, lse, sinks
         scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
         p.logits_scale = scale / cap if cap else scale * _LOG2E
         p.o_scale = o_scale
+        if self._maps is not None:
+            self._maps.move({"q": q, "k": k, "v": v})
         if p.num_ctas:
             self._launch(enable_pdl)
+
+
+def _base(params: ctypes.Structure) -> AttentionParams:
+    """What every attention kernel is given, inside what this one is."""
+    return params if isinstance(params, AttentionParams) else params.base
 
 
 def make_plan(
@@ -174,7 +193,6 @@ def make_plan(
     """Compile or load the variant, plan, and send the plan to the device without waiting for it."""
     key, device = decision.key, workspace.device
     tile = decision.kernel.tile(key)
-    _check_split(fixed_split_size, tile)
     module = get_module(decision.kernel.spec(key))
     ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
     ctas = _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
@@ -192,38 +210,36 @@ def make_plan(
         if indices.kv_indices is None
         else indices.kv_indices.to(device, torch.int32, non_blocking=True).contiguous()
     )
-    params = _params(s, key.head_dim_vo, tile, sent.data_ptr(), partials.data_ptr(), num_qo_heads, num_kv_heads)
-    params.kv_indices, params.mask = _address(pages), _address(bits)
-    params.page = FastDivisor.of(indices.page_size)
-    params.window_left = scoring.window_left
-    params.logits_cap = scoring.logits_soft_cap * _LOG2E
-    return AttentionPlan(decision, module, schedule, params, scoring, device, (sent, pages, bits, partials))
+    params = aligned(decision.kernel.params)
+    base = _base(params)
+    _fill(base, s, sent.data_ptr(), partials.data_ptr(), partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
+    base.group, base.page = FastDivisor.of(num_qo_heads // num_kv_heads), FastDivisor.of(indices.page_size)
+    base.num_qo_heads = num_qo_heads
+    base.kv_indices, base.mask = _address(pages), _address(bits)
+    base.window_left = scoring.window_left
+    base.logits_cap = scoring.logits_soft_cap * _LOG2E
+    grid = s.num_ctas
+    if decision.kernel.persistent:
+        grid = min(grid, ctas)
+        params.ticket, params.heads_at_once = base.arrivals + 4 * s.num_counters, num_kv_heads
+    return AttentionPlan(decision, module, schedule, params, scoring, device, (sent, pages, bits, partials), grid)
 
 
-def _params(
-    s: ScheduleParams, head_dim_vo: int, tile: TileShape, sent: int, partials: int, num_qo_heads: int, num_kv_heads: int
-) -> AttentionParams:
-    return AttentionParams(
-        qo_indptr=sent + s.qo_indptr_offset, kv_indptr=sent + s.kv_indptr_offset, kv_len=sent + s.kv_len_offset,
-        mask_indptr=sent + s.mask_indptr_offset, tiles=sent + s.tiles_offset,
-        shares=sent + s.shares_offset if s.is_shared else None, arrivals=sent + s.arrivals_offset,
-        partial_o=partials, partial_md=partials + s.num_slots * tile.rows * head_dim_vo * 4,
-        group=FastDivisor.of(num_qo_heads // num_kv_heads), num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads,
-        num_tiles=s.num_tiles, num_ctas=s.num_ctas, work_per_head=s.work_per_head, slots_per_head=s.slots_per_head,
-    )  # fmt: skip
+def _fill(p: AttentionParams, s: ScheduleParams, sent: int, partials: int, partials_bytes: int) -> None:
+    """What the schedule decides: `sent` is where its buffer lies on the device, `partials` the workspace."""
+    for name in ("tiles", "qo_indptr", "kv_indptr", "kv_len", "mask_indptr", "arrivals"):
+        setattr(p, name, sent + getattr(s, f"{name}_offset"))
+    p.shares = sent + s.shares_offset if s.is_shared else None
+    p.partial_o = partials
+    p.partial_md = partials + partials_bytes - s.num_slots * s.tile_rows * 8
+    for name in ("num_kv_heads", "num_tiles", "num_ctas", "work_per_head", "slots_per_head"):
+        setattr(p, name, getattr(s, name))
 
 
 def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:
-    """CTAs whose partial results the workspace holds, if at least half of them; with fewer, take() says what is missing."""
+    """CTAs whose partial results the workspace holds, if at least half of them; else take() says what is missing."""
     fitting = ctas if workspace.capacity is None else workspace.capacity // bytes_each
     return fitting if ctas // 2 <= fitting < ctas else ctas
-
-
-def _check_split(fixed_split_size: int, tile: TileShape) -> None:
-    if fixed_split_size > 0 and fixed_split_size % tile.kv:
-        raise ValidationError(
-            f"fixed_split_size: expected a multiple of the kernel's kv tile ({tile.kv}), got {fixed_split_size}."
-        )
 
 
 def _check_indices(indices: Indices, s: ScheduleParams) -> None:

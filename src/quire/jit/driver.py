@@ -14,7 +14,7 @@ from typing import Any
 
 from quire.errors import DriverError, ValidationError
 
-__all__ = ["Driver", "LaunchAttribute", "LaunchConfig", "available", "driver", "encode_tensor_map"]
+__all__ = ["Driver", "LaunchAttribute", "LaunchConfig", "available", "driver", "encode_tensor_map", "move_tensor_map"]
 
 _ERROR_DEINITIALIZED = 4
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -72,6 +72,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *(c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64)),
         *(POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),
     ),
+    "cuTensorMapReplaceAddress": (c_void_p, c_void_p),
 }
 
 
@@ -257,3 +258,10 @@ def encode_tensor_map(
     if code:
         context = f"dtype={dtype}, address={address:#x}, dims={list(dims)}, strides={list(strides)}, box={list(box)}"
         api.check(code, "cuTensorMapEncodeTiled", f"{context}, swizzle={swizzle}")
+
+
+def move_tensor_map(out: int, address: int) -> None:
+    """Let the descriptor at `out` describe a tensor of the same form at `address`."""
+    api = driver()
+    if code := api.function("cuTensorMapReplaceAddress")(out, address):
+        api.check(code, "cuTensorMapReplaceAddress", f"address={address:#x}")

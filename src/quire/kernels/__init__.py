@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels import attention_cpu, attention_fa2
+from quire.kernels import attention_cpu, attention_fa2, attention_fa3
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 #: In order of preference: `auto` takes the first that accepts.
-KERNELS: tuple[AttentionKernel, ...] = (attention_fa2.KERNEL, attention_cpu.KERNEL)
+KERNELS: tuple[AttentionKernel, ...] = (attention_fa3.KERNEL, attention_fa2.KERNEL, attention_cpu.KERNEL)
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,26 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
         if verdict.reason is None:
             return Decision(problem, verdict.kernel, verdict.kernel.key(problem), trace)
     reasons = "\n".join(f"  {verdict}" for verdict in trace)
+    if any(_allowed(kernel, backend) and kernel.reject(problem) is None for kernel in KERNELS):
+        raise ValidationError(f"fixed_split_size: no kernel cuts there\n{reasons}")
     raise UnsupportedError(f"no kernel for attention {problem}\n{reasons}")
 
 
+def _allowed(kernel: AttentionKernel, backend: str) -> bool:
+    return backend in ("auto", kernel.backend)
+
+
 def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
-    if backend not in ("auto", kernel.backend):
+    if not _allowed(kernel, backend):
         return f"backend={backend!r} was asked for"
-    return kernel.reject(problem)
+    return kernel.reject(problem) or _split_reason(kernel, problem)
+
+
+def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
+    step = kernel.tiles(problem)[0].kv
+    if problem.fixed_split_size > 0 and problem.fixed_split_size % step:
+        return f"fixed_split_size={problem.fixed_split_size} is not a multiple of its kv tile, {step}"
+    return None
 
 
 def kernel_of(key: AttentionKey) -> AttentionKernel:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.params import AttentionParams, struct_of
 from quire.types import DType, MaskMode, dtype_of
 
-__all__ = ["AttentionKernel", "AttentionKey", "AttentionProblem", "TileShape"]
+__all__ = ["AttentionKernel", "AttentionKey", "AttentionProblem", "Geometry", "TensorCopy", "TileShape"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,16 @@ class AttentionProblem:
     o: DType
     head_dim_qk: int
     head_dim_vo: int
-    paged: bool
+    page_size: int  #: 0: ragged
     mask: MaskMode
     window: bool
     soft_cap: bool
     rows: int  #: packed rows (qo_len * group_size) of a typical request
-    invariant: bool = False  #: a request's result must not depend, bit for bit, on what else is in the batch
+    fixed_split_size: int = 0  #: tokens between cuts, -1: none (no request may then influence another); 0: any
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size > 0
 
     @property
     def on_cuda(self) -> bool:
@@ -38,7 +44,7 @@ class AttentionProblem:
     def __str__(self) -> str:
         dims = f"head_dim={self.head_dim_qk}" + (f"/{self.head_dim_vo}" if self.head_dim_vo != self.head_dim_qk else "")
         flags = [self.mask.slug] + ["window"] * self.window + ["soft cap"] * self.soft_cap
-        storage = "paged" if self.paged else "ragged"
+        storage = f"page_size={self.page_size}" if self.paged else "ragged"
         return f"({self.target}, q={self.q}, kv={self.kv}, o={self.o}, {dims}, {storage}, {', '.join(flags)})"
 
 
@@ -66,6 +72,7 @@ class AttentionKey:
     head_dim_qk: int
     head_dim_vo: int
     paged: bool
+    page_size: int  #: that the code is made for; 0: any
     mask: MaskMode
     window: bool
     soft_cap: bool
@@ -80,7 +87,7 @@ class AttentionKey:
                 self.target,
                 f"{self.q}-{self.kv}-{self.o}",
                 f"d{self.head_dim_qk}-{self.head_dim_vo}",
-                "paged" if self.paged else "ragged",
+                f"paged{self.page_size or ''}" if self.paged else "ragged",
                 flags,
                 f"m{self.tile_rows}",
             )
@@ -89,8 +96,8 @@ class AttentionKey:
     def problem(self) -> AttentionProblem:
         """A problem that this variant takes."""
         return AttentionProblem(
-            self.target, self.q, self.kv, self.o, self.head_dim_qk, self.head_dim_vo, self.paged, self.mask,
-            self.window, self.soft_cap, self.tile_rows,
+            self.target, self.q, self.kv, self.o, self.head_dim_qk, self.head_dim_vo,
+            (self.page_size or 1) if self.paged else 0, self.mask, self.window, self.soft_cap, self.tile_rows,
         )  # fmt: skip
 
     @classmethod
@@ -101,9 +108,10 @@ class AttentionKey:
             q, kv, o = (dtype_of(name, "dtype") for name in dtypes.split("-"))
             head_dim_qk, head_dim_vo = map(int, dims.removeprefix("d").split("-"))
             mask, *rest = flags.split("-")
+            page_size = int(storage.removeprefix("paged") or 0) if storage != "ragged" else 0
             key = cls(
-                kernel, target, q, kv, o, head_dim_qk, head_dim_vo, storage == "paged", MaskMode[mask.upper()],
-                "window" in rest, "cap" in rest, int(rows.removeprefix("m")),
+                kernel, target, q, kv, o, head_dim_qk, head_dim_vo, storage != "ragged", page_size,
+                MaskMode[mask.upper()], "window" in rest, "cap" in rest, int(rows.removeprefix("m")),
             )  # fmt: skip
         except (ValueError, KeyError) as error:
             raise ValidationError(
@@ -112,6 +120,30 @@ class AttentionKey:
         if key.slug != slug:
             raise ValidationError(f"slug: {slug!r} does not name a variant; the nearest is {key.slug!r}.")
         return key
+
+
+class Geometry(NamedTuple):
+    """The tensors of a call as a kernel's tensor maps describe them; strides in elements, without the last dimension."""
+
+    nnz_qo: int
+    nnz_kv: int  #: ragged: rows of k and v
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    group_size: int
+    q_strides: tuple[int, int]  #: token, head
+    k_strides: tuple[int, int, int]  #: page, token, head
+    v_strides: tuple[int, int, int]
+
+
+class TensorCopy(NamedTuple):
+    """What one tensor map lets the copy engine move; dimensions innermost first."""
+
+    field: str  #: of the parameter struct
+    tensor: str  #: "q", "k" or "v"
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]  #: in elements, of all but the innermost dimension
+    box: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -125,6 +157,10 @@ class AttentionKernel:
     reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem; None if it can
     tiles: Callable[[AttentionProblem], tuple[TileShape, ...]]  #: the shapes it has for a problem, smallest first
     choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
+    page_size: Callable[[AttentionProblem], int] = lambda _: 0  #: that its code is made for; 0: any
+    params: type[ctypes.Structure] = AttentionParams  #: what it is given; if another struct, `base` leads in it
+    copies: Callable[[AttentionKey, TileShape, Geometry], tuple[TensorCopy, ...]] | None = None  #: its tensor maps
+    persistent: bool = False  #: one CTA an SM takes tickets for whole tiles
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
@@ -135,8 +171,8 @@ class AttentionKernel:
         """The key of the variant whose tiles have `rows` rows."""
         p = problem
         return AttentionKey(
-            self.name, p.target, p.q, p.kv, p.o, p.head_dim_qk, p.head_dim_vo, p.paged, p.mask, p.window, p.soft_cap,
-            rows,
+            self.name, p.target, p.q, p.kv, p.o, p.head_dim_qk, p.head_dim_vo, p.paged, self.page_size(p), p.mask,
+            p.window, p.soft_cap, rows,
         )  # fmt: skip
 
     def tile(self, key: AttentionKey) -> TileShape:
@@ -159,12 +195,13 @@ class AttentionKernel:
             header=self.header,
             kernel=self.cxx,
             entry="quire_attention",
-            params=struct_of(AttentionParams),
+            params=struct_of(self.params),
             types=(("Q", key.q.cxx), ("Kv", key.kv.cxx), ("O", key.o.cxx)),
             constants=(
                 ("kHeadDimQk", key.head_dim_qk),
                 ("kHeadDimVo", key.head_dim_vo),
                 ("kPaged", int(key.paged)),
+                ("kPageSize", key.page_size),
                 ("kMask", int(key.mask)),
                 ("kWindow", int(key.window)),
                 ("kSoftCap", int(key.soft_cap)),

@@ -29,7 +29,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
     """The lowest tile that a typical request fills; always the lowest where neighbours must not have a say."""
-    return shapes[0].rows if problem.invariant else first_tile_that_holds(problem, shapes)
+    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
 
 
 KERNEL = AttentionKernel(

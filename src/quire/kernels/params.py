@@ -8,18 +8,24 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
+from typing import TypeVar
 
 from quire.jit.spec import Struct
 
+_Struct = TypeVar("_Struct", bound=ctypes.Structure)
+
 __all__ = [
     "AppendParams",
+    "AttentionFa3Params",
     "AttentionParams",
     "FastDivisor",
     "MergeParams",
     "PackbitsParams",
     "ScheduleParams",
     "Share",
+    "TensorMap",
     "Tile",
+    "aligned",
     "struct_of",
 ]
 
@@ -27,7 +33,7 @@ __all__ = [
 @cache
 def struct_of(cls: type[ctypes.Structure]) -> Struct:
     """The layout of a mirror, for the assertions in the rendered unit."""
-    names = [field[0] for field in cls._fields_]
+    names = [field[0] for field in cls._fields_ if not field[0].startswith("_")]  # the rest is padding
     return Struct(cls.__name__, ctypes.sizeof(cls), tuple((name, getattr(cls, name).offset) for name in names))
 
 
@@ -77,6 +83,32 @@ class AttentionParams(ctypes.Structure):
         *((name, c_int32) for name in ("work_per_head", "slots_per_head", "window_left")),
         *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
     )
+
+
+class TensorMap(ctypes.Structure):
+    """A CUtensorMap; the struct that holds it keeps it at a multiple of 64 bytes."""
+
+    _fields_ = (("opaque", ctypes.c_uint64 * 16),)
+
+
+class AttentionFa3Params(ctypes.Structure):
+    """What the fa3 kernels are given; see core/params_fa3.h. Allocate with `aligned`."""
+
+    _fields_ = (
+        ("base", AttentionParams),
+        ("_to_64", ctypes.c_char * (-ctypes.sizeof(AttentionParams) % 64)),
+        *((name, TensorMap) for name in ("tensor_q", "tensor_k", "tensor_v")),
+        ("ticket", c_void_p),
+        ("heads_at_once", c_int32),
+        ("reserved", c_int32),
+        ("_to_end", ctypes.c_char * 48),
+    )
+
+
+def aligned(cls: type[_Struct]) -> _Struct:
+    """A zeroed struct at a multiple of 64 bytes, as tensor maps need it."""
+    memory = ctypes.create_string_buffer(ctypes.sizeof(cls) + 64)
+    return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 
 class ScheduleParams(ctypes.Structure):

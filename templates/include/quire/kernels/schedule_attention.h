@@ -189,7 +189,7 @@ struct ScheduleAttention {
     place(p.kv_indptr_offset, (p.batch_size + 1) * static_cast<int64_t>(sizeof(int32_t)));
     place(p.kv_len_offset, p.batch_size * static_cast<int64_t>(sizeof(int32_t)));
     place(p.mask_indptr_offset, p.has_mask ? p.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
-    place(p.arrivals_offset, p.num_counters * static_cast<int64_t>(sizeof(uint32_t)));
+    place(p.arrivals_offset, (p.num_counters + 1) * static_cast<int64_t>(sizeof(uint32_t)));  // and a ticket
     p.buffer_bytes = at;
     p.mask_bytes = 0;
     for (int b = 0; p.has_mask && b < p.batch_size; ++b) p.mask_bytes += mask_bytes(p, b);
@@ -218,7 +218,7 @@ struct ScheduleAttention {
     int64_t* mask_indptr = at<int64_t>(p, p.mask_indptr_offset);
     int64_t mask = 0;
     for (int b = 0; p.has_mask && b < p.batch_size; ++b) mask_indptr[b] = mask, mask += mask_bytes(p, b);
-    memset(at<uint32_t>(p, p.arrivals_offset), 0, p.num_counters * sizeof(uint32_t));
+    memset(at<uint32_t>(p, p.arrivals_offset), 0, (p.num_counters + 1) * sizeof(uint32_t));
     return 0;
   }
 

@@ -1,0 +1,84 @@
+"""attention_fa3: warp-specialised wgmma and the bulk copy engine, sm_90a."""
+
+from __future__ import annotations
+
+import math
+
+from quire.kernels.attention import (
+    AttentionKernel,
+    AttentionKey,
+    AttentionProblem,
+    Geometry,
+    TensorCopy,
+    TileShape,
+    first_tile_that_holds,
+    head_dim_reason,
+)
+from quire.kernels.params import AttentionFa3Params
+from quire.types import MaskMode
+
+__all__ = ["KERNEL"]
+
+_PANEL = 64  #: columns of a 128-byte swizzled row
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    if problem.target != "sm90a":
+        return f"target {problem.target} is not sm90a"
+    if problem.q.slug not in ("fp16", "bf16"):
+        return f"q dtype {problem.q} is not fp16 or bf16"
+    if problem.kv != problem.q:
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
+    if problem.o != problem.q:
+        return f"o dtype {problem.o} differs from q dtype {problem.q}"
+    return head_dim_reason(problem)
+
+
+def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """One shape a problem: what fills registers and shared memory best."""
+    widest, custom = max(problem.head_dim_qk, problem.head_dim_vo), problem.mask is MaskMode.CUSTOM
+    if widest <= 64:
+        return (TileShape(192 if problem.paged and not custom else 128, 128),)
+    if problem.head_dim_vo <= 128:
+        return (TileShape(192, 80),)
+    return (TileShape(128, 64 if custom else 80),)
+
+
+def _page_size(problem: AttentionProblem) -> int:
+    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others are gathered."""
+    return problem.page_size if problem.page_size % 8 == 0 else 0
+
+
+def _copies(key: AttentionKey, tile: TileShape, g: Geometry) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params_fa3.h."""
+    copies = []
+    if tile.rows % g.group_size == 0 and g.nnz_qo:
+        token, head = g.q_strides
+        dims = (key.head_dim_qk, g.group_size, g.nnz_qo, g.num_kv_heads)
+        box = (_PANEL, g.group_size, tile.rows // g.group_size, 1)
+        copies.append(TensorCopy("tensor_q", "q", dims, (head, token, g.group_size * head), box))
+    for name, head_dim, strides in (("k", key.head_dim_qk, g.k_strides), ("v", key.head_dim_vo, g.v_strides)):
+        page, token, head = strides
+        if not key.paged and g.nnz_kv:
+            dims, box = (head_dim, g.nnz_kv, g.num_kv_heads, 1), (_PANEL, tile.kv, 1, 1)
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 8), box))
+        elif key.page_size and g.num_pages:
+            dims = (head_dim, key.page_size, g.num_kv_heads, g.num_pages)
+            box = (_PANEL, math.gcd(key.page_size, tile.kv), 1, 1)
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
+    return tuple(copies)
+
+
+KERNEL = AttentionKernel(
+    name="attention_fa3",
+    backend="fa3",
+    header="quire/kernels/attention_fa3.cuh",
+    cxx="AttentionFa3",
+    reject=_reject,
+    tiles=_tiles,
+    choose_rows=first_tile_that_holds,
+    page_size=_page_size,
+    params=AttentionFa3Params,
+    copies=_copies,
+    persistent=True,
+)
