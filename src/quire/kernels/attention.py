@@ -123,7 +123,7 @@ class AttentionKey:
 
 
 class Geometry(NamedTuple):
-    """The tensors of a call as a kernel's tensor maps describe them; strides in elements, without the last dimension."""
+    """The tensors of a call as tensor maps describe them; strides in elements, without the last dimension."""
 
     nnz_qo: int
     nnz_kv: int  #: ragged: rows of k and v
