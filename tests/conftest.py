@@ -23,15 +23,19 @@ class Target:
 
 CPU = Target("cpu", "cpu", (torch.float32, torch.float16, torch.bfloat16))
 
-#: Add a GPU backend here and the whole suite runs on it.
-CUDA_BACKENDS = ("fa2",)
+#: Backends and the oldest GPU that runs them. Add one here and the whole suite runs on it.
+CUDA_BACKENDS = {"fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
 
 
 def targets() -> list[Target]:
     """The backends that this machine can run."""
     if not torch.cuda.is_available():
         return [CPU]
-    return [CPU, *(Target("cuda:0", name, (torch.float16, torch.bfloat16)) for name in CUDA_BACKENDS)]
+    capability = torch.cuda.get_device_capability()
+    names = [
+        name for name, oldest in CUDA_BACKENDS.items() if capability >= oldest and (name != "fa3" or capability[0] == 9)
+    ]
+    return [CPU, *(Target("cuda:0", name, (torch.float16, torch.bfloat16)) for name in names)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

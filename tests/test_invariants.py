@@ -23,7 +23,7 @@ from problems import FORMS, Problem
 QO_LENS = (5, 1, 0, 17, 1, 3, 9)
 KV_LENS = (37, 300, 4, 17, 1, 0, 4)
 #: A multiple of every kernel's kv tile.
-SPLIT = 256
+SPLIT = 640
 
 
 def same(a, b):

@@ -33,7 +33,7 @@ class TensorMaps:
             dtype = dtypes[copy.tensor]
             place = ctypes.addressof(self._params) + getattr(type(self._params), copy.field).offset
             strides = [stride * dtype.bytes for stride in copy.strides]
-            name = "bfloat16" if dtype.torch is torch.bfloat16 else "float16"
+            name = "bf16" if dtype.torch is torch.bfloat16 else "f16"
             encode_tensor_map(place, name, pointers[copy.tensor], copy.dims, strides, copy.box)
             self._maps.append((place, copy.tensor))
 
