@@ -29,6 +29,8 @@ DTYPES: tuple[DType, ...] = (
     DType(torch.float32, "float", "fp32", 4),
     DType(torch.float16, "fp16_t", "fp16", 2),
     DType(torch.bfloat16, "bf16_t", "bf16", 2),
+    DType(torch.float8_e4m3fn, "e4m3_t", "e4m3", 1),  # keys and values only
+    DType(torch.float8_e5m2, "e5m2_t", "e5m2", 1),
 )
 _BY_TORCH = {d.torch: d for d in DTYPES}
 _BY_NAME = {name: d for d in DTYPES for name in (d.slug, str(d.torch), str(d.torch).removeprefix("torch."))} | {
