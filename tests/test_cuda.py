@@ -1,0 +1,94 @@
+"""What only a GPU shows: capture in a graph, streams, several devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
+from problems import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+def problem(device: str, seed: int = 0) -> Problem:
+    more = {"num_qo_heads": 8, "num_kv_heads": 2, "head_dim": 128, "dtype": torch.float16, "causal": True}
+    return Problem((70, 1, 9), (300, 2000, 9), device=device, seed=seed, **more)
+
+
+def test_a_run_is_captured_and_replayed(device, backend):
+    """The graph reads what its tensors hold when it is replayed."""
+    if device == "cpu":
+        pytest.skip("the CPU has no graphs")
+    first, second = problem(device), problem(device, seed=1)
+    cache, other = first.paged(16), second.paged(16)
+    wrapper = paged_wrapper(first, cache, backend)
+    plan_paged(wrapper, first, cache)
+    q, kv, out = first.q.clone(), tuple(t.clone() for t in cache.kv), torch.empty_like(first.q)
+    wrapper.run(q, kv, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        wrapper.run(q, kv, out=out)
+    for p, from_cache in ((first, cache), (second, other), (first, cache)):
+        for to, source in zip(kv, from_cache.kv, strict=True):
+            to[cache.indices.long()] = source[from_cache.indices.long()]
+        q.copy_(p.q)
+        out.fill_(float("nan"))
+        graph.replay()
+        p.check(out)
+
+
+def test_a_run_is_on_the_current_stream(device, backend):
+    """Work queued before it on the same stream is seen, without a synchronisation."""
+    if device == "cpu":
+        pytest.skip("the CPU has no streams")
+    p = problem(device)
+    wrapper = ragged_wrapper(p, backend)
+    plan_ragged(wrapper, p)
+    late = torch.zeros_like(p.q)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(p.q)
+        out = wrapper.run(late, p.k, p.v)
+    stream.synchronize()
+    p.check(out)
+
+
+def test_host_index_arrays_plan_without_synchronising(device, backend):
+    """Planning with host arrays only queues one copy."""
+    if device == "cpu":
+        pytest.skip("nothing to synchronise with")
+    p = problem(device)
+    cache = p.paged(16)
+    wrapper = paged_wrapper(p, cache, backend)
+    plan_paged(wrapper, p, cache)
+    indptr, _, last = (t.cpu() for t in cache.tables())
+    qo_indptr = torch.tensor(p.qo_indptr, dtype=torch.int32)
+    heads = (p.num_qo_heads, p.num_kv_heads, p.head_dim, cache.page_size)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrapper.plan(qo_indptr, indptr, cache.indices, last, *heads, causal=True, q_data_type=p.dtype)
+        out = wrapper.run(p.q, cache.kv)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    p.check(out)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_device_gets_its_own_launch():
+    """Whatever the current device is, a call runs where its tensors are."""
+    for current in (0, 1):
+        torch.cuda.set_device(current)
+        for index in (0, 1):
+            p = problem(f"cuda:{index}")
+            out = quire.single_prefill_with_kv_cache(p.q[:70], p.k[:300], p.v[:300], causal=True)
+            assert out.device.index == index and torch.cuda.current_device() == current
+            ragged = ragged_wrapper(p, "auto")
+            plan_ragged(ragged, p)
+            p.check(ragged.run(p.q, p.k, p.v))
