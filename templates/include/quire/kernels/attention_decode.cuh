@@ -40,6 +40,12 @@ struct AttentionDecode {
   static constexpr int kM = Shape::kM, kVo = V::kHeadDimVo, kQk = V::kHeadDimQk, kBlock = Shape::kBlock;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, kQk, Shape::kHeldQ>;
 
+  // Keys that some row of a warp sees, and that each row sees.
+  struct Visible {
+    Mask<V::kMask, V::kWindow != 0> mask;
+    KeyRange any, all;
+  };
+
   const AttentionParams& p_;
   unsigned char* smem_;
   int warp_, lane_;
@@ -61,84 +67,101 @@ struct AttentionDecode {
       ptx::named_barrier<Shape::kTeam * 32>(1 + team());
   }
 
+  // Copying runs kStages kv tiles ahead of computing, also past the end of a piece. The code of each step stands here
+  // once: a launch in which a CTA computes one tile spends much of its time on fetching instructions.
   QUIRE_DEVICE void work() {
     TileWindow window(p_, lane_);
     Walk walk(p_);
     DecodeLoader<V> loader(p_, walk, warp_, lane_);
-    loader.seek(window);
+    Query q;
+    Accumulator<kM, kVo> o;
+    SoftmaxRows<kM> softmax;
+    Visible keys;
+    int tile = 0, kv_end = 0;             // of the piece at hand
+    int stage = 0, free = 0;              // the next to compute, the next to fill
+    int ahead = -1;                       // stages filled at first; -1: nothing looked up yet
+    bool at_hand = false, refill = true;  // there is a piece at hand; a stage is free
+    reset(q, o, softmax);
 #pragma unroll 1
-    for (int stage = 0; stage + 1 < Shape::kStages; ++stage) {
-      loader.issue(window, k_tile(stage), v_tile(stage));
-      ptx::cp_async_commit();
-    }
-    int stage = 0, free = Shape::kStages - 1;  // the next to compute, the one that nothing is under way to
-    while (walk.left > 0) {
-      next(window, walk);
-      const DecodeJob& job = this->job();
-      Query q;
-      q.shared = ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kTeam * Shape::kQueryBytes + lane_ * 16;
-      q.load(p_, job, row_begin(job), lane_, team() == 0);
-      if constexpr (Shape::kQueryBytes > 0) __syncthreads();
-      Accumulator<kM, kVo> o;
-      SoftmaxRows<kM> softmax;
-      o.clear();
-      softmax.clear();
-      const int kv_end = job.piece.kv_end;
-      const Visible keys(*this, job);
-#pragma unroll 1
-      for (int i = job.piece.kv_begin; i < kv_end; ++i) {
+    for (;;) {
+      if (at_hand && tile == kv_end) {
+        softmax.reduce();
+        DecodeEnding<V>{p_, smem_, free * Shape::kSlotBytes, warp_, lane_}.run(job(), o, softmax);
+        at_hand = false;
+        reset(q, o, softmax);
+      }
+      if (refill) {
         loader.issue(window, k_tile(free), v_tile(free));
         ptx::cp_async_commit();
-        ptx::cp_async_wait<Shape::kStages - 1>();
-        team_sync();  // every lane's copies are there
-        attend(job, keys, q, o, softmax, stage, i * kTileKv + team() * Shape::kSlice);
-        team_sync();  // every lane has read them
-        free = stage;
-        stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+        if (ahead < Shape::kStages - 1) {
+          free = ++ahead;
+          continue;
+        }
       }
-      softmax.reduce();
-      DecodeEnding<V>{p_, smem_, free * Shape::kSlotBytes, warp_, lane_}.run(job, o, softmax);
+      if (!at_hand) {
+        if (walk.left <= 0) break;
+        begin(window, walk, q, keys);
+        o.clear();
+        softmax.clear();
+        tile = job().piece.kv_begin, kv_end = job().piece.kv_end;
+        at_hand = true, refill = false;
+        if (tile == kv_end) continue;
+      }
+      ptx::cp_async_wait<Shape::kStages - 1>();
+      team_sync();  // every lane's copies are there
+      attend(keys, q, o, softmax, stage, tile * kTileKv + team() * Shape::kSlice);
+      team_sync();  // every lane has read them
+      free = stage, refill = true;
+      stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
+      ++tile;
     }
     ptx::cp_async_wait<0>();
+  }
+
+  // Also tells the compiler that merging partial results has these registers to itself.
+  QUIRE_DEVICE static void reset(Query& q, Accumulator<kM, kVo>& o, SoftmaxRows<kM>& softmax) {
+    q.clear();
+    o.clear();
+    softmax.clear();
+  }
+
+  // The next piece: its request, its queries, what they see.
+  QUIRE_DEVICE void begin(TileWindow& window, Walk& walk, Query& q, Visible& keys) const {
+    DecodeJob next(p_, window, walk);
+    q.shared = ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kTeam * Shape::kQueryBytes + lane_ * 16;
+    q.load(p_, next, row_begin(next), lane_, team() == 0);
+    next.complete(p_, walk);
+    __syncwarp();  // every lane is done with the job before
+    if (lane_ == 0) job() = next;
+    keys = visible(next);
+    if constexpr (Shape::kQueryBytes > 0)
+      __syncthreads();
+    else
+      __syncwarp();
   }
 
   QUIRE_DEVICE DecodeJob& job() const {
     static_assert(sizeof(DecodeJob) <= Shape::kJobBytes, "a job fits its place");
     return *reinterpret_cast<DecodeJob*>(smem_ + Shape::kJobsAt + warp_ * Shape::kJobBytes);
   }
-  QUIRE_DEVICE void next(TileWindow& window, Walk& walk) const {
-    const DecodeJob next(p_, window, walk);
-    if (lane_ == 0) job() = next;
-    __syncwarp();
-  }
-
   // This warp's first packed row.
   QUIRE_DEVICE int row_begin(const DecodeJob& job) const {
     return job.piece.tile.row_begin + warp_ % Shape::kTeam * kM * 16;
   }
 
-  // Keys that some row of this warp sees, and that each row sees.
-  struct Visible {
-    Mask<V::kMask, V::kWindow != 0> mask;
-    KeyRange any, all;
-
-    QUIRE_DEVICE Visible(const AttentionDecode& kernel, const DecodeJob& job) {
-      const AttentionParams& p = kernel.p_;
-      const uint8_t* bits = nullptr;
-      if constexpr (V::kMask == kMaskCustom) bits = p.mask + p.mask_indptr[job.piece.tile.request];
-      mask = {job.qo_len, job.kv_len, p.window_left, bits};
-      any = all = {0, 0};
-      const int begin = kernel.row_begin(job);
-      if (begin >= job.row_end) return;
-      const int first = p.group.div(begin), last = p.group.div(min(begin + kM * 16, job.row_end) - 1);
-      any = mask.any(first, last);
-      if constexpr (V::kMask != kMaskCustom) all = mask.all(first, last);
-    }
-  };
+  QUIRE_DEVICE Visible visible(const DecodeJob& job) const {
+    const uint8_t* bits = nullptr;
+    if constexpr (V::kMask == kMaskCustom) bits = p_.mask + p_.mask_indptr[job.piece.tile.request];
+    const Mask<V::kMask, V::kWindow != 0> mask = {job.qo_len, job.kv_len, p_.window_left, bits};
+    const int begin = row_begin(job);
+    if (begin >= job.row_end) return {mask, {0, 0}, {0, 0}};
+    const int first = p_.group.div(begin), last = p_.group.div(min(begin + kM * 16, job.row_end) - 1);
+    return {mask, mask.any(first, last), V::kMask == kMaskCustom ? KeyRange{0, 0} : mask.all(first, last)};
+  }
 
   // The team's keys [key, key + kSlice), which lie in `stage`.
-  QUIRE_DEVICE void attend(const DecodeJob& job, const Visible& keys, const Query& q, Accumulator<kM, kVo>& o,
-                           SoftmaxRows<kM>& softmax, int stage, int key) const {
+  QUIRE_DEVICE void attend(const Visible& keys, const Query& q, Accumulator<kM, kVo>& o, SoftmaxRows<kM>& softmax,
+                           int stage, int key) const {
     const BlockCursor<typename Shape::TileK, Quarters::kTopFirst> k(k_tile(stage), lane_);
     const BlockCursor<typename Shape::TileV> v(v_tile(stage), lane_);
 #pragma unroll 1
@@ -147,7 +170,7 @@ struct AttentionDecode {
       Accumulator<kM, kBlock> s;
       mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q, k, b, lane_);
       const float scale = apply_cap(s);
-      if (!keys.all.covers({key, key + kBlock})) hide_keys(s, keys.mask, p_.group, row_begin(job), key, lane_);
+      if (!keys.all.covers({key, key + kBlock})) hide_keys(s, keys.mask, p_.group, row_begin(job()), key, lane_);
       softmax.raise_max(s, scale, o);
 #pragma unroll
       for (int i = 0; i < kBlock / 16; ++i) {

@@ -37,6 +37,14 @@ struct QueryFragments {
   uint32_t shared;                      // [kBlocks - kHeld, kM, 32 lanes] of 16 bytes, this lane's first
   float factor[kRescaled ? kM : 1][2];  // of the products: what q was divided by to fit fp16
 
+  QUIRE_DEVICE void clear() {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) held[k][m][0] = held[k][m][1] = held[k][m][2] = held[k][m][3] = 0;
+    }
+  }
+
   // Rows past the request's last become zeros. One of the teams `writes` what is in shared memory; a barrier must
   // follow.
   QUIRE_DEVICE void load(const AttentionParams& p, const DecodeJob& job, int row_begin, int lane, bool writes) {

@@ -47,6 +47,17 @@ struct RowQuad {
   float4 o;
 };
 
+QUIRE_DEVICE float warp_max(float x) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, i));
+  return x;
+}
+QUIRE_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(0xffffffffu, x, i);
+  return x;
+}
+
 QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
   o.x = fmaf(weight, x.x, o.x), o.y = fmaf(weight, x.y, o.y);
   o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
@@ -64,9 +75,9 @@ QUIRE_DEVICE void store_quad(const AttentionParams& p, const DecodeJob& job, int
   if (col == 0 && p.lse != nullptr) p.lse[to.token * p.num_qo_heads + to.head] = result.lse;
 }
 
-// True in every thread of the CTA that arrives last: all parts are then visible to it and the counter is 0 again.
+// True in every thread of the CTA that arrives last: all parts are then visible to it and the counter is 0 again. The
+// barrier hands every thread's writes to thread 0, whose atomic releases them.
 QUIRE_DEVICE bool arrives_last(const AttentionParams& p, const PartialGroup& group, uint32_t* flag) {
-  __threadfence();
   __syncthreads();
   if (threadIdx.x == 0) {
     const uint32_t last = group.num_parts - 1;
@@ -76,45 +87,53 @@ QUIRE_DEVICE bool arrives_last(const AttentionParams& p, const PartialGroup& gro
   return *flag != 0;
 }
 
-// A warp a row, four columns a lane. The parts' states and a batch of their columns are under way together, so merging
-// up to kBatch parts takes one trip to L2. Reads go past L1, which may hold what another CTA has written since.
+// One column quad of the parts of a row: the states, one a lane, and all columns of up to 16 parts are under way
+// together, so that merging them takes one trip to L2. Reads go past L1, which may hold what another CTA has written
+// since.
+template <class V>
+QUIRE_DEVICE RowQuad merge_row_parts(const AttentionParams& p, const PartialGroup& group, int row, int col, int lane) {
+  constexpr int kVo = V::kHeadDimVo, kAtOnce = kVo > 192 ? 8 : 16;
+  const float2* states = reinterpret_cast<const float2*>(p.partial_md) + row;
+  const float* columns = p.partial_o + static_cast<int64_t>(row) * kVo + col;
+  RowQuad sum = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
+#pragma unroll 1
+  for (int first = 0; first < group.num_parts; first += kAtOnce) {
+    const int count = min(kAtOnce, group.num_parts - first);
+    float2 md = {kNoLogit, 0.f};
+    if (lane < count) md = __ldcg(states + static_cast<int64_t>(group.slot(first + lane)) * V::kTileRows);
+    float4 x[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int64_t slot = group.slot(first + min(i, count - 1));
+      x[i] = __ldcg(reinterpret_cast<const float4*>(columns + slot * (V::kTileRows * kVo)));
+    }
+    const float top = fmaxf(sum.m, warp_max(md.x)), keep = ptx::ex2(sum.m - top);
+    const float weight = lane < count ? ptx::ex2(md.x - top) : 0.f;
+    sum.m = top, sum.d = fmaf(sum.d, keep, warp_sum(weight * md.y));
+    sum.o.x *= keep, sum.o.y *= keep, sum.o.z *= keep, sum.o.w *= keep;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) scale_add(sum.o, __shfl_sync(0xffffffffu, weight, i), x[i]);
+  }
+  return sum;
+}
+
+// The last CTA of a group: a warp a row, four columns a lane.
 template <class V, int kWarps>
 QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeJob& job, int warp, int lane) {
-  constexpr int kVo = V::kHeadDimVo, kRows = V::kTileRows, kBatch = 16;
-  const PartialGroup group = job.piece.group;
-  const int row_begin = job.piece.tile.row_begin, rows = min(kRows, job.row_end - row_begin);
-  const float2* states = reinterpret_cast<const float2*>(p.partial_md);
+  const int row_begin = job.piece.tile.row_begin, rows = min(V::kTileRows, job.row_end - row_begin);
+#pragma unroll 1
   for (int row = warp; row < rows; row += kWarps) {
-    float top = kNoLogit;
-    for (int part = lane; part < group.num_parts; part += 32) {
-      top = fmaxf(top, __ldcg(states + static_cast<int64_t>(group.slot(part)) * kRows + row).x);
-    }
-#pragma unroll
-    for (int i = 16; i > 0; i /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-    for (int col = lane * 4; col < kVo; col += 128) {
-      RowQuad sum = {top, 0.f, {0.f, 0.f, 0.f, 0.f}};
-      for (int part = 0; part < group.num_parts; part += kBatch) {
-        float2 md[kBatch];
-        float4 x[kBatch];
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const int64_t at = static_cast<int64_t>(group.slot(min(part + i, group.num_parts - 1))) * kRows + row;
-          md[i] = __ldcg(states + at);
-          x[i] = __ldcg(reinterpret_cast<const float4*>(p.partial_o + at * kVo + col));
-        }
-#pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-          const float weight = part + i < group.num_parts ? ptx::ex2(md[i].x - top) : 0.f;
-          sum.d = fmaf(weight, md[i].y, sum.d);
-          scale_add(sum.o, weight, x[i]);
-        }
-      }
-      store_quad<typename V::O>(p, job, row_begin + row, col, sum);
+#pragma unroll 1
+    for (int at = 0; at < V::kHeadDimVo; at += 128) {
+      const int col = at + lane * 4;
+      const RowQuad sum = merge_row_parts<V>(p, job.piece.group, row, min(col, V::kHeadDimVo - 4), lane);
+      if (col < V::kHeadDimVo) store_quad<typename V::O>(p, job, row_begin + row, col, sum);
     }
   }
 }
 
-// Ends a piece. `slot` is a stage of the ring that no copy is under way to, base of the team's; afterwards it is free.
+// Ends a piece, in the stage of the ring that no copy is under way to. A piece without keys has no such stage, and
+// nothing to put there.
 template <class V>
 class DecodeEnding {
   using Shape = DecodeShape<V>;
@@ -123,17 +142,17 @@ class DecodeEnding {
  public:
   const AttentionParams& p_;
   unsigned char* smem_;
-  int slot_at_;  // byte offset of the slot in the first team's ring; teams' rings are kStages * kSlotBytes apart
+  int slot_at_;  // byte offset of that stage in a team's ring
   int warp_, lane_;
 
   QUIRE_DEVICE void run(const DecodeJob& job, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
-    const bool whole = job.piece.group.num_parts == 1;
+    const bool whole = job.piece.group.num_parts == 1, empty = job.piece.kv_begin == job.piece.kv_end;
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(smem_) + spill_at(warp_)}, o, m, lane_);
+      if (!empty) spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(smem_) + spill_at(warp_)}, o, m, lane_);
       __syncthreads();
-      merge_teams(job, m, whole);
+      merge_teams(job, m, whole, empty);
       if (m + 1 < kM) __syncthreads();
     }
     if (whole) {
@@ -163,14 +182,14 @@ class DecodeEnding {
   }
 
   // Rows of block m of every warp of a team, four columns a thread, the teams in order.
-  QUIRE_DEVICE void merge_teams(const DecodeJob& job, int m, bool whole) const {
+  QUIRE_DEVICE void merge_teams(const DecodeJob& job, int m, bool whole, bool empty) const {
     const int row_begin = job.piece.tile.row_begin;
     const int64_t slot = static_cast<int64_t>(job.piece.group.slot(job.piece.part)) * V::kTileRows;
     for (int i = static_cast<int>(threadIdx.x); i < Shape::kTeam * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;
       if (row_begin + row >= job.row_end) continue;
-      const RowQuad sum = merge_row(member, m, r % 16, quad);
+      const RowQuad sum = empty ? RowQuad{kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}} : merge_row(member, m, r % 16, quad);
       if (whole) {
         store_quad<typename V::O>(p_, job, row_begin + row, quad * 4, sum);
       } else {

@@ -1,6 +1,7 @@
 // Keys and values on their way into shared memory. Each warp copies its own tokens with cp.async and runs ahead of the
 // arithmetic by a ring of stages, across the ends of pieces: the memory system never hears that a request has ended.
 #pragma once
+#include "quire/ptx/policy.cuh"
 #include "quire/tile/decode_shape.cuh"
 #include "quire/tile/decode_work.cuh"
 
@@ -13,18 +14,23 @@ class DecodeLoader {
 
  public:
   QUIRE_DEVICE DecodeLoader(const AttentionParams& p, const Walk& walk, int warp, int lane)
-      : p_(p), walk_(walk), at_(0), end_(0), warp_(warp), lane_(lane) {}
+      : p_(p), walk_(walk), at_(0), end_(0), warp_(warp), lane_(lane), once_(ptx::read_once_policy()) {}
 
-  // Copies this warp's tokens of the next kv tile into its rows of `k` and `v`, if there is a next tile.
+  // Copies this warp's tokens of the kv tile that was looked up into its rows of `k` and `v`, then looks up the next.
+  // The first call has nothing to copy yet.
   QUIRE_DEVICE void issue(TileWindow& window, typename Shape::TileK k, typename Shape::TileV v) {
-    if (at_ == end_) return;
+    if (at_ < end_) copy_tile(k, v);
+    seek(window);
+  }
+
+ private:
+  QUIRE_DEVICE void copy_tile(typename Shape::TileK k, typename Shape::TileV v) {
     const int first = first_token(), token = first + lane_ % Shape::kWarpTokens;
     const char *k_row, *v_row;
     rows_of(token, k_row, v_row);
     copy(k, k_row, kv_len_ - first);
     copy(v, v_row, kv_len_ - first);
     ++at_;
-    seek(window);
   }
 
   // Moves on to the next kv tile and begins to look up where its tokens are.
@@ -39,7 +45,6 @@ class DecodeLoader {
     }
   }
 
- private:
   QUIRE_DEVICE int first_token() const { return at_ * Shape::kTileKv + warp_ * Shape::kWarpTokens; }
 
   QUIRE_DEVICE void enter(const PlannedTile& next) {
@@ -82,7 +87,8 @@ class DecodeLoader {
       for (int j = 0; j < kPasses; ++j) {
         const int chunk = col + j * kLanes;
         if ((j + 1) * kLanes <= Tile::kChunks || chunk < Tile::kChunks) {
-          ptx::cp_async_16(dst.chunk(row_of_warp + row, chunk), src + j * kLanes * 16, row < count ? 16 : 0);
+          ptx::cp_async_16_once(dst.chunk(row_of_warp + row, chunk), src + j * kLanes * 16, row < count ? 16 : 0,
+                                once_);
         }
       }
     }
@@ -92,6 +98,7 @@ class DecodeLoader {
   Walk walk_;
   int at_, end_;  // kv tiles of the piece
   int warp_, lane_;
+  uint64_t once_;
   int kv_first_, kv_len_, page_;
   const char *k_, *v_;  // token 0 (page 0) of the kv head
 };

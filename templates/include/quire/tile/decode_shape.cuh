@@ -38,8 +38,8 @@ struct DecodeShape {
   static constexpr bool kNarrow = sizeof(Kv) == 1;  // 8-bit keys and values, widened to fp16 on their way to the mma
   static constexpr int kTokenBytes = (kQk + kVo) * static_cast<int>(sizeof(Kv));
 
-  // Two blocks of 16 rows a warp where o and q then take at most 192 registers.
-  static constexpr int kM = kRows > 16 && 2 * (kVo / 2 + kQk / 4) <= 192 ? 2 : 1;
+  // Two blocks of 16 rows a warp where o and q then take at most 192 registers, or 96 if widening needs some too.
+  static constexpr int kM = kRows > 16 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
   static constexpr int kTeam = kRows / (16 * kM);  // warps
   // A warp copies some 8 KB at a time: enough that few bytes are loop overhead, little enough for a ring of stages.
   static constexpr int kWarpTokens = 32 * kTokenBytes <= 8192 ? 32 : 16;
@@ -55,20 +55,18 @@ struct DecodeShape {
   static constexpr int kSlotBytes = max(TileK::kBytes + TileV::kBytes, kSpillBytes);
 
   // Blocks of 16 dims of q that a warp keeps in registers; the others it reads again for each block of keys.
-  static constexpr int kWanted = kM * (kVo / 2 + kQk / 4);  // registers of o and q
-  static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : 64);
+  static constexpr int kWanted = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // registers of o, q and widening
+  static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : kM == 2 ? 64 : 128);
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // of a warp's rows
   static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
   static constexpr int kJobBytes = 96;                                                              // of a warp
   static constexpr int kFixedBytes = kTeam * kQueryBytes + kStatesBytes + kWarps * kJobBytes + 16;  // and a flag
-  static constexpr int kStageBytes = kTeams * kSlotBytes;
-  static constexpr int stages(int ctas) {
-    return min(8, (kSmemOfSm / ctas - kSmemReservedOfCta - kFixedBytes) / kStageBytes);
-  }
-  // Two CTAs an SM, so that one streams while the other ends a piece, if each then has a ring of three stages (two
-  // where shared memory is small).
-  static constexpr int kMinCtas = stages(2) >= (kSmemOfSm > 200 * 1024 ? 3 : 2) ? 2 : 1;
-  static constexpr int kStages = stages(kMinCtas);
+  static constexpr int kStageBytes = kTeams * kSlotBytes, kRingBytes = 64 * 1024;
+  // Two CTAs an SM, so that one streams while the other ends a piece, and 64 KB for the ring of each: with more bytes
+  // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
+  static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && 2 * kStageBytes <= kRingBytes ? 2 : 1;
+  static constexpr int kRoom = (kSmemOfSm / kMinCtas - kSmemReservedOfCta - kFixedBytes) / kStageBytes;
+  static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
   // Shared memory: the teams' rings, q, row states, the warps' jobs, the flag.
   static constexpr int kQueryAt = kStages * kStageBytes, kStatesAt = kQueryAt + kTeam * kQueryBytes;

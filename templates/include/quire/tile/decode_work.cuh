@@ -23,10 +23,7 @@ class TileWindow {
     } else {
       num_tiles_ = p.num_tiles, first_ = 0;
     }
-    if (num_tiles_ <= 32)
-      load(0);
-    else
-      load(p.shares[blockIdx.x].tile);
+    load(num_tiles_ <= 32 ? 0 : p.shares[blockIdx.x].tile);
   }
 
   // All lanes of a warp together; `index` is the same in all.
@@ -97,15 +94,21 @@ struct DecodeJob {
   };
 
   DecodeJob() = default;
-  // The next piece of the walk, which moves on.
-  QUIRE_DEVICE DecodeJob(const AttentionParams& p, TileWindow& window, Walk& walk) {
+  // The piece that the walk stands at, its group apart.
+  QUIRE_DEVICE DecodeJob(const AttentionParams& p, TileWindow& window, const Walk& walk) {
     const PlannedTile planned = window.get(walk.tile);
-    const int units = walk.units(planned.tile), cta = static_cast<int>(blockIdx.x);
-    piece =
-        p.shares == nullptr ? whole_piece(p, cta) : share_piece(p, cta, planned.tile, walk.kv_head, walk.offset, units);
-    walk.next(p, units);
+    piece.tile = planned.tile;
+    piece.kv_head = walk.kv_head;
     kv_len = planned.kv_len, qo_begin = planned.qo_begin, qo_len = planned.qo_len;
     row_end = qo_len * static_cast<int>(p.group.divisor);
+  }
+
+  // Completes the piece: its divisions take a while, so the loads of q go first. The walk moves on.
+  QUIRE_DEVICE void complete(const AttentionParams& p, Walk& walk) {
+    const int units = walk.units(piece.tile), cta = static_cast<int>(blockIdx.x);
+    piece =
+        p.shares == nullptr ? whole_piece(p, cta) : share_piece(p, cta, piece.tile, walk.kv_head, walk.offset, units);
+    walk.next(p, units);
   }
 
   // Where a packed row is in q, o and lse.
