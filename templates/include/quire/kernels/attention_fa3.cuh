@@ -43,25 +43,17 @@ struct AttentionFa3 {
   using TileV = PanelTile<kTileKv, kVo>;
   using Slot = PieceSlot<V>;
   using Loader = KvLoader<V>;
-#ifdef QUIRE_FA3_HOLDQ
-  static constexpr bool kHoldsQ = true;
-#else
-  static constexpr bool kHoldsQ = false;
-#endif
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
 
   static constexpr int kPieces = 4;
-  static constexpr int kShortTiles = 4;  // a piece of so few key tiles lets the next but one be scheduled before it ends
+  static constexpr int kShortTiles =
+      4;  // a piece of so few key tiles lets the next but one be scheduled before it ends
   static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + 512;
   static constexpr int kRoom = 227 * 1024 - kOtherBytes;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-#ifdef QUIRE_FA3_STAGES
-  static constexpr int kStages = QUIRE_FA3_STAGES;
-#else
   // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap.
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
   static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
-#endif
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
@@ -210,8 +202,8 @@ struct AttentionFa3 {
         const int token = static_cast<int>(slot.job.qo_begin) + p_.base.group.div(slot.job.piece.tile.row_begin);
 #pragma unroll
         for (int i = 0; i < TileQ::kPanels; ++i) {
-          ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kPanelBytes, &p_.tensor_q, barrier, kQPolicy, i * 64,
-                           0, token, slot.job.piece.kv_head);
+          ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kPanelBytes, &p_.tensor_q, barrier, i * 64, 0, token,
+                           slot.job.piece.kv_head);
         }
         stage.advance();
       }
@@ -230,7 +222,6 @@ struct AttentionFa3 {
   struct Rows {
     float o[kVo / 2];
     WarpgroupSoftmax softmax;
-    uint32_t q[kHoldsQ ? kQk / 16 : 1][4];
     uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
   };
 
@@ -259,32 +250,28 @@ struct AttentionFa3 {
   QUIRE_DEVICE void attend(Rows& rows, const Slot& slot, Rings& rings) const {
     TileWalk<V> walk(slot);
     if (!walk.exists()) return;
-    const int row = slot.job.piece.tile.row_begin + warpgroup() * 64;
-    const WholeTiles<V> whole(p_.base, slot, row);
-    const TileQ q = q_tile(rings.q.slot());
+    const int turn = ptx::uniform(warpgroup());
+    const WholeTiles<V> whole(p_.base, slot, slot.job.piece.tile.row_begin + turn * 64);
+    const TileQ q_rows = q_tile(rings.q.slot());
+    const PanelDescriptor q(q_rows.base + turn * 64 * 128, 16);
     if (q_by_tma()) {
       q_.wait_full(rings.q);
     } else {
-      copy_q(q, slot.job);
-    }
-    if constexpr (kHoldsQ) {
-      load_fragments(rows.q, q, (ptx::thread_id() - 128) / 32 * 16, ptx::lane_id());
-      ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
-      if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
+      copy_q(q_rows, slot.job);
     }
     first_tile(rows, slot, rings, q, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (whole.contains(walk.tile())) {
-        next_tile<false>(rows, slot, rings, q, walk.tile());
+        next_tile<false>(rows, slot, rings, q, turn, walk.tile());
       } else {
-        next_tile<true>(rows, slot, rings, q, walk.tile());
+        next_tile<true>(rows, slot, rings, q, turn, walk.tile());
       }
     }
-    if (!kHoldsQ && q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
+    if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
     rings.q.advance();
     const auto last = rings.k.before();
     wait_v(last);
-    start_AB<T>(rows.o, rows.p, v_tile(last.slot()));
+    start_AB<T, TileV>(rows.o, rows.p, values(last));
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
     if (is_leader()) v_.arrive_empty(last);
@@ -306,19 +293,16 @@ struct AttentionFa3 {
     if constexpr (kIsGathered) ptx::fence_proxy_async();
   }
 
-  QUIRE_DEVICE void start_s(Rows& rows, float (&s)[kTileKv / 2], TileQ q, TileK k) const {
-    if constexpr (kHoldsQ) {
-      start_ABt<T>(s, rows.q, k);
-    } else {
-      start_ABt<T>(s, q, warpgroup() * 64, k);
-    }
+  QUIRE_DEVICE PanelDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.slot()).base, 16}; }
+  QUIRE_DEVICE PanelDescriptor values(RingPosition<kStages> at) const {
+    return {v_tile(at.slot()).base, TileV::kPanelBytes};
   }
 
   // The rightmost tile: S and its softmax alone.
-  QUIRE_DEVICE void first_tile(Rows& rows, const Slot& slot, Rings& rings, TileQ q, int tile) const {
+  QUIRE_DEVICE void first_tile(Rows& rows, const Slot& slot, Rings& rings, PanelDescriptor q, int tile) const {
     float s[kTileKv / 2];
     wait_k(rings.k);
-    start_s(rows, s, q, k_tile(rings.k.slot()));
+    start_ABt<T, TileQ, TileK>(s, q, keys(rings.k));
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
@@ -332,27 +316,22 @@ struct AttentionFa3 {
 
   // S of this tile and, beside it, O of the tile before; then the softmax of S while O is still under way.
   template <bool kMasked>
-  QUIRE_DEVICE void next_tile(Rows& rows, const Slot& slot, Rings& rings, TileQ q, int tile) const {
+  QUIRE_DEVICE void next_tile(Rows& rows, const Slot& slot, Rings& rings, PanelDescriptor q, int turn, int tile) const {
     float s[kTileKv / 2];
-    wait_k(rings.k);
-#ifndef QUIRE_FA3_NOTURN
-    if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + warpgroup(), 256);
-#endif
-    start_s(rows, s, q, k_tile(rings.k.slot()));
+    // All that can be looked up and waited for comes before the turn: tensor cores are idle from hand-over to product.
     const auto before = rings.k.before();
+    const PanelDescriptor k = keys(rings.k), v = values(before);
     wait_v(before);
-    start_AB<T>(rows.o, rows.p, v_tile(before.slot()));
-#ifndef QUIRE_FA3_NOTURN
-    if constexpr (kWarpgroups > 1) ptx::named_barrier_arrive(kTurn + (warpgroup() + 1) % kWarpgroups, 256);
-#endif
+    wait_k(rings.k);
+    if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + turn, 256);
+    start_ABt<T, TileQ, TileK>(s, q, k);
+    start_AB<T, TileV>(rows.o, rows.p, v);
+    if constexpr (kWarpgroups > 1) ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
     ptx::wgmma_wait<1>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
     apply_softmax<kMasked>(rows, s, slot, tile);
-#ifdef QUIRE_FA3_PIN
-    if (tile > slot.job.piece.kv_begin) k_.wait_full(rings.k);
-#endif
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
 #pragma unroll

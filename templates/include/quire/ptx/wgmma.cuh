@@ -14,6 +14,9 @@ QUIRE_DEVICE int thread_id() {
   return thread;
 }
 
+// Tells the compiler that x is the same in all lanes of the warp: it then lives in a uniform register.
+QUIRE_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 template <int kRegisters>
 QUIRE_DEVICE void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

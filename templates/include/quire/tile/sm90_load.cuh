@@ -18,12 +18,6 @@ constexpr KvPath kv_path() {
   return V::kPageSize > 0 && V::kPageSize % 8 == 0 ? KvPath::kPages : KvPath::kGather;
 }
 
-#ifdef QUIRE_FA3_HINTS
-constexpr ptx::L2Policy kKvPolicy = ptx::L2Policy::kLastOut, kQPolicy = ptx::L2Policy::kFirstOut;
-#else
-constexpr ptx::L2Policy kKvPolicy = ptx::L2Policy::kNormal, kQPolicy = ptx::L2Policy::kNormal;
-#endif
-
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
 // What the warp copies from: k or v of a request.
@@ -57,7 +51,7 @@ class KvLoader {
     ptx::mbarrier_arrive_expect(barrier, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kPanels; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes, from.map, barrier, kKvPolicy, i * 64, job_.kv_first + token_,
+      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes, from.map, barrier, i * 64, job_.kv_first + token_,
                        job_.piece.kv_head, 0);
     }
   }
@@ -92,8 +86,8 @@ class KvLoader<V, KvPath::kPages> {
     if (lane_ >= kBoxes) return;
 #pragma unroll
     for (int i = 0; i < Tile::kPanels; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes + lane_ * kBoxRows * 128, from.map, barrier, kKvPolicy, i * 64,
-                       row_, job_.piece.kv_head, page_);
+      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes + lane_ * kBoxRows * 128, from.map, barrier, i * 64, row_,
+                       job_.piece.kv_head, page_);
     }
   }
 
