@@ -23,7 +23,11 @@ from typing import Any
 #: ptxas: wgmma serialised or setmaxnreg ignored, C7508 to C7518.
 LOST_PERFORMANCE = re.compile(r"C75(0[89]|1[0-8])")
 #: The tensor-core instruction that a kernel family must show in its machine code.
-TENSOR_CORE = {"attention_fa2": re.compile(r"\bHMMA\."), "attention_fa3": re.compile(r"\bHGMMA\.")}
+TENSOR_CORE = {
+    "attention_decode": re.compile(r"\bHMMA\."),
+    "attention_fa2": re.compile(r"\bHMMA\."),
+    "attention_fa3": re.compile(r"\bHGMMA\."),
+}
 
 
 def manifests(store: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

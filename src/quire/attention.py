@@ -96,7 +96,8 @@ class AttentionSpec:
         return AttentionProblem(
             target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo,
             self.indices.page_size if self.paged else 0, self.mask,
-            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(), self.fixed_split_size,
+            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(),
+            self.indices.qo_indptr is None, self.fixed_split_size,
         )  # fmt: skip
 
 

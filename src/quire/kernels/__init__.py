@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels import attention_cpu, attention_fa2, attention_fa3
+from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape
 
 __all__ = [
@@ -23,7 +23,12 @@ __all__ = [
 ]
 
 #: In order of preference: `auto` takes the first that accepts.
-KERNELS: tuple[AttentionKernel, ...] = (attention_fa3.KERNEL, attention_fa2.KERNEL, attention_cpu.KERNEL)
+KERNELS: tuple[AttentionKernel, ...] = (
+    attention_decode.KERNEL,
+    attention_fa3.KERNEL,
+    attention_fa2.KERNEL,
+    attention_cpu.KERNEL,
+)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class AttentionProblem:
     window: bool
     soft_cap: bool
     rows: int  #: packed rows (qo_len * group_size) of a typical request
+    uniform: bool = True  #: every request has as many rows, whatever else is in the batch
     fixed_split_size: int = 0  #: tokens between cuts, -1: none (no request may then influence another); 0: any
 
     @property

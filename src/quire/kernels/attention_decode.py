@@ -28,6 +28,8 @@ def _reject(problem: AttentionProblem) -> str | None:
         return f"kv dtype {problem.kv} is neither q's {problem.q} nor e4m3 or e5m2"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
+    if problem.fixed_split_size and not problem.uniform:
+        return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
     if problem.rows > _MOST_ROWS:
         return f"{problem.rows} rows (qo_len * group_size) are more than {_MOST_ROWS}"
     return head_dim_reason(problem)
