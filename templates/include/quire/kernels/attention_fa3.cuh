@@ -61,11 +61,16 @@ struct AttentionFa3 {
   static constexpr int kBarriersAt = kSlotsAt + kPieces * static_cast<int>(sizeof(Slot));
   static_assert(sizeof(Slot) % 8 == 0, "mbarriers follow the slots");
 
-  // Registers a thread, of 65,536 an SM: what the loading warps give up the others take. A gather needs some itself.
-  static constexpr bool kGathers = kIsGathered || V::kMask == kMaskCustom;
-  static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
-  static constexpr int kComputeRegisters =
-      kWarpgroups == 2 ? 224 : (kWarpgroups == 3 ? (kTileKv > 112 ? 160 : 152) : 240);
+  // Registers a thread, of 65,536 an SM: what the loading warps give up the others take. Scheduling takes 56 (it
+  // divides 64-bit numbers), classifying the tiles of a custom mask 72. Three warpgroups at 128 keys leave 32: the
+  // scheduling warp then spills, once a piece.
+  static constexpr bool kClassifies = V::kMask == kMaskCustom;
+  static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32
+                                        : kWarpgroups < 3 && kClassifies  ? 72
+                                                                          : 56;
+  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kTileKv > 112 ? 160 : 152)
+                                           : kWarpgroups == 2 ? (kClassifies ? 216 : 224)
+                                                              : 240;
 
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
   // Named barriers; 0 is that of the whole CTA.
@@ -195,7 +200,8 @@ struct AttentionFa3 {
     if (lane == 0 && q_by_tma()) ptx::prefetch_tensor_map(&p_.tensor_q);
     RingPosition<kQStages> stage;
     for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
-      if (lane == 0 && q_by_tma() && TileWalk<V>(slot).exists()) {
+      const bool has_tiles = TileWalk<V>(slot).exists();
+      if (lane == 0 && q_by_tma() && has_tiles) {
         q_.wait_empty(stage);
         const uint32_t barrier = q_.full(stage.slot());
         ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);

@@ -118,24 +118,27 @@ class KvLoader<V, KvPath::kGather> {
   template <class Tile>
   QUIRE_DEVICE void load(Tile dst, const KvSource& from, uint32_t barrier) const {
     const int row_in_four = lane_ >> 3, col = lane_ & 7;
-    const typename V::Kv* base =
-        static_cast<const typename V::Kv*>(from.base) + job_.piece.kv_head * from.head_stride + col * 8;
-    const int left = job_.kv_len - token_;
+    const unsigned char* base =
+        static_cast<const unsigned char*>(from.base) + job_.piece.kv_head * from.head_stride * 2 + col * 16;
+    const int left = job_.kv_len - token_ - row_in_four;
+    // Of eight rows, the permutation of the lower and the upper four.
+    const uint32_t lower = dst.chunk(row_in_four, col), upper = dst.chunk(row_in_four + 4, col);
 #pragma unroll
     for (int j = 0; j < kLookups; ++j) {
       // In chunks of 16 bytes: the host refuses a cache of 2^32 of them.
       const uint32_t place = static_cast<uint32_t>(
           (page_[j] * from.page_stride + p_.page.mod(token_ + j * 32 + lane_) * from.token_stride) >> 3);
-#pragma unroll 4
-      for (int first = 0; first < min(32, V::kTileKv - j * 32); first += 4) {
-        const int row = j * 32 + first + row_in_four;
-        const uint32_t chunks = __shfl_sync(0xffffffffu, place, first + row_in_four);
-        const typename V::Kv* src = base + static_cast<int64_t>(chunks) * 8;
+#pragma unroll
+      for (int i = 0; i < min(8, (V::kTileKv - j * 32) / 4); ++i) {
+        const int row = j * 32 + i * 4;
+        const uint32_t chunks = __shfl_sync(0xffffffffu, place, i * 4 + row_in_four);
+        const unsigned char* src = base + static_cast<uint64_t>(chunks) * 16;
+        const uint32_t to = (i % 2 == 0 ? lower : upper) + (row & ~7) * 128;
         const int bytes = row < left ? 16 : 0;
 #pragma unroll
         for (int panel = 0; panel < Tile::kPanels; ++panel) {
           if ((panel + 1) * 8 > Tile::kChunks && panel * 8 + col >= Tile::kChunks) continue;
-          ptx::cp_async_16(dst.chunk(row, panel * 8 + col), src + panel * 64, bytes);
+          ptx::cp_async_16(to + panel * Tile::kPanelBytes, src + panel * 128, bytes);
         }
       }
     }

@@ -5,15 +5,14 @@
 
 namespace quire {
 
-// 32 bits of a custom mask from bit `at` on: aligned words, and of the second only if it holds one of the `count` bits
-// that are wanted, so that no word is read which holds none of the mask.
+// 32 bits of a custom mask from bit `at` on, of which `count` are wanted; the others may be anything. Reads aligned
+// words that hold some of the wanted bits and no others, without a branch, so that many such reads are under way.
 QUIRE_DEVICE uint32_t mask_bits(const uint8_t* bits, int64_t at, int count) {
   if (count <= 0) return 0;
   const uint64_t address = reinterpret_cast<uint64_t>(bits) + static_cast<uint64_t>(at >> 3);
   const uint32_t* word = reinterpret_cast<const uint32_t*>(address & ~uint64_t{3});
   const int shift = static_cast<int>((address & 3) * 8 + (at & 7));
-  const uint32_t low = __ldg(word), high = shift + min(count, 32) > 32 ? __ldg(word + 1) : 0;
-  return __funnelshift_r(low, high, shift);
+  return __funnelshift_r(__ldg(word), __ldg(word + (shift + min(count, 32) > 32 ? 1 : 0)), shift);
 }
 
 // The mask as one lane sees it: rows row and row + 8 (packed). Rows past the request's last repeat its last query.

@@ -66,7 +66,7 @@ struct PieceSlot<V, true> {
   }
 };
 
-// Goes through a piece's tiles. All warps of the CTA take the same path.
+// Goes through a piece's tiles, whole warps at a time. All warps of the CTA take the same path.
 template <class V>
 class TileWalk {
  public:
