@@ -1,7 +1,6 @@
 // Keys and values on their way into shared memory. Each warp copies its own tokens with cp.async and runs ahead of the
 // arithmetic by a ring of stages, across the ends of pieces: the memory system never hears that a request has ended.
 #pragma once
-#include "quire/ptx/policy.cuh"
 #include "quire/tile/decode_shape.cuh"
 #include "quire/tile/decode_work.cuh"
 
@@ -14,7 +13,7 @@ class DecodeLoader {
 
  public:
   QUIRE_DEVICE DecodeLoader(const AttentionParams& p, const Walk& walk, int warp, int lane)
-      : p_(p), walk_(walk), at_(0), end_(0), warp_(warp), lane_(lane), once_(ptx::read_once_policy()) {}
+      : p_(p), walk_(walk), at_(0), end_(0), warp_(warp), lane_(lane) {}
 
   // Copies this warp's tokens of the kv tile that was looked up into its rows of `k` and `v`, then looks up the next.
   // The first call has nothing to copy yet.
@@ -87,8 +86,7 @@ class DecodeLoader {
       for (int j = 0; j < kPasses; ++j) {
         const int chunk = col + j * kLanes;
         if ((j + 1) * kLanes <= Tile::kChunks || chunk < Tile::kChunks) {
-          ptx::cp_async_16_once(dst.chunk(row_of_warp + row, chunk), src + j * kLanes * 16, row < count ? 16 : 0,
-                                once_);
+          ptx::cp_async_16(dst.chunk(row_of_warp + row, chunk), src + j * kLanes * 16, row < count ? 16 : 0);
         }
       }
     }
@@ -98,7 +96,6 @@ class DecodeLoader {
   Walk walk_;
   int at_, end_;  // kv tiles of the piece
   int warp_, lane_;
-  uint64_t once_;
   int kv_first_, kv_len_, page_;
   const char *k_, *v_;  // token 0 (page 0) of the kv head
 };

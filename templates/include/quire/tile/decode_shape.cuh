@@ -71,7 +71,11 @@ struct DecodeShape {
   // Shared memory: the teams' rings, q, row states, the warps' jobs, the flag.
   static constexpr int kQueryAt = kStages * kStageBytes, kStatesAt = kQueryAt + kTeam * kQueryBytes;
   static constexpr int kJobsAt = kStatesAt + kStatesBytes;
-  static constexpr int kFlagAt = kJobsAt + kWarps * kJobBytes, kSmemBytes = kFlagAt + 16;
+  static constexpr int kFlagAt = kJobsAt + kWarps * kJobBytes;
+  // At least so much that kMinCtas CTAs fit an SM and not one more: a dependent launch fills SMs as they come free, and
+  // where three CTAs fit, some SMs got three and others one (621 instead of 487 us; H200, 2026-11-21).
+  static constexpr int kSmemBytes =
+      max(kFlagAt + 16, kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
   static constexpr int kThreads = kWarps * 32;
 };
 
