@@ -27,6 +27,9 @@ from quire.workspace import Workspace, partials_bytes
 __all__ = ["AttentionPlan", "Indices", "Schedule", "Scoring", "make_plan", "make_schedule"]
 
 _LOG2E = math.log2(math.e)
+#: Keys and values in flight at a time. Of an H200's 50 MB of L2, 17 MB (2 of 8 heads at B2 x 8192, d128) was the best of
+#: 1, 2, 4 and all heads (2026-11-21).
+_L2_BYTES = 17 << 20
 _Array = TypeVar("_Array", bound=ctypes.Array[Any])
 
 
@@ -221,7 +224,9 @@ def make_plan(
     grid = s.num_ctas
     if decision.kernel.persistent:
         grid = min(grid, ctas)
-        params.ticket, params.heads_at_once = base.arrivals + 4 * s.num_counters, num_kv_heads
+        params.ticket = base.arrivals + 4 * s.num_counters
+        token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
+        params.heads_at_once = _heads_at_once(num_kv_heads, s.kv_tokens * token_bytes)
     return AttentionPlan(decision, module, schedule, params, scoring, device, (sent, pages, bits, partials), grid)
 
 
@@ -234,6 +239,12 @@ def _fill(p: AttentionParams, s: ScheduleParams, sent: int, partials: int, parti
     p.partial_md = partials + partials_bytes - s.num_slots * s.tile_rows * 8
     for name in ("num_kv_heads", "num_tiles", "num_ctas", "work_per_head", "slots_per_head"):
         setattr(p, name, getattr(s, name))
+
+
+def _heads_at_once(num_kv_heads: int, head_bytes: int) -> int:
+    """kv heads whose keys and values stay in L2 while they are worked on: a divisor of num_kv_heads, at least 1."""
+    fitting = (h for h in range(num_kv_heads, 0, -1) if num_kv_heads % h == 0 and h * head_bytes <= _L2_BYTES)
+    return next(fitting, 1)
 
 
 def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:
