@@ -11,6 +11,7 @@
 #include "quire/core/logits.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/fa2_order.cuh"
 #include "quire/tile/kv_ring.cuh"
 #include "quire/tile/mask.cuh"
 #include "quire/tile/partial.cuh"
@@ -54,7 +55,10 @@ struct AttentionFa2 {
   static constexpr int kTableSlots = kEager ? 3 : 2;
   using Rows = KvRows<V, kThreads, kTableSlots>;
 
-  static constexpr int kKeysAfter = kTileKv < 64 ? 0 : 1;  // the step of o += p v after which the next copies start
+  static constexpr int kSteps = kTileKv / 16;  // of o += p v
+  static constexpr Fa2Order kOrder = fa2_order<V>();
+  static_assert(kOrder.keys_after + 1 < kSteps, "the next tile's copies start within the steps");
+
   static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kRingAt = kWarps * kWarpBytes;
@@ -137,7 +141,7 @@ struct AttentionFa2 {
       // Asked before the barrier: behind it each answer from shared memory would be waited for.
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
-      more = i + 1 < job_.piece.kv_end;
+      if constexpr (!kOrder.end_late) more = i + 1 < job_.piece.kv_end;
       ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
@@ -156,16 +160,18 @@ struct AttentionFa2 {
         softmax.raise_max(s, scale, o);
         const CursorV v(v_tile(i), lane_);
 #pragma unroll
-        for (int k = 0; k < kTileKv / 16; ++k) {
+        for (int k = 0; k < kSteps; ++k) {
           uint32_t weights[kM][4];
           softmax.template exponentiate<T>(s, scale, k, weights);
-          mma_AB_step<T>(o, weights, v, k);
+          mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
+          if (kOrder.end_late && k == kSteps - 1) more = i + 1 < job_.piece.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
           if (k == 0) rows.fetch(i + kTableSlots);
-          if (k == kKeysAfter && !kEager) copy_keys(rows, i + 1);
-          if (k == kKeysAfter + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
+          if (k == kOrder.keys_after && !kEager) copy_keys(rows, i + 1);
+          if (k == kOrder.keys_after + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
+        if constexpr (kOrder.end_late) more = i + 1 < job_.piece.kv_end;
         rows.fetch(i + kTableSlots);
         if constexpr (!kEager) copy_keys(rows, i + 1);
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);

@@ -4,6 +4,13 @@
 
 namespace quire::ptx {
 
+// For what differs in registers and scheduling only.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr bool kBeforeSm90 = true;
+#else
+constexpr bool kBeforeSm90 = false;
+#endif
+
 // Read anew each time: an epilogue that asks again holds no register through the main loop.
 QUIRE_DEVICE int lane_id() {
   int lane;

@@ -47,12 +47,16 @@ QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, BlockCursor<TileA> a, BlockCur
   }
 }
 
-// o += p * b[16 * k .. 16 * k + 15, :]; p [kM * 16, 16] in fragments, b [.., kN] in shared memory.
-template <class T, int kM, int kN, class TileB>
+// o += p * b[16 * k .. 16 * k + 15, :]; p [kM * 16, 16] in fragments, b [.., kN] in shared memory. kAtOnce: how many of
+// its blocks ptxas may fetch ahead of their use, four registers each (it moves no load across a __syncwarp); 0: all.
+template <class T, int kAtOnce, int kM, int kN, class TileB>
 QUIRE_DEVICE void mma_AB_step(Accumulator<kM, kN>& o, const uint32_t (&p)[kM][4], BlockCursor<TileB> b, int k) {
   static_assert(TileB::kCols == kN, "o and b have the same columns");
 #pragma unroll
   for (int n = 0; n < kN / 16; ++n) {
+    if constexpr (kAtOnce > 0) {
+      if (n % kAtOnce == 0) __syncwarp();
+    }
     uint32_t values[4];
     ptx::ldmatrix_x4_trans(values, b.at(k, n));
 #pragma unroll

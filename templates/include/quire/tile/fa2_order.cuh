@@ -1,0 +1,37 @@
+// Where in a key tile fa2 does what has no fixed place.
+#pragma once
+#include "quire/core/mask.h"
+#include "quire/ptx/warp.cuh"
+
+namespace quire {
+
+struct Fa2Order {
+  int keys_after;      // the step of o += p v after which the next copies start
+  int values_at_once;  // blocks of v that ptxas may hold ahead of their use; 0: a whole step's
+  bool end_late;       // whether this tile is the last is asked in the last step, not before the first
+};
+
+// A warp with 32 rows keeps 192 registers of o and s; ptxas fills the other 63 with fragments fetched ahead and, by one
+// or two values, overshoots. Below is what lets each such variant end without a spill. All of it is order: results
+// are the same, bit for bit. The scan in the fa2 presets (`quire warmup`, "spills" in the manifest) is the check.
+template <class V>
+constexpr Fa2Order fa2_order() {
+  constexpr Fa2Order kUsual = {V::kTileKv < 64 ? 0 : 1, 0, false};
+  if constexpr (V::kTileRows < 128) return kUsual;
+  // Page offsets and 128 logits a row: copies start as soon as a step's logits have been used.
+  if constexpr (V::kHeadDimQk <= 64 && V::kPaged != 0) return {0, 0, false};
+  if constexpr (V::kHeadDimVo != 128) return kUsual;
+  if constexpr (V::kHeadDimQk == 128) {
+    // Addresses take ordinary registers, uniform ones being few: copies wait until most of s is used, v comes in twos.
+    if constexpr (ptx::kBeforeSm90) return {2, 2, true};
+    // Cap and custom mask hold the logits longer.
+    if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {1, 4, false};
+  }
+  if constexpr (V::kHeadDimQk == 192 && V::kPaged != 0) {
+    if constexpr (ptx::kBeforeSm90) return {2, 0, false};
+    return {1, 0, true};
+  }
+  return kUsual;
+}
+
+}  // namespace quire
