@@ -6,8 +6,12 @@
 // Schedule: persistent CTAs, one an SM. Warps of the first warpgroup load keys, values and queries and schedule, one
 // piece ahead, so that a piece's first tiles travel while the piece before it ends; the others own 64 rows each and
 // store their results straight from registers, so that no buffer waits for an epilogue.
-// Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
-// has grown.
+// What a warp decides (which tile, masked or not) comes from uniform values, so that ring positions and descriptors
+// stay in uniform registers: where ptxas cannot see that, turns take longer and the kernel loses 7 to 14 % (H200,
+// 2026-11-21). Tried on the same day and dropped: softmax pinned before the last wait (-3 to -5 %), queries held in
+// registers (-1 %), L2 hints on copies (0), handing a turn over before its last products (0), one piece's last values
+// together with the next one's first scores (-7 %, but measured with non-uniform code). Sources: FlashAttention-3 (Shah
+// et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum has grown.
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
@@ -16,6 +20,7 @@
 #include "quire/tile/sm90_softmax.cuh"
 #include "quire/tile/sm90_store.cuh"
 #include "quire/tile/sm90_walk.cuh"
+#include "quire/tile/smem.cuh"
 
 namespace quire {
 

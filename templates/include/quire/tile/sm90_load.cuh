@@ -6,7 +6,6 @@
 #include "quire/ptx/tma.cuh"
 #include "quire/tile/job.cuh"
 #include "quire/tile/sm90_panels.cuh"
-#include "quire/tile/smem.cuh"
 
 namespace quire {
 
