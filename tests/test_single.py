@@ -91,7 +91,9 @@ def test_prefill_returns(device, backend, dtype):
     assert torch.equal(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, backend=backend), out)
     pair = quire.single_prefill_with_kv_cache_return_lse(p.q, p.k, p.v, backend=backend)
     assert torch.equal(pair[0], out) and torch.equal(pair[1], lse)
-    assert torch.equal(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, use_fp16_qk_reduction=False), out)
+    assert torch.equal(
+        quire.single_prefill_with_kv_cache(p.q, p.k, p.v, use_fp16_qk_reduction=False, backend=backend), out
+    )
 
 
 @pytest.mark.parametrize("kv_len", [0, 1, 17, 128, 5000])

@@ -303,7 +303,7 @@ def test_workspace_that_is_too_small(device, backend):
     cache = p.paged(8)
     small = torch.empty(256, dtype=torch.uint8, device=device)
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(small, backend=backend)
-    plan = {"fixed_split_size": 256}
+    plan = {"fixed_split_size": 640}  # a multiple of every kernel's kv tile
     refused(lambda: plan_paged(wrapper, p, cache, plan=plan), "float_workspace_buffer")
     decoder = quire.BatchDecodeWithPagedKVCacheWrapper(small, backend=backend)
     refused(lambda: plan_decode(decoder, p, cache, plan=plan), "float_workspace_buffer")

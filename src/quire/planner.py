@@ -27,8 +27,8 @@ from quire.workspace import Workspace, partials_bytes
 __all__ = ["AttentionPlan", "Indices", "Schedule", "Scoring", "make_plan", "make_schedule"]
 
 _LOG2E = math.log2(math.e)
-#: Keys and values in flight at a time. Of an H200's 50 MB of L2, 17 MB (2 of 8 heads at B2 x 8192, d128) was the best of
-#: 1, 2, 4 and all heads (2026-11-21).
+#: Keys and values in flight at a time: of an H200's 50 MB of L2, 17 MB (2 of 8 heads at B2 x 8192, d128) was the best
+#: of 1, 2, 4 and all heads (2026-11-21).
 _L2_BYTES = 17 << 20
 _Array = TypeVar("_Array", bound=ctypes.Array[Any])
 

@@ -12,7 +12,6 @@ from quire.kernels.attention import (
 
 __all__ = ["KERNEL"]
 
-_MOST_ROWS = 64
 _WARP_BYTES = 8192  #: of keys and values that a warp copies at a time, where 16 tokens are not more
 _SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  #: 99 KB a CTA
 
@@ -30,9 +29,10 @@ def _reject(problem: AttentionProblem) -> str | None:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
     if problem.fixed_split_size and not problem.uniform:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
-    if problem.rows > _MOST_ROWS:
-        return f"{problem.rows} rows (qo_len * group_size) are more than {_MOST_ROWS}"
-    return head_dim_reason(problem)
+    if reason := head_dim_reason(problem):
+        return reason
+    most = _tiles(problem)[-1].rows
+    return f"{problem.rows} rows (qo_len * group_size) are more than {most}" if problem.rows > most else None
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
@@ -41,7 +41,8 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     16 rows serve any group of up to 16 heads at one query: the tensor cores' waste costs no time here. 32 and 64 are
     for speculative queries, so that their keys are still read once.
     """
-    return tuple(TileShape(rows, _tile_kv(problem, rows)) for rows in (16, 32, 64) if _fits(problem, rows))
+    heights = (16, 32, 64) if max(problem.head_dim_qk, problem.head_dim_vo) <= 64 else (16, 32)
+    return tuple(TileShape(rows, _tile_kv(problem, rows)) for rows in heights if _fits(problem, rows))
 
 
 def _row_blocks(problem: AttentionProblem, rows: int) -> int:

@@ -35,13 +35,14 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """One shape a problem: what fills registers and shared memory best."""
-    widest, custom = max(problem.head_dim_qk, problem.head_dim_vo), problem.mask is MaskMode.CUSTOM
+    """One shape a problem: what fills registers and shared memory best, and does not spill."""
+    widest = max(problem.head_dim_qk, problem.head_dim_vo)
+    narrow = problem.mask is MaskMode.CUSTOM or (problem.window and problem.soft_cap)  # masks that take registers
     if widest <= 64:
-        return (TileShape(192 if problem.paged and not custom else 128, 128),)
+        return (TileShape(128, 128),)
     if problem.head_dim_vo <= 128:
         return (TileShape(192, 80),)
-    return (TileShape(128, 64 if custom else 80),)
+    return (TileShape(128, 64 if narrow else 80),)
 
 
 def _page_size(problem: AttentionProblem) -> int:
