@@ -10,8 +10,10 @@
 // stay in uniform registers: where ptxas cannot see that, turns take longer and the kernel loses 7 to 14 % (H200,
 // 2026-11-21). Tried on the same day and dropped: softmax pinned before the last wait (-3 to -5 %), queries held in
 // registers (-1 %), L2 hints on copies (0), handing a turn over before its last products (0), one piece's last values
-// together with the next one's first scores (-7 %, but measured with non-uniform code). Sources: FlashAttention-3 (Shah
-// et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum has grown.
+// together with the next one's first scores (-7 %, but measured with non-uniform code).
+//
+// Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
+// has grown.
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
