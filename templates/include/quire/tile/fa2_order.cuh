@@ -13,21 +13,22 @@ struct Fa2Order {
 
 // A warp with 32 rows keeps 192 registers of o and s; ptxas fills the other 63 with fragments fetched ahead and, by one
 // or two values, overshoots. Below is what lets each such variant end without a spill. All of it is order: results
-// are the same, bit for bit. The scan in the fa2 presets (`quire warmup`, "spills" in the manifest) is the check.
+// are the same, bit for bit. A variant's manifest tells its "spills": look there after any change to the loop.
 template <class V>
 constexpr Fa2Order fa2_order() {
   constexpr Fa2Order kUsual = {V::kTileKv < 64 ? 0 : 1, 0, false};
   if constexpr (V::kTileRows < 128) return kUsual;
-  // Page offsets and 128 logits a row: copies start as soon as a step's logits have been used.
+  // Page offsets beside 128 logits a row: copies a step earlier than usual, which ptxas fits where it misses by two.
   if constexpr (V::kHeadDimQk <= 64 && V::kPaged != 0) return {0, 0, false};
   if constexpr (V::kHeadDimVo != 128) return kUsual;
   if constexpr (V::kHeadDimQk == 128) {
-    // Addresses take ordinary registers, uniform ones being few: copies wait until most of s is used, v comes in twos.
+    // ptxas wants up to ten registers more than on sm_90: copies wait until half of s is used, v comes in twos.
     if constexpr (ptx::kBeforeSm90) return {2, 2, true};
-    // Cap and custom mask hold the logits longer.
+    // A custom mask or a cap: v comes in fours.
     if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {1, 4, false};
   }
   if constexpr (V::kHeadDimQk == 192 && V::kPaged != 0) {
+    // One stage: only k is copied here. No one order fits both generations.
     if constexpr (ptx::kBeforeSm90) return {2, 0, false};
     return {1, 0, true};
   }
