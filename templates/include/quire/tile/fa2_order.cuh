@@ -22,7 +22,7 @@ constexpr Fa2Order fa2_order() {
   if constexpr (V::kHeadDimQk <= 64 && V::kPaged != 0) return {0, 0, false};
   if constexpr (V::kHeadDimVo != 128) return kUsual;
   if constexpr (V::kHeadDimQk == 128) {
-    // ptxas wants up to ten registers more than on sm_90: copies wait until half of s is used, v comes in twos.
+    // ptxas wants up to ten registers more than on sm_90: copies wait until most of s is used, v comes in twos.
     if constexpr (ptx::kBeforeSm90) return {2, 2, true};
     // A custom mask or a cap: v comes in fours.
     if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {1, 4, false};
