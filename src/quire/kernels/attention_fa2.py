@@ -9,7 +9,6 @@ from quire.kernels.attention import (
     first_tile_that_holds,
     head_dim_reason,
 )
-from quire.types import MaskMode
 
 __all__ = ["KERNEL"]
 
@@ -33,21 +32,8 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     kv = 128 if max(qk, vo) <= 64 else 64
-    rows = (16, 64, 128) if vo <= 128 and qk <= 192 and not _awaits_a_run(problem) else (16, 64)
+    rows = (16, 64, 128) if vo <= 128 and qk <= 192 else (16, 64)
     return tuple(TileShape(m, kv) for m in rows)
-
-
-def _awaits_a_run(problem: AttentionProblem) -> bool:
-    """Variants whose 128-row tiles got another order of copies (tile/fa2_order.cuh) after the last run on an H200.
-
-    There, where fa3 takes these problems anyway, they keep to tiles that have been run until these have been too.
-    """
-    qk, vo = problem.head_dim_qk, problem.head_dim_vo
-    if problem.target != "sm90a":
-        return False
-    if problem.paged:
-        return qk <= 64 or (qk == 192 and vo == 128)
-    return qk == vo == 128 and (problem.soft_cap or problem.mask is MaskMode.CUSTOM)
 
 
 KERNEL = AttentionKernel(
