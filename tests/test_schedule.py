@@ -130,7 +130,11 @@ def check_everything(batch):
 def check_tiles(batch, tiles):
     """Tiles hold the rows and the visible keys of the batch, and no more tiles of keys than those."""
     got = defaultdict(list)
+    pages = [-(-n // batch.page_size) if batch.page_size else n for n in batch.kv_lens]
+    qo_indptr, kv_indptr = oracle.indptr_of(batch.qo_lens), oracle.indptr_of(pages)
     for t in tiles:
+        assert (t.qo_begin, t.qo_len) == (qo_indptr[t.request], batch.qo_lens[t.request])
+        assert (t.kv_first, t.kv_len) == (kv_indptr[t.request], batch.kv_lens[t.request])
         got[t.request, t.row_begin].append((t.kv_begin, t.kv_end))
     want = batch.work()
     assert got.keys() == want.keys()
@@ -225,20 +229,16 @@ def check_arrays(batch, schedule):
     """The packed buffer's arrays are aligned, apart, inside, and say what the batch says."""
     p, n = schedule.params, len(batch.qo_lens)
     sizes = [
-        (p.tiles_offset, 32 * p.num_tiles),
-        (p.shares_offset, 16 * p.num_ctas * p.is_shared),
-        (p.qo_indptr_offset, 4 * (n + 1)),
-        (p.kv_indptr_offset, 4 * (n + 1)),
-        (p.kv_len_offset, 4 * n),
+        (p.tiles_offset, 48 * p.num_tiles),
+        (p.shares_offset, 32 * p.num_ctas * p.is_shared),
         (p.mask_indptr_offset, 8 * n * (batch.mask is MaskMode.CUSTOM)),
         (p.arrivals_offset, 4 * p.num_counters),
     ]
     assert all(offset % 16 == 0 for offset, _ in sizes)
     spans = sorted((offset, offset + size) for offset, size in sizes if size)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
-    assert spans[-1][1] <= p.buffer_bytes <= schedule.buffer.numel()
-    assert ints_at(schedule, p.qo_indptr_offset, n + 1) == oracle.indptr_of(batch.qo_lens)
-    assert ints_at(schedule, p.kv_len_offset, n) == list(batch.kv_lens)
+    assert not spans or spans[-1][1] <= p.filled_bytes <= schedule.buffer.numel()
+    assert p.filled_bytes <= p.buffer_bytes
     assert ints_at(schedule, p.arrivals_offset, p.num_counters) == [0] * p.num_counters
     assert p.kv_tokens == sum(batch.kv_lens)
     if batch.mask is MaskMode.CUSTOM:

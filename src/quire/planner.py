@@ -91,7 +91,8 @@ _ERRORS = {
     5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), "
     "got {last} at request {request}.",
     6: "the batch is too large: a count of rows, tokens or tiles does not fit 31 bits (request {request}).",
-    7: "out of memory while planning.",
+    7: "the batch is larger than what the first plan() fixed for a CUDA graph: {tiles} row tiles, not {capacity}.",
+    8: "out of memory while planning.",
 }
 
 
@@ -100,16 +101,20 @@ def _raise(params: ScheduleParams, indices: Indices) -> None:
     last = indices.kv_last_page_len
     text = _ERRORS[params.error].format(
         qo="qo", kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
-        last=None if last is None else int(last[request]),
+        last=None if last is None else int(last[request]), tiles=params.num_tiles, capacity=params.tile_capacity,
     )  # fmt: skip
     raise ValidationError(text)
 
 
 def make_schedule(
     indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
-    max_ctas: int, fixed_split_size: int, pin: bool,
+    max_ctas: int, fixed_split_size: int, pin: bool, tile_capacity: int = 0,
 ) -> Schedule:  # fmt: skip
-    """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts."""
+    """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts.
+
+    With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
+    tiles that there are, but offsets and counts are those of the capacity.
+    """
     run = _scheduler().function
     p = ScheduleParams(
         qo_indptr=_address(indices.qo_indptr), kv_indptr=_address(indices.kv_indptr),
@@ -117,11 +122,11 @@ def make_schedule(
         batch_size=indices.batch_size, qo_len=indices.qo_len, num_kv_heads=num_kv_heads, group_size=group_size,
         page_size=indices.page_size, tile_rows=tile.rows, tile_kv=tile.kv, causal=int(mask is MaskMode.CAUSAL),
         window_left=window_left, max_ctas=max_ctas, fixed_split_size=fixed_split_size,
-        has_mask=int(mask is MaskMode.CUSTOM),
+        has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
     )  # fmt: skip
     if run(ctypes.addressof(p)):
         _raise(p, indices)
-    buffer = torch.empty(max(16, p.buffer_bytes), dtype=torch.uint8, pin_memory=pin)
+    buffer = torch.empty(max(16, p.filled_bytes), dtype=torch.uint8, pin_memory=pin)
     p.buffer = buffer.data_ptr()
     if run(ctypes.addressof(p)):
         _raise(p, indices)
@@ -232,12 +237,12 @@ def make_plan(
 
 def _fill(p: AttentionParams, s: ScheduleParams, sent: int, partials: int, partials_bytes: int) -> None:
     """What the schedule decides: `sent` is where its buffer lies on the device, `partials` the workspace."""
-    for name in ("tiles", "qo_indptr", "kv_indptr", "kv_len", "mask_indptr", "arrivals"):
+    for name in ("tiles", "mask_indptr", "arrivals"):
         setattr(p, name, sent + getattr(s, f"{name}_offset"))
     p.shares = sent + s.shares_offset if s.is_shared else None
     p.partial_o = partials
     p.partial_md = partials + partials_bytes - s.num_slots * s.tile_rows * 8
-    for name in ("num_kv_heads", "num_tiles", "num_ctas", "work_per_head", "slots_per_head"):
+    for name in ("num_kv_heads", "num_tiles", "num_ctas", "slots_per_head"):
         setattr(p, name, getattr(s, name))
 
 

@@ -56,14 +56,23 @@ class Tile(ctypes.Structure):
 
     _fields_ = tuple(
         (name, c_int32)
-        for name in ("request", "row_begin", "kv_begin", "kv_end", "work_begin", "slot", "part", "num_parts")
+        for name in (
+            *("request", "row_begin", "kv_begin", "kv_end", "work_begin", "slot", "part", "num_parts"),
+            *("kv_first", "kv_len", "qo_begin", "qo_len"),
+        )
     )
 
 
 class Share(ctypes.Structure):
     """The contiguous run of work units of one CTA."""
 
-    _fields_ = tuple((name, c_int32) for name in ("kv_head", "tile", "offset", "units"))
+    _fields_ = tuple(
+        (name, c_int32)
+        for name in (
+            *("kv_head", "tile", "offset", "units"),
+            *("num_tiles", "work_per_head", "units_each", "num_longer"),
+        )
+    )
 
 
 class AttentionParams(ctypes.Structure):
@@ -71,7 +80,7 @@ class AttentionParams(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "o", "lse", "sinks")),
-        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_len", "mask", "mask_indptr")),
+        *((name, c_void_p) for name in ("kv_indices", "mask", "mask_indptr")),
         *((name, c_void_p) for name in ("tiles", "shares", "partial_o", "partial_md", "arrivals")),
         *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
         *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
@@ -80,7 +89,7 @@ class AttentionParams(ctypes.Structure):
         ("group", FastDivisor),
         ("page", FastDivisor),
         *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
-        *((name, c_int32) for name in ("work_per_head", "slots_per_head", "window_left")),
+        *((name, c_int32) for name in ("slots_per_head", "window_left")),
         *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
     )
 
@@ -118,12 +127,12 @@ class ScheduleParams(ctypes.Structure):
         *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "buffer")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
-        *((name, c_int32) for name in ("fixed_split_size", "has_mask", "error", "error_request")),
+        *((name, c_int32) for name in ("fixed_split_size", "has_mask", "tile_capacity", "error", "error_request")),
         *((name, c_int32) for name in ("num_tiles", "num_ctas", "is_shared", "work_per_head")),
         *((name, c_int32) for name in ("slots_per_head", "nnz_qo")),
         *((name, c_int64) for name in ("nnz_kv", "num_slots", "num_counters", "mask_bytes", "kv_tokens")),
-        *((name, c_int64) for name in ("tiles_offset", "shares_offset", "qo_indptr_offset", "kv_indptr_offset")),
-        *((name, c_int64) for name in ("kv_len_offset", "mask_indptr_offset", "arrivals_offset", "buffer_bytes")),
+        *((name, c_int64) for name in ("arrivals_offset", "shares_offset", "mask_indptr_offset", "tiles_offset")),
+        *((name, c_int64) for name in ("buffer_bytes", "filled_bytes")),
     )
 
 

@@ -6,7 +6,8 @@
 namespace quire {
 
 // One row tile of one request, for every kv head alike. Rows are packed: row = qo position * group_size + head in
-// group, so that all query heads of a kv head share its keys and values.
+// group, so that all query heads of a kv head share its keys and values. It carries what a kernel needs to know about
+// its request: one trip to memory instead of two. Arrays of it lie at multiples of 16 bytes.
 struct Tile {
   int32_t request;
   int32_t row_begin;  // first packed row
@@ -16,36 +17,43 @@ struct Tile {
   int32_t slot;        // fixed splits: first partial slot of this tile's group, within one kv head; else -1
   int32_t part;        // fixed splits: which part of its group this is
   int32_t num_parts;
+  int32_t kv_first;  // ragged: the request's first row of k; paged: its first entry of kv_indices
+  int32_t kv_len;    // its tokens
+  int32_t qo_begin;  // its first row of q
+  int32_t qo_len;
 };
 
-// A contiguous run of work units: what one CTA does when tiles are cut (stream-K).
+// A contiguous run of work units: what one CTA does when tiles are cut (stream-K). All work is cut into runs of
+// units_each units, the first num_longer of them one longer. It carries the schedule's size, which may change between
+// replays of a CUDA graph while parameters do not. Arrays of it lie at multiples of 16 bytes.
 struct Share {
   int32_t kv_head;
   int32_t tile;
   int32_t offset;  // units of the first tile that an earlier CTA does
-  int32_t units;   // units in all; the run may go on into the next tiles and kv heads
+  int32_t units;   // units in all; the run may go on into the next tiles and kv heads; 0: nothing to do
+  int32_t num_tiles;
+  int32_t work_per_head;  // work units of one kv head
+  int32_t units_each;
+  int32_t num_longer;
 };
 
 struct AttentionParams {
   // Tensors; run() refreshes these and nothing else.
   const void* q;  // [nnz_qo, num_qo_heads, head_dim_qk], by strides
-  const void*
-      k;  // ragged [nnz_kv, num_kv_heads, head_dim_qk] or pages [num_pages, page_size, num_kv_heads, head_dim_qk]
+  // ragged [nnz_kv, num_kv_heads, head_dim_qk] or pages [num_pages, page_size, num_kv_heads, head_dim_qk]
+  const void* k;
   const void* v;       // the same with head_dim_vo
   void* o;             // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   float* lse;          // [nnz_qo, num_qo_heads] contiguous, base 2; or null
   const float* sinks;  // [num_qo_heads] natural-log logits that join each denominator; or null
 
   // The problem, on the kernel's device.
-  const int32_t* qo_indptr;    // [batch_size + 1] rows of q
-  const int32_t* kv_indptr;    // [batch_size + 1] ragged: rows of k; paged: entries of kv_indices
-  const int32_t* kv_indices;   // paged: page numbers [kv_indptr[batch_size]]
-  const int32_t* kv_len;       // [batch_size] tokens
+  const int32_t* kv_indices;   // paged: page numbers
   const uint8_t* mask;         // custom mask, bits little-endian, each request from its own byte on; or null
   const int64_t* mask_indptr;  // [batch_size] first byte of each request's [qo_len, kv_len] bits
   const Tile* tiles;           // [num_tiles]
-  const Share*
-      shares;  // [num_ctas] when tiles are cut, else null: CTA i does tile i / num_kv_heads of kv head i % num_kv_heads
+  // [num_ctas] when tiles are cut, else null: CTA i does tile i / num_kv_heads of kv head i % num_kv_heads
+  const Share* shares;
   float* partial_o;    // [num_slots, kTileRows, head_dim_vo], not normalised
   float* partial_md;   // [num_slots, kTileRows, 2]: row maximum (base 2, scaled) and denominator
   uint32_t* arrivals;  // [num_counters], 0 between launches: the last arriver of a group resets its counter
@@ -60,9 +68,8 @@ struct AttentionParams {
   FastDivisor page;   // page_size, 1 when ragged
   int32_t num_qo_heads;
   int32_t num_kv_heads;
-  int32_t num_tiles;
-  int32_t num_ctas;        // grid
-  int32_t work_per_head;   // work units of one kv head
+  int32_t num_tiles;       // of whole tiles; in shares at least Share::num_tiles
+  int32_t num_ctas;        // shares, or whole tiles times kv heads
   int32_t slots_per_head;  // fixed splits: partial slots of one kv head
   int32_t window_left;     // keys further left than this many from the diagonal are hidden; -1: none
   float logits_scale;      // without soft cap: sm_scale * log2(e); with it: sm_scale / cap

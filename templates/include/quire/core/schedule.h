@@ -33,12 +33,20 @@ struct Piece {
 
 QUIRE_HD int tile_units(const Tile& tile) { return max(1, tile.kv_end - tile.kv_begin); }
 
-// First work unit of a share: cuts total units into num_ctas runs whose lengths differ by at most one.
-QUIRE_HD int64_t share_begin(int64_t total_units, int num_ctas, int cta) { return total_units * cta / num_ctas; }
+// All units of a schedule are fewer than 2^31, so that these divisions are short.
+QUIRE_HD int share_begin(const Share& all, int cta) { return all.units_each * cta + min(cta, all.num_longer); }
 
-// The CTA whose share holds `unit`: the largest c with share_begin(c) <= unit.
-QUIRE_HD int share_of(int64_t total_units, int num_ctas, int64_t unit) {
-  return static_cast<int>(((unit + 1) * num_ctas - 1) / total_units);
+// The CTA whose share holds `unit`.
+QUIRE_HD int share_of(const Share& all, int unit) {
+  const uint32_t longer = all.units_each + 1, in_longer = all.num_longer * longer;
+  const uint32_t u = static_cast<uint32_t>(unit);
+  return static_cast<int>(u < in_longer ? u / longer : all.num_longer + (u - in_longer) / all.units_each);
+}
+
+// The partial results of a tile that was cut in advance; its parts lie side by side.
+QUIRE_HD PartialGroup planned_group(const AttentionParams& p, const Tile& tile, int kv_head) {
+  const int slot = kv_head * p.slots_per_head + tile.slot;
+  return {slot, slot + 1, 1, tile.num_parts, slot};
 }
 
 QUIRE_HD Piece whole_piece(const AttentionParams& p, int cta) {
@@ -49,12 +57,13 @@ QUIRE_HD Piece whole_piece(const AttentionParams& p, int cta) {
   piece.kv_begin = piece.tile.kv_begin;
   piece.kv_end = piece.tile.kv_end;
   piece.part = piece.tile.part;
-  const int slot = piece.kv_head * p.slots_per_head + piece.tile.slot;
-  piece.group = {slot, slot + 1, 1, piece.tile.num_parts, slot};
+  piece.group = planned_group(p, piece.tile, piece.kv_head);
   return piece;
 }
 
-QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Tile& tile, int kv_head, int offset, int units) {
+// `units` of a tile from `offset` on. `share` says how all work is cut; where it stands does not matter.
+QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Share& share, const Tile& tile, int kv_head,
+                           int offset, int units) {
   Piece piece;
   piece.tile = tile;
   piece.kv_head = kv_head;
@@ -62,14 +71,13 @@ QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Tile& tile, 
   piece.kv_end = min(piece.kv_begin + units, tile.kv_end);
   const int size = tile_units(tile);
   if (units == size) {
-    piece.part = 0;
-    piece.group = {0, 0, 0, 1, 0};
+    piece.part = tile.part;
+    piece.group = planned_group(p, tile, kv_head);
     return piece;
   }
-  const int64_t total = static_cast<int64_t>(p.work_per_head) * p.num_kv_heads;
-  const int64_t begin = static_cast<int64_t>(p.work_per_head) * kv_head + tile.work_begin;
-  const int first = offset == 0 ? cta : share_of(total, p.num_ctas, begin);
-  const int last = share_of(total, p.num_ctas, begin + size - 1);
+  const int begin = share.work_per_head * kv_head + tile.work_begin;
+  const int first = offset == 0 ? cta : share_of(share, begin);
+  const int last = share_of(share, begin + size - 1);
   piece.part = cta - first;
   piece.group = {2 * first + 1, 2 * first + 2, 2, last - first + 1, first};  // slot 2c: head of CTA c, 2c + 1: its tail
   return piece;
@@ -81,7 +89,7 @@ struct PieceCursor {
 
   PieceCursor() = default;
   QUIRE_HD PieceCursor(const AttentionParams& p, int cta) {
-    left = {0, 0, 0, 1};
+    left = {0, 0, 0, 1, 0, 0, 0, 0};
     if (p.shares != nullptr) left = p.shares[cta];
   }
 
@@ -95,10 +103,10 @@ struct PieceCursor {
     }
     const Tile tile = p.tiles[left.tile];
     const int units = min(left.units, tile_units(tile) - left.offset);
-    piece = share_piece(p, cta, tile, left.kv_head, left.offset, units);
+    piece = share_piece(p, cta, left, tile, left.kv_head, left.offset, units);
     left.units -= units;
     left.offset = 0;
-    if (++left.tile == p.num_tiles) left.tile = 0, ++left.kv_head;
+    if (++left.tile == left.num_tiles) left.tile = 0, ++left.kv_head;
     return true;
   }
 };

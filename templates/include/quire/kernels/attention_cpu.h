@@ -74,13 +74,12 @@ struct AttentionCpu {
 
   static void attend(const AttentionParams& p, const Piece& piece, Scratch& scratch) {
     const cpu::Rows rows(p, piece.tile, piece.kv_head, kTileRows);
-    const int request = piece.tile.request, kv_len = p.kv_len[request];
-    const uint8_t* bits = V::kMask == kMaskCustom ? p.mask + p.mask_indptr[request] : nullptr;
+    const uint8_t* bits = V::kMask == kMaskCustom ? p.mask + p.mask_indptr[piece.tile.request] : nullptr;
     const Context c = {p,
                        rows,
-                       {rows.qo_len, kv_len, p.window_left, bits},
+                       {rows.qo_len, piece.tile.kv_len, p.window_left, bits},
                        Logits<V::kSoftCap != 0>(p),
-                       cpu::Keys<V>(p, request, piece.kv_head),
+                       cpu::Keys<V>(p, piece.tile.kv_first, piece.kv_head),
                        scratch};
     clear(scratch, rows.count);
     if (rows.count <= kFewRows) {

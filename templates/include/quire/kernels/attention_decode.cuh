@@ -70,8 +70,8 @@ struct AttentionDecode {
   // Copying runs kStages kv tiles ahead of computing, also past the end of a piece. The code of each step stands here
   // once: a launch in which a CTA computes one tile spends much of its time on fetching instructions.
   QUIRE_DEVICE void work() {
-    TileWindow window(p_, lane_);
     Walk walk(p_);
+    TileWindow window(p_, walk, lane_);
     DecodeLoader<V> loader(p_, walk, warp_, lane_);
     Query q;
     Accumulator<kM, kVo> o;
@@ -152,7 +152,7 @@ struct AttentionDecode {
   QUIRE_DEVICE Visible visible(const DecodeJob& job) const {
     const uint8_t* bits = nullptr;
     if constexpr (V::kMask == kMaskCustom) bits = p_.mask + p_.mask_indptr[job.piece.tile.request];
-    const Mask<V::kMask, V::kWindow != 0> mask = {job.qo_len, job.kv_len, p_.window_left, bits};
+    const Mask<V::kMask, V::kWindow != 0> mask = {job.piece.tile.qo_len, job.piece.tile.kv_len, p_.window_left, bits};
     const int begin = row_begin(job);
     if (begin >= job.row_end) return {mask, {0, 0}, {0, 0}};
     const int first = p_.group.div(begin), last = p_.group.div(min(begin + kM * 16, job.row_end) - 1);

@@ -69,8 +69,8 @@ struct AttentionFa2 {
   struct WarpTiles {
     KeyRange any, all;
   };
-  static constexpr int kWarpTilesAt = kJobAt + 128;
-  static_assert(sizeof(Job) <= 128 && sizeof(WarpTiles) == 16, "places in shared memory");
+  static constexpr int kWarpTilesAt = kJobAt + 192;
+  static_assert(sizeof(Job) <= 192 && sizeof(WarpTiles) == 16, "places in shared memory");
 
  public:
   static constexpr int kSmemBytes = kWarpTilesAt + 64;

@@ -15,6 +15,7 @@ enum class ScheduleError : int32_t {
   kKvIndptrOrder,
   kLastPageLen,  // kv_last_page_len[error_request] not in 1..page_size (0 is allowed for a request without pages)
   kTooLong,      // a count exceeds 2^31 - 1
+  kCapacity,     // more tiles than tile_capacity
   kMemory,
 };
 
@@ -36,11 +37,13 @@ struct ScheduleParams {
   int32_t max_ctas;          // CTAs that fill the machine: the number of shares when tiles are cut
   int32_t fixed_split_size;  // tokens, a multiple of tile_kv: cut there and nowhere else; 0: automatic; -1: never cut
   int32_t has_mask;
+  int32_t
+      tile_capacity;  // 0: exact; else for a CUDA graph: max_ctas shares whatever the lengths, arrays at fixed places
   // out
   int32_t error;  // ScheduleError
   int32_t error_request;
   int32_t num_tiles;
-  int32_t num_ctas;   // grid
+  int32_t num_ctas;   // shares, or whole tiles times kv heads
   int32_t is_shared;  // tiles are cut into shares
   int32_t work_per_head;
   int32_t slots_per_head;
@@ -50,10 +53,9 @@ struct ScheduleParams {
   int64_t num_counters;
   int64_t mask_bytes;  // bytes of the packed custom mask
   int64_t kv_tokens;   // tokens in all
-  // the packed buffer: byte offsets of its arrays, and its size
-  int64_t tiles_offset, shares_offset, qo_indptr_offset, kv_indptr_offset, kv_len_offset, mask_indptr_offset,
-      arrivals_offset;
-  int64_t buffer_bytes;
+  // the packed buffer: byte offsets of its arrays, its size, and how much of that is filled
+  int64_t arrivals_offset, shares_offset, mask_indptr_offset, tiles_offset;
+  int64_t buffer_bytes, filled_bytes;
 };
 
 template <class Variant>
@@ -121,7 +123,7 @@ struct ScheduleAttention {
     for (int b = 0; b < p.batch_size; ++b) {
       const int qo_len = qo_begin(p, b + 1) - qo_begin(p, b), kv_len = kv_length(p, b), rows = qo_len * p.group_size;
       for (int row = 0; row < rows; row += p.tile_rows) {
-        Tile tile = {b, row, 0, 0, 0, -1, 0, 1};
+        Tile tile = {b, row, 0, 0, 0, -1, 0, 1, p.kv_indptr[b], kv_len, qo_begin(p, b), qo_len};
         kv_range(p, qo_len, kv_len, row, min(row + p.tile_rows, rows), tile);
         emit_parts(p, tile, slot, emit);
       }
@@ -157,19 +159,34 @@ struct ScheduleAttention {
       if (t.slot >= 0) slots = t.slot + t.num_parts;
     });
     const int64_t all = units * p.num_kv_heads;
-    if (tiles * p.num_kv_heads > INT32_MAX || units > INT32_MAX || slots * p.num_kv_heads > INT32_MAX) {
+    if (tiles * p.num_kv_heads > INT32_MAX || all > INT32_MAX || slots * p.num_kv_heads > INT32_MAX) {
       p.error = static_cast<int32_t>(ScheduleError::kTooLong);
       return;
     }
-    const bool whole = p.fixed_split_size != 0 || whole_tiles_suffice(longest, p.max_ctas, all);
     p.num_tiles = static_cast<int32_t>(tiles);
     p.work_per_head = static_cast<int32_t>(units);
-    p.is_shared = !whole;
-    p.num_ctas = static_cast<int32_t>(whole ? tiles * p.num_kv_heads : min<int64_t>(p.max_ctas, all));
     p.slots_per_head = static_cast<int32_t>(slots);
-    p.num_slots = whole ? slots * p.num_kv_heads : 2 * static_cast<int64_t>(p.num_ctas);
-    p.num_counters = whole ? p.num_slots : p.num_ctas;
+    if (p.tile_capacity > 0) {
+      measure_for_graph(p);
+    } else {
+      const bool whole = p.fixed_split_size != 0 || whole_tiles_suffice(longest, p.max_ctas, all);
+      p.is_shared = !whole;
+      p.num_ctas = static_cast<int32_t>(whole ? tiles * p.num_kv_heads : min<int64_t>(p.max_ctas, all));
+    }
+    const bool cut_in_advance = p.fixed_split_size != 0;
+    p.num_slots = cut_in_advance ? static_cast<int64_t>(p.slots_per_head) * p.num_kv_heads
+                  : p.is_shared  ? 2 * static_cast<int64_t>(p.num_ctas)
+                                 : 0;
+    p.num_counters = cut_in_advance ? p.num_slots : p.is_shared ? p.num_ctas : 0;
     lay_out(p);
+  }
+
+  // Nothing here may depend on lengths.
+  static void measure_for_graph(ScheduleParams& p) {
+    if (p.num_tiles > p.tile_capacity) p.error = static_cast<int32_t>(ScheduleError::kCapacity);
+    p.is_shared = 1;
+    p.num_ctas = p.max_ctas;
+    p.slots_per_head = p.fixed_split_size > 0 ? p.tile_capacity : 0;
   }
 
   // Whole tiles when the longest is at most a quarter of a CTA's fair share (longest first, the tail is then short), or
@@ -180,17 +197,16 @@ struct ScheduleAttention {
     return longest <= 1 || 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
   }
 
+  // Tiles come last, so that what is filled leads.
   static void lay_out(ScheduleParams& p) {
     int64_t at = 0;
     const auto place = [&at](int64_t& offset, int64_t bytes) { offset = at, at = round_up(at + bytes, 16); };
-    place(p.tiles_offset, p.num_tiles * static_cast<int64_t>(sizeof(Tile)));
-    place(p.shares_offset, p.is_shared ? p.num_ctas * static_cast<int64_t>(sizeof(Share)) : 0);
-    place(p.qo_indptr_offset, (p.batch_size + 1) * static_cast<int64_t>(sizeof(int32_t)));
-    place(p.kv_indptr_offset, (p.batch_size + 1) * static_cast<int64_t>(sizeof(int32_t)));
-    place(p.kv_len_offset, p.batch_size * static_cast<int64_t>(sizeof(int32_t)));
-    place(p.mask_indptr_offset, p.has_mask ? p.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
     place(p.arrivals_offset, (p.num_counters + 1) * static_cast<int64_t>(sizeof(uint32_t)));  // and a ticket
-    p.buffer_bytes = at;
+    place(p.shares_offset, p.is_shared ? p.num_ctas * static_cast<int64_t>(sizeof(Share)) : 0);
+    place(p.mask_indptr_offset, p.has_mask ? p.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
+    place(p.tiles_offset, p.num_tiles * static_cast<int64_t>(sizeof(Tile)));
+    p.filled_bytes = at;
+    p.buffer_bytes = max(at, p.tiles_offset + p.tile_capacity * static_cast<int64_t>(sizeof(Tile)));
     p.mask_bytes = 0;
     for (int b = 0; p.has_mask && b < p.batch_size; ++b) p.mask_bytes += mask_bytes(p, b);
   }
@@ -210,11 +226,6 @@ struct ScheduleAttention {
     for_each_tile(p, [&](Tile& t) { t.work_begin = work, work += tile_units(t), tiles[n++] = t; });
     if (!p.is_shared && !sort_longest_first(tiles, n)) return p.error = static_cast<int32_t>(ScheduleError::kMemory);
     if (p.is_shared) fill_shares(p, tiles);
-    int32_t* qo_indptr = at<int32_t>(p, p.qo_indptr_offset);
-    for (int b = 0; b <= p.batch_size; ++b) qo_indptr[b] = qo_begin(p, b);
-    memcpy(at<int32_t>(p, p.kv_indptr_offset), p.kv_indptr, (p.batch_size + 1) * sizeof(int32_t));
-    int32_t* kv_len = at<int32_t>(p, p.kv_len_offset);
-    for (int b = 0; b < p.batch_size; ++b) kv_len[b] = kv_length(p, b);
     int64_t* mask_indptr = at<int64_t>(p, p.mask_indptr_offset);
     int64_t mask = 0;
     for (int b = 0; p.has_mask && b < p.batch_size; ++b) mask_indptr[b] = mask, mask += mask_bytes(p, b);
@@ -222,21 +233,28 @@ struct ScheduleAttention {
     return 0;
   }
 
-  // One pass over the tiles: a share begins in the tile where the last one ended.
+  // One pass over the tiles: a share begins in the tile where the last one ended. Tiles that were cut in advance are
+  // not cut again: a share begins at the first of them that begins within its run.
   static void fill_shares(const ScheduleParams& p, const Tile* tiles) {
     Share* shares = at<Share>(p, p.shares_offset);
-    const int64_t total = static_cast<int64_t>(p.work_per_head) * p.num_kv_heads;
+    const int total = p.work_per_head * p.num_kv_heads, num_shares = max(1, min(p.num_ctas, total));
+    const Share all = {0, 0, 0, 0, p.num_tiles, p.work_per_head, total / num_shares, total % num_shares};
     int tile = 0, kv_head = 0;
+    const auto unit = [&] { return p.work_per_head * kv_head + tiles[tile].work_begin; };
+    const auto advance = [&] {
+      if (++tile == p.num_tiles) tile = 0, ++kv_head;
+    };
     for (int c = 0; c < p.num_ctas; ++c) {
-      const int64_t begin = share_begin(total, p.num_ctas, c), end = share_begin(total, p.num_ctas, c + 1);
-      for (;;) {
-        const int64_t first = static_cast<int64_t>(p.work_per_head) * kv_head + tiles[tile].work_begin;
-        if (begin < first + tile_units(tiles[tile])) {
-          shares[c] = {kv_head, tile, static_cast<int32_t>(begin - first), static_cast<int32_t>(end - begin)};
-          break;
-        }
-        if (++tile == p.num_tiles) tile = 0, ++kv_head;
+      Share& share = shares[c] = all;
+      const int begin = min(share_begin(all, c), total), end = min(share_begin(all, c + 1), total);
+      if (p.fixed_split_size != 0) {
+        share.kv_head = kv_head, share.tile = tile;
+        for (; kv_head < p.num_kv_heads && unit() < end; advance()) share.units += tile_units(tiles[tile]);
+        continue;
       }
+      if (begin == end) continue;
+      while (unit() + tile_units(tiles[tile]) <= begin) advance();
+      share.kv_head = kv_head, share.tile = tile, share.offset = begin - unit(), share.units = end - begin;
     }
   }
 

@@ -19,8 +19,7 @@ struct Rows {
 
   Rows(const AttentionParams& p, const Tile& tile, int kv_head, int tile_rows)
       : p(p), row_begin(tile.row_begin), head_begin(kv_head * static_cast<int>(p.group.divisor)) {
-    token_begin = p.qo_indptr[tile.request];
-    qo_len = static_cast<int32_t>(p.qo_indptr[tile.request + 1] - token_begin);
+    token_begin = tile.qo_begin, qo_len = tile.qo_len;
     count = min(tile_rows, qo_len * static_cast<int>(p.group.divisor) - row_begin);
   }
 

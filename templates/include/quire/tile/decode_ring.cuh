@@ -36,7 +36,7 @@ class DecodeLoader {
   QUIRE_DEVICE void seek(TileWindow& window) {
     while (at_ == end_) {
       if (walk_.left <= 0) return;
-      enter(window.get(walk_.tile));
+      enter(window.get(walk_));
     }
     if constexpr (V::kPaged) {
       const int token = first_token() + lane_ % Shape::kWarpTokens;
@@ -46,10 +46,10 @@ class DecodeLoader {
 
   QUIRE_DEVICE int first_token() const { return at_ * Shape::kTileKv + warp_ * Shape::kWarpTokens; }
 
-  QUIRE_DEVICE void enter(const PlannedTile& next) {
-    const int units = walk_.units(next.tile);
-    at_ = next.tile.kv_begin + walk_.offset;
-    end_ = min(at_ + units, next.tile.kv_end);
+  QUIRE_DEVICE void enter(const Tile& next) {
+    const int units = walk_.units(next);
+    at_ = next.kv_begin + walk_.offset;
+    end_ = min(at_ + units, next.kv_end);
     kv_first_ = next.kv_first, kv_len_ = next.kv_len;
     k_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.k) + walk_.kv_head * p_.k_head_stride);
     v_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.v) + walk_.kv_head * p_.v_head_stride);

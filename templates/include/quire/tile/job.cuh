@@ -26,11 +26,8 @@ struct Job {
   QUIRE_DEVICE void next(const AttentionParams& p, int cta, int tile_kv) {
     exists = cursor.next(p, cta, piece);
     if (!exists) return;
-    const int request = piece.tile.request;
-    qo_begin = p.qo_indptr[request];
-    qo_len = p.qo_indptr[request + 1] - static_cast<int>(qo_begin);
-    kv_first = p.kv_indptr[request];
-    kv_len = p.kv_len[request];
+    qo_begin = piece.tile.qo_begin, qo_len = piece.tile.qo_len;
+    kv_first = piece.tile.kv_first, kv_len = piece.tile.kv_len;
     kv_limit = min(kv_len, piece.kv_end * tile_kv);
     row_end = qo_len * static_cast<int>(p.group.divisor);
   }
