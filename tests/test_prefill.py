@@ -455,7 +455,6 @@ def test_any_paged_batch(device, backend, dtype, data):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.xfail(raises=quire.UnsupportedError, reason="use_cuda_graph is refused in this release", strict=True)
 def test_paged_prefill_in_a_cuda_graph():
     """Captured once, replayed after each new plan, with the tables in buffers of the caller."""
     device = "cuda:0"

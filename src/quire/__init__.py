@@ -16,7 +16,12 @@ from quire.cascade import (
     merge_state_in_place,
     merge_states,
 )
-from quire.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_plan, single_decode_with_kv_cache
+from quire.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+)
 from quire.errors import (
     CacheError,
     CacheMissError,
@@ -46,6 +51,7 @@ __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "CacheError",
     "CacheMissError",
     "CompileError",

@@ -20,6 +20,7 @@ from quire.checks import (
     to_int32,
 )
 from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
 from quire.planner import AttentionPlan, Indices, Scoring, make_plan
@@ -84,13 +85,16 @@ class AttentionSpec:
             return MaskMode.CUSTOM
         return MaskMode.CAUSAL if self.causal else MaskMode.NONE
 
+    def nnz_qo(self) -> int:
+        """Rows of q."""
+        qo_indptr = self.indices.qo_indptr
+        return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
+
     def rows(self) -> int:
         """Packed rows of a typical request: the mean."""
         if self.indices.batch_size == 0:
             return 0
-        qo_indptr = self.indices.qo_indptr
-        nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
-        return -(-nnz // self.indices.batch_size) * (self.num_qo_heads // self.num_kv_heads)
+        return -(-self.nnz_qo() // self.indices.batch_size) * (self.num_qo_heads // self.num_kv_heads)
 
     def problem(self, device: torch.device) -> AttentionProblem:
         return AttentionProblem(
@@ -143,12 +147,21 @@ def scoring_of(
 class Attention:
     """A plan and the tensors' contract that goes with it."""
 
-    def __init__(self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str) -> None:
+    def __init__(
+        self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
+        graph: GraphState | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self._layout = layout
         self._device = workspace.device
-        self.decision: Decision = decide(spec.problem(self._device), backend)
+        self._graph = graph
+        refuse_capture("plan()", self._device)
+        if graph is not None:
+            _fix(graph, spec)
+        self.decision: Decision = (graph and graph.decision) or decide(spec.problem(self._device), backend)
         self._plan = self._make_plan(workspace)
+        if graph is not None:
+            graph.decision = self.decision
         self._nnz_qo = self._plan.schedule.params.nnz_qo
         self._nnz_kv = self._plan.schedule.params.nnz_kv
         self._largest_page = self._find_largest_page()
@@ -164,7 +177,7 @@ class Attention:
         return make_plan(
             self.decision, s.indices, s.scoring,
             num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads, workspace=workspace, mask_bits=bits,
-            fixed_split_size=s.fixed_split_size,
+            fixed_split_size=s.fixed_split_size, graph=self._graph,
         )  # fmt: skip
 
     def _find_largest_page(self) -> int:
@@ -181,7 +194,7 @@ class Attention:
         """This plan with other arguments; itself if they are the same."""
         if all(getattr(self.spec, name) == value for name, value in changes.items()):
             return self
-        return Attention(replace(self.spec, **changes), self._layout, workspace, backend)
+        return Attention(replace(self.spec, **changes), self._layout, workspace, backend, self._graph)
 
     def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> Result:
         """Attention over a paged cache."""
@@ -197,6 +210,10 @@ class Attention:
         q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None, enable_pdl: bool | None,
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same form cost only their pointers."""
+        if self._graph is None:
+            refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
+        else:
+            self._check_rows(self._graph, q)
         if out is None:
             out = torch.empty(self._out_shape, dtype=self.spec.types.o.torch, device=self._device)
         form = _form((q, out, *kv))
@@ -220,6 +237,15 @@ class Attention:
             enable_pdl=bool(enable_pdl),
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
+
+    def _check_rows(self, graph: GraphState, q: torch.Tensor) -> None:
+        """For CUDA graphs q may have more rows than this batch; in a capture, as many as any batch may have."""
+        rows = check_tensor(q, "q").shape[0] if q.dim() == 3 else 0
+        self._out_shape = (max(rows, self._nnz_qo), *self._out_shape[1:])
+        if rows < graph.max_rows and is_capturing(self._device):
+            raise ValidationError(
+                f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
+            )
 
     def _check_form(self, q: torch.Tensor, out: torch.Tensor, views: tuple[KVView, KVView]) -> None:
         """Everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
@@ -248,16 +274,18 @@ class Attention:
         k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
         for view, name, head_dim in ((k_view, "k", self.spec.head_dim_qk), (v_view, "v", self.spec.head_dim_vo)):
             self._check_kv(view, name, head_dim)
-            if view.num_tokens < self._nnz_kv:
+            tokens = self._graph.max_tokens if self._graph and is_capturing(self._device) else self._nnz_kv
+            if view.num_tokens < tokens:
                 raise ValidationError(
-                    f"{name}: expected at least kv_indptr[-1]={self._nnz_kv} tokens, got {view.num_tokens}."
+                    f"{name}: expected at least {tokens} tokens (kv_indptr[-1]; in a capture that of the first plan), "
+                    f"got {view.num_tokens}."
                 )
         return k_view, v_view
 
     def _check_q(self, q: torch.Tensor) -> None:
         s = self.spec
         check_tensor(q, "q")
-        shape = {"nnz_qo": self._nnz_qo, "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
+        shape = {"nnz_qo": self._out_shape[0], "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
         check_shape(q, "q", shape)
         check_dtype(q, "q", s.types.q)
         check_same_device(q, "q", self._device)
@@ -267,7 +295,8 @@ class Attention:
     def _check_out(self, out: torch.Tensor) -> None:
         s = self.spec
         check_tensor(out, "out")
-        check_shape(out, "out", {"nnz_qo": self._nnz_qo, "num_qo_heads": s.num_qo_heads, "head_dim_vo": s.head_dim_vo})
+        shape = dict(zip(("nnz_qo", "num_qo_heads", "head_dim_vo"), self._out_shape, strict=True))
+        check_shape(out, "out", shape)
         check_dtype(out, "out", s.types.o)
         check_same_device(out, "out", self._device)
         check_contiguous_last(out, "out")
@@ -317,6 +346,31 @@ class Attention:
                 f"got {sinks.dtype} {list(sinks.shape)}."
             )
         return sinks
+
+
+def _fix(graph: GraphState, spec: AttentionSpec) -> None:
+    """All of a spec but the lengths is as the first plan() had it, and the lengths are within its limits."""
+    indices, nnz = spec.indices, spec.nnz_qo()
+    if indices.batch_size != graph.batch_size:
+        raise ValidationError(
+            f"plan(): expected batch_size={graph.batch_size}, which the buffers of the constructor fix, "
+            f"got {indices.batch_size}."
+        )
+    graph.fix(
+        num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads, head_dim_qk=spec.head_dim_qk,
+        head_dim_vo=spec.head_dim_vo, types=spec.types, scoring=spec.scoring, mask=spec.mask.name,
+        page_size=indices.page_size, q_len=indices.qo_len, fixed_split_size=spec.fixed_split_size,
+    )  # fmt: skip
+    tokens = int(indices.kv_indptr[-1]) * indices.page_size
+    if not graph.is_planned:
+        graph.max_rows = nnz
+        graph.max_tokens = tokens if graph.kv_indices is None else graph.kv_indices.numel() * indices.page_size
+    for name, got, most in (("qo_indptr", nnz, graph.max_rows), ("kv_indptr", tokens, graph.max_tokens)):
+        if got > most:
+            raise ValidationError(
+                f"{name}: expected at most {most} tokens, which the buffers and the first plan() of a wrapper for CUDA "
+                f"graphs fix, got {got}."
+            )
 
 
 def planned(attention: Attention | None) -> Attention:

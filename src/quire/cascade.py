@@ -40,6 +40,7 @@ class MultiLevelCascadeAttentionWrapper:
     """Attention over a tree of shared prefixes in one paged cache: level 0 is shared by most, the last by none.
 
     `num_levels` levels; `float_workspace_buffer`, `kv_layout` and `backend` as in BatchPrefillWithPagedKVCacheWrapper.
+    So are `use_cuda_graph` and the buffers, one a level.
     """
 
     def __init__(
@@ -47,15 +48,22 @@ class MultiLevelCascadeAttentionWrapper:
         use_cuda_graph: bool = False, qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None,
         paged_kv_indices_buf_arr: Any = None, paged_kv_last_page_len_buf_arr: Any = None, *, backend: str = "auto",
     ) -> None:  # fmt: skip
-        refuse(
-            qo_indptr_buf_arr=qo_indptr_buf_arr, paged_kv_indptr_buf_arr=paged_kv_indptr_buf_arr,
-            paged_kv_indices_buf_arr=paged_kv_indices_buf_arr,
-            paged_kv_last_page_len_buf_arr=paged_kv_last_page_len_buf_arr,
-        )  # fmt: skip
+        count = check_positive(num_levels, "num_levels")
+        arrays: dict[str, Any] = {
+            "qo_indptr_buf_arr": qo_indptr_buf_arr, "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+        }  # fmt: skip
+        for name, array in arrays.items():
+            if array is not None and len(array) != count:
+                raise ValidationError(f"{name}: expected num_levels={count} tensors, got {len(array)}.")
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend)
-            for _ in range(check_positive(num_levels, "num_levels"))
-        ]
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
+                **{name.removesuffix("_arr"): None if array is None else array[i] for name, array in arrays.items()},
+            )
+            for i in range(count)
+        ]  # fmt: skip
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor] | None = None

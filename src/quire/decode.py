@@ -25,7 +25,12 @@ from quire.types import KVLayout
 from quire.workspace import OwnWorkspace
 from quire.wrapper import AttentionWrapper
 
-__all__ = ["BatchDecodeWithPagedKVCacheWrapper", "fast_decode_plan", "single_decode_with_kv_cache"]
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "fast_decode_plan",
+    "single_decode_with_kv_cache",
+]
 
 
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
@@ -33,6 +38,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device. `kv_layout` is the
     order inside a page: "NHD" or "HND". `use_tensor_cores` is a hint of the surface: every GPU kernel here uses them.
+
+    With `use_cuda_graph`, run() may be captured and plan() called again before each replay. The three buffers are then
+    needed, on the device: their lengths fix the batch size, and page numbers are copied into the second.
     """
 
     def __init__(
@@ -47,8 +55,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         backend: str = "auto",
         jit_args: Any = None,
     ) -> None:
+        refuse(jit_args=jit_args)
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend, jit_args=jit_args,
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )  # fmt: skip
@@ -166,6 +175,28 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
         """forward() with return_lse=True."""
         return self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+
+
+class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
+    """The decode wrapper with use_cuda_graph=True: indptr_buffer [batch_size + 1], indices_buffer [most pages] and
+    last_page_len_buffer [batch_size], int32 on the device.
+    """
+
+    def __init__(
+        self,
+        workspace_buffer: torch.Tensor,
+        indptr_buffer: torch.Tensor,
+        indices_buffer: torch.Tensor,
+        last_page_len_buffer: torch.Tensor,
+        kv_layout: str = "NHD",
+        use_tensor_cores: bool = False,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(
+            workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer,
+            backend,
+        )  # fmt: skip
 
 
 def fast_decode_plan(

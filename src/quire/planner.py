@@ -12,6 +12,7 @@ import torch
 
 from quire.checks import check_same_device, check_shape, check_tensor
 from quire.errors import PlanError, ValidationError
+from quire.graph import GraphState
 from quire.jit import HostModule, Module, get_module, host_target
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import Geometry
@@ -167,7 +168,8 @@ class AttentionPlan:
         if self._maps is not None:
             s = self.schedule.params
             geometry = Geometry(
-                s.nnz_qo, s.nnz_kv, min(k.num_pages, v.num_pages), s.page_size, s.num_kv_heads, s.group_size,
+                q.shape[0], min(k.num_tokens, v.num_tokens), min(k.num_pages, v.num_pages), s.page_size,
+                s.num_kv_heads, s.group_size,
                 (p.q_token_stride, p.q_head_stride), (p.k_page_stride, p.k_token_stride, p.k_head_stride),
                 (p.v_page_stride, p.v_token_stride, p.v_head_stride),
             )  # fmt: skip
@@ -196,32 +198,42 @@ def _base(params: ctypes.Structure) -> AttentionParams:
 
 def make_plan(
     decision: Decision, indices: Indices, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
-    workspace: Workspace, mask_bits: torch.Tensor | None, fixed_split_size: int = 0,
+    workspace: Workspace, mask_bits: torch.Tensor | None, fixed_split_size: int = 0, graph: GraphState | None = None,
 ) -> AttentionPlan:  # fmt: skip
-    """Compile or load the variant, plan, and send the plan to the device without waiting for it."""
+    """Compile or load the variant, plan, and send the plan to the device without waiting for it.
+
+    With `graph`, replays of a captured run() follow each new plan.
+    """
     key, device = decision.key, workspace.device
     tile = decision.kernel.tile(key)
     module = get_module(decision.kernel.spec(key))
     ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
     ctas = _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
+    group_size = num_qo_heads // num_kv_heads
+    capacity = 0
+    if graph is not None:
+        split = max(0, fixed_split_size)
+        capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, group_size, tile.rows, split)
     schedule = make_schedule(
-        indices, num_kv_heads=num_kv_heads, group_size=num_qo_heads // num_kv_heads, tile=tile, mask=key.mask,
+        indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=key.mask, tile_capacity=capacity,
         window_left=scoring.window_left, max_ctas=ctas, fixed_split_size=fixed_split_size, pin=device.type == "cuda",
     )  # fmt: skip
     s = schedule.params
     _check_indices(indices, s)
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if key.mask is MaskMode.CUSTOM else None
     partials = workspace.take(partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
-    sent = schedule.buffer.to(device, non_blocking=True)
-    pages = (
-        None
-        if indices.kv_indices is None
-        else indices.kv_indices.to(device, torch.int32, non_blocking=True).contiguous()
-    )
+    pages = indices.kv_indices
+    if graph is None:
+        sent = schedule.buffer.to(device, non_blocking=True)
+        pages = None if pages is None else pages.to(device, torch.int32, non_blocking=True).contiguous()
+    else:
+        pages = None if pages is None else graph.pages(pages, s.nnz_kv)
+        bits = None if bits is None else graph.bits(bits)
+        sent = graph.upload(schedule.buffer, s.buffer_bytes, device)
     params = aligned(decision.kernel.params)
     base = _base(params)
     _fill(base, s, sent.data_ptr(), partials.data_ptr(), partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
-    base.group, base.page = FastDivisor.of(num_qo_heads // num_kv_heads), FastDivisor.of(indices.page_size)
+    base.group, base.page = FastDivisor.of(group_size), FastDivisor.of(indices.page_size)
     base.num_qo_heads = num_qo_heads
     base.kv_indices, base.mask = _address(pages), _address(bits)
     base.window_left = scoring.window_left
@@ -231,7 +243,10 @@ def make_plan(
         grid = min(grid, ctas)
         params.ticket = base.arrivals + 4 * s.num_counters
         token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
-        params.heads_at_once = _heads_at_once(num_kv_heads, s.kv_tokens * token_bytes)
+        params.heads_at_once = num_kv_heads if s.is_shared else _heads_at_once(num_kv_heads, s.kv_tokens * token_bytes)
+    if graph is not None:
+        base.num_tiles = capacity
+        graph.keep(partials, params)
     return AttentionPlan(decision, module, schedule, params, scoring, device, (sent, pages, bits, partials), grid)
 
 

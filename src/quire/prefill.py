@@ -87,6 +87,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
     `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device. `kv_layout` is the
     order inside a page: "NHD" or "HND". `backend` is "auto" or one of `quire.backends()`.
+
+    With `use_cuda_graph`, run() may be captured and plan() called again before each replay. The buffers are then
+    needed, on the device: their lengths fix the batch size, page numbers are copied into paged_kv_indices_buf and the
+    bits of a custom mask into custom_mask_buf. The first plan() fixes everything but lengths, and the most rows.
     """
 
     def __init__(
@@ -106,11 +110,12 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         *,
         qk_indptr_buf: torch.Tensor | None = None,
     ) -> None:
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             qo_indptr_buf=qo_indptr_buf, paged_kv_indptr_buf=paged_kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
-            mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf, jit_args=jit_args, jit_kwargs=jit_kwargs,
+            mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
 
     @_older_order(8)
@@ -279,10 +284,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         *,
         qk_indptr_buf: torch.Tensor | None = None,
     ) -> None:
+        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
-            mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf, jit_args=jit_args, jit_kwargs=jit_kwargs,
+            mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
 
     @_older_order(5)

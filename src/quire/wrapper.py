@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from quire.attention import Attention, AttentionSpec, planned, scoring_of
-from quire.checks import check_flags, check_tensor, refuse
-from quire.errors import UnsupportedError
+from quire.checks import check_flags, check_tensor
+from quire.errors import PlanError
+from quire.graph import GraphState, graph_state
 from quire.types import KVLayout
 from quire.workspace import UserWorkspace
 
@@ -23,29 +24,31 @@ class AttentionWrapper:
     """
 
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str, **buffers: Any
-    ) -> None:
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str,
+        **buffers: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         self._layout = KVLayout.of(kv_layout)
         self._backend = backend
         self._attention: Attention | None = None
+        self._graph: GraphState | None = None
         self.reset_workspace_buffer(float_workspace_buffer)
         check_flags(use_cuda_graph=use_cuda_graph)
-        if use_cuda_graph:
-            raise UnsupportedError(
-                "use_cuda_graph: plans whose lengths change between replays are not supported yet; expected False. "
-                "(A run() of one fixed plan may be captured as it is.)"
-            )
-        refuse(**buffers)
+        self._graph = graph_state(use_cuda_graph, self._workspace.device, **buffers)
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plan() may be called again between replays of a graph."""
-        return False
+        """Whether run() may be captured, and plan() called again between replays."""
+        return self._graph is not None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed."""
+        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed.
+
+        PlanError for CUDA graphs once there is a plan: a captured graph goes on using the buffer that it has.
+        """
+        if self._graph is not None and self._graph.is_planned:
+            raise PlanError("reset_workspace_buffer(): the first plan() of a wrapper for CUDA graphs fixes the buffer.")
         if int_workspace_buffer is not None:
             check_tensor(int_workspace_buffer, "int_workspace_buffer")
         self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
@@ -58,7 +61,7 @@ class AttentionWrapper:
         """Nothing to do: a plan is released with its wrapper or by the next plan()."""
 
     def _set_plan(self, spec: AttentionSpec) -> None:
-        self._attention = Attention(spec, self._layout, self._workspace, self._backend)
+        self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph)
 
     def _replan(
         self, pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
@@ -89,4 +92,5 @@ class AttentionWrapper:
 
     @property
     def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        return planned(self._attention).spec.indices.kv_indices
+        graph = self._graph
+        return planned(self._attention).spec.indices.kv_indices if graph is None else graph.kv_indices

@@ -1,0 +1,322 @@
+"""CUDA-graph mode: one captured call, replayed after each new plan of other lengths.
+
+The CPU has no graphs, but a call there keeps what a graph keeps: the parameter struct of the plan that it was made
+with. Running the first plan again after later ones is a replay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import quire
+from calls import outputs, plan_decode, plan_paged, plan_ragged
+from problems import PagedCache, Problem, ints, workspace
+
+NUM_PAGES, PAGE_SIZE = 300, 16
+
+
+def captured(device: str, wrapper: object, call: Callable[[object], object]) -> Callable[[], None]:
+    """What replays `call(attention)`, which runs the wrapper's present plan."""
+    attention = wrapper._attention
+    if device == "cpu":
+        return lambda: call(attention)
+    call(attention)  # outside of a capture first: this is how a server warms up
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(attention)
+    return graph.replay
+
+
+def buffers(device: str, *lengths: int) -> list[Tensor]:
+    return [torch.zeros(n, dtype=torch.int32, device=device) for n in lengths]
+
+
+def cache_of(problem: Problem, num_pages: int, seed: int = 0) -> PagedCache:
+    used = sum(-(-n // PAGE_SIZE) for n in problem.kv_lens)
+    return problem.paged(PAGE_SIZE, spare=num_pages - used, order_seed=seed)
+
+
+def options(**more: object) -> dict[str, object]:
+    """Options of a run without any."""
+    none = dict.fromkeys(("out", "lse", "sinks", "q_scale", "k_scale", "v_scale", "window_left", "enable_pdl"))
+    return {**none, "return_lse": True, **more}
+
+
+class PagedReplay:
+    """A paged wrapper and one captured call of it on tensors that stay where they are."""
+
+    def __init__(
+        self,
+        wrapper: object,
+        plan: Callable[..., None],
+        largest: Problem,
+        num_pages: int = NUM_PAGES,
+        **options_of_plan,
+    ) -> None:
+        self.wrapper, self._plan, self._options, self._num_pages = wrapper, plan, options_of_plan, num_pages
+        cache = cache_of(largest, num_pages)
+        plan(wrapper, largest, cache, plan=options_of_plan)
+        self._kv = tuple(torch.zeros_like(t) for t in cache.kv)
+        self._q = torch.zeros_like(largest.q)
+        self.out, self.lse = outputs(largest)
+        run = options(out=self.out, lse=self.lse)
+        self._replay = captured(largest.device, wrapper, lambda a: a.run_paged(self._q, self._kv, **run))
+
+    def __call__(self, problem: Problem, seed: int = 0) -> Tensor:
+        cache = cache_of(problem, self._num_pages, seed)
+        self._plan(self.wrapper, problem, cache, plan=self._options)
+        for to, source in zip(self._kv, cache.kv, strict=True):
+            to.copy_(source)
+        n = problem.q.shape[0]
+        self._q[:n] = problem.q
+        self.out.fill_(math.nan)
+        self.lse.fill_(math.nan)
+        self._replay()
+        problem.check(self.out[:n], self.lse[:n])
+        assert self.out[n:].isnan().all()
+        return self.out[:n].clone()
+
+
+def decode_replay(problem: Problem, backend: str, num_pages: int = NUM_PAGES, **plan_options: object) -> PagedReplay:
+    indptr, indices, last = buffers(problem.device, len(problem.kv_lens) + 1, num_pages, len(problem.kv_lens))
+    wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace(problem.device), indptr, indices, last, backend=backend
+    )
+    assert wrapper.is_cuda_graph_enabled
+    return PagedReplay(wrapper, plan_decode, problem, num_pages, **plan_options)
+
+
+def prefill_replay(problem: Problem, backend: str, mask_bytes: int = 0, **plan_options: object) -> PagedReplay:
+    batch, more = len(problem.kv_lens), {}
+    if mask_bytes:
+        more["custom_mask_buf"] = torch.zeros(mask_bytes, dtype=torch.uint8, device=problem.device)
+        (more["mask_indptr_buf"],) = buffers(problem.device, batch + 1)
+    tables = buffers(problem.device, batch + 1, batch + 1, NUM_PAGES, batch)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(problem.device), "NHD", True, *tables, **more, backend=backend
+    )
+    return PagedReplay(wrapper, plan_paged, problem, **plan_options)
+
+
+def decode_problem(kv_lens: tuple[int, ...], dtype: torch.dtype, device: str, **more: object) -> Problem:
+    more = {"num_qo_heads": 8, "num_kv_heads": 2, **more}
+    return Problem((1,) * len(kv_lens), kv_lens, dtype=dtype, device=device, **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"window_left": 40}, {"soft_cap": 20.0, "head_dim": 128}], ids=str)
+def test_decode(device, backend, dtype, more):
+    """Captured on the shortest lengths, replayed on others, and on a request without keys."""
+    lens = [(1, 1, 1, 1), (50, 9, 3, 70), (1500, 7, 900, 1), (0, 120, 30, 2), (16, 16, 16, 16)]
+    replay = decode_replay(decode_problem(lens[0], dtype, device, **more), backend)
+    for seed, kv_lens in enumerate(lens):
+        replay(decode_problem(kv_lens, dtype, device, seed=seed, **more), seed)
+
+
+def test_decode_from_16_to_65536_keys(device, backend, dtype):
+    """Nothing in a captured call depends on lengths."""
+    if device == "cpu" and dtype is not torch.float32:
+        pytest.skip("once is enough where it is slow")
+    replay = decode_replay(decode_problem((16, 1), dtype, device), backend, 65536 // PAGE_SIZE + 2)
+    replay(decode_problem((65536, 5), dtype, device))
+    replay(decode_problem((17, 3), dtype, device))
+
+
+@pytest.mark.parametrize("more", [{"causal": True}, {"causal": True, "window_left": 33}, {"head_dim": 128}], ids=str)
+def test_paged_prefill(device, backend, dtype, more):
+    """Row counts change too, within those of the first plan."""
+    shapes = [((40, 40), (50, 41)), ((1, 79), (300, 700)), ((2, 3), (5, 2000)), ((0, 80), (9, 80)), ((0, 0), (0, 0))]
+    replay = prefill_replay(Problem(*shapes[0], dtype=dtype, device=device, **more), backend)
+    for seed, shape in enumerate(shapes):
+        replay(Problem(*shape, dtype=dtype, device=device, seed=seed, **more), seed)
+
+
+def test_paged_prefill_with_masks(device, backend, dtype):
+    """The bits are copied into the caller's buffer."""
+    shapes = [((20, 30), (50, 41)), ((1, 40), (300, 70)), ((2, 3), (5, 200))]
+    problems = [Problem(*s, dtype=dtype, device=device, seed=i).random_mask() for i, s in enumerate(shapes)]
+    replay = prefill_replay(problems[0], backend, mask_bytes=1000)
+    for problem in problems:
+        replay(problem)
+    with pytest.raises(quire.ValidationError, match="custom_mask"):
+        replay(Problem((20, 20), (300, 300), dtype=dtype, device=device).random_mask())
+
+
+def test_ragged_prefill(device, backend, dtype):
+    shapes = [((50, 30), (500, 300)), ((80, 0), (100, 700)), ((1, 1), (1, 1))]
+    more = {"dtype": dtype, "device": device, "causal": True}
+    first = Problem(*shapes[0], **more)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(
+        workspace(device), "NHD", True, *buffers(device, 3, 3), backend=backend
+    )
+    plan_ragged(wrapper, first)
+    q, k, v, out = (torch.zeros_like(t) for t in (first.q, first.k, first.v, first.q))
+    replay = captured(device, wrapper, lambda a: a.run_ragged(q, k, v, **options(out=out, return_lse=False)))
+    for seed, shape in enumerate(shapes):
+        p = Problem(*shape, **more, seed=seed)
+        plan_ragged(wrapper, p)
+        for to, source in ((q, p.q), (k, p.k), (v, p.v)):
+            to[: len(source)] = source
+        out.fill_(math.nan)
+        replay()
+        p.check(out[: len(p.q)])
+    for shape in (((50, 31), (5, 5)), ((5, 5), (500, 301))):
+        with pytest.raises(quire.ValidationError, match="at most"):
+            plan_ragged(wrapper, Problem(*shape, **more))
+
+
+@pytest.mark.parametrize("plan", [{"fixed_split_size": 256}, {"disable_split_kv": True}], ids=str)
+def test_a_replay_does_not_depend_on_neighbours(device, backend, dtype, plan):
+    """The promise of fixed splits holds in graphs, bit for bit, whatever shares a batch."""
+    lens = [(700, 9, 3), (700, 2000, 1500), (700, 1, 0)]
+    replay = decode_replay(decode_problem(lens[0], dtype, device), backend, **plan)
+    results = []
+    for kv_lens in lens:
+        p = decode_problem(kv_lens, dtype, device)
+        p.k[:700], p.v[:700] = (
+            decode_problem(lens[0], dtype, device).k[:700],
+            decode_problem(lens[0], dtype, device).v[:700],
+        )
+        results.append(replay(p)[0])
+    assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_two_replays_agree(device, backend, dtype):
+    """A result depends on its plan, not on what was planned and run in between."""
+    a, b = decode_problem((900, 33), dtype, device), decode_problem((20, 1200), dtype, device)
+    replay = decode_replay(b, backend)
+    first = replay(a)
+    replay(b)
+    assert torch.equal(first, replay(a))
+
+
+def test_cascade(device, backend, dtype):
+    """Each level has buffers of its own."""
+    arrays = [buffers(device, *lengths) for lengths in ((2, 3), (2, 3), (64, 64), (1, 2))]
+    cascade = quire.MultiLevelCascadeAttentionWrapper(2, workspace(device), "NHD", True, *arrays, backend=backend)
+    shared, own = 64, 30
+    p = Problem((5, 7), (shared + own, shared + own), dtype=dtype, device=device, causal=True)
+    for t in (p.k, p.v):
+        t[shared + own : 2 * shared + own] = t[:shared]
+    cache = p.paged(PAGE_SIZE)
+    pages = cache.indices
+    tables = [
+        [ints([0, 12], device), ints([0, 5, 12], device)],
+        [ints([0, 4], device), ints([0, 2, 4], device)],
+        [pages[:4], torch.cat([pages[4:6], pages[10:12]])],
+        [ints([16], device), ints([14, 14], device)],
+    ]
+    cascade.plan(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim, PAGE_SIZE, causal=True, q_data_type=dtype)
+    out = []
+    captured(device, cascade._levels[0], lambda _: out.append(cascade.run(p.q, cache.kv)))()
+    p.check(out[-1])
+
+
+# What a wrapper for graphs refuses
+
+
+def graph_decode(device: str, batch: int = 2) -> quire.BatchDecodeWithPagedKVCacheWrapper:
+    tables = buffers(device, batch + 1, 8, batch)
+    return quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace(device), *tables)
+
+
+def test_what_the_first_plan_fixes(device, dtype):
+    wrapper = graph_decode(device)
+    p = decode_problem((30, 40), dtype, device)
+    plan_decode(wrapper, p, p.paged(PAGE_SIZE))
+    for changed, word in (
+        ({"head_dim": 128}, "head_dim_qk"),
+        ({"num_kv_heads": 4}, "num_kv_heads"),
+        ({"window_left": 3}, "scoring"),
+    ):
+        other = decode_problem((30, 40), dtype, device, **changed)
+        with pytest.raises(quire.PlanError, match=word):
+            plan_decode(wrapper, other, other.paged(PAGE_SIZE))
+    with pytest.raises(quire.PlanError, match="page_size"):
+        plan_decode(wrapper, p, p.paged(8))
+    three = decode_problem((3, 4, 5), dtype, device)
+    with pytest.raises(quire.ValidationError, match="batch_size=2"):
+        plan_decode(wrapper, three, three.paged(PAGE_SIZE))
+    long = decode_problem((130, 40), dtype, device)
+    with pytest.raises(quire.ValidationError, match="at most 128"):
+        plan_decode(wrapper, long, long.paged(PAGE_SIZE))
+    with pytest.raises(quire.PlanError, match="reset_workspace_buffer"):
+        wrapper.reset_workspace_buffer(workspace(device))
+    plan_decode(wrapper, p, p.paged(PAGE_SIZE))  # none of this has broken it
+    p.check(wrapper.run(p.q, p.paged(PAGE_SIZE).kv))
+
+
+def test_more_rows_than_the_first_plan(device, dtype):
+    tables = buffers(device, 2, 2, 8, 1)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *tables)
+    p, more = Problem((5,), (30,), dtype=dtype, device=device), Problem((6,), (30,), dtype=dtype, device=device)
+    plan_paged(wrapper, p, p.paged(PAGE_SIZE))
+    with pytest.raises(quire.ValidationError, match="at most 5"):
+        plan_paged(wrapper, more, more.paged(PAGE_SIZE))
+
+
+def test_masks_need_a_buffer(device, dtype):
+    tables = buffers(device, 2, 2, 8, 1)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *tables)
+    p = Problem((5,), (30,), dtype=dtype, device=device).random_mask()
+    with pytest.raises(quire.PlanError, match="custom_mask_buf"):
+        plan_paged(wrapper, p, p.paged(PAGE_SIZE))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({0: None}, "paged_kv_indptr_buffer"),
+        ({1: None}, "paged_kv_indices_buffer"),
+        ({2: torch.zeros(2)}, "paged_kv_last_page_len_buffer"),
+        ({0: torch.zeros(5, dtype=torch.int32)}, "one batch size"),
+        ({1: torch.zeros(3, 3, dtype=torch.int32)}, "1-D"),
+        ({0: torch.zeros(1, dtype=torch.int32), 2: torch.zeros(0, dtype=torch.int32)}, "batch size"),
+    ],
+    ids=str,
+)
+def test_buffers_that_are_wrong(change, word):
+    tables = buffers("cpu", 3, 8, 2)
+    for at, tensor in change.items():
+        tables[at] = tensor
+    with pytest.raises(quire.ValidationError, match=word):
+        quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), *tables)
+
+
+def test_buffers_without_graphs():
+    """They would not be used."""
+    with pytest.raises(quire.ValidationError, match="paged_kv_indptr_buffer"):
+        quire.BatchDecodeWithPagedKVCacheWrapper(
+            workspace("cpu"), paged_kv_indptr_buffer=torch.zeros(3, dtype=torch.int32)
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_captures_that_could_not_be_replayed():
+    """A plan that owns its arrays, planning itself, and a q shorter than a later batch may be."""
+    device, dtype = "cuda:0", torch.float16
+    p = decode_problem((30, 40), dtype, device)
+    cache = p.paged(PAGE_SIZE)
+    eager = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    plan_decode(eager, p, cache, index_device="cpu")
+    out = eager.run(p.q, cache.kv)
+    tables = buffers(device, 3, 3, 64, 2)
+    prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *tables)
+    two = Problem((2, 2), (30, 40), num_qo_heads=8, dtype=dtype, device=device)
+    plan_paged(prefill, two, two.paged(PAGE_SIZE))
+    plan_paged(prefill, p, cache)
+    prefill.run(p.q, cache.kv)
+    for call, error, word in (
+        (lambda: eager.run(p.q, cache.kv, out=out), quire.PlanError, "use_cuda_graph=True"),
+        (lambda: plan_decode(eager, p, cache, index_device="cpu"), quire.PlanError, "plan"),
+        (lambda: quire.single_decode_with_kv_cache(p.q[0], p.k[:30], p.v[:30]), quire.PlanError, "plan"),
+        (lambda: prefill.run(p.q, cache.kv, out=out), quire.ValidationError, "4 rows"),
+    ):
+        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(error, match=word):
+            call()
+    p.check(eager.run(p.q, cache.kv))
