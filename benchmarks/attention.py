@@ -1,7 +1,7 @@
 """Attention beside its peers: providers x rows, interleaved in one process.
 
 Every result is checked against float64 before anything is timed. Then the providers of a row take turns (A B C A B C
-...) for several rounds, timed by events, out of a cold L2; rows that are over sooner than 100 us run as CUDA graphs.
+...) for several rounds, timed by events, out of a cold L2; small rows run as CUDA graphs.
 Reported are the median with the least and the most, the rate, the fraction of the roof measured in this run, and the
 ratio to the best peer.
 
@@ -29,7 +29,7 @@ from machine import Roof, clocks, describe, measure_roof, write_report
 from peers import Launch, Provider, Refused, select_providers
 from reference import Accuracy, Sample, take_sample
 from rows import Row, select_rows
-from timing import GRAPH_BELOW_US, Call, Timing, captured, cpu_times, cuda_times, estimate_us, flusher, sets_for
+from timing import Call, Timing, captured, cpu_times, cuda_times, estimate_us, flusher, sets_for
 
 __all__ = ["Result", "main", "measure_row"]
 
@@ -77,7 +77,7 @@ def measure_row(
         if launch is not None:
             runners.append(_Runner(result, launch))
     if rounds:
-        _time(runners, len(sets), device, rounds, flush)
+        _time(row, runners, len(sets), device, rounds, flush)
     _compare(row, results, roof)
     return results
 
@@ -124,14 +124,13 @@ def _raise_if_lost(error: BaseException) -> None:
         raise RuntimeError(f"the device is lost: {broken}") from error
 
 
-def _time(runners: list[_Runner], num_sets: int, device: torch.device, rounds: int, flush: str) -> None:
+def _time(row: Row, runners: list[_Runner], num_sets: int, device: torch.device, rounds: int, flush: str) -> None:
     if device.type == "cpu":
         timings = cpu_times([runner.launch for runner in runners], rounds)
     else:
         runners = [runner for runner in runners if _estimated(runner, num_sets)]
-        small = min((runner.estimate_us for runner in runners), default=0.0) < GRAPH_BELOW_US
         calls: list[tuple[Call, int]] = [
-            _graph(runner, num_sets) if small else (runner.launch, 1) for runner in runners
+            _graph(runner, num_sets) if row.is_small else (runner.launch, 1) for runner in runners
         ]
         estimates = [runner.estimate_us for runner in runners]
         timings = cuda_times(calls, estimates, num_sets, rounds, flusher(flush))

@@ -104,8 +104,9 @@ def _reasons(error: quire.UnsupportedError) -> str:
 
 
 def _quire_ragged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
-    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
     row, indices = sets[0].row, sets[0].indices
+    graph = _graph_buffers(sets[0], qo_indptr_buf=indices.qo_indptr, kv_indptr_buf=indices.kv_indptr)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend, **graph)
     wrapper.plan(
         indices.qo_indptr, indices.kv_indptr, row.num_qo_heads, row.num_kv_heads, row.head_dim_qk, row.head_dim_vo,
         **_masking(sets[0]), **_scoring(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
@@ -114,8 +115,12 @@ def _quire_ragged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
 
 
 def _quire_paged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
-    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
     row, indices = sets[0].row, sets[0].indices
+    graph = _graph_buffers(
+        sets[0], qo_indptr_buf=indices.qo_indptr, paged_kv_indptr_buf=indices.page_indptr,
+        paged_kv_indices_buf=indices.pages, paged_kv_last_page_len_buf=indices.last_page_len,
+    )  # fmt: skip
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
     wrapper.plan(
         indices.qo_indptr, indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads,
         row.num_kv_heads, row.head_dim_qk, row.page_size, **_masking(sets[0]), **_scoring(row),
@@ -125,14 +130,26 @@ def _quire_paged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
 
 
 def _quire_decode(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
-    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend)
     row, indices = sets[0].row, sets[0].indices
+    graph = _graph_buffers(
+        sets[0], paged_kv_indptr_buffer=indices.page_indptr, paged_kv_indices_buffer=indices.pages,
+        paged_kv_last_page_len_buffer=indices.last_page_len,
+    )  # fmt: skip
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
     wrapper.plan(
         indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads, row.num_kv_heads,
         row.head_dim_qk, row.page_size, **_scoring(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
         q_len_per_req=row.qo_lens[0],
     )  # fmt: skip
     return lambda i: _tensor(wrapper.run(sets[i].q, _cache(sets[i]), out=sets[i].out, sinks=sets[i].sinks))
+
+
+def _graph_buffers(inputs: Inputs, **like: torch.Tensor) -> dict[str, Any]:
+    """What a wrapper whose run() is going to be captured is constructed with; nothing for a row that is not small."""
+    device = inputs.q.device
+    if device.type != "cuda" or not inputs.row.is_small:
+        return {}
+    return {"use_cuda_graph": True, **{name: tensor.to(device) for name, tensor in like.items()}}
 
 
 def _tensor(result: Any) -> torch.Tensor:

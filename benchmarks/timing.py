@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 __all__ = [
-    "GRAPH_BELOW_US",
     "Call",
     "Timing",
     "captured",
@@ -22,8 +21,6 @@ __all__ = [
     "sets_for",
 ]
 
-#: Rows under this run as CUDA graphs: a launch from Python would be part of the figure otherwise.
-GRAPH_BELOW_US = 100.0
 #: Rotating through this much, or overwriting it, leaves nothing of a row in the L2 (60 MB on an H200).
 COLD_BYTES = 256 << 20
 LAUNCHES_PER_GRAPH = 20
