@@ -109,9 +109,10 @@ def _raise(params: ScheduleParams, indices: Indices) -> None:
 
 def make_schedule(
     indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
-    max_ctas: int, fixed_split_size: int, pin: bool, tile_capacity: int = 0,
+    max_ctas: int, fixed_split_size: int, pin: bool, l2_tokens: int = 0, tile_capacity: int = 0,
 ) -> Schedule:  # fmt: skip
-    """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts.
+    """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts. `l2_tokens`:
+    for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in L2 at a time.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
     tiles that there are, but offsets and counts are those of the capacity.
@@ -124,6 +125,7 @@ def make_schedule(
         page_size=indices.page_size, tile_rows=tile.rows, tile_kv=tile.kv, causal=int(mask is MaskMode.CAUSAL),
         window_left=window_left, max_ctas=max_ctas, fixed_split_size=fixed_split_size,
         has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
+        has_tickets=int(l2_tokens > 0), l2_tokens=l2_tokens,
     )  # fmt: skip
     if run(ctypes.addressof(p)):
         _raise(p, indices)
@@ -210,13 +212,16 @@ def make_plan(
     ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
     ctas = _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
     group_size = num_qo_heads // num_kv_heads
-    capacity = 0
+    l2_tokens = capacity = 0
+    if decision.kernel.persistent:
+        l2_tokens = max(1, _L2_BYTES // ((key.head_dim_qk + key.head_dim_vo) * key.kv.bytes))
     if graph is not None:
         split = max(0, fixed_split_size)
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, group_size, tile.rows, split)
     schedule = make_schedule(
         indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=key.mask, tile_capacity=capacity,
         window_left=scoring.window_left, max_ctas=ctas, fixed_split_size=fixed_split_size, pin=device.type == "cuda",
+        l2_tokens=l2_tokens,
     )  # fmt: skip
     s = schedule.params
     _check_indices(indices, s)
@@ -242,8 +247,7 @@ def make_plan(
     if decision.kernel.persistent:
         grid = min(grid, ctas)
         params.ticket = base.arrivals + 4 * s.num_counters
-        token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
-        params.heads_at_once = num_kv_heads if s.is_shared else _heads_at_once(num_kv_heads, s.kv_tokens * token_bytes)
+        params.heads_at_once = num_kv_heads if graph else s.heads_at_once
     if graph is not None:
         base.num_tiles = capacity
         graph.keep(partials, params)
@@ -259,12 +263,6 @@ def _fill(p: AttentionParams, s: ScheduleParams, sent: int, partials: int, parti
     p.partial_md = partials + partials_bytes - s.num_slots * s.tile_rows * 8
     for name in ("num_kv_heads", "num_tiles", "num_ctas", "slots_per_head"):
         setattr(p, name, getattr(s, name))
-
-
-def _heads_at_once(num_kv_heads: int, head_bytes: int) -> int:
-    """kv heads whose keys and values stay in L2 while they are worked on: a divisor of num_kv_heads, at least 1."""
-    fitting = (h for h in range(num_kv_heads, 0, -1) if num_kv_heads % h == 0 and h * head_bytes <= _L2_BYTES)
-    return next(fitting, 1)
 
 
 def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:

@@ -30,11 +30,15 @@ struct Share {
   int32_t kv_head;
   int32_t tile;
   int32_t offset;  // units of the first tile that an earlier CTA does
-  int32_t units;   // units in all; the run may go on into the next tiles and kv heads; 0: nothing to do
+  int32_t units;   // units in all; the run may go on into the next tiles and kv heads; 0: nothing to do; kByTicket
   int32_t num_tiles;
   int32_t work_per_head;  // work units of one kv head
   int32_t units_each;
   int32_t num_longer;
+
+  // Tiles are whole after all, and CTAs that stay take tickets for them (tile/sm90_jobs.cuh): `offset` pieces of work
+  // in all, `tile` kv heads at a time. For CUDA graphs, where the way of sharing may change between replays.
+  static constexpr int32_t kByTicket = -1;
 };
 
 struct AttentionParams {

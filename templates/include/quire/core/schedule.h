@@ -86,17 +86,19 @@ QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Share& share
 // Walks the pieces of one CTA, in order.
 struct PieceCursor {
   Share left;  // what is still to do; units counts down to 0
+  bool is_whole;
 
-  PieceCursor() = default;
-  QUIRE_HD PieceCursor(const AttentionParams& p, int cta) {
-    left = {0, 0, 0, 1, 0, 0, 0, 0};
-    if (p.shares != nullptr) left = p.shares[cta];
+  // Of one whole tile.
+  QUIRE_HD static PieceCursor of_tile() { return {{0, 0, 0, 1, 0, 0, 0, 0}, true}; }
+  // Of CTA `cta`'s share, or of its tile where tiles are whole.
+  QUIRE_HD static PieceCursor of_cta(const AttentionParams& p, int cta) {
+    return p.shares == nullptr ? of_tile() : PieceCursor{p.shares[cta], false};
   }
 
   // False when nothing is left.
   QUIRE_HD bool next(const AttentionParams& p, int cta, Piece& piece) {
     if (left.units <= 0) return false;
-    if (p.shares == nullptr) {
+    if (is_whole) {
       piece = whole_piece(p, cta);
       left.units = 0;
       return true;
@@ -114,7 +116,7 @@ struct PieceCursor {
 // Calls body(const Piece&) for each piece of CTA `cta`, in order. There is one call of body, because kernels inline it.
 template <class Body>
 QUIRE_HD void for_each_piece(const AttentionParams& p, int cta, Body&& body) {
-  PieceCursor cursor(p, cta);
+  PieceCursor cursor = PieceCursor::of_cta(p, cta);
   Piece piece;
   while (cursor.next(p, cta, piece)) body(piece);
 }

@@ -80,7 +80,7 @@ struct AttentionFa2 {
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
     const int cta = static_cast<int>(blockIdx.x);
-    if (threadIdx.x == 0) job.cursor = PieceCursor(p, cta);
+    if (threadIdx.x == 0) job.cursor = PieceCursor::of_cta(p, cta);
     for (;;) {
       __syncthreads();  // all of shared memory may still be in use for the piece before
       if (threadIdx.x == 0) job.next(p, cta, kTileKv);

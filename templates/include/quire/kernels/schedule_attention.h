@@ -37,14 +37,17 @@ struct ScheduleParams {
   int32_t max_ctas;          // CTAs that fill the machine: the number of shares when tiles are cut
   int32_t fixed_split_size;  // tokens, a multiple of tile_kv: cut there and nowhere else; 0: automatic; -1: never cut
   int32_t has_mask;
-  int32_t
-      tile_capacity;  // 0: exact; else for a CUDA graph: max_ctas shares whatever the lengths, arrays at fixed places
+  int32_t has_tickets;    // CTAs stay, and take whole tiles as they get to them
+  int32_t l2_tokens;      // with tickets: tokens of one kv head that may lie in L2 at a time
+  int32_t tile_capacity;  // 0: exact; else for a CUDA graph: max_ctas shares and arrays at fixed places, always
   // out
   int32_t error;  // ScheduleError
   int32_t error_request;
   int32_t num_tiles;
-  int32_t num_ctas;   // shares, or whole tiles times kv heads
-  int32_t is_shared;  // tiles are cut into shares
+  int32_t num_ctas;       // shares, or whole tiles times kv heads
+  int32_t is_shared;      // there are shares: tiles are cut, unless by_ticket
+  int32_t by_ticket;      // shares that say that tiles are whole
+  int32_t heads_at_once;  // with tickets: kv heads whose keys and values stay in L2 meanwhile, a divisor of all
   int32_t work_per_head;
   int32_t slots_per_head;
   int32_t nnz_qo;
@@ -166,13 +169,12 @@ struct ScheduleAttention {
     p.num_tiles = static_cast<int32_t>(tiles);
     p.work_per_head = static_cast<int32_t>(units);
     p.slots_per_head = static_cast<int32_t>(slots);
-    if (p.tile_capacity > 0) {
-      measure_for_graph(p);
-    } else {
-      const bool whole = p.fixed_split_size != 0 || whole_tiles_suffice(longest, p.max_ctas, all);
-      p.is_shared = !whole;
-      p.num_ctas = static_cast<int32_t>(whole ? tiles * p.num_kv_heads : min<int64_t>(p.max_ctas, all));
-    }
+    const bool whole = p.fixed_split_size != 0 || whole_tiles_suffice(longest, p.max_ctas, all);
+    p.is_shared = !whole;
+    p.by_ticket = 0;
+    p.num_ctas = static_cast<int32_t>(whole ? tiles * p.num_kv_heads : min<int64_t>(p.max_ctas, all));
+    p.heads_at_once = heads_at_once(p);
+    if (p.tile_capacity > 0) measure_for_graph(p, whole);
     const bool cut_in_advance = p.fixed_split_size != 0;
     p.num_slots = cut_in_advance ? static_cast<int64_t>(p.slots_per_head) * p.num_kv_heads
                   : p.is_shared  ? 2 * static_cast<int64_t>(p.num_ctas)
@@ -181,9 +183,17 @@ struct ScheduleAttention {
     lay_out(p);
   }
 
-  // Nothing here may depend on lengths.
-  static void measure_for_graph(ScheduleParams& p) {
+  static int heads_at_once(const ScheduleParams& p) {
+    for (int heads = p.num_kv_heads; heads > 1; --heads) {
+      if (p.num_kv_heads % heads == 0 && heads * p.kv_tokens <= p.l2_tokens) return heads;
+    }
+    return 1;
+  }
+
+  // What a launch is given, and where in the buffer arrays lie, must not depend on lengths.
+  static void measure_for_graph(ScheduleParams& p, bool whole) {
     if (p.num_tiles > p.tile_capacity) p.error = static_cast<int32_t>(ScheduleError::kCapacity);
+    p.by_ticket = p.has_tickets && whole && p.num_tiles > 0;
     p.is_shared = 1;
     p.num_ctas = p.max_ctas;
     p.slots_per_head = p.fixed_split_size > 0 ? p.tile_capacity : 0;
@@ -224,7 +234,9 @@ struct ScheduleAttention {
     Tile* tiles = at<Tile>(p, p.tiles_offset);
     int n = 0, work = 0;
     for_each_tile(p, [&](Tile& t) { t.work_begin = work, work += tile_units(t), tiles[n++] = t; });
-    if (!p.is_shared && !sort_longest_first(tiles, n)) return p.error = static_cast<int32_t>(ScheduleError::kMemory);
+    if ((!p.is_shared || p.by_ticket) && !sort_longest_first(tiles, n)) {
+      return p.error = static_cast<int32_t>(ScheduleError::kMemory);
+    }
     if (p.is_shared) fill_shares(p, tiles);
     int64_t* mask_indptr = at<int64_t>(p, p.mask_indptr_offset);
     int64_t mask = 0;
@@ -246,6 +258,10 @@ struct ScheduleAttention {
     };
     for (int c = 0; c < p.num_ctas; ++c) {
       Share& share = shares[c] = all;
+      if (p.by_ticket) {
+        share.units = Share::kByTicket, share.offset = p.num_tiles * p.num_kv_heads, share.tile = p.heads_at_once;
+        continue;
+      }
       const int begin = min(share_begin(all, c), total), end = min(share_begin(all, c + 1), total);
       if (p.fixed_split_size != 0) {
         share.kv_head = kv_head, share.tile = tile;

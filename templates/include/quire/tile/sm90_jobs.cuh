@@ -58,37 +58,61 @@ struct WorkList {
   // The first job's beginning, before any piece of it.
   QUIRE_DEVICE static void begin(const AttentionFa3Params& p, Job& job, int& work) {
     work = static_cast<int>(blockIdx.x);
-    if (work < p.base.num_ctas) job.cursor = PieceCursor(p.base, place(p, work));
+    const Tickets tickets(p);
+    if (work < tickets.count) job.cursor = cursor(p, tickets);
   }
 
   // Fills in `job`, which follows the one that left `cursor`; job.exists is false when nothing is left.
-  QUIRE_DEVICE static void next(const AttentionFa3Params& p, const PieceCursor& cursor, Job& job, int& work,
+  QUIRE_DEVICE static void next(const AttentionFa3Params& p, const PieceCursor& cursor_before, Job& job, int& work,
                                 int tile_kv) {
-    job.cursor = cursor;
+    const Tickets tickets(p);
+    job.cursor = cursor_before;
     job.exists = false;
-    while (work < p.base.num_ctas) {
-      job.next(p.base, place(p, work), tile_kv);
+    while (work < tickets.count) {
+      job.next(p.base, tickets.place(p, work), tile_kv);
       if (job.exists) return;
-      work = take(p, work);
-      if (work < p.base.num_ctas) job.cursor = PieceCursor(p.base, place(p, work));
+      work = tickets.take(p, work);
+      if (work < tickets.count) job.cursor = cursor(p, tickets);
     }
   }
 
  private:
-  // A launch takes num_ctas - grid tickets that succeed and one a CTA that fails, num_ctas in all: then it is 0 again.
-  QUIRE_DEVICE static int take(const AttentionFa3Params& p, int work) {
-    const int grid = static_cast<int>(gridDim.x);
-    if (p.ticket == nullptr) return work + grid;
-    return grid + static_cast<int>(atomicInc(p.ticket, p.base.num_ctas - 1));
-  }
+  // How many pieces of work there are to begin with: shares, or whole tiles of each kv head.
+  struct Tickets {
+    int count;
+    int heads_at_once;  // whole tiles: a divisor of num_kv_heads; 0: shares
+    int num_tiles;
 
-  // Whole tiles in order of head sections first. The schedule counts (tile, head) with heads inside.
-  QUIRE_DEVICE static int place(const AttentionFa3Params& p, int work) {
-    if (p.base.shares != nullptr || p.heads_at_once >= p.base.num_kv_heads) return work;
-    const int section_size = p.heads_at_once * p.base.num_tiles;
-    const int section = work / section_size, in_section = work - section * section_size;
-    const int tile = in_section / p.heads_at_once, head = in_section - tile * p.heads_at_once;
-    return tile * p.base.num_kv_heads + section * p.heads_at_once + head;
+    QUIRE_DEVICE explicit Tickets(const AttentionFa3Params& p) {
+      count = p.base.num_ctas, heads_at_once = 0, num_tiles = p.base.num_tiles;
+      if (p.base.shares == nullptr) {
+        heads_at_once = p.heads_at_once;
+      } else if (const Share share = p.base.shares[blockIdx.x]; share.units == Share::kByTicket) {
+        count = share.offset, heads_at_once = share.tile, num_tiles = share.num_tiles;
+      }
+    }
+
+    // A CTA's first piece costs no ticket. A launch takes one for each of the rest and one a CTA that fails, count in
+    // all: then the counter is 0 again.
+    QUIRE_DEVICE int take(const AttentionFa3Params& p, int work) const {
+      const int grid = static_cast<int>(gridDim.x);
+      if (p.ticket == nullptr || heads_at_once == 0) return work + grid;
+      return min(grid, count) + static_cast<int>(atomicInc(p.ticket, count - 1));
+    }
+
+    // Whole tiles in order of head sections first. The schedule counts (tile, head) with heads inside.
+    QUIRE_DEVICE int place(const AttentionFa3Params& p, int work) const {
+      if (heads_at_once == 0 || heads_at_once >= p.base.num_kv_heads) return work;
+      const int section_size = heads_at_once * num_tiles;
+      const int section = work / section_size, in_section = work - section * section_size;
+      const int tile = in_section / heads_at_once, head = in_section - tile * heads_at_once;
+      return tile * p.base.num_kv_heads + section * heads_at_once + head;
+    }
+  };
+
+  QUIRE_DEVICE static PieceCursor cursor(const AttentionFa3Params& p, const Tickets& tickets) {
+    return tickets.heads_at_once != 0 ? PieceCursor::of_tile()
+                                      : PieceCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
   }
 };
 
