@@ -16,8 +16,12 @@ __all__ = ["KERNEL"]
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.on_cuda:
         return f"target {problem.target} is a GPU"
-    if problem.kv != problem.q:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
+    if problem.q.bytes == 1:
+        return f"q dtype {problem.q} is not fp32, fp16 or bf16"
+    if problem.kv != problem.q and problem.kv.bytes > 1:
+        return f"kv dtype {problem.kv} is neither q's {problem.q} nor e4m3 or e5m2"
+    if problem.o.bytes == 1:
+        return f"o dtype {problem.o} is not fp32, fp16 or bf16"
     return head_dim_reason(problem)
 
 
