@@ -31,6 +31,8 @@ def _reject(problem: AttentionProblem) -> str | None:
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
+    if problem.mask is MaskMode.DRAFT:
+        return "a draft mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
     return head_dim_reason(problem)
 
 

@@ -1,14 +1,18 @@
 // Which keys a query sees. One place for every backend: causal is bottom-right (query qo_idx stands at key
 // qo_idx + kv_len - qo_len), a window keeps window_left keys to the left of that and the key itself, a custom mask
-// replaces causal and still obeys the window, and no key at or beyond kv_len exists.
+// replaces causal and still obeys the window, a draft mask is a custom mask of the last qo_len keys alone (the draft of
+// speculative decoding; all keys before them are seen), and no key at or beyond kv_len exists.
 #pragma once
-#include "quire/core/types.h"
+#include "quire/core/params.h"
 
 namespace quire {
 
 constexpr int kMaskNone = 0;
 constexpr int kMaskCausal = 1;
 constexpr int kMaskCustom = 2;
+constexpr int kMaskDraft = 3;
+
+QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || mask == kMaskDraft; }
 
 // Keys [begin, end); empty when end <= begin.
 struct KeyRange {
@@ -22,14 +26,25 @@ struct KeyRange {
 
 template <int kMask, bool kWindow>
 struct Mask {
-  static_assert(kMask >= kMaskNone && kMask <= kMaskCustom, "kMask is none, causal or custom");
+  static_assert(kMask >= kMaskNone && kMask <= kMaskDraft, "kMask is none, causal, custom or draft");
 
   int32_t qo_len;
   int32_t kv_len;
   int32_t window_left;  // read with kWindow; -1: no window in this launch
-  const uint8_t* bits;  // custom: [qo_len, kv_len] bits of this request, little-endian within a byte
+  // Of this request, little-endian. custom: [qo_len, kv_len] bits; draft: [qo_len, ceil(qo_len / 32)] words of 32, bit
+  // j of a row for key kv_len - qo_len + j.
+  const uint8_t* bits;
 
-  // The keys that the query sees, a custom mask's bits apart.
+  // The mask of a tile's request.
+  QUIRE_HD static Mask of(const AttentionParams& p, const Tile& tile) {
+    const uint8_t* bits = nullptr;
+    if constexpr (kMask == kMaskCustom) bits = p.mask + p.mask_indptr[tile.request];
+    if constexpr (kMask == kMaskDraft)
+      bits = p.mask + 4 * static_cast<int64_t>(tile.qo_begin) * draft_words(tile.qo_len);
+    return {tile.qo_len, tile.kv_len, p.window_left, bits};
+  }
+
+  // The keys that the query sees, what the bits hide apart.
   QUIRE_HD KeyRange visible(int qo_idx) const {
     KeyRange range = {0, kv_len};
     const int position = qo_idx + (kv_len - qo_len);
@@ -40,9 +55,14 @@ struct Mask {
     return range;
   }
 
-  // The keys that some query of [first, last] sees, and those that all of them see: both ends move right with qo_idx.
+  // The keys that some query of [first, last] sees, and those that all of them see whatever the bits say: both ends
+  // move right with qo_idx.
   QUIRE_HD KeyRange any(int first, int last) const { return {visible(first).begin, visible(last).end}; }
-  QUIRE_HD KeyRange all(int first, int last) const { return {visible(last).begin, visible(first).end}; }
+  QUIRE_HD KeyRange all(int first, int last) const {
+    if constexpr (kMask == kMaskCustom) return {0, 0};
+    if constexpr (kMask == kMaskDraft) return {visible(last).begin, max(0, kv_len - qo_len)};
+    return {visible(last).begin, visible(first).end};
+  }
 
   // True when a tile of queries [first, last] and `keys` needs no masking at all.
   QUIRE_HD bool full(int first, int last, KeyRange keys) const {
@@ -54,12 +74,29 @@ struct Mask {
   QUIRE_HD uint32_t word(int qo_idx, int key) const {
     const int count = min(32, kv_len - key);
     if (count <= 0) return 0;
+    if constexpr (kMask == kMaskDraft) return draft_word(qo_idx, key - (kv_len - qo_len));
     const int64_t at = static_cast<int64_t>(qo_idx) * kv_len + key;
     const uint8_t* byte = bits + (at >> 3);
     const int shift = static_cast<int>(at & 7), num_bytes = (shift + count + 7) >> 3;
     uint64_t word = 0;
     for (int i = 0; i < num_bytes; ++i) word |= static_cast<uint64_t>(byte[i]) << (8 * i);
     return static_cast<uint32_t>(word >> shift) & (0xffffffffu >> (32 - count));
+  }
+
+ private:
+  QUIRE_HD static int draft_words(int qo_len) { return ceil_div(qo_len, 32); }
+
+  // Bits of draft keys [at, at + 32), those before the first of them set; at < qo_len.
+  QUIRE_HD uint32_t draft_word(int qo_idx, int at) const {
+    if (at <= -32) return 0xffffffffu;
+    const int num_words = draft_words(qo_len), first = max(at, 0) / 32;
+    const uint32_t* row = reinterpret_cast<const uint32_t*>(bits) + static_cast<int64_t>(qo_idx) * num_words;
+    const uint64_t low = row[first], high = first + 1 < num_words ? row[first + 1] : 0;
+    // The row's last word may be filled up with anything: what lies beyond the draft is not there.
+    const int left = qo_len - 32 * first;
+    const uint64_t found = (low | high << 32) & (left >= 64 ? ~uint64_t{0} : (uint64_t{1} << left) - 1);
+    if (at >= 0) return static_cast<uint32_t>(found >> (at % 32));
+    return static_cast<uint32_t>(found << -at) | ((1u << -at) - 1);
   }
 };
 

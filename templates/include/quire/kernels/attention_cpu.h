@@ -40,7 +40,7 @@ struct AttentionCpu {
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
   static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
   static_assert(kQk % 16 == 0 && kVo % 16 == 0, "a head dimension is whole vectors");
-  static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a custom mask");
+  static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a mask");
 
   // What a thread computes with; the running softmax first, then what few rows and many rows need.
   struct alignas(64) Scratch {
@@ -74,10 +74,9 @@ struct AttentionCpu {
 
   static void attend(const AttentionParams& p, const Piece& piece, Scratch& scratch) {
     const cpu::Rows rows(p, piece.tile, piece.kv_head, kTileRows);
-    const uint8_t* bits = V::kMask == kMaskCustom ? p.mask + p.mask_indptr[piece.tile.request] : nullptr;
     const Context c = {p,
                        rows,
-                       {rows.qo_len, piece.tile.kv_len, p.window_left, bits},
+                       Mask<V::kMask, V::kWindow != 0>::of(p, piece.tile),
                        Logits<V::kSoftCap != 0>(p),
                        cpu::Keys<V>(p, piece.tile.kv_first, piece.kv_head),
                        scratch};
@@ -164,7 +163,7 @@ struct AttentionCpu {
     const KeyRange sees = c.mask.visible(qo_idx).within(keys);
     const cpu::Ints lane = cpu::iota();
     cpu::Ints shown = (lane >= sees.begin - key) & (lane < sees.end - key);
-    if constexpr (V::kMask == kMaskCustom) shown &= ((c.mask.word(qo_idx, key) >> (cpu::Words)lane) & 1u) != 0u;
+    if constexpr (mask_has_bits(V::kMask)) shown &= ((c.mask.word(qo_idx, key) >> (cpu::Words)lane) & 1u) != 0u;
     return shown;
   }
 
@@ -255,7 +254,7 @@ struct AttentionCpu {
       const int qo_idx = c.rows.qo_idx(row + i);
       const KeyRange sees = c.mask.visible(qo_idx);
       x.begin[i] = sees.begin - tile.begin, x.end[i] = sees.end - tile.begin;
-      if constexpr (V::kMask == kMaskCustom) {
+      if constexpr (mask_has_bits(V::kMask)) {
         for (int w = 0; w < kTileKv / 32; ++w) {
           x.words[w * cpu::kPanel + i] = c.mask.word(qo_idx, tile.begin + 32 * w);
         }

@@ -150,13 +150,11 @@ struct AttentionDecode {
   }
 
   QUIRE_DEVICE Visible visible(const DecodeJob& job) const {
-    const uint8_t* bits = nullptr;
-    if constexpr (V::kMask == kMaskCustom) bits = p_.mask + p_.mask_indptr[job.piece.tile.request];
-    const Mask<V::kMask, V::kWindow != 0> mask = {job.piece.tile.qo_len, job.piece.tile.kv_len, p_.window_left, bits};
+    const auto mask = Mask<V::kMask, V::kWindow != 0>::of(p_, job.piece.tile);
     const int begin = row_begin(job);
     if (begin >= job.row_end) return {mask, {0, 0}, {0, 0}};
     const int first = p_.group.div(begin), last = p_.group.div(min(begin + kM * 16, job.row_end) - 1);
-    return {mask, mask.any(first, last), V::kMask == kMaskCustom ? KeyRange{0, 0} : mask.all(first, last)};
+    return {mask, mask.any(first, last), mask.all(first, last)};
   }
 
   // The team's keys [key, key + kSlice), which lie in `stage`.

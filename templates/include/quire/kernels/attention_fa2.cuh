@@ -113,9 +113,7 @@ struct AttentionFa2 {
     return thread_ < kWarps * 32;
   }
   QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask() const {
-    const uint8_t* bits = nullptr;
-    if constexpr (V::kMask == kMaskCustom) bits = p_.mask + p_.mask_indptr[job_.piece.tile.request];
-    return {job_.qo_len, job_.kv_len, p_.window_left, bits};
+    return Mask<V::kMask, V::kWindow != 0>::of(p_, job_.piece.tile);
   }
 
   QUIRE_DEVICE void attend() {

@@ -75,7 +75,7 @@ inline void value_block(float* o, const float* s, const float* v, const float* a
 struct PanelMask {
   const int32_t* begin;   // [kPanel] first visible key of each row, counted from the kv tile's own first
   const int32_t* end;     // [kPanel]
-  const uint32_t* words;  // [kTileKv / 32, kPanel] custom mask; or null
+  const uint32_t* words;  // [kTileKv / 32, kPanel] bits of the mask; or null
 };
 
 // Softmax over keys [keys.begin, keys.end) of one vector of rows, in place: s becomes p. Returns by how much what was
@@ -95,7 +95,7 @@ inline Floats softmax_rows(float* s, KeyRange keys, const PanelMask& mask, const
     Floats x = logits.apply_scaled(load(s + key * kPanel), [](Floats y) { return tanh(y); });
     if constexpr (kMasked) {
       Ints shown = (key >= begin) & (key < end);
-      if constexpr (V::kMask == kMaskCustom) shown &= ((load(mask.words + key / 32 * kPanel) >> (key & 31)) & 1u) != 0u;
+      if constexpr (mask_has_bits(V::kMask)) shown &= ((load(mask.words + key / 32 * kPanel) >> (key & 31)) & 1u) != 0u;
       x = shown ? x : broadcast(-kInfinity);
     }
     store(s + key * kPanel, x);

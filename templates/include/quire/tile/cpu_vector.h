@@ -63,9 +63,7 @@ QUIRE_CPU Floats widen_fp16(Words h) {
   return reinterpret_cast<Floats>(reinterpret_cast<Words>(magnitude) | special | ((h & 0x8000u) << 16));
 }
 
-QUIRE_CPU Floats load(const fp16_t* from) {
-  return widen_fp16(__builtin_convertvector(load_as<Halves>(from), Words));
-}
+QUIRE_CPU Floats load(const fp16_t* from) { return widen_fp16(__builtin_convertvector(load_as<Halves>(from), Words)); }
 
 QUIRE_CPU Floats load(const e5m2_t* from) {
   return widen_fp16(__builtin_convertvector(load_as<Bytes>(from), Words) << 8);

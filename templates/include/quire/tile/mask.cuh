@@ -9,6 +9,7 @@ namespace quire {
 // As Mask::word, from one or two aligned words: of those it reads, each holds at least one of the bits asked for.
 template <int kMask, bool kWindow>
 QUIRE_DEVICE uint32_t mask_word(const Mask<kMask, kWindow>& mask, int qo_idx, int key) {
+  if constexpr (kMask == kMaskDraft) return mask.word(qo_idx, key);
   const int count = min(32, mask.kv_len - key);
   if (count <= 0) return 0;
   const int64_t at = static_cast<int64_t>(qo_idx) * mask.kv_len + key;
@@ -20,7 +21,7 @@ QUIRE_DEVICE uint32_t mask_word(const Mask<kMask, kWindow>& mask, int qo_idx, in
 }
 
 // s [kM * 16 packed rows from row_begin, kN keys from key_begin]: -inf wherever the row's query does not see the key.
-// Rows past the request's last repeat its last query, so that a custom mask is never read out of bounds.
+// Rows past the request's last repeat its last query, so that no mask is read out of bounds.
 template <int kMask, bool kWindow, int kM, int kN>
 QUIRE_DEVICE void hide_keys(Accumulator<kM, kN>& s, const Mask<kMask, kWindow>& mask, const FastDivisor& group,
                             int row_begin, int key_begin, int lane) {
@@ -35,7 +36,7 @@ QUIRE_DEVICE void hide_keys(Accumulator<kM, kN>& s, const Mask<kMask, kWindow>& 
       uint32_t bits = 0xffffffffu;
 #pragma unroll
       for (int n = 0; n < kN / 8; ++n) {
-        if constexpr (kMask == kMaskCustom) {
+        if constexpr (mask_has_bits(kMask)) {
           if (n % 4 == 0) bits = mask_word(mask, qo_idx, key_begin + 8 * n) >> col;
         }
 #pragma unroll
@@ -43,7 +44,7 @@ QUIRE_DEVICE void hide_keys(Accumulator<kM, kN>& s, const Mask<kMask, kWindow>& 
           const int at = 8 * n + j;
           bool sees = at < end;
           if constexpr (kWindow) sees = sees && at >= begin;
-          if constexpr (kMask == kMaskCustom) sees = sees && ((bits >> (at % 32)) & 1);
+          if constexpr (mask_has_bits(kMask)) sees = sees && ((bits >> (at % 32)) & 1);
           if (!sees) s.at[i][n][2 * h + j] = __int_as_float(0xff800000);
         }
       }
