@@ -58,7 +58,9 @@ def _mask(text: str) -> tuple[MaskMode, bool, bool]:
     """ "causal+window+cap" -> (CAUSAL, True, True)."""
     name, *flags = text.lower().split("+")
     if name.upper() not in MaskMode.__members__ or set(flags) - {"window", "cap"}:
-        raise ValidationError(f"mask: expected none, causal or custom, with +window and +cap as wanted; got {text!r}.")
+        raise ValidationError(
+            f"mask: expected none, causal, custom or draft, with +window and +cap as wanted; got {text!r}."
+        )
     return MaskMode[name.upper()], "window" in flags, "cap" in flags
 
 
@@ -79,6 +81,8 @@ def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[S
 def _operations(target: str, dtypes: Iterable[str]) -> Iterator[Spec]:
     """What serving calls beside attention: planning on the host, merging, appending, packing."""
     yield OperationKey("schedule_attention", host_target()).spec()
+    if target.startswith("sm"):
+        yield OperationKey("schedule_lengths", target).spec()
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
         yield OperationKey("merge", target, dtype.slug, 8).spec()

@@ -23,7 +23,7 @@ from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
-from quire.planner import AttentionPlan, Indices, Scoring, make_plan
+from quire.planner import AttentionPlan, Indices, Lengths, Scoring, make_plan, make_plan_on_device
 from quire.quantization import pack_mask
 from quire.target import target_of
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
@@ -66,7 +66,7 @@ def _form(tensors: tuple[Any, ...]) -> Form | None:
 class AttentionSpec:
     """What plan() was told, in one spelling; `forward()` plans again with some of it replaced."""
 
-    indices: Indices
+    indices: Indices | Lengths
     num_qo_heads: int
     num_kv_heads: int
     head_dim_qk: int
@@ -87,8 +87,12 @@ class AttentionSpec:
 
     def nnz_qo(self) -> int:
         """Rows of q."""
-        qo_indptr = self.indices.qo_indptr
+        qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
         return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
+
+    def nnz_kv(self) -> int:
+        """Rows of k, or entries of the page numbers; 0 where the host does not know."""
+        return 0 if isinstance(self.indices, Lengths) else int(self.indices.kv_indptr[-1])
 
     def rows(self) -> int:
         """Packed rows of a typical request: the mean."""
@@ -101,7 +105,7 @@ class AttentionSpec:
             target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo,
             self.indices.page_size if self.paged else 0, self.mask,
             self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(),
-            self.indices.qo_indptr is None, self.fixed_split_size,
+            isinstance(self.indices, Lengths) or self.indices.qo_indptr is None, self.fixed_split_size,
         )  # fmt: skip
 
 
@@ -155,15 +159,16 @@ class Attention:
         self._layout = layout
         self._device = workspace.device
         self._graph = graph
-        refuse_capture("plan()", self._device)
+        self._is_fixed = graph is None and not isinstance(spec.indices, Lengths)  # to the lengths of this plan
+        if not isinstance(spec.indices, Lengths):
+            refuse_capture("plan()", self._device)
         if graph is not None:
             _fix(graph, spec)
         self.decision: Decision = (graph and graph.decision) or decide(spec.problem(self._device), backend)
         self._plan = self._make_plan(workspace)
         if graph is not None:
             graph.decision = self.decision
-        self._nnz_qo = self._plan.schedule.params.nnz_qo
-        self._nnz_kv = self._plan.schedule.params.nnz_kv
+        self._nnz_qo, self._nnz_kv = spec.nnz_qo(), spec.nnz_kv()
         self._largest_page = self._find_largest_page()
         self._out_shape = (self._nnz_qo, spec.num_qo_heads, spec.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
@@ -171,6 +176,11 @@ class Attention:
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
+        if isinstance(s.indices, Lengths):
+            return make_plan_on_device(
+                self.decision, s.indices, s.scoring, num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads,
+                workspace=workspace,
+            )  # fmt: skip
         bits = s.packed_custom_mask
         if bits is None and s.custom_mask is not None:
             bits = pack_mask(s.custom_mask, s.indices, self._device)
@@ -182,7 +192,8 @@ class Attention:
 
     def _find_largest_page(self) -> int:
         """The largest page number, where the host knows it; -1 otherwise."""
-        pages = self.spec.indices.kv_indices
+        indices = self.spec.indices
+        pages = None if isinstance(indices, Lengths) else indices.kv_indices
         if pages is None or pages.device.type != "cpu" or self._nnz_kv == 0:
             return -1
         used = pages[: self._nnz_kv]
@@ -210,10 +221,10 @@ class Attention:
         q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None, enable_pdl: bool | None,
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same form cost only their pointers."""
-        if self._graph is None:
-            refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
-        else:
+        if self._graph is not None:
             self._check_rows(self._graph, q)
+        elif self._is_fixed:
+            refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
             out = torch.empty(self._out_shape, dtype=self.spec.types.o.torch, device=self._device)
         form = _form((q, out, *kv))
@@ -351,6 +362,7 @@ class Attention:
 def _fix(graph: GraphState, spec: AttentionSpec) -> None:
     """All of a spec but the lengths is as the first plan() had it, and the lengths are within its limits."""
     indices, nnz = spec.indices, spec.nnz_qo()
+    assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:
         raise ValidationError(
             f"plan(): expected batch_size={graph.batch_size}, which the buffers of the constructor fix, "

@@ -12,20 +12,38 @@ import torch
 
 from quire.checks import check_same_device, check_shape, check_tensor
 from quire.errors import PlanError, ValidationError
-from quire.graph import GraphState
-from quire.jit import HostModule, Module, get_module, host_target
+from quire.graph import GraphState, is_capturing
+from quire.jit import CudaModule, HostModule, Module, get_module, host_target
+from quire.jit.spec import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import Geometry
-from quire.kernels.operation import OperationKey
-from quire.kernels.params import AttentionParams, FastDivisor, ScheduleParams, Share, Tile, aligned
-from quire.launch import Launcher
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey
+from quire.kernels.params import (
+    AttentionParams,
+    FastDivisor,
+    ScheduleLengthsParams,
+    ScheduleParams,
+    Share,
+    Tile,
+    aligned,
+)
+from quire.launch import Launcher, launch
 from quire.layout import KVView
 from quire.target import max_ctas
 from quire.tensor_maps import TensorMaps
 from quire.types import MaskMode
 from quire.workspace import Workspace, partials_bytes
 
-__all__ = ["AttentionPlan", "Indices", "Schedule", "Scoring", "make_plan", "make_schedule"]
+__all__ = [
+    "AttentionPlan",
+    "Indices",
+    "Lengths",
+    "Schedule",
+    "Scoring",
+    "make_plan",
+    "make_plan_on_device",
+    "make_schedule",
+]
 
 _LOG2E = math.log2(math.e)
 #: Keys and values in flight at a time: of an H200's 50 MB of L2, 17 MB (2 of 8 heads at B2 x 8192, d128) was the best
@@ -44,6 +62,19 @@ class Indices(NamedTuple):
     kv_last_page_len: torch.Tensor | None  #: [batch_size]; None: ragged
     kv_indices: torch.Tensor | None  #: paged: page numbers, on any device
     page_size: int
+
+
+class Lengths(NamedTuple):
+    """A batch whose lengths only the device knows: qo_len rows each, keys in pages."""
+
+    kv_lens: torch.Tensor  #: [batch_size] int32 tokens
+    page_table: torch.Tensor  #: [batch_size, pages of the longest] int32 page numbers, rows contiguous
+    qo_len: int
+    page_size: int
+
+    @property
+    def batch_size(self) -> int:
+        return self.kv_lens.shape[0]
 
 
 class Scoring(NamedTuple):
@@ -147,13 +178,12 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, decision: Decision, module: Module, schedule: Schedule, params: ctypes.Structure, scoring: Scoring,
-        device: torch.device, owned: tuple[torch.Tensor | None, ...], grid: int,
+        self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
+        owned: tuple[torch.Tensor | None, ...], grid: int, *, follows_planner: bool = False,
     ) -> None:  # fmt: skip
         kernel = decision.kernel
-        self.decision = decision
-        self.schedule = schedule
         self.device = device
+        self._follows_planner = follows_planner  # on the device: then starting early always helps
         self._params = _base(params)
         self._scoring = scoring
         self._owned = (params, *owned)  # what the parameter struct points into
@@ -168,10 +198,9 @@ class AttentionPlan:
         p.k_page_stride, p.k_token_stride, p.k_head_stride = k.page_stride, k.token_stride, k.head_stride
         p.v_page_stride, p.v_token_stride, p.v_head_stride = v.page_stride, v.token_stride, v.head_stride
         if self._maps is not None:
-            s = self.schedule.params
             geometry = Geometry(
-                q.shape[0], min(k.num_tokens, v.num_tokens), min(k.num_pages, v.num_pages), s.page_size,
-                s.num_kv_heads, s.group_size,
+                q.shape[0], min(k.num_tokens, v.num_tokens), min(k.num_pages, v.num_pages), p.page.divisor,
+                p.num_kv_heads, p.group.divisor,
                 (p.q_token_stride, p.q_head_stride), (p.k_page_stride, p.k_token_stride, p.k_head_stride),
                 (p.v_page_stride, p.v_token_stride, p.v_head_stride),
             )  # fmt: skip
@@ -190,12 +219,64 @@ class AttentionPlan:
         if self._maps is not None:
             self._maps.move({"q": q, "k": k, "v": v})
         if p.num_ctas:
-            self._launch(enable_pdl)
+            self._launch(enable_pdl or self._follows_planner)
 
 
 def _base(params: ctypes.Structure) -> AttentionParams:
     """What every attention kernel is given, inside what this one is."""
     return params if isinstance(params, AttentionParams) else params.base
+
+
+def _module(spec: Spec, device: torch.device) -> Module:
+    """The module of `spec`; PlanError in a capture if it was never used on `device`."""
+    module = get_module(spec)
+    if is_capturing(device) and isinstance(module, CudaModule) and not module.is_loaded(device.index or 0):
+        raise PlanError(f"{spec.slug} is not loaded on {device}, and a capture cannot: make this call once before it.")
+    return module
+
+
+class _Variant(NamedTuple):
+    """The compiled kernel of a plan and what it plans with."""
+
+    decision: Decision
+    module: Module
+    tile: TileShape
+    ctas: int  #: that run at the same time
+
+    @classmethod
+    def of(cls, decision: Decision, workspace: Workspace) -> _Variant:
+        """Compiles or loads it."""
+        key = decision.key
+        tile = decision.kernel.tile(key)
+        module = _module(decision.kernel.spec(key), workspace.device)
+        ctas = max_ctas(workspace.device, module.facts.get("kMinCtas", 1))
+        return cls(
+            decision, module, tile, _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
+        )
+
+    @property
+    def l2_tokens(self) -> int:
+        """Tokens of one kv head that may lie in L2 at a time; 0 for a kernel that takes no tickets."""
+        key = self.decision.key
+        token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
+        return max(1, _L2_BYTES // token_bytes) if self.decision.kernel.persistent else 0
+
+    def params(self, scoring: Scoring, num_qo_heads: int, num_kv_heads: int, page_size: int) -> ctypes.Structure:
+        """A parameter struct with all that no schedule decides."""
+        params = aligned(self.decision.kernel.params)
+        base = _base(params)
+        base.num_qo_heads, base.num_kv_heads = num_qo_heads, num_kv_heads
+        base.group, base.page = FastDivisor.of(num_qo_heads // num_kv_heads), FastDivisor.of(page_size)
+        base.window_left, base.logits_cap = scoring.window_left, scoring.logits_soft_cap * _LOG2E
+        return params
+
+    def set_partials(self, p: AttentionParams, workspace: Workspace, num_slots: int) -> torch.Tensor:
+        """Reserves the workspace."""
+        num_bytes = partials_bytes(num_slots, self.tile.rows, self.decision.key.head_dim_vo)
+        partials = workspace.take(num_bytes)
+        p.partial_o = partials.data_ptr()
+        p.partial_md = partials.data_ptr() + num_bytes - num_slots * self.tile.rows * 8
+        return partials
 
 
 def make_plan(
@@ -206,27 +287,24 @@ def make_plan(
 
     With `graph`, replays of a captured run() follow each new plan.
     """
-    key, device = decision.key, workspace.device
-    tile = decision.kernel.tile(key)
-    module = get_module(decision.kernel.spec(key))
-    ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
-    ctas = _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
-    group_size = num_qo_heads // num_kv_heads
-    l2_tokens = capacity = 0
-    if decision.kernel.persistent:
-        l2_tokens = max(1, _L2_BYTES // ((key.head_dim_qk + key.head_dim_vo) * key.kv.bytes))
+    device = workspace.device
+    variant = _Variant.of(decision, workspace)
+    tile, mask, group_size = variant.tile, decision.key.mask, num_qo_heads // num_kv_heads
+    capacity = 0
     if graph is not None:
         split = max(0, fixed_split_size)
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, group_size, tile.rows, split)
     schedule = make_schedule(
-        indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=key.mask, tile_capacity=capacity,
-        window_left=scoring.window_left, max_ctas=ctas, fixed_split_size=fixed_split_size, pin=device.type == "cuda",
-        l2_tokens=l2_tokens,
+        indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=mask, tile_capacity=capacity,
+        window_left=scoring.window_left, max_ctas=variant.ctas, fixed_split_size=fixed_split_size,
+        pin=device.type == "cuda", l2_tokens=variant.l2_tokens,
     )  # fmt: skip
     s = schedule.params
     _check_indices(indices, s)
-    bits = _mask_bits(mask_bits, s.mask_bytes, device) if key.mask is MaskMode.CUSTOM else None
-    partials = workspace.take(partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
+    params = variant.params(scoring, num_qo_heads, num_kv_heads, indices.page_size)
+    base = _base(params)
+    bits = _mask_bits(mask_bits, s.mask_bytes, device) if mask is MaskMode.CUSTOM else None
+    partials = variant.set_partials(base, workspace, s.num_slots)
     pages = indices.kv_indices
     if graph is None:
         sent = schedule.buffer.to(device, non_blocking=True)
@@ -235,34 +313,64 @@ def make_plan(
         pages = None if pages is None else graph.pages(pages, s.nnz_kv)
         bits = None if bits is None else graph.bits(bits)
         sent = graph.upload(schedule.buffer, s.buffer_bytes, device)
-    params = aligned(decision.kernel.params)
-    base = _base(params)
-    _fill(base, s, sent.data_ptr(), partials.data_ptr(), partials_bytes(s.num_slots, tile.rows, key.head_dim_vo))
-    base.group, base.page = FastDivisor.of(group_size), FastDivisor.of(indices.page_size)
-    base.num_qo_heads = num_qo_heads
     base.kv_indices, base.mask = _address(pages), _address(bits)
-    base.window_left = scoring.window_left
-    base.logits_cap = scoring.logits_soft_cap * _LOG2E
+    _set_schedule(base, s, sent.data_ptr())
     grid = s.num_ctas
     if decision.kernel.persistent:
-        grid = min(grid, ctas)
+        grid = min(grid, variant.ctas)
         params.ticket = base.arrivals + 4 * s.num_counters
         params.heads_at_once = num_kv_heads if graph else s.heads_at_once
     if graph is not None:
         base.num_tiles = capacity
         graph.keep(partials, params)
-    return AttentionPlan(decision, module, schedule, params, scoring, device, (sent, pages, bits, partials), grid)
+    return AttentionPlan(decision, variant.module, params, scoring, device, (sent, pages, bits, partials), grid)
 
 
-def _fill(p: AttentionParams, s: ScheduleParams, sent: int, partials: int, partials_bytes: int) -> None:
-    """What the schedule decides: `sent` is where its buffer lies on the device, `partials` the workspace."""
+def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
+    """What the schedule decides: `sent` is where its buffer lies on the device."""
     for name in ("tiles", "mask_indptr", "arrivals"):
         setattr(p, name, sent + getattr(s, f"{name}_offset"))
     p.shares = sent + s.shares_offset if s.is_shared else None
-    p.partial_o = partials
-    p.partial_md = partials + partials_bytes - s.num_slots * s.tile_rows * 8
-    for name in ("num_kv_heads", "num_tiles", "num_ctas", "slots_per_head"):
-        setattr(p, name, getattr(s, name))
+    p.num_tiles, p.num_ctas, p.slots_per_head = s.num_tiles, s.num_ctas, s.slots_per_head
+
+
+def make_plan_on_device(
+    decision: Decision, lengths: Lengths, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
+    workspace: Workspace,
+) -> AttentionPlan:  # fmt: skip
+    """Plan on the current stream of a GPU, without knowing a length on the host. May be captured in a CUDA graph, if
+    both kernels have been used before; each replay then plans anew.
+    """
+    device, group_size = workspace.device, num_qo_heads // num_kv_heads
+    variant = _Variant.of(decision, workspace)
+    planner = _module(OperationKey("schedule_lengths", decision.key.target).spec(), device)
+    tile, ctas = variant.tile, variant.ctas
+    num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // tile.rows)
+    arrivals_bytes = -(-4 * (ctas + 1) // 16) * 16
+    shares_bytes = ctas * ctypes.sizeof(Share)
+    buffer = torch.empty(
+        arrivals_bytes + shares_bytes + num_tiles * ctypes.sizeof(Tile), dtype=torch.uint8, device=device
+    )
+    params = variant.params(scoring, num_qo_heads, num_kv_heads, lengths.page_size)
+    base = _base(params)
+    base.kv_indices = lengths.page_table.data_ptr()
+    base.arrivals, base.shares = buffer.data_ptr(), buffer.data_ptr() + arrivals_bytes
+    base.tiles = base.shares + shares_bytes
+    base.num_tiles, base.num_ctas = num_tiles, ctas
+    if decision.kernel.persistent:
+        params.ticket, params.heads_at_once = base.arrivals + 4 * ctas, num_kv_heads
+    partials = variant.set_partials(base, workspace, 2 * ctas)
+    pages = lengths.page_table.shape[1]
+    p = ScheduleLengthsParams(
+        kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, shares=base.shares, arrivals=base.arrivals,
+        batch_size=lengths.batch_size, qo_len=lengths.qo_len, max_kv_len=min(pages * lengths.page_size, 2**31 - 1),
+        pages_per_request=lengths.page_table.stride(0), num_kv_heads=num_kv_heads, group_size=group_size,
+        tile_rows=tile.rows, tile_kv=tile.kv, causal=int(decision.key.mask is MaskMode.CAUSAL),
+        window_left=scoring.window_left, max_ctas=ctas,
+    )  # fmt: skip
+    launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
+    owned = (buffer, lengths.kv_lens, lengths.page_table, partials)
+    return AttentionPlan(decision, variant.module, params, scoring, device, owned, ctas, follows_planner=True)
 
 
 def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:

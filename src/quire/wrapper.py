@@ -10,6 +10,7 @@ from quire.attention import Attention, AttentionSpec, planned, scoring_of
 from quire.checks import check_flags, check_tensor
 from quire.errors import PlanError
 from quire.graph import GraphState, graph_state
+from quire.planner import Indices
 from quire.types import KVLayout
 from quire.workspace import UserWorkspace
 
@@ -92,5 +93,7 @@ class AttentionWrapper:
 
     @property
     def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        graph = self._graph
-        return planned(self._attention).spec.indices.kv_indices if graph is None else graph.kv_indices
+        if self._graph is not None:
+            return self._graph.kv_indices
+        indices = planned(self._attention).spec.indices
+        return indices.kv_indices if isinstance(indices, Indices) else None

@@ -174,6 +174,10 @@ class CudaModule:
             )
         return loaded
 
+    def is_loaded(self, device: int) -> bool:
+        """Whether a launch on `device` needs no preparation, which a stream that is being captured may refuse."""
+        return device in self._loaded
+
     def prepare(self, device: int, smem: int = 0) -> None:
         """Load the kernel on `device` and allow it `smem` bytes of dynamic shared memory. Cheap when already done."""
         loaded = self._loaded.get(device)

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
-from quire.kernels.params import AppendParams, MergeParams, PackbitsParams, ScheduleParams, struct_of
+from quire.kernels.params import (
+    AppendParams,
+    MergeParams,
+    PackbitsParams,
+    ScheduleLengthsParams,
+    ScheduleParams,
+    struct_of,
+)
 
 __all__ = ["OPERATIONS", "PARALLEL_THREADS", "Operation", "OperationKey"]
 
@@ -26,6 +33,7 @@ class Operation:
     types: tuple[str, ...]  #: element types by slug; () if the code does not depend on one
     vectors: tuple[int, ...]  #: elements that one thread moves at a time
     on_cuda: bool = True
+    on_host: bool = True
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -39,6 +47,15 @@ OPERATIONS: dict[str, Operation] = {
             (),
             (1,),
             on_cuda=False,
+        ),
+        Operation(
+            "schedule_lengths",
+            "quire/kernels/schedule_lengths.cuh",
+            "ScheduleLengths",
+            ScheduleLengthsParams,
+            (),
+            (1,),
+            on_host=False,
         ),
         Operation("merge", "quire/kernels/merge.h", "MergeStates", MergeParams, ("fp32", "fp16", "bf16"), (1, 8)),
         Operation("append", "quire/kernels/append.h", "AppendPaged", AppendParams, ("u8", "u16", "u32"), (1, 4, 8, 16)),
@@ -60,7 +77,7 @@ class OperationKey:
     def __post_init__(self) -> None:
         op = OPERATIONS.get(self.name)
         known = op is not None and self.vector in op.vectors and self.type in (op.types or ("",))
-        if not known or (self.target.startswith("sm") and op is not None and not op.on_cuda):
+        if op is None or not known or not (op.on_cuda if self.target.startswith("sm") else op.on_host):
             raise ValidationError(
                 f"operation: there is no {self.name!r} for {self.target} with {self.type!r} x {self.vector}."
             )

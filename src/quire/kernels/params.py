@@ -21,6 +21,7 @@ __all__ = [
     "FastDivisor",
     "MergeParams",
     "PackbitsParams",
+    "ScheduleLengthsParams",
     "ScheduleParams",
     "Share",
     "TensorMap",
@@ -134,6 +135,16 @@ class ScheduleParams(ctypes.Structure):
         *((name, c_int64) for name in ("nnz_kv", "num_slots", "num_counters", "mask_bytes", "kv_tokens")),
         *((name, c_int64) for name in ("arrivals_offset", "shares_offset", "mask_indptr_offset", "tiles_offset")),
         *((name, c_int64) for name in ("buffer_bytes", "filled_bytes")),
+    )
+
+
+class ScheduleLengthsParams(ctypes.Structure):
+    """What the planner on the device is given; see kernels/schedule_lengths.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("kv_lens", "tiles", "shares", "arrivals")),
+        *((name, c_int32) for name in ("batch_size", "qo_len", "max_kv_len", "pages_per_request", "num_kv_heads")),
+        *((name, c_int32) for name in ("group_size", "tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
     )
 
 

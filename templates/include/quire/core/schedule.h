@@ -33,6 +33,27 @@ struct Piece {
 
 QUIRE_HD int tile_units(const Tile& tile) { return max(1, tile.kv_end - tile.kv_begin); }
 
+// The kv tiles that a tile's rows can see. p: the masks' parameters and the tile's size, as schedulers are given them.
+template <class Params>
+QUIRE_HD void set_kv_range(const Params& p, Tile& tile) {
+  const int row_end = min(tile.row_begin + p.tile_rows, tile.qo_len * p.group_size);
+  const int diagonal = tile.kv_len - tile.qo_len;  // key that query 0 stands at
+  int begin = 0, end = tile.kv_len;
+  if (p.causal) end = min(end, (row_end - 1) / p.group_size + diagonal + 1);
+  if (p.window_left >= 0) {
+    const int64_t first = static_cast<int64_t>(tile.row_begin / p.group_size) + diagonal - p.window_left;
+    begin = static_cast<int>(max<int64_t>(first, 0));
+  }
+  tile.kv_begin = begin / p.tile_kv;
+  tile.kv_end = end <= begin ? tile.kv_begin : ceil_div(end, p.tile_kv);
+}
+
+// What all shares of a schedule have in common.
+QUIRE_HD Share cut_into_shares(int num_tiles, int work_per_head, int total_units, int max_shares) {
+  const int count = max(1, min(max_shares, total_units));
+  return {0, 0, 0, 0, num_tiles, work_per_head, total_units / count, total_units % count};
+}
+
 // All units of a schedule are fewer than 2^31, so that these divisions are short.
 QUIRE_HD int share_begin(const Share& all, int cta) { return all.units_each * cta + min(cta, all.num_longer); }
 

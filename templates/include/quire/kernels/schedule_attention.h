@@ -106,19 +106,6 @@ struct ScheduleAttention {
     return ScheduleError::kNone;
   }
 
-  // The kv tiles that rows [row_begin, row_end) of a request can see.
-  static void kv_range(const ScheduleParams& p, int qo_len, int kv_len, int row_begin, int row_end, Tile& tile) {
-    int end = kv_len, begin = 0;
-    const int diagonal = kv_len - qo_len;  // key that query 0 stands at
-    if (p.causal) end = min(end, (row_end - 1) / p.group_size + diagonal + 1);
-    if (p.window_left >= 0) {
-      const int64_t first = static_cast<int64_t>(row_begin / p.group_size) + diagonal - p.window_left;
-      begin = static_cast<int>(max<int64_t>(first, 0));
-    }
-    tile.kv_begin = begin / p.tile_kv;
-    tile.kv_end = end <= begin ? tile.kv_begin : ceil_div(end, p.tile_kv);
-  }
-
   // Calls emit(Tile&) for each tile, in order of requests and rows.
   template <class Emit>
   static void for_each_tile(const ScheduleParams& p, Emit&& emit) {
@@ -127,7 +114,7 @@ struct ScheduleAttention {
       const int qo_len = qo_begin(p, b + 1) - qo_begin(p, b), kv_len = kv_length(p, b), rows = qo_len * p.group_size;
       for (int row = 0; row < rows; row += p.tile_rows) {
         Tile tile = {b, row, 0, 0, 0, -1, 0, 1, p.kv_indptr[b], kv_len, qo_begin(p, b), qo_len};
-        kv_range(p, qo_len, kv_len, row, min(row + p.tile_rows, rows), tile);
+        set_kv_range(p, tile);
         emit_parts(p, tile, slot, emit);
       }
     }
@@ -249,8 +236,8 @@ struct ScheduleAttention {
   // not cut again: a share begins at the first of them that begins within its run.
   static void fill_shares(const ScheduleParams& p, const Tile* tiles) {
     Share* shares = at<Share>(p, p.shares_offset);
-    const int total = p.work_per_head * p.num_kv_heads, num_shares = max(1, min(p.num_ctas, total));
-    const Share all = {0, 0, 0, 0, p.num_tiles, p.work_per_head, total / num_shares, total % num_shares};
+    const int total = p.work_per_head * p.num_kv_heads;
+    const Share all = cut_into_shares(p.num_tiles, p.work_per_head, total, p.num_ctas);
     int tile = 0, kv_head = 0;
     const auto unit = [&] { return p.work_per_head * kv_head + tiles[tile].work_begin; };
     const auto advance = [&] {

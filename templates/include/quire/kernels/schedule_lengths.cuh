@@ -1,0 +1,127 @@
+// Plans on the device, from lengths that the host does not know: as many query rows in each request, keys in pages. One
+// CTA, a few microseconds; may be captured in a CUDA graph whose lengths change. Work is always cut into shares.
+#pragma once
+#include "quire/core/parallel.h"
+#include "quire/core/schedule.h"
+#include "quire/ptx/grid.cuh"
+
+namespace quire {
+
+struct ScheduleLengthsParams {
+  const int32_t* kv_lens;  // [batch_size]
+  Tile* tiles;             // [batch_size * tiles of a request]
+  Share* shares;           // [max_ctas]
+  uint32_t* arrivals;      // [max_ctas + 1]
+  int32_t batch_size;
+  int32_t qo_len;
+  int32_t max_kv_len;         // longer requests are cut off there: there are no pages beyond
+  int32_t pages_per_request;  // entries of kv_indices from one request's first to the next one's
+  int32_t num_kv_heads;
+  int32_t group_size;
+  int32_t tile_rows;
+  int32_t tile_kv;
+  int32_t causal;
+  int32_t window_left;
+  int32_t max_ctas;
+};
+
+template <class Variant>
+struct ScheduleLengths {
+  static constexpr int kThreads = kParallelThreads, kMinCtas = 1, kSmemBytes = 0;
+
+  QUIRE_DEVICE static void run(const ScheduleLengthsParams& p, unsigned char*) {
+    ptx::wait_for_predecessor();
+    ptx::launch_dependents();
+    const int work_per_head = write_tiles(p);
+    write_shares(p, work_per_head);
+    for (int i = threadIdx.x; i <= p.max_ctas; i += kThreads) p.arrivals[i] = 0;
+  }
+
+ private:
+  QUIRE_DEVICE static int tiles_of_request(const ScheduleLengthsParams& p) {
+    return ceil_div(p.qo_len * p.group_size, p.tile_rows);
+  }
+
+  // Returns the work units of one kv head.
+  QUIRE_DEVICE static int write_tiles(const ScheduleLengthsParams& p) {
+    const int per_request = tiles_of_request(p), count = p.batch_size * per_request;
+    int work = 0;
+    for (int first = 0; first < count; first += kThreads) {
+      const int i = first + static_cast<int>(threadIdx.x);
+      Tile tile = {};
+      if (i < count) tile = make_tile(p, i / per_request, i % per_request);
+      const int units = i < count ? tile_units(tile) : 0;
+      int total;
+      tile.work_begin = work + sum_before(units, total);
+      if (i < count) p.tiles[i] = tile;
+      work += total;
+    }
+    __syncthreads();  // the tiles are read again below
+    return work;
+  }
+
+  QUIRE_DEVICE static Tile make_tile(const ScheduleLengthsParams& p, int request, int tile_of_request) {
+    Tile tile = {};
+    tile.request = request, tile.row_begin = tile_of_request * p.tile_rows, tile.slot = -1, tile.num_parts = 1;
+    tile.kv_first = request * p.pages_per_request, tile.kv_len = max(0, min(p.kv_lens[request], p.max_kv_len));
+    tile.qo_begin = request * p.qo_len, tile.qo_len = p.qo_len;
+    set_kv_range(p, tile);
+    return tile;
+  }
+
+  // The sum of `x` over the threads before this one, and over all. Whole CTAs only.
+  QUIRE_DEVICE static int sum_before(int x, int& total) {
+    constexpr int kWarps = kThreads / 32;
+    __shared__ int sums[kWarps];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = x;
+#pragma unroll
+    for (int i = 1; i < 32; i *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, sum, i);
+      if (lane >= i) sum += other;
+    }
+    __syncthreads();  // the sums of the last round have been read
+    if (lane == 31) sums[warp] = sum;
+    __syncthreads();
+    int before = 0;
+    total = 0;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      if (i < warp) before += sums[i];
+      total += sums[i];
+    }
+    return before + sum - x;
+  }
+
+  QUIRE_DEVICE static void write_shares(const ScheduleLengthsParams& p, int work_per_head) {
+    const int num_tiles = p.batch_size * tiles_of_request(p), total = work_per_head * p.num_kv_heads;
+    const Share all = cut_into_shares(num_tiles, work_per_head, total, p.max_ctas);
+    for (int c = threadIdx.x; c < p.max_ctas; c += kThreads) {
+      Share share = all;
+      const int begin = min(share_begin(all, c), total), end = min(share_begin(all, c + 1), total);
+      if (begin < end) {
+        share.kv_head = begin / work_per_head;
+        const int unit = begin - share.kv_head * work_per_head;
+        share.tile = tile_of_unit(p.tiles, num_tiles, unit);
+        share.offset = unit - p.tiles[share.tile].work_begin, share.units = end - begin;
+      }
+      p.shares[c] = share;
+    }
+  }
+
+  // The last tile that begins at or before `unit`.
+  QUIRE_DEVICE static int tile_of_unit(const Tile* tiles, int count, int unit) {
+    int low = 0, high = count - 1;
+    while (low < high) {
+      const int middle = (low + high + 1) / 2;
+      if (tiles[middle].work_begin <= unit) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+};
+
+}  // namespace quire
