@@ -85,7 +85,7 @@ def _operations(target: str, dtypes: Iterable[str]) -> Iterator[Spec]:
         yield OperationKey("schedule_lengths", target).spec()
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
-        yield OperationKey("merge", target, dtype.slug, 8).spec()
+        yield from (OperationKey(name, target, dtype.slug, 8).spec() for name in ("merge", "merge_pair"))
         yield OperationKey("append", target, f"u{8 * dtype.bytes}", 16 // dtype.bytes).spec()
 
 

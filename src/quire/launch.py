@@ -10,9 +10,8 @@ import torch
 from quire.errors import QuireError
 from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
-from quire.target import max_ctas
 
-__all__ = ["Launcher", "launch", "parallel_grid"]
+__all__ = ["Launcher", "launch", "row_grid"]
 
 
 def launch(
@@ -61,6 +60,8 @@ class Launcher:
             bound(torch._C._cuda_getCurrentRawStream(self._index))
 
 
-def parallel_grid(items: int, device: torch.device) -> int:
-    """CTAs of a kernel made of one parallel_for: enough for the items, not more than fill the GPU a few times."""
-    return min(-(-items // PARALLEL_THREADS), max_ctas(device, 16)) if device.type == "cuda" else 1
+def row_grid(rows: int, columns: int) -> int:
+    """CTAs of a kernel made of one parallel_rows(): a thread an item."""
+    if columns < PARALLEL_THREADS:
+        return -(-rows // (PARALLEL_THREADS // columns))
+    return rows * -(-columns // PARALLEL_THREADS)

@@ -6,6 +6,7 @@ v [num_tokens, num_heads, head_dim] is the normalised output and s [num_tokens, 
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import MergeParams
-from quire.launch import launch, parallel_grid
+from quire.launch import launch, row_grid
 from quire.target import target_of
 from quire.types import dtype_of
 
@@ -25,10 +26,10 @@ def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged (v, s) of two states. A state whose s is -inf had no keys and does not count."""
-    tokens, num_heads, head_dim = _state(v_a, s_a, "v_a", "s_a")
+    _state(v_a, s_a, "v_a", "s_a")
     _same(v_b, s_b, v_a, "v_b", "s_b")
     v, s = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device), torch.empty(s_a.shape, device=s_a.device)
-    _launch(v_a.contiguous(), _scores(s_a, "s_a"), v, s, tokens, 2, num_heads, head_dim, (v_b, s_b), None)
+    _launch(_pair(v_a, s_a, v_b, s_b), v, s, None)
     return v, s
 
 
@@ -36,7 +37,7 @@ def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
     """Merge (v_other, s_other) into (v, s). `mask` [num_tokens] bool or uint8: tokens with 0 stay as they are."""
-    tokens, num_heads, head_dim = _state(v, s, "v", "s")
+    _state(v, s, "v", "s")
     _same(v_other, s_other, v, "v_other", "s_other")
     for tensor, name in ((v, "v"), (s, "s")):
         if not tensor.is_contiguous():
@@ -45,13 +46,13 @@ def merge_state_in_place(
             )
     if mask is not None:
         check_tensor(mask, "mask")
-        check_shape(mask, "mask", {"num_tokens": tokens})
+        check_shape(mask, "mask", {"num_tokens": v.shape[0]})
         check_same_device(mask, "mask", v.device)
         if mask.dtype not in (torch.bool, torch.uint8):
             raise ValidationError(f"mask: expected dtype torch.bool or torch.uint8, got {mask.dtype}.")
         mask = mask.contiguous()
     merged = s.clone()  # the kernel reads s for every part of a row, so it must not write it
-    _launch(v, _scores(s, "s"), v, merged, tokens, 2, num_heads, head_dim, (v_other, s_other), mask)
+    _launch(_pair(v, s, v_other, s_other), v, merged, mask)
     s.copy_(merged)
 
 
@@ -66,20 +67,19 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     check_same_device(s, "s", v.device)
     out = torch.empty((tokens, num_heads, head_dim), dtype=v.dtype, device=v.device)
     lse = torch.empty((tokens, num_heads), dtype=torch.float32, device=v.device)
-    _launch(v.contiguous(), _scores(s, "s"), out, lse, tokens, states, num_heads, head_dim, None, None)
+    _scores(s, "s")
+    _launch(_stacked(v, s), out, lse, None)
     return out, lse
 
 
-def _state(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str) -> tuple[int, int, int]:
+def _state(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str) -> None:
     check_tensor(v, v_name)
     if v.dim() != 3:
         raise ValidationError(f"{v_name}: expected [num_tokens, num_heads, head_dim], got {list(v.shape)}.")
-    tokens, num_heads, head_dim = v.shape
     check_tensor(s, s_name)
-    check_shape(s, s_name, {"num_tokens": tokens, "num_heads": num_heads})
+    check_shape(s, s_name, {"num_tokens": v.shape[0], "num_heads": v.shape[1]})
     check_same_device(s, s_name, v.device)
     _scores(s, s_name)
-    return tokens, num_heads, head_dim
 
 
 def _same(v: torch.Tensor, s: torch.Tensor, like: torch.Tensor, v_name: str, s_name: str) -> None:
@@ -89,28 +89,73 @@ def _same(v: torch.Tensor, s: torch.Tensor, like: torch.Tensor, v_name: str, s_n
     check_same_device(v, v_name, like.device)
 
 
-def _scores(s: torch.Tensor, name: str) -> torch.Tensor:
+def _scores(s: torch.Tensor, name: str) -> None:
     if s.dtype is not torch.float32:
         raise ValidationError(f"{name}: expected dtype torch.float32, got {s.dtype}.")
-    return s.contiguous()
 
 
-def _launch(
-    v: torch.Tensor, s: torch.Tensor, v_out: torch.Tensor, s_out: torch.Tensor, tokens: int, states: int,
-    num_heads: int, head_dim: int, other: tuple[torch.Tensor, torch.Tensor] | None, mask: torch.Tensor | None,
-) -> None:  # fmt: skip
+class _States(NamedTuple):
+    """Where states are: the first one's v and s, and the bytes from token to token and from state to state."""
+
+    v: torch.Tensor
+    s: torch.Tensor
+    v_token_bytes: int
+    v_state_bytes: int
+    s_token_bytes: int
+    s_state_bytes: int
+    num_states: int
+    other: tuple[torch.Tensor, ...]  #: the tensors of the second state, where it has its own
+
+
+def _stacked(v: torch.Tensor, s: torch.Tensor) -> _States:
+    """States along dimension 1."""
+    v, s = _dense(v, 2), _dense(s, 1)
+    return _States(v, s, _bytes(v, 0), _bytes(v, 1), _bytes(s, 0), _bytes(s, 1), v.shape[1], ())
+
+
+def _pair(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor) -> _States:
+    """Two states, the second as far from the first as their tensors are."""
+    v, v_other = _alike(v, v_other, 2)
+    s, s_other = _alike(s, s_other, 1)
+    v_apart, s_apart = v_other.data_ptr() - v.data_ptr(), s_other.data_ptr() - s.data_ptr()
+    return _States(v, s, _bytes(v, 0), v_apart, _bytes(s, 0), s_apart, 2, (v_other, s_other))
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as they are if tokens are equally far apart in them, else copies."""
+    a, b = _dense(a, dims), _dense(b, dims)
+    return (a, b) if a.stride(0) == b.stride(0) else (a.contiguous(), b.contiguous())
+
+
+def _dense(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    """Itself if its last `dims` dimensions are contiguous, else a copy."""
+    expected = 1
+    for dim in range(1, dims + 1):
+        if tensor.shape[-dim] > 1 and tensor.stride(-dim) != expected:
+            return tensor.contiguous()
+        expected *= tensor.shape[-dim]
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor, dim: int) -> int:
+    return tensor.stride(dim) * tensor.element_size()
+
+
+def _launch(states: _States, v_out: torch.Tensor, s_out: torch.Tensor, mask: torch.Tensor | None) -> None:
+    v, s = states.v, states.s
     dtype = dtype_of(v.dtype, "v")
     if v_out.numel() == 0:
         return
-    pair = None if other is None else (other[0].contiguous(), other[1].contiguous())
-    tensors = [v, v_out] + ([pair[0]] if pair else [])
-    vector = 8 if head_dim % 8 == 0 and all(t.data_ptr() % 16 == 0 for t in tensors) else 1
+    tokens, num_heads, head_dim = v_out.shape
+    places = (v.data_ptr(), v_out.data_ptr(), states.v_token_bytes, states.v_state_bytes)
+    vector = 8 if head_dim % 8 == 0 and all(place % 16 == 0 for place in places) else 1
     params = MergeParams(
-        v=v.data_ptr(), s=s.data_ptr(), v_other=pair[0].data_ptr() if pair else None,
-        s_other=pair[1].data_ptr() if pair else None, v_out=v_out.data_ptr(), s_out=s_out.data_ptr(),
-        mask=None if mask is None else mask.data_ptr(), num_tokens=tokens, num_states=states, num_heads=num_heads,
-        head_dim=head_dim,
+        v=v.data_ptr(), s=s.data_ptr(), v_out=v_out.data_ptr(), s_out=s_out.data_ptr(),
+        mask=None if mask is None else mask.data_ptr(), num_tokens=tokens,
+        v_token_bytes=states.v_token_bytes, v_state_bytes=states.v_state_bytes, s_token_bytes=states.s_token_bytes,
+        s_state_bytes=states.s_state_bytes, num_states=states.num_states, num_heads=num_heads, head_dim=head_dim,
     )  # fmt: skip
-    module = get_module(OperationKey("merge", target_of(v.device), dtype.slug, vector).spec())
-    grid = parallel_grid(v_out.numel() // vector, v.device)
+    name = "merge_pair" if states.num_states == 2 else "merge"
+    module = get_module(OperationKey(name, target_of(v.device), dtype.slug, vector).spec())
+    grid = row_grid(tokens, num_heads * (head_dim // vector))
     launch(module, ctypes.addressof(params), v.device, grid=grid, block=PARALLEL_THREADS)

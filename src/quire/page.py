@@ -11,7 +11,7 @@ from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
-from quire.launch import launch, parallel_grid
+from quire.launch import launch, row_grid
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, page_size_of
 from quire.target import target_of
 from quire.types import KVLayout
@@ -94,8 +94,7 @@ def _launch(
     size = key.element_size()
     vector = _vector(params, size)
     module = get_module(OperationKey("append", target_of(key.device), f"u{8 * size}", vector).spec())
-    items = key.shape[0] * k.num_heads * (k.head_dim + v.head_dim) // vector
-    grid = parallel_grid(items, key.device)
+    grid = row_grid(key.shape[0], k.num_heads * (max(k.head_dim, v.head_dim) // vector))
     launch(module, ctypes.addressof(params), key.device, grid=grid, block=PARALLEL_THREADS)
 
 

@@ -12,11 +12,13 @@ from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import PackbitsParams
-from quire.launch import launch, parallel_grid
-from quire.planner import Indices
+from quire.launch import launch
+from quire.schedule import Indices
 from quire.target import target_of
 
 __all__ = ["pack_mask", "packbits", "segment_packbits"]
+
+_BYTES_A_CTA = 1024  #: two for each of kChunk in kernels/packbits.h
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
@@ -93,14 +95,15 @@ def _pack(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "x") 
     if offsets[-1] == 0:
         return y
     x = x.contiguous()
-    index = torch.tensor([segments, offsets], dtype=torch.int64)
-    sent = index.pin_memory().to(x.device, non_blocking=True) if x.device.type == "cuda" else index
     params = PackbitsParams(
-        x=x.data_ptr(), y=y.data_ptr(), segment_begin=sent[0].data_ptr(), byte_begin=sent[1].data_ptr(),
-        num_bytes=offsets[-1], num_segments=len(segments) - 1, little=int(bitorder == "little"),
+        x=x.data_ptr(), y=y.data_ptr(), n=x.shape[0], num_bytes=offsets[-1], num_segments=len(segments) - 1,
+        little=int(bitorder == "little"),
     )  # fmt: skip
+    if segments != [0, x.shape[0]]:
+        index = torch.tensor([segments, offsets], dtype=torch.int64, pin_memory=x.device.type == "cuda")
+        sent = index.to(x.device, non_blocking=True)
+        params.segment_begin, params.byte_begin = sent.data_ptr(), sent.data_ptr() + 8 * len(segments)
     module = get_module(OperationKey("packbits", target_of(x.device)).spec())
-    launch(
-        module, ctypes.addressof(params), x.device, grid=parallel_grid(offsets[-1], x.device), block=PARALLEL_THREADS
-    )
+    grid = -(-offsets[-1] // _BYTES_A_CTA)
+    launch(module, ctypes.addressof(params), x.device, grid=grid, block=PARALLEL_THREADS)
     return y

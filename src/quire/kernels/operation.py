@@ -58,6 +58,7 @@ OPERATIONS: dict[str, Operation] = {
             on_host=False,
         ),
         Operation("merge", "quire/kernels/merge.h", "MergeStates", MergeParams, ("fp32", "fp16", "bf16"), (1, 8)),
+        Operation("merge_pair", "quire/kernels/merge.h", "MergePair", MergeParams, ("fp32", "fp16", "bf16"), (1, 8)),
         Operation("append", "quire/kernels/append.h", "AppendPaged", AppendParams, ("u8", "u16", "u32"), (1, 4, 8, 16)),
         Operation("packbits", "quire/kernels/packbits.h", "Packbits", PackbitsParams, (), (1,)),
     )

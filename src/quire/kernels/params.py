@@ -152,8 +152,9 @@ class MergeParams(ctypes.Structure):
     """Merging attention states; shapes stand in kernels/merge.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("v", "s", "v_other", "s_other", "v_out", "s_out", "mask")),
+        *((name, c_void_p) for name in ("v", "s", "v_out", "s_out", "mask")),
         ("num_tokens", c_int64),
+        *((name, c_int64) for name in ("v_token_bytes", "v_state_bytes", "s_token_bytes", "s_state_bytes")),
         *((name, c_int32) for name in ("num_states", "num_heads", "head_dim")),
     )
 
@@ -179,6 +180,7 @@ class PackbitsParams(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "segment_begin", "byte_begin")),
+        ("n", c_int64),
         ("num_bytes", c_int64),
         ("num_segments", c_int32),
         ("little", c_int32),

@@ -1,4 +1,4 @@
-// One loop over independent items, for host and device alike: threads of a grid, or OpenMP threads.
+// Loops over independent items, for host and device alike: threads of a grid, or OpenMP threads.
 #pragma once
 #include "quire/core/types.h"
 
@@ -6,15 +6,40 @@ namespace quire {
 
 constexpr int kParallelThreads = 256;
 
-// Calls body(i) for each i in [0, n).
+// Calls body(row, column) for each row in [0, rows) and column in [0, columns). On a GPU a thread does one item: what a
+// loop keeps in registers costs threads in flight. CTA i works on whole rows, as many as it has threads for, or on a
+// part of one: see row_grid() in launch.py. Its number and the threads are divided by, in 32 bits, not the items: two
+// 64-bit divisions an item cost more than a merge does.
 template <class Body>
-QUIRE_HD void parallel_for(int64_t n, Body&& body) {
+QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 #ifdef __CUDA_ARCH__
-  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += step) body(i);
+  if (columns < kParallelThreads) {
+    const unsigned rows_at_once = kParallelThreads / columns, row_of_thread = threadIdx.x / columns;
+    const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_at_once + row_of_thread;
+    if (row_of_thread < rows_at_once && row < rows) body(row, static_cast<int>(threadIdx.x - row_of_thread * columns));
+  } else {
+    const unsigned parts = ceil_div(columns, kParallelThreads), row = blockIdx.x / parts;
+    const int column = (blockIdx.x - row * parts) * kParallelThreads + threadIdx.x;
+    if (column < columns) body(static_cast<int64_t>(row), column);
+  }
 #else
 #pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < n; ++i) body(i);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int column = 0; column < columns; ++column) body(row, column);
+  }
+#endif
+}
+
+// Calls body(begin, end, lane, lanes) for each `size` items of [0, n): lane l of them does items begin + l, then every
+// `lanes` further on.
+template <class Body>
+QUIRE_HD void parallel_chunks(int64_t n, int size, Body&& body) {
+#ifdef __CUDA_ARCH__
+  const int64_t begin = static_cast<int64_t>(blockIdx.x) * size;
+  body(begin, min<int64_t>(n, begin + size), static_cast<int>(threadIdx.x), kParallelThreads);
+#else
+#pragma omp parallel for schedule(static)
+  for (int64_t begin = 0; begin < n; begin += size) body(begin, min<int64_t>(n, begin + size), 0, 1);
 #endif
 }
 

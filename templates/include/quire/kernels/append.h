@@ -1,5 +1,6 @@
 // Writes new keys and values into a paged cache: token i of append_key goes to position positions[i] of request
-// batch_indices[i]. Bound by memory: each value is read and written once.
+// batch_indices[i]. Bound by memory: each value is read and written once. One item is a pack of keys and the pack of
+// values beside it; both are asked for before their page is looked up, which takes three reads one after another.
 #pragma once
 #include "quire/core/parallel.h"
 
@@ -28,7 +29,7 @@ struct AppendParams {
 template <class Variant>
 struct AppendPaged {
   using T = typename Variant::T;  // an unsigned integer of the element's size: values are moved, not computed with
-  static constexpr int kThreads = kParallelThreads, kMinCtas = 1, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = 8, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
 
   struct alignas(kVec * sizeof(T)) Pack {
@@ -36,32 +37,42 @@ struct AppendPaged {
   };
 
   QUIRE_HD static int run(const AppendParams& p, unsigned char* = nullptr) {
-    const int packs_k = p.head_dim_k / kVec, packs = packs_k + p.head_dim_v / kVec;
-    parallel_for(p.nnz * p.num_kv_heads * packs, [&](int64_t i) {
-      const int64_t row = i / packs;
-      const int pack = static_cast<int>(i - row * packs), head = static_cast<int>(row % p.num_kv_heads);
-      copy(p, row / p.num_kv_heads, head, pack, packs_k);
+    const int packs = max(p.head_dim_k, p.head_dim_v) / kVec;
+    parallel_rows(p.nnz, p.num_kv_heads * packs, [&](int64_t token, int column) {
+      const unsigned head = static_cast<unsigned>(column) / static_cast<unsigned>(packs);
+      copy(p, token, head, (column - static_cast<int>(head) * packs) * kVec);
     });
     return 0;
   }
 
  private:
-  QUIRE_HD static void copy(const AppendParams& p, int64_t token, int head, int pack, int packs_k) {
+  QUIRE_HD static void copy(const AppendParams& p, int64_t token, int64_t head, int begin) {
+    const bool has_k = begin < p.head_dim_k, has_v = begin < p.head_dim_v;
+    Pack k, v;
+    if (has_k) k = *pack(p.key, token * p.key_token_stride + head * p.key_head_stride + begin);
+    if (has_v) v = *pack(p.value, token * p.value_token_stride + head * p.value_head_stride + begin);
+    int64_t page;
+    int at;
+    if (!find(p, token, page, at)) return;
+    if (has_k) *pack(p.k_cache, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + begin) = k;
+    if (has_v) *pack(p.v_cache, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + begin) = v;
+  }
+
+  QUIRE_HD static Pack* pack(void* from, int64_t element) {
+    return reinterpret_cast<Pack*>(static_cast<T*>(from) + element);
+  }
+  QUIRE_HD static const Pack* pack(const void* from, int64_t element) {
+    return reinterpret_cast<const Pack*>(static_cast<const T*>(from) + element);
+  }
+
+  // The page of a token and its place there; false if it has none: nothing outside a request is ever written.
+  QUIRE_HD static bool find(const AppendParams& p, int64_t token, int64_t& page, int& at) {
     const int request = p.batch_indices[token], position = p.positions[token];
-    if (request < 0 || request >= p.batch_size || position < 0) return;
-    const int slot = p.kv_indptr[request] + position / p.page_size;
-    if (slot >= p.kv_indptr[request + 1]) return;  // no page was allocated for it: never write outside the request
-    const int64_t page = p.kv_indices[slot], at = position % p.page_size;
-    if (page < 0 || page >= p.num_pages) return;
-    if (pack < packs_k) {
-      T* to = static_cast<T*>(p.k_cache) + page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride;
-      const T* from = static_cast<const T*>(p.key) + token * p.key_token_stride + head * p.key_head_stride;
-      reinterpret_cast<Pack*>(to)[pack] = reinterpret_cast<const Pack*>(from)[pack];
-    } else {
-      T* to = static_cast<T*>(p.v_cache) + page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride;
-      const T* from = static_cast<const T*>(p.value) + token * p.value_token_stride + head * p.value_head_stride;
-      reinterpret_cast<Pack*>(to)[pack - packs_k] = reinterpret_cast<const Pack*>(from)[pack - packs_k];
-    }
+    if (request < 0 || request >= p.batch_size || position < 0) return false;
+    const int of_request = position / p.page_size, first = p.kv_indptr[request];
+    if (of_request >= p.kv_indptr[request + 1] - first) return false;
+    page = p.kv_indices[first + of_request], at = position - of_request * p.page_size;
+    return page >= 0 && page < p.num_pages;
   }
 };
 
