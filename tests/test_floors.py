@@ -17,7 +17,7 @@ FLOORS = [
     {"prefill", "decode", "cascade", "merge", "page"},
     {"wrapper", "attention"},
     {"quantization"},
-    {"planner", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"},
+    {"planner", "plan", "schedule", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"},
     {"kernels"},
     {"types"},
     {"jit"},

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import oracle
 from quire.errors import ValidationError
 from quire.kernels import TileShape
-from quire.planner import Indices, make_schedule
+from quire.schedule import Indices, make_schedule
 from quire.types import MaskMode
 
 
@@ -39,7 +39,7 @@ class Batch:
     page_size: int = 0  #: 0: ragged
 
     def schedule(self):
-        """The schedule of quire.planner."""
+        """The schedule of quire.schedule."""
         counts = [-(-n // self.page_size) if self.page_size else n for n in self.kv_lens]
         last = [(n - 1) % self.page_size + 1 if n else 0 for n in self.kv_lens] if self.page_size else None
         indices = Indices(

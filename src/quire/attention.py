@@ -23,8 +23,10 @@ from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
-from quire.planner import AttentionPlan, Indices, Lengths, Scoring, make_plan, make_plan_on_device
+from quire.plan import AttentionPlan, Scoring
+from quire.planner import make_plan, make_plan_on_device
 from quire.quantization import pack_mask
+from quire.schedule import Indices, Lengths
 from quire.target import target_of
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
 from quire.workspace import Workspace

@@ -27,7 +27,7 @@ from quire.attention import (
 from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.errors import ValidationError
 from quire.layout import PagedCache
-from quire.planner import Indices
+from quire.schedule import Indices
 from quire.types import KVLayout
 from quire.workspace import OwnWorkspace
 from quire.wrapper import AttentionWrapper

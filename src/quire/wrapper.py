@@ -10,7 +10,7 @@ from quire.attention import Attention, AttentionSpec, planned, scoring_of
 from quire.checks import check_flags, check_tensor
 from quire.errors import PlanError
 from quire.graph import GraphState, graph_state
-from quire.planner import Indices
+from quire.schedule import Indices
 from quire.types import KVLayout
 from quire.workspace import UserWorkspace
 

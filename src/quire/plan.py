@@ -1,0 +1,85 @@
+"""A plan: everything of a call but its tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import NamedTuple
+
+import torch
+
+from quire.jit import Module
+from quire.kernels import Decision
+from quire.kernels.attention import Geometry
+from quire.kernels.params import AttentionParams
+from quire.launch import Launcher
+from quire.layout import KVView
+from quire.tensor_maps import TensorMaps
+
+__all__ = ["LOG2E", "AttentionPlan", "Scoring", "base_of"]
+
+LOG2E = math.log2(math.e)
+
+
+class Scoring(NamedTuple):
+    """What happens to a logit, as run-time values."""
+
+    sm_scale: float
+    window_left: int  #: -1: none
+    logits_soft_cap: float  #: 0: none
+
+
+class AttentionPlan:
+    """Everything of a call but its tensors: owns its index arrays, runs any number of times.
+
+    Two runs of one plan must not overlap on different streams or threads: they share the workspace.
+    """
+
+    def __init__(
+        self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
+        owned: tuple[torch.Tensor | None, ...], grid: int, *, follows_planner: bool = False,
+    ) -> None:  # fmt: skip
+        kernel = decision.kernel
+        self.device = device
+        self._follows_planner = follows_planner  # on the device: then starting early always helps
+        self._params = base_of(params)
+        self._scoring = scoring
+        self._owned = (params, *owned)  # what the parameter struct points into
+        self._maps = TensorMaps(kernel, decision.key, kernel.tile(decision.key), params) if kernel.copies else None
+        self._launch = Launcher(module, params, device, grid, pdl=kernel.pdl)
+
+    def set_form(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
+        """The form of the tensors that the next runs bring."""
+        p = self._params
+        p.q_token_stride, p.q_head_stride, _ = q.stride()
+        p.o_token_stride, p.o_head_stride, _ = o.stride()
+        p.k_page_stride, p.k_token_stride, p.k_head_stride = k.page_stride, k.token_stride, k.head_stride
+        p.v_page_stride, p.v_token_stride, p.v_head_stride = v.page_stride, v.token_stride, v.head_stride
+        if self._maps is not None:
+            geometry = Geometry(
+                q.shape[0], min(k.num_tokens, v.num_tokens), min(k.num_pages, v.num_pages), p.page.divisor,
+                p.num_kv_heads, p.group.divisor,
+                (p.q_token_stride, p.q_head_stride), (p.k_page_stride, p.k_token_stride, p.k_head_stride),
+                (p.v_page_stride, p.v_token_stride, p.v_head_stride),
+            )  # fmt: skip
+            self._maps.encode(geometry, {"q": q.data_ptr(), "k": k.pointer, "v": v.pointer})
+
+    def run(
+        self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None, *,
+        logits_scale: float = 1.0, o_scale: float = 1.0, enable_pdl: bool = False,
+    ) -> None:  # fmt: skip
+        """Launch on the current stream, on tensors at these addresses, of the form that set_form() was told."""
+        p = self._params
+        p.q, p.k, p.v, p.o, p.lse, p.sinks = q, k, v, o, lse, sinks
+        scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
+        p.logits_scale = scale / cap if cap else scale * LOG2E
+        p.o_scale = o_scale
+        if self._maps is not None:
+            self._maps.move({"q": q, "k": k, "v": v})
+        if p.num_ctas:
+            self._launch(enable_pdl or self._follows_planner)
+
+
+def base_of(params: ctypes.Structure) -> AttentionParams:
+    """What every attention kernel is given, inside what this one is."""
+    return params if isinstance(params, AttentionParams) else params.base
