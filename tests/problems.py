@@ -105,6 +105,9 @@ class Problem:
     head_dim: int = 64
     head_dim_vo: int | None = None
     dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None  #: of keys and values; None: dtype
+    k_scale: float = 1.0  #: what keys and values as they are stored are to be multiplied by
+    v_scale: float = 1.0
     device: str = "cpu"
     causal: bool = False
     mask: Tensor | None = None  #: flat bool
@@ -121,12 +124,13 @@ class Problem:
         source = torch.Generator().manual_seed(self.seed)
         dim_vo = self.head_dim if self.head_dim_vo is None else self.head_dim_vo
 
-        def draw(rows: int, heads: int, dim: int) -> Tensor:
-            return torch.randn(rows, heads, dim, generator=source).to(self.dtype).to(self.device)
+        def draw(rows: int, heads: int, dim: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+            return (torch.randn(rows, heads, dim, generator=source) / scale).to(dtype).to(self.device)
 
-        self.q = draw(sum(self.qo_lens), self.num_qo_heads, self.head_dim)
-        self.k = draw(sum(self.kv_lens), self.num_kv_heads, self.head_dim)
-        self.v = draw(sum(self.kv_lens), self.num_kv_heads, dim_vo)
+        stored = self.kv_dtype or self.dtype
+        self.q = draw(sum(self.qo_lens), self.num_qo_heads, self.head_dim, self.dtype)
+        self.k = draw(sum(self.kv_lens), self.num_kv_heads, self.head_dim, stored, self.k_scale)
+        self.v = draw(sum(self.kv_lens), self.num_kv_heads, dim_vo, stored, self.v_scale)
 
     @property
     def qo_indptr(self) -> list[int]:
@@ -160,8 +164,11 @@ class Problem:
         return oracle.torch_error(self.q, self.k, self.v, self.qo_indptr, self.kv_indptr, **self._options(more))
 
     def _options(self, more: Mapping[str, object]) -> dict[str, object]:
-        own = {n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "sm_scale")}
-        return {**own, **more}
+        own = {n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "v_scale")}
+        return {**own, "sm_scale": self._logits_scale(), **more}
+
+    def _logits_scale(self) -> float:
+        return self.k_scale * (1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else self.sm_scale)
 
     def plan_options(self) -> dict[str, object]:
         """Keywords for the plan() of a prefill wrapper."""
@@ -203,6 +210,5 @@ class Problem:
     def _largest_logit(self) -> float:
         if not self.q.numel() or not self.k.numel():
             return 1.0
-        scale = 1.0 / math.sqrt(self.head_dim) if self.sm_scale is None else abs(self.sm_scale)
         norms = [float(t.cpu().double().norm(dim=2).amax()) for t in (self.q, self.k)]
-        return norms[0] * norms[1] * scale * math.log2(math.e)
+        return norms[0] * norms[1] * abs(self._logits_scale()) * math.log2(math.e)

@@ -1,0 +1,154 @@
+"""Keys and values of 8 bits: the truth is attention over the numbers that are stored, times their scales."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from calls import decode, decode_wrapper, plan_decode, prefill_paged, prefill_ragged
+from problems import FORMS, Problem, poisoned, workspace
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
+KV_LENS = (37, 1, 0, 300, 128, 129)
+#: Backends whose tensor-core instructions take two operands of one dtype.
+REFUSING = ("fa2", "fa3")
+SCALES = {"k_scale": 0.05, "v_scale": 1.75}
+
+
+def batch(dtype, device, kv_dtype, kv_lens=KV_LENS, q_len=1, **more):
+    """q_len queries per request; keys and values quantised with scales of their own."""
+    options = {"dtype": dtype, "device": device, "kv_dtype": kv_dtype, "causal": q_len > 1, **SCALES, **more}
+    return Problem((q_len,) * len(kv_lens), kv_lens, **options)
+
+
+def scales(p):
+    """Keywords of run()."""
+    return {"k_scale": p.k_scale, "v_scale": p.v_scale}
+
+
+def check_decode(p, cache, backend, **plan):
+    """Decode equals the oracle, or the backend says that it does not take such keys."""
+    plan["kv_data_type"] = p.kv_dtype
+    if backend in REFUSING:
+        with pytest.raises(quire.UnsupportedError, match=f"kv dtype {quire.types.dtype_of(p.kv_dtype, '')}"):
+            decode(p, cache, backend, plan=plan)
+    else:
+        p.check(*decode(p, cache, backend, plan=plan, run=scales(p)))
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("page_size", [1, 3, 8, 16, 64, 128])
+def test_page_sizes(device, backend, dtype, kv_dtype, page_size):
+    p = batch(dtype, device, kv_dtype)
+    check_decode(p, p.paged(page_size), backend)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, form):
+    p = batch(dtype, device, kv_dtype)
+    check_decode(p, p.paged(16, kv_layout, form), backend)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("head_dim", range(32, 257, 16))
+def test_head_dims(device, backend, kv_dtype, head_dim):
+    dtype = torch.float16 if head_dim % 32 == 0 else torch.bfloat16
+    p = batch(dtype, device, kv_dtype, head_dim=head_dim)
+    check_decode(p, p.paged(16), backend)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("group_size", [1, 2, 5, 8, 16])
+def test_group_sizes(device, backend, dtype, kv_dtype, group_size):
+    p = batch(dtype, device, kv_dtype, num_qo_heads=2 * group_size)
+    check_decode(p, p.paged(16), backend)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("window_left", [-1, 0, 33])
+def test_windows_and_soft_caps(device, backend, dtype, kv_dtype, window_left, soft_cap):
+    p = batch(dtype, device, kv_dtype, window_left=window_left, soft_cap=soft_cap, sm_scale=0.2)
+    check_decode(p, p.paged(16), backend)
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("q_len", [2, 4, 8])
+def test_several_queries_per_request(device, backend, dtype, kv_dtype, q_len):
+    """A window and the causal tail, so that masked keys hold numbers and NaN lies beyond."""
+    p = batch(dtype, device, kv_dtype, (37, 8, 300), q_len, window_left=40)
+    check_decode(p, p.paged(16), backend, q_len_per_req=q_len)
+
+
+@KV_DTYPES
+def test_sinks(device, backend, dtype, kv_dtype):
+    if backend in REFUSING:
+        pytest.skip("test_page_sizes shows that it refuses")
+    p = batch(dtype, device, kv_dtype)
+    cache = p.paged(16)
+    wrapper = decode_wrapper(p, cache, backend)
+    plan_decode(wrapper, p, cache, plan={"kv_data_type": kv_dtype})
+    sinks = torch.linspace(-2.0, 3.0, p.num_qo_heads).to(device)
+    p.check(wrapper.run(p.q, cache.kv, sinks=sinks, **scales(p)), sinks=sinks)
+
+
+@KV_DTYPES
+def test_long_keys_are_within_5e_3(device, backend, dtype, kv_dtype):
+    """Absolutely: P is rounded no further than to 16 bits, where kernels that multiply in 8 bits are at 4e-2."""
+    if backend in REFUSING:
+        pytest.skip("test_page_sizes shows that it refuses")
+    p = batch(dtype, device, kv_dtype, (4096, 1000), num_qo_heads=8, head_dim=128, k_scale=1.0, v_scale=1.0)
+    out, lse = decode(p, p.paged(16), backend, plan={"kv_data_type": kv_dtype}, run=scales(p))
+    p.check(out, lse)
+    assert float((out.cpu().double() - p.expected().o).abs().max()) <= 5e-3
+
+
+@KV_DTYPES
+def test_every_code_is_widened_exactly(device, backend, dtype, kv_dtype):
+    """One key a request: its value comes out as it is, all 256 codes with NaN and infinity among them."""
+    if backend in REFUSING:
+        pytest.skip("test_page_sizes shows that it refuses")
+    codes = torch.arange(256, dtype=torch.uint8).to(device)
+    values = codes.view(kv_dtype).view(4, 1, 1, 64)
+    keys = torch.zeros(4, 1, 1, 64, dtype=torch.uint8, device=device).view(kv_dtype)
+    tables = (torch.arange(5, dtype=torch.int32), torch.arange(4, dtype=torch.int32), torch.ones(4, dtype=torch.int32))
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
+    wrapper.plan(*tables, 1, 1, 64, 1, q_data_type=dtype, kv_data_type=kv_dtype)
+    out = wrapper.run(poisoned((4, 1, 64), dtype, device).zero_(), (keys, values)).cpu().flatten()
+    stored = codes.cpu().view(kv_dtype)
+    got, want = out.double(), stored.double()
+    if device != "cpu":  # a product of matrices also multiplies padding by 0: a request that holds no NaN is exact
+        whole = torch.isfinite(want).view(4, 64).all(dim=1).repeat_interleave(64)
+        got, want = got[whole], want[whole]
+    assert torch.equal(torch.isnan(got), torch.isnan(want))
+    assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("qo_lens", [(40, 3, 200), (1, 17, 64)])
+def test_prefill_on_the_cpu(kv_dtype, qo_lens):
+    """Panels of rows, where keys are copied and widened once: paged and ragged, causal and custom masks."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        options = {"dtype": dtype, "kv_dtype": kv_dtype, "causal": True, **SCALES}
+        p = Problem(qo_lens, (90, 17, 250), **options)
+        p.check(*prefill_paged(p, p.paged(16), "cpu", plan={"kv_data_type": kv_dtype}, run=scales(p)))
+        p.causal = False
+        p.random_mask()
+        p.check(*prefill_ragged(p, "cpu", plan={"kv_data_type": kv_dtype}, run=scales(p)))
+
+
+def test_what_the_cpu_refuses():
+    """8-bit queries and results, and keys of another 16-bit type than the queries'."""
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    tables = (torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1]), 4, 2, 64, 8)
+    for types, reason in [
+        ({"q_data_type": E4M3}, "q dtype e4m3 is not fp32, fp16 or bf16"),
+        ({"q_data_type": "bfloat16", "o_data_type": E4M3}, "o dtype e4m3 is not fp32, fp16 or bf16"),
+        ({"q_data_type": "bfloat16", "kv_data_type": "float16"}, "kv dtype fp16 is neither q's bf16 nor e4m3 or e5m2"),
+    ]:
+        with pytest.raises(quire.UnsupportedError, match=reason):
+            wrapper.plan(*(t.int() if isinstance(t, torch.Tensor) else t for t in tables), **types)
