@@ -37,6 +37,8 @@ class Batch:
     max_ctas: int = 13
     fixed_split_size: int = 0
     page_size: int = 0  #: 0: ragged
+    tile_capacity: int = 0  #: of a CUDA graph
+    l2_tokens: int = 0  #: of a kernel that takes tickets
 
     def schedule(self):
         """The schedule of quire.schedule."""
@@ -61,6 +63,8 @@ class Batch:
             max_ctas=self.max_ctas,
             fixed_split_size=self.fixed_split_size,
             pin=False,
+            tile_capacity=self.tile_capacity,
+            l2_tokens=self.l2_tokens,
         )
 
     def work(self):
@@ -96,8 +100,8 @@ class Piece:
 def walk(schedule, num_kv_heads):
     """All pieces, CTA by CTA."""
     p, tiles, shares = schedule.params, list(schedule.tiles), list(schedule.shares)
-    if not p.is_shared:
-        for cta in range(p.num_ctas):
+    if not p.is_shared or p.by_ticket:
+        for cta in range(p.num_tiles * num_kv_heads):
             tile, kv_head = divmod(cta, num_kv_heads)
             yield Piece(cta, tile, kv_head, 0, units_of(tiles[tile]))
         return
@@ -328,6 +332,55 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
             assert t.kv_begin // step == (t.kv_end - 1) // step
         if t.part > 0:
             assert t.kv_begin % step == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=batches(), fixed=st.booleans(), tickets=st.booleans())
+def test_any_schedule_for_a_graph(batch, fixed, tickets):
+    """All work is done once, by as many CTAs as there always are, and only what lies in the buffer tells how much."""
+    split = 3 * batch.tile_kv if fixed else batch.fixed_split_size
+    changes = {"fixed_split_size": split, "l2_tokens": 500 * tickets, "tile_capacity": 10_000}
+    graph = Batch(**{**batch.__dict__, **changes})
+    schedule = graph.schedule()
+    p, tiles = schedule.params, list(schedule.tiles)
+    assert p.num_ctas == batch.max_ctas and len(schedule.shares) == p.num_ctas
+    check_tiles(graph, tiles)
+    check_arrays(graph, schedule)
+    pieces = list(walk(schedule, batch.num_kv_heads))
+    check_coverage(graph, tiles, pieces)
+    empty = Batch(**{**graph.__dict__, "qo_lens": (0,) * len(batch.qo_lens)}).schedule().params
+    for name in ("arrivals_offset", "shares_offset", "mask_indptr_offset", "tiles_offset", "buffer_bytes"):
+        assert getattr(p, name) == getattr(empty, name)
+    assert (p.num_slots, p.num_counters, p.slots_per_head) == (
+        empty.num_slots,
+        empty.num_counters,
+        empty.slots_per_head,
+    )
+    for share in schedule.shares:
+        assert (share.num_tiles, share.work_per_head) == (p.num_tiles, p.work_per_head)
+        if p.by_ticket:
+            assert (share.units, share.offset, share.tile) == (-1, p.num_tiles * p.num_kv_heads, p.heads_at_once)
+    assert p.by_ticket <= tickets and p.num_kv_heads % p.heads_at_once == 0
+    if not p.by_ticket:
+        check_cuts(graph, p, pieces, tiles)
+
+
+def check_cuts(batch, p, pieces, tiles):
+    """Each CTA finds who else has a part of its tile from what all shares have in common."""
+    total = p.work_per_head * p.num_kv_heads
+    each, longer = divmod(total, max(1, min(p.max_ctas, total)))
+    starts = [c * each + min(c, longer) for c in range(batch.max_ctas + 1)]
+    if batch.fixed_split_size != 0:
+        assert all(piece.end - piece.begin == units_of(tiles[piece.tile]) for piece in pieces)
+        return
+    for piece in pieces:
+        unit = p.work_per_head * piece.kv_head + tiles[piece.tile].work_begin + piece.begin
+        assert starts[piece.cta] <= unit < starts[piece.cta + 1]
+
+
+def test_more_tiles_than_a_graph_has_room_for():
+    with pytest.raises(ValidationError, match="larger than what the first plan"):
+        Batch((64, 64), (10, 10), tile_capacity=3, tile_rows=16).schedule()
 
 
 def test_tiles_and_shares_keep_their_memory():
