@@ -1,7 +1,9 @@
-"""The operations beside attention against the copy roof: merging states, appending to a paged cache.
+"""The operations beside attention against the copy roof: merging states, appending to a paged cache, packing bits.
 
-Bytes are counted once each: what is read and what is written. The roof is a large device-to-device copy of this run.
-Results are compared with torch's in float64 before anything is timed.
+Bytes are counted once each: what is read and what is written. The roof is a large device-to-device copy of this run;
+"torch-copy" is a copy of as many bytes as the case moves, by the same clock. Results are compared with torch's in
+float64 before anything is timed. On a GPU providers take turns, in graphs of launches that rotate over two sets of
+tensors, larger together than the L2; what cannot be captured runs launch by launch out of a flushed L2.
 
     python benchmarks/operations.py --json results/operations.json
 """
@@ -14,14 +16,14 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import quire
 from machine import copy_gigabytes_per_s, describe, write_report
-from timing import Timing, cpu_times, cuda_times, estimate_us, flusher
+from timing import Timing, captured, cpu_times, cuda_times, estimate_us, flusher
 
 #: A relative error beyond the rounding of bf16.
 ALLOWED_ERROR = 1e-2
@@ -30,7 +32,9 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Case:
-    """kind: merge_states (seq_len, num_states), merge_state (seq_len, 2) or append (nnz tokens)."""
+    """kind: merge_states (seq_len, num_states), merge_state (seq_len, 2), append (nnz tokens), or packbits (seq_len
+    booleans in num_states segments).
+    """
 
     name: str
     kind: str
@@ -42,8 +46,10 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """Read and written: bf16 outputs and tokens, float32 lse."""
+        """Read and written: bf16 outputs and tokens, float32 lse; a byte a boolean."""
         row = self.num_heads * self.head_dim * 2
+        if self.kind == "packbits":
+            return self.seq_len + self.seq_len // 8
         if self.kind == "append":
             return 2 * 2 * self.seq_len * row  # keys and values, from and to
         return (self.num_states + 1) * self.seq_len * (row + self.num_heads * 4)
@@ -53,9 +59,14 @@ CASES = (
     Case("merge_states-8192x4x32x128", "merge_states", 8192, 4, 32, 128, 82.0),
     Case("merge_state-8192x32x128", "merge_state", 8192, 2, 32, 128, 50.0),
     Case("append-65536x8x128", "append", 65536, 1, 8, 128),
+    Case("append-64x8x128", "append", 64, 1, 8, 128),
+    Case("packbits-2^28", "packbits", 1 << 28, 1, 0, 0),
+    Case("packbits-2^28x64", "packbits", 1 << 28, 64, 0, 0),
     Case("tiny-merge_states", "merge_states", 8, 3, 2, 64),
     Case("tiny-merge_state", "merge_state", 8, 2, 2, 64),
     Case("tiny-append", "append", 40, 1, 2, 64),
+    Case("tiny-packbits", "packbits", 1000, 1, 0, 0),
+    Case("tiny-packbits-segments", "packbits", 1000, 7, 0, 0),
 )
 
 
@@ -76,20 +87,73 @@ Prepared = tuple[Callable[[int], object], Callable[[], tuple[torch.Tensor, torch
 
 
 def prepare(package: Any, case: Case, device: torch.device) -> Prepared:
-    """`package` is quire or FlashInfer: both have these names."""
+    """`package` is quire or FlashInfer: both have these names. None: a copy of as many bytes by torch."""
     torch.manual_seed(0)
-    return _prepare_append(package, case, device) if case.kind == "append" else _prepare_merge(package, case, device)
+    if package is None:
+        return _prepare_copy(case, device)
+    by_kind = {"append": _prepare_append, "packbits": _prepare_packbits}
+    return by_kind.get(case.kind, _prepare_merge)(package, case, device)
+
+
+def _sets(device: torch.device) -> int:
+    return 2 if device.type == "cuda" else 1
+
+
+def _prepare_copy(case: Case, device: torch.device) -> Prepared:
+    sources = [torch.randn(case.bytes // 8, device=device) for _ in range(_sets(device))]
+    targets = [torch.empty_like(source) for source in sources]
+
+    def check() -> tuple[torch.Tensor, torch.Tensor]:
+        return targets[0].copy_(sources[0]), sources[0]
+
+    return lambda i: targets[i % len(sources)].copy_(sources[i % len(sources)]), check
+
+
+def _segments(case: Case) -> list[int]:
+    """Offsets of segments that do not begin at multiples of eight."""
+    inner = [case.seq_len * i // case.num_states + i % 7 for i in range(1, case.num_states)]
+    return [0, *inner, case.seq_len]
+
+
+def _prepare_packbits(package: Any, case: Case, device: torch.device) -> Prepared:
+    xs = [torch.rand(case.seq_len, device=device) < 0.5 for _ in range(_sets(device))]
+    offsets = _segments(case)
+    indptr = torch.tensor(offsets, dtype=torch.int32, device=device)
+
+    def call(i: int) -> torch.Tensor:
+        x = xs[i % len(xs)]
+        if case.num_states == 1:
+            return package.packbits(x, "little")
+        return package.segment_packbits(x, indptr, "little")[0]
+
+    def check() -> tuple[torch.Tensor, torch.Tensor]:
+        """A checksum of each segment's bytes: all of them in float64 would not fit beside the booleans."""
+        got, want, at = call(0), [], 0
+        weights = 2 ** torch.arange(8, dtype=torch.int32, device=device)
+        found = []
+        for begin, end in pairwise(offsets):
+            whole = (end - begin) // 8
+            exact = (xs[0][begin : begin + 8 * whole].view(-1, 8).to(torch.uint8) * weights.to(torch.uint8)).sum(1)
+            found.append((got[at : at + whole] != exact).sum().double())
+            want.append(torch.zeros((), dtype=torch.float64, device=device))
+            at += -(-(end - begin) // 8)
+        return torch.stack(found) + 1, torch.stack(want) + 1
+
+    return call, check
 
 
 def _prepare_merge(package: Any, case: Case, device: torch.device) -> Prepared:
     shape = (case.seq_len, case.num_states, case.num_heads)
-    v = torch.randn(*shape, case.head_dim, dtype=torch.bfloat16, device=device)
-    s = torch.randn(*shape, device=device) * 4
+    sets = []
+    for _ in range(_sets(device)):
+        v = torch.randn(*shape, case.head_dim, dtype=torch.bfloat16, device=device)
+        sets.append((v, torch.randn(*shape, device=device) * 4))
+    v, s = sets[0]
     if case.kind == "merge_states":
-        call: Callable[[int], Any] = lambda _: package.merge_states(v, s)  # noqa: E731
+        call: Callable[[int], Any] = lambda i: package.merge_states(*sets[i % len(sets)])  # noqa: E731
     else:
-        parts = [t[:, i].contiguous() for i in range(2) for t in (v, s)]
-        call = lambda _: package.merge_state(*parts)  # noqa: E731
+        parts = [[t[:, i].contiguous() for i in range(2) for t in pair] for pair in sets]
+        call = lambda i: package.merge_state(*parts[i % len(parts)])  # noqa: E731
 
     def check() -> tuple[torch.Tensor, torch.Tensor]:
         weights = torch.softmax(s.double() * torch.log(torch.tensor(2.0, dtype=torch.float64)), dim=1)  # lse is base 2
@@ -102,18 +166,23 @@ def _prepare_append(package: Any, case: Case, device: torch.device) -> Prepared:
     """One request of seq_len tokens onto shuffled pages."""
     num_pages = -(-case.seq_len // PAGE_SIZE)
     shape = (case.seq_len, case.num_heads, case.head_dim)
-    k, v = (torch.randn(*shape, dtype=torch.bfloat16, device=device) for _ in range(2))
-    cache = torch.zeros(num_pages, 2, PAGE_SIZE, case.num_heads, case.head_dim, dtype=torch.bfloat16, device=device)
+    sets = []
+    for _ in range(_sets(device)):
+        k, v = (torch.randn(*shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+        cache = torch.zeros(num_pages, 2, PAGE_SIZE, case.num_heads, case.head_dim, dtype=torch.bfloat16, device=device)
+        sets.append((k, v, cache))
     pages = torch.randperm(num_pages, device=device).to(torch.int32)
     positions = torch.arange(case.seq_len, dtype=torch.int32, device=device)
     indptr = torch.tensor([0, num_pages], dtype=torch.int32, device=device)
     last = torch.tensor([case.seq_len - (num_pages - 1) * PAGE_SIZE], dtype=torch.int32, device=device)
     batch = torch.zeros_like(positions)
 
-    def call(_: int) -> None:
+    def call(i: int) -> None:
+        k, v, cache = sets[i % len(sets)]
         package.append_paged_kv_cache(k, v, batch, positions, cache, pages, indptr, last)
 
     def check() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v, cache = sets[0]
         call(0)
         stored = cache[pages.long()].transpose(0, 1).flatten(1, 2)[:, : case.seq_len]
         return stored.double(), torch.stack([k, v]).double()
@@ -129,35 +198,40 @@ def measure(case: Case, providers: list[str], device: torch.device, roof: float,
         if reason := _reject(provider, device):
             results[provider] = Result(case.name, provider, reason=reason)
             continue
-        call, check = prepare(quire if provider == "quire" else importlib.import_module(provider), case, device)
+        call, check = prepare(None if provider == "torch-copy" else importlib.import_module(provider), case, device)
         found, exact = check()
         error = float((found - exact).norm() / exact.norm())
         if error <= ALLOWED_ERROR:
             calls[provider] = call
         reason = None if error <= ALLOWED_ERROR else f"wrong result: relative error {error:.2g}"
         results[provider] = Result(case.name, provider, error, reason=reason)
-    for (provider, timing), before in zip(_times(calls, device, rounds), list(map(results.get, calls)), strict=True):
+    capturable = case.kind != "packbits" or case.num_states == 1
+    timings = _times(calls, device, rounds, capturable=capturable)
+    for (provider, timing), before in zip(timings, list(map(results.get, calls)), strict=True):
         assert before is not None
         results[provider] = _rated(case, before, timing, roof)
     return [results[provider] for provider in providers]
 
 
 def _reject(provider: str, device: torch.device) -> str | None:
-    if provider == "quire":
+    if provider in ("quire", "torch-copy"):
         return None
     if importlib.util.find_spec(provider) is None:
         return f"{provider} is not installed"
     return None if device.type == "cuda" else "it needs a GPU"
 
 
-def _times(calls: dict[str, Callable[[int], object]], device: torch.device, rounds: int) -> list[tuple[str, Timing]]:
+def _times(
+    calls: dict[str, Callable[[int], object]], device: torch.device, rounds: int, *, capturable: bool
+) -> list[tuple[str, Timing]]:
     if not calls:
         return []
     if device.type == "cpu":
         return list(zip(calls, cpu_times(list(calls.values()), rounds), strict=True))
-    estimates = [estimate_us(call, 1) for call in calls.values()]
-    timings = cuda_times([(call, 1) for call in calls.values()], estimates, 1, rounds, flusher("write"))
-    return list(zip(calls, timings, strict=True))
+    sets = _sets(device)
+    estimates = [estimate_us(call, sets) for call in calls.values()]
+    launches = [captured(call, sets) if capturable else (call, 1) for call in calls.values()]
+    return list(zip(calls, cuda_times(launches, estimates, sets, rounds, flusher("write")), strict=True))
 
 
 def _rated(case: Case, before: Result, timing: Timing, roof: float) -> Result:
@@ -182,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; 1 if a result of quire was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="[!t]*", help="names or patterns, comma-separated; default: all but tiny")
-    parser.add_argument("--providers", default="quire,flashinfer")
+    parser.add_argument("--providers", default="quire,flashinfer,torch-copy")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE")
