@@ -9,7 +9,7 @@ import torch
 
 import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
-from problems import Problem
+from problems import Problem, workspace
 
 pytestmark = [
     pytest.mark.gpu,
@@ -56,6 +56,27 @@ def test_host_index_arrays_plan_without_synchronising(device, backend):
         torch.cuda.set_sync_debug_mode("error")
     try:
         wrapper.plan(qo_indptr, indptr, cache.indices, last, *heads, causal=True, q_data_type=p.dtype)
+        out = wrapper.run(p.q, cache.kv)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    p.check(out)
+
+
+def test_pages_of_one_token_plan_without_synchronising(device, backend):
+    """Their last_page_len says nothing, so one on the device is not waited for."""
+    if device == "cpu":
+        pytest.skip("nothing to synchronise with")
+    p = Problem((1, 1, 1), (30, 0, 77), 8, 2, 128, dtype=torch.float16, device=device)
+    cache = p.paged(1)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
+    indptr, last = cache.indptr.cpu(), cache.last_page_len
+    assert last.device.type == "cuda"
+    wrapper.plan(indptr, cache.indices, last, 8, 2, 128, 1, q_data_type=p.dtype)  # compiles
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        wrapper.plan(indptr, cache.indices, last, 8, 2, 128, 1, q_data_type=p.dtype)
         out = wrapper.run(p.q, cache.kv)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -16,6 +16,7 @@ from quire.checks import (
     check_same_device,
     check_shape,
     check_tensor,
+    host_indices,
     scalar,
     to_int32,
 )
@@ -31,7 +32,17 @@ from quire.target import target_of
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
 from quire.workspace import Workspace
 
-__all__ = ["Attention", "AttentionSpec", "Result", "Types", "heads", "page_indices", "planned", "scoring_of"]
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "Result",
+    "Types",
+    "heads",
+    "last_page_lens",
+    "page_indices",
+    "planned",
+    "scoring_of",
+]
 
 
 class Types(NamedTuple):
@@ -80,9 +91,12 @@ class AttentionSpec:
     packed_custom_mask: torch.Tensor | None = None
     fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
     paged: bool = True
+    draft_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
 
     @property
     def mask(self) -> MaskMode:
+        if self.draft_mask is not None:
+            return MaskMode.DRAFT
         if self.custom_mask is not None or self.packed_custom_mask is not None:
             return MaskMode.CUSTOM
         return MaskMode.CAUSAL if self.causal else MaskMode.NONE
@@ -128,6 +142,17 @@ def page_indices(indices: Any) -> torch.Tensor:
     return pages.clone() if pages.device.type == "cpu" else pages
 
 
+def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request's last page, on the host.
+
+    With pages of one token they say nothing new, so a device's are not waited for: SGLang plans so between replays.
+    """
+    if page_size == 1 and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        check_shape(value, name, {"batch_size": kv_indptr.shape[0] - 1})
+        return kv_indptr.diff().clamp_(0, 1)
+    return host_indices(value, name, kv_indptr.shape[0] - 1)
+
+
 def scoring_of(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
 ) -> Scoring:
@@ -171,7 +196,6 @@ class Attention:
         if graph is not None:
             graph.decision = self.decision
         self._nnz_qo, self._nnz_kv = spec.nnz_qo(), spec.nnz_kv()
-        self._largest_page = self._find_largest_page()
         self._out_shape = (self._nnz_qo, spec.num_qo_heads, spec.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0  # bytes from keys to values in a cache of one tensor
@@ -181,9 +205,9 @@ class Attention:
         if isinstance(s.indices, Lengths):
             return make_plan_on_device(
                 self.decision, s.indices, s.scoring, num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads,
-                workspace=workspace,
+                workspace=workspace, mask_bits=s.draft_mask,
             )  # fmt: skip
-        bits = s.packed_custom_mask
+        bits = s.packed_custom_mask if s.draft_mask is None else s.draft_mask
         if bits is None and s.custom_mask is not None:
             bits = pack_mask(s.custom_mask, s.indices, self._device)
         return make_plan(
@@ -191,17 +215,6 @@ class Attention:
             num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads, workspace=workspace, mask_bits=bits,
             fixed_split_size=s.fixed_split_size, graph=self._graph,
         )  # fmt: skip
-
-    def _find_largest_page(self) -> int:
-        """The largest page number, where the host knows it; -1 otherwise."""
-        indices = self.spec.indices
-        pages = None if isinstance(indices, Lengths) else indices.kv_indices
-        if pages is None or pages.device.type != "cpu" or self._nnz_kv == 0:
-            return -1
-        used = pages[: self._nnz_kv]
-        if int(used.min()) < 0:
-            raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {int(used.min())}.")
-        return int(used.max())
 
     def with_changes(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
         """This plan with other arguments; itself if they are the same."""
@@ -277,9 +290,9 @@ class Attention:
         for view in (k, v):
             if view.num_tokens != page_size:
                 raise ValidationError(f"paged_kv_cache: expected page_size={page_size}, got {view.num_tokens}.")
-        if self._largest_page >= num_pages:
+        if self._plan.largest_page >= num_pages:
             raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._largest_page}."
+                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._plan.largest_page}."
             )
         return k, v
 

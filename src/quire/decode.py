@@ -12,6 +12,7 @@ from quire.attention import (
     Result,
     Types,
     heads,
+    last_page_lens,
     page_indices,
     planned,
     scoring_of,
@@ -24,12 +25,14 @@ from quire.schedule import Indices
 from quire.types import KVLayout
 from quire.workspace import OwnWorkspace
 from quire.wrapper import AttentionWrapper
+from quire.xqa import xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 
@@ -109,10 +112,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         batch = kv_indptr.shape[0] - 1
         q_len = check_positive(q_len_per_req, "q_len_per_req")
         q_type = q_data_type or data_type or "float16"
-        last = host_indices(last_page_len, "last_page_len", batch)
-        pages = Indices(
-            batch, None, q_len, kv_indptr, last, page_indices(indices), check_positive(page_size, "page_size")
-        )
+        size = check_positive(page_size, "page_size")
+        last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
+        pages = Indices(batch, None, q_len, kv_indptr, last, page_indices(indices), size)
         self._set_plan(
             AttentionSpec(
                 pages, qo, kv, dim, dim, Types.of(q_type, kv_data_type or data_type, o_data_type),

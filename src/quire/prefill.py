@@ -20,6 +20,7 @@ from quire.attention import (
     Result,
     Types,
     heads,
+    last_page_lens,
     page_indices,
     planned,
     scoring_of,
@@ -185,14 +186,12 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
         qo, kv = heads(num_qo_heads, num_kv_heads)
         qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
-        qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
-        batch = max(qo_indptr_host.shape[0] - 1, 0)
-        indices = Indices(
-            batch, _at_least_one(qo_indptr_host, "qo_indptr"), 0,
-            host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1),
-            host_indices(paged_kv_last_page_len, "paged_kv_last_page_len", batch), page_indices(paged_kv_indices),
-            check_positive(page_size, "page_size"),
-        )  # fmt: skip
+        qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
+        batch = qo_indptr_host.shape[0] - 1
+        kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
+        size = check_positive(page_size, "page_size")
+        last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, size)
+        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, page_indices(paged_kv_indices), size)
         self._set_plan(
             AttentionSpec(
                 indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
