@@ -134,12 +134,11 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 
 def page_indices(indices: Any) -> torch.Tensor:
-    """Page numbers as a 1-D int32 tensor: copied on the host, used as they are (and as they become) on a device."""
+    """Page numbers as a 1-D int32 tensor: copied from the host in plan(), used as they are (and become) on a device."""
     tensor = check_tensor(indices, "paged_kv_indices")
     if tensor.dim() != 1:
         raise ValidationError(f"paged_kv_indices: expected a 1-D tensor, got {list(tensor.shape)}.")
-    pages = to_int32(tensor, "paged_kv_indices")
-    return pages.clone() if pages.device.type == "cpu" else pages
+    return to_int32(tensor, "paged_kv_indices").contiguous()
 
 
 def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -220,6 +219,8 @@ class Attention:
         """This plan with other arguments; itself if they are the same."""
         if all(getattr(self.spec, name) == value for name, value in changes.items()):
             return self
+        if isinstance(self.spec.indices, Indices):  # the caller may have written other page numbers since
+            changes["indices"] = self.spec.indices._replace(kv_indices=self._plan.pages)
         return Attention(replace(self.spec, **changes), self._layout, workspace, backend, self._graph)
 
     def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> Result:

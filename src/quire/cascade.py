@@ -198,7 +198,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         """
         self._planned = partial(
             self._unique.plan, host_indices(qo_indptr, "qo_indptr"), host_indices(paged_kv_indptr, "paged_kv_indptr"),
-            page_indices(paged_kv_indices), host_indices(paged_kv_last_page_len, "paged_kv_last_page_len"),
+            page_indices(paged_kv_indices).clone(), host_indices(paged_kv_last_page_len, "paged_kv_last_page_len"),
             num_qo_heads, num_kv_heads, head_dim, q_data_type=q_data_type,
         )  # fmt: skip
         if page_size is not None:

@@ -37,10 +37,13 @@ class AttentionPlan:
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
-        owned: tuple[torch.Tensor | None, ...], grid: int, *, follows_planner: bool = False,
+        owned: tuple[torch.Tensor | None, ...], grid: int, *, pages: torch.Tensor | None = None, largest_page: int = -1,
+        follows_planner: bool = False,
     ) -> None:  # fmt: skip
         kernel = decision.kernel
         self.device = device
+        self.pages = pages  #: page numbers on the device, this plan's own where the caller's lay on the host
+        self.largest_page = largest_page  #: where the host knows it; -1 otherwise
         self._follows_planner = follows_planner  # on the device: then starting early always helps
         self._params = base_of(params)
         self._scoring = scoring

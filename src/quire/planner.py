@@ -110,19 +110,22 @@ def make_plan(
         pin=device.type == "cuda", l2_tokens=variant.l2_tokens,
     )  # fmt: skip
     s = schedule.params
-    _check_indices(indices, s)
     params = variant.params(scoring, num_qo_heads, num_kv_heads, indices.page_size)
     base = base_of(params)
-    bits = _mask_bits(mask_bits, s.mask_bytes, device) if mask is MaskMode.CUSTOM else None
+    bits = _mask_bits(mask_bits, s.mask_bytes, device) if mask is MaskMode.CUSTOM else mask_bits
     partials = variant.set_partials(base, workspace, s.num_slots)
     pages = indices.kv_indices
     if graph is None:
         sent = schedule.buffer.to(device, non_blocking=True)
-        pages = None if pages is None else pages.to(device, torch.int32, non_blocking=True).contiguous()
+        if pages is not None and pages.device.type == "cpu":
+            pages = sent[s.filled_bytes : s.staged_bytes].view(torch.int32)
+        elif pages is not None:
+            pages = pages.to(device)
     else:
-        pages = None if pages is None else graph.pages(pages, s.nnz_kv)
+        if pages is not None:
+            pages = graph.pages(schedule.pages if pages.device.type == "cpu" else pages, s.nnz_kv)
         bits = None if bits is None else graph.bits(bits)
-        sent = graph.upload(schedule.buffer, s.buffer_bytes, device)
+        sent = graph.upload(schedule.buffer[: s.filled_bytes], s.buffer_bytes, device)
     base.kv_indices, base.mask = address_of(pages), address_of(bits)
     _set_schedule(base, s, sent.data_ptr())
     grid = s.num_ctas
@@ -133,7 +136,10 @@ def make_plan(
     if graph is not None:
         base.num_tiles = capacity
         graph.keep(partials, params)
-    return AttentionPlan(decision, variant.module, params, scoring, device, (sent, pages, bits, partials), grid)
+    owned = (sent, pages, bits, partials)
+    return AttentionPlan(
+        decision, variant.module, params, scoring, device, owned, grid, pages=pages, largest_page=s.largest_page
+    )  # fmt: skip
 
 
 def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
@@ -187,14 +193,6 @@ def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:
     """CTAs whose partial results the workspace holds, if at least half of them; else take() says what is missing."""
     fitting = ctas if workspace.capacity is None else workspace.capacity // bytes_each
     return fitting if ctas // 2 <= fitting < ctas else ctas
-
-
-def _check_indices(indices: Indices, s: ScheduleParams) -> None:
-    if indices.kv_indices is not None and indices.kv_indices.shape[0] < s.nnz_kv:
-        raise ValidationError(
-            f"paged_kv_indices: expected at least paged_kv_indptr[-1]={s.nnz_kv} entries, "
-            f"got {indices.kv_indices.shape[0]}."
-        )
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

@@ -48,10 +48,15 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A filled schedule: sizes in `params`, arrays in `buffer` (uint8, on the host)."""
+    """A filled schedule: sizes in `params`, arrays in `buffer` (uint8, on the host), page numbers behind them."""
 
     params: ScheduleParams
     buffer: torch.Tensor
+
+    @property
+    def pages(self) -> torch.Tensor:
+        """The copied page numbers."""
+        return self.buffer[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
 
     @property
     def tiles(self) -> ctypes.Array[Tile]:
@@ -104,14 +109,16 @@ def make_schedule(
     max_ctas: int, fixed_split_size: int, pin: bool, l2_tokens: int = 0, tile_capacity: int = 0,
 ) -> Schedule:  # fmt: skip
     """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts. `l2_tokens`:
-    for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in L2 at a time.
+    for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in L2 at a time. Page numbers
+    that lie on the host travel in the same buffer.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
     tiles that there are, but offsets and counts are those of the capacity.
     """
     run = _scheduler().function
+    pages = indices.kv_indices if indices.kv_indices is not None and indices.kv_indices.device.type == "cpu" else None
     p = ScheduleParams(
-        qo_indptr=address_of(indices.qo_indptr), kv_indptr=address_of(indices.kv_indptr),
+        kv_indices=address_of(pages), qo_indptr=address_of(indices.qo_indptr), kv_indptr=address_of(indices.kv_indptr),
         kv_last_page_len=address_of(indices.kv_last_page_len), buffer=None,
         batch_size=indices.batch_size, qo_len=indices.qo_len, num_kv_heads=num_kv_heads, group_size=group_size,
         page_size=indices.page_size, tile_rows=tile.rows, tile_kv=tile.kv, causal=int(mask is MaskMode.CAUSAL),
@@ -121,10 +128,17 @@ def make_schedule(
     )  # fmt: skip
     if run(ctypes.addressof(p)):
         _raise(p, indices)
-    buffer = torch.empty(max(16, p.filled_bytes), dtype=torch.uint8, pin_memory=pin)
+    if indices.kv_indices is not None and indices.kv_indices.shape[0] < p.nnz_kv:
+        raise ValidationError(
+            f"paged_kv_indices: expected at least paged_kv_indptr[-1]={p.nnz_kv} entries, "
+            f"got {indices.kv_indices.shape[0]}."
+        )
+    buffer = torch.empty(max(16, p.staged_bytes), dtype=torch.uint8, pin_memory=pin)
     p.buffer = buffer.data_ptr()
     if run(ctypes.addressof(p)):
         _raise(p, indices)
+    if p.least_page < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
     return Schedule(p, buffer)
 
 

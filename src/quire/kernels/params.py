@@ -125,7 +125,7 @@ class ScheduleParams(ctypes.Structure):
     """What the host planner is given and gives; see kernels/schedule_attention.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "buffer")),
+        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices", "buffer")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
         *((name, c_int32) for name in ("fixed_split_size", "has_mask", "has_tickets", "l2_tokens", "tile_capacity")),
@@ -133,8 +133,9 @@ class ScheduleParams(ctypes.Structure):
         *((name, c_int32) for name in ("by_ticket", "heads_at_once", "work_per_head")),
         *((name, c_int32) for name in ("slots_per_head", "nnz_qo")),
         *((name, c_int64) for name in ("nnz_kv", "num_slots", "num_counters", "mask_bytes", "kv_tokens")),
+        *((name, c_int32) for name in ("least_page", "largest_page")),
         *((name, c_int64) for name in ("arrivals_offset", "shares_offset", "mask_indptr_offset", "tiles_offset")),
-        *((name, c_int64) for name in ("buffer_bytes", "filled_bytes")),
+        *((name, c_int64) for name in ("buffer_bytes", "filled_bytes", "staged_bytes")),
     )
 
 

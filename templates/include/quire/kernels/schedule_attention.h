@@ -24,6 +24,7 @@ struct ScheduleParams {
   const int32_t* qo_indptr;         // [batch_size + 1]; null: one row per request
   const int32_t* kv_indptr;         // [batch_size + 1] tokens, or pages with kv_last_page_len
   const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
+  const int32_t* kv_indices;        // [nnz_kv] page numbers that travel in the buffer; null: none do
   void* buffer;                     // null: measure only
   int32_t batch_size;
   int32_t qo_len;  // rows per request when qo_indptr is null
@@ -54,11 +55,14 @@ struct ScheduleParams {
   int64_t nnz_kv;     // ragged: rows of k; paged: entries of kv_indices
   int64_t num_slots;  // partial results
   int64_t num_counters;
-  int64_t mask_bytes;  // bytes of the packed custom mask
-  int64_t kv_tokens;   // tokens in all
-  // the packed buffer: byte offsets of its arrays, its size, and how much of that is filled
+  int64_t mask_bytes;    // bytes of the packed custom mask
+  int64_t kv_tokens;     // tokens in all
+  int32_t least_page;    // of kv_indices; 0 without any
+  int32_t largest_page;  // of kv_indices; -1 without any
+  // the packed buffer: byte offsets of its arrays, its size, how much of that is filled, and with page numbers behind
+  // it
   int64_t arrivals_offset, shares_offset, mask_indptr_offset, tiles_offset;
-  int64_t buffer_bytes, filled_bytes;
+  int64_t buffer_bytes, filled_bytes, staged_bytes;
 };
 
 template <class Variant>
@@ -202,7 +206,8 @@ struct ScheduleAttention {
     place(p.shares_offset, p.is_shared ? p.num_ctas * static_cast<int64_t>(sizeof(Share)) : 0);
     place(p.mask_indptr_offset, p.has_mask ? p.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
     place(p.tiles_offset, p.num_tiles * static_cast<int64_t>(sizeof(Tile)));
-    p.filled_bytes = at;
+    p.filled_bytes = p.staged_bytes = at;
+    if (p.kv_indices != nullptr) p.staged_bytes += p.nnz_kv * static_cast<int64_t>(sizeof(int32_t));
     p.buffer_bytes = max(at, p.tiles_offset + p.tile_capacity * static_cast<int64_t>(sizeof(Tile)));
     p.mask_bytes = 0;
     for (int b = 0; p.has_mask && b < p.batch_size; ++b) p.mask_bytes += mask_bytes(p, b);
@@ -229,7 +234,19 @@ struct ScheduleAttention {
     int64_t mask = 0;
     for (int b = 0; p.has_mask && b < p.batch_size; ++b) mask_indptr[b] = mask, mask += mask_bytes(p, b);
     memset(at<uint32_t>(p, p.arrivals_offset), 0, (p.num_counters + 1) * sizeof(uint32_t));
+    copy_pages(p);
     return 0;
+  }
+
+  static void copy_pages(ScheduleParams& p) {
+    int32_t* pages = at<int32_t>(p, p.filled_bytes);
+    int32_t least = INT32_MAX, largest = -1;
+    const int64_t n = p.kv_indices == nullptr ? 0 : p.nnz_kv;
+    for (int64_t i = 0; i < n; ++i) {
+      const int32_t page = p.kv_indices[i];
+      least = min(least, page), largest = max(largest, page), pages[i] = page;
+    }
+    p.least_page = n == 0 ? 0 : least, p.largest_page = largest;
   }
 
   // One pass over the tiles: a share begins in the tile where the last one ended. Tiles that were cut in advance are
