@@ -14,7 +14,7 @@ ROOT = Path(quire.__file__).parent
 FLOORS = [
     {"__main__", "__init__"},
     {"aot"},
-    {"prefill", "decode", "cascade", "merge", "page"},
+    {"prefill", "decode", "xqa", "cascade", "merge", "page"},
     {"wrapper", "attention"},
     {"quantization"},
     {"planner", "plan", "schedule", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"},

@@ -34,6 +34,7 @@ NAMES = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "xqa_batch_decode_with_kv_cache",
 ]
 
 MODULES = ("cascade", "decode", "page", "prefill", "quantization")

@@ -21,6 +21,7 @@ from quire.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
     single_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
 )
 from quire.errors import (
     CacheError,
@@ -87,4 +88,5 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "warmup",
+    "xqa_batch_decode_with_kv_cache",
 ]

@@ -1,0 +1,242 @@
+"""Decode from a table of pages and lengths in one call, without a plan: lengths may lie on the GPU alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.attention import Attention, AttentionSpec, Types, heads, scoring_of
+from quire.checks import (
+    check_flags,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    refuse,
+    scalar,
+    to_int32,
+)
+from quire.errors import PlanError, ValidationError
+from quire.graph import is_capturing
+from quire.layout import PagedCache, cache_tensors
+from quire.schedule import Indices, Lengths
+from quire.types import KVLayout
+from quire.workspace import UserWorkspace
+
+__all__ = ["xqa_batch_decode_with_kv_cache"]
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: PagedCache,
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: Any = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attention of the last q_len_per_req tokens of each request over its pages.
+
+    query [batch_size * q_len_per_req, num_qo_heads, head_dim] in float16 or bfloat16 (on the CPU also float32).
+    kv_cache: one tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens; with 1 instead of
+    2, keys are the values too), or a pair of such 4-D tensors; in query's dtype, float8_e4m3fn or float8_e5m2, with any
+    strides but a contiguous last dimension. block_tables [batch_size, pages] int32; what lies beyond a request's last
+    page is not read. seq_lens [batch_size] uint32 or int32 counts the tokens of each request, the q_len_per_req new
+    ones among them; a request without tokens gives zeros. On a GPU both are read there alone: the call neither waits
+    nor looks at them, so that it may be captured in a CUDA graph and lengths may change between replays.
+
+    max_seq_len bounds seq_lens, and is checked where they lie on the host. bmm1_scale multiplies q . k and is all of
+    the softmax scale (1 / sqrt(head_dim) is the caller's), bmm2_scale the result; a tensor of one element on a GPU is
+    waited for, and refused in a capture. window_left: keys to the left of its own that a query sees; -1: all. sinks:
+    float32 natural-log logits, one a query head, that join the denominators.
+
+    With q_len_per_req > 1 queries are causal, or `mask` says which of the new tokens each of them sees, in a chain or a
+    tree: uint16 [batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2], bit j of a row (16 in each word, lowest
+    first) for new token j. All earlier tokens are seen, as far as the window goes.
+
+    workspace_buffer holds partial results, whatever is in it. out: of query's dtype, or float8_e4m3fn, into which the
+    result is rounded; there o_scale is what the reader will multiply by, whose reciprocal bmm2_scale already holds.
+
+    Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], `out` if that is given. Raises ValidationError naming
+    the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
+    """
+    refuse(kv_cache_sf=kv_cache_sf)
+    check_flags(enable_pdl=enable_pdl)
+    layout = KVLayout.of(kv_layout)
+    workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
+    cache = _Cache.of(kv_cache, layout)
+    q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
+    tables = _Tables.of(block_tables, seq_lens, workspace.device)
+    _check_query(query, tables.batch_size * q_len, cache.head_dim_qk, workspace.device)
+    target = _Target.of(out, query, cache.head_dim_vo, o_scale)
+    v_scale = _scale(bmm2_scale, "bmm2_scale")
+    spec = AttentionSpec(
+        tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")),
+        *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
+        Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
+        scoring_of(cache.head_dim_qk, _scale(bmm1_scale, "bmm1_scale"), window_left, None, "NONE"), causal=q_len > 1,
+        draft_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
+    )  # fmt: skip
+    if tables.batch_size:
+        Attention(spec, layout, workspace, backend).run_paged(
+            query, cache.as_given, out=target.result, lse=None, return_lse=False, sinks=sinks, q_scale=None,
+            k_scale=None, v_scale=v_scale, window_left=None, enable_pdl=enable_pdl,
+        )  # fmt: skip
+    return target.finish()
+
+
+def _check_query(query: Any, num_tokens: int, head_dim: int, device: torch.device) -> None:
+    check_tensor(query, "query")
+    shape = {"batch_size * q_len_per_req": num_tokens, "num_qo_heads": None, "head_dim": head_dim}
+    check_shape(query, "query", shape)
+    check_same_device(query, "query", device)
+
+
+class _Cache(NamedTuple):
+    """The paged cache and its sizes."""
+
+    tensors: tuple[torch.Tensor, ...]  #: one 5-D tensor of both, or two 4-D tensors
+    page_size: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+
+    @classmethod
+    def of(cls, kv_cache: Any, layout: KVLayout) -> _Cache:
+        """Of either form; the one plane of a 5-D tensor [num_pages, 1, ...] is keys and values."""
+        tensors = cache_tensors(kv_cache)
+        for tensor in tensors:
+            if check_tensor(tensor, "kv_cache").dim() != 6 - len(tensors):
+                raise ValidationError(
+                    f"kv_cache: expected a 5-D tensor or a pair of 4-D tensors, got {len(tensors)} with shape "
+                    f"{list(tensor.shape)}."
+                )
+        if len(tensors) == 1 and tensors[0].shape[1] not in (1, 2):
+            raise ValidationError(f"kv_cache: expected [num_pages, 1 or 2, ...], got {list(tensors[0].shape)}.")
+        if len(tensors) == 1 and tensors[0].shape[1] == 1:
+            tensors = (tensors[0][:, 0], tensors[0][:, 0])
+        keys, values = tensors[0], tensors[-1]
+        if values.dtype is not keys.dtype:
+            raise ValidationError(f"kv_cache: expected values of the keys' {keys.dtype}, got {values.dtype}.")
+        token, head = (-3, -2) if layout is KVLayout.NHD else (-2, -3)
+        page_size = check_positive(keys.shape[token], "kv_cache: page_size")
+        return cls(tensors, page_size, keys.shape[head], keys.shape[-1], values.shape[-1])
+
+    @property
+    def as_given(self) -> PagedCache:
+        return self.tensors[0] if len(self.tensors) == 1 else (self.tensors[0], self.tensors[1])
+
+
+class _Tables(NamedTuple):
+    """Where each request's pages are, and how many tokens they hold."""
+
+    pages: torch.Tensor  #: [batch_size, pages] int32 page numbers
+    seq_lens: torch.Tensor  #: [batch_size] int32
+
+    @classmethod
+    def of(cls, block_tables: Any, seq_lens: Any, device: torch.device) -> _Tables:
+        """Both on `device`; what lies on the host is copied to a GPU."""
+        pages = to_int32(check_tensor(block_tables, "block_tables"), "block_tables")
+        check_shape(pages, "block_tables", {"batch_size": None, "pages": None})
+        lens = check_tensor(seq_lens, "seq_lens")
+        lens = lens.view(torch.int32) if lens.dtype is torch.uint32 else to_int32(lens, "seq_lens")
+        check_shape(lens, "seq_lens", {"batch_size": pages.shape[0]})
+        for tensor, name in ((pages, "block_tables"), (lens, "seq_lens")):
+            if tensor.device.type != "cpu":
+                check_same_device(tensor, name, device)
+            elif is_capturing(device):
+                raise PlanError(f"{name}: expected a tensor on {device} in the capture of a CUDA graph, got a host's.")
+        pages, lens = pages.to(device, non_blocking=True), lens.to(device, non_blocking=True)
+        return cls(pages if pages.stride(1) == 1 else pages.contiguous(), lens.contiguous())
+
+    @property
+    def batch_size(self) -> int:
+        return self.seq_lens.shape[0]
+
+    def indices(self, q_len: int, page_size: int, max_seq_len: int) -> Indices | Lengths:
+        """What the planner is given: on a GPU the tables as they are, on the host their used entries."""
+        if self.seq_lens.device.type != "cpu":
+            return Lengths(self.seq_lens, self.pages, q_len, page_size)
+        room = min(max_seq_len, self.pages.shape[1] * page_size)
+        if self.batch_size and not 0 <= int(self.seq_lens.min()) <= int(self.seq_lens.max()) <= room:
+            raise ValidationError(
+                f"seq_lens: expected 0..{room} (max_seq_len={max_seq_len}, and {self.pages.shape[1]} pages of "
+                f"{page_size} tokens in block_tables), got {int(self.seq_lens.min())}..{int(self.seq_lens.max())}."
+            )
+        counts = (self.seq_lens + (page_size - 1)) // page_size
+        indptr = torch.zeros(self.batch_size + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, out=indptr[1:])
+        used = torch.arange(self.pages.shape[1]) < counts[:, None]
+        last = self.seq_lens - (counts - 1).clamp_(min=0) * page_size
+        return Indices(self.batch_size, None, q_len, indptr, last, self.pages[used], page_size)
+
+
+class _Target(NamedTuple):
+    """Where results go: what the kernel writes, and what the caller is given."""
+
+    result: torch.Tensor
+    caller: torch.Tensor
+
+    @classmethod
+    def of(cls, out: torch.Tensor | None, query: torch.Tensor, head_dim_vo: int, o_scale: Any) -> _Target:
+        """`out`, or a new tensor; beside an `out` of 8 bits one of query's dtype."""
+        shape = (query.shape[0], query.shape[1], head_dim_vo)
+        narrow = out is not None and check_tensor(out, "out").dtype is torch.float8_e4m3fn
+        scale = scalar(o_scale, "o_scale")
+        if not (math.isfinite(scale) and scale > 0) or (scale != 1.0 and not narrow):
+            raise ValidationError(
+                f"o_scale: expected {'a positive number' if narrow else '1 where out is not float8_e4m3fn'}, got "
+                f"{scale}; bmm2_scale is what multiplies the result."
+            )
+        if out is not None:
+            names = ("batch_size * q_len_per_req", "num_qo_heads", "head_dim")
+            check_shape(out, "out", dict(zip(names, shape, strict=True)))
+            check_same_device(out, "out", query.device)
+            if not narrow:
+                return cls(out, out)
+        result = torch.empty(shape, dtype=query.dtype, device=query.device)
+        return cls(result, result if out is None else out)
+
+    def finish(self) -> torch.Tensor:
+        """Rounds into an `out` of 8 bits; what is beyond its largest number becomes that."""
+        if self.result is not self.caller:
+            most = torch.finfo(self.caller.dtype).max
+            self.caller.copy_(self.result.clamp_(-most, most))
+        return self.caller
+
+
+def _scale(value: Any, name: str) -> float:
+    """A scale as a number; one that lies on a GPU is waited for."""
+    if isinstance(value, torch.Tensor) and is_capturing(value.device):
+        raise PlanError(f"{name}: expected a number in the capture of a CUDA graph, got a tensor on {value.device}.")
+    number = scalar(value, name)
+    positive = name == "bmm1_scale"  # kernels take the maximum before they scale
+    if not math.isfinite(number) or (positive and number <= 0):
+        raise ValidationError(f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}.")
+    return number
+
+
+def _draft_bits(mask: Any, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
+    """The bytes of a draft mask, at a multiple of 4."""
+    words = check_tensor(mask, "mask")
+    if words.dtype is not torch.uint16:
+        raise ValidationError(f"mask: expected dtype torch.uint16, 16 tokens a word, got {words.dtype}.")
+    halves = 2 * -(-q_len // 32)
+    check_shape(words, "mask", {"batch_size": batch_size, "q_len_per_req": q_len, "ceil(q_len / 32) * 2": halves})
+    check_same_device(words, "mask", device)
+    bits = words.contiguous().view(torch.uint8)
+    return bits.clone() if bits.data_ptr() % 4 else bits
