@@ -91,6 +91,10 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
 
     A tensor on a device is copied, which waits for it: give host arrays to plan without a synchronisation.
     """
+    if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.device.type == "cpu":
+        shape = value.shape
+        if len(shape) == 1 and (length is None or shape[0] == length):
+            return value.clone(memory_format=torch.contiguous_format)
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 
 import torch
 
 from quire.errors import QuireError
-from quire.jit import CudaModule, HostModule, Module
+from quire.jit import CudaModule, HostModule, Launch, Module
 from quire.kernels.operation import PARALLEL_THREADS
 
 __all__ = ["Launcher", "launch", "row_grid"]
@@ -37,27 +36,31 @@ class Launcher:
     def __init__(self, module: Module, params: ctypes.Structure, device: torch.device, grid: int, *, pdl: bool) -> None:
         self._index = device.index or 0
         self._params = params  # keeps its memory
-        self._plain = self._early = None
+        self._module, self._device, self._grid = module, device, grid
+        self._may_start_early = pdl
+        self._plain: Launch | None = None
+        self._early: Launch | None = None
         if isinstance(module, CudaModule) and grid:
-            bind = partial(
-                module.bind,
-                ctypes.addressof(params),
-                grid,
-                module.facts["kThreads"],
-                module.facts["kSmemBytes"],
-                self._index,
-            )
-            self._plain = bind()
-            self._early = bind(pdl=True) if pdl else self._plain
-        self._on_host = partial(launch, module, ctypes.addressof(params), device, grid=grid, block=1)
+            self._plain = self._bind(module, early=False)
+
+    def _bind(self, module: CudaModule, *, early: bool) -> Launch:
+        facts = module.facts
+        return module.bind(
+            ctypes.addressof(self._params), self._grid, facts["kThreads"], facts["kSmemBytes"], self._index, pdl=early
+        )
 
     def __call__(self, enable_pdl: bool) -> None:
         """Launch on torch's current stream."""
-        bound = self._early if enable_pdl else self._plain
+        bound = self._plain
         if bound is None:
-            self._on_host()
-        else:
-            bound(torch._C._cuda_getCurrentRawStream(self._index))
+            launch(self._module, ctypes.addressof(self._params), self._device, grid=self._grid, block=1)
+            return
+        if enable_pdl and self._may_start_early:
+            bound = self._early
+            if bound is None:
+                assert isinstance(self._module, CudaModule)
+                bound = self._early = self._bind(self._module, early=True)
+        bound(torch._C._cuda_getCurrentRawStream(self._index))
 
 
 def row_grid(rows: int, columns: int) -> int:

@@ -144,8 +144,7 @@ def make_plan(
 
 def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
     """What the schedule decides: `sent` is where its buffer lies on the device."""
-    for name in ("tiles", "mask_indptr", "arrivals"):
-        setattr(p, name, sent + getattr(s, f"{name}_offset"))
+    p.tiles, p.mask_indptr, p.arrivals = sent + s.tiles_offset, sent + s.mask_indptr_offset, sent + s.arrivals_offset
     p.shares = sent + s.shares_offset if s.is_shared else None
     p.num_tiles, p.num_ctas, p.slots_per_head = s.num_tiles, s.num_ctas, s.slots_per_head
 

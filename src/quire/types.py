@@ -12,7 +12,7 @@ from quire.errors import ValidationError
 __all__ = ["DTYPES", "DType", "KVLayout", "MaskMode", "PosEncodingMode", "dtype_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # rows of DTYPES, so that a hash of many of them costs nothing
 class DType:
     """A number type under its three names: torch's, C++'s, and the one in slugs."""
 

@@ -281,6 +281,9 @@ class CudaModule:
         self.driver.check(code, "the launch", f"{self.entry.slug} on device {device}, {shape}")
 
 
+_NO_ATTRIBUTES = (LaunchAttribute * 1)()
+
+
 def _configure(
     grid: Grid, block: int, smem: int, pdl: bool, cluster: tuple[int, int, int] | None
 ) -> tuple[LaunchConfig, Any]:
@@ -294,7 +297,7 @@ def _configure(
         attribute = LaunchAttribute(id=LaunchAttribute.PDL)
         attribute.value[0] = 1
         attributes.append(attribute)
-    array = (LaunchAttribute * max(1, len(attributes)))(*attributes)
+    array = (LaunchAttribute * max(1, len(attributes)))(*attributes) if attributes else _NO_ATTRIBUTES
     x, y, z = _three(grid)
     config = LaunchConfig(x, y, z, block, 1, 1, smem, None, array, len(attributes))
     return config, array

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 __all__ = ["Spec", "Struct"]
 
@@ -44,6 +45,14 @@ class Spec:
     ] = ()  #: constexpr members of kernel<Variant> that Python relies on: (("kThreads", 128), ...)
     facts: tuple[str, ...] = ()  #: constexpr int members of kernel<Variant> that the caller reads from the module
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once a spec: each plan() looks a module up by it."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def device(self) -> bool:

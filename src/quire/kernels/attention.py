@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from quire.errors import ValidationError
@@ -79,6 +79,14 @@ class AttentionKey:
     soft_cap: bool
     tile_rows: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Once a key: each plan() looks things up by it."""
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
     @property
     def slug(self) -> str:
         flags = "-".join([self.mask.slug] + ["window"] * self.window + ["cap"] * self.soft_cap)
@@ -147,7 +155,7 @@ class TensorCopy(NamedTuple):
     box: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AttentionKernel:
     """One row of the catalogue: what a kernel accepts and how it cuts it."""
 
@@ -176,6 +184,7 @@ class AttentionKernel:
             p.window, p.soft_cap, rows,
         )  # fmt: skip
 
+    @cache  # noqa: B019
     def tile(self, key: AttentionKey) -> TileShape:
         """The tile of a key; ValidationError if the kernel has none of that height."""
         shapes = self.tiles(key.problem())

@@ -44,6 +44,7 @@ class FastDivisor(ctypes.Structure):
     _fields_ = (("divisor", c_uint32), ("multiplier", c_uint32), ("shift", c_uint32))
 
     @classmethod
+    @cache
     def of(cls, divisor: int) -> FastDivisor:
         """Multiplier and shift such that umulhi(n, multiplier) >> shift == n // divisor for 0 <= n < 2**31."""
         if divisor == 1:
