@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -116,16 +116,18 @@ def make_schedule(
     tiles that there are, but offsets and counts are those of the capacity.
     """
     run = _scheduler().function
-    pages = indices.kv_indices if indices.kv_indices is not None and indices.kv_indices.device.type == "cpu" else None
-    p = ScheduleParams(
-        kv_indices=address_of(pages), qo_indptr=address_of(indices.qo_indptr), kv_indptr=address_of(indices.kv_indptr),
-        kv_last_page_len=address_of(indices.kv_last_page_len), buffer=None,
-        batch_size=indices.batch_size, qo_len=indices.qo_len, num_kv_heads=num_kv_heads, group_size=group_size,
-        page_size=indices.page_size, tile_rows=tile.rows, tile_kv=tile.kv, causal=int(mask is MaskMode.CAUSAL),
-        window_left=window_left, max_ctas=max_ctas, fixed_split_size=fixed_split_size,
-        has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
-        has_tickets=int(l2_tokens > 0), l2_tokens=l2_tokens,
+    pages = indices.kv_indices
+    if pages is not None and pages.device.type != "cpu":
+        pages = None
+    p = ScheduleParams.from_buffer_copy(
+        _fixed_part(
+            num_kv_heads, group_size, indices.page_size, tile, mask, window_left, max_ctas, fixed_split_size,
+            tile_capacity, l2_tokens,
+        )
     )  # fmt: skip
+    p.batch_size, p.qo_len, p.kv_indptr = indices.batch_size, indices.qo_len, indices.kv_indptr.data_ptr()
+    p.qo_indptr, p.kv_last_page_len = address_of(indices.qo_indptr), address_of(indices.kv_last_page_len)
+    p.kv_indices = address_of(pages)
     if run(ctypes.addressof(p)):
         _raise(p, indices)
     if indices.kv_indices is not None and indices.kv_indices.shape[0] < p.nnz_kv:
@@ -140,6 +142,20 @@ def make_schedule(
     if p.least_page < 0:
         raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
     return Schedule(p, buffer)
+
+
+@lru_cache(maxsize=1024)
+def _fixed_part(
+    num_kv_heads: int, group_size: int, page_size: int, tile: TileShape, mask: MaskMode, window_left: int,
+    max_ctas: int, fixed_split_size: int, tile_capacity: int, l2_tokens: int,
+) -> ScheduleParams:  # fmt: skip
+    """What stays the same from batch to batch: a server asks for few of these, and each costs more than a copy."""
+    return ScheduleParams(
+        num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
+        causal=int(mask is MaskMode.CAUSAL), window_left=window_left, max_ctas=max_ctas,
+        fixed_split_size=fixed_split_size, has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
+        has_tickets=int(l2_tokens > 0), l2_tokens=l2_tokens,
+    )  # fmt: skip
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

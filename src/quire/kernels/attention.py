@@ -49,8 +49,7 @@ class AttentionProblem:
         return f"({self.target}, q={self.q}, kv={self.kv}, o={self.o}, {dims}, {storage}, {', '.join(flags)})"
 
 
-@dataclass(frozen=True)
-class TileShape:
+class TileShape(NamedTuple):
     """How a kernel cuts work."""
 
     rows: int  #: packed query rows of a tile

@@ -118,7 +118,7 @@ class AttentionFa3Params(ctypes.Structure):
 
 def aligned(cls: type[_Struct]) -> _Struct:
     """A zeroed struct at a multiple of 64 bytes, as tensor maps need it."""
-    memory = ctypes.create_string_buffer(ctypes.sizeof(cls) + 64)
+    memory = (ctypes.c_char * (ctypes.sizeof(cls) + 64))()
     return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
 
 

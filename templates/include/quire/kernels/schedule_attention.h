@@ -267,12 +267,12 @@ struct ScheduleAttention {
         continue;
       }
       const int begin = min(share_begin(all, c), total), end = min(share_begin(all, c + 1), total);
+      if (begin == end) continue;  // there may be no tile at all
       if (p.fixed_split_size != 0) {
         share.kv_head = kv_head, share.tile = tile;
         for (; kv_head < p.num_kv_heads && unit() < end; advance()) share.units += tile_units(tiles[tile]);
         continue;
       }
-      if (begin == end) continue;
       while (unit() + tile_units(tiles[tile]) <= begin) advance();
       share.kv_head = kv_head, share.tile = tile, share.offset = begin - unit(), share.units = end - begin;
     }
