@@ -38,10 +38,10 @@ def block_tables(cache: PagedCache, spare: int = 2) -> Tensor:
     return ints(table, str(cache.indices.device)).view(len(rows), width)
 
 
-def call(p: Problem, cache: PagedCache, backend: str, **more: object) -> Tensor:
-    """The call that a problem describes; `more` overrides its arguments."""
+def arguments(p: Problem, cache: PagedCache, backend: str) -> dict[str, object]:
+    """What describes a problem in one call."""
     scale = 1.0 / math.sqrt(p.head_dim) if p.sm_scale is None else p.sm_scale
-    arguments: dict[str, object] = {
+    return {
         "query": p.q,
         "kv_cache": cache.kv,
         "workspace_buffer": workspace(p.device),
@@ -55,7 +55,11 @@ def call(p: Problem, cache: PagedCache, backend: str, **more: object) -> Tensor:
         "q_len_per_req": p.qo_lens[0] if p.qo_lens else 1,
         "backend": backend,
     }
-    return quire.xqa_batch_decode_with_kv_cache(**{**arguments, **more})
+
+
+def call(p: Problem, cache: PagedCache, backend: str, **more: object) -> Tensor:
+    """The call that a problem describes; `more` overrides its arguments."""
+    return quire.xqa_batch_decode_with_kv_cache(**{**arguments(p, cache, backend), **more})
 
 
 def check(p: Problem, cache: PagedCache, backend: str, *, oracle_options=None, **more: object) -> Tensor:
@@ -536,28 +540,30 @@ def test_one_graph_for_all_lengths(q_len):
 def test_a_capture_refuses_what_it_cannot_hold():
     """Lengths and tables on the host, and scales that the host would have to wait for."""
     p = batch(torch.bfloat16, "cuda:0")
-    cache = p.paged(16)
-    call(p, cache, "auto")
+    right = arguments(p, p.paged(16), "auto")
+    want = quire.xqa_batch_decode_with_kv_cache(**right)
     for name, value in [
         ("seq_lens", ints(p.kv_lens, "cpu")),
-        ("block_tables", block_tables(cache).cpu()),
+        ("block_tables", right["block_tables"].cpu()),
         ("bmm1_scale", torch.ones(1, device="cuda:0")),
+        ("bmm2_scale", torch.ones(1, device="cuda:0")),
     ]:
-        graph = torch.cuda.CUDAGraph()
-        with pytest.raises(quire.PlanError, match=f"{name}: expected .* in the capture"), torch.cuda.graph(graph):
-            call(p, cache, "auto", **{name: value})
+        wrong = {**right, name: value}
+        graph, message = torch.cuda.CUDAGraph(), f"{name}: expected .* in the capture"
+        with torch.cuda.graph(graph), pytest.raises(quire.PlanError, match=message):
+            quire.xqa_batch_decode_with_kv_cache(**wrong)
+    assert torch.equal(quire.xqa_batch_decode_with_kv_cache(**right), want)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_the_host_waits_for_nothing():
     p = batch(torch.bfloat16, "cuda:0", q_len=2)
-    cache = p.paged(16)
-    arguments = {"block_tables": block_tables(cache), "seq_lens": ints(p.kv_lens, "cuda:0")}
-    want = call(p, cache, "auto", **arguments)
+    everything = arguments(p, p.paged(16), "auto")
+    want = quire.xqa_batch_decode_with_kv_cache(**everything)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = call(p, cache, "auto", **arguments)
+        got = quire.xqa_batch_decode_with_kv_cache(**everything)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, want)
