@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import oracle
 import quire
 from calls import decode, decode_wrapper, plan_decode, prefill_paged, prefill_ragged
-from problems import FORMS, Problem, poisoned, workspace
+from problems import FORMS, Problem, ints, poisoned, workspace
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -126,6 +127,20 @@ def test_every_code_is_widened_exactly(device, backend, dtype, kv_dtype):
         got, want = got[whole], want[whole]
     assert torch.equal(torch.isnan(got), torch.isnan(want))
     assert torch.equal(got.nan_to_num(0.0), want.nan_to_num(0.0))
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_appended_keys_are_the_cache(device, kv_dtype, head_dim):
+    """Every byte of a cache that append fills is that of one that was laid out by hand, its NaN too."""
+    p = batch(torch.float16, device, kv_dtype, head_dim=head_dim)
+    cache = p.paged(16)
+    filled = tuple(poisoned(t.shape, kv_dtype, device) for t in cache.kv)
+    requests, positions = oracle.get_batch_indices_positions(p.kv_indptr, p.kv_lens)
+    tables = (cache.indices, cache.indptr, cache.last_page_len)
+    quire.append_paged_kv_cache(p.k, p.v, ints(requests, device), ints(positions, device), filled, *tables)
+    for got, want in zip(filled, cache.kv, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @KV_DTYPES

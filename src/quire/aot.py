@@ -51,6 +51,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "dtypes": ("fp32", "fp16", "bf16"),
     },
     "masks": {"masks": ("custom", "causal+window", "none+window", "custom+window", "causal+cap", "custom+cap")},
+    "speculative": {"masks": ("causal", "draft", "draft+window"), "page_sizes": (16,)},
+    "fp8": {"head_dims": ((64, 64), (128, 128)), "kv_dtypes": ("e4m3",), "page_sizes": (16,)},
 }
 
 
@@ -78,7 +80,7 @@ def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[S
         yield kernel.spec(kernel.key_with(problem, tile.rows))
 
 
-def _operations(target: str, dtypes: Iterable[str]) -> Iterator[Spec]:
+def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) -> Iterator[Spec]:
     """What serving calls beside attention: planning on the host, merging, appending, packing."""
     yield OperationKey("schedule_attention", host_target()).spec()
     if target.startswith("sm"):
@@ -86,6 +88,7 @@ def _operations(target: str, dtypes: Iterable[str]) -> Iterator[Spec]:
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
         yield from (OperationKey(name, target, dtype.slug, 8).spec() for name in ("merge", "merge_pair"))
+    for dtype in (dtype_of(name, "dtype") for name in (*dtypes, *kv_dtypes)):
         yield OperationKey("append", target, f"u{8 * dtype.bytes}", 16 // dtype.bytes).spec()
 
 
@@ -105,7 +108,7 @@ def select(selection: Selection) -> list[Spec]:
             for spec in _attention(kernel, problem)
         ]
         if found:
-            found.extend(_operations(target, selection.dtypes))
+            found.extend(_operations(target, selection.dtypes, selection.kv_dtypes))
         specs.update({spec.slug: spec for spec in found})
     return list(specs.values())
 

@@ -26,15 +26,31 @@ struct AppendParams {
   int32_t page_size;
 };
 
+template <bool kFirst, class A, class B>
+struct Choose {
+  using Type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
+
 template <class Variant>
 struct AppendPaged {
   using T = typename Variant::T;  // an unsigned integer of the element's size: values are moved, not computed with
   static constexpr int kThreads = kParallelThreads, kMinCtas = 8, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
 
-  struct alignas(kVec * sizeof(T)) Pack {
+  static constexpr int kPackBytes = kVec * static_cast<int>(sizeof(T));
+
+  // In words where it is whole ones: a register each, also of 16 single bytes.
+  struct alignas(kPackBytes) Words {
+    uint32_t x[max(kPackBytes / 4, 1)];
+  };
+  struct alignas(kPackBytes) Elements {
     T x[kVec];
   };
+  using Pack = typename Choose<kPackBytes % 4 == 0, Words, Elements>::Type;
 
   QUIRE_HD static int run(const AppendParams& p, unsigned char* = nullptr) {
     const int packs = max(p.head_dim_k, p.head_dim_v) / kVec;
