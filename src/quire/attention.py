@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from quire.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
 from quire.plan import AttentionPlan, Scoring
-from quire.planner import make_plan, make_plan_on_device
+from quire.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.quantization import pack_mask
 from quire.schedule import Indices, Lengths
 from quire.target import target_of
@@ -42,6 +43,7 @@ __all__ = [
     "page_indices",
     "planned",
     "scoring_of",
+    "workspace_bytes_of",
 ]
 
 
@@ -373,6 +375,19 @@ class Attention:
                 f"got {sinks.dtype} {list(sinks.shape)}."
             )
         return sinks
+
+
+def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:
+    """Bytes of the workspace that a plan of `spec` takes; plans nothing."""
+    assert isinstance(spec.indices, Indices)
+    decision = None
+    if graph is not None:
+        graph, decision = copy(graph), graph.decision
+        _fix(graph, spec)
+    return workspace_bytes(
+        decision or decide(spec.problem(device), backend), spec.indices, spec.scoring, num_qo_heads=spec.num_qo_heads,
+        num_kv_heads=spec.num_kv_heads, device=device, fixed_split_size=spec.fixed_split_size, graph=graph,
+    )  # fmt: skip
 
 
 def _fix(graph: GraphState, spec: AttentionSpec) -> None:

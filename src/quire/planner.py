@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 
@@ -25,12 +25,12 @@ from quire.kernels.params import (
 )
 from quire.launch import launch
 from quire.plan import LOG2E, AttentionPlan, Scoring, base_of
-from quire.schedule import Indices, Lengths, address_of, make_schedule
+from quire.schedule import Indices, Lengths, address_of, make_schedule, measure_schedule
 from quire.target import max_ctas
 from quire.types import MaskMode
 from quire.workspace import Workspace, partials_bytes
 
-__all__ = ["make_plan", "make_plan_on_device"]
+__all__ = ["make_plan", "make_plan_on_device", "workspace_bytes"]
 
 #: Keys and values in flight at a time: of an H200's 50 MB of L2, 17 MB (2 of 8 heads at B2 x 8192, d128) was the best
 #: of 1, 2, 4 and all heads (2026-11-21).
@@ -45,6 +45,20 @@ def _module(spec: Spec, device: torch.device) -> Module:
     return module
 
 
+class _Cut(TypedDict):
+    """Arguments of measure_schedule()."""
+
+    num_kv_heads: int
+    group_size: int
+    tile: TileShape
+    mask: MaskMode
+    window_left: int
+    max_ctas: int
+    fixed_split_size: int
+    l2_tokens: int
+    tile_capacity: int
+
+
 class _Variant(NamedTuple):
     """The compiled kernel of a plan and what it plans with."""
 
@@ -54,15 +68,12 @@ class _Variant(NamedTuple):
     ctas: int  #: that run at the same time
 
     @classmethod
-    def of(cls, decision: Decision, workspace: Workspace) -> _Variant:
+    def of(cls, decision: Decision, device: torch.device) -> _Variant:
         """Compiles or loads it."""
         key = decision.key
-        tile = decision.kernel.tile(key)
-        module = _module(decision.kernel.spec(key), workspace.device)
-        ctas = max_ctas(workspace.device, module.facts.get("kMinCtas", 1))
-        return cls(
-            decision, module, tile, _shares_that_fit(ctas, workspace, partials_bytes(2, tile.rows, key.head_dim_vo))
-        )
+        module = _module(decision.kernel.spec(key), device)
+        ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
+        return cls(decision, module, decision.kernel.tile(key), ctas)
 
     @property
     def l2_tokens(self) -> int:
@@ -80,13 +91,42 @@ class _Variant(NamedTuple):
         base.window_left, base.logits_cap = scoring.window_left, scoring.logits_soft_cap * LOG2E
         return params
 
+    def cut(
+        self, indices: Indices, scoring: Scoring, num_qo_heads: int, num_kv_heads: int, fixed_split_size: int,
+        graph: GraphState | None,
+    ) -> _Cut:  # fmt: skip
+        """How a schedule is cut for it."""
+        group_size, capacity = num_qo_heads // num_kv_heads, 0
+        if graph is not None:
+            split = max(0, fixed_split_size)
+            capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, group_size, self.tile.rows, split)
+        return _Cut(
+            num_kv_heads=num_kv_heads, group_size=group_size, tile=self.tile, mask=self.decision.key.mask,
+            window_left=scoring.window_left, max_ctas=self.ctas, fixed_split_size=fixed_split_size,
+            l2_tokens=self.l2_tokens, tile_capacity=capacity,
+        )  # fmt: skip
+
+    def partials_bytes(self, num_slots: int) -> int:
+        """Bytes of the workspace that a schedule takes."""
+        return partials_bytes(num_slots, self.tile.rows, self.decision.key.head_dim_vo)
+
     def set_partials(self, p: AttentionParams, workspace: Workspace, num_slots: int) -> torch.Tensor:
         """Reserves the workspace."""
-        num_bytes = partials_bytes(num_slots, self.tile.rows, self.decision.key.head_dim_vo)
+        num_bytes = self.partials_bytes(num_slots)
         partials = workspace.take(num_bytes)
         p.partial_o = partials.data_ptr()
         p.partial_md = partials.data_ptr() + num_bytes - num_slots * self.tile.rows * 8
         return partials
+
+
+def workspace_bytes(
+    decision: Decision, indices: Indices, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
+    device: torch.device, fixed_split_size: int = 0, graph: GraphState | None = None,
+) -> int:  # fmt: skip
+    """What make_plan() with these arguments takes of its workspace, to the byte."""
+    variant = _Variant.of(decision, device)
+    cut = variant.cut(indices, scoring, num_qo_heads, num_kv_heads, fixed_split_size, graph)
+    return variant.partials_bytes(measure_schedule(indices, **cut).num_slots)
 
 
 def make_plan(
@@ -98,17 +138,9 @@ def make_plan(
     With `graph`, replays of a captured run() follow each new plan.
     """
     device = workspace.device
-    variant = _Variant.of(decision, workspace)
-    tile, mask, group_size = variant.tile, decision.key.mask, num_qo_heads // num_kv_heads
-    capacity = 0
-    if graph is not None:
-        split = max(0, fixed_split_size)
-        capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, group_size, tile.rows, split)
-    schedule = make_schedule(
-        indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=mask, tile_capacity=capacity,
-        window_left=scoring.window_left, max_ctas=variant.ctas, fixed_split_size=fixed_split_size,
-        pin=device.type == "cuda", l2_tokens=variant.l2_tokens,
-    )  # fmt: skip
+    variant, mask = _Variant.of(decision, device), decision.key.mask
+    cut = variant.cut(indices, scoring, num_qo_heads, num_kv_heads, fixed_split_size, graph)
+    schedule = make_schedule(indices, **cut, pin=device.type == "cuda")
     s = schedule.params
     params = variant.params(scoring, num_qo_heads, num_kv_heads, indices.page_size)
     base = base_of(params)
@@ -134,7 +166,7 @@ def make_plan(
         params.ticket = base.arrivals + 4 * s.num_counters
         params.heads_at_once = num_kv_heads if graph else s.heads_at_once
     if graph is not None:
-        base.num_tiles = capacity
+        base.num_tiles = s.tile_capacity
         graph.keep(partials, params)
     owned = (sent, pages, bits, partials)
     return AttentionPlan(
@@ -157,7 +189,7 @@ def make_plan_on_device(
     both kernels have been used before; each replay then plans anew.
     """
     device, group_size = workspace.device, num_qo_heads // num_kv_heads
-    variant = _Variant.of(decision, workspace)
+    variant = _Variant.of(decision, device)
     planner = _module(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile, ctas = variant.tile, variant.ctas
     num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // tile.rows)
@@ -186,12 +218,6 @@ def make_plan_on_device(
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
     return AttentionPlan(decision, variant.module, params, scoring, device, owned, ctas, follows_planner=True)
-
-
-def _shares_that_fit(ctas: int, workspace: Workspace, bytes_each: int) -> int:
-    """CTAs whose partial results the workspace holds, if at least half of them; else take() says what is missing."""
-    fitting = ctas if workspace.capacity is None else workspace.capacity // bytes_each
-    return fitting if ctas // 2 <= fitting < ctas else ctas
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

@@ -16,7 +16,7 @@ from quire.kernels.operation import OperationKey
 from quire.kernels.params import ScheduleParams, Share, Tile
 from quire.types import MaskMode
 
-__all__ = ["Indices", "Lengths", "Schedule", "address_of", "make_schedule"]
+__all__ = ["Indices", "Lengths", "Schedule", "address_of", "make_schedule", "measure_schedule"]
 
 _Array = TypeVar("_Array", bound=ctypes.Array[Any])
 
@@ -108,14 +108,31 @@ def make_schedule(
     indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
     max_ctas: int, fixed_split_size: int, pin: bool, l2_tokens: int = 0, tile_capacity: int = 0,
 ) -> Schedule:  # fmt: skip
-    """Plan on the host. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts. `l2_tokens`:
-    for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in L2 at a time. Page numbers
-    that lie on the host travel in the same buffer.
+    """Plan on the host, into a pinned buffer with `pin`. The other arguments are measure_schedule()'s."""
+    p = measure_schedule(
+        indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=mask, window_left=window_left,
+        max_ctas=max_ctas, fixed_split_size=fixed_split_size, l2_tokens=l2_tokens, tile_capacity=tile_capacity,
+    )  # fmt: skip
+    buffer = torch.empty(max(16, p.staged_bytes), dtype=torch.uint8, pin_memory=pin)
+    p.buffer = buffer.data_ptr()
+    if _scheduler().function(ctypes.addressof(p)):
+        _raise(p, indices)
+    if p.least_page < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
+    return Schedule(p, buffer)
+
+
+def measure_schedule(
+    indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
+    max_ctas: int, fixed_split_size: int, l2_tokens: int = 0, tile_capacity: int = 0,
+) -> ScheduleParams:  # fmt: skip
+    """The sizes of a schedule. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts.
+    `l2_tokens`: for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in L2 at a time.
+    Page numbers that lie on the host travel in the same buffer.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
     tiles that there are, but offsets and counts are those of the capacity.
     """
-    run = _scheduler().function
     pages = indices.kv_indices
     if pages is not None and pages.device.type != "cpu":
         pages = None
@@ -128,20 +145,14 @@ def make_schedule(
     p.batch_size, p.qo_len, p.kv_indptr = indices.batch_size, indices.qo_len, indices.kv_indptr.data_ptr()
     p.qo_indptr, p.kv_last_page_len = address_of(indices.qo_indptr), address_of(indices.kv_last_page_len)
     p.kv_indices = address_of(pages)
-    if run(ctypes.addressof(p)):
+    if _scheduler().function(ctypes.addressof(p)):
         _raise(p, indices)
     if indices.kv_indices is not None and indices.kv_indices.shape[0] < p.nnz_kv:
         raise ValidationError(
             f"paged_kv_indices: expected at least paged_kv_indptr[-1]={p.nnz_kv} entries, "
             f"got {indices.kv_indices.shape[0]}."
         )
-    buffer = torch.empty(max(16, p.staged_bytes), dtype=torch.uint8, pin_memory=pin)
-    p.buffer = buffer.data_ptr()
-    if run(ctypes.addressof(p)):
-        _raise(p, indices)
-    if p.least_page < 0:
-        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
-    return Schedule(p, buffer)
+    return p
 
 
 @lru_cache(maxsize=1024)

@@ -39,11 +39,6 @@ class UserWorkspace:
     def device(self) -> torch.device:
         return self._buffer.device
 
-    @property
-    def capacity(self) -> int | None:
-        """Bytes that there are."""
-        return self._buffer.numel()
-
     def take(self, num_bytes: int) -> torch.Tensor:
         """The first `num_bytes` of it; ValidationError if it is smaller."""
         if num_bytes > self._buffer.numel():
@@ -59,11 +54,6 @@ class OwnWorkspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    @property
-    def capacity(self) -> int | None:
-        """As much as it takes."""
-        return None
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A new buffer of `num_bytes`."""

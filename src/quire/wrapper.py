@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
 
-from quire.attention import Attention, AttentionSpec, planned, scoring_of
+from quire.attention import Attention, AttentionSpec, planned, scoring_of, workspace_bytes_of
 from quire.checks import check_flags, check_tensor
 from quire.errors import PlanError
 from quire.graph import GraphState, graph_state
@@ -32,6 +33,7 @@ class AttentionWrapper:
         self._backend = backend
         self._attention: Attention | None = None
         self._graph: GraphState | None = None
+        self._sizes: list[int] | None = None  # of workspace_size(), which only looks at what plan() would do
         self.reset_workspace_buffer(float_workspace_buffer)
         check_flags(use_cuda_graph=use_cuda_graph)
         self._graph = graph_state(use_cuda_graph, self._workspace.device, **buffers)
@@ -61,7 +63,24 @@ class AttentionWrapper:
     def end_forward(self) -> None:
         """Nothing to do: a plan is released with its wrapper or by the next plan()."""
 
+    def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Bytes of the float and of the int workspace that plan() takes for the same arguments, to the byte.
+
+        A plan owns its index arrays, so that the second is 0. Nothing is planned; the kernel is compiled if need be.
+        """
+        twin = copy(self)
+        twin._sizes = []
+        twin.plan(*args, **kwargs)
+        return twin._sizes[0], 0
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        """Plan a batch; each wrapper takes its own arguments."""
+        raise NotImplementedError
+
     def _set_plan(self, spec: AttentionSpec) -> None:
+        if self._sizes is not None:
+            self._sizes.append(workspace_bytes_of(spec, self._workspace.device, self._backend, self._graph))
+            return
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph)
 
     def _replan(

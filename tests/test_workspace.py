@@ -1,0 +1,96 @@
+"""workspace_size() is what plan() takes, to the byte."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import quire
+from problems import ints
+
+GPU_CTAS = 264  #: resident CTAs of a large GPU: with the host's few threads the planner would rarely cut a tile
+BUFFER = torch.empty(4 << 30, dtype=torch.uint8)  # never touched: plans are not run here
+HEAD_DIM = 64
+
+
+def table(random_: random.Random, lens: list[int], page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """indptr, page numbers, last_page_len of a cache in which requests share pages."""
+    pages = [-(-n // page_size) for n in lens]
+    indptr = [0]
+    for count in pages:
+        indptr.append(indptr[-1] + count)
+    last = [n - (count - 1) * page_size if count else 0 for n, count in zip(lens, pages, strict=True)]
+    return ints(indptr, "cpu"), torch.zeros(indptr[-1], dtype=torch.int32), ints(last, "cpu")
+
+
+def any_problem(random_: random.Random) -> tuple[type, tuple[object, ...], dict[str, object]]:
+    """A wrapper, and arguments of its plan()."""
+    batch, page_size = random_.choice((1, 1, 2, 3, 7, 40)), random_.choice((1, 8, 16, 64))
+    longest = random_.choice((1, 50, 3000, 20_000) if batch < 7 else (1, 50, 500))
+    kv_lens = [random_.randint(0, longest) for _ in range(batch)]
+    kv_heads = random_.choice((1, 2, 8))
+    heads = kv_heads * random_.choice((1, 4, 6)), kv_heads
+    options: dict[str, object] = {
+        "q_data_type": torch.bfloat16,
+        "window_left": random_.choice((-1, -1, 100)),
+        **random_.choice(({}, {}, {"fixed_split_size": 1024}, {"disable_split_kv": True})),
+    }
+    indptr, indices, last = table(random_, kv_lens, page_size)
+    if random_.random() < 0.4:
+        options["q_len_per_req"] = random_.choice((1, 1, 3))
+        arguments = (indptr, indices, last, *heads, HEAD_DIM, page_size)
+        return quire.BatchDecodeWithPagedKVCacheWrapper, arguments, options
+    qo_indptr = [0]
+    for _ in range(batch):
+        qo_indptr.append(qo_indptr[-1] + random_.choice((0, 1, 5, 100, 900)))
+    options["causal"] = random_.random() < 0.7
+    qo = ints(qo_indptr, "cpu")
+    if random_.random() < 0.5:
+        arguments = (qo, indptr, indices, last, *heads, HEAD_DIM, page_size)
+        return quire.BatchPrefillWithPagedKVCacheWrapper, arguments, options
+    kv_indptr = [0]
+    for n in kv_lens:
+        kv_indptr.append(kv_indptr[-1] + n)
+    return quire.BatchPrefillWithRaggedKVCacheWrapper, (qo, ints(kv_indptr, "cpu"), *heads, HEAD_DIM), options
+
+
+def check(seed: int) -> int:
+    """Exactly so many bytes pass, one less raises; returns how many."""
+    kind, arguments, options = any_problem(random.Random(seed))
+    wrapper = kind(BUFFER)
+    float_bytes, int_bytes = wrapper.workspace_size(*arguments, **options)
+    assert int_bytes == 0
+    with pytest.raises(quire.PlanError):  # looking at a plan is not planning
+        wrapper.explain()
+    wrapper.reset_workspace_buffer(BUFFER[:float_bytes])
+    wrapper.plan(*arguments, **options)
+    if float_bytes:
+        wrapper.reset_workspace_buffer(BUFFER[: float_bytes - 1])
+        with pytest.raises(quire.ValidationError, match=f"at least {float_bytes} bytes"):
+            wrapper.plan(*arguments, **options)
+    return float_bytes
+
+
+def test_exactly_what_is_needed(monkeypatch):
+    monkeypatch.setattr("quire.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
+    needs = [check(seed) for seed in range(10_000)]
+    assert sum(need > 0 for need in needs) > 1000 and len(set(needs)) > 20
+
+
+def test_for_graphs_too():
+    """The size of the first plan holds for every later one."""
+    buffers = torch.zeros(3, dtype=torch.int32), torch.zeros(64, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(BUFFER, "NHD", True, False, *buffers)
+    tables = [table(random.Random(0), lens, 16) for lens in ([1, 7], [500, 300])]
+    sizes = {wrapper.workspace_size(*t, 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16) for t in tables}
+    assert len(sizes) == 1
+    ((need, _),) = sizes
+    assert not buffers[1].any(), "the caller's buffer was written"
+    wrapper.reset_workspace_buffer(BUFFER[:need])
+    for t in tables:
+        wrapper.plan(*t, 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16)
+    smaller = quire.BatchDecodeWithPagedKVCacheWrapper(BUFFER[: need - 1], "NHD", True, False, *buffers)
+    with pytest.raises(quire.ValidationError, match=f"at least {need} bytes"):
+        smaller.plan(*tables[0], 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16)
