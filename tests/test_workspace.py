@@ -11,7 +11,7 @@ import quire
 from problems import ints
 
 GPU_CTAS = 264  #: resident CTAs of a large GPU: with the host's few threads the planner would rarely cut a tile
-BUFFER = torch.empty(4 << 30, dtype=torch.uint8)  # never touched: plans are not run here
+BUFFER = torch.empty(256 << 20, dtype=torch.uint8)  # never touched: plans are not run here
 HEAD_DIM = 64
 
 
