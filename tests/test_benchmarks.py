@@ -84,7 +84,8 @@ def test_operations(tmp_path: Path) -> None:
     file = tmp_path / "operations.json"
     run("operations.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
     results = json.loads(file.read_text())["results"]
-    assert {result["case"] for result in results} == {"tiny-merge_states", "tiny-merge_state", "tiny-append"}
+    kinds = ("merge_states", "merge_state", "append", "packbits", "packbits-segments")
+    assert {result["case"] for result in results} == {f"tiny-{kind}" for kind in kinds}
     ours = [result for result in results if result["provider"] == "quire"]
     assert all(result["timing"]["median"] > 0 and result["error"] < 1e-2 for result in ours)
 

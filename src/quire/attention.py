@@ -72,7 +72,7 @@ Form = tuple[Any, ...]
 def _form(tensors: tuple[Any, ...]) -> Form | None:
     """What decides whether tensors are right: all but where they lie. None if one is not a tensor."""
     try:
-        return tuple((t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.layout) for t in tensors)
+        return tuple([(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.layout) for t in tensors])
     except (AttributeError, RuntimeError):
         return None
 
@@ -255,14 +255,16 @@ class Attention:
             )
         if lse is not None or return_lse:
             lse = self._lse(lse)
-        logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
-        if not logits_scale > 0:  # kernels take the maximum before they scale
-            raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
+        logits_scale = 1.0
+        if q_scale is not None or k_scale is not None:
+            logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
+            if not logits_scale > 0:  # kernels take the maximum before they scale
+                raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
         k_pointer = kv[0].data_ptr()
         self._plan.run(
             q.data_ptr(), k_pointer, kv[1].data_ptr() if len(kv) == 2 else k_pointer + self._v_offset, out.data_ptr(),
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
-            logits_scale=logits_scale, o_scale=scalar(v_scale, "v_scale"),
+            logits_scale=logits_scale, o_scale=1.0 if v_scale is None else scalar(v_scale, "v_scale"),
             enable_pdl=bool(enable_pdl),
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out

@@ -148,7 +148,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Options as in the paged prefill wrapper's run().
         """
-        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
+            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         attention = planned(self._attention)
         if q_len_per_req is not None and q_len_per_req != attention.spec.indices.qo_len:
             raise ValidationError(

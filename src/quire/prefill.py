@@ -229,7 +229,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         k_scale and q_scale multiply the logits, v_scale the output; `sinks` [num_qo_heads] float32 are logits that join
         each denominator. `out` and `lse` are written if given. `enable_pdl` is a hint.
         """
-        refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
+            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
         return planned(self._attention).run_paged(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
