@@ -181,7 +181,7 @@ def synchronisations(call: Callable[[int], object], device: torch.device) -> int
             call(0)
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return sum("synchronizing" in str(warning.message) for warning in caught)
+    return sum("called a synchronizing" in str(warning.message) for warning in caught)  # not that the mode is new
 
 
 # --- the command line ------------------------------------------------------------------------------------------------

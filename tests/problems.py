@@ -15,7 +15,7 @@ from torch import Tensor
 
 import oracle
 
-WORKSPACE_BYTES = 32 << 20
+WORKSPACE_BYTES = 64 << 20
 _workspaces: dict[str, Tensor] = {}
 
 
