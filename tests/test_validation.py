@@ -332,7 +332,7 @@ def test_a_failed_plan_does_not_leave_half_of_itself(device, backend):
     wrapper = paged_wrapper(p, cache, backend)
     plan_paged(wrapper, p, cache)
     with pytest.raises(ValidationError):
-        wrapper.plan(**{**paged_arguments(p, cache), "page_size": 1})
+        wrapper.plan(**{**paged_arguments(p, cache), "paged_kv_indices": cache.indices[:-1]})
     p.check(wrapper.run(p.q, cache.kv))
 
 
