@@ -501,10 +501,11 @@ def test_wrong_arguments(case):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_one_graph_for_all_lengths(q_len):
-    """Captured where each request has 16 keys, replayed with other lengths and pages, up to 65536."""
+    """Captured where each request has 16 keys, replayed with other lengths, pages and scales, up to 65536."""
     device, dtype, longest = "cuda:0", torch.bfloat16, 65536
     draft = Draft.tree(3, q_len)
     mask = draft.words(device) if q_len > 1 else None
+    scales = [torch.ones(1, device=device), torch.ones((), device=device, dtype=torch.bfloat16)]
     widest = batch(dtype, device, (longest, 1000, 7), q_len)
     kv = tuple(torch.zeros_like(t) for t in widest.paged(16).kv)
     table = torch.zeros(3, longest // 16 + 2, dtype=torch.int32, device=device)
@@ -514,7 +515,7 @@ def test_one_graph_for_all_lengths(q_len):
 
     def attend() -> None:
         quire.xqa_batch_decode_with_kv_cache(
-            q, kv, buffer, table, lens, longest, 0.125, out=out, q_len_per_req=q_len, mask=mask
+            q, kv, buffer, table, lens, longest, *scales, out=out, q_len_per_req=q_len, mask=mask
         )
 
     attend()
@@ -529,6 +530,9 @@ def test_one_graph_for_all_lengths(q_len):
         rows = block_tables(cache)
         table.fill_(NOWHERE)[:, : rows.shape[1]] = rows
         lens.copy_(ints(kv_lens, device))
+        p.sm_scale, p.v_scale = 0.01 * kv_lens[0] ** 0.25, 0.5 * len(kv_lens)
+        for scale, value in zip(scales, (p.sm_scale, p.v_scale), strict=True):
+            scale.fill_(value)
         q.copy_(p.q)
         out.fill_(math.nan)
         graph.replay()
@@ -538,15 +542,13 @@ def test_one_graph_for_all_lengths(q_len):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_capture_refuses_what_it_cannot_hold():
-    """Lengths and tables on the host, and scales that the host would have to wait for."""
+    """Lengths and tables on the host."""
     p = batch(torch.bfloat16, "cuda:0")
     right = arguments(p, p.paged(16), "auto")
     want = quire.xqa_batch_decode_with_kv_cache(**right)
     for name, value in [
         ("seq_lens", ints(p.kv_lens, "cpu")),
         ("block_tables", right["block_tables"].cpu()),
-        ("bmm1_scale", torch.ones(1, device="cuda:0")),
-        ("bmm2_scale", torch.ones(1, device="cuda:0")),
     ]:
         wrong = {**right, name: value}
         graph, message = torch.cuda.CUDAGraph(), f"{name}: expected .* in the capture"
@@ -560,6 +562,8 @@ def test_a_capture_refuses_what_it_cannot_hold():
 def test_the_host_waits_for_nothing():
     p = batch(torch.bfloat16, "cuda:0", q_len=2)
     everything = arguments(p, p.paged(16), "auto")
+    for name in ("bmm1_scale", "bmm2_scale"):
+        everything[name] = torch.tensor([everything[name]], device="cuda:0")
     want = quire.xqa_batch_decode_with_kv_cache(**everything)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -237,8 +237,12 @@ class Attention:
         self, q: torch.Tensor, kv: tuple[torch.Tensor, ...], views: Callable[..., tuple[KVView, KVView]], *,
         out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, sinks: torch.Tensor | None,
         q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None, enable_pdl: bool | None,
+        logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
     ) -> Result:  # fmt: skip
-        """Check what differs from the last run, then launch: tensors of the same form cost only their pointers."""
+        """Check what differs from the last run, then launch: tensors of the same form cost only their pointers.
+
+        `*_by`: one float32 each on a GPU that the logits and the output are multiplied by besides; paged keys only.
+        """
         if self._graph is not None:
             self._check_rows(self._graph, q)
         elif self._is_fixed:
@@ -265,7 +269,8 @@ class Attention:
             q.data_ptr(), k_pointer, kv[1].data_ptr() if len(kv) == 2 else k_pointer + self._v_offset, out.data_ptr(),
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
             logits_scale=logits_scale, o_scale=1.0 if v_scale is None else scalar(v_scale, "v_scale"),
-            enable_pdl=bool(enable_pdl),
+            logits_scale_by=None if logits_scale_by is None else logits_scale_by.data_ptr(),
+            o_scale_by=None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl=bool(enable_pdl),
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 

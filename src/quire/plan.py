@@ -69,14 +69,19 @@ class AttentionPlan:
 
     def run(
         self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None, *,
-        logits_scale: float = 1.0, o_scale: float = 1.0, enable_pdl: bool = False,
+        logits_scale: float = 1.0, o_scale: float = 1.0, logits_scale_by: int | None = None,
+        o_scale_by: int | None = None, enable_pdl: bool = False,
     ) -> None:  # fmt: skip
-        """Launch on the current stream, on tensors at these addresses, of the form that set_form() was told."""
+        """Launch on the current stream, on tensors at these addresses, of the form that set_form() was told.
+
+        `*_by`: where on the GPU a float32 lies that the scale is multiplied by; for paged keys only.
+        """
         p = self._params
         p.q, p.k, p.v, p.o, p.lse, p.sinks = q, k, v, o, lse, sinks
         scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
         p.logits_scale = scale / cap if cap else scale * LOG2E
         p.o_scale = o_scale
+        p.logits_scale_by, p.o_scale_by = logits_scale_by, o_scale_by
         if self._maps is not None:
             self._maps.move({"q": q, "k": k, "v": v})
         if p.num_ctas:

@@ -60,9 +60,9 @@ def xqa_batch_decode_with_kv_cache(
     nor looks at them, so that it may be captured in a CUDA graph and lengths may change between replays.
 
     max_seq_len bounds seq_lens, and is checked where they lie on the host. bmm1_scale multiplies q . k and is all of
-    the softmax scale (1 / sqrt(head_dim) is the caller's), bmm2_scale the result; a tensor of one element on a GPU is
-    waited for, and refused in a capture. window_left: keys to the left of its own that a query sees; -1: all. sinks:
-    float32 natural-log logits, one a query head, that join the denominators.
+    the softmax scale (1 / sqrt(head_dim) is the caller's) and positive, bmm2_scale the result; either may be a tensor
+    of one element, which on a GPU is read there, as the rest. window_left: keys to the left of its own that a query
+    sees; -1: all. sinks: float32 natural-log logits, one a query head, that join the denominators.
 
     With q_len_per_req > 1 queries are causal, or `mask` says which of the new tokens each of them sees, in a chain or a
     tree: uint16 [batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2], bit j of a row (16 in each word, lowest
@@ -83,18 +83,22 @@ def xqa_batch_decode_with_kv_cache(
     tables = _Tables.of(block_tables, seq_lens, workspace.device)
     _check_query(query, tables.batch_size * q_len, cache.head_dim_qk, workspace.device)
     target = _Target.of(out, query, cache.head_dim_vo, o_scale)
-    v_scale = _scale(bmm2_scale, "bmm2_scale")
+    logits_scale, v_scale = (
+        _Scale.of(value, name, workspace.device)
+        for value, name in ((bmm1_scale, "bmm1_scale"), (bmm2_scale, "bmm2_scale"))
+    )
     spec = AttentionSpec(
         tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")),
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
-        scoring_of(cache.head_dim_qk, _scale(bmm1_scale, "bmm1_scale"), window_left, None, "NONE"), causal=q_len > 1,
+        scoring_of(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), causal=q_len > 1,
         draft_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
     )  # fmt: skip
     if tables.batch_size:
         Attention(spec, layout, workspace, backend).run_paged(
             query, cache.as_given, out=target.result, lse=None, return_lse=False, sinks=sinks, q_scale=None,
-            k_scale=None, v_scale=v_scale, window_left=None, enable_pdl=enable_pdl,
+            k_scale=None, v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl,
+            logits_scale_by=logits_scale.tensor, o_scale_by=v_scale.tensor,
         )  # fmt: skip
     return target.finish()
 
@@ -219,15 +223,28 @@ class _Target(NamedTuple):
         return self.caller
 
 
-def _scale(value: Any, name: str) -> float:
-    """A scale as a number; one that lies on a GPU is waited for."""
-    if isinstance(value, torch.Tensor) and is_capturing(value.device):
-        raise PlanError(f"{name}: expected a number in the capture of a CUDA graph, got a tensor on {value.device}.")
-    number = scalar(value, name)
-    positive = name == "bmm1_scale"  # kernels take the maximum before they scale
-    if not math.isfinite(number) or (positive and number <= 0):
-        raise ValidationError(f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}.")
-    return number
+class _Scale(NamedTuple):
+    """A scale: a number, and where it lies on a GPU a float32 there that multiplies it."""
+
+    number: float
+    tensor: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, value: Any, name: str, device: torch.device) -> _Scale:
+        """A number or a tensor of one element; on a GPU nobody looks at its value here."""
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            check_same_device(value, name, device)
+            if value.numel() != 1 or not value.is_floating_point():
+                raise ValidationError(
+                    f"{name}: expected a number or a floating-point tensor of one element, got {value.dtype} "
+                    f"{list(value.shape)}."
+                )
+            return cls(1.0, value.to(torch.float32))
+        number = scalar(value, name)
+        positive = name == "bmm1_scale"  # kernels take the maximum before they scale
+        if not math.isfinite(number) or (positive and number <= 0):
+            raise ValidationError(f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}.")
+        return cls(number)
 
 
 def _draft_bits(mask: Any, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:

@@ -81,7 +81,7 @@ class AttentionParams(ctypes.Structure):
     """What an attention kernel is given; shapes stand in core/params.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v", "o", "lse", "sinks")),
+        *((name, c_void_p) for name in ("q", "k", "v", "o", "lse", "sinks", "logits_scale_by", "o_scale_by")),
         *((name, c_void_p) for name in ("kv_indices", "mask", "mask_indptr")),
         *((name, c_void_p) for name in ("tiles", "shares", "partial_o", "partial_md", "arrivals")),
         *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),

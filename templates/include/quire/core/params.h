@@ -50,6 +50,9 @@ struct AttentionParams {
   void* o;             // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   float* lse;          // [nnz_qo, num_qo_heads] contiguous, base 2; or null
   const float* sinks;  // [num_qo_heads] natural-log logits that join each denominator; or null
+  // One number each that only a GPU knows, which multiply logits_scale and o_scale, with paged keys; or null.
+  const float* logits_scale_by;
+  const float* o_scale_by;
 
   // The problem, on the kernel's device.
   const int32_t* kv_indices;   // paged: page numbers
@@ -80,5 +83,16 @@ struct AttentionParams {
   float logits_cap;        // with soft cap: cap * log2(e)
   float o_scale;           // multiplies the output (v_scale)
 };
+
+// What q . k and the output are multiplied by. With ragged keys there are no scales on the device: 128-row tiles of fa2
+// have no register left to ask for them.
+template <class Variant>
+QUIRE_HD float logits_scale(const AttentionParams& p) {
+  if constexpr (Variant::kPaged == 0) return p.logits_scale;
+  return p.logits_scale_by == nullptr ? p.logits_scale : p.logits_scale * *p.logits_scale_by;
+}
+QUIRE_HD float output_scale(const AttentionParams& p) {
+  return p.o_scale_by == nullptr ? p.o_scale : p.o_scale * *p.o_scale_by;
+}
 
 }  // namespace quire

@@ -181,8 +181,8 @@ struct AttentionDecode {
 
   // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
   QUIRE_DEVICE float apply_cap(Accumulator<kM, kBlock>& s) const {
-    if constexpr (!V::kSoftCap) return p_.logits_scale;
-    const float scale = p_.logits_scale * (2.f * kLog2e);
+    if constexpr (!V::kSoftCap) return logits_scale<V>(p_);
+    const float scale = logits_scale<V>(p_) * (2.f * kLog2e);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

@@ -218,8 +218,8 @@ struct AttentionFa2 {
 
   // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
   QUIRE_DEVICE float apply_cap(Accumulator<kM, kTileKv>& s) const {
-    if constexpr (!V::kSoftCap) return p_.logits_scale;
-    const float scale = p_.logits_scale * (2.f * kLog2e);
+    if constexpr (!V::kSoftCap) return logits_scale<V>(p_);
+    const float scale = logits_scale<V>(p_) * (2.f * kLog2e);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -266,7 +266,7 @@ struct AttentionFa2 {
         const int r = m * 16 + h * 8 + lane_ / 4, row = row_begin() + r;
         const Job::Place at = job_.place(p_.group, min(row, job_.row_end - 1));
         const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
-        const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, p_.o_scale);
+        const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) {
           ptx::st_shared(tile.chunk(r, n) + 4 * (lane_ % 4),

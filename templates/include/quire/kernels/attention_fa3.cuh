@@ -368,11 +368,12 @@ struct AttentionFa3 {
   // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
   QUIRE_DEVICE float apply_cap(float (&s)[kTileKv / 2]) const {
     if constexpr (V::kSoftCap) {
+      const float scale = logits_scale<V>(p_.base);
 #pragma unroll
-      for (int i = 0; i < kTileKv / 2; ++i) s[i] = ptx::tanh_approx(s[i] * p_.base.logits_scale);
+      for (int i = 0; i < kTileKv / 2; ++i) s[i] = ptx::tanh_approx(s[i] * scale);
       return p_.base.logits_cap;
     } else {
-      return p_.base.logits_scale;
+      return logits_scale<V>(p_.base);
     }
   }
 
@@ -419,7 +420,7 @@ struct AttentionFa3 {
       const bool exists = row < job.row_end;
       const Job::Place at = job.place(p.group, min(row, job.row_end - 1));
       const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
-      const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, p.o_scale);
+      const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, output_scale(p));
       T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
       store_row(dst, rows.o, h, result.scale, exists, lane);
       if (p.lse != nullptr && lane % 4 == 0 && exists) p.lse[at.token * p.num_qo_heads + at.head] = result.lse;

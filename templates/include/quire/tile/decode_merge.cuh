@@ -67,7 +67,8 @@ QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
 template <class O>
 QUIRE_DEVICE void store_quad(const AttentionParams& p, const DecodeJob& job, int row, int col, const RowQuad& quad) {
   const DecodeJob::Place to = job.place(p.group, row);
-  const RowResult result = finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, p.o_scale);
+  const RowResult result =
+      finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
   const uint2 packed = {ptx::pack(O{}, quad.o.x * result.scale, quad.o.y * result.scale),
                         ptx::pack(O{}, quad.o.z * result.scale, quad.o.w * result.scale)};
   O* dst = static_cast<O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;

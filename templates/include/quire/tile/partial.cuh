@@ -39,7 +39,7 @@ QUIRE_DEVICE void merge_partials(const AttentionParams& p, const Job& job, int t
       o[2] = o[2] * keep + x.z * join, o[3] = o[3] * keep + x.w * join;
     }
     const Job::Place to = job.place(p.group, row_begin + row);
-    const RowResult result = finish_row(m, d, p.sinks == nullptr ? nullptr : p.sinks + to.head, p.o_scale);
+    const RowResult result = finish_row(m, d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
     const uint2 packed = {ptx::pack(T{}, o[0] * result.scale, o[1] * result.scale),
                           ptx::pack(T{}, o[2] * result.scale, o[3] * result.scale)};
     T* dst = static_cast<T*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
