@@ -24,8 +24,8 @@ constexpr Fa2Order fa2_order() {
   if constexpr (V::kHeadDimQk == 128) {
     // ptxas wants up to ten registers more than on sm_90: copies wait until most of s is used, v comes in twos.
     if constexpr (ptx::kBeforeSm90) return {2, 2, true};
-    // A custom mask or a cap: v comes in fours.
-    if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {1, 4, false};
+    // A custom mask or a cap: copies wait until most of s is used, v comes in fours.
+    if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {2, 4, false};
   }
   if constexpr (V::kHeadDimQk == 192 && V::kPaged != 0) {
     // One stage: only k is copied here. No one order fits both generations.
