@@ -331,6 +331,19 @@ def test_drafts_in_windows(device, backend, dtype, window_left):
     check_draft(p, Draft.tree(4, 8), backend)
 
 
+def test_hidden_draft_tokens_do_not_leak():
+    """On the CPU, where a hidden key never enters arithmetic: NaN in a token that only itself sees."""
+    for dtype, num_qo_heads in ((torch.float32, 4), (torch.bfloat16, 32)):  # few rows, and a panel of them
+        p = batch(dtype, "cpu", (300, 40), 6, num_qo_heads=num_qo_heads)
+        draft = Draft.chain(2, 6).sees.clone()
+        draft[:, :, 2] = torch.eye(6).bool()[2]
+        for end in (300, 340):
+            p.k[end - 4], p.v[end - 4] = math.nan, math.nan
+        got = call(p, p.paged(16), "cpu", mask=Draft(draft).words("cpu"))
+        rows = torch.isnan(got).flatten(1).any(dim=1)
+        assert rows.nonzero().flatten().tolist() == [2, 8]
+
+
 def test_drafts_with_sinks_and_fp8(device, dtype):
     p = batch(dtype, device, (300, 9, 64), 8, kv_dtype=torch.float8_e4m3fn, k_scale=0.1, v_scale=3.0)
     sinks = torch.linspace(-2.0, 3.0, p.num_qo_heads).to(device)
