@@ -365,10 +365,20 @@ def test_any_schedule_for_a_graph(batch, fixed, tickets):
         check_cuts(graph, p, pieces, tiles)
 
 
+def num_shares(p, total):
+    """The fewest that are not longer, of two units or more where tiles are cut, as many a tile if that loses little."""
+    if total == 0:
+        return 1
+    longest = max(-(-total // min(p.max_ctas, total)), 1 + (p.work_per_head > p.num_tiles))
+    count = -(-total // longest)
+    even = count - count % (p.num_tiles * p.num_kv_heads)
+    return even if 16 * (count - even) <= count else count
+
+
 def check_cuts(batch, p, pieces, tiles):
     """Each CTA finds who else has a part of its tile from what all shares have in common."""
     total = p.work_per_head * p.num_kv_heads
-    each, longer = divmod(total, max(1, min(p.max_ctas, total)))
+    each, longer = divmod(total, num_shares(p, total))
     starts = [c * each + min(c, longer) for c in range(batch.max_ctas + 1)]
     if batch.fixed_split_size != 0:
         assert all(piece.end - piece.begin == units_of(tiles[piece.tile]) for piece in pieces)
@@ -401,7 +411,19 @@ def test_plenty_of_work_is_not_cut():
 def test_little_work_is_cut():
     """One long request must not keep the machine waiting."""
     p = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule().params
-    assert p.is_shared and p.num_ctas == 132
+    assert p.is_shared and p.num_ctas == 125  # 500 units: with 132 CTAs the longest share would be no shorter
+
+
+def test_shares_end_with_tiles_that_are_alike():
+    """A head more or less of which one CTA does the rest would be merged for nothing."""
+    p = Batch((1,), (131_072,), num_kv_heads=8, tile_kv=64, max_ctas=264).schedule().params
+    assert p.is_shared and p.num_ctas == 256
+
+
+def test_tiles_of_one_unit_are_runs():
+    """They cannot be cut; CTAs that stay read ahead."""
+    p = Batch((1,) * 100, (64,) * 100, tile_kv=64, num_kv_heads=8, max_ctas=264).schedule().params
+    assert p.is_shared and p.num_ctas == 200
 
 
 BAD = [

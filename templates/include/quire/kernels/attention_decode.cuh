@@ -6,8 +6,8 @@
 // time. Schedule: contiguous shares of all work (core/schedule.h). Inside a CTA the keys of a tile are split among
 // teams of warps (usually one warp each); a team has its own ring of cp.async stages and its own softmax, so the main
 // loop has no barrier of the CTA. The ring runs on across pieces. At the end of a piece the teams' states are merged in
-// shared memory, in the one stage that is not being filled; a tile that several CTAs share is merged by the last of
-// them. Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal shares.
+// shared memory while the ring is filled for the next; a tile that several CTAs share is merged by the last of them.
+// Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal shares.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/grid.cuh"
@@ -71,7 +71,7 @@ struct AttentionDecode {
   // once: a launch in which a CTA computes one tile spends much of its time on fetching instructions.
   QUIRE_DEVICE void work() {
     Walk walk(p_);
-    TileWindow window(p_, walk, lane_);
+    TileWindow window(p_, walk, smem_ + Shape::kTilesAt + warp_ * TileWindow::kBytes, lane_);
     DecodeLoader<V> loader(p_, walk, warp_, lane_);
     Query q;
     Accumulator<kM, kVo> o;
@@ -84,12 +84,8 @@ struct AttentionDecode {
     reset(q, o, softmax);
 #pragma unroll 1
     for (;;) {
-      if (at_hand && tile == kv_end) {
-        softmax.reduce();
-        DecodeEnding<V>{p_, smem_, free * Shape::kSlotBytes, warp_, lane_}.run(job(), o, softmax);
-        at_hand = false;
-        reset(q, o, softmax);
-      }
+      const bool ends = at_hand && tile == kv_end;
+      if (!Shape::kOwnSpill && ends) end(q, o, softmax, free);
       if (refill) {
         loader.issue(window, k_tile(free), v_tile(free));
         ptx::cp_async_commit();
@@ -97,14 +93,17 @@ struct AttentionDecode {
           free = ++ahead;
           continue;
         }
+        refill = false;
       }
+      if (Shape::kOwnSpill && ends) end(q, o, softmax, free);
+      if (ends) at_hand = false;
       if (!at_hand) {
         if (walk.left <= 0) break;
         begin(window, walk, q, keys);
         o.clear();
         softmax.clear();
         tile = job().piece.kv_begin, kv_end = job().piece.kv_end;
-        at_hand = true, refill = false;
+        at_hand = true;
         if (tile == kv_end) continue;
       }
       ptx::cp_async_wait<Shape::kStages - 1>();
@@ -118,6 +117,13 @@ struct AttentionDecode {
     ptx::cp_async_wait<0>();
   }
 
+  // Merges the teams and stores the piece's result. `free`: a stage that no copy is under way to.
+  QUIRE_DEVICE void end(Query& q, Accumulator<kM, kVo>& o, SoftmaxRows<kM>& softmax, int free) const {
+    softmax.reduce();
+    DecodeEnding<V>{p_, smem_, free * Shape::kSlotBytes, warp_, lane_}.run(job(), o, softmax);
+    reset(q, o, softmax);
+  }
+
   // Also tells the compiler that merging partial results has these registers to itself.
   QUIRE_DEVICE static void reset(Query& q, Accumulator<kM, kVo>& o, SoftmaxRows<kM>& softmax) {
     q.clear();
@@ -127,7 +133,7 @@ struct AttentionDecode {
 
   // The next piece: its request, its queries, what they see.
   QUIRE_DEVICE void begin(TileWindow& window, Walk& walk, Query& q, Visible& keys) const {
-    DecodeJob next(p_, window, walk);
+    DecodeJob next(p_, window, walk, lane_);
     q.shared = ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kTeam * Shape::kQueryBytes + lane_ * 16;
     q.load(p_, next, row_begin(next), lane_, team() == 0);
     next.complete(p_, walk);

@@ -88,12 +88,13 @@ QUIRE_DEVICE bool arrives_last(const AttentionParams& p, const PartialGroup& gro
   return *flag != 0;
 }
 
-// One column quad of the parts of a row: the states, one a lane, and all columns of up to 16 parts are under way
+// One column quad of the parts of a row: the states, one a lane, and all columns of kAtOnce parts are under way
 // together, so that merging them takes one trip to L2. Reads go past L1, which may hold what another CTA has written
 // since.
-template <class V>
+template <class V, int kAtOnce>
 QUIRE_DEVICE RowQuad merge_row_parts(const AttentionParams& p, const PartialGroup& group, int row, int col, int lane) {
-  constexpr int kVo = V::kHeadDimVo, kAtOnce = kVo > 192 ? 8 : 16;
+  constexpr int kVo = V::kHeadDimVo;
+  constexpr int64_t kSlotSize = V::kTileRows * kVo;
   const float2* states = reinterpret_cast<const float2*>(p.partial_md) + row;
   const float* columns = p.partial_o + static_cast<int64_t>(row) * kVo + col;
   RowQuad sum = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
@@ -105,8 +106,8 @@ QUIRE_DEVICE RowQuad merge_row_parts(const AttentionParams& p, const PartialGrou
     float4 x[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int64_t slot = group.slot(first + min(i, count - 1));
-      x[i] = __ldcg(reinterpret_cast<const float4*>(columns + slot * (V::kTileRows * kVo)));
+      x[i] = {0.f, 0.f, 0.f, 0.f};
+      if (i < count) x[i] = __ldcg(reinterpret_cast<const float4*>(columns + group.slot(first + i) * kSlotSize));
     }
     const float top = fmaxf(sum.m, warp_max(md.x)), keep = ptx::ex2(sum.m - top);
     const float weight = lane < count ? ptx::ex2(md.x - top) : 0.f;
@@ -119,7 +120,7 @@ QUIRE_DEVICE RowQuad merge_row_parts(const AttentionParams& p, const PartialGrou
 }
 
 // The last CTA of a group: a warp a row, four columns a lane.
-template <class V, int kWarps>
+template <class V, int kWarps, int kAtOnce>
 QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeJob& job, int warp, int lane) {
   const int row_begin = job.piece.tile.row_begin, rows = min(V::kTileRows, job.row_end - row_begin);
 #pragma unroll 1
@@ -127,14 +128,14 @@ QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeJob& job, in
 #pragma unroll 1
     for (int at = 0; at < V::kHeadDimVo; at += 128) {
       const int col = at + lane * 4;
-      const RowQuad sum = merge_row_parts<V>(p, job.piece.group, row, min(col, V::kHeadDimVo - 4), lane);
+      const RowQuad sum = merge_row_parts<V, kAtOnce>(p, job.piece.group, row, min(col, V::kHeadDimVo - 4), lane);
       if (col < V::kHeadDimVo) store_quad<typename V::O>(p, job, row_begin + row, col, sum);
     }
   }
 }
 
-// Ends a piece, in the stage of the ring that no copy is under way to. A piece without keys has no such stage, and
-// nothing to put there.
+// Ends a piece. Where shared memory is short, in the stage of the ring that no copy is under way to; a piece without
+// keys has no such stage, and nothing to put there.
 template <class V>
 class DecodeEnding {
   using Shape = DecodeShape<V>;
@@ -143,7 +144,7 @@ class DecodeEnding {
  public:
   const AttentionParams& p_;
   unsigned char* smem_;
-  int slot_at_;  // byte offset of that stage in a team's ring
+  int slot_at_;  // byte offset of that stage in a team's ring, where o has no place of its own
   int warp_, lane_;
 
   QUIRE_DEVICE void run(const DecodeJob& job, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
@@ -159,13 +160,27 @@ class DecodeEnding {
     if (whole) {
       __syncthreads();
     } else if (arrives_last(p_, job.piece.group, reinterpret_cast<uint32_t*>(smem_ + Shape::kFlagAt))) {
-      merge_parts<V, Shape::kWarps>(p_, job, warp_, lane_);
+      merge_all(job);
     }
   }
 
  private:
+  // Fetching the code for many parts takes longer than merging a few of them.
+  QUIRE_DEVICE void merge_all(const DecodeJob& job) const {
+    const int count = job.piece.group.num_parts;
+    if (count <= 4) {
+      merge_parts<V, Shape::kWarps, 4>(p_, job, warp_, lane_);
+    } else if (kVo > 192 || count <= 16) {
+      merge_parts<V, Shape::kWarps, (kVo > 192 ? 8 : 16)>(p_, job, warp_, lane_);
+    } else {
+      merge_parts<V, Shape::kWarps, 32>(p_, job, warp_, lane_);
+    }
+  }
+
   QUIRE_DEVICE int spill_at(int warp) const {
-    return warp / Shape::kTeam * Shape::kStages * Shape::kSlotBytes + slot_at_ + warp % Shape::kTeam * 16 * kVo * 4;
+    if constexpr (Shape::kOwnSpill) return Shape::kSpillAt + warp * Shape::kSpillBytes;
+    return warp / Shape::kTeam * Shape::kStages * Shape::kSlotBytes + slot_at_ +
+           warp % Shape::kTeam * Shape::kSpillBytes;
   }
   QUIRE_DEVICE float2* states() const {
     return reinterpret_cast<float2*>(smem_ + Shape::kStatesAt);  // [kWarps, kM * 16]

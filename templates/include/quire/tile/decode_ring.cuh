@@ -36,7 +36,7 @@ class DecodeLoader {
   QUIRE_DEVICE void seek(TileWindow& window) {
     while (at_ == end_) {
       if (walk_.left <= 0) return;
-      enter(window.get(walk_));
+      enter(window.get(walk_, lane_));
     }
     if constexpr (V::kPaged) {
       const int token = first_token() + lane_ % Shape::kWarpTokens;

@@ -1,6 +1,7 @@
 // How decode cuts a kv tile: teams of warps, each with keys, a ring and a softmax of its own. A team is one warp unless
 // the rows are too many for one warp's registers; then its warps share the team's keys and split the rows.
 #pragma once
+#include "quire/tile/decode_work.cuh"
 #include "quire/tile/smem.cuh"
 
 namespace quire {
@@ -51,27 +52,37 @@ struct DecodeShape {
 
   using TileK = ByteTile<kSlice, kQk* static_cast<int>(sizeof(Kv))>;
   using TileV = ByteTile<kSlice, kVo* static_cast<int>(sizeof(Kv))>;
-  static constexpr int kSpillBytes = kTeam * 16 * kVo * 4;  // 16 rows of o of each warp
-  static constexpr int kSlotBytes = max(TileK::kBytes + TileV::kBytes, kSpillBytes);
-
   // Blocks of 16 dims of q that a warp keeps in registers; the others it reads again for each block of keys.
   static constexpr int kWanted = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // registers of o, q and widening
   static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : kM == 2 ? 64 : 128);
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // of a warp's rows
   static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
-  static constexpr int kJobBytes = 96;                                                              // of a warp
-  static constexpr int kFixedBytes = kTeam * kQueryBytes + kStatesBytes + kWarps * kJobBytes + 16;  // and a flag
-  static constexpr int kStageBytes = kTeams * kSlotBytes, kRingBytes = 64 * 1024;
+  static constexpr int kJobBytes = 96;  // of a warp
+  static constexpr int kBaseBytes =
+      kTeam * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
+  static constexpr int kSmemOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta, kRingBytes = 64 * 1024;
+
+  // Where two CTAs then still fit an SM, o has a place of its own when a piece ends, and the ring goes on being filled.
+  static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
+  static constexpr int kSpillBytes = 16 * kVo * 4;  // 16 rows of o of a warp
+  static constexpr bool kOwnSpill =
+      max(kRingBytes, 2 * kTeams * kTileBytes) + kBaseBytes + kWarps * kSpillBytes <= kSmemOfTwo;
+  static constexpr int kSlotBytes = kOwnSpill ? kTileBytes : max(kTileBytes, kTeam* kSpillBytes);
+  static constexpr int kFixedBytes = kBaseBytes + (kOwnSpill ? kWarps * kSpillBytes : 0);
+  static constexpr int kStageBytes = kTeams * kSlotBytes;
   // Two CTAs an SM, so that one streams while the other ends a piece, and 64 KB for the ring of each: with more bytes
   // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
   static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && 2 * kStageBytes <= kRingBytes ? 2 : 1;
   static constexpr int kRoom = (kSmemOfSm / kMinCtas - kSmemReservedOfCta - kFixedBytes) / kStageBytes;
   static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
-  // Shared memory: the teams' rings, q, row states, the warps' jobs, the flag.
-  static constexpr int kQueryAt = kStages * kStageBytes, kStatesAt = kQueryAt + kTeam * kQueryBytes;
+  // Shared memory: the teams' rings, o at the end of a piece, q, row states, the warps' jobs and tiles, the flag.
+  static constexpr int kSpillAt = kStages * kStageBytes;
+  static constexpr int kQueryAt = kSpillAt + (kOwnSpill ? kWarps * kSpillBytes : 0),
+                       kStatesAt = kQueryAt + kTeam * kQueryBytes;
   static constexpr int kJobsAt = kStatesAt + kStatesBytes;
-  static constexpr int kFlagAt = kJobsAt + kWarps * kJobBytes;
+  static constexpr int kTilesAt = kJobsAt + kWarps * kJobBytes;
+  static constexpr int kFlagAt = kTilesAt + kWarps * TileWindow::kBytes;
   // At least so much that kMinCtas CTAs fit an SM and not one more: a dependent launch fills SMs as they come free, and
   // where three CTAs fit, some SMs got three and others one (621 instead of 487 us; H200, 2026-11-21).
   static constexpr int kSmemBytes =

@@ -29,49 +29,55 @@ struct Walk {
   }
 };
 
-// The next 32 row tiles, one a lane: a CTA's pieces are neighbours, so one round of loads serves many of them. Up to 32
-// tiles in all are fetched before the share that says where to begin is known.
+// The next 32 row tiles, in shared memory, a copy for each warp: a CTA's pieces are neighbours, so one round of loads
+// serves many of them. Up to 32 tiles in all are fetched before the share that says where to begin is known.
 class TileWindow {
  public:
-  QUIRE_DEVICE TileWindow(const AttentionParams& p, const Walk& walk, int lane)
-      : tiles_(p.tiles), lane_(lane), first_(0) {
+  static constexpr int kTiles = 32, kBytes = kTiles * static_cast<int>(sizeof(Tile));
+
+  // `slots`: kBytes at a multiple of 16, this warp's.
+  QUIRE_DEVICE TileWindow(const AttentionParams& p, const Walk& walk, unsigned char* slots, int lane)
+      : tiles_(p.tiles), slots_(reinterpret_cast<int4*>(slots)), first_(0) {
     if (p.shares == nullptr) {
       first_ = walk.tile, tiles_ += first_;
-      load(0, 1);
-    } else if (p.num_tiles <= 32) {
-      load(0, p.num_tiles);
+      load(0, 1, lane);
+    } else if (p.num_tiles <= kTiles) {
+      load(0, p.num_tiles, lane);
     } else {
-      load(walk.tile, walk.num_tiles);
+      load(walk.tile, walk.num_tiles, lane);
     }
   }
 
   // The tile that the walk stands at; all lanes of a warp together.
-  QUIRE_DEVICE Tile get(const Walk& walk) {
+  QUIRE_DEVICE Tile get(const Walk& walk, int lane) {
     int at = walk.tile - first_ - base_;
     if (at < 0) at += walk.num_tiles;
-    if (at >= 32) load(walk.tile, walk.num_tiles), at = 0;
-    Tile out;
-    const int* from = reinterpret_cast<const int*>(&mine_);
-    int* to = reinterpret_cast<int*>(&out);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(Tile) / 4); ++i) to[i] = __shfl_sync(0xffffffffu, from[i], at);
-    return out;
+    if (at >= kTiles) load(walk.tile, walk.num_tiles, lane), at = 0;
+    return unpack(slots_[at * 3], slots_[at * 3 + 1], slots_[at * 3 + 2]);
   }
 
  private:
+  static_assert(sizeof(Tile) == 3 * sizeof(int4), "a tile is three words of 16 bytes");
+
+  QUIRE_DEVICE static Tile unpack(int4 a, int4 b, int4 c) {
+    return {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
+  }
+
   // Tiles [base, base + 32) of `count`, after the last of which comes the first.
-  QUIRE_DEVICE void load(int base, int count) {
+  QUIRE_DEVICE void load(int base, int count, int lane) {
     base_ = base;
-    int index = base + lane_;
+    int index = base + lane;
     if (index >= count) index = max(0, min(index - count, count - 1));
     const int4* from = reinterpret_cast<const int4*>(tiles_ + index);
     const int4 a = from[0], b = from[1], c = from[2];
-    mine_ = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w, c.x, c.y, c.z, c.w};
+    __syncwarp();  // every lane is done with the tiles before
+    slots_[lane * 3] = a, slots_[lane * 3 + 1] = b, slots_[lane * 3 + 2] = c;
+    __syncwarp();
   }
 
   const Tile* tiles_;
-  int lane_, first_, base_;
-  Tile mine_;
+  int4* slots_;
+  int first_, base_;
 };
 
 // A piece and its request. It lives in shared memory, one copy a warp: registers are short in the main loop.
@@ -86,8 +92,8 @@ struct DecodeJob {
 
   DecodeJob() = default;
   // The piece that the walk stands at, its group apart.
-  QUIRE_DEVICE DecodeJob(const AttentionParams& p, TileWindow& window, const Walk& walk) {
-    piece.tile = window.get(walk);
+  QUIRE_DEVICE DecodeJob(const AttentionParams& p, TileWindow& window, const Walk& walk, int lane) {
+    piece.tile = window.get(walk, lane);
     piece.kv_head = walk.kv_head;
     row_end = piece.tile.qo_len * static_cast<int>(p.group.divisor);
   }
