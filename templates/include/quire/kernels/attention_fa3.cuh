@@ -188,6 +188,7 @@ struct AttentionFa3 {
     for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
       TileWalk<V> walk(slot);
       Loader next(p_.base, slot.job, lane);
+      bool is_landing = false;
       if (walk.exists()) next.fetch(walk.tile());
 #pragma unroll 1
       while (walk.exists()) {
@@ -196,7 +197,14 @@ struct AttentionFa3 {
         if (walk.exists()) next.fetch(walk.tile());
         ring.wait_empty(stage);
         loader.load(tile_at(stage.slot()), from, ring.full(stage.slot()));
+        if constexpr (kIsGathered) {
+          if (is_landing) Loader::template land<1>(ring.full(stage.before().slot()));
+          is_landing = true;
+        }
         stage.advance();
+      }
+      if constexpr (kIsGathered) {
+        if (is_landing) Loader::template land<0>(ring.full(stage.before().slot()));
       }
       __syncwarp();
       if (lane == 0) pieces_.arrive_empty(at);
@@ -283,7 +291,7 @@ struct AttentionFa3 {
     if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
     rings.q.advance();
     const auto last = rings.k.before();
-    wait_v(last);
+    v_.wait_full(last);
     start_AB<T, TileV>(rows.o, rows.p, values(last));
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
@@ -297,15 +305,6 @@ struct AttentionFa3 {
   // This lane's upper row in the tile.
   QUIRE_DEVICE static int lane_row(int lane) { return (ptx::thread_id() - 128) / 32 * 16 + lane / 4; }
 
-  QUIRE_DEVICE void wait_k(RingPosition<kStages> at) const {
-    k_.wait_full(at);
-    if constexpr (kIsGathered) ptx::fence_proxy_async();
-  }
-  QUIRE_DEVICE void wait_v(RingPosition<kStages> at) const {
-    v_.wait_full(at);
-    if constexpr (kIsGathered) ptx::fence_proxy_async();
-  }
-
   QUIRE_DEVICE PanelDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.slot()).base, 16}; }
   QUIRE_DEVICE PanelDescriptor values(RingPosition<kStages> at) const {
     return {v_tile(at.slot()).base, TileV::kPanelBytes};
@@ -314,7 +313,7 @@ struct AttentionFa3 {
   // The rightmost tile: S and its softmax alone.
   QUIRE_DEVICE void first_tile(Rows& rows, const Slot& slot, Rings& rings, PanelDescriptor q, int tile) const {
     float s[kTileKv / 2];
-    wait_k(rings.k);
+    k_.wait_full(rings.k);
     start_ABt<T, TileQ, TileK>(s, q, keys(rings.k));
     ptx::wgmma_wait<0>();
     ptx::pin(s);
@@ -334,8 +333,8 @@ struct AttentionFa3 {
     // All that can be looked up and waited for comes before the turn: tensor cores are idle from hand-over to product.
     const auto before = rings.k.before();
     const PanelDescriptor k = keys(rings.k), v = values(before);
-    wait_v(before);
-    wait_k(rings.k);
+    v_.wait_full(before);
+    k_.wait_full(rings.k);
     if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + turn, 256);
     start_ABt<T, TileQ, TileK>(s, q, k);
     start_AB<T, TileV>(rows.o, rows.p, v);

@@ -21,11 +21,6 @@ QUIRE_DEVICE void mbarrier_arrive_expect(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Arrives once all of this thread's earlier cp.async are done; the barrier's count includes this arrival.
-QUIRE_DEVICE void mbarrier_arrive_after_cp_async(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Returns when the phase of this parity is complete. A fresh barrier counts as having completed phase 1.
 QUIRE_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
   asm volatile(

@@ -115,7 +115,7 @@ class KvLoader<V, KvPath::kGather> {
   }
 
   template <class Tile>
-  QUIRE_DEVICE void load(Tile dst, const KvSource& from, uint32_t barrier) const {
+  QUIRE_DEVICE void load(Tile dst, const KvSource& from, uint32_t) const {
     const int row_in_four = lane_ >> 3, col = lane_ & 7;
     const unsigned char* base =
         static_cast<const unsigned char*>(from.base) + job_.piece.kv_head * from.head_stride * 2 + col * 16;
@@ -141,7 +141,16 @@ class KvLoader<V, KvPath::kGather> {
         }
       }
     }
-    ptx::mbarrier_arrive_after_cp_async(barrier);
+    ptx::cp_async_commit();
+  }
+
+  // Tells the barrier of a tile that it is there: of all tiles but the latest kLater. The writer orders its copies
+  // before the tensor cores' reads; were the readers to do it, the time would be theirs.
+  template <int kLater>
+  QUIRE_DEVICE static void land(uint32_t barrier) {
+    ptx::cp_async_wait<kLater>();
+    ptx::fence_proxy_async();
+    ptx::mbarrier_arrive(barrier);
   }
 
  private:

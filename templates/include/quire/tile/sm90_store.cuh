@@ -3,6 +3,7 @@
 #pragma once
 #include "quire/tile/partial.cuh"
 #include "quire/ptx/barrier.cuh"
+#include "quire/ptx/store.cuh"
 
 namespace quire {
 
@@ -36,7 +37,7 @@ QUIRE_DEVICE void store_row(T* dst, const float (&o)[n], int half, float scale, 
       w[i] = ptx::pack(T{}, o[at] * scale, o[at + 1] * scale);
     }
     transpose_quad(w, lane);
-    if (exists) *reinterpret_cast<uint4*>(dst + (first + quad_lane) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
+    if (exists) ptx::st_global_16(dst + (first + quad_lane) * 8, w);
   }
 #pragma unroll
   for (int block = kBlocks / 4 * 4; block < kBlocks; ++block) {

@@ -31,9 +31,9 @@ struct PieceSlot<V, true> {
     return at < TileClasses::kMax ? classes.at[at] : TileClasses::kAny;
   }
 
-  // One warp: a lane looks at one word of one tile, of all rows in turn; a tile is as many neighbouring lanes.
+  // One warp. A lane looks at a row's bits of kAtOnce tiles, whose loads are all under way together; then the lanes
+  // vote.
   QUIRE_DEVICE void classify(const AttentionParams& p, int lane) {
-    constexpr int kWords = ceil_div(V::kTileKv, 32), kTilesAtOnce = 32 / kWords;
     const Piece& piece = job.piece;
     const int row_last = min(piece.tile.row_begin + V::kTileRows, job.row_end) - 1;
     const int first = p.group.div(piece.tile.row_begin), last = p.group.div(row_last);
@@ -41,27 +41,44 @@ struct PieceSlot<V, true> {
     const Mask<kMaskNone, V::kWindow != 0> window = {job.qo_len, job.kv_len, p.window_left, nullptr};
     const KeyRange seen = window.all(first, last);
     const int end = min(piece.kv_end, piece.kv_begin + TileClasses::kMax);
-    for (int tile = piece.kv_begin; tile < end; tile += kTilesAtOnce) {
-      const int in_tile = lane % kWords * 32, key = (tile + lane / kWords) * V::kTileKv + in_tile;
-      const int count = lane < kWords * kTilesAtOnce ? min(min(32, V::kTileKv - in_tile), job.kv_len - key) : 0;
-      const uint32_t whole = count <= 0 ? 0 : 0xffffffffu >> (32 - count);
-      uint32_t any = 0, all = whole;
-      if (count > 0) {
-#pragma unroll 4
-        for (int q = first; q <= last; ++q) {
-          const uint32_t x = mask_bits(bits, static_cast<int64_t>(q) * job.kv_len + key, count) & whole;
-          any |= x, all &= x;
+    for (int tile = piece.kv_begin; tile < end; tile += kAtOnce) {
+      bool any[kAtOnce] = {}, all[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) all[i] = seen.covers({(tile + i) * V::kTileKv, (tile + i + 1) * V::kTileKv});
+      for (int q = first + lane; q <= last; q += 32) {
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int key = min(tile + i, end - 1) * V::kTileKv;  // the last tile again, rather than a branch
+          look(bits, static_cast<int64_t>(q) * job.kv_len + key, min(V::kTileKv, job.kv_len - key), any[i], all[i]);
         }
       }
-      const uint32_t some = __ballot_sync(0xffffffffu, any != 0), each = __ballot_sync(0xffffffffu, all == whole);
-      const int mine = tile + lane;
-      if (lane < kTilesAtOnce && mine < end) {
-        constexpr uint32_t kTileLanes = kWords == 32 ? 0xffffffffu : (1u << kWords) - 1;
-        const bool is_whole = seen.covers({mine * V::kTileKv, (mine + 1) * V::kTileKv});
-        const bool sees_any = (some >> (lane * kWords) & kTileLanes) != 0;
-        const bool sees_all = is_whole && (each >> (lane * kWords) & kTileLanes) == kTileLanes;
-        classes.at[mine - piece.kv_begin] = (sees_any ? TileClasses::kAny : 0) | (sees_all ? TileClasses::kAll : 0);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const uint8_t is_any = __any_sync(0xffffffffu, any[i]) ? TileClasses::kAny : 0;
+        const uint8_t is_all = __all_sync(0xffffffffu, all[i]) ? TileClasses::kAll : 0;
+        if (lane == 0 && tile + i < end) classes.at[tile + i - piece.kv_begin] = is_any | is_all;
       }
+    }
+  }
+
+ private:
+  static constexpr int kAtOnce = 4;
+
+  // Whether any and all of `count` > 0 bits from `at` on are set, for one row of one tile.
+  QUIRE_DEVICE static void look(const uint8_t* bits, int64_t at, int count, bool& any, bool& all) {
+    constexpr int kWords = ceil_div(V::kTileKv, 32);
+    const uint64_t address = reinterpret_cast<uint64_t>(bits) + static_cast<uint64_t>(at >> 3);
+    const uint32_t* word = reinterpret_cast<const uint32_t*>(address & ~uint64_t{3});
+    const int shift = static_cast<int>((address & 3) * 8 + (at & 7)), last = (shift + count - 1) >> 5;
+    uint32_t x[kWords + 1];
+#pragma unroll
+    for (int i = 0; i <= kWords; ++i) x[i] = __ldg(word + min(i, last));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const int left = count - 32 * i;
+      const uint32_t wanted = left <= 0 ? 0 : left >= 32 ? 0xffffffffu : 0xffffffffu >> (32 - left);
+      const uint32_t found = __funnelshift_r(x[i], x[i + 1], shift) & wanted;
+      any |= found != 0, all &= found == wanted;
     }
   }
 };
