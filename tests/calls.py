@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +15,27 @@ from problems import PagedCache, Problem, ints, poisoned, workspace
 
 Options = Mapping[str, object]
 NOTHING: Options = {}
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    """Whatever waits for the device in here is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """A capture of nothing that is kept: for calls that must be refused in it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that the graph is empty
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            yield
 
 
 def pending(*names: str) -> pytest.MarkDecorator:

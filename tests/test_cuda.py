@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 import quire
-from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
+from calls import no_synchronisation, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem, workspace
 
 pytestmark = [
@@ -51,14 +49,9 @@ def test_host_index_arrays_plan_without_synchronising(device, backend):
     indptr, _, last = (t.cpu() for t in cache.tables())
     qo_indptr = torch.tensor(p.qo_indptr, dtype=torch.int32)
     heads = (p.num_qo_heads, p.num_kv_heads, p.head_dim, cache.page_size)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         wrapper.plan(qo_indptr, indptr, cache.indices, last, *heads, causal=True, q_data_type=p.dtype)
         out = wrapper.run(p.q, cache.kv)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     p.check(out)
 
 
@@ -72,14 +65,9 @@ def test_pages_of_one_token_plan_without_synchronising(device, backend):
     indptr, last = cache.indptr.cpu(), cache.last_page_len
     assert last.device.type == "cuda"
     wrapper.plan(indptr, cache.indices, last, 8, 2, 128, 1, q_data_type=p.dtype)  # compiles
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         wrapper.plan(indptr, cache.indices, last, 8, 2, 128, 1, q_data_type=p.dtype)
         out = wrapper.run(p.q, cache.kv)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     p.check(out)
 
 

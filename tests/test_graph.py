@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import quire
-from calls import outputs, plan_decode, plan_paged, plan_ragged
+from calls import capture, outputs, plan_decode, plan_paged, plan_ragged
 from problems import PagedCache, Problem, ints, workspace
 
 NUM_PAGES, PAGE_SIZE = 300, 16
@@ -317,6 +317,6 @@ def test_captures_that_could_not_be_replayed():
         (lambda: quire.single_decode_with_kv_cache(p.q[0], p.k[:30], p.v[:30]), quire.PlanError, "plan"),
         (lambda: prefill.run(p.q, cache.kv, out=out), quire.ValidationError, "4 rows"),
     ):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(error, match=word):
+        with capture(), pytest.raises(error, match=word):
             call()
     p.check(eager.run(p.q, cache.kv))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import oracle
 import quire
+from calls import capture, no_synchronisation
 from problems import FORMS, PagedCache, Problem, ints, poisoned, workspace
 
 KV_LENS = (37, 1, 0, 300, 128, 129)
@@ -564,8 +565,7 @@ def test_a_capture_refuses_what_it_cannot_hold():
         ("block_tables", right["block_tables"].cpu()),
     ]:
         wrong = {**right, name: value}
-        graph, message = torch.cuda.CUDAGraph(), f"{name}: expected .* in the capture"
-        with torch.cuda.graph(graph), pytest.raises(quire.PlanError, match=message):
+        with capture(), pytest.raises(quire.PlanError, match=f"{name}: expected .* in the capture"):
             quire.xqa_batch_decode_with_kv_cache(**wrong)
     assert torch.equal(quire.xqa_batch_decode_with_kv_cache(**right), want)
 
@@ -578,11 +578,8 @@ def test_the_host_waits_for_nothing():
     for name in ("bmm1_scale", "bmm2_scale"):
         everything[name] = torch.tensor([everything[name]], device="cuda:0")
     want = quire.xqa_batch_decode_with_kv_cache(**everything)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronisation():
         got = quire.xqa_batch_decode_with_kv_cache(**everything)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(got, want)
 
 
