@@ -270,7 +270,7 @@ class Attention:
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
             logits_scale=logits_scale, o_scale=1.0 if v_scale is None else scalar(v_scale, "v_scale"),
             logits_scale_by=None if logits_scale_by is None else logits_scale_by.data_ptr(),
-            o_scale_by=None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl=bool(enable_pdl),
+            o_scale_by=None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl=enable_pdl,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 

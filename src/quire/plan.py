@@ -14,6 +14,7 @@ from quire.kernels.attention import Geometry
 from quire.kernels.params import AttentionParams
 from quire.launch import Launcher
 from quire.layout import KVView
+from quire.target import has_dependent_launch
 from quire.tensor_maps import TensorMaps
 
 __all__ = ["LOG2E", "AttentionPlan", "Scoring", "base_of"]
@@ -37,19 +38,21 @@ class AttentionPlan:
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
-        owned: tuple[torch.Tensor | None, ...], grid: int, *, pages: torch.Tensor | None = None, largest_page: int = -1,
-        follows_planner: bool = False,
+        owned: tuple[torch.Tensor | None, ...], grid: int, *, starts_early: bool, pages: torch.Tensor | None = None,
+        largest_page: int = -1,
     ) -> None:  # fmt: skip
         kernel = decision.kernel
         self.device = device
         self.pages = pages  #: page numbers on the device, this plan's own where the caller's lay on the host
         self.largest_page = largest_page  #: where the host knows it; -1 otherwise
-        self._follows_planner = follows_planner  # on the device: then starting early always helps
+        self._starts_early = starts_early  # where run() is not told
         self._params = base_of(params)
         self._scoring = scoring
         self._owned = (params, *owned)  # what the parameter struct points into
         self._maps = TensorMaps(kernel, decision.key, kernel.tile(decision.key), params) if kernel.copies else None
-        self._launch = Launcher(module, params, device, grid, pdl=kernel.pdl)
+        self._launch = Launcher(
+            module, params, device, grid, pdl=kernel.pdl and has_dependent_launch(decision.key.target)
+        )
 
     def set_form(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
         """The form of the tensors that the next runs bring."""
@@ -70,7 +73,7 @@ class AttentionPlan:
     def run(
         self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None, *,
         logits_scale: float = 1.0, o_scale: float = 1.0, logits_scale_by: int | None = None,
-        o_scale_by: int | None = None, enable_pdl: bool = False,
+        o_scale_by: int | None = None, enable_pdl: bool | None = None,
     ) -> None:  # fmt: skip
         """Launch on the current stream, on tensors at these addresses, of the form that set_form() was told.
 
@@ -85,7 +88,7 @@ class AttentionPlan:
         if self._maps is not None:
             self._maps.move({"q": q, "k": k, "v": v})
         if p.num_ctas:
-            self._launch(enable_pdl or self._follows_planner)
+            self._launch(self._starts_early if enable_pdl is None else enable_pdl)
 
 
 def base_of(params: ctypes.Structure) -> AttentionParams:

@@ -170,7 +170,8 @@ def make_plan(
         graph.keep(partials, params)
     owned = (sent, pages, bits, partials)
     return AttentionPlan(
-        decision, variant.module, params, scoring, device, owned, grid, pages=pages, largest_page=s.largest_page
+        decision, variant.module, params, scoring, device, owned, grid, starts_early=bool(s.is_shared), pages=pages,
+        largest_page=s.largest_page,
     )  # fmt: skip
 
 
@@ -217,7 +218,7 @@ def make_plan_on_device(
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
-    return AttentionPlan(decision, variant.module, params, scoring, device, owned, ctas, follows_planner=True)
+    return AttentionPlan(decision, variant.module, params, scoring, device, owned, ctas, starts_early=True)
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

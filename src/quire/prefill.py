@@ -227,7 +227,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         The cache is a tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD; HND swaps page_size and
         num_kv_heads) or a pair of such tensors without the second dimension; only the last one must be contiguous.
         k_scale and q_scale multiply the logits, v_scale the output; `sinks` [num_qo_heads] float32 are logits that join
-        each denominator. `out` and `lse` are written if given. `enable_pdl` is a hint.
+        each denominator. `out` and `lse` are written if given. `enable_pdl` lets a
+        kernel that can be launched before its predecessor ends, and wait for it by itself (None: where that helps).
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)

@@ -9,7 +9,7 @@ import torch
 from quire.errors import UnsupportedError
 from quire.jit import driver, host_target, supported_cuda_targets
 
-__all__ = ["max_ctas", "present_targets", "target_of"]
+__all__ = ["has_dependent_launch", "max_ctas", "present_targets", "target_of"]
 
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
@@ -42,6 +42,11 @@ def _cuda_target(index: int) -> str:
     raise UnsupportedError(
         f"device: cuda:{index} has compute capability {major}.{minor}; known are {', '.join(known)}."
     )
+
+
+def has_dependent_launch(target: str) -> bool:
+    """Whether a kernel can wait for its predecessor itself: GPUs from sm_90 on."""
+    return target.startswith("sm") and int(target[2:].rstrip("af")) >= 90
 
 
 @cache
