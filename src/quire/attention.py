@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -103,11 +104,13 @@ class AttentionSpec:
             return MaskMode.CUSTOM
         return MaskMode.CAUSAL if self.causal else MaskMode.NONE
 
+    @cached_property
     def nnz_qo(self) -> int:
         """Rows of q."""
         qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
         return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
 
+    @cached_property
     def nnz_kv(self) -> int:
         """Rows of k, or entries of the page numbers; 0 where the host does not know."""
         return 0 if isinstance(self.indices, Lengths) else int(self.indices.kv_indptr[-1])
@@ -116,15 +119,21 @@ class AttentionSpec:
         """Packed rows of a typical request: the mean."""
         if self.indices.batch_size == 0:
             return 0
-        return -(-self.nnz_qo() // self.indices.batch_size) * (self.num_qo_heads // self.num_kv_heads)
+        return -(-self.nnz_qo // self.indices.batch_size) * (self.num_qo_heads // self.num_kv_heads)
 
-    def problem(self, device: torch.device) -> AttentionProblem:
-        return AttentionProblem(
-            target_of(device), *self.types, self.head_dim_qk, self.head_dim_vo,
+    def decide(self, device: torch.device, backend: str) -> Decision:
+        """The kernel that takes this on `device`, among those that `backend` allows."""
+        return _decide(
+            backend, device, self.types, self.head_dim_qk, self.head_dim_vo,
             self.indices.page_size if self.paged else 0, self.mask,
             self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(),
             isinstance(self.indices, Lengths) or self.indices.qo_indptr is None, self.fixed_split_size,
         )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)
+def _decide(backend: str, device: torch.device, types: Types, *problem: Any) -> Decision:
+    return decide(AttentionProblem(target_of(device), *types, *problem), backend)
 
 
 def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
@@ -158,6 +167,14 @@ def scoring_of(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
 ) -> Scoring:
     """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
+    numbers = all(value is None or type(value) in (int, float) for value in (sm_scale, window_left, logits_soft_cap))
+    find = _scoring_of_numbers if numbers and isinstance(pos_encoding_mode, str) else _scoring
+    return find(head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+
+
+def _scoring(
+    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
+) -> Scoring:
     if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
         raise UnsupportedError(
             f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
@@ -176,6 +193,9 @@ def scoring_of(
     return Scoring(scale, window_left, cap)
 
 
+_scoring_of_numbers = lru_cache(maxsize=1024, typed=True)(_scoring)
+
+
 class Attention:
     """A plan and the tensors' contract that goes with it."""
 
@@ -192,11 +212,11 @@ class Attention:
             refuse_capture("plan()", self._device)
         if graph is not None:
             _fix(graph, spec)
-        self.decision: Decision = (graph and graph.decision) or decide(spec.problem(self._device), backend)
+        self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         self._plan = self._make_plan(workspace)
         if graph is not None:
             graph.decision = self.decision
-        self._nnz_qo, self._nnz_kv = spec.nnz_qo(), spec.nnz_kv()
+        self._nnz_qo, self._nnz_kv = spec.nnz_qo, spec.nnz_kv
         self._out_shape = (self._nnz_qo, spec.num_qo_heads, spec.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0  # bytes from keys to values in a cache of one tensor
@@ -392,14 +412,14 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
         graph, decision = copy(graph), graph.decision
         _fix(graph, spec)
     return workspace_bytes(
-        decision or decide(spec.problem(device), backend), spec.indices, spec.scoring, num_qo_heads=spec.num_qo_heads,
+        decision or spec.decide(device, backend), spec.indices, spec.scoring, num_qo_heads=spec.num_qo_heads,
         num_kv_heads=spec.num_kv_heads, device=device, fixed_split_size=spec.fixed_split_size, graph=graph,
     )  # fmt: skip
 
 
 def _fix(graph: GraphState, spec: AttentionSpec) -> None:
     """All of a spec but the lengths is as the first plan() had it, and the lengths are within its limits."""
-    indices, nnz = spec.indices, spec.nnz_qo()
+    indices, nnz = spec.indices, spec.nnz_qo
     assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:
         raise ValidationError(

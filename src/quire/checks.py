@@ -78,6 +78,8 @@ def check_contiguous_last(tensor: torch.Tensor, name: str) -> None:
 
 def check_positive(value: Any, name: str) -> int:
     """`value`, which must be a positive integer."""
+    if type(value) is int and 1 <= value <= _INT32_MAX:
+        return value
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ValidationError(f"{name}: expected a positive integer, got {value!r}.")
     number = int(value.__index__())

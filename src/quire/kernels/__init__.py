@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3
@@ -61,7 +61,7 @@ def backends() -> tuple[str, ...]:
     return ("auto", *(kernel.backend for kernel in KERNELS))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     """The first kernel that accepts `problem`, among those that `backend` allows.
 
