@@ -72,7 +72,9 @@ struct DecodeShape {
   static constexpr int kStageBytes = kTeams * kSlotBytes;
   // Two CTAs an SM, so that one streams while the other ends a piece, and 64 KB for the ring of each: with more bytes
   // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
-  static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && 2 * kStageBytes <= kRingBytes ? 2 : 1;
+  // One where a ring of two stages leaves no room for two.
+  static constexpr bool kTwoFit = 2 * kStageBytes <= kRingBytes && 2 * kStageBytes + kFixedBytes <= kSmemOfTwo;
+  static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
   static constexpr int kRoom = (kSmemOfSm / kMinCtas - kSmemReservedOfCta - kFixedBytes) / kStageBytes;
   static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
