@@ -305,6 +305,7 @@ def test_captures_that_could_not_be_replayed():
     eager = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
     plan_decode(eager, p, cache, index_device="cpu")
     out = eager.run(p.q, cache.kv)
+    indptr, last = cache.indptr.cpu(), cache.last_page_len.cpu()
     tables = buffers(device, 3, 3, 64, 2)
     prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD", True, *tables)
     two = Problem((2, 2), (30, 40), num_qo_heads=8, dtype=dtype, device=device)
@@ -313,7 +314,11 @@ def test_captures_that_could_not_be_replayed():
     prefill.run(p.q, cache.kv)
     for call, error, word in (
         (lambda: eager.run(p.q, cache.kv, out=out), quire.PlanError, "use_cuda_graph=True"),
-        (lambda: plan_decode(eager, p, cache, index_device="cpu"), quire.PlanError, "plan"),
+        (
+            lambda: eager.plan(indptr, cache.indices, last, 8, 2, 64, PAGE_SIZE, q_data_type=dtype),
+            quire.PlanError,
+            "plan",
+        ),
         (lambda: quire.single_decode_with_kv_cache(p.q[0], p.k[:30], p.v[:30]), quire.PlanError, "plan"),
         (lambda: prefill.run(p.q, cache.kv, out=out), quire.ValidationError, "4 rows"),
     ):
