@@ -23,7 +23,10 @@ constexpr Fa2Order fa2_order() {
   if constexpr (V::kHeadDimVo != 128) return kUsual;
   if constexpr (V::kHeadDimQk == 128) {
     // ptxas wants up to ten registers more than on sm_90: copies wait until most of s is used, v comes in twos.
-    if constexpr (ptx::kBeforeSm90) return {2, 2, true};
+    // Paged, under a mask of bits or a window alone, copies go first instead.
+    constexpr bool kBits = V::kMask == kMaskCustom || V::kMask == kMaskDraft;
+    constexpr bool kEarly = V::kPaged != 0 && (kBits || (V::kMask == kMaskNone && V::kWindow != 0));
+    if constexpr (ptx::kBeforeSm90) return kEarly ? Fa2Order{0, 4, true} : Fa2Order{2, 2, true};
     // A custom mask or a cap: copies wait until most of s is used, v comes in fours.
     if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {2, 4, false};
   }
