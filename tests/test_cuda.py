@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import quire
-from calls import no_synchronisation, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
+from calls import no_synchronisation, paged_wrapper, plan_paged, plan_ragged, prefill_paged, ragged_wrapper
 from problems import Problem, workspace
 
 pytestmark = [
@@ -69,6 +69,16 @@ def test_pages_of_one_token_plan_without_synchronising(device, backend):
         wrapper.plan(indptr, cache.indices, last, 8, 2, 128, 1, q_data_type=p.dtype)
         out = wrapper.run(p.q, cache.kv)
     p.check(out)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 16])
+@pytest.mark.parametrize("dtype_of_batch", [torch.float16, torch.bfloat16], ids=str)
+def test_long_chunks(device, backend, dtype_of_batch, page_size):
+    """More rows a request than the tiles for chunks are for."""
+    if device == "cpu":
+        pytest.skip("its tiles are the same for all")
+    p = Problem((700, 900, 650), (700, 1500, 650), 32, 2, 128, dtype=dtype_of_batch, device=device, causal=True)
+    p.check(*prefill_paged(p, p.paged(page_size), backend))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

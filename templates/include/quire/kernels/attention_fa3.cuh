@@ -58,8 +58,10 @@ struct AttentionFa3 {
   static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + 512;
   static constexpr int kRoom = 227 * 1024 - kOtherBytes;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-  // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap.
-  static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
+  // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap. But a gather needs
+  // the stages more where pieces are long: pages of 1 at 2 x 8192 took 1787 us with three, 1700 with four.
+  static constexpr bool kLongGather = kIsGathered && kWarpgroups == 3;
+  static constexpr int kQStages = !kLongGather && 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
   static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
