@@ -62,7 +62,11 @@ struct AttentionFa3 {
   // the stages more where pieces are long: pages of 1 at 2 x 8192 took 1787 us with three, 1700 with four.
   static constexpr bool kLongGather = kIsGathered && kWarpgroups == 3;
   static constexpr int kQStages = !kLongGather && 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
+
   static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
+  // A piece begins before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers that are
+  // not uniform (three stages), nor where registers are short (custom masks).
+  static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && V::kMask != kMaskCustom;
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
@@ -246,43 +250,99 @@ struct AttentionFa3 {
     float o[kVo / 2];
     WarpgroupSoftmax softmax;
     uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
+
+    QUIRE_DEVICE void clear() {
+#pragma unroll
+      for (int i = 0; i < kVo / 2; ++i) o[i] = 0.f;
+      softmax.clear();
+    }
   };
 
   QUIRE_DEVICE void compute() const {
     Rings rings;
     if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
-    for_each_piece_slot([&](Slot& slot, RingPosition<kPieces> at) {
+    RingPosition<kPieces> at;
+    for (;;) {
+      pieces_.wait_full(at);
+      if (!ptx::uniform(slots_[at.slot()].job.exists)) return;
       Rows rows;
-#pragma unroll
-      for (int i = 0; i < kVo / 2; ++i) rows.o[i] = 0.f;
-      rows.softmax.clear();
-      attend(rows, slot, rings);
-      rows.softmax.reduce();
-      const int lane = ptx::lane_id(), row = lane_row(lane);
-      if (slot.job.piece.group.num_parts == 1) {
-        store(rows, slot.job, row, lane);
-      } else {
-        store_partial(rows, slot.job, row, lane);
-      }
-      __syncwarp();
-      if (ptx::lane_id() == 0) pieces_.arrive_empty(at);
-    });
+      rows.clear();
+      if (ptx::uniform(TileWalk<V>(slots_[at.slot()]).exists())) attend_pieces(rows, at, rings);
+      Slot& slot = slots_[at.slot()];
+      store(rows, slot.job);
+      leave(at);
+    }
   }
 
-  // The main loop: o, m and d of this warpgroup's 64 rows over the piece's key tiles.
-  QUIRE_DEVICE void attend(Rows& rows, const Slot& slot, Rings& rings) const {
-    TileWalk<V> walk(slot);
-    if (!walk.exists()) return;
+  QUIRE_DEVICE void leave(RingPosition<kPieces>& at) const {
+    __syncwarp();
+    if (ptx::lane_id() == 0) pieces_.arrive_empty(at);
+    at.advance();
+  }
+
+  // Pieces that have tiles, from `at` on, until one whose successor has none; that one's rows are not stored yet. The
+  // first scores of a piece are on their way before the rows of the piece before it are stored: the tensor cores have
+  // work meanwhile, and the softmax that follows does not wait.
+  QUIRE_DEVICE void attend_pieces(Rows& rows, RingPosition<kPieces>& at, Rings& rings) const {
     const int turn = ptx::uniform(warpgroup());
-    const WholeTiles<V> whole(p_.base, slot, slot.job.piece.tile.row_begin + turn * 64);
-    const TileQ q_rows = q_tile(rings.q.slot());
-    const PanelDescriptor q(q_rows.base + turn * 64 * 128, 16);
+    float s[kTileKv / 2];
+    await_piece(slots_[at.slot()], rings);
+    start_ABt<T, TileQ, TileK>(s, queries(rings.q, turn), keys(rings.k));
+#pragma unroll 1
+    for (;;) {
+      if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
+      Slot& slot = slots_[at.slot()];
+      attend(rows, s, slot, rings, turn);
+      const auto last = rings.k.before();
+      v_.wait_full(last);
+      const auto next = at.after();
+      bool goes_on = kIsEarly && ptx::uniform(slot.job.piece.group.num_parts) == 1;
+      if (goes_on) {
+        pieces_.wait_full(next);
+        goes_on = ptx::uniform(slots_[next.slot()].job.exists && TileWalk<V>(slots_[next.slot()]).exists());
+      }
+      if (!goes_on) {
+        start_AB<T, TileV>(rows.o, rows.p, values(last));
+        ptx::wgmma_wait<0>();
+        ptx::pin(rows.o);
+        if (is_leader()) v_.arrive_empty(last);
+        return;
+      }
+      await_piece(slots_[next.slot()], rings);
+      const PanelDescriptor q = queries(rings.q, turn), k = keys(rings.k), v = values(last);
+      start_AB<T, TileV>(rows.o, rows.p, v);
+      start_ABt<T, TileQ, TileK>(s, q, k);
+      ptx::wgmma_wait<1>();
+      ptx::pin(rows.o);
+      if (is_leader()) v_.arrive_empty(last);
+      rows.softmax.reduce();
+      store_whole(rows, slot.job, lane_row(ptx::lane_id()), ptx::lane_id());
+      leave(at);
+      rows.clear();
+    }
+  }
+
+  QUIRE_DEVICE PanelDescriptor queries(RingPosition<kQStages> at, int turn) const {
+    return {q_tile(at.slot()).base + turn * 64 * 128, 16};
+  }
+
+  // Until the queries and first keys of a piece are there.
+  QUIRE_DEVICE void await_piece(const Slot& slot, const Rings& rings) const {
     if (q_by_tma()) {
       q_.wait_full(rings.q);
     } else {
-      copy_q(q_rows, slot.job);
+      copy_q(q_tile(rings.q.slot()), slot.job);
     }
-    first_tile(rows, slot, rings, q, walk.tile());
+    k_.wait_full(rings.k);
+  }
+
+  // The main loop: o, m and d of this warpgroup's 64 rows over the piece's key tiles, but for the last tile's values. s:
+  // scores of the first tile, under way.
+  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, Rings& rings, int turn) const {
+    TileWalk<V> walk(slot);
+    const WholeTiles<V> whole(p_.base, slot, slot.job.piece.tile.row_begin + turn * 64);
+    const PanelDescriptor q = queries(rings.q, turn);
+    first_tile(rows, s, slot, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (whole.contains(walk.tile())) {
         next_tile<false>(rows, slot, rings, q, turn, walk.tile());
@@ -292,12 +352,6 @@ struct AttentionFa3 {
     }
     if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
     rings.q.advance();
-    const auto last = rings.k.before();
-    v_.wait_full(last);
-    start_AB<T, TileV>(rows.o, rows.p, values(last));
-    ptx::wgmma_wait<0>();
-    ptx::pin(rows.o);
-    if (is_leader()) v_.arrive_empty(last);
   }
 
   // Asked anew each time: registers are short.
@@ -312,11 +366,8 @@ struct AttentionFa3 {
     return {v_tile(at.slot()).base, TileV::kPanelBytes};
   }
 
-  // The rightmost tile: S and its softmax alone.
-  QUIRE_DEVICE void first_tile(Rows& rows, const Slot& slot, Rings& rings, PanelDescriptor q, int tile) const {
-    float s[kTileKv / 2];
-    k_.wait_full(rings.k);
-    start_ABt<T, TileQ, TileK>(s, q, keys(rings.k));
+  // The rightmost tile, whose S is under way: its softmax alone.
+  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, Rings& rings, int tile) const {
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
@@ -413,7 +464,17 @@ struct AttentionFa3 {
     ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
   }
 
-  QUIRE_DEVICE void store(const Rows& rows, const Job& job, int tile_row, int lane) const {
+  QUIRE_DEVICE void store(Rows& rows, Job& job) const {
+    rows.softmax.reduce();
+    const int lane = ptx::lane_id(), row = lane_row(lane);
+    if (job.piece.group.num_parts == 1) {
+      store_whole(rows, job, row, lane);
+    } else {
+      store_partial(rows, job, row, lane);
+    }
+  }
+
+  QUIRE_DEVICE void store_whole(const Rows& rows, const Job& job, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

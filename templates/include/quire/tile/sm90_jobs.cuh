@@ -2,6 +2,7 @@
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/barrier.cuh"
+#include "quire/ptx/wgmma.cuh"
 #include "quire/tile/job.cuh"
 
 namespace quire {
@@ -15,6 +16,8 @@ struct RingPosition {
   QUIRE_DEVICE int parity() const { return static_cast<uint32_t>(count) / kSlots & 1; }
   QUIRE_DEVICE void advance() { ++count; }
   QUIRE_DEVICE RingPosition before() const { return {count - 1}; }
+  QUIRE_DEVICE RingPosition after() const { return {count + 1}; }
+  QUIRE_DEVICE RingPosition uniform() const { return {ptx::uniform(count)}; }
 };
 
 template <int kSlots>
@@ -29,6 +32,7 @@ struct RingPosition<kSlots, false> {
   QUIRE_DEVICE RingPosition before() const {
     return at == 0 ? RingPosition{kSlots - 1, round ^ 1} : RingPosition{at - 1, round};
   }
+  QUIRE_DEVICE RingPosition uniform() const { return {ptx::uniform(at), ptx::uniform(round)}; }
 };
 
 // Pairs of mbarriers in shared memory, "full" and "empty", for a ring of kSlots.

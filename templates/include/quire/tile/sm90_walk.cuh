@@ -2,6 +2,7 @@
 // causal mask and kv_len touch come first.
 #pragma once
 #include "quire/tile/sm90_jobs.cuh"
+#include "quire/ptx/wgmma.cuh"
 #include "quire/tile/sm90_mask.cuh"
 
 namespace quire {
@@ -117,7 +118,7 @@ class WholeTiles {
     const int first = p.group.div(min(row, end - 1)), last = p.group.div(min(row + 64, end) - 1);
     const Mask<V::kMask, V::kWindow != 0> mask = {slot.job.qo_len, slot.job.kv_len, p.window_left, nullptr};
     const KeyRange keys = mask.all(first, last);
-    tiles_ = {ceil_div(keys.begin, V::kTileKv), keys.end / V::kTileKv};
+    tiles_ = {ptx::uniform(ceil_div(keys.begin, V::kTileKv)), ptx::uniform(keys.end / V::kTileKv)};
   }
 
   QUIRE_DEVICE bool contains(int tile) const {
