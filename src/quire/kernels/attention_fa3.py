@@ -36,23 +36,27 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """What fills registers and shared memory best and does not spill (H200, 2026-11-21), after what chunks take."""
+    """What fills registers and shared memory best and does not spill (H200, 2026-11-21), after what chunks take.
+
+    192 x 64 leaves room for four stages of keys and is ahead of 192 x 80 with three (causal 1412 us, 1442; 16 x 1024
+    255 us, 267). A custom mask has twice as many of such tiles to classify (2275 us, 1830).
+    """
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
     plain = not (custom or problem.window or problem.soft_cap)  # what else a mask does takes registers
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
         tall = plain and not _gathers(problem)
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
-    if widest <= 128:  # 192 rows: 764 TFLOP/s causal, 670 with 128; a third less L2 traffic
-        return (TileShape(128, 128), TileShape(192, 80)) if plain else (TileShape(128, 128),)
+    if widest <= 128:  # 192 rows: 764 TFLOP/s causal with 80 keys, 670 with 128 x 128; a third less L2 traffic
+        return (TileShape(128, 128),) if custom else (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:  # 192/128: 626 TFLOP/s, 588 with 192 x 80
         return (TileShape(128, 128 if vo <= 128 else 112),)
     return (TileShape(128, 64 if custom or (problem.window and problem.soft_cap) else 80),)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """Low tiles for chunks, whose ends waste less of them: 64 x 128 tokens 64.3 us, 67.6 with 192 rows; 512 tokens on
-    8192 640-717 TFLOP/s, 625-637 (group 4). Always low ones where neighbours must not have a say, or splits are fixed.
+    """Low tiles for chunks, whose ends waste less of them: 64 x 128 tokens 58.5 us, 59.1 with 192 rows; 512 tokens on
+    8192 700 TFLOP/s, 660 (group 4). Always low ones where neighbours must not have a say, or splits are fixed.
     """
     return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
 

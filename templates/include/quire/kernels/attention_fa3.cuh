@@ -4,13 +4,13 @@
 // has to run beside them: a warpgroup computes S of the next tile and O of the last in one go and does the softmax of
 // one while the other is under way, and warpgroups take turns at the tensor cores (named barriers).
 // Schedule: persistent CTAs, one an SM. Warps of the first warpgroup load keys, values and queries and schedule, one
-// piece ahead, so that a piece's first tiles travel while the piece before it ends; the others own 64 rows each and
-// store their results straight from registers, so that no buffer waits for an epilogue.
+// piece ahead, so that a piece's first tiles travel while the piece before it ends; the others own 64 rows each, and
+// compute a piece's first scores while they store the results of the piece before.
 // What a warp decides (which tile, masked or not) comes from uniform values, so that ring positions and descriptors
 // stay in uniform registers: where ptxas cannot see that, turns take longer and the kernel loses 7 to 14 % (H200,
 // 2026-11-21). Tried on the same day and dropped: softmax pinned before the last wait (-3 to -5 %), queries held in
-// registers (-1 %), L2 hints on copies (0), handing a turn over before its last products (0), one piece's last values
-// together with the next one's first scores (-7 %, but measured with non-uniform code).
+// registers (-1 %), L2 hints on copies (0), handing a turn over before its last products (0), results by bulk copies of
+// rows (-5 %: 16 instructions of one lane each), programmatic dependent launch (0).
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
 // has grown.
@@ -53,24 +53,25 @@ struct AttentionFa3 {
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
 
   static constexpr int kPieces = 4;
-  static constexpr int kShortTiles =
-      4;  // a piece of so few key tiles lets the next but one be scheduled before it ends
-  static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + 512;
+  static constexpr int kShortTiles = 4;  // a piece of so few lets the next but one be scheduled before it ends
+  static constexpr int kBarrierBytes = 256;
+  static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + kBarrierBytes;
   static constexpr int kRoom = 227 * 1024 - kOtherBytes;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-  // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap. But a gather needs
-  // the stages more where pieces are long: pages of 1 at 2 x 8192 took 1787 us with three, 1700 with four.
-  static constexpr bool kLongGather = kIsGathered && kWarpgroups == 3;
-  static constexpr int kQStages = !kLongGather && 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
-
+  // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap.
+  static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
   static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
-  // A piece begins before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers that are
-  // not uniform (three stages), nor where registers are short (custom masks).
+  // A piece begins before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers that
+  // are not uniform (three stages), nor where registers are short (custom masks).
   static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && V::kMask != kMaskCustom;
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
-  static constexpr int kSlotsAt = kVAt + kStages * TileV::kBytes;
+  // Results leave by way of shared memory where that takes no stage away.
+  static constexpr int kStagedBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
+  static constexpr int kStagedAt = kVAt + kStages * TileV::kBytes;
+  static constexpr bool kIsStaged = kStagedAt + kStagedBytes <= kRoom;
+  static constexpr int kSlotsAt = kStagedAt + (kIsStaged ? kStagedBytes : 0);
   static constexpr int kBarriersAt = kSlotsAt + kPieces * static_cast<int>(sizeof(Slot));
   static_assert(sizeof(Slot) % 8 == 0, "mbarriers follow the slots");
 
@@ -90,7 +91,7 @@ struct AttentionFa3 {
   enum Named { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3 };
 
  public:
-  static constexpr int kSmemBytes = kBarriersAt + 512;
+  static constexpr int kSmemBytes = kBarriersAt + kBarrierBytes;
   static_assert(kSmemBytes <= 227 * 1024, "the tiles do not fit into shared memory");
 
   QUIRE_DEVICE static void run(const AttentionFa3Params& p, unsigned char* smem) {
@@ -264,7 +265,7 @@ struct AttentionFa3 {
     RingPosition<kPieces> at;
     for (;;) {
       pieces_.wait_full(at);
-      if (!ptx::uniform(slots_[at.slot()].job.exists)) return;
+      if (!ptx::uniform(slots_[at.slot()].job.exists)) break;
       Rows rows;
       rows.clear();
       if (ptx::uniform(TileWalk<V>(slots_[at.slot()]).exists())) attend_pieces(rows, at, rings);
@@ -336,8 +337,8 @@ struct AttentionFa3 {
     k_.wait_full(rings.k);
   }
 
-  // The main loop: o, m and d of this warpgroup's 64 rows over the piece's key tiles, but for the last tile's values. s:
-  // scores of the first tile, under way.
+  // The main loop: o, m and d of this warpgroup's 64 rows over the piece's key tiles, but for the last tile's values.
+  // s: scores of the first tile, under way.
   QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, Rings& rings, int turn) const {
     TileWalk<V> walk(slot);
     const WholeTiles<V> whole(p_.base, slot, slot.job.piece.tile.row_begin + turn * 64);
@@ -476,16 +477,28 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE void store_whole(const Rows& rows, const Job& job, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
+    float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = job.piece.tile.row_begin + tile_row + 8 * h;
-      const bool exists = row < job.row_end;
       const Job::Place at = job.place(p.group, min(row, job.row_end - 1));
       const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
       const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, output_scale(p));
-      T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
-      store_row(dst, rows.o, h, result.scale, exists, lane);
-      if (p.lse != nullptr && lane % 4 == 0 && exists) p.lse[at.token * p.num_qo_heads + at.head] = result.lse;
+      scale[h] = result.scale;
+      if (p.lse != nullptr && lane % 4 == 0 && row < job.row_end) {
+        p.lse[at.token * p.num_qo_heads + at.head] = result.lse;
+      }
+      if constexpr (!kIsStaged) {
+        T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
+        store_row(dst, rows.o, h, result.scale, row < job.row_end, lane);
+      }
+    }
+    if constexpr (kIsStaged) {
+      const int warp = ptx::thread_id() / 32 - 4, first = job.piece.tile.row_begin + warp * 16;
+      const Job::Place at = job.place(p.group, min(first + lane % 16, job.row_end - 1));
+      const int64_t begin = at.token * p.o_token_stride + at.head * p.o_head_stride;  // a multiple of 8
+      const StagedRows<kVo> staged = {smem_ + kStagedAt + warp * StagedRows<kVo>::kBytes};
+      staged.store(static_cast<T*>(p.o), static_cast<uint32_t>(begin >> 3), job.row_end - first, rows.o, scale, lane);
     }
   }
 

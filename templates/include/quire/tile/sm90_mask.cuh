@@ -15,6 +15,9 @@ QUIRE_DEVICE uint32_t mask_bits(const uint8_t* bits, int64_t at, int count) {
   return __funnelshift_r(__ldg(word), __ldg(word + (shift + min(count, 32) > 32 ? 1 : 0)), shift);
 }
 
+// Ones below bit `count`, whatever that is.
+QUIRE_DEVICE uint32_t low_bits(int count) { return ~__funnelshift_lc(0u, 0xffffffffu, max(count, 0)); }
+
 // The mask as one lane sees it: rows row and row + 8 (packed). Rows past the request's last repeat its last query.
 template <class V>
 struct RowMask {
@@ -43,7 +46,10 @@ struct RowMask {
         if constexpr (V::kMask == kMaskCustom) {
           if (block % 4 == 0) {
             const int key = key_begin + 8 * block;
-            bits = mask_bits(all_bits, static_cast<int64_t>(qo_idx[h]) * job.kv_len + key, job.kv_len - key) >> col;
+            bits = mask_bits(all_bits, static_cast<int64_t>(qo_idx[h]) * job.kv_len + key, job.kv_len - key);
+            bits &= low_bits(keys.end - key);
+            if constexpr (V::kWindow != 0) bits &= ~low_bits(keys.begin - key);
+            bits >>= col;
           }
         }
 #pragma unroll
@@ -51,7 +57,7 @@ struct RowMask {
           const int at = 8 * block + j;
           bool sees = at < end;
           if constexpr (V::kWindow != 0) sees = sees && at >= begin;
-          if constexpr (V::kMask == kMaskCustom) sees = sees && ((bits >> (at % 32)) & 1);
+          if constexpr (V::kMask == kMaskCustom) sees = (bits >> (at % 32)) & 1;
           if (!sees) s[i + 2 * h + j] = __int_as_float(0xff800000);
         }
       }

@@ -1,11 +1,45 @@
-// Results of a warpgroup on their way out, straight from registers: four lanes that share a row first exchange words,
-// so that each stores 16 bytes.
+// Results of a warpgroup on their way out, 16 bytes a lane: by way of shared memory where there is room for that, and
+// otherwise straight from registers, where four lanes that share a row first exchange words.
 #pragma once
 #include "quire/tile/partial.cuh"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/store.cuh"
 
 namespace quire {
+
+// 16 rows of one warp on their way out. 16 bytes between rows spread what a warp writes at once over all banks.
+template <int kVo>
+struct StagedRows {
+  static constexpr int kRowBytes = kVo * 2 + 16, kBytes = 16 * kRowBytes;
+  uint32_t base;
+
+  // Scales and rounds o. `first`: where row lane % 16 begins, in units of 16 bytes from dst; `count` rows exist. All
+  // lanes of the warp together.
+  template <class T, int n>
+  QUIRE_DEVICE void store(T* dst, uint32_t first, int count, const float (&o)[n], const float (&scale)[2],
+                          int lane) const {
+    static_assert(n == kVo / 2, "o is 16 rows of a warp");
+    const uint32_t to = base + lane % 16 * kRowBytes + lane / 16 * 16;
+    __syncwarp();  // every lane has read the rows before
+#pragma unroll
+    for (int i = 0; i < n; i += 8) {
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = ptx::pack(T{}, o[i + 2 * j] * scale[j % 2], o[i + 2 * j + 1] * scale[j % 2]);
+      ptx::st_matrix(to + i * 4, w);
+    }
+    __syncwarp();
+    constexpr int kChunks = kVo / 8;
+#pragma unroll
+    for (int i = 0; i < kChunks / 2; ++i) {
+      const int at = i * 32 + lane, row = at / kChunks, chunk = at - row * kChunks;
+      const uint32_t begin = __shfl_sync(0xffffffffu, first, row);
+      uint32_t w[4];
+      ptx::ld_shared_16(base + row * kRowBytes + chunk * 16, w);
+      if (row < count) ptx::st_global_16(dst + static_cast<int64_t>(begin + chunk) * 8, w);
+    }
+  }
+};
 
 // Transposes a 4 x 4 matrix of words of which each lane of a quad holds a row.
 QUIRE_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
