@@ -345,7 +345,7 @@ struct AttentionFa3 {
     const PanelDescriptor q = queries(rings.q, turn);
     first_tile(rows, s, slot, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
-      if (whole.contains(walk.tile())) {
+      if (whole.contains(walk)) {
         next_tile<false>(rows, slot, rings, q, turn, walk.tile());
       } else {
         next_tile<true>(rows, slot, rings, q, turn, walk.tile());
