@@ -134,6 +134,19 @@ def test_mask_that_hides_whole_rows_and_tiles(device, backend, dtype, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_mask_over_many_tiles(device, backend, dtype, kind):
+    """Whole, mixed and empty stretches, each longer than what is known of tiles in one go."""
+    p = Problem((6, 40), (9000, 5001), dtype=dtype, device=device)
+    first, second = torch.zeros(6, 9000, dtype=torch.bool), torch.zeros(40, 5001, dtype=torch.bool)
+    first[:, 3:5] = first[:, 8999] = first[:, 100:300] = True
+    second[:, :4500] = True
+    second[5:, 4096:4300] = torch.rand(35, 204, generator=torch.Generator().manual_seed(2)) < 0.5
+    second[9] = False
+    p.mask = torch.cat([first.flatten(), second.flatten()]).to(device)
+    p.check(*prefill(p, kind, backend))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_custom_mask_takes_the_place_of_causal(device, backend, dtype, kind):
     p = Problem((4, 7), (9, 7), dtype=dtype, device=device).random_mask()
     p.check(*prefill(p, kind, backend, plan={"causal": True}))
