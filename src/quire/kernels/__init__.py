@@ -22,7 +22,7 @@ __all__ = [
     "kernel_of",
 ]
 
-#: In order of preference: `auto` takes the first that accepts.
+#: In order of preference: `auto` takes the first that accepts and does not yield.
 KERNELS: tuple[AttentionKernel, ...] = (
     attention_decode.KERNEL,
     attention_fa3.KERNEL,
@@ -37,9 +37,10 @@ class Verdict:
 
     kernel: AttentionKernel
     reason: str | None  #: None: accepted
+    yields: str | None = None  #: why another that accepts goes before it
 
     def __str__(self) -> str:
-        return f"{self.kernel.name:<16}{self.reason or 'accepts'}"
+        return f"{self.kernel.name:<16} {self.reason or self.yields or 'accepts'}"
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,17 @@ def backends() -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
-    """The first kernel that accepts `problem`, among those that `backend` allows.
+    """The first kernel that accepts `problem` and does not yield to others, among those that `backend` allows.
 
     Raises UnsupportedError with each kernel's reason if none does, ValidationError if `backend` is unknown.
     """
     if backend not in backends():
         raise ValidationError(f"backend: expected one of {', '.join(backends())}, got {backend!r}.")
-    trace = tuple(Verdict(kernel, _reason(kernel, problem, backend)) for kernel in KERNELS)
-    for verdict in trace:
-        if verdict.reason is None:
-            return Decision(problem, verdict.kernel, verdict.kernel.key(problem), trace)
+    trace = tuple(Verdict(kernel, _reason(kernel, problem, backend), kernel.yields(problem)) for kernel in KERNELS)
+    accepting = [verdict for verdict in trace if verdict.reason is None]
+    if accepting:
+        verdict = min(accepting, key=lambda v: v.yields is not None)  # the first of equals
+        return Decision(problem, verdict.kernel, verdict.kernel.key(problem), trace)
     reasons = "\n".join(f"  {verdict}" for verdict in trace)
     if any(_allowed(kernel, backend) and kernel.reject(problem) is None for kernel in KERNELS):
         raise ValidationError(f"fixed_split_size: no kernel cuts there\n{reasons}")
@@ -90,7 +92,7 @@ def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) ->
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
-    step = kernel.tiles(problem)[0].kv
+    step = kernel.tile(kernel.key(problem)).kv
     if problem.fixed_split_size > 0 and problem.fixed_split_size % step:
         return f"fixed_split_size={problem.fixed_split_size} is not a multiple of its kv tile, {step}"
     return None

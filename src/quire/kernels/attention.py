@@ -165,6 +165,7 @@ class AttentionKernel:
     reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem; None if it can
     tiles: Callable[[AttentionProblem], tuple[TileShape, ...]]  #: the shapes it has for a problem, smallest first
     choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
+    yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why it takes this only if no other does
     page_size: Callable[[AttentionProblem], int] = lambda _: 0  #: that its code is made for; 0: any
     params: type[ctypes.Structure] = AttentionParams  #: what it is given; if another struct, `base` leads in it
     copies: Callable[[AttentionKey, TileShape, Geometry], tuple[TensorCopy, ...]] | None = None  #: its tensor maps
