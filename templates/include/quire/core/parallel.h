@@ -6,6 +6,14 @@ namespace quire {
 
 constexpr int kParallelThreads = 256;
 
+// CTAs of so many threads that an SM holds at once.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || \
+    (__CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200)
+constexpr int kParallelCtas = 2048 / kParallelThreads;
+#else
+constexpr int kParallelCtas = (__CUDA_ARCH__ == 750 ? 1024 : 1536) / kParallelThreads;
+#endif
+
 // Calls body(row, column) for each row in [0, rows) and column in [0, columns). On a GPU a thread does one item: what a
 // loop keeps in registers costs threads in flight. CTA i works on whole rows, as many as it has threads for, or on a
 // part of one: see row_grid() in launch.py. Its number and the threads are divided by, in 32 bits, not the items: two

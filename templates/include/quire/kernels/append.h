@@ -38,7 +38,7 @@ struct Choose<false, A, B> {
 template <class Variant>
 struct AppendPaged {
   using T = typename Variant::T;  // an unsigned integer of the element's size: values are moved, not computed with
-  static constexpr int kThreads = kParallelThreads, kMinCtas = 8, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = kParallelCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
 
   static constexpr int kPackBytes = kVec * static_cast<int>(sizeof(T));

@@ -33,7 +33,7 @@ struct MergeParams {
 template <class Variant, int kStates, bool kOnly, int kCtas>
 struct Merge {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = kCtas, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = min(kCtas, kParallelCtas), kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
 
   struct alignas(kVec * sizeof(T)) Pack {

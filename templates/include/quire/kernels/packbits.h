@@ -19,7 +19,7 @@ struct PackbitsParams {
 
 template <class Variant>
 struct Packbits {
-  static constexpr int kThreads = kParallelThreads, kMinCtas = 6, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = min(6, kParallelCtas), kSmemBytes = 0;
   static constexpr int kTogether = 2;  // items in flight a thread
   static constexpr int kChunk = kThreads * kTogether;
 
