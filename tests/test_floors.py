@@ -17,7 +17,8 @@ FLOORS = [
     {"prefill", "decode", "xqa", "cascade", "merge", "page"},
     {"wrapper", "attention"},
     {"quantization"},
-    {"planner", "plan", "schedule", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"},
+    {"planner", "plan", "schedule", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"}
+    | {"terms"},
     {"kernels"},
     {"types"},
     {"jit"},

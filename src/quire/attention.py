@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +12,6 @@ import torch
 from quire.checks import (
     check_contiguous_last,
     check_dtype,
-    check_positive,
     check_same_device,
     check_shape,
     check_tensor,
@@ -22,49 +19,28 @@ from quire.checks import (
     scalar,
     to_int32,
 )
-from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.errors import PlanError, ValidationError
 from quire.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
-from quire.plan import AttentionPlan, Scoring
+from quire.plan import AttentionPlan
 from quire.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.quantization import pack_mask
 from quire.schedule import Indices, Lengths
 from quire.target import target_of
-from quire.types import DType, KVLayout, MaskMode, PosEncodingMode, dtype_of
+from quire.terms import Terms
+from quire.types import DType, KVLayout, MaskMode
 from quire.workspace import Workspace
 
 __all__ = [
     "Attention",
     "AttentionSpec",
     "Result",
-    "Types",
-    "heads",
     "last_page_lens",
     "page_indices",
     "planned",
-    "scoring_of",
     "workspace_bytes_of",
 ]
-
-
-class Types(NamedTuple):
-    """The number types of q, of keys and values, and of the output."""
-
-    q: DType
-    kv: DType
-    o: DType
-
-    @classmethod
-    def of(cls, q: Any, kv: Any, o: Any) -> Types:
-        """From any spelling; kv and o default to q's."""
-        q_type = dtype_of(q, "q_data_type")
-        return cls(
-            q_type,
-            q_type if kv is None else dtype_of(kv, "kv_data_type"),
-            q_type if o is None else dtype_of(o, "o_data_type"),
-        )
-
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
 Form = tuple[Any, ...]
@@ -78,22 +54,13 @@ def _form(tensors: tuple[Any, ...]) -> Form | None:
         return None
 
 
-@dataclass(frozen=True)
-class AttentionSpec:
+class AttentionSpec(NamedTuple):
     """What plan() was told, in one spelling; `forward()` plans again with some of it replaced."""
 
     indices: Indices | Lengths
-    num_qo_heads: int
-    num_kv_heads: int
-    head_dim_qk: int
-    head_dim_vo: int
-    types: Types
-    scoring: Scoring
-    causal: bool
+    terms: Terms
     custom_mask: torch.Tensor | None = None
     packed_custom_mask: torch.Tensor | None = None
-    fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
-    paged: bool = True
     draft_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
 
     @property
@@ -102,46 +69,29 @@ class AttentionSpec:
             return MaskMode.DRAFT
         if self.custom_mask is not None or self.packed_custom_mask is not None:
             return MaskMode.CUSTOM
-        return MaskMode.CAUSAL if self.causal else MaskMode.NONE
+        return MaskMode.CAUSAL if self.terms.causal else MaskMode.NONE
 
-    @cached_property
+    @property
     def nnz_qo(self) -> int:
         """Rows of q."""
         qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
         return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
 
-    @cached_property
-    def nnz_kv(self) -> int:
-        """Rows of k, or entries of the page numbers; 0 where the host does not know."""
-        return 0 if isinstance(self.indices, Lengths) else int(self.indices.kv_indptr[-1])
-
-    def rows(self) -> int:
-        """Packed rows of a typical request: the mean."""
-        if self.indices.batch_size == 0:
-            return 0
-        return -(-self.nnz_qo // self.indices.batch_size) * (self.num_qo_heads // self.num_kv_heads)
-
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
-        return _decide(
-            backend, device, self.types, self.head_dim_qk, self.head_dim_vo,
-            self.indices.page_size if self.paged else 0, self.mask,
-            self.scoring.window_left >= 0, self.scoring.logits_soft_cap > 0, self.rows(),
-            isinstance(self.indices, Lengths) or self.indices.qo_indptr is None, self.fixed_split_size,
-        )  # fmt: skip
+        batch_size = self.indices.batch_size
+        rows = -(-self.nnz_qo // batch_size) if batch_size else 0  # of a typical request: the mean
+        uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
+        return _decide(backend, device, self.terms, self.mask, rows, uniform)
 
 
 @lru_cache(maxsize=4096)
-def _decide(backend: str, device: torch.device, types: Types, *problem: Any) -> Decision:
-    return decide(AttentionProblem(target_of(device), *types, *problem), backend)
-
-
-def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
-    """Both head counts, of which the first must be a multiple of the second."""
-    qo, kv = check_positive(num_qo_heads, "num_qo_heads"), check_positive(num_kv_heads, "num_kv_heads")
-    if qo % kv:
-        raise ValidationError(f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}.")
-    return qo, kv
+def _decide(backend: str, device: torch.device, t: Terms, mask: MaskMode, rows: int, uniform: bool) -> Decision:
+    problem = AttentionProblem(
+        target_of(device), *t.types, t.head_dim_qk, t.head_dim_vo, t.page_size, mask, t.scoring.window_left >= 0,
+        t.scoring.logits_soft_cap > 0, rows * t.group_size, uniform, t.fixed_split_size,
+    )  # fmt: skip
+    return decide(problem, backend)
 
 
 def page_indices(indices: Any) -> torch.Tensor:
@@ -163,39 +113,6 @@ def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: in
     return host_indices(value, name, kv_indptr.shape[0] - 1)
 
 
-def scoring_of(
-    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
-) -> Scoring:
-    """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
-    numbers = all(value is None or type(value) in (int, float) for value in (sm_scale, window_left, logits_soft_cap))
-    find = _scoring_of_numbers if numbers and isinstance(pos_encoding_mode, str) else _scoring
-    return find(head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-
-
-def _scoring(
-    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
-) -> Scoring:
-    if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
-        raise UnsupportedError(
-            f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
-            f"and pass 'NONE'."
-        )
-    scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale")
-    cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
-    if not (math.isfinite(scale) and scale > 0) or not (math.isfinite(cap) and cap >= 0):
-        raise ValidationError(
-            f"sm_scale, logits_soft_cap: expected a positive and a non-negative finite number, got {scale}, {cap}."
-        )
-    if isinstance(window_left, bool) or not isinstance(window_left, int) or not -1 <= window_left < 2**31:
-        raise ValidationError(
-            f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
-        )
-    return Scoring(scale, window_left, cap)
-
-
-_scoring_of_numbers = lru_cache(maxsize=1024, typed=True)(_scoring)
-
-
 class Attention:
     """A plan and the tensors' contract that goes with it."""
 
@@ -204,6 +121,7 @@ class Attention:
         graph: GraphState | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
+        self._terms = spec.terms
         self._layout = layout
         self._device = workspace.device
         self._graph = graph
@@ -216,34 +134,28 @@ class Attention:
         self._plan = self._make_plan(workspace)
         if graph is not None:
             graph.decision = self.decision
-        self._nnz_qo, self._nnz_kv = spec.nnz_qo, spec.nnz_kv
-        self._out_shape = (self._nnz_qo, spec.num_qo_heads, spec.head_dim_vo)
+        self._nnz_qo = spec.nnz_qo
+        self._out_shape = (self._nnz_qo, spec.terms.num_qo_heads, spec.terms.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0  # bytes from keys to values in a cache of one tensor
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
         if isinstance(s.indices, Lengths):
-            return make_plan_on_device(
-                self.decision, s.indices, s.scoring, num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads,
-                workspace=workspace, mask_bits=s.draft_mask,
-            )  # fmt: skip
+            return make_plan_on_device(self.decision, s.indices, s.terms, workspace, s.draft_mask)
         bits = s.packed_custom_mask if s.draft_mask is None else s.draft_mask
         if bits is None and s.custom_mask is not None:
             bits = pack_mask(s.custom_mask, s.indices, self._device)
-        return make_plan(
-            self.decision, s.indices, s.scoring,
-            num_qo_heads=s.num_qo_heads, num_kv_heads=s.num_kv_heads, workspace=workspace, mask_bits=bits,
-            fixed_split_size=s.fixed_split_size, graph=self._graph,
-        )  # fmt: skip
+        return make_plan(self.decision, s.indices, s.terms, workspace, bits, self._graph)
 
     def with_changes(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
-        """This plan with other arguments; itself if they are the same."""
-        if all(getattr(self.spec, name) == value for name, value in changes.items()):
+        """This plan with other terms; itself if they are the same."""
+        spec, terms = self.spec, self._terms._replace(**changes)
+        if terms == self._terms:
             return self
-        if isinstance(self.spec.indices, Indices):  # the caller may have written other page numbers since
-            changes["indices"] = self.spec.indices._replace(kv_indices=self._plan.pages)
-        return Attention(replace(self.spec, **changes), self._layout, workspace, backend, self._graph)
+        if isinstance(spec.indices, Indices):  # the caller may have written other page numbers since
+            spec = spec._replace(indices=spec.indices._replace(kv_indices=self._plan.pages))
+        return Attention(spec._replace(terms=terms), self._layout, workspace, backend, self._graph)
 
     def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> Result:
         """Attention over a paged cache."""
@@ -268,14 +180,14 @@ class Attention:
         elif self._is_fixed:
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
-            out = torch.empty(self._out_shape, dtype=self.spec.types.o.torch, device=self._device)
+            out = torch.empty(self._out_shape, dtype=self._terms.types.o.torch, device=self._device)
         form = _form((q, out, *kv))
         if form is None or form != self._form:
             self._check_form(q, out, views(*kv))
             self._form = form
-        if window_left is not None and window_left != self.spec.scoring.window_left:
+        if window_left is not None and window_left != self._terms.scoring.window_left:
             raise ValidationError(
-                f"window_left: expected {self.spec.scoring.window_left} (fixed by plan()), got {window_left}."
+                f"window_left: expected {self._terms.scoring.window_left} (fixed by plan()), got {window_left}."
             )
         if lse is not None or return_lse:
             lse = self._lse(lse)
@@ -312,10 +224,10 @@ class Attention:
         self._v_offset = v.pointer - k.pointer
 
     def _paged_views(self, *cache: torch.Tensor) -> tuple[KVView, KVView]:
-        page_size = self.spec.indices.page_size
+        page_size = self._terms.page_size
         k, v = cache_view(cache, self._layout, page_size)
-        self._check_kv(k, "paged_kv_cache (keys)", self.spec.head_dim_qk)
-        self._check_kv(v, "paged_kv_cache (values)", self.spec.head_dim_vo)
+        self._check_kv(k, "paged_kv_cache (keys)", self._terms.head_dim_qk)
+        self._check_kv(v, "paged_kv_cache (values)", self._terms.head_dim_vo)
         num_pages = min(k.num_pages, v.num_pages)
         for view in (k, v):
             if view.num_tokens != page_size:
@@ -328,9 +240,9 @@ class Attention:
 
     def _ragged_views(self, k: torch.Tensor, v: torch.Tensor) -> tuple[KVView, KVView]:
         k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
-        for view, name, head_dim in ((k_view, "k", self.spec.head_dim_qk), (v_view, "v", self.spec.head_dim_vo)):
+        for view, name, head_dim in ((k_view, "k", self._terms.head_dim_qk), (v_view, "v", self._terms.head_dim_vo)):
             self._check_kv(view, name, head_dim)
-            tokens = self._graph.max_tokens if self._graph and is_capturing(self._device) else self._nnz_kv
+            tokens = self._graph.max_tokens if self._graph and is_capturing(self._device) else self._plan.nnz_kv
             if view.num_tokens < tokens:
                 raise ValidationError(
                     f"{name}: expected at least {tokens} tokens (kv_indptr[-1]; in a capture that of the first plan), "
@@ -339,7 +251,7 @@ class Attention:
         return k_view, v_view
 
     def _check_q(self, q: torch.Tensor) -> None:
-        s = self.spec
+        s = self._terms
         check_tensor(q, "q")
         shape = {"nnz_qo": self._out_shape[0], "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
         check_shape(q, "q", shape)
@@ -349,7 +261,7 @@ class Attention:
         self._check_alignment(q.data_ptr(), q.stride()[:2], "q", s.types.q)
 
     def _check_out(self, out: torch.Tensor) -> None:
-        s = self.spec
+        s = self._terms
         check_tensor(out, "out")
         shape = dict(zip(("nnz_qo", "num_qo_heads", "head_dim_vo"), self._out_shape, strict=True))
         check_shape(out, "out", shape)
@@ -359,7 +271,7 @@ class Attention:
         self._check_alignment(out.data_ptr(), out.stride()[:2], "out", s.types.o)
 
     def _check_kv(self, view: KVView, name: str, head_dim: int) -> None:
-        s = self.spec
+        s = self._terms
         if view.num_heads != s.num_kv_heads or view.head_dim != head_dim:
             raise ValidationError(
                 f"{name}: expected num_kv_heads={s.num_kv_heads} and head_dim={head_dim}, "
@@ -396,9 +308,9 @@ class Attention:
     def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
         check_tensor(sinks, "sinks")
         check_same_device(sinks, "sinks", self._device)
-        if sinks.numel() != self.spec.num_qo_heads or sinks.dtype is not torch.float32 or not sinks.is_contiguous():
+        if sinks.numel() != self._terms.num_qo_heads or sinks.dtype is not torch.float32 or not sinks.is_contiguous():
             raise ValidationError(
-                f"sinks: expected a contiguous float32 tensor of num_qo_heads={self.spec.num_qo_heads} elements, "
+                f"sinks: expected a contiguous float32 tensor of num_qo_heads={self._terms.num_qo_heads} elements, "
                 f"got {sinks.dtype} {list(sinks.shape)}."
             )
         return sinks
@@ -411,10 +323,7 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
     if graph is not None:
         graph, decision = copy(graph), graph.decision
         _fix(graph, spec)
-    return workspace_bytes(
-        decision or spec.decide(device, backend), spec.indices, spec.scoring, num_qo_heads=spec.num_qo_heads,
-        num_kv_heads=spec.num_kv_heads, device=device, fixed_split_size=spec.fixed_split_size, graph=graph,
-    )  # fmt: skip
+    return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.terms, device, graph)
 
 
 def _fix(graph: GraphState, spec: AttentionSpec) -> None:
@@ -426,11 +335,7 @@ def _fix(graph: GraphState, spec: AttentionSpec) -> None:
             f"plan(): expected batch_size={graph.batch_size}, which the buffers of the constructor fix, "
             f"got {indices.batch_size}."
         )
-    graph.fix(
-        num_qo_heads=spec.num_qo_heads, num_kv_heads=spec.num_kv_heads, head_dim_qk=spec.head_dim_qk,
-        head_dim_vo=spec.head_dim_vo, types=spec.types, scoring=spec.scoring, mask=spec.mask.name,
-        page_size=indices.page_size, q_len=indices.qo_len, fixed_split_size=spec.fixed_split_size,
-    )  # fmt: skip
+    graph.fix(**spec.terms._asdict(), mask=spec.mask.name, q_len=indices.qo_len)
     tokens = int(indices.kv_indptr[-1]) * indices.page_size
     if not graph.is_planned:
         graph.max_rows = nnz

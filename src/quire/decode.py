@@ -6,22 +6,12 @@ from typing import Any
 
 import torch
 
-from quire.attention import (
-    Attention,
-    AttentionSpec,
-    Result,
-    Types,
-    heads,
-    last_page_lens,
-    page_indices,
-    planned,
-    scoring_of,
-)
+from quire.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.errors import ValidationError
 from quire.layout import PagedCache
-from quire.prefill import split_size
 from quire.schedule import Indices
+from quire.terms import Terms, Types, heads, memoised, scoring_of, split_size
 from quire.types import KVLayout
 from quire.workspace import OwnWorkspace
 from quire.wrapper import AttentionWrapper
@@ -34,6 +24,25 @@ __all__ = [
     "single_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
+
+
+@memoised
+def _terms(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
+    logits_soft_cap: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, data_type: Any,
+    sm_scale: float | None, rope_scale: Any, rope_theta: Any, non_blocking: bool, block_tables: Any, seq_lens: Any,
+    fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int,
+) -> Terms:  # fmt: skip
+    check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
+    refuse(rope_scale=rope_scale, rope_theta=rope_theta, block_tables=block_tables, seq_lens=seq_lens)
+    qo, kv = heads(num_qo_heads, num_kv_heads)
+    dim = check_positive(head_dim, "head_dim")
+    return Terms(
+        qo, kv, dim, dim, Types.of(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type),
+        scoring_of(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+        causal=check_positive(q_len_per_req, "q_len_per_req") > 1, page_size=check_positive(page_size, "page_size"),
+        fixed_split_size=split_size(fixed_split_size, disable_split_kv),
+    )  # fmt: skip
 
 
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
@@ -102,26 +111,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
-        refuse(rope_scale=rope_scale, rope_theta=rope_theta, block_tables=block_tables, seq_lens=seq_lens)
-        qo, kv = heads(num_qo_heads, num_kv_heads)
-        dim = check_positive(head_dim, "head_dim")
-        kv_indptr = host_indices(indptr, "indptr")
-        if kv_indptr.shape[0] == 0:
-            raise ValidationError("indptr: expected [batch_size + 1] offsets, got none.")
-        batch = kv_indptr.shape[0] - 1
-        q_len = check_positive(q_len_per_req, "q_len_per_req")
-        q_type = q_data_type or data_type or "float16"
-        size = check_positive(page_size, "page_size")
-        last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
-        pages = Indices(batch, None, q_len, kv_indptr, last, page_indices(indices), size)
-        self._set_plan(
-            AttentionSpec(
-                pages, qo, kv, dim, dim, Types.of(q_type, kv_data_type or data_type, o_data_type),
-                scoring_of(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal=q_len > 1,
-                fixed_split_size=split_size(fixed_split_size, disable_split_kv),
-            )
+        terms = _terms(
+            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
+            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
+            block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req,
         )  # fmt: skip
+        kv_indptr = host_indices(indptr, "indptr")
+        batch = kv_indptr.shape[0] - 1
+        if batch < 0:
+            raise ValidationError("indptr: expected [batch_size + 1] offsets, got none.")
+        size = terms.page_size
+        last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
+        pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size)
+        self._set_plan(AttentionSpec(pages, terms))
 
     begin_forward = plan
 
@@ -255,12 +257,12 @@ def single_decode_with_kv_cache(
     if v.shape[token] != k.shape[token]:
         raise ValidationError(f"v: expected kv_len={k.shape[token]} tokens as in k, got {v.shape[token]}.")
     qo, kv = heads(q.shape[0], k.shape[head])
-    spec = AttentionSpec(
-        Indices(1, None, 1, torch.tensor([0, k.shape[token]], dtype=torch.int32), None, None, 1),
+    terms = Terms(
         qo, kv, q.shape[1], v.shape[2], Types.of(q.dtype, k.dtype, None),
-        scoring_of(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
-        causal=False, paged=False,
+        scoring_of(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal=False, page_size=0,
     )  # fmt: skip
+    kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32)
+    spec = AttentionSpec(Indices(1, None, 1, kv_indptr, None, None, 1), terms)
     result = Attention(spec, layout, OwnWorkspace(q.device), backend).run_ragged(
         q.unsqueeze(0), k, v, out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale, window_left=None, enable_pdl=None,

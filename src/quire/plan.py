@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -16,18 +15,11 @@ from quire.launch import Launcher
 from quire.layout import KVView
 from quire.target import has_dependent_launch
 from quire.tensor_maps import TensorMaps
+from quire.terms import Scoring
 
-__all__ = ["LOG2E", "AttentionPlan", "Scoring", "base_of"]
+__all__ = ["LOG2E", "AttentionPlan", "base_of"]
 
 LOG2E = math.log2(math.e)
-
-
-class Scoring(NamedTuple):
-    """What happens to a logit, as run-time values."""
-
-    sm_scale: float
-    window_left: int  #: -1: none
-    logits_soft_cap: float  #: 0: none
 
 
 class AttentionPlan:
@@ -39,11 +31,12 @@ class AttentionPlan:
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
         owned: tuple[torch.Tensor | None, ...], grid: int, *, starts_early: bool, pages: torch.Tensor | None = None,
-        largest_page: int = -1,
+        nnz_kv: int = 0, largest_page: int = -1,
     ) -> None:  # fmt: skip
         kernel = decision.kernel
         self.device = device
         self.pages = pages  #: page numbers on the device, this plan's own where the caller's lay on the host
+        self.nnz_kv = nnz_kv  #: rows of k, or page numbers; 0 where the host does not know
         self.largest_page = largest_page  #: where the host knows it; -1 otherwise
         self._starts_early = starts_early  # where run() is not told
         self._params = base_of(params)

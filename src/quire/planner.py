@@ -24,9 +24,10 @@ from quire.kernels.params import (
     aligned,
 )
 from quire.launch import launch
-from quire.plan import LOG2E, AttentionPlan, Scoring, base_of
+from quire.plan import LOG2E, AttentionPlan, base_of
 from quire.schedule import Indices, Lengths, address_of, make_schedule, measure_schedule
 from quire.target import max_ctas
+from quire.terms import Terms
 from quire.types import MaskMode
 from quire.workspace import Workspace, partials_bytes
 
@@ -82,27 +83,24 @@ class _Variant(NamedTuple):
         token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
         return max(1, _L2_BYTES // token_bytes) if self.decision.kernel.persistent else 0
 
-    def params(self, scoring: Scoring, num_qo_heads: int, num_kv_heads: int, page_size: int) -> ctypes.Structure:
+    def params(self, terms: Terms) -> ctypes.Structure:
         """A parameter struct with all that no schedule decides."""
         params = aligned(self.decision.kernel.params)
         base = base_of(params)
-        base.num_qo_heads, base.num_kv_heads = num_qo_heads, num_kv_heads
-        base.group, base.page = FastDivisor.of(num_qo_heads // num_kv_heads), FastDivisor.of(page_size)
-        base.window_left, base.logits_cap = scoring.window_left, scoring.logits_soft_cap * LOG2E
+        base.num_qo_heads, base.num_kv_heads = terms.num_qo_heads, terms.num_kv_heads
+        base.group, base.page = FastDivisor.of(terms.group_size), FastDivisor.of(terms.page_size or 1)
+        base.window_left, base.logits_cap = terms.scoring.window_left, terms.scoring.logits_soft_cap * LOG2E
         return params
 
-    def cut(
-        self, indices: Indices, scoring: Scoring, num_qo_heads: int, num_kv_heads: int, fixed_split_size: int,
-        graph: GraphState | None,
-    ) -> _Cut:  # fmt: skip
+    def cut(self, indices: Indices, terms: Terms, graph: GraphState | None) -> _Cut:
         """How a schedule is cut for it."""
-        group_size, capacity = num_qo_heads // num_kv_heads, 0
+        capacity = 0
         if graph is not None:
-            split = max(0, fixed_split_size)
-            capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, group_size, self.tile.rows, split)
+            split = max(0, terms.fixed_split_size)
+            capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, terms.group_size, self.tile.rows, split)
         return _Cut(
-            num_kv_heads=num_kv_heads, group_size=group_size, tile=self.tile, mask=self.decision.key.mask,
-            window_left=scoring.window_left, max_ctas=self.ctas, fixed_split_size=fixed_split_size,
+            num_kv_heads=terms.num_kv_heads, group_size=terms.group_size, tile=self.tile, mask=self.decision.key.mask,
+            window_left=terms.scoring.window_left, max_ctas=self.ctas, fixed_split_size=terms.fixed_split_size,
             l2_tokens=self.l2_tokens, tile_capacity=capacity,
         )  # fmt: skip
 
@@ -120,18 +118,16 @@ class _Variant(NamedTuple):
 
 
 def workspace_bytes(
-    decision: Decision, indices: Indices, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
-    device: torch.device, fixed_split_size: int = 0, graph: GraphState | None = None,
-) -> int:  # fmt: skip
+    decision: Decision, indices: Indices, terms: Terms, device: torch.device, graph: GraphState | None
+) -> int:
     """What make_plan() with these arguments takes of its workspace, to the byte."""
     variant = _Variant.of(decision, device)
-    cut = variant.cut(indices, scoring, num_qo_heads, num_kv_heads, fixed_split_size, graph)
-    return variant.partials_bytes(measure_schedule(indices, **cut).num_slots)
+    return variant.partials_bytes(measure_schedule(indices, **variant.cut(indices, terms, graph)).num_slots)
 
 
 def make_plan(
-    decision: Decision, indices: Indices, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
-    workspace: Workspace, mask_bits: torch.Tensor | None, fixed_split_size: int = 0, graph: GraphState | None = None,
+    decision: Decision, indices: Indices, terms: Terms, workspace: Workspace, mask_bits: torch.Tensor | None,
+    graph: GraphState | None,
 ) -> AttentionPlan:  # fmt: skip
     """Compile or load the variant, plan, and send the plan to the device without waiting for it.
 
@@ -139,10 +135,10 @@ def make_plan(
     """
     device = workspace.device
     variant, mask = _Variant.of(decision, device), decision.key.mask
-    cut = variant.cut(indices, scoring, num_qo_heads, num_kv_heads, fixed_split_size, graph)
+    cut = variant.cut(indices, terms, graph)
     schedule = make_schedule(indices, **cut, pin=device.type == "cuda")
     s = schedule.params
-    params = variant.params(scoring, num_qo_heads, num_kv_heads, indices.page_size)
+    params = variant.params(terms)
     base = base_of(params)
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if mask is MaskMode.CUSTOM else mask_bits
     partials = variant.set_partials(base, workspace, s.num_slots)
@@ -164,14 +160,14 @@ def make_plan(
     if decision.kernel.persistent:
         grid = min(grid, variant.ctas)
         params.ticket = base.arrivals + 4 * s.num_counters
-        params.heads_at_once = num_kv_heads if graph else s.heads_at_once
+        params.heads_at_once = terms.num_kv_heads if graph else s.heads_at_once
     if graph is not None:
         base.num_tiles = s.tile_capacity
         graph.keep(partials, params)
     owned = (sent, pages, bits, partials)
     return AttentionPlan(
-        decision, variant.module, params, scoring, device, owned, grid, starts_early=bool(s.is_shared), pages=pages,
-        largest_page=s.largest_page,
+        decision, variant.module, params, terms.scoring, device, owned, grid, starts_early=bool(s.is_shared),
+        pages=pages, nnz_kv=s.nnz_kv, largest_page=s.largest_page,
     )  # fmt: skip
 
 
@@ -183,13 +179,12 @@ def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
 
 
 def make_plan_on_device(
-    decision: Decision, lengths: Lengths, scoring: Scoring, *, num_qo_heads: int, num_kv_heads: int,
-    workspace: Workspace, mask_bits: torch.Tensor | None = None,
-) -> AttentionPlan:  # fmt: skip
+    decision: Decision, lengths: Lengths, terms: Terms, workspace: Workspace, mask_bits: torch.Tensor | None
+) -> AttentionPlan:
     """Plan on the current stream of a GPU, without knowing a length on the host. May be captured in a CUDA graph, if
     both kernels have been used before; each replay then plans anew.
     """
-    device, group_size = workspace.device, num_qo_heads // num_kv_heads
+    device, group_size, num_kv_heads = workspace.device, terms.group_size, terms.num_kv_heads
     variant = _Variant.of(decision, device)
     planner = _module(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile, ctas = variant.tile, variant.ctas
@@ -199,7 +194,7 @@ def make_plan_on_device(
     buffer = torch.empty(
         arrivals_bytes + shares_bytes + num_tiles * ctypes.sizeof(Tile), dtype=torch.uint8, device=device
     )
-    params = variant.params(scoring, num_qo_heads, num_kv_heads, lengths.page_size)
+    params = variant.params(terms)
     base = base_of(params)
     base.kv_indices, base.mask = lengths.page_table.data_ptr(), address_of(mask_bits)
     base.arrivals, base.shares = buffer.data_ptr(), buffer.data_ptr() + arrivals_bytes
@@ -214,11 +209,11 @@ def make_plan_on_device(
         batch_size=lengths.batch_size, qo_len=lengths.qo_len, max_kv_len=min(pages * lengths.page_size, 2**31 - 1),
         pages_per_request=lengths.page_table.stride(0), num_kv_heads=num_kv_heads, group_size=group_size,
         tile_rows=tile.rows, tile_kv=tile.kv, causal=int(decision.key.mask is MaskMode.CAUSAL),
-        window_left=scoring.window_left, max_ctas=ctas,
+        window_left=terms.scoring.window_left, max_ctas=ctas,
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
-    return AttentionPlan(decision, variant.module, params, scoring, device, owned, ctas, starts_early=True)
+    return AttentionPlan(decision, variant.module, params, terms.scoring, device, owned, ctas, starts_early=True)
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

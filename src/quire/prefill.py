@@ -14,21 +14,12 @@ from typing import Any, ParamSpec
 
 import torch
 
-from quire.attention import (
-    Attention,
-    AttentionSpec,
-    Result,
-    Types,
-    heads,
-    last_page_lens,
-    page_indices,
-    planned,
-    scoring_of,
-)
+from quire.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.errors import ValidationError
 from quire.layout import PagedCache
 from quire.schedule import Indices
+from quire.terms import Terms, Types, heads, memoised, scoring_of, split_size
 from quire.types import KVLayout
 from quire.workspace import OwnWorkspace
 from quire.wrapper import AttentionWrapper
@@ -44,21 +35,41 @@ __all__ = [
 P = ParamSpec("P")
 
 
-def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
-    """Both knobs of batch invariance as the planner takes them: tokens, 0 automatic, -1 never split."""
-    if fixed_split_size in (None, -1, 0):
-        return -1 if disable_split_kv else 0
-    if disable_split_kv:
-        raise ValidationError(f"fixed_split_size: expected None with disable_split_kv=True, got {fixed_split_size}.")
-    return check_positive(fixed_split_size, "fixed_split_size")
-
-
 def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None) -> tuple[int, int]:
     """head_dim_qk and head_dim_vo; `head_dim` is the older spelling of both."""
     if (head_dim_qk is None) == (head_dim is None):
         raise ValidationError(f"head_dim_qk: expected it or head_dim, got {head_dim_qk} and {head_dim}.")
     qk = check_positive(head_dim if head_dim_qk is None else head_dim_qk, "head_dim_qk")
     return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
+
+
+@memoised
+def _terms(
+    num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None,
+    paged: bool, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
+    pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
+    use_fp16_qk_reduction: bool, allow_fp16_qk_reduction: bool, non_blocking: bool, fixed_split_size: int | None,
+    disable_split_kv: bool, rope_scale: Any, rope_theta: Any, prefix_len_ptr: Any, token_pos_in_items_ptr: Any,
+    token_pos_in_items_len: int, max_item_len_ptr: Any, seq_lens: Any = None, seq_lens_q: Any = None,
+    block_tables: Any = None, max_token_per_sequence: Any = None, max_sequence_kv: Any = None,
+) -> Terms:  # fmt: skip
+    check_flags(
+        causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
+        non_blocking=non_blocking, disable_split_kv=disable_split_kv,
+    )  # fmt: skip
+    refuse(
+        rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
+        token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
+        max_item_len_ptr=max_item_len_ptr, seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables,
+        max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
+    )  # fmt: skip
+    qo, kv = heads(num_qo_heads, num_kv_heads)
+    qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
+    return Terms(
+        qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
+        scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal,
+        check_positive(page_size, "page_size") if paged else 0, split_size(fixed_split_size, disable_split_kv),
+    )  # fmt: skip
 
 
 def _older_order(position: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
@@ -173,34 +184,21 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        check_flags(
-            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-            non_blocking=non_blocking, disable_split_kv=disable_split_kv,
+        terms = _terms(
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, True, page_size, q_data_type, kv_data_type,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
+            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens, seq_lens_q,
+            block_tables, max_token_per_sequence, max_sequence_kv,
         )  # fmt: skip
-        refuse(
-            rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
-            max_item_len_ptr=max_item_len_ptr, seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables,
-            max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
-        )  # fmt: skip
-        qo, kv = heads(num_qo_heads, num_kv_heads)
-        qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
         qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
         batch = qo_indptr_host.shape[0] - 1
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
-        size = check_positive(page_size, "page_size")
-        last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, size)
-        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, page_indices(paged_kv_indices), size)
-        self._set_plan(
-            AttentionSpec(
-                indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-                scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
-                causal=causal,
-                custom_mask=None if packed_custom_mask is not None else custom_mask,
-                packed_custom_mask=packed_custom_mask, fixed_split_size=split_size(fixed_split_size, disable_split_kv),
-            )
-        )  # fmt: skip
+        last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, terms.page_size)
+        pages = page_indices(paged_kv_indices)
+        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, terms.page_size)
+        mask = None if packed_custom_mask is not None else custom_mask
+        self._set_plan(AttentionSpec(indices, terms, mask, packed_custom_mask))
 
     begin_forward = plan
 
@@ -330,31 +328,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
         logits_soft_cap before sm_scale here). Raises ValidationError or UnsupportedError.
         """
-        check_flags(
-            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-            non_blocking=non_blocking, disable_split_kv=disable_split_kv,
+        terms = _terms(
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, False, None, q_data_type, kv_data_type,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
+            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr,
         )  # fmt: skip
-        refuse(
-            rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
-            token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
-            max_item_len_ptr=max_item_len_ptr,
-        )  # fmt: skip
-        qo, kv = heads(num_qo_heads, num_kv_heads)
-        qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
         qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
         batch = qo_indptr_host.shape[0] - 1
         indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
-        self._set_plan(
-            AttentionSpec(
-                indices, qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-                scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
-                causal=causal,
-                custom_mask=None if packed_custom_mask is not None else custom_mask,
-                packed_custom_mask=packed_custom_mask, fixed_split_size=split_size(fixed_split_size, disable_split_kv),
-                paged=False,
-            )
-        )  # fmt: skip
+        mask = None if packed_custom_mask is not None else custom_mask
+        self._set_plan(AttentionSpec(indices, terms, mask, packed_custom_mask))
 
     begin_forward = plan
 
@@ -479,13 +463,12 @@ def single_prefill_with_kv_cache(
         1, torch.tensor([0, q.shape[0]], dtype=torch.int32), 0, torch.tensor([0, k.shape[token]], dtype=torch.int32),
         None, None, 1,
     )  # fmt: skip
-    spec = AttentionSpec(
-        indices, qo, kv, q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype),
-        scoring_of(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
-        causal=causal,
-        custom_mask=None if packed_custom_mask is not None else custom_mask, packed_custom_mask=packed_custom_mask,
-        paged=False,
+    terms = Terms(
+        qo, kv, q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype),
+        scoring_of(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal, page_size=0,
     )  # fmt: skip
+    mask = None if packed_custom_mask is not None else custom_mask
+    spec = AttentionSpec(indices, terms, mask, packed_custom_mask)
     return Attention(spec, layout, OwnWorkspace(q.device), backend).run_ragged(
         q, k, v, out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=None, k_scale=k_scale, v_scale=v_scale,
         window_left=None, enable_pdl=None,

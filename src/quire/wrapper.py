@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from quire.attention import Attention, AttentionSpec, planned, scoring_of, workspace_bytes_of
+from quire.attention import Attention, AttentionSpec, planned, workspace_bytes_of
 from quire.checks import check_flags, check_tensor
 from quire.errors import PlanError
 from quire.graph import GraphState, graph_state
 from quire.schedule import Indices
+from quire.terms import scoring_of
 from quire.types import KVLayout
 from quire.workspace import UserWorkspace
 
@@ -89,26 +90,27 @@ class AttentionWrapper:
     ) -> None:  # fmt: skip
         """forward() carries arguments of plan(): plan again where they differ from what was planned."""
         attention = planned(self._attention)
-        scoring = scoring_of(attention.spec.head_dim_qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        head_dim = attention.spec.terms.head_dim_qk
+        scoring = scoring_of(head_dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
         self._attention = attention.with_changes(self._workspace, self._backend, scoring=scoring, **changes)
 
     # Serving engines check these after plan() (vLLM) or hand them on (SGLang).
 
     @property
     def _sm_scale(self) -> float:
-        return planned(self._attention).spec.scoring.sm_scale
+        return planned(self._attention).spec.terms.scoring.sm_scale
 
     @property
     def _window_left(self) -> int:
-        return planned(self._attention).spec.scoring.window_left
+        return planned(self._attention).spec.terms.scoring.window_left
 
     @property
     def _logits_soft_cap(self) -> float:
-        return planned(self._attention).spec.scoring.logits_soft_cap
+        return planned(self._attention).spec.terms.scoring.logits_soft_cap
 
     @property
     def _causal(self) -> bool:
-        return planned(self._attention).spec.causal
+        return planned(self._attention).spec.terms.causal
 
     @property
     def _paged_kv_indices_buf(self) -> torch.Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.attention import Attention, AttentionSpec, Types, heads, scoring_of
+from quire.attention import Attention, AttentionSpec
 from quire.checks import (
     check_flags,
     check_positive,
@@ -22,6 +22,7 @@ from quire.errors import PlanError, ValidationError
 from quire.graph import is_capturing
 from quire.layout import PagedCache, cache_tensors
 from quire.schedule import Indices, Lengths
+from quire.terms import Terms, Types, heads, scoring_of
 from quire.types import KVLayout
 from quire.workspace import UserWorkspace
 
@@ -87,11 +88,13 @@ def xqa_batch_decode_with_kv_cache(
         _Scale.of(value, name, workspace.device)
         for value, name in ((bmm1_scale, "bmm1_scale"), (bmm2_scale, "bmm2_scale"))
     )
-    spec = AttentionSpec(
-        tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")),
+    terms = Terms(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
-        scoring_of(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), causal=q_len > 1,
+        scoring_of(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), q_len > 1, cache.page_size,
+    )  # fmt: skip
+    spec = AttentionSpec(
+        tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")), terms,
         draft_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
     )  # fmt: skip
     if tables.batch_size:

@@ -1,0 +1,130 @@
+"""What the numbers and names that plan() takes say, whatever the batch: checked and translated once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from quire.checks import check_positive, scalar
+from quire.errors import UnsupportedError, ValidationError
+from quire.types import DType, PosEncodingMode, dtype_of
+
+__all__ = ["Scoring", "Terms", "Types", "heads", "memoised", "scoring_of", "split_size"]
+
+_Returned = TypeVar("_Returned")
+_PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
+
+
+def memoised(function: Callable[..., _Returned]) -> Callable[..., _Returned]:
+    """`function`, called once for the same plain values: a server plans every batch on the same ones.
+
+    Where an argument is something else, a tensor for example, which may change in place, it is called each time.
+    """
+
+    @lru_cache(maxsize=1024, typed=True)  # True is not 1
+    def once(*arguments: Any) -> _Returned:
+        if not all(type(argument) in _PLAIN for argument in arguments):
+            raise _NotPlain
+        return function(*arguments)
+
+    @wraps(function)
+    def call(*arguments: Any) -> _Returned:
+        try:
+            return once(*arguments)
+        except (TypeError, _NotPlain):  # the first: not hashable
+            return function(*arguments)
+
+    return call
+
+
+class _NotPlain(Exception):
+    pass
+
+
+class Types(NamedTuple):
+    """The number types of q, of keys and values, and of the output."""
+
+    q: DType
+    kv: DType
+    o: DType
+
+    @classmethod
+    def of(cls, q: Any, kv: Any, o: Any) -> Types:
+        """From any spelling; kv and o default to q's."""
+        q_type = dtype_of(q, "q_data_type")
+        return cls(
+            q_type,
+            q_type if kv is None else dtype_of(kv, "kv_data_type"),
+            q_type if o is None else dtype_of(o, "o_data_type"),
+        )
+
+
+class Scoring(NamedTuple):
+    """What happens to a logit, as run-time values."""
+
+    sm_scale: float
+    window_left: int  #: -1: none
+    logits_soft_cap: float  #: 0: none
+
+
+class Terms(NamedTuple):
+    """All of a plan but its batch: no tensor, so that what follows from them can be looked up by them."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim_qk: int
+    head_dim_vo: int
+    types: Types
+    scoring: Scoring
+    causal: bool
+    page_size: int  #: 0: ragged
+    fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
+
+    @property
+    def group_size(self) -> int:
+        """Query heads of a kv head."""
+        return self.num_qo_heads // self.num_kv_heads
+
+
+def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
+    """Both head counts, of which the first must be a multiple of the second."""
+    qo, kv = check_positive(num_qo_heads, "num_qo_heads"), check_positive(num_kv_heads, "num_kv_heads")
+    if qo % kv:
+        raise ValidationError(f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}.")
+    return qo, kv
+
+
+def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
+    """Both knobs of batch invariance as the planner takes them: tokens, 0 automatic, -1 never split."""
+    if fixed_split_size in (None, -1, 0):
+        return -1 if disable_split_kv else 0
+    if disable_split_kv:
+        raise ValidationError(f"fixed_split_size: expected None with disable_split_kv=True, got {fixed_split_size}.")
+    return check_positive(fixed_split_size, "fixed_split_size")
+
+
+@memoised
+def scoring_of(
+    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
+) -> Scoring:
+    """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
+    if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
+        raise UnsupportedError(
+            f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
+            f"and pass 'NONE'."
+        )
+    scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale")
+    cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
+    if not (math.isfinite(scale) and scale > 0) or not (math.isfinite(cap) and cap >= 0):
+        raise ValidationError(
+            f"sm_scale, logits_soft_cap: expected a positive and a non-negative finite number, got {scale}, {cap}."
+        )
+    if isinstance(window_left, bool) or not isinstance(window_left, int) or not -1 <= window_left < 2**31:
+        raise ValidationError(
+            f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
+        )
+    return Scoring(scale, window_left, cap)
