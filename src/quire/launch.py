@@ -33,33 +33,30 @@ class Launcher:
     Called with whether the launch may begin before its predecessor ends, which counts only if the kernel waits itself.
     """
 
+    __slots__ = ("_bound", "_device", "_grid", "_index", "_may_start_early", "_module", "_params")
+
     def __init__(self, module: Module, params: ctypes.Structure, device: torch.device, grid: int, *, pdl: bool) -> None:
         self._index = device.index or 0
         self._params = params  # keeps its memory
         self._module, self._device, self._grid = module, device, grid
         self._may_start_early = pdl
-        self._plain: Launch | None = None
-        self._early: Launch | None = None
-        if isinstance(module, CudaModule) and grid:
-            self._plain = self._bind(module, early=False)
-
-    def _bind(self, module: CudaModule, *, early: bool) -> Launch:
-        facts = module.facts
-        return module.bind(
-            ctypes.addressof(self._params), self._grid, facts["kThreads"], facts["kSmemBytes"], self._index, pdl=early
-        )
+        self._bound: dict[bool, Launch] = {}  # by whether it starts early
+        if isinstance(module, CudaModule):
+            module.prepare(self._index, module.facts["kSmemBytes"])
 
     def __call__(self, enable_pdl: bool) -> None:
         """Launch on torch's current stream."""
-        bound = self._plain
+        early = self._may_start_early and enable_pdl
+        bound = self._bound.get(early)
         if bound is None:
-            launch(self._module, ctypes.addressof(self._params), self._device, grid=self._grid, block=1)
-            return
-        if enable_pdl and self._may_start_early:
-            bound = self._early
-            if bound is None:
-                assert isinstance(self._module, CudaModule)
-                bound = self._early = self._bind(self._module, early=True)
+            if isinstance(self._module, HostModule):
+                launch(self._module, ctypes.addressof(self._params), self._device, grid=self._grid, block=1)
+                return
+            facts = self._module.facts
+            bound = self._bound[early] = self._module.bind(
+                ctypes.addressof(self._params), self._grid, facts["kThreads"], facts["kSmemBytes"], self._index,
+                pdl=early,
+            )  # fmt: skip
         bound(torch._C._cuda_getCurrentRawStream(self._index))
 
 

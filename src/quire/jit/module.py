@@ -7,6 +7,7 @@ import threading
 from collections.abc import Mapping
 from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias
 
 from quire.errors import CacheError, PlanError, UnsupportedError, ValidationError
@@ -56,13 +57,15 @@ class HostModule:
         return f"HostModule({self.entry.slug!r})"
 
 
-@dataclass
+@dataclass(slots=True)
 class _Loaded:
-    """A kernel on one device."""
+    """A kernel on one device, and the driver calls that a launch takes."""
 
     function: int  #: CUfunction
     context: int  #: the device's primary context
     max_smem: int  #: bytes of dynamic shared memory allowed so far
+    launch: Any
+    get_current: Any
 
 
 def _three(grid: Grid) -> tuple[int, int, int]:
@@ -74,6 +77,12 @@ def _three(grid: Grid) -> tuple[int, int, int]:
     return padded[0], padded[1], padded[2]
 
 
+class _Call(LaunchConfig):
+    """A launch as the driver takes it: its configuration, where its parameters are, and room for an answer."""
+
+    _fields_ = (("params", c_void_p), ("current", c_void_p))  # type: ignore[assignment]  # after those of its base
+
+
 class Launch:
     """One planned launch: everything but the stream is fixed, so a call is one driver call.
 
@@ -81,45 +90,36 @@ class Launch:
     driver copies it). An instance belongs to one plan: two threads must not call the same instance at once.
     """
 
-    def __init__(
-        self, module: CudaModule, device: int, params_address: int, config: LaunchConfig, attributes: Any
-    ) -> None:
-        loaded = module.on(device)
+    __slots__ = ("_address", "_call", "_device", "_loaded", "_module")
+
+    def __init__(self, module: CudaModule, device: int, call: _Call) -> None:
         self._module = module
         self._device = device
-        self._driver = module.driver
-        self._call = self._driver.function("cuLaunchKernelEx")
-        self._get_current = self._driver.function("cuCtxGetCurrent")
-        self._function = loaded.function
-        self._context = loaded.context
-        self._attributes = attributes  # the config points into it
-        self._config = config
-        self._config_address = ctypes.addressof(config)
-        self._arguments = (c_void_p * 1)(params_address)
-        self._arguments_address = ctypes.addressof(self._arguments)
-        self._current = c_void_p()
-        self._current_reference = byref(self._current)
+        self._loaded = module.on(device)
+        self._call = call
+        self._address = ctypes.addressof(call)
 
     def __call__(self, stream: int) -> None:
         """Launch on `stream` (a raw CUstream of this launch's device; 0 is the legacy default stream)."""
-        self._config.stream = stream
-        self._get_current(self._current_reference)
-        if self._current.value == self._context:
-            code = self._call(self._config_address, self._function, self._arguments_address, None)
+        call, at, loaded = self._call, self._address, self._loaded
+        call.stream = stream
+        loaded.get_current(at + _Call.current.offset)
+        if call.current == loaded.context:
+            code = loaded.launch(at, loaded.function, at + _Call.params.offset, None)
         else:
-            with self._driver.current(self._device):
-                code = self._call(self._config_address, self._function, self._arguments_address, None)
+            with self._module.driver.current(self._device):
+                code = loaded.launch(at, loaded.function, at + _Call.params.offset, None)
         if code:
-            self._module.fail(code, self._config, self._device)
+            self._module.fail(code, call, self._device)
 
     def point_to(self, params_address: int) -> None:
         """Read the parameters from another address from now on."""
-        self._arguments[0] = params_address
+        self._call.params = params_address
 
     @property
     def grid(self) -> tuple[int, int, int]:
         """Blocks in x, y and z."""
-        return self._config.grid_x, self._config.grid_y, self._config.grid_z
+        return self._call.grid_x, self._call.grid_y, self._call.grid_z
 
 
 class _PerThread(threading.local):
@@ -201,7 +201,13 @@ class CudaModule:
         function = c_void_p()
         context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
         api.call("cuKernelGetFunction", byref(function), self._kernel, context=context)
-        return _Loaded(function.value or 0, api.context(device), _STATIC_SMEM_LIMIT - (self.entry.manifest.smem or 0))
+        return _Loaded(
+            function.value or 0,
+            api.context(device),
+            _STATIC_SMEM_LIMIT - (self.entry.manifest.smem or 0),
+            api.function("cuLaunchKernelEx"),
+            api.function("cuCtxGetCurrent"),
+        )
 
     def _allow_smem(self, loaded: _Loaded, device: int, smem: int) -> None:
         limit = self.driver.max_dynamic_smem(device)
@@ -237,8 +243,10 @@ class CudaModule:
         `cluster`: blocks of a cluster in x, y and z.
         """
         self.prepare(device, smem)
-        config, attributes = _configure(grid, block, smem, pdl, cluster)
-        return Launch(self, device, params_address, config, attributes)
+        call = _Call.from_buffer_copy(_call(block, smem, pdl, cluster))
+        call.grid_x, call.grid_y, call.grid_z = _three(grid)
+        call.params = params_address
+        return Launch(self, device, call)
 
     def launch(
         self,
@@ -281,13 +289,9 @@ class CudaModule:
         self.driver.check(code, "the launch", f"{self.entry.slug} on device {device}, {shape}")
 
 
-_NO_ATTRIBUTES = (LaunchAttribute * 1)()
-
-
-def _configure(
-    grid: Grid, block: int, smem: int, pdl: bool, cluster: tuple[int, int, int] | None
-) -> tuple[LaunchConfig, Any]:
-    """The driver's launch configuration and the attributes it points to; keep both alive together."""
+@cache  # the attributes must live as long as any copy
+def _call(block: int, smem: int, pdl: bool, cluster: tuple[int, int, int] | None) -> _Call:
+    """A launch of such blocks, to be copied."""
     attributes = []
     if cluster is not None:
         attribute = LaunchAttribute(id=LaunchAttribute.CLUSTER)
@@ -297,10 +301,8 @@ def _configure(
         attribute = LaunchAttribute(id=LaunchAttribute.PDL)
         attribute.value[0] = 1
         attributes.append(attribute)
-    array = (LaunchAttribute * max(1, len(attributes)))(*attributes) if attributes else _NO_ATTRIBUTES
-    x, y, z = _three(grid)
-    config = LaunchConfig(x, y, z, block, 1, 1, smem, None, array, len(attributes))
-    return config, array
+    array = (LaunchAttribute * max(1, len(attributes)))(*attributes)
+    return _Call(block_x=block, block_y=1, block_z=1, smem=smem, attributes=array, num_attributes=len(attributes))
 
 
 Module: TypeAlias = HostModule | CudaModule
