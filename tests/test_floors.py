@@ -18,7 +18,7 @@ FLOORS = [
     {"wrapper", "attention"},
     {"quantization"},
     {"planner", "plan", "schedule", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"}
-    | {"terms"},
+    | {"terms", "staging"},
     {"kernels"},
     {"types"},
     {"jit"},

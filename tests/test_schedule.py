@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import oracle
 from quire.errors import ValidationError
 from quire.kernels import TileShape
-from quire.schedule import Indices, make_schedule
+from quire.schedule import Indices, cut_of, make_schedule
 from quire.types import MaskMode
 
 
@@ -53,19 +53,19 @@ class Batch:
             kv_indices=None,
             page_size=self.page_size or 1,
         )
-        return make_schedule(
-            indices,
+        cut = cut_of(
             num_kv_heads=self.num_kv_heads,
             group_size=self.group_size,
+            page_size=indices.page_size,
             tile=TileShape(self.tile_rows, self.tile_kv),
             mask=self.mask,
             window_left=self.window_left,
             max_ctas=self.max_ctas,
             fixed_split_size=self.fixed_split_size,
-            pin=False,
             tile_capacity=self.tile_capacity,
             l2_tokens=self.l2_tokens,
         )
+        return make_schedule(indices, cut)
 
     def work(self):
         """Per (request, first row): the range of kv tiles with a visible key, from the definition of the masks."""
@@ -397,7 +397,7 @@ def test_tiles_and_shares_keep_their_memory():
     """They are views of the packed buffer: it must live as long as they do."""
     for name in ("tiles", "shares"):
         schedule = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule()
-        buffer, view = weakref.ref(schedule.buffer), getattr(schedule, name)
+        buffer, view = weakref.ref(schedule.room.tensor), getattr(schedule, name)
         del schedule
         assert len(view) and buffer() is not None
 
@@ -444,15 +444,15 @@ def test_bad_index_arrays(change, word):
     arrays = {"qo_indptr": [0, 1, 2], "kv_indptr": [0, 2, 3], "kv_last_page_len": [16, 1], **change}
     tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in arrays.items()}
     indices = Indices(batch_size=2, qo_len=0, kv_indices=None, page_size=16, **tensors)
+    cut = cut_of(
+        num_kv_heads=1,
+        group_size=1,
+        page_size=16,
+        tile=TileShape(16, 64),
+        mask=MaskMode.NONE,
+        window_left=-1,
+        max_ctas=4,
+        fixed_split_size=0,
+    )
     with pytest.raises(ValidationError, match=word):
-        make_schedule(
-            indices,
-            num_kv_heads=1,
-            group_size=1,
-            tile=TileShape(16, 64),
-            mask=MaskMode.NONE,
-            window_left=-1,
-            max_ctas=4,
-            fixed_split_size=0,
-            pin=False,
-        )
+        make_schedule(indices, cut)

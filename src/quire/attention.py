@@ -134,7 +134,9 @@ class Attention:
         self._plan = self._make_plan(workspace)
         if graph is not None:
             graph.decision = self.decision
-        self._nnz_qo = spec.nnz_qo
+        planned = self._plan.planned
+        self._nnz_qo = spec.nnz_qo if planned is None else planned.nnz_qo
+        self._nnz_kv, self._largest_page = (0, -1) if planned is None else (planned.nnz_kv, planned.largest_page)
         self._out_shape = (self._nnz_qo, spec.terms.num_qo_heads, spec.terms.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0  # bytes from keys to values in a cache of one tensor
@@ -153,8 +155,9 @@ class Attention:
         spec, terms = self.spec, self._terms._replace(**changes)
         if terms == self._terms:
             return self
-        if isinstance(spec.indices, Indices):  # the caller may have written other page numbers since
-            spec = spec._replace(indices=spec.indices._replace(kv_indices=self._plan.pages))
+        if isinstance(spec.indices, Indices):  # the caller may have written others since
+            assert self._plan.planned is not None
+            spec = spec._replace(indices=self._plan.planned.indices(spec.indices))
         return Attention(spec._replace(terms=terms), self._layout, workspace, backend, self._graph)
 
     def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> Result:
@@ -232,9 +235,9 @@ class Attention:
         for view in (k, v):
             if view.num_tokens != page_size:
                 raise ValidationError(f"paged_kv_cache: expected page_size={page_size}, got {view.num_tokens}.")
-        if self._plan.largest_page >= num_pages:
+        if self._largest_page >= num_pages:
             raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._plan.largest_page}."
+                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._largest_page}."
             )
         return k, v
 
@@ -242,7 +245,7 @@ class Attention:
         k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
         for view, name, head_dim in ((k_view, "k", self._terms.head_dim_qk), (v_view, "v", self._terms.head_dim_vo)):
             self._check_kv(view, name, head_dim)
-            tokens = self._graph.max_tokens if self._graph and is_capturing(self._device) else self._plan.nnz_kv
+            tokens = self._graph.max_tokens if self._graph and is_capturing(self._device) else self._nnz_kv
             if view.num_tokens < tokens:
                 raise ValidationError(
                     f"{name}: expected at least {tokens} tokens (kv_indptr[-1]; in a capture that of the first plan), "

@@ -197,8 +197,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         Without `page_size`, forward() takes it from the cache.
         """
         self._planned = partial(
-            self._unique.plan, host_indices(qo_indptr, "qo_indptr"), host_indices(paged_kv_indptr, "paged_kv_indptr"),
-            page_indices(paged_kv_indices).clone(), host_indices(paged_kv_last_page_len, "paged_kv_last_page_len"),
+            self._unique.plan, host_indices(qo_indptr, "qo_indptr").clone(),
+            host_indices(paged_kv_indptr, "paged_kv_indptr").clone(), page_indices(paged_kv_indices).clone(),
+            host_indices(paged_kv_last_page_len, "paged_kv_last_page_len").clone(),
             num_qo_heads, num_kv_heads, head_dim, q_data_type=q_data_type,
         )  # fmt: skip
         if page_size is not None:

@@ -89,14 +89,14 @@ def check_positive(value: Any, name: str) -> int:
 
 
 def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | None = None) -> torch.Tensor:
-    """A copy of `value` as an int32 tensor on the host, 1-D with `length` entries.
+    """`value` as a contiguous int32 tensor on the host, 1-D with `length` entries: itself where it is one.
 
     A tensor on a device is copied, which waits for it: give host arrays to plan without a synchronisation.
     """
-    if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.device.type == "cpu":
+    if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu:
         shape = value.shape
-        if len(shape) == 1 and (length is None or shape[0] == length):
-            return value.clone(memory_format=torch.contiguous_format)
+        if len(shape) == 1 and (length is None or shape[0] == length) and value.is_contiguous():
+            return value
     try:
         tensor = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -104,7 +104,7 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     if tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
         wanted = "1-D" if length is None else f"[{length}]"
         raise ValidationError(f"{name}: expected a tensor of shape {wanted}, got {list(tensor.shape)}.")
-    return to_int32(tensor, name).to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return to_int32(tensor, name).cpu().contiguous()
 
 
 def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:

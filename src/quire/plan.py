@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -13,13 +14,33 @@ from quire.kernels.attention import Geometry
 from quire.kernels.params import AttentionParams
 from quire.launch import Launcher
 from quire.layout import KVView
+from quire.schedule import Indices, kept_indices
 from quire.target import has_dependent_launch
 from quire.tensor_maps import TensorMaps
 from quire.terms import Scoring
 
-__all__ = ["LOG2E", "AttentionPlan", "base_of"]
+__all__ = ["LOG2E", "AttentionPlan", "Planned", "base_of"]
 
 LOG2E = math.log2(math.e)
+
+
+class Planned(NamedTuple):
+    """What the host knows of a batch that it planned; AttentionPlan.planned is None where only the device does."""
+
+    nnz_qo: int  #: rows of q
+    nnz_kv: int  #: rows of k, or page numbers
+    largest_page: int  #: -1 where page numbers lie on the device
+    kept: bytearray  #: the index arrays, see schedule.py
+    pages: torch.Tensor | None  #: page numbers that do not lie in `sent`
+    sent: torch.Tensor  #: the schedule on the device, and the page numbers
+    pages_offset: int  #: where they begin
+
+    def indices(self, given: Indices) -> Indices:
+        """The index arrays that plan() was given, whoever has written them since."""
+        pages = self.pages
+        if pages is None and given.kv_indices is not None:
+            pages = self.sent[self.pages_offset :].view(torch.int32)
+        return kept_indices(self.kept, given, pages)
 
 
 class AttentionPlan:
@@ -30,14 +51,10 @@ class AttentionPlan:
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
-        owned: tuple[torch.Tensor | None, ...], grid: int, *, starts_early: bool, pages: torch.Tensor | None = None,
-        nnz_kv: int = 0, largest_page: int = -1,
+        owned: tuple[torch.Tensor | None, ...], grid: int, *, starts_early: bool, planned: Planned | None = None,
     ) -> None:  # fmt: skip
         kernel = decision.kernel
-        self.device = device
-        self.pages = pages  #: page numbers on the device, this plan's own where the caller's lay on the host
-        self.nnz_kv = nnz_kv  #: rows of k, or page numbers; 0 where the host does not know
-        self.largest_page = largest_page  #: where the host knows it; -1 otherwise
+        self.planned = planned
         self._starts_early = starts_early  # where run() is not told
         self._params = base_of(params)
         self._scoring = scoring

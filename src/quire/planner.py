@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple, TypedDict
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +22,12 @@ from quire.kernels.params import (
     ScheduleParams,
     Share,
     Tile,
-    aligned,
+    aligned_copy,
 )
 from quire.launch import launch
-from quire.plan import LOG2E, AttentionPlan, base_of
-from quire.schedule import Indices, Lengths, address_of, make_schedule, measure_schedule
+from quire.plan import LOG2E, AttentionPlan, Planned, base_of
+from quire.schedule import Indices, Lengths, Schedule, address_of, cut_of, make_schedule, measure_schedule
+from quire.staging import staging_of
 from quire.target import max_ctas
 from quire.terms import Terms
 from quire.types import MaskMode
@@ -41,88 +43,77 @@ _L2_BYTES = 17 << 20
 def _module(spec: Spec, device: torch.device) -> Module:
     """The module of `spec`; PlanError in a capture if it was never used on `device`."""
     module = get_module(spec)
-    if is_capturing(device) and isinstance(module, CudaModule) and not module.is_loaded(device.index or 0):
+    if isinstance(module, CudaModule) and not module.is_loaded(device.index or 0) and is_capturing(device):
         raise PlanError(f"{spec.slug} is not loaded on {device}, and a capture cannot: make this call once before it.")
     return module
 
 
-class _Cut(TypedDict):
-    """Arguments of measure_schedule()."""
+class _Recipe(NamedTuple):
+    """What plans of the same terms on the same kernel have in common."""
 
-    num_kv_heads: int
-    group_size: int
+    params: ctypes.Structure  #: of the kernel, with all that no schedule decides
+    cut: ScheduleParams
     tile: TileShape
-    mask: MaskMode
-    window_left: int
-    max_ctas: int
-    fixed_split_size: int
-    l2_tokens: int
-    tile_capacity: int
-
-
-class _Variant(NamedTuple):
-    """The compiled kernel of a plan and what it plans with."""
-
-    decision: Decision
-    module: Module
-    tile: TileShape
+    row_bytes: int  #: of a partial result
     ctas: int  #: that run at the same time
 
-    @classmethod
-    def of(cls, decision: Decision, device: torch.device) -> _Variant:
-        """Compiles or loads it."""
-        key = decision.key
-        module = _module(decision.kernel.spec(key), device)
-        ctas = max_ctas(device, module.facts.get("kMinCtas", 1))
-        return cls(decision, module, decision.kernel.tile(key), ctas)
-
-    @property
-    def l2_tokens(self) -> int:
-        """Tokens of one kv head that may lie in L2 at a time; 0 for a kernel that takes no tickets."""
-        key = self.decision.key
-        token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
-        return max(1, _L2_BYTES // token_bytes) if self.decision.kernel.persistent else 0
-
-    def params(self, terms: Terms) -> ctypes.Structure:
-        """A parameter struct with all that no schedule decides."""
-        params = aligned(self.decision.kernel.params)
-        base = base_of(params)
-        base.num_qo_heads, base.num_kv_heads = terms.num_qo_heads, terms.num_kv_heads
-        base.group, base.page = FastDivisor.of(terms.group_size), FastDivisor.of(terms.page_size or 1)
-        base.window_left, base.logits_cap = terms.scoring.window_left, terms.scoring.logits_soft_cap * LOG2E
-        return params
-
-    def cut(self, indices: Indices, terms: Terms, graph: GraphState | None) -> _Cut:
-        """How a schedule is cut for it."""
-        capacity = 0
-        if graph is not None:
-            split = max(0, terms.fixed_split_size)
-            capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, terms.group_size, self.tile.rows, split)
-        return _Cut(
-            num_kv_heads=terms.num_kv_heads, group_size=terms.group_size, tile=self.tile, mask=self.decision.key.mask,
-            window_left=terms.scoring.window_left, max_ctas=self.ctas, fixed_split_size=terms.fixed_split_size,
-            l2_tokens=self.l2_tokens, tile_capacity=capacity,
-        )  # fmt: skip
+    def new_params(self) -> ctypes.Structure:
+        """A copy of the parameters for one plan."""
+        same = type(self.params)
+        return aligned_copy(self.params) if same is not AttentionParams else same.from_buffer_copy(self.params)
 
     def partials_bytes(self, num_slots: int) -> int:
         """Bytes of the workspace that a schedule takes."""
-        return partials_bytes(num_slots, self.tile.rows, self.decision.key.head_dim_vo)
+        return num_slots * self.tile.rows * self.row_bytes
 
     def set_partials(self, p: AttentionParams, workspace: Workspace, num_slots: int) -> torch.Tensor:
         """Reserves the workspace."""
         num_bytes = self.partials_bytes(num_slots)
         partials = workspace.take(num_bytes)
-        p.partial_o = partials.data_ptr()
-        p.partial_md = partials.data_ptr() + num_bytes - num_slots * self.tile.rows * 8
+        p.partial_o = at = partials.data_ptr()
+        p.partial_md = at + num_bytes - num_slots * self.tile.rows * 8
         return partials
+
+
+def _load(decision: Decision, device: torch.device) -> tuple[Module, int]:
+    """Compiles or loads the kernel; and how many of its CTAs run at the same time."""
+    module = _module(decision.spec, device)
+    return module, max_ctas(device, module.facts.get("kMinCtas", 1))
+
+
+@lru_cache(maxsize=1024)
+def _recipe(decision: Decision, terms: Terms, ctas: int, tile_capacity: int = 0) -> _Recipe:
+    kernel, key = decision.kernel, decision.key
+    tile = kernel.tile(key)
+    params = kernel.params()
+    base = base_of(params)
+    base.num_qo_heads, base.num_kv_heads = terms.num_qo_heads, terms.num_kv_heads
+    base.group, base.page = FastDivisor.of(terms.group_size), FastDivisor.of(terms.page_size or 1)
+    base.window_left, base.logits_cap = terms.scoring.window_left, terms.scoring.logits_soft_cap * LOG2E
+    token_bytes = (key.head_dim_qk + key.head_dim_vo) * key.kv.bytes
+    cut = cut_of(
+        num_kv_heads=terms.num_kv_heads, group_size=terms.group_size, page_size=terms.page_size or 1, tile=tile,
+        mask=key.mask, window_left=terms.scoring.window_left, max_ctas=ctas, fixed_split_size=terms.fixed_split_size,
+        l2_tokens=max(1, _L2_BYTES // token_bytes) if kernel.persistent else 0, tile_capacity=tile_capacity,
+    )  # fmt: skip
+    return _Recipe(params, cut, tile, partials_bytes(1, 1, key.head_dim_vo), ctas)
+
+
+def _recipe_for(decision: Decision, indices: Indices, terms: Terms, ctas: int, graph: GraphState | None) -> _Recipe:
+    if graph is None:
+        return _recipe(decision, terms, ctas)
+    rows, split = decision.kernel.tile(decision.key).rows, max(0, terms.fixed_split_size)
+    capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, terms.group_size, rows, split)
+    return _recipe(decision, terms, ctas, capacity)
 
 
 def workspace_bytes(
     decision: Decision, indices: Indices, terms: Terms, device: torch.device, graph: GraphState | None
 ) -> int:
     """What make_plan() with these arguments takes of its workspace, to the byte."""
-    variant = _Variant.of(decision, device)
-    return variant.partials_bytes(measure_schedule(indices, **variant.cut(indices, terms, graph)).num_slots)
+    _, ctas = _load(decision, device)
+    recipe = _recipe_for(decision, indices, terms, ctas, graph)
+    return recipe.partials_bytes(measure_schedule(indices, recipe.cut).num_slots)
 
 
 def make_plan(
@@ -133,42 +124,54 @@ def make_plan(
 
     With `graph`, replays of a captured run() follow each new plan.
     """
-    device = workspace.device
-    variant, mask = _Variant.of(decision, device), decision.key.mask
-    cut = variant.cut(indices, terms, graph)
-    schedule = make_schedule(indices, **cut, pin=device.type == "cuda")
+    device, kernel = workspace.device, decision.kernel
+    module, ctas = _load(decision, device)
+    recipe = _recipe_for(decision, indices, terms, ctas, graph)
+    schedule = make_schedule(indices, recipe.cut, staging_of(device))
     s = schedule.params
-    params = variant.params(terms)
+    params = recipe.new_params()
     base = base_of(params)
-    bits = _mask_bits(mask_bits, s.mask_bytes, device) if mask is MaskMode.CUSTOM else mask_bits
-    partials = variant.set_partials(base, workspace, s.num_slots)
-    pages = indices.kv_indices
-    if graph is None:
-        sent = schedule.buffer.to(device, non_blocking=True)
-        if pages is not None and pages.device.type == "cpu":
-            pages = sent[s.filled_bytes : s.staged_bytes].view(torch.int32)
-        elif pages is not None:
-            pages = pages.to(device)
-    else:
-        if pages is not None:
-            pages = graph.pages(schedule.pages if pages.device.type == "cpu" else pages, s.nnz_kv)
-        bits = None if bits is None else graph.bits(bits)
-        sent = graph.upload(schedule.buffer[: s.filled_bytes], s.buffer_bytes, device)
-    base.kv_indices, base.mask = address_of(pages), address_of(bits)
+    bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
+    partials = recipe.set_partials(base, workspace, s.num_slots)
+    if graph is not None and bits is not None:
+        bits = graph.bits(bits)
+    sent, pages = _send(schedule, indices, device, graph)
+    base.mask = address_of(bits)
+    if indices.kv_indices is not None:
+        base.kv_indices = sent.data_ptr() + s.filled_bytes if pages is None else pages.data_ptr()
     _set_schedule(base, s, sent.data_ptr())
     grid = s.num_ctas
-    if decision.kernel.persistent:
-        grid = min(grid, variant.ctas)
+    if kernel.persistent:
+        grid = min(grid, ctas)
         params.ticket = base.arrivals + 4 * s.num_counters
         params.heads_at_once = terms.num_kv_heads if graph else s.heads_at_once
     if graph is not None:
         base.num_tiles = s.tile_capacity
         graph.keep(partials, params)
-    owned = (sent, pages, bits, partials)
+    planned = Planned(s.nnz_qo, s.nnz_kv, s.largest_page, schedule.kept, pages, sent, s.filled_bytes)
     return AttentionPlan(
-        decision, variant.module, params, terms.scoring, device, owned, grid, starts_early=bool(s.is_shared),
-        pages=pages, nnz_kv=s.nnz_kv, largest_page=s.largest_page,
+        decision, module, params, terms.scoring, device, (sent, bits, partials), grid, starts_early=bool(s.is_shared),
+        planned=planned,
     )  # fmt: skip
+
+
+def _send(
+    schedule: Schedule, indices: Indices, device: torch.device, graph: GraphState | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The schedule on the device, and the page numbers where they do not lie behind it."""
+    s, room, pages, staging = schedule.params, schedule.room, indices.kv_indices, staging_of(device)
+    if graph is not None:
+        if pages is not None:
+            pages = graph.pages(schedule.pages if pages.is_cpu else pages, s.nnz_kv)
+        sent = graph.upload(schedule.buffer, s.buffer_bytes, device)
+        if staging is not None:
+            staging.send(room)
+        return sent, pages
+    sent = room.tensor
+    if staging is not None:
+        sent = torch.empty(s.staged_bytes, dtype=torch.uint8, device=device)
+        staging.send(room, s.staged_bytes, sent.data_ptr())
+    return sent, None if pages is None or pages.is_cpu else pages.to(device)
 
 
 def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
@@ -185,16 +188,17 @@ def make_plan_on_device(
     both kernels have been used before; each replay then plans anew.
     """
     device, group_size, num_kv_heads = workspace.device, terms.group_size, terms.num_kv_heads
-    variant = _Variant.of(decision, device)
+    module, ctas = _load(decision, device)
+    recipe = _recipe(decision, terms, ctas)
     planner = _module(OperationKey("schedule_lengths", decision.key.target).spec(), device)
-    tile, ctas = variant.tile, variant.ctas
+    tile = recipe.tile
     num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // tile.rows)
     arrivals_bytes = -(-4 * (ctas + 1) // 16) * 16
     shares_bytes = ctas * ctypes.sizeof(Share)
     buffer = torch.empty(
         arrivals_bytes + shares_bytes + num_tiles * ctypes.sizeof(Tile), dtype=torch.uint8, device=device
     )
-    params = variant.params(terms)
+    params = recipe.new_params()
     base = base_of(params)
     base.kv_indices, base.mask = lengths.page_table.data_ptr(), address_of(mask_bits)
     base.arrivals, base.shares = buffer.data_ptr(), buffer.data_ptr() + arrivals_bytes
@@ -202,7 +206,7 @@ def make_plan_on_device(
     base.num_tiles, base.num_ctas = num_tiles, ctas
     if decision.kernel.persistent:
         params.ticket, params.heads_at_once = base.arrivals + 4 * ctas, num_kv_heads
-    partials = variant.set_partials(base, workspace, 2 * ctas)
+    partials = recipe.set_partials(base, workspace, 2 * ctas)
     pages = lengths.page_table.shape[1]
     p = ScheduleLengthsParams(
         kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, shares=base.shares, arrivals=base.arrivals,
@@ -213,7 +217,7 @@ def make_plan_on_device(
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
-    return AttentionPlan(decision, variant.module, params, terms.scoring, device, owned, ctas, starts_early=True)
+    return AttentionPlan(decision, module, params, terms.scoring, device, owned, ctas, starts_early=True)
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,9 +13,19 @@ from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import ScheduleParams, Share, Tile
+from quire.staging import Room, Staging
 from quire.types import MaskMode
 
-__all__ = ["Indices", "Lengths", "Schedule", "address_of", "make_schedule", "measure_schedule"]
+__all__ = [
+    "Indices",
+    "Lengths",
+    "Schedule",
+    "address_of",
+    "cut_of",
+    "kept_indices",
+    "make_schedule",
+    "measure_schedule",
+]
 
 _Array = TypeVar("_Array", bound=ctypes.Array[Any])
 
@@ -46,17 +55,22 @@ class Lengths(NamedTuple):
         return self.kv_lens.shape[0]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A filled schedule: sizes in `params`, arrays in `buffer` (uint8, on the host), page numbers behind them."""
+class Schedule(NamedTuple):
+    """A filled schedule: sizes in `params`, arrays in a room on the host, page numbers behind them."""
 
     params: ScheduleParams
-    buffer: torch.Tensor
+    room: Room
+    kept: bytearray  #: int32: the index arrays that were planned on, one after another
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """What is filled, as bytes."""
+        return self.room.tensor[: self.params.filled_bytes]
 
     @property
     def pages(self) -> torch.Tensor:
         """The copied page numbers."""
-        return self.buffer[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
+        return self.room.tensor[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
 
     @property
     def tiles(self) -> ctypes.Array[Tile]:
@@ -69,8 +83,8 @@ class Schedule:
         return self._view(Share * int(self.params.num_ctas if self.params.is_shared else 0), self.params.shares_offset)
 
     def _view(self, array: type[_Array], offset: int) -> _Array:
-        view = array.from_address(self.buffer.data_ptr() + offset)
-        view.buffer = self.buffer  # type: ignore[attr-defined]  # the view keeps its memory alive
+        view = array.from_address(self.room.address + offset)
+        view.room = self.room  # type: ignore[attr-defined]  # the view keeps its memory alive
         return view
 
 
@@ -91,6 +105,7 @@ _ERRORS = {
     6: "the batch is too large: a count of rows, tokens or tiles does not fit 31 bits (request {request}).",
     7: "the batch is larger than what the first plan() fixed for a CUDA graph: {tiles} row tiles, not {capacity}.",
     8: "out of memory while planning.",
+    9: "paged_kv_indices: expected at least paged_kv_indptr[-1]={nnz} entries, got {pages}.",
 }
 
 
@@ -100,73 +115,85 @@ def _raise(params: ScheduleParams, indices: Indices) -> None:
     text = _ERRORS[params.error].format(
         qo="qo", kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
         last=None if last is None else int(last[request]), tiles=params.num_tiles, capacity=params.tile_capacity,
+        nnz=params.nnz_kv, pages=params.num_pages,
     )  # fmt: skip
     raise ValidationError(text)
 
 
-def make_schedule(
-    indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
-    max_ctas: int, fixed_split_size: int, pin: bool, l2_tokens: int = 0, tile_capacity: int = 0,
-) -> Schedule:  # fmt: skip
-    """Plan on the host, into a pinned buffer with `pin`. The other arguments are measure_schedule()'s."""
-    p = measure_schedule(
-        indices, num_kv_heads=num_kv_heads, group_size=group_size, tile=tile, mask=mask, window_left=window_left,
-        max_ctas=max_ctas, fixed_split_size=fixed_split_size, l2_tokens=l2_tokens, tile_capacity=tile_capacity,
-    )  # fmt: skip
-    buffer = torch.empty(max(16, p.staged_bytes), dtype=torch.uint8, pin_memory=pin)
-    p.buffer = buffer.data_ptr()
-    if _scheduler().function(ctypes.addressof(p)):
-        _raise(p, indices)
-    if p.least_page < 0:
-        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
-    return Schedule(p, buffer)
-
-
-def measure_schedule(
-    indices: Indices, *, num_kv_heads: int, group_size: int, tile: TileShape, mask: MaskMode, window_left: int,
+def cut_of(
+    *, num_kv_heads: int, group_size: int, page_size: int, tile: TileShape, mask: MaskMode, window_left: int,
     max_ctas: int, fixed_split_size: int, l2_tokens: int = 0, tile_capacity: int = 0,
 ) -> ScheduleParams:  # fmt: skip
-    """The sizes of a schedule. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens between cuts.
-    `l2_tokens`: for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in L2 at a time.
-    Page numbers that lie on the host travel in the same buffer.
+    """How schedules are cut, whatever the batch. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens
+    between cuts. `l2_tokens`: for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in
+    L2 at a time.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
     tiles that there are, but offsets and counts are those of the capacity.
     """
-    pages = indices.kv_indices
-    if pages is not None and pages.device.type != "cpu":
-        pages = None
-    p = ScheduleParams.from_buffer_copy(
-        _fixed_part(
-            num_kv_heads, group_size, indices.page_size, tile, mask, window_left, max_ctas, fixed_split_size,
-            tile_capacity, l2_tokens,
-        )
-    )  # fmt: skip
-    p.batch_size, p.qo_len, p.kv_indptr = indices.batch_size, indices.qo_len, indices.kv_indptr.data_ptr()
-    p.qo_indptr, p.kv_last_page_len = address_of(indices.qo_indptr), address_of(indices.kv_last_page_len)
-    p.kv_indices = address_of(pages)
-    if _scheduler().function(ctypes.addressof(p)):
-        _raise(p, indices)
-    if indices.kv_indices is not None and indices.kv_indices.shape[0] < p.nnz_kv:
-        raise ValidationError(
-            f"paged_kv_indices: expected at least paged_kv_indptr[-1]={p.nnz_kv} entries, "
-            f"got {indices.kv_indices.shape[0]}."
-        )
-    return p
-
-
-@lru_cache(maxsize=1024)
-def _fixed_part(
-    num_kv_heads: int, group_size: int, page_size: int, tile: TileShape, mask: MaskMode, window_left: int,
-    max_ctas: int, fixed_split_size: int, tile_capacity: int, l2_tokens: int,
-) -> ScheduleParams:  # fmt: skip
-    """What stays the same from batch to batch: a server asks for few of these, and each costs more than a copy."""
     return ScheduleParams(
         num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
         causal=int(mask is MaskMode.CAUSAL), window_left=window_left, max_ctas=max_ctas,
         fixed_split_size=fixed_split_size, has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
         has_tickets=int(l2_tokens > 0), l2_tokens=l2_tokens,
     )  # fmt: skip
+
+
+def measure_schedule(indices: Indices, cut: ScheduleParams) -> ScheduleParams:
+    """The sizes of a schedule."""
+    p, _ = _started(indices, cut)
+    _work(p, indices)
+    return p
+
+
+def make_schedule(indices: Indices, cut: ScheduleParams, staging: Staging | None = None) -> Schedule:
+    """Plan on the host, into a room of `staging` or one of its own. Page numbers on the host travel along."""
+    p, kept = _started(indices, cut)
+    room = None
+    if staging is not None:
+        room = staging.take()
+        p.buffer, p.room = room.address, room.num_bytes
+    _work(p, indices)
+    if room is None or p.staged_bytes > p.room:
+        room = Room(p.staged_bytes) if staging is None else staging.take(p.staged_bytes)
+        p.buffer, p.room = room.address, room.num_bytes
+        _work(p, indices)
+    if p.least_page < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
+    return Schedule(p, room, kept)
+
+
+def _started(indices: Indices, cut: ScheduleParams) -> tuple[ScheduleParams, bytearray]:
+    """The parameters of a plan, and where its index arrays will lie."""
+    p = ScheduleParams.from_buffer_copy(cut)
+    batch, qo_indptr, last, pages = indices.batch_size, indices.qo_indptr, indices.kv_last_page_len, indices.kv_indices
+    p.batch_size, p.qo_len, p.kv_indptr, p.num_pages = batch, indices.qo_len, indices.kv_indptr.data_ptr(), -1
+    num_kept = batch + 1
+    if qo_indptr is not None:
+        p.qo_indptr, num_kept = qo_indptr.data_ptr(), num_kept + batch + 1
+    if last is not None:
+        p.kv_last_page_len, num_kept = last.data_ptr(), num_kept + batch
+    if pages is not None:
+        p.num_pages = pages.shape[0]
+        if pages.is_cpu:
+            p.kv_indices = pages.data_ptr()
+    kept = bytearray(4 * num_kept)
+    p.kept = ctypes.addressof(ctypes.c_char.from_buffer(kept))
+    return p, kept
+
+
+def _work(p: ScheduleParams, indices: Indices) -> None:
+    if _scheduler().function(ctypes.addressof(p)):
+        _raise(p, indices)
+
+
+def kept_indices(kept: bytearray, planned: Indices, pages: torch.Tensor | None) -> Indices:
+    """The index arrays as they were planned on, whoever has written them since, with other page numbers."""
+    arrays, count = torch.frombuffer(kept, dtype=torch.int32), planned.batch_size + 1
+    qo_indptr = None if planned.qo_indptr is None else arrays[:count]
+    arrays = arrays if qo_indptr is None else arrays[count:]
+    last = None if planned.kv_last_page_len is None else arrays[count:]
+    return planned._replace(qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages)
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from quire.errors import UnsupportedError, ValidationError
+from quire.jit.spec import Spec
 from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape
 
@@ -43,7 +44,7 @@ class Verdict:
         return f"{self.kernel.name:<16} {self.reason or self.yields or 'accepts'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # decide() gives the same one for the same problem: plans are looked up by it
 class Decision:
     """The kernel that was chosen, and the whole trace that led to it."""
 
@@ -51,6 +52,11 @@ class Decision:
     kernel: AttentionKernel
     key: AttentionKey
     trace: tuple[Verdict, ...]
+
+    @cached_property
+    def spec(self) -> Spec:
+        """What the compiler is given for it."""
+        return self.kernel.spec(self.key)
 
     def __str__(self) -> str:
         lines = [f"attention {self.problem}", *(f"  {verdict}" for verdict in self.trace), f"  -> {self.key.slug}"]

@@ -26,7 +26,7 @@ __all__ = [
     "Share",
     "TensorMap",
     "Tile",
-    "aligned",
+    "aligned_copy",
     "struct_of",
 ]
 
@@ -103,7 +103,7 @@ class TensorMap(ctypes.Structure):
 
 
 class AttentionFa3Params(ctypes.Structure):
-    """What the fa3 kernels are given; see core/params_fa3.h. Allocate with `aligned`."""
+    """What the fa3 kernels are given; see core/params_fa3.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         ("base", AttentionParams),
@@ -116,17 +116,27 @@ class AttentionFa3Params(ctypes.Structure):
     )
 
 
-def aligned(cls: type[_Struct]) -> _Struct:
-    """A zeroed struct at a multiple of 64 bytes, as tensor maps need it."""
-    memory = (ctypes.c_char * (ctypes.sizeof(cls) + 64))()
-    return cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+def aligned_copy(params: _Struct) -> _Struct:
+    """A copy of a struct at a multiple of 64 bytes, as tensor maps need it."""
+    cls = type(params)
+    memory = _memory(ctypes.sizeof(cls) + 64)()
+    copy = cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
+    ctypes.memmove(ctypes.addressof(copy), ctypes.addressof(params), ctypes.sizeof(cls))
+    return copy
+
+
+@cache
+def _memory(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * num_bytes
 
 
 class ScheduleParams(ctypes.Structure):
     """What the host planner is given and gives; see kernels/schedule_attention.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices", "buffer")),
+        *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")),
+        *((name, c_void_p) for name in ("kept", "buffer")),
+        *((name, c_int64) for name in ("room", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
         *((name, c_int32) for name in ("fixed_split_size", "has_mask", "has_tickets", "l2_tokens", "tile_capacity")),

@@ -1,5 +1,6 @@
-// Plans on the host: validates the index arrays, measures the schedule, then fills one packed buffer that goes to the
-// device in one copy. Host code, a few microseconds; called twice, without and with a buffer.
+// Plans on the host: copies the index arrays, so that nobody writes them meanwhile, validates them, measures the
+// schedule, and fills one packed buffer that goes to the device in one copy. Host code, a few microseconds; called
+// again with a larger buffer where the first one was too small.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -17,6 +18,7 @@ enum class ScheduleError : int32_t {
   kTooLong,      // a count exceeds 2^31 - 1
   kCapacity,     // more tiles than tile_capacity
   kMemory,
+  kPages,  // fewer page numbers than kv_indptr[batch_size]
 };
 
 struct ScheduleParams {
@@ -25,7 +27,10 @@ struct ScheduleParams {
   const int32_t* kv_indptr;         // [batch_size + 1] tokens, or pages with kv_last_page_len
   const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
   const int32_t* kv_indices;        // [nnz_kv] page numbers that travel in the buffer; null: none do
-  void* buffer;                     // null: measure only
+  int32_t* kept;                    // room for all but kv_indices, one after another; from then on they lie there
+  void* buffer;                     // filled if it has room for staged_bytes
+  int64_t room;                     // bytes of it
+  int64_t num_pages;                // page numbers that there are, here or on the device; -1: ragged
   int32_t batch_size;
   int32_t qo_len;  // rows per request when qo_indptr is null
   int32_t num_kv_heads;
@@ -68,16 +73,24 @@ struct ScheduleParams {
 template <class Variant>
 struct ScheduleAttention {
   static int run(ScheduleParams& p) {
+    keep_arrays(p);
     p.error = static_cast<int32_t>(check(p));
     if (p.error != 0) return p.error;
-    if (p.buffer == nullptr) {
-      measure(p);
-      return p.error;
-    }
-    return fill(p);
+    measure(p);
+    return p.error != 0 || p.staged_bytes > p.room ? p.error : fill(p);
   }
 
  private:
+  static void keep_arrays(ScheduleParams& p) {
+    if (p.kept == nullptr) return;
+    const auto keep = [&p](const int32_t*& array, int64_t n) {
+      if (array != nullptr) array = static_cast<int32_t*>(memcpy(p.kept, array, n * sizeof(int32_t))), p.kept += n;
+    };
+    keep(p.qo_indptr, p.batch_size + 1), keep(p.kv_indptr, p.batch_size + 1);
+    keep(p.kv_last_page_len, p.batch_size);
+    p.kept = nullptr;
+  }
+
   static int qo_begin(const ScheduleParams& p, int b) { return p.qo_indptr ? p.qo_indptr[b] : b * p.qo_len; }
 
   static int kv_length(const ScheduleParams& p, int b) {
@@ -107,7 +120,7 @@ struct ScheduleAttention {
     p.kv_tokens = tokens;
     p.nnz_qo = qo_begin(p, p.batch_size);
     p.nnz_kv = p.kv_indptr[p.batch_size];
-    return ScheduleError::kNone;
+    return p.num_pages >= 0 && p.num_pages < p.nnz_kv ? ScheduleError::kPages : ScheduleError::kNone;
   }
 
   // Calls emit(Tile&) for each tile, in order of requests and rows.
