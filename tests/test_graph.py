@@ -65,7 +65,7 @@ class PagedReplay:
         self._q = torch.zeros_like(largest.q)
         self.out, self.lse = outputs(largest)
         run = options(out=self.out, lse=self.lse)
-        self._replay = captured(largest.device, wrapper, lambda a: a.run_paged(self._q, self._kv, **run))
+        self._replay = captured(largest.device, wrapper, lambda a: a.run(self._q, self._kv, **run))
 
     def __call__(self, problem: Problem, seed: int = 0) -> Tensor:
         cache = cache_of(problem, self._num_pages, seed)
@@ -155,7 +155,7 @@ def test_ragged_prefill(device, backend, dtype):
     )
     plan_ragged(wrapper, first)
     q, k, v, out = (torch.zeros_like(t) for t in (first.q, first.k, first.v, first.q))
-    replay = captured(device, wrapper, lambda a: a.run_ragged(q, k, v, **options(out=out, return_lse=False)))
+    replay = captured(device, wrapper, lambda a: a.run(q, (k, v), **options(out=out, return_lse=False)))
     for seed, shape in enumerate(shapes):
         p = Problem(*shape, **more, seed=seed)
         plan_ragged(wrapper, p)

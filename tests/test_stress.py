@@ -65,13 +65,17 @@ class Worker:
 
     def do(self, job: Job) -> Tensor:
         """Plan and run."""
+        return self.plan(job).run(self._q[: job.rows], self._cache)
+
+    def plan(self, job: Job):
+        """The wrapper that took it."""
         table = (job.indptr, job.indices, job.last_page_len, *HEADS, HEAD_DIM, PAGE_SIZE)
         wrapper = self._decode if job.decode else self._prefill
         if job.decode:
             self._decode.plan(*table, **self._options)
         else:
             self._prefill.plan(job.qo_indptr, *table, causal=True, **self._options)
-        return wrapper.run(self._q[: job.rows], self._cache)
+        return wrapper
 
 
 def tensors(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -141,3 +145,24 @@ def test_threads_on_the_cpu():
 @pytest.mark.parametrize("kernels", ["auto", "fa2"])
 def test_streams(kernels):
     stress("cuda:0", kernels, torch.bfloat16, num_workers=3, num_jobs=500, rounds=20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_run_on_another_stream_than_its_plans():
+    """The next plans come while it has yet to begin, and must leave alone what it will read."""
+    q, cache = tensors("cuda:0", torch.bfloat16)
+    jobs = [any_job(seed) for seed in range(40)]
+    expected = [Worker(q, cache, "auto").do(job).clone() for job in jobs]
+    worker, other = Worker(q, cache, "auto"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    got = []
+    for job in jobs:
+        wrapper = worker.plan(job)
+        other.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(200_000)
+            got.append(wrapper.run(q[: job.rows], cache))
+        worker.plan(jobs[0])
+    torch.cuda.synchronize()
+    assert [torch.equal(g, e) for g, e in zip(got, expected, strict=True)] == [True] * len(jobs)

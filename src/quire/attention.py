@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from quire.checks import (
     check_shape,
     check_tensor,
     host_indices,
+    last_entry,
     scalar,
     to_int32,
 )
@@ -43,15 +43,20 @@ __all__ = [
 ]
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
-Form = tuple[Any, ...]
+Form = list[tuple[Any, ...]]
 
 
-def _form(tensors: tuple[Any, ...]) -> Form | None:
-    """What decides whether tensors are right: all but where they lie. None if one is not a tensor."""
+def _form(tensors: tuple[Any, ...]) -> tuple[Form | None, list[int]]:
+    """What decides whether tensors are right, all but where they lie; and where. None if one has no strides."""
+    form, pointers = [], []
     try:
-        return tuple([(t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16, t.layout) for t in tensors])
+        for t in tensors:
+            pointer = t.data_ptr()
+            form.append((t.shape, t.stride(), t.dtype, t.device, pointer % 16))
+            pointers.append(pointer)
     except (AttributeError, RuntimeError):
-        return None
+        return None, pointers
+    return form, pointers
 
 
 class AttentionSpec(NamedTuple):
@@ -75,7 +80,7 @@ class AttentionSpec(NamedTuple):
     def nnz_qo(self) -> int:
         """Rows of q."""
         qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
-        return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else int(qo_indptr[-1])
+        return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else last_entry(qo_indptr)
 
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
@@ -96,6 +101,8 @@ def _decide(backend: str, device: torch.device, t: Terms, mask: MaskMode, rows: 
 
 def page_indices(indices: Any) -> torch.Tensor:
     """Page numbers as a 1-D int32 tensor: copied from the host in plan(), used as they are (and become) on a device."""
+    if isinstance(indices, torch.Tensor) and indices.is_cpu:
+        return host_indices(indices, "paged_kv_indices")
     tensor = check_tensor(indices, "paged_kv_indices")
     if tensor.dim() != 1:
         raise ValidationError(f"paged_kv_indices: expected a 1-D tensor, got {list(tensor.shape)}.")
@@ -134,9 +141,8 @@ class Attention:
         self._plan = self._make_plan(workspace)
         if graph is not None:
             graph.decision = self.decision
-        planned = self._plan.planned
-        self._nnz_qo = spec.nnz_qo if planned is None else planned.nnz_qo
-        self._nnz_kv, self._largest_page = (0, -1) if planned is None else (planned.nnz_kv, planned.largest_page)
+        schedule = self._plan.schedule
+        self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.params.nnz_qo
         self._out_shape = (self._nnz_qo, spec.terms.num_qo_heads, spec.terms.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0  # bytes from keys to values in a cache of one tensor
@@ -156,27 +162,18 @@ class Attention:
         if terms == self._terms:
             return self
         if isinstance(spec.indices, Indices):  # the caller may have written others since
-            assert self._plan.planned is not None
-            spec = spec._replace(indices=self._plan.planned.indices(spec.indices))
+            spec = spec._replace(indices=self._plan.indices(spec.indices))
         return Attention(spec._replace(terms=terms), self._layout, workspace, backend, self._graph)
 
-    def run_paged(self, q: torch.Tensor, cache: PagedCache, **options: Any) -> Result:
-        """Attention over a paged cache."""
-        return self._run(q, cache_tensors(cache), self._paged_views, **options)
-
-    def run_ragged(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Result:
-        """Attention over ragged keys and values."""
-        return self._run(q, (k, v), self._ragged_views, **options)
-
-    def _run(
-        self, q: torch.Tensor, kv: tuple[torch.Tensor, ...], views: Callable[..., tuple[KVView, KVView]], *,
-        out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, sinks: torch.Tensor | None,
-        q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None, enable_pdl: bool | None,
-        logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
+    def run(
+        self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
+        sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
+        enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same form cost only their pointers.
 
-        `*_by`: one float32 each on a GPU that the logits and the output are multiplied by besides; paged keys only.
+        kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
+        multiplied by besides; paged keys only.
         """
         if self._graph is not None:
             self._check_rows(self._graph, q)
@@ -184,9 +181,10 @@ class Attention:
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
             out = torch.empty(self._out_shape, dtype=self._terms.types.o.torch, device=self._device)
-        form = _form((q, out, *kv))
+        tensors = cache_tensors(kv)
+        form, pointers = _form((q, out, *tensors))
         if form is None or form != self._form:
-            self._check_form(q, out, views(*kv))
+            self._check_form(q, out, tensors)
             self._form = form
         if window_left is not None and window_left != self._terms.scoring.window_left:
             raise ValidationError(
@@ -199,13 +197,13 @@ class Attention:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
             if not logits_scale > 0:  # kernels take the maximum before they scale
                 raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
-        k_pointer = kv[0].data_ptr()
+        q_at, o_at, k_at, v_at = (*pointers, pointers[-1] + self._v_offset)[:4]
         self._plan.run(
-            q.data_ptr(), k_pointer, kv[1].data_ptr() if len(kv) == 2 else k_pointer + self._v_offset, out.data_ptr(),
+            q_at, k_at, v_at, o_at,
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
-            logits_scale=logits_scale, o_scale=1.0 if v_scale is None else scalar(v_scale, "v_scale"),
-            logits_scale_by=None if logits_scale_by is None else logits_scale_by.data_ptr(),
-            o_scale_by=None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl=enable_pdl,
+            logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale"),
+            None if logits_scale_by is None else logits_scale_by.data_ptr(),
+            None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 
@@ -218,15 +216,15 @@ class Attention:
                 f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
             )
 
-    def _check_form(self, q: torch.Tensor, out: torch.Tensor, views: tuple[KVView, KVView]) -> None:
+    def _check_form(self, q: torch.Tensor, out: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
-        k, v = views
+        k, v = self._paged_views(kv) if self._terms.page_size else self._ragged_views(*kv)
         self._check_q(q)
         self._check_out(out)
         self._plan.set_form(q, k, v, out)
         self._v_offset = v.pointer - k.pointer
 
-    def _paged_views(self, *cache: torch.Tensor) -> tuple[KVView, KVView]:
+    def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
         page_size = self._terms.page_size
         k, v = cache_view(cache, self._layout, page_size)
         self._check_kv(k, "paged_kv_cache (keys)", self._terms.head_dim_qk)
@@ -235,9 +233,9 @@ class Attention:
         for view in (k, v):
             if view.num_tokens != page_size:
                 raise ValidationError(f"paged_kv_cache: expected page_size={page_size}, got {view.num_tokens}.")
-        if self._largest_page >= num_pages:
+        if self._plan.largest_page >= num_pages:
             raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._largest_page}."
+                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._plan.largest_page}."
             )
         return k, v
 
@@ -245,7 +243,9 @@ class Attention:
         k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
         for view, name, head_dim in ((k_view, "k", self._terms.head_dim_qk), (v_view, "v", self._terms.head_dim_vo)):
             self._check_kv(view, name, head_dim)
-            tokens = self._graph.max_tokens if self._graph and is_capturing(self._device) else self._nnz_kv
+            tokens = self._plan.nnz_kv
+            if self._graph is not None and is_capturing(self._device):
+                tokens = self._graph.max_tokens
             if view.num_tokens < tokens:
                 raise ValidationError(
                     f"{name}: expected at least {tokens} tokens (kv_indptr[-1]; in a capture that of the first plan), "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from ctypes import c_int32
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "check_shape",
     "check_tensor",
     "host_indices",
+    "last_entry",
     "refuse",
     "scalar",
 ]
@@ -105,6 +107,11 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
         wanted = "1-D" if length is None else f"[{length}]"
         raise ValidationError(f"{name}: expected a tensor of shape {wanted}, got {list(tensor.shape)}.")
     return to_int32(tensor, name).cpu().contiguous()
+
+
+def last_entry(indices: torch.Tensor) -> int:
+    """indices[-1] of what host_indices() gave; a third of what torch takes to index."""
+    return c_int32.from_address(indices.data_ptr() + 4 * (indices.shape[0] - 1)).value
 
 
 def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:

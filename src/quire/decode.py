@@ -157,7 +157,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             raise ValidationError(
                 f"q_len_per_req: expected {attention.spec.indices.qo_len} (fixed by plan()), got {q_len_per_req}."
             )
-        return attention.run_paged(
+        return attention.run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
@@ -263,8 +263,8 @@ def single_decode_with_kv_cache(
     )  # fmt: skip
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32)
     spec = AttentionSpec(Indices(1, None, 1, kv_indptr, None, None, 1), terms)
-    result = Attention(spec, layout, OwnWorkspace(q.device), backend).run_ragged(
-        q.unsqueeze(0), k, v, out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
+    result = Attention(spec, layout, OwnWorkspace(q.device), backend).run(
+        q.unsqueeze(0), (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale, window_left=None, enable_pdl=None,
     )  # fmt: skip
     return tuple(part[0] for part in result) if isinstance(result, tuple) else result[0]

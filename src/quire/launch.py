@@ -9,6 +9,7 @@ import torch
 from quire.errors import QuireError
 from quire.jit import CudaModule, HostModule, Launch, Module
 from quire.kernels.operation import PARALLEL_THREADS
+from quire.staging import Sent
 
 __all__ = ["Launcher", "launch", "row_grid"]
 
@@ -33,16 +34,17 @@ class Launcher:
     Called with whether the launch may begin before its predecessor ends, which counts only if the kernel waits itself.
     """
 
-    __slots__ = ("_bound", "_device", "_grid", "_index", "_may_start_early", "_module", "_params")
+    __slots__ = ("_bound", "_device", "_grid", "_index", "_may_start_early", "_module", "_params", "_sent")
 
-    def __init__(self, module: Module, params: ctypes.Structure, device: torch.device, grid: int, *, pdl: bool) -> None:
+    def __init__(
+        self, module: Module, params: ctypes.Structure, device: torch.device, grid: int, sent: Sent | None, *, pdl: bool
+    ) -> None:
         self._index = device.index or 0
         self._params = params  # keeps its memory
         self._module, self._device, self._grid = module, device, grid
+        self._sent = sent  # what the launch reads
         self._may_start_early = pdl
         self._bound: dict[bool, Launch] = {}  # by whether it starts early
-        if isinstance(module, CudaModule):
-            module.prepare(self._index, module.facts["kSmemBytes"])
 
     def __call__(self, enable_pdl: bool) -> None:
         """Launch on torch's current stream."""
@@ -57,7 +59,10 @@ class Launcher:
                 ctypes.addressof(self._params), self._grid, facts["kThreads"], facts["kSmemBytes"], self._index,
                 pdl=early,
             )  # fmt: skip
-        bound(torch._C._cuda_getCurrentRawStream(self._index))
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if self._sent is not None and stream != self._sent.stream:
+            self._sent.used_on(torch.cuda.current_stream(self._device))
+        bound(stream)
 
 
 def row_grid(rows: int, columns: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,33 +14,15 @@ from quire.kernels.attention import Geometry
 from quire.kernels.params import AttentionParams
 from quire.launch import Launcher
 from quire.layout import KVView
-from quire.schedule import Indices, kept_indices
+from quire.schedule import Indices, Schedule
+from quire.staging import Sent
 from quire.target import has_dependent_launch
 from quire.tensor_maps import TensorMaps
 from quire.terms import Scoring
 
-__all__ = ["LOG2E", "AttentionPlan", "Planned", "base_of"]
+__all__ = ["LOG2E", "AttentionPlan", "base_of"]
 
 LOG2E = math.log2(math.e)
-
-
-class Planned(NamedTuple):
-    """What the host knows of a batch that it planned; AttentionPlan.planned is None where only the device does."""
-
-    nnz_qo: int  #: rows of q
-    nnz_kv: int  #: rows of k, or page numbers
-    largest_page: int  #: -1 where page numbers lie on the device
-    kept: bytearray  #: the index arrays, see schedule.py
-    pages: torch.Tensor | None  #: page numbers that do not lie in `sent`
-    sent: torch.Tensor  #: the schedule on the device, and the page numbers
-    pages_offset: int  #: where they begin
-
-    def indices(self, given: Indices) -> Indices:
-        """The index arrays that plan() was given, whoever has written them since."""
-        pages = self.pages
-        if pages is None and given.kv_indices is not None:
-            pages = self.sent[self.pages_offset :].view(torch.int32)
-        return kept_indices(self.kept, given, pages)
 
 
 class AttentionPlan:
@@ -51,18 +33,39 @@ class AttentionPlan:
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
-        owned: tuple[torch.Tensor | None, ...], grid: int, *, starts_early: bool, planned: Planned | None = None,
+        grid: int, owned: tuple[Any, ...], *, starts_early: bool, schedule: Schedule | None = None,
+        sent: Sent | None = None, pages: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
-        kernel = decision.kernel
-        self.planned = planned
+        self.schedule = schedule  #: None where only the device knows the batch
+        self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
+        self._pages = pages  # page numbers that do not lie behind it
+        self._decision, self._module, self._device, self._grid = decision, module, device, grid
         self._starts_early = starts_early  # where run() is not told
         self._params = base_of(params)
         self._scoring = scoring
-        self._owned = (params, *owned)  # what the parameter struct points into
-        self._maps = TensorMaps(kernel, decision.key, kernel.tile(decision.key), params) if kernel.copies else None
-        self._launch = Launcher(
-            module, params, device, grid, pdl=kernel.pdl and has_dependent_launch(decision.key.target)
-        )
+        self._owned = (params, owned)  # what the parameter struct points into
+        self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
+        self._launch: Launcher | None = None
+        self._extras: tuple[Any, ...] = ()  # of the last run
+
+    @property
+    def nnz_kv(self) -> int:
+        """Rows of k, or page numbers; 0 where only the device knows."""
+        return self.schedule.params.nnz_kv if self.schedule else 0
+
+    @property
+    def largest_page(self) -> int:
+        """The largest page number; -1 where only the device knows."""
+        return self.schedule.params.largest_page if self.schedule else -1
+
+    def indices(self, given: Indices) -> Indices:
+        """The index arrays that plan() was given, whoever has written them since."""
+        assert self.schedule is not None
+        pages = self._pages
+        if pages is None and given.kv_indices is not None:
+            begin, end = self.schedule.params.filled_bytes, self.schedule.params.staged_bytes
+            pages = self.schedule.pages if self._sent is None else self._sent.copy(begin, end).view(torch.int32)
+        return self.schedule.indices(given, pages)
 
     def set_form(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
         """The form of the tensors that the next runs bring."""
@@ -81,7 +84,7 @@ class AttentionPlan:
             self._maps.encode(geometry, {"q": q.data_ptr(), "k": k.pointer, "v": v.pointer})
 
     def run(
-        self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None, *,
+        self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None,
         logits_scale: float = 1.0, o_scale: float = 1.0, logits_scale_by: int | None = None,
         o_scale_by: int | None = None, enable_pdl: bool | None = None,
     ) -> None:  # fmt: skip
@@ -90,15 +93,31 @@ class AttentionPlan:
         `*_by`: where on the GPU a float32 lies that the scale is multiplied by; for paged keys only.
         """
         p = self._params
-        p.q, p.k, p.v, p.o, p.lse, p.sinks = q, k, v, o, lse, sinks
-        scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
-        p.logits_scale = scale / cap if cap else scale * LOG2E
-        p.o_scale = o_scale
-        p.logits_scale_by, p.o_scale_by = logits_scale_by, o_scale_by
+        p.q, p.k, p.v, p.o = q, k, v, o
+        extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by
+        if extras != self._extras:
+            self._set(*extras)
+            self._extras = extras
         if self._maps is not None:
             self._maps.move({"q": q, "k": k, "v": v})
         if p.num_ctas:
-            self._launch(self._starts_early if enable_pdl is None else enable_pdl)
+            launch = self._launch or self._bind()
+            launch(self._starts_early if enable_pdl is None else enable_pdl)
+
+    def _set(
+        self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,
+        o_scale_by: int | None,
+    ) -> None:  # fmt: skip
+        p = self._params
+        p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
+        scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
+        p.logits_scale, p.o_scale = scale / cap if cap else scale * LOG2E, o_scale
+
+    def _bind(self) -> Launcher:
+        decision = self._decision
+        may_start_early = decision.kernel.pdl and has_dependent_launch(decision.key.target)
+        self._launch = Launcher(self._module, self._owned[0], self._device, self._grid, self._sent, pdl=may_start_early)
+        return self._launch
 
 
 def base_of(params: ctypes.Structure) -> AttentionParams:

@@ -25,9 +25,9 @@ from quire.kernels.params import (
     aligned_copy,
 )
 from quire.launch import launch
-from quire.plan import LOG2E, AttentionPlan, Planned, base_of
+from quire.plan import LOG2E, AttentionPlan, base_of
 from quire.schedule import Indices, Lengths, Schedule, address_of, cut_of, make_schedule, measure_schedule
-from quire.staging import staging_of
+from quire.staging import Sent, staging_of
 from quire.target import max_ctas
 from quire.terms import Terms
 from quire.types import MaskMode
@@ -40,12 +40,23 @@ __all__ = ["make_plan", "make_plan_on_device", "workspace_bytes"]
 _L2_BYTES = 17 << 20
 
 
-def _module(spec: Spec, device: torch.device) -> Module:
-    """The module of `spec`; PlanError in a capture if it was never used on `device`."""
+def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
+    """Compiles or loads a kernel; and how many of its CTAs run at the same time."""
     module = get_module(spec)
-    if isinstance(module, CudaModule) and not module.is_loaded(device.index or 0) and is_capturing(device):
-        raise PlanError(f"{spec.slug} is not loaded on {device}, and a capture cannot: make this call once before it.")
-    return module
+    ctas = _prepare(module, device) if isinstance(module, CudaModule) else max_ctas(device, 1)
+    return module, ctas
+
+
+@lru_cache(maxsize=4096)
+def _prepare(module: CudaModule, device: torch.device) -> int:
+    """Loads a kernel on a GPU; PlanError in a capture."""
+    if not module.is_loaded(device.index or 0) and is_capturing(device):
+        raise PlanError(
+            f"{module.slug} is not loaded on {device}, and a capture cannot: make this call once before it."
+        )
+    facts = module.facts
+    module.prepare(device.index or 0, facts.get("kSmemBytes", 0))
+    return max_ctas(device, facts.get("kMinCtas", 1))
 
 
 class _Recipe(NamedTuple):
@@ -73,12 +84,6 @@ class _Recipe(NamedTuple):
         p.partial_o = at = partials.data_ptr()
         p.partial_md = at + num_bytes - num_slots * self.tile.rows * 8
         return partials
-
-
-def _load(decision: Decision, device: torch.device) -> tuple[Module, int]:
-    """Compiles or loads the kernel; and how many of its CTAs run at the same time."""
-    module = _module(decision.spec, device)
-    return module, max_ctas(device, module.facts.get("kMinCtas", 1))
 
 
 @lru_cache(maxsize=1024)
@@ -111,7 +116,7 @@ def workspace_bytes(
     decision: Decision, indices: Indices, terms: Terms, device: torch.device, graph: GraphState | None
 ) -> int:
     """What make_plan() with these arguments takes of its workspace, to the byte."""
-    _, ctas = _load(decision, device)
+    _, ctas = _load(decision.spec, device)
     recipe = _recipe_for(decision, indices, terms, ctas, graph)
     return recipe.partials_bytes(measure_schedule(indices, recipe.cut).num_slots)
 
@@ -125,7 +130,7 @@ def make_plan(
     With `graph`, replays of a captured run() follow each new plan.
     """
     device, kernel = workspace.device, decision.kernel
-    module, ctas = _load(decision, device)
+    module, ctas = _load(decision.spec, device)
     recipe = _recipe_for(decision, indices, terms, ctas, graph)
     schedule = make_schedule(indices, recipe.cut, staging_of(device))
     s = schedule.params
@@ -135,11 +140,11 @@ def make_plan(
     partials = recipe.set_partials(base, workspace, s.num_slots)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    sent, pages = _send(schedule, indices, device, graph)
+    at, sent, pages = _send(schedule, indices, device, graph)
     base.mask = address_of(bits)
     if indices.kv_indices is not None:
-        base.kv_indices = sent.data_ptr() + s.filled_bytes if pages is None else pages.data_ptr()
-    _set_schedule(base, s, sent.data_ptr())
+        base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
+    _set_schedule(base, s, at)
     grid = s.num_ctas
     if kernel.persistent:
         grid = min(grid, ctas)
@@ -148,30 +153,29 @@ def make_plan(
     if graph is not None:
         base.num_tiles = s.tile_capacity
         graph.keep(partials, params)
-    planned = Planned(s.nnz_qo, s.nnz_kv, s.largest_page, schedule.kept, pages, sent, s.filled_bytes)
     return AttentionPlan(
-        decision, module, params, terms.scoring, device, (sent, bits, partials), grid, starts_early=bool(s.is_shared),
-        planned=planned,
+        decision, module, params, terms.scoring, device, grid, (bits, partials), starts_early=bool(s.is_shared),
+        schedule=schedule, sent=sent, pages=pages,
     )  # fmt: skip
 
 
 def _send(
     schedule: Schedule, indices: Indices, device: torch.device, graph: GraphState | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The schedule on the device, and the page numbers where they do not lie behind it."""
+) -> tuple[int, Sent | None, torch.Tensor | None]:
+    """Where the schedule lies on the device, who holds it there, and page numbers that do not lie behind it."""
     s, room, pages, staging = schedule.params, schedule.room, indices.kv_indices, staging_of(device)
     if graph is not None:
         if pages is not None:
             pages = graph.pages(schedule.pages if pages.is_cpu else pages, s.nnz_kv)
-        sent = graph.upload(schedule.buffer, s.buffer_bytes, device)
+        at = graph.upload(schedule.buffer, s.buffer_bytes, device).data_ptr()
         if staging is not None:
-            staging.send(room)
-        return sent, pages
-    sent = room.tensor
-    if staging is not None:
-        sent = torch.empty(s.staged_bytes, dtype=torch.uint8, device=device)
-        staging.send(room, s.staged_bytes, sent.data_ptr())
-    return sent, None if pages is None or pages.is_cpu else pages.to(device)
+            staging.release(room)
+        return at, None, pages
+    pages = None if pages is None or pages.is_cpu else pages.to(device)
+    if staging is None:
+        return room.address, None, pages
+    sent = staging.send(room, s.staged_bytes)
+    return sent.address, sent, pages
 
 
 def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
@@ -188,9 +192,9 @@ def make_plan_on_device(
     both kernels have been used before; each replay then plans anew.
     """
     device, group_size, num_kv_heads = workspace.device, terms.group_size, terms.num_kv_heads
-    module, ctas = _load(decision, device)
+    module, ctas = _load(decision.spec, device)
     recipe = _recipe(decision, terms, ctas)
-    planner = _module(OperationKey("schedule_lengths", decision.key.target).spec(), device)
+    planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile = recipe.tile
     num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // tile.rows)
     arrivals_bytes = -(-4 * (ctas + 1) // 16) * 16
@@ -217,7 +221,7 @@ def make_plan_on_device(
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
-    return AttentionPlan(decision, module, params, terms.scoring, device, owned, ctas, starts_early=True)
+    return AttentionPlan(decision, module, params, terms.scoring, device, ctas, owned, starts_early=True)
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

@@ -82,7 +82,7 @@ def _older_order(position: int) -> Callable[[Callable[P, None]], Callable[P, Non
     def decorate(plan: Callable[P, None]) -> Callable[P, None]:
         @wraps(plan)
         def either(*args: P.args, **kwargs: P.kwargs) -> None:
-            rest = args[1 + position :]  # after self
+            rest = args[1 + position :] if len(args) > 1 + position else ()  # after self
             if rest and (isinstance(rest[0], torch.Tensor) or (len(rest) > 2 and isinstance(rest[2], bool))):
                 args = (*args[: 1 + position], None, *rest)  # type: ignore[assignment]
                 if len(args) > 1 + o_data_type:
@@ -231,7 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
-        return planned(self._attention).run_paged(
+        return planned(self._attention).run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
@@ -365,8 +365,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run().
         """
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
-        return planned(self._attention).run_ragged(
-            q, k, v, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
+        return planned(self._attention).run(
+            q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
 
@@ -469,9 +469,9 @@ def single_prefill_with_kv_cache(
     )  # fmt: skip
     mask = None if packed_custom_mask is not None else custom_mask
     spec = AttentionSpec(indices, terms, mask, packed_custom_mask)
-    return Attention(spec, layout, OwnWorkspace(q.device), backend).run_ragged(
-        q, k, v, out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=None, k_scale=k_scale, v_scale=v_scale,
-        window_left=None, enable_pdl=None,
+    return Attention(spec, layout, OwnWorkspace(q.device), backend).run(
+        q, (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=None, k_scale=k_scale,
+        v_scale=v_scale, window_left=None, enable_pdl=None,
     )  # fmt: skip
 
 

@@ -22,7 +22,6 @@ __all__ = [
     "Schedule",
     "address_of",
     "cut_of",
-    "kept_indices",
     "make_schedule",
     "measure_schedule",
 ]
@@ -71,6 +70,14 @@ class Schedule(NamedTuple):
     def pages(self) -> torch.Tensor:
         """The copied page numbers."""
         return self.room.tensor[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
+
+    def indices(self, planned: Indices, pages: torch.Tensor | None) -> Indices:
+        """The index arrays as they were planned on, whoever has written them since, with these page numbers."""
+        arrays, count = torch.frombuffer(self.kept, dtype=torch.int32), planned.batch_size + 1
+        qo_indptr = None if planned.qo_indptr is None else arrays[:count]
+        arrays = arrays if qo_indptr is None else arrays[count:]
+        last = None if planned.kv_last_page_len is None else arrays[count:]
+        return planned._replace(qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages)
 
     @property
     def tiles(self) -> ctypes.Array[Tile]:
@@ -185,15 +192,6 @@ def _started(indices: Indices, cut: ScheduleParams) -> tuple[ScheduleParams, byt
 def _work(p: ScheduleParams, indices: Indices) -> None:
     if _scheduler().function(ctypes.addressof(p)):
         _raise(p, indices)
-
-
-def kept_indices(kept: bytearray, planned: Indices, pages: torch.Tensor | None) -> Indices:
-    """The index arrays as they were planned on, whoever has written them since, with other page numbers."""
-    arrays, count = torch.frombuffer(kept, dtype=torch.int32), planned.batch_size + 1
-    qo_indptr = None if planned.qo_indptr is None else arrays[:count]
-    arrays = arrays if qo_indptr is None else arrays[count:]
-    last = None if planned.kv_last_page_len is None else arrays[count:]
-    return planned._replace(qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages)
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

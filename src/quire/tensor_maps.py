@@ -7,8 +7,8 @@ import ctypes
 import torch
 
 from quire.jit.driver import encode_tensor_map, move_tensor_map
-from quire.kernels import AttentionKey, TileShape
-from quire.kernels.attention import AttentionKernel, Geometry
+from quire.kernels import Decision
+from quire.kernels.attention import Geometry
 
 __all__ = ["TensorMaps"]
 
@@ -16,20 +16,19 @@ __all__ = ["TensorMaps"]
 class TensorMaps:
     """The tensor maps inside one parameter struct."""
 
-    def __init__(self, kernel: AttentionKernel, key: AttentionKey, tile: TileShape, params: ctypes.Structure) -> None:
-        self._kernel = kernel
-        self._key = key
-        self._tile = tile
+    def __init__(self, decision: Decision, params: ctypes.Structure) -> None:
+        self._decision = decision
         self._params = params
         self._maps: list[tuple[int, str]] = []  # address of the descriptor, tensor
         self._at: dict[str, int] = {}  # where the tensors are that the descriptors describe
 
     def encode(self, geometry: Geometry, pointers: dict[str, int]) -> None:
         """Describe tensors of this geometry at these addresses; "q", "k" and "v"."""
-        assert self._kernel.copies is not None
-        dtypes = {"q": self._key.q, "k": self._key.kv, "v": self._key.kv}
+        kernel, key = self._decision.kernel, self._decision.key
+        assert kernel.copies is not None
+        dtypes = {"q": key.q, "k": key.kv, "v": key.kv}
         self._maps, self._at = [], dict(pointers)
-        for copy in self._kernel.copies(self._key, self._tile, geometry):
+        for copy in kernel.copies(key, kernel.tile(key), geometry):
             dtype = dtypes[copy.tensor]
             place = ctypes.addressof(self._params) + getattr(type(self._params), copy.field).offset
             strides = [stride * dtype.bytes for stride in copy.strides]

@@ -98,7 +98,7 @@ def xqa_batch_decode_with_kv_cache(
         draft_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
     )  # fmt: skip
     if tables.batch_size:
-        Attention(spec, layout, workspace, backend).run_paged(
+        Attention(spec, layout, workspace, backend).run(
             query, cache.as_given, out=target.result, lse=None, return_lse=False, sinks=sinks, q_scale=None,
             k_scale=None, v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl,
             logits_scale_by=logits_scale.tensor, o_scale_by=v_scale.tensor,

@@ -1,0 +1,135 @@
+"""Memory that plans pass on to each other, never while anybody reads it. Tests play the driver and the streams."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+
+import quire
+from problems import ints, workspace
+from quire import staging
+
+NOT_READY = 600
+EVENTS = iter(range(1, 1000))
+
+
+class Driver:
+    """Copies at once; events are as ready as the test says."""
+
+    def __init__(self) -> None:
+        self.busy: set[int] = set()
+        self.recorded: list[tuple[int, int]] = []
+
+    def function(self, name: str):
+        return getattr(self, name)
+
+    def call(self, name: str, *arguments: object) -> None:
+        assert name == "cuEventCreate"
+        arguments[0]._obj.value = next(EVENTS)
+
+    def current(self, device: int):
+        return torch.no_grad()  # any context
+
+    def context(self, device: int) -> int:
+        return 0
+
+    def check(self, code: int, *words: str) -> None:
+        raise quire.DriverError(f"{words[0]} failed with {code}")
+
+    def cuCtxGetCurrent(self, answer: object) -> int:
+        return 0
+
+    def cuEventQuery(self, event: int) -> int:
+        return NOT_READY if event in self.busy else 0
+
+    def cuEventRecord(self, event: int, stream: int) -> int:
+        self.recorded.append((event, stream))
+        return 0
+
+    def cuMemcpyHtoDAsync_v2(self, target: int, source: int, num_bytes: int, stream: int) -> int:
+        ctypes.memmove(target, source, num_bytes)
+        return 0
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A staging over a driver that this test plays, and the current stream, which it may change."""
+    driver, stream, empty = Driver(), [7], torch.empty
+    monkeypatch.setattr(staging, "driver", lambda: driver)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype))
+    return staging.Staging(0), driver, stream
+
+
+def test_a_room_is_taken_again_once_it_was_read(gpu):
+    there, driver, _ = gpu
+    first = there.take()
+    first.tensor[:4] = torch.arange(4, dtype=torch.uint8)
+    sent = there.send(first, 4)
+    assert sent.tensor[:4].tolist() == [0, 1, 2, 3] and driver.recorded == [(first.event, 7)]
+    driver.busy.add(first.event)
+    second = there.take()
+    assert second is not first and second.event != first.event
+    there.release(second)
+    driver.busy.clear()
+    assert there.take() is first and there.take() is second
+
+
+def test_rooms_grow(gpu):
+    there, _, _ = gpu
+    there.release(there.take())
+    large = there.take(1 << 20)
+    assert large.num_bytes >= 1 << 20
+    there.release(large)
+    assert there.take().num_bytes == large.num_bytes
+
+
+def test_a_failed_query_is_an_error(gpu):
+    there, _, _ = gpu
+    there.release(there.take())
+    there._query = lambda event: 700
+    with pytest.raises(quire.DriverError, match="cuEventQuery failed with 700"):
+        there.take()
+
+
+def test_what_a_plan_leaves_goes_to_the_next_one_of_its_stream(gpu):
+    there, _, stream = gpu
+    sent, other = there.send(there.take(), 16), there.send(there.take(), 16)
+    left = sent.address
+    assert other.address != left  # both are alive
+    del sent
+    stream[0] = 8
+    elsewhere = there.send(there.take(), 16)
+    assert elsewhere.address != left
+    stream[0] = 7
+    assert there.send(there.take(), 16).address == left
+
+
+def test_what_another_stream_reads_is_left_to_torch(gpu, monkeypatch):
+    there, _, _ = gpu
+    told = []
+    sent = there.send(there.take(), 16)
+    sent.tensor.record_stream = told.append
+    sent.used_on("another stream")
+    left = sent.tensor
+    del sent
+    assert told == ["another stream"]
+    assert there.send(there.take(), 16).tensor is not left
+
+
+def test_later_changes_of_the_index_arrays_do_not_matter():
+    """A plan owns what it was planned on, also where forward() plans again."""
+    cache = torch.randn(4, 2, 16, 1, 64, dtype=torch.bfloat16)
+    q = torch.randn(3, 4, 64, dtype=torch.bfloat16)
+    lengths = [ints(x, "cpu") for x in ([0, 1, 3], [0, 2, 4], [3, 1, 0, 2], [16, 5])]
+    options = {"causal": True, "q_data_type": torch.bfloat16}
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*lengths, 4, 1, 64, 16, **options)
+    want = wrapper.run(q, cache), wrapper.forward(q, cache, causal=False)
+    wrapper.plan(*lengths, 4, 1, 64, 16, **options)
+    for array in lengths:
+        array.fill_(77)
+    assert torch.equal(wrapper.run(q, cache), want[0])
+    assert torch.equal(wrapper.forward(q, cache, causal=False), want[1])
