@@ -55,12 +55,13 @@ class Driver:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A staging over a driver that this test plays, and the current stream, which it may change."""
+    """The staging of a stream over a driver that this test plays, and the current stream, which it may change."""
     driver, stream, empty = Driver(), [7], torch.empty
     monkeypatch.setattr(staging, "driver", lambda: driver)
+    monkeypatch.setattr(staging, "_stagings", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype))
-    return staging.Staging(0), driver, stream
+    return staging.staging_of(torch.device("cuda")), driver, stream
 
 
 def test_a_room_is_taken_again_once_it_was_read(gpu):
@@ -86,6 +87,14 @@ def test_rooms_grow(gpu):
     assert there.take().num_bytes == large.num_bytes
 
 
+def test_a_plan_that_fails_leaks_no_event(gpu):
+    there, _, _ = gpu
+    room = there.take()
+    event = room.event
+    del room  # it was never sent
+    assert there.take().event == event
+
+
 def test_a_failed_query_is_an_error(gpu):
     there, _, _ = gpu
     there.release(there.take())
@@ -101,9 +110,11 @@ def test_what_a_plan_leaves_goes_to_the_next_one_of_its_stream(gpu):
     assert other.address != left  # both are alive
     del sent
     stream[0] = 8
-    elsewhere = there.send(there.take(), 16)
-    assert elsewhere.address != left
+    elsewhere = staging.staging_of(torch.device("cuda"))
+    assert elsewhere is not there
+    assert elsewhere.send(elsewhere.take(), 16).address != left
     stream[0] = 7
+    assert staging.staging_of(torch.device("cuda")) is there
     assert there.send(there.take(), 16).address == left
 
 

@@ -52,7 +52,7 @@ def _form(tensors: tuple[Any, ...]) -> tuple[Form | None, list[int]]:
     try:
         for t in tensors:
             pointer = t.data_ptr()
-            form.append((t.shape, t.stride(), t.dtype, t.device, pointer % 16))
+            form.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, pointer % 16))
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
@@ -131,6 +131,7 @@ class Attention:
         self._terms = spec.terms
         self._layout = layout
         self._device = workspace.device
+        self._on_cuda, self._index = self._device.type == "cuda", self._device.index or 0
         self._graph = graph
         self._is_fixed = graph is None and not isinstance(spec.indices, Lengths)  # to the lengths of this plan
         if not isinstance(spec.indices, Lengths):
@@ -175,9 +176,10 @@ class Attention:
         kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
         multiplied by besides; paged keys only.
         """
+        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         if self._graph is not None:
             self._check_rows(self._graph, q)
-        elif self._is_fixed:
+        elif stream and self._is_fixed:
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
             out = torch.empty(self._out_shape, dtype=self._terms.types.o.torch, device=self._device)
@@ -199,7 +201,7 @@ class Attention:
                 raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
         q_at, o_at, k_at, v_at = (*pointers, pointers[-1] + self._v_offset)[:4]
         self._plan.run(
-            q_at, k_at, v_at, o_at,
+            stream, q_at, k_at, v_at, o_at,
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
             logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale"),
             None if logits_scale_by is None else logits_scale_by.data_ptr(),
@@ -286,7 +288,7 @@ class Attention:
 
     def _check_alignment(self, pointer: int, strides: tuple[int, ...], name: str, dtype: DType) -> None:
         """GPU kernels load 16 bytes at a time."""
-        if self._device.type != "cuda":
+        if not self._on_cuda:
             return
         step = 16 // dtype.bytes
         if pointer % 16 or any(stride % step for stride in strides):

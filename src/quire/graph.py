@@ -22,8 +22,10 @@ _OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both 
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether the current stream of a GPU is being captured."""
-    return device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing()
+    """Whether the current stream of a GPU is being captured, which the default stream never is."""
+    if device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index or 0) == 0:
+        return False
+    return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def refuse_capture(what: str, device: torch.device) -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Callable
 
 import torch
 
 from quire.errors import QuireError
-from quire.jit import CudaModule, HostModule, Launch, Module
+from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
-from quire.staging import Sent
 
-__all__ = ["Launcher", "launch", "row_grid"]
+__all__ = ["bind", "launch", "row_grid"]
 
 
 def launch(
@@ -28,41 +27,15 @@ def launch(
         raise QuireError(f"{module.slug}: the kernel returned {status}: out of memory.")
 
 
-class Launcher:
-    """A planned launch of one parameter struct: what is known in plan() is not looked up again in run().
+def bind(module: Module, params: int, device: torch.device, grid: int, *, pdl: bool) -> Callable[[int], None]:
+    """A launch of `module` on the parameter struct at address `params`, to be called with a stream any number of times.
 
-    Called with whether the launch may begin before its predecessor ends, which counts only if the kernel waits itself.
+    `pdl`: it may begin before its predecessor ends.
     """
-
-    __slots__ = ("_bound", "_device", "_grid", "_index", "_may_start_early", "_module", "_params", "_sent")
-
-    def __init__(
-        self, module: Module, params: ctypes.Structure, device: torch.device, grid: int, sent: Sent | None, *, pdl: bool
-    ) -> None:
-        self._index = device.index or 0
-        self._params = params  # keeps its memory
-        self._module, self._device, self._grid = module, device, grid
-        self._sent = sent  # what the launch reads
-        self._may_start_early = pdl
-        self._bound: dict[bool, Launch] = {}  # by whether it starts early
-
-    def __call__(self, enable_pdl: bool) -> None:
-        """Launch on torch's current stream."""
-        early = self._may_start_early and enable_pdl
-        bound = self._bound.get(early)
-        if bound is None:
-            if isinstance(self._module, HostModule):
-                launch(self._module, ctypes.addressof(self._params), self._device, grid=self._grid, block=1)
-                return
-            facts = self._module.facts
-            bound = self._bound[early] = self._module.bind(
-                ctypes.addressof(self._params), self._grid, facts["kThreads"], facts["kSmemBytes"], self._index,
-                pdl=early,
-            )  # fmt: skip
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        if self._sent is not None and stream != self._sent.stream:
-            self._sent.used_on(torch.cuda.current_stream(self._device))
-        bound(stream)
+    if isinstance(module, CudaModule):
+        facts = module.facts
+        return module.bind(params, grid, facts["kThreads"], facts["kSmemBytes"], device.index or 0, pdl=pdl)
+    return lambda _: launch(module, params, device, grid=grid, block=1)
 
 
 def row_grid(rows: int, columns: int) -> int:

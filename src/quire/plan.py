@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from quire.jit import Module
 from quire.kernels import Decision
 from quire.kernels.attention import Geometry
 from quire.kernels.params import AttentionParams
-from quire.launch import Launcher
+from quire.launch import bind
 from quire.layout import KVView
 from quire.schedule import Indices, Schedule
 from quire.staging import Sent
@@ -39,13 +40,14 @@ class AttentionPlan:
         self.schedule = schedule  #: None where only the device knows the batch
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind it
-        self._decision, self._module, self._device, self._grid = decision, module, device, grid
+        self._module, self._device, self._grid = module, device, grid
+        self._may_start_early = decision.kernel.pdl and has_dependent_launch(decision.key.target)
         self._starts_early = starts_early  # where run() is not told
         self._params = base_of(params)
         self._scoring = scoring
         self._owned = (params, owned)  # what the parameter struct points into
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
-        self._launch: Launcher | None = None
+        self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they start early
         self._extras: tuple[Any, ...] = ()  # of the last run
 
     @property
@@ -81,14 +83,13 @@ class AttentionPlan:
                 (p.q_token_stride, p.q_head_stride), (p.k_page_stride, p.k_token_stride, p.k_head_stride),
                 (p.v_page_stride, p.v_token_stride, p.v_head_stride),
             )  # fmt: skip
-            self._maps.encode(geometry, {"q": q.data_ptr(), "k": k.pointer, "v": v.pointer})
+            self._maps.encode(geometry, (q.data_ptr(), k.pointer, v.pointer))
 
     def run(
-        self, q: int, k: int, v: int, o: int, lse: int | None = None, sinks: int | None = None,
-        logits_scale: float = 1.0, o_scale: float = 1.0, logits_scale_by: int | None = None,
-        o_scale_by: int | None = None, enable_pdl: bool | None = None,
+        self, stream: int, q: int, k: int, v: int, o: int, lse: int | None, sinks: int | None, logits_scale: float,
+        o_scale: float, logits_scale_by: int | None, o_scale_by: int | None, enable_pdl: bool | None,
     ) -> None:  # fmt: skip
-        """Launch on the current stream, on tensors at these addresses, of the form that set_form() was told.
+        """Launch on `stream`, torch's current one, on tensors at these addresses, of the form that set_form() was told.
 
         `*_by`: where on the GPU a float32 lies that the scale is multiplied by; for paged keys only.
         """
@@ -99,10 +100,13 @@ class AttentionPlan:
             self._set(*extras)
             self._extras = extras
         if self._maps is not None:
-            self._maps.move({"q": q, "k": k, "v": v})
+            self._maps.move((q, k, v))
+        if self._sent is not None and stream != self._sent.stream:
+            self._sent.used_on(torch.cuda.current_stream(self._device))
         if p.num_ctas:
-            launch = self._launch or self._bind()
-            launch(self._starts_early if enable_pdl is None else enable_pdl)
+            early = self._may_start_early and (self._starts_early if enable_pdl is None else enable_pdl)
+            launch = self._launches.get(early) or self._bind(early)
+            launch(stream)
 
     def _set(
         self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,
@@ -113,11 +117,10 @@ class AttentionPlan:
         scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
         p.logits_scale, p.o_scale = scale / cap if cap else scale * LOG2E, o_scale
 
-    def _bind(self) -> Launcher:
-        decision = self._decision
-        may_start_early = decision.kernel.pdl and has_dependent_launch(decision.key.target)
-        self._launch = Launcher(self._module, self._owned[0], self._device, self._grid, self._sent, pdl=may_start_early)
-        return self._launch
+    def _bind(self, early: bool) -> Callable[[int], None]:
+        params = ctypes.addressof(self._params)
+        launch = self._launches[early] = bind(self._module, params, self._device, self._grid, pdl=early)
+        return launch
 
 
 def base_of(params: ctypes.Structure) -> AttentionParams:

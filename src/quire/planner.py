@@ -27,7 +27,7 @@ from quire.kernels.params import (
 from quire.launch import launch
 from quire.plan import LOG2E, AttentionPlan, base_of
 from quire.schedule import Indices, Lengths, Schedule, address_of, cut_of, make_schedule, measure_schedule
-from quire.staging import Sent, staging_of
+from quire.staging import Sent, Staging, staging_of
 from quire.target import max_ctas
 from quire.terms import Terms
 from quire.types import MaskMode
@@ -132,7 +132,8 @@ def make_plan(
     device, kernel = workspace.device, decision.kernel
     module, ctas = _load(decision.spec, device)
     recipe = _recipe_for(decision, indices, terms, ctas, graph)
-    schedule = make_schedule(indices, recipe.cut, staging_of(device))
+    staging = staging_of(device)
+    schedule = make_schedule(indices, recipe.cut, staging)
     s = schedule.params
     params = recipe.new_params()
     base = base_of(params)
@@ -140,7 +141,7 @@ def make_plan(
     partials = recipe.set_partials(base, workspace, s.num_slots)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    at, sent, pages = _send(schedule, indices, device, graph)
+    at, sent, pages = _send(schedule, indices, device, staging, graph)
     base.mask = address_of(bits)
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
@@ -160,10 +161,10 @@ def make_plan(
 
 
 def _send(
-    schedule: Schedule, indices: Indices, device: torch.device, graph: GraphState | None
+    schedule: Schedule, indices: Indices, device: torch.device, staging: Staging | None, graph: GraphState | None
 ) -> tuple[int, Sent | None, torch.Tensor | None]:
     """Where the schedule lies on the device, who holds it there, and page numbers that do not lie behind it."""
-    s, room, pages, staging = schedule.params, schedule.room, indices.kv_indices, staging_of(device)
+    s, room, pages = schedule.params, schedule.room, indices.kv_indices
     if graph is not None:
         if pages is not None:
             pages = graph.pages(schedule.pages if pages.is_cpu else pages, s.nnz_kv)

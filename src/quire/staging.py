@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from ctypes import byref, c_void_p
-from functools import cache
+from typing import TypeVar
 
 import torch
 
@@ -12,21 +12,29 @@ from quire.jit.driver import driver
 
 __all__ = ["Room", "Sent", "Staging", "staging_of"]
 
+_Item = TypeVar("_Item")
+
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _LEAST_BYTES = 1 << 16
 
 
 class Room:
-    """Bytes on the host, 16-byte aligned."""
+    """Bytes on the host, 16-byte aligned. With an `event`, a CUevent, they are pinned, and free once it is done; when
+    they are gone, `spare` has it.
+    """
 
-    __slots__ = ("address", "event", "num_bytes", "tensor")
+    __slots__ = ("_spare", "address", "event", "num_bytes", "tensor")
 
-    def __init__(self, num_bytes: int, *, pin: bool = False, event: int = 0) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pin)
+    def __init__(self, num_bytes: int, event: int = 0, spare: list[int] | None = None) -> None:
+        self.event, self._spare = event, spare
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=event != 0)
         self.address = self.tensor.data_ptr()
         self.num_bytes = num_bytes
-        self.event = event  #: a CUevent: done when no copy reads this any more
+
+    def __del__(self) -> None:
+        if self._spare is not None:
+            self._spare.append(self.event)
 
 
 class Sent:
@@ -57,16 +65,17 @@ class Sent:
 
 
 class Staging:
-    """The way to one GPU, for plans from any thread, on any stream. Pinned rooms wait in a queue until they are read.
+    """The way to a GPU on one stream, for plans from any thread. Pinned rooms wait in a queue until they are read.
 
     torch's pinned memory and `.to` take 10.6 us, this 4 (H200's host, 2026-11-21).
     """
 
-    def __init__(self, device: int) -> None:
+    def __init__(self, device: int, stream: int) -> None:
         self._driver = driver()
-        self._device = device
-        self._waiting: deque[Room] = deque()  # appending and popping are atomic
-        self._left: defaultdict[int, list[torch.Tensor]] = defaultdict(list)  # by stream, of plans that are gone
+        self._device, self._stream = device, stream
+        self._waiting: deque[Room] = deque()  # in the stream's order; appending and popping are atomic
+        self._spare: list[int] = []  # events of rooms that are gone
+        self._left: list[torch.Tensor] = []  # of plans that are gone
         self._least_bytes = _LEAST_BYTES  # that a room has from now on
         names = "cuCtxGetCurrent", "cuEventQuery", "cuEventRecord", "cuMemcpyHtoDAsync_v2"
         self._get_current, self._query, self._record, self._copy = map(self._driver.function, names)
@@ -84,53 +93,62 @@ class Staging:
             if code != _NOT_READY:
                 self._driver.check(code, "cuEventQuery")
             return self._new()
-        return room if room.num_bytes >= self._least_bytes else self._new(room.event)
+        return room if room.num_bytes >= self._least_bytes else self._new()
 
-    def _new(self, event: int = 0) -> Room:
-        made = c_void_p(event)
-        if not event:
-            with self._driver.current(self._device):
-                self._driver.call("cuEventCreate", byref(made), _DISABLE_TIMING)
-        return Room(self._least_bytes, pin=True, event=made.value or 0)
+    def _new(self) -> Room:
+        return Room(self._least_bytes, _popped(self._spare) or self._new_event(), self._spare)
+
+    def _new_event(self) -> int:
+        event = c_void_p()
+        with self._driver.current(self._device):
+            self._driver.call("cuEventCreate", byref(event), _DISABLE_TIMING)
+        return event.value or 0
 
     def send(self, room: Room, num_bytes: int) -> Sent:
-        """Copy the first `num_bytes` to the GPU on torch's current stream, and wait for nothing."""
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        left = self._left[stream]
-        tensor = left.pop() if left else None
+        """Copy the first `num_bytes` to the GPU, and wait for nothing."""
+        tensor = _popped(self._left)
         if tensor is None or tensor.shape[0] < num_bytes:
-            device = torch.device("cuda", self._device)
-            tensor = torch.empty(room.num_bytes, dtype=torch.uint8, device=device)
-        sent = Sent(tensor, stream, left)
-        self._on(stream, room, sent.address, num_bytes)
+            tensor = torch.empty(room.num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._device))
+        sent = Sent(tensor, self._stream, self._left)
+        self._enqueue(room, sent.address, num_bytes)
         return sent
 
     def release(self, room: Room) -> None:
-        """Others have copied from it, on torch's current stream."""
-        self._on(torch._C._cuda_getCurrentRawStream(self._device), room, 0, 0)
+        """Others have copied from it, on this stream."""
+        self._enqueue(room, 0, 0)
 
-    def _on(self, stream: int, room: Room, target: int, num_bytes: int) -> None:
+    def _enqueue(self, room: Room, target: int, num_bytes: int) -> None:
         current = c_void_p()
         self._get_current(byref(current))
         if current.value == self._driver.context(self._device):
-            code = self._enqueue(stream, room, target, num_bytes)
+            code = self._copy_and_record(room, target, num_bytes)
         else:
             with self._driver.current(self._device):
-                code = self._enqueue(stream, room, target, num_bytes)
+                code = self._copy_and_record(room, target, num_bytes)
         if code:
             self._driver.check(code, "the copy of a plan", f"{num_bytes} bytes to device {self._device}")
         self._waiting.append(room)
 
-    def _enqueue(self, stream: int, room: Room, target: int, num_bytes: int) -> int:
-        code = self._copy(target, room.address, num_bytes, stream) if num_bytes else 0
-        return code or self._record(room.event, stream)
+    def _copy_and_record(self, room: Room, target: int, num_bytes: int) -> int:
+        code = self._copy(target, room.address, num_bytes, self._stream) if num_bytes else 0
+        return code or self._record(room.event, self._stream)
 
 
-@cache
-def _staging(index: int) -> Staging:
-    return Staging(index)
+def _popped(items: list[_Item]) -> _Item | None:
+    """The last item; None if there is none, which another thread may see to at any time."""
+    try:
+        return items.pop()
+    except IndexError:
+        return None
+
+
+_stagings: dict[tuple[int, int], Staging] = {}
 
 
 def staging_of(device: torch.device) -> Staging | None:
-    """The staging of a GPU; None for the host, where a plan keeps what was written."""
-    return _staging(device.index or 0) if device.type == "cuda" else None
+    """The staging of torch's current stream of a GPU; None for the host, where a plan keeps what was written."""
+    if device.type != "cuda":
+        return None
+    index = device.index or 0
+    key = index, torch._C._cuda_getCurrentRawStream(index)
+    return _stagings.get(key) or _stagings.setdefault(key, Staging(*key))

@@ -118,10 +118,10 @@ class AttentionFa3Params(ctypes.Structure):
 
 def aligned_copy(params: _Struct) -> _Struct:
     """A copy of a struct at a multiple of 64 bytes, as tensor maps need it."""
-    cls = type(params)
-    memory = _memory(ctypes.sizeof(cls) + 64)()
-    copy = cls.from_buffer(memory, -ctypes.addressof(memory) % 64)
-    ctypes.memmove(ctypes.addressof(copy), ctypes.addressof(params), ctypes.sizeof(cls))
+    size = ctypes.sizeof(params)
+    memory = _memory(size + 64)()
+    copy = type(params).from_buffer(memory, -ctypes.addressof(memory) % 64)
+    ctypes.memmove(ctypes.byref(copy), ctypes.byref(params), size)
     return copy
 
 
