@@ -21,7 +21,7 @@ from quire.checks import (
 )
 from quire.errors import PlanError, ValidationError
 from quire.graph import GraphState, is_capturing, refuse_capture
-from quire.kernels import AttentionProblem, Decision, decide
+from quire.kernels import AttentionProblem, Decision, decide, same_rows
 from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
 from quire.plan import AttentionPlan
 from quire.planner import make_plan, make_plan_on_device, workspace_bytes
@@ -84,17 +84,17 @@ class AttentionSpec(NamedTuple):
 
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
-        batch_size = self.indices.batch_size
-        rows = -(-self.nnz_qo // batch_size) if batch_size else 0  # of a typical request: the mean
+        batch_size, terms = self.indices.batch_size, self.terms
+        rows = -(-self.nnz_qo // batch_size) * terms.group_size if batch_size else 0  # of a typical request: the mean
         uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
-        return _decide(backend, device, self.terms, self.mask, rows, uniform)
+        return _decide(backend, device, terms, self.mask, same_rows(rows), uniform)
 
 
 @lru_cache(maxsize=4096)
 def _decide(backend: str, device: torch.device, t: Terms, mask: MaskMode, rows: int, uniform: bool) -> Decision:
     problem = AttentionProblem(
         target_of(device), *t.types, t.head_dim_qk, t.head_dim_vo, t.page_size, mask, t.scoring.window_left >= 0,
-        t.scoring.logits_soft_cap > 0, rows * t.group_size, uniform, t.fixed_split_size,
+        t.scoring.logits_soft_cap > 0, rows, uniform, t.fixed_split_size,
     )  # fmt: skip
     return decide(problem, backend)
 

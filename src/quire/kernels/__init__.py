@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit.spec import Spec
 from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3
-from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape
+from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
 
 __all__ = [
     "KERNELS",
@@ -21,6 +21,7 @@ __all__ = [
     "backends",
     "decide",
     "kernel_of",
+    "same_rows",
 ]
 
 #: In order of preference: `auto` takes the first that accepts and does not yield.
