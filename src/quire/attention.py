@@ -28,6 +28,7 @@ from quire.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.quantization import pack_mask
 from quire.schedule import Indices, Lengths
 from quire.target import target_of
+from quire.tensor_maps import Described
 from quire.terms import Terms
 from quire.types import DType, KVLayout, MaskMode
 from quire.workspace import Workspace
@@ -57,6 +58,16 @@ def _form(tensors: tuple[Any, ...]) -> tuple[Form | None, list[int]]:
     except (AttributeError, RuntimeError):
         return None, pointers
     return form, pointers
+
+
+class _Checked(NamedTuple):
+    """Tensors that were found right, for the next plan of the same kernel and terms."""
+
+    form: Form
+    out_shape: tuple[int, int, int]
+    room: int  #: pages of the cache, or tokens of ragged keys
+    v_offset: int  #: bytes from keys to values in a cache of one tensor
+    planned: tuple[bytes, Described | None]  #: what the plan keeps of them
 
 
 class AttentionSpec(NamedTuple):
@@ -125,7 +136,7 @@ class Attention:
 
     def __init__(
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
-        graph: GraphState | None = None,
+        graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
         self._terms = spec.terms
@@ -146,7 +157,13 @@ class Attention:
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.params.nnz_qo
         self._out_shape = (self._nnz_qo, spec.terms.num_qo_heads, spec.terms.head_dim_vo)
         self._form: Form | None = None  # of the tensors of the last run, which were found right
-        self._v_offset = 0  # bytes from keys to values in a cache of one tensor
+        self._v_offset = 0
+        self._checked: _Checked | None = None  # by this plan or by one before it
+        if before is not None and graph is None and before.decision is self.decision and before._continues(self):
+            self._checked = before._checked
+
+    def _continues(self, after: Attention) -> bool:
+        return after._terms == self._terms and after._device == self._device and after._layout is self._layout
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
@@ -186,7 +203,8 @@ class Attention:
         tensors = cache_tensors(kv)
         form, pointers = _form((q, out, *tensors))
         if form is None or form != self._form:
-            self._check_form(q, out, tensors)
+            if not self._knows(form):
+                self._check_form(form, q, out, tensors)
             self._form = form
         if window_left is not None and window_left != self._terms.scoring.window_left:
             raise ValidationError(
@@ -218,13 +236,27 @@ class Attention:
                 f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
             )
 
-    def _check_form(self, q: torch.Tensor, out: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+    def _knows(self, form: Form | None) -> bool:
+        """Whether the plan before had such tensors, and they do for this batch; if so, they are as if checked."""
+        known = self._checked
+        if known is None or form != known.form or known.out_shape != self._out_shape:
+            return False
+        if known.room < (self._plan.largest_page + 1 if self._terms.page_size else self._plan.nnz_kv):
+            return False
+        self._plan.take_form(*known.planned)
+        self._v_offset = known.v_offset
+        return True
+
+    def _check_form(self, form: Form | None, q: torch.Tensor, out: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
         """Everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
         k, v = self._paged_views(kv) if self._terms.page_size else self._ragged_views(*kv)
         self._check_q(q)
         self._check_out(out)
         self._plan.set_form(q, k, v, out)
         self._v_offset = v.pointer - k.pointer
+        if form is not None and self._graph is None:
+            sizes = (k.num_pages, v.num_pages) if self._terms.page_size else (k.num_tokens, v.num_tokens)
+            self._checked = _Checked(form, self._out_shape, min(sizes), self._v_offset, self._plan.form())
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
         page_size = self._terms.page_size

@@ -18,12 +18,13 @@ from quire.layout import KVView
 from quire.schedule import Indices, Schedule
 from quire.staging import Sent
 from quire.target import has_dependent_launch
-from quire.tensor_maps import TensorMaps
+from quire.tensor_maps import Described, TensorMaps
 from quire.terms import Scoring
 
 __all__ = ["LOG2E", "AttentionPlan", "base_of"]
 
 LOG2E = math.log2(math.e)
+_STRIDES = range(AttentionParams.q_token_stride.offset, AttentionParams.group.offset)  # bytes of a parameter struct
 
 
 class AttentionPlan:
@@ -84,6 +85,17 @@ class AttentionPlan:
                 (p.v_page_stride, p.v_token_stride, p.v_head_stride),
             )  # fmt: skip
             self._maps.encode(geometry, (q.data_ptr(), k.pointer, v.pointer))
+
+    def form(self) -> tuple[bytes, Described | None]:
+        """What set_form() has set, for take_form() of another plan of the same kernel and terms."""
+        strides = ctypes.string_at(ctypes.addressof(self._params) + _STRIDES.start, len(_STRIDES))
+        return strides, self._maps.described() if self._maps is not None else None
+
+    def take_form(self, strides: bytes, described: Described | None) -> None:
+        """What set_form() would set."""
+        ctypes.memmove(ctypes.addressof(self._params) + _STRIDES.start, strides, len(_STRIDES))
+        if self._maps is not None and described is not None:
+            self._maps.take(described)
 
     def run(
         self, stream: int, q: int, k: int, v: int, o: int, lse: int | None, sinks: int | None, logits_scale: float,

@@ -82,7 +82,7 @@ class AttentionWrapper:
         if self._sizes is not None:
             self._sizes.append(workspace_bytes_of(spec, self._workspace.device, self._backend, self._graph))
             return
-        self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph)
+        self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
 
     def _replan(
         self, pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,

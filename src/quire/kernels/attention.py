@@ -50,7 +50,7 @@ class AttentionProblem:
 
 
 def same_rows(rows: int) -> int:
-    """The most rows that each kernel takes as it takes `rows`: bounds are multiples of 16 up to 256, then powers of two.
+    """The most rows that each kernel takes like `rows`: their bounds are multiples of 16 up to 256, then powers of two.
 
     Batches of a server, no two alike, are so a few problems, of which only the first of each is decided (a plan of one
     that had to be: 58 us instead of 25 on a host, 2026-11-21).

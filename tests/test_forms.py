@@ -1,0 +1,92 @@
+"""A plan knows the tensors that the one before was run on: what a batch changes is checked all the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quire
+from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
+from problems import FORMS, Problem
+
+LENS = (5, 1, 40), (60, 7, 90)
+
+
+def problem(device: str, dtype: object, seed: int = 0, lens: tuple[tuple[int, ...], ...] = LENS) -> Problem:
+    return Problem(*lens, causal=True, device=device, dtype=dtype, seed=seed)
+
+
+def any_dtype(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def knows(wrapper: object) -> object:
+    """What its plan has of tensors that were checked."""
+    return wrapper._attention._checked
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_tensors_of_the_same_form(device, backend, dtype, form):
+    wrapper, known = None, None
+    for seed in range(3):
+        p = problem(device, dtype, seed)
+        cache = p.paged(16, form=form, spare=2, order_seed=seed)
+        wrapper = wrapper or paged_wrapper(p, cache, backend)
+        plan_paged(wrapper, p, cache)
+        assert knows(wrapper) is known, "not what the plan before had"
+        p.check(wrapper.run(p.q, cache.kv))
+        known = known or knows(wrapper)
+        assert known and knows(wrapper) is known, "checked again"
+
+
+def test_other_forms(device, backend, dtype):
+    """In turn, so that a plan always finds what does not fit it."""
+    p = problem(device, dtype)
+    caches = [p.paged(16, form=form) for form in FORMS]
+    wrapper = paged_wrapper(p, caches[0], backend)
+    for cache in caches + caches[::-1]:
+        plan_paged(wrapper, p, cache)
+        p.check(wrapper.run(p.q, cache.kv))
+        p.check(wrapper.run(p.q, cache.kv))
+
+
+def test_other_rows(device, backend, dtype):
+    wrapper = None
+    for lens in (LENS, (LENS[0][::-1], LENS[1][::-1]), ((5, 2, 40), LENS[1]), LENS):
+        p = problem(device, dtype, lens=lens)
+        cache = p.paged(16)
+        wrapper = wrapper or paged_wrapper(p, cache, backend)
+        plan_paged(wrapper, p, cache)
+        p.check(wrapper.run(p.q, cache.kv))
+    more = problem(device, dtype, lens=((6, 1, 40), LENS[1]))
+    plan_paged(wrapper, more, cache)
+    with pytest.raises(quire.ValidationError, match="q: "):
+        wrapper.run(p.q, cache.kv)
+
+
+def test_pages_beyond_the_cache(device, backend):
+    """The batch before had none."""
+    p = Problem((1, 1), (40, 30), device=device, dtype=any_dtype(device))
+    cache = p.paged(16)
+    wrapper = decode_wrapper(p, cache, backend)
+    plan_decode(wrapper, p, cache, index_device="cpu")
+    p.check(wrapper.run(p.q, cache.kv))
+    indptr, indices, last = cache.tables("cpu")
+    indices[-1] = cache.kv[0].shape[0]
+    wrapper.plan(indptr, indices, last, p.num_qo_heads, p.num_kv_heads, p.head_dim, 16, q_data_type=p.dtype)
+    assert knows(wrapper)
+    with pytest.raises(quire.ValidationError, match="paged_kv_indices"):
+        wrapper.run(p.q, cache.kv)
+
+
+def test_fewer_ragged_tokens_than_this_batch_has(device, backend):
+    p = problem(device, any_dtype(device))
+    wrapper = ragged_wrapper(p, backend)
+    plan_ragged(wrapper, p)
+    p.check(wrapper.run(p.q, p.k, p.v))
+    more = problem(device, any_dtype(device), lens=(LENS[0], (60, 8, 90)))
+    plan_ragged(wrapper, more)
+    assert knows(wrapper)
+    with pytest.raises(quire.ValidationError, match="tokens"):
+        wrapper.run(p.q, p.k, p.v)
+    more.check(wrapper.run(more.q, more.k, more.v))
