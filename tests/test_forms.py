@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import quire
-from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
+from calls import decode_wrapper, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import FORMS, Problem
 
 LENS = (5, 1, 40), (60, 7, 90)
@@ -69,11 +71,12 @@ def test_pages_beyond_the_cache(device, backend):
     p = Problem((1, 1), (40, 30), device=device, dtype=any_dtype(device))
     cache = p.paged(16)
     wrapper = decode_wrapper(p, cache, backend)
-    plan_decode(wrapper, p, cache, index_device="cpu")
+    indptr, indices, last = (t.cpu() for t in cache.tables())
+    plan = partial(wrapper.plan, indptr, indices, last, p.num_qo_heads, p.num_kv_heads, p.head_dim, 16)
+    plan(q_data_type=p.dtype)
     p.check(wrapper.run(p.q, cache.kv))
-    indptr, indices, last = cache.tables("cpu")
     indices[-1] = cache.kv[0].shape[0]
-    wrapper.plan(indptr, indices, last, p.num_qo_heads, p.num_kv_heads, p.head_dim, 16, q_data_type=p.dtype)
+    plan(q_data_type=p.dtype)
     assert knows(wrapper)
     with pytest.raises(quire.ValidationError, match="paged_kv_indices"):
         wrapper.run(p.q, cache.kv)

@@ -27,7 +27,7 @@ from quire.plan import AttentionPlan
 from quire.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.quantization import pack_mask
 from quire.schedule import Indices, Lengths
-from quire.target import target_of
+from quire.target import on_cuda, target_of
 from quire.tensor_maps import Described
 from quire.terms import Terms
 from quire.types import DType, KVLayout, MaskMode
@@ -142,7 +142,7 @@ class Attention:
         self._terms = spec.terms
         self._layout = layout
         self._device = workspace.device
-        self._on_cuda, self._index = self._device.type == "cuda", self._device.index or 0
+        self._on_cuda, self._index = on_cuda(self._device), self._device.index or 0
         self._graph = graph
         self._is_fixed = graph is None and not isinstance(spec.indices, Lengths)  # to the lengths of this plan
         if not isinstance(spec.indices, Lengths):
@@ -159,11 +159,13 @@ class Attention:
         self._form: Form | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
         self._checked: _Checked | None = None  # by this plan or by one before it
-        if before is not None and graph is None and before.decision is self.decision and before._continues(self):
+        if before is not None and graph is None and self._is_like(before):
             self._checked = before._checked
 
-    def _continues(self, after: Attention) -> bool:
-        return after._terms == self._terms and after._device == self._device and after._layout is self._layout
+    def _is_like(self, other: Attention) -> bool:
+        """Whether the same tensors are right for both, but for what their batches say."""
+        same = other.decision is self.decision and other._terms == self._terms
+        return same and other._device == self._device and other._layout is self._layout
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec

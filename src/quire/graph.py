@@ -15,6 +15,7 @@ import torch
 from quire.checks import check_same_device, check_tensor, refuse
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision
+from quire.target import on_cuda
 
 __all__ = ["GraphState", "graph_state", "is_capturing", "refuse_capture"]
 
@@ -23,7 +24,7 @@ _OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a GPU is being captured, which the default stream never is."""
-    if device.type != "cuda" or torch._C._cuda_getCurrentRawStream(device.index or 0) == 0:
+    if not on_cuda(device) or torch._C._cuda_getCurrentRawStream(device.index or 0) == 0:
         return False
     return torch._C._cuda_isCurrentStreamCapturing()
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from quire.jit.driver import driver
+from quire.target import on_cuda
 
 __all__ = ["Room", "Sent", "Staging", "staging_of"]
 
@@ -147,7 +148,7 @@ _stagings: dict[tuple[int, int], Staging] = {}
 
 def staging_of(device: torch.device) -> Staging | None:
     """The staging of torch's current stream of a GPU; None for the host, where a plan keeps what was written."""
-    if device.type != "cuda":
+    if not on_cuda(device):
         return None
     index = device.index or 0
     key = index, torch._C._cuda_getCurrentRawStream(index)

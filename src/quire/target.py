@@ -9,9 +9,15 @@ import torch
 from quire.errors import UnsupportedError
 from quire.jit import driver, host_target, supported_cuda_targets
 
-__all__ = ["has_dependent_launch", "max_ctas", "present_targets", "target_of"]
+__all__ = ["has_dependent_launch", "max_ctas", "on_cuda", "present_targets", "target_of"]
 
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+@cache
+def on_cuda(device: torch.device) -> bool:
+    """Whether it is a GPU of NVIDIA's: device.type makes a string each time it is asked."""
+    return device.type == "cuda"
 
 
 def target_of(device: torch.device) -> str:
