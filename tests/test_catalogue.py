@@ -9,6 +9,7 @@ import pytest
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import AttentionProblem, decide, same_rows
+from quire.planner import _suits_pairs
 from quire.types import MaskMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
@@ -82,3 +83,17 @@ def test_a_fixed_split_is_a_multiple_of_the_tile_that_runs():
     assert decide(lower, "decode").kernel.tile(decide(lower, "decode").key).kv == 32
     with pytest.raises(ValidationError, match="fixed_split_size=32 is not a multiple of its kv tile, 64"):
         decide(replace(lower, rows=64), "decode")
+
+
+@pytest.mark.parametrize(
+    ("tiles", "tokens", "suits"),
+    [
+        (8, 8 * 131072, True),
+        (128, 128 * 1024, True),
+        (132, 132 * 192, True),
+        (133, 133 * 1024, False),  # more than a tile an SM
+        (8, 8 * 2048, False),  # short
+    ],
+)
+def test_when_a_launch_makes_one_cta_of_two(tiles, tokens, suits):
+    assert _suits_pairs(tiles, tokens, num_sms=132, tile_kv=64) is suits

@@ -188,7 +188,7 @@ def check_shares(batch, p, tiles, pieces):
         if len(group) == 1:
             continue
         for part, piece in enumerate(group):
-            slot = 2 * piece.cta + (part == 0)  # a tile begun is the CTA's tail, a tile taken over is its head
+            slot = piece.cta + (part == 0) * p.num_ctas  # a tile begun is the CTA's tail, a tile taken over is its head
             assert slot not in slots and slot < p.num_slots
             slots.add(slot)
             partials[piece.cta] += 1

@@ -13,13 +13,12 @@ namespace quire {
 
 // The partial results of one row tile and kv head, in order.
 struct PartialGroup {
-  int32_t first_slot;   // slot of part 0
-  int32_t next_slot;    // slot of part 1
-  int32_t slot_stride;  // from part 1 on
-  int32_t num_parts;    // 1: the tile is whole, nothing to merge
-  int32_t counter;      // index into AttentionParams::arrivals
+  int32_t first_slot;  // slot of part 0
+  int32_t next_slot;   // slot of part 1, after which come those of the others
+  int32_t num_parts;   // 1: the tile is whole, nothing to merge
+  int32_t counter;     // index into AttentionParams::arrivals
 
-  QUIRE_HD int slot(int part) const { return part == 0 ? first_slot : next_slot + (part - 1) * slot_stride; }
+  QUIRE_HD int slot(int part) const { return part == 0 ? first_slot : next_slot + part - 1; }
 };
 
 // What a CTA does at a time: a run of kv tiles of one row tile and kv head.
@@ -80,7 +79,7 @@ QUIRE_HD int share_of(const Share& all, int unit) {
 // The partial results of a tile that was cut in advance; its parts lie side by side.
 QUIRE_HD PartialGroup planned_group(const AttentionParams& p, const Tile& tile, int kv_head) {
   const int slot = kv_head * p.slots_per_head + tile.slot;
-  return {slot, slot + 1, 1, tile.num_parts, slot};
+  return {slot, slot + 1, tile.num_parts, slot};
 }
 
 QUIRE_HD Piece whole_piece(const AttentionParams& p, int cta) {
@@ -113,7 +112,8 @@ QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Share& share
   const int first = offset == 0 ? cta : share_of(share, begin);
   const int last = share_of(share, begin + size - 1);
   piece.part = cta - first;
-  piece.group = {2 * first + 1, 2 * first + 2, 2, last - first + 1, first};  // slot 2c: head of CTA c, 2c + 1: its tail
+  piece.group = {p.num_ctas + first, first + 1, last - first + 1,
+                 first};  // slot c: head of CTA c, num_ctas + c: its tail
   return piece;
 }
 

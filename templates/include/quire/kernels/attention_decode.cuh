@@ -19,7 +19,7 @@
 namespace quire {
 
 template <class V>
-struct AttentionDecode {
+struct DecodeCta {
   using Shape = DecodeShape<V>;
   using T = typename MmaType<typename V::Q, typename V::Kv>::Type;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
@@ -30,11 +30,7 @@ struct AttentionDecode {
                 "head dims are multiples of 16 up to 256");
   static_assert(kTileKv == Shape::kTileKv, "the kv tile is what the warps copy at a time");
 
-  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
-    ptx::wait_for_predecessor();
-    ptx::launch_dependents();
-    AttentionDecode(p, smem).work();
-  }
+  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) { DecodeCta(p, smem).work(); }
 
  private:
   static constexpr int kM = Shape::kM, kVo = V::kHeadDimVo, kQk = V::kHeadDimQk, kBlock = Shape::kBlock;
@@ -50,7 +46,7 @@ struct AttentionDecode {
   unsigned char* smem_;
   int warp_, lane_;
 
-  QUIRE_DEVICE AttentionDecode(const AttentionParams& p, unsigned char* smem)
+  QUIRE_DEVICE DecodeCta(const AttentionParams& p, unsigned char* smem)
       : p_(p), smem_(smem), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
   QUIRE_DEVICE int team() const { return warp_ / Shape::kTeam; }
@@ -198,6 +194,31 @@ struct AttentionDecode {
       }
     }
     return p_.logits_cap;
+  }
+};
+
+template <class V>
+struct AttentionDecode {
+  using One = DecodeCta<Merged<V, 1>>;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kThreads = One::kThreads, kMinCtas = One::kMinCtas, kSmemBytes = One::kSmemBytes;
+  static constexpr int kMaxThreads = kMinCtas * kThreads;  // of a launch that makes one CTA of two
+
+  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
+    ptx::wait_for_predecessor();
+    ptx::launch_dependents();
+    if constexpr (kMinCtas == 2) {
+      using Two = DecodeCta<Merged<V, 2>>;
+      static_assert(Two::kThreads == 2 * kThreads && Two::kSmemBytes <= 2 * kSmemBytes, "two CTAs hold one of two");
+      if (blockDim.x == Two::kThreads) return run_two(p, smem);
+    }
+    One::run(p, smem);
+  }
+
+ private:
+  // Not inlined: what both share would be kept in registers from before the branch on, and registers would spill.
+  __noinline__ __device__ static void run_two(const AttentionParams& p, unsigned char* smem) {
+    DecodeCta<Merged<V, 2>>::run(p, smem);
   }
 };
 

@@ -34,13 +34,31 @@ class DecodeLoader {
 
   // Moves on to the next kv tile and begins to look up where its tokens are.
   QUIRE_DEVICE void seek(TileWindow& window) {
+    int kv_head = -1;  // of a tile that begins here
     while (at_ == end_) {
       if (walk_.left <= 0) return;
+      kv_head = walk_.kv_head;
       enter(window.get(walk_, lane_));
     }
     if constexpr (V::kPaged) {
       const int token = first_token() + lane_ % Shape::kWarpTokens;
       page_ = token < kv_len_ ? p_.kv_indices[kv_first_ + p_.page.div(token)] : 0;
+    }
+    if (warp_ == 0 && kv_head >= 0) prefetch_queries(kv_head);
+  }
+
+  // The queries go to L2 before the keys are asked for: loads behind those would wait for all
+  // of them (B 16, 1024 keys: 20.4 instead of 20.8 us; H200, 2026-11-21).
+  QUIRE_DEVICE void prefetch_queries(int kv_head) const {
+    constexpr int kBytes = V::kHeadDimQk * static_cast<int>(sizeof(typename V::Q)), kLines = ceil_div(kBytes, 128);
+    const int group_size = static_cast<int>(p_.group.divisor);
+    const int row_end = min(row_begin_ + V::kTileRows, qo_len_ * group_size);
+    for (int i = lane_; i < (row_end - row_begin_) * kLines; i += 32) {
+      const int row = row_begin_ + i / kLines, qo_idx = p_.group.div(row);
+      const int64_t token = qo_begin_ + static_cast<int64_t>(qo_idx);
+      const int head = kv_head * group_size + row - qo_idx * group_size;
+      const auto* q = static_cast<const typename V::Q*>(p_.q) + token * p_.q_token_stride + head * p_.q_head_stride;
+      ptx::prefetch_l2(reinterpret_cast<const char*>(q) + i % kLines * 128);
     }
   }
 
@@ -51,6 +69,7 @@ class DecodeLoader {
     at_ = next.kv_begin + walk_.offset;
     end_ = min(at_ + units, next.kv_end);
     kv_first_ = next.kv_first, kv_len_ = next.kv_len;
+    row_begin_ = next.row_begin, qo_begin_ = next.qo_begin, qo_len_ = next.qo_len;
     k_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.k) + walk_.kv_head * p_.k_head_stride);
     v_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.v) + walk_.kv_head * p_.v_head_stride);
     walk_.next(p_, units);
@@ -97,6 +116,7 @@ class DecodeLoader {
   int at_, end_;  // kv tiles of the piece
   int warp_, lane_;
   int kv_first_, kv_len_, page_;
+  int row_begin_, qo_begin_, qo_len_;
   const char *k_, *v_;  // token 0 (page 0) of the kv head
 };
 

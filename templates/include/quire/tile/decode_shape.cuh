@@ -32,6 +32,14 @@ struct ByteTile {
   }
 };
 
+// CTAs of variant V that a launch makes one of: 1, or 2 where an SM holds two. Half as many partial results are then
+// merged (see planner.py).
+template <class V, int kCtas>
+struct Merged : V {
+  static constexpr int kMerged = kCtas, kTileKv = kCtas * V::kTileKv;
+};
+
+// V: a Merged variant.
 template <class V>
 struct DecodeShape {
   using Kv = typename V::Kv;
@@ -44,7 +52,7 @@ struct DecodeShape {
   static constexpr int kTeam = kRows / (16 * kM);  // warps
   // A warp copies some 8 KB at a time: enough that few bytes are loop overhead, little enough for a ring of stages.
   static constexpr int kWarpTokens = 32 * kTokenBytes <= 8192 ? 32 : 16;
-  static constexpr int kWarps = max(kTeam, 16 * kTokenBytes > 8192 ? 2 : 4);
+  static constexpr int kMerged = V::kMerged, kWarps = kMerged * max(kTeam, 16 * kTokenBytes > 8192 ? 2 : 4);
   static constexpr int kTeams = kWarps / kTeam;
   static constexpr int kSlice = kTeam * kWarpTokens;  // tokens of a team in a kv tile
   static constexpr int kTileKv = kWarps * kWarpTokens;
@@ -59,8 +67,8 @@ struct DecodeShape {
   static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
   static constexpr int kJobBytes = 96;  // of a warp
   static constexpr int kBaseBytes =
-      kTeam * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
-  static constexpr int kSmemOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta, kRingBytes = 64 * 1024;
+      kMerged * (kTeam * kQueryBytes + 16) + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes);  // and a flag
+  static constexpr int kSmemOfTwo = kMerged * (kSmemOfSm / 2 - kSmemReservedOfCta), kRingBytes = kMerged * 64 * 1024;
 
   // Where two CTAs then still fit an SM, o has a place of its own when a piece ends, and the ring goes on being filled.
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
@@ -74,8 +82,9 @@ struct DecodeShape {
   // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
   // One where a ring of two stages leaves no room for two.
   static constexpr bool kTwoFit = 2 * kStageBytes <= kRingBytes && 2 * kStageBytes + kFixedBytes <= kSmemOfTwo;
-  static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
-  static constexpr int kRoom = (kSmemOfSm / kMinCtas - kSmemReservedOfCta - kFixedBytes) / kStageBytes;
+  static constexpr int kMinCtas = kMerged == 1 && kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
+  static constexpr int kSmemOfCta = kMerged * kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kSmemOfTwo;
+  static constexpr int kRoom = (kSmemOfCta - kFixedBytes) / kStageBytes;
   static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
   // Shared memory: the teams' rings, o at the end of a piece, q, row states, the warps' jobs and tiles, the flag.
