@@ -116,11 +116,17 @@ def _recipe_for(
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, terms.group_size, rows, split)
     merged = 1
     if _has_pairs(decision, terms, module):
-        nnz_qo = indices.batch_size * indices.qo_len if indices.qo_indptr is None else last_entry(indices.qo_indptr)
-        tiles = capacity or nnz_qo * terms.group_size // rows + indices.batch_size
+        tiles = capacity or _most_tiles(indices, terms.group_size, rows)
         tokens = last_entry(indices.kv_indptr) * indices.page_size if graph is None else graph.max_tokens
         merged = _merged(decision, terms, module, device, tiles, tokens)
     return module, _recipe(decision, terms, ctas, merged, capacity)
+
+
+def _most_tiles(indices: Indices, group_size: int, rows: int) -> int:
+    """Row tiles of a kv head: exactly where requests have as many rows, else at most so many."""
+    if indices.qo_indptr is None:
+        return indices.batch_size * -(-indices.qo_len * group_size // rows)
+    return last_entry(indices.qo_indptr) * group_size // rows + indices.batch_size
 
 
 def _has_pairs(decision: Decision, terms: Terms, module: Module) -> bool:
@@ -141,9 +147,9 @@ def _merged(
 
 
 def _suits_pairs(num_tiles: int, num_tokens: int, num_sms: int, tile_kv: int) -> bool:
-    """Whether one CTA of two pays: with a tile an SM at most, half as many parts are merged (B 16, 1024 keys: 21.1
-    instead of 23.6 us; B 1, 131072 keys: 125 instead of 129 us), but short launches take longer (B 1, 2048 keys: 9.5
-    instead of 9.1 us). H200, 2026-11-21.
+    """Whether one CTA of two pays: with a tile an SM at most, half as many parts are merged (B 16, 1024 keys: 21.0
+    instead of 23.1 us; B 1, 131072 keys: 138.7 instead of 140.6 us), but short launches take longer (B 1, 2048 keys:
+    9.5 instead of 9.1 us). H200, 2026-11-21.
     """
     return num_tiles <= num_sms and num_tokens >= 3 * num_sms * tile_kv
 
