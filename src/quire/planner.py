@@ -131,7 +131,8 @@ def _most_tiles(indices: Indices, group_size: int, rows: int) -> int:
 
 def _has_pairs(decision: Decision, terms: Terms, module: Module) -> bool:
     """With fixed splits all batches are cut alike."""
-    return decision.kernel.pairs and module.facts.get("kMinCtas") == 2 and not terms.fixed_split_size
+    fits = decision.key.tile_rows <= decision.kernel.pair_rows and module.facts.get("kMinCtas") == 2
+    return fits and not terms.fixed_split_size
 
 
 def _merged(

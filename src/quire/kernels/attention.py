@@ -179,7 +179,7 @@ class AttentionKernel:
     params: type[ctypes.Structure] = AttentionParams  #: what it is given; if another struct, `base` leads in it
     copies: Callable[[AttentionKey, TileShape, Geometry], tuple[TensorCopy, ...]] | None = None  #: its tensor maps
     persistent: bool = False  #: one CTA an SM takes tickets for whole tiles
-    pairs: bool = False  #: a launch may make one CTA of two that share an SM, whose kv tile is then twice as long
+    pair_rows: int = 0  #: of tiles, up to which a launch may make one CTA of two: its kv tile is then twice as long
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
 
     def key(self, problem: AttentionProblem) -> AttentionKey:

@@ -202,12 +202,14 @@ struct AttentionDecode {
   using One = DecodeCta<Merged<V, 1>>;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = One::kThreads, kMinCtas = One::kMinCtas, kSmemBytes = One::kSmemBytes;
-  static constexpr int kMaxThreads = kMinCtas * kThreads;  // of a launch that makes one CTA of two
+  // A launch may make one CTA of two. Tiles of 64 rows have no registers for code that serves both.
+  static constexpr bool kHasPairs = kMinCtas == 2 && kTileRows <= 32;
+  static constexpr int kMaxThreads = kHasPairs ? 2 * kThreads : kThreads;
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     ptx::wait_for_predecessor();
     ptx::launch_dependents();
-    if constexpr (kMinCtas == 2) {
+    if constexpr (kHasPairs) {
       using Two = DecodeCta<Merged<V, 2>>;
       static_assert(Two::kThreads == 2 * kThreads && Two::kSmemBytes <= 2 * kSmemBytes, "two CTAs hold one of two");
       if (blockDim.x == Two::kThreads) return run_two(p, smem);

@@ -44,7 +44,9 @@ class DecodeLoader {
       const int token = first_token() + lane_ % Shape::kWarpTokens;
       page_ = token < kv_len_ ? p_.kv_indices[kv_first_ + p_.page.div(token)] : 0;
     }
-    if (warp_ == 0 && kv_head >= 0) prefetch_queries(kv_head);
+    if constexpr (V::kTileRows <= 32) {  // higher tiles have no registers for it
+      if (warp_ == 0 && kv_head >= 0) prefetch_queries(kv_head);
+    }
   }
 
   // The queries go to L2 before the keys are asked for: loads behind those would wait for all
