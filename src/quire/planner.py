@@ -88,7 +88,7 @@ class _Recipe(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _recipe(decision: Decision, terms: Terms, ctas: int, merged: int, tile_capacity: int = 0) -> _Recipe:
+def _recipe(decision: Decision, terms: Terms, ctas: int, merged: int = 1, tile_capacity: int = 0) -> _Recipe:
     kernel, key = decision.kernel, decision.key
     rows, kv = kernel.tile(key)
     tile, ctas = TileShape(rows, kv * merged), ctas // merged
@@ -114,12 +114,13 @@ def _recipe_for(
     rows, split, capacity = decision.key.tile_rows, max(0, terms.fixed_split_size), 0
     if graph is not None:
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, terms.group_size, rows, split)
-    merged = 1
+    recipe = _recipe(decision, terms, ctas, tile_capacity=capacity)
     if _has_pairs(decision, terms, module):
         tiles = capacity or _most_tiles(indices, terms.group_size, rows)
         tokens = last_entry(indices.kv_indptr) * indices.page_size if graph is None else graph.max_tokens
-        merged = _merged(decision, terms, module, device, tiles, tokens)
-    return module, _recipe(decision, terms, ctas, merged, capacity)
+        if _makes_pairs(recipe, terms, module, device, tiles, tokens):
+            recipe = _recipe(decision, terms, ctas, 2, capacity)
+    return module, recipe
 
 
 def _most_tiles(indices: Indices, group_size: int, rows: int) -> int:
@@ -135,16 +136,16 @@ def _has_pairs(decision: Decision, terms: Terms, module: Module) -> bool:
     return fits and not terms.fixed_split_size
 
 
-def _merged(
-    decision: Decision, terms: Terms, module: Module, device: torch.device, num_tiles: int, num_tokens: int
-) -> int:
-    """How many CTAs of a kernel that has pairs a launch makes one of; the tiles and tokens are of one kv head."""
-    heads, num_sms, kv = terms.num_kv_heads, max_ctas(device, 1), decision.kernel.tile(decision.key).kv
-    if not _suits_pairs(num_tiles * heads, num_tokens * heads, num_sms, kv):
-        return 1
+def _makes_pairs(
+    recipe: _Recipe, terms: Terms, module: Module, device: torch.device, num_tiles: int, num_tokens: int
+) -> bool:
+    """Whether a launch makes one CTA of two that an SM holds; the tiles and tokens are of one kv head."""
+    heads = terms.num_kv_heads
+    if not _suits_pairs(num_tiles * heads, num_tokens * heads, recipe.ctas // 2, recipe.tile.kv):
+        return False
     if isinstance(module, CudaModule):
         module.prepare(device.index or 0, 2 * module.facts["kSmemBytes"])
-    return 2
+    return True
 
 
 def _suits_pairs(num_tiles: int, num_tokens: int, num_sms: int, tile_kv: int) -> bool:
@@ -237,10 +238,11 @@ def make_plan_on_device(
     module, ctas = _load(decision.spec, device)
     num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // decision.key.tile_rows)
     pages = lengths.page_table.shape[1]
-    merged = 1
+    recipe = _recipe(decision, terms, ctas)
     if _has_pairs(decision, terms, module):
-        merged = _merged(decision, terms, module, device, num_tiles, lengths.batch_size * pages * lengths.page_size)
-    recipe = _recipe(decision, terms, ctas, merged)
+        tokens = lengths.batch_size * pages * lengths.page_size
+        if _makes_pairs(recipe, terms, module, device, num_tiles, tokens):
+            recipe = _recipe(decision, terms, ctas, 2)
     ctas = recipe.ctas
     planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile = recipe.tile
@@ -267,7 +269,9 @@ def make_plan_on_device(
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
-    return AttentionPlan(decision, module, params, terms.scoring, device, ctas, owned, starts_early=True, merged=merged)
+    return AttentionPlan(
+        decision, module, params, terms.scoring, device, ctas, owned, starts_early=True, merged=recipe.merged
+    )
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:
