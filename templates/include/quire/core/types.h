@@ -27,16 +27,6 @@ struct e5m2_t {  // 1.5.2 bits: the upper half of an fp16
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Threads of a kernel's largest launch: kMaxThreads if it says so, else kThreads.
-template <class Kernel>
-constexpr auto max_threads(int) -> decltype(int{Kernel::kMaxThreads}) {
-  return Kernel::kMaxThreads;
-}
-template <class Kernel>
-constexpr int max_threads(long) {
-  return Kernel::kThreads;
-}
-
 QUIRE_HD constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 QUIRE_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 QUIRE_HD constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
