@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from quire.types import MaskMode, dtype_of
 class Sm90Module:
     """An attention_decode of which an SM of 132 holds two CTAs."""
 
-    facts = {"kMinCtas": 2, "kSmemBytes": 80_000, "kThreads": 128}  # noqa: RUF012
+    facts: ClassVar[dict[str, int]] = {"kMinCtas": 2, "kSmemBytes": 80_000, "kThreads": 128}
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ QUIRE_HD Piece share_piece(const AttentionParams& p, int cta, const Share& share
   const int first = offset == 0 ? cta : share_of(share, begin);
   const int last = share_of(share, begin + size - 1);
   piece.part = cta - first;
-  piece.group = {p.num_ctas + first, first + 1, last - first + 1,
-                 first};  // slot c: head of CTA c, num_ctas + c: its tail
+  // Slot c: head of CTA c; num_ctas + c: its tail.
+  piece.group = {p.num_ctas + first, first + 1, last - first + 1, first};
   return piece;
 }
 

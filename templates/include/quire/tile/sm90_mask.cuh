@@ -55,9 +55,12 @@ struct RowMask {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int at = 8 * block + j;
-          bool sees = at < end;
-          if constexpr (V::kWindow != 0) sees = sees && at >= begin;
-          if constexpr (V::kMask == kMaskCustom) sees = (bits >> (at % 32)) & 1;
+          bool sees;
+          if constexpr (V::kMask == kMaskCustom) {
+            sees = (bits >> (at % 32)) & 1;  // low_bits() has taken out what range and window hide
+          } else {
+            sees = at < end && (V::kWindow == 0 || at >= begin);
+          }
           if (!sees) s[i + 2 * h + j] = __int_as_float(0xff800000);
         }
       }
