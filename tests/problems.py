@@ -149,6 +149,16 @@ class Problem:
         self.mask = (torch.rand(bits, generator=source) < density).to(self.device)
         return self
 
+    def block_mask(self, rows: int = 50, keys: int = 150, seed: int = 1) -> Problem:
+        """The same problem under a custom mask of blocks of which all is seen, nothing, or half at random."""
+        source, masks = torch.Generator().manual_seed(seed), []
+        for qo_len, kv_len in zip(self.qo_lens, self.kv_lens, strict=True):
+            density = torch.randint(3, (qo_len // rows + 1, kv_len // keys + 1), generator=source) / 2
+            density = density.repeat_interleave(rows, 0)[:qo_len].repeat_interleave(keys, 1)[:, :kv_len]
+            masks.append(torch.rand(qo_len, kv_len, generator=source) < density)
+        self.mask = torch.cat([mask.flatten() for mask in masks]).to(self.device)
+        return self
+
     def packed_mask(self) -> Tensor:
         """The custom mask as plan(packed_custom_mask=) wants it."""
         assert self.mask is not None

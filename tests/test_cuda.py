@@ -6,7 +6,15 @@ import pytest
 import torch
 
 import quire
-from calls import no_synchronisation, paged_wrapper, plan_paged, plan_ragged, prefill_paged, ragged_wrapper
+from calls import (
+    no_synchronisation,
+    paged_wrapper,
+    plan_paged,
+    plan_ragged,
+    prefill_paged,
+    prefill_ragged,
+    ragged_wrapper,
+)
 from problems import Problem, workspace
 
 pytestmark = [
@@ -79,6 +87,23 @@ def test_long_chunks(device, backend, dtype_of_batch, page_size):
         pytest.skip("its tiles are the same for all")
     p = Problem((700, 900, 650), (700, 1500, 650), 32, 2, 128, dtype=dtype_of_batch, device=device, causal=True)
     p.check(*prefill_paged(p, p.paged(page_size), backend))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("more", [{}, {"window_left": 900}, {"soft_cap": 20.0}], ids=str)
+def test_masks_of_long_chunks(device, backend, head_dim, more):
+    """Tiles of keys that all rows see, none, or some: of many rows, over more keys than a piece of work knows at once,
+    and with bits that begin amid a word.
+    """
+    if device == "cpu":
+        pytest.skip("its tiles are not classified")
+    heads = {"num_qo_heads": 4, "num_kv_heads": 1, "head_dim": head_dim, "dtype": torch.bfloat16}
+    p = Problem((2600, 3, 1), (1500, 70_000, 333), device=device, **heads, **more).block_mask(100, 300)
+    bits = p.packed_mask()
+    odd = torch.cat([bits.new_zeros(3), bits])[3:]
+    plan = {"custom_mask": None, "packed_custom_mask": odd}
+    p.check(*prefill_ragged(p, backend, plan=plan))
+    p.check(*prefill_paged(p, p.paged(16), backend, plan=plan))
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

@@ -139,6 +139,7 @@ def test_paged_prefill_with_masks(device, backend, dtype):
     """The bits are copied into the caller's buffer."""
     shapes = [((20, 30), (50, 41)), ((1, 40), (300, 70)), ((2, 3), (5, 200))]
     problems = [Problem(*s, dtype=dtype, device=device, seed=i).random_mask() for i, s in enumerate(shapes)]
+    problems.append(Problem((10, 12), (600, 100), dtype=dtype, device=device).block_mask(5))
     replay = prefill_replay(problems[0], backend, mask_bytes=1000)
     for problem in problems:
         replay(problem)

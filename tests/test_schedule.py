@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import oracle
 from quire.errors import ValidationError
+from quire.graph import GraphState
 from quire.kernels import TileShape
 from quire.schedule import Indices, cut_of, make_schedule
 from quire.types import MaskMode
@@ -363,6 +364,17 @@ def test_any_schedule_for_a_graph(batch, fixed, tickets):
     assert p.by_ticket <= tickets and p.num_kv_heads % p.heads_at_once == 0
     if not p.by_ticket:
         check_cuts(graph, p, pieces, tiles)
+
+
+@settings(max_examples=100, deadline=None)
+@given(batch=batches(), fixed=st.booleans())
+def test_a_graph_has_room_for_the_units_of_any_mask(batch, fixed):
+    """The capacity follows from the buffer that holds the bits, whatever the lengths."""
+    split = 3 * batch.tile_kv if fixed else 0
+    p = Batch(**{**batch.__dict__, "fixed_split_size": split, "mask": MaskMode.CUSTOM}).schedule().params
+    graph = GraphState(len(batch.qo_lens), None, torch.empty(max(1, p.mask_bytes), dtype=torch.uint8))
+    tile = TileShape(batch.tile_rows, batch.tile_kv)
+    assert p.work_per_head <= graph.unit_capacity(tile, batch.group_size, p.num_tiles)
 
 
 def num_shares(p, total):

@@ -75,9 +75,11 @@ def _problems(s: Selection, target: str) -> Iterator[AttentionProblem]:
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
-    """Every tile height: which one a call takes depends on its lengths."""
+    """Every tile height: which one a call takes depends on its lengths. And what plan() launches for it."""
     for tile in kernel.tiles(problem):
         yield kernel.spec(kernel.key_with(problem, tile.rows))
+    if kernel.reads_classes and problem.mask is MaskMode.CUSTOM:
+        yield OperationKey("classify_mask", problem.target).spec()
 
 
 def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) -> Iterator[Spec]:

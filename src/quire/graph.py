@@ -14,7 +14,7 @@ import torch
 
 from quire.checks import check_same_device, check_tensor, refuse
 from quire.errors import PlanError, ValidationError
-from quire.kernels import Decision
+from quire.kernels import Decision, TileShape
 from quire.target import on_cuda
 
 __all__ = ["GraphState", "graph_state", "is_capturing", "refuse_capture"]
@@ -78,6 +78,13 @@ class GraphState:
         if qo_len == 0:
             whole = self.max_rows * group_size // tile_rows + batch_size
         return whole * (self.max_tokens // split + 1) + batch_size if split else whole
+
+    def unit_capacity(self, tile: TileShape, group_size: int, tile_capacity: int) -> int:
+        """Work units of a kv head that any masks within the limits make: sum(ceil(rows / tile.rows) * ceil(kv_len /
+        tile.kv)) over requests, of which custom_mask_buf limits sum(qo_len * kv_len).
+        """
+        bits = 8 * self.mask.numel() if self.mask is not None else 0
+        return -(-bits * (group_size + tile.rows) // (tile.rows * tile.kv)) + tile_capacity
 
     def upload(self, filled: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:
         """The buffer of schedules, which begins with `filled` once the copy is done."""

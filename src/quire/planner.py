@@ -17,6 +17,7 @@ from quire.kernels import Decision, TileShape
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import (
     AttentionParams,
+    ClassifyMaskParams,
     FastDivisor,
     ScheduleLengthsParams,
     ScheduleParams,
@@ -38,6 +39,8 @@ __all__ = ["make_plan", "make_plan_on_device", "workspace_bytes"]
 #: Keys and values in flight at a time: of an H200's 50 MB of L2, 17 MB (2 of 8 heads at B2 x 8192, d128) was the best
 #: of 1, 2, 4 and all heads (2026-11-21).
 _L2_BYTES = 17 << 20
+
+_CLASSIFYING_CTAS = 4  #: of each row tile
 
 
 def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
@@ -183,11 +186,15 @@ def make_plan(
     partials = recipe.set_partials(base, workspace, s.num_slots)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    at, sent, pages = _send(schedule, indices, device, staging, graph)
+    num_classes = _num_classes(decision, recipe, s, graph)
+    at, sent, pages = _send(schedule, indices, device, staging, graph, num_classes)
     base.mask = address_of(bits)
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
     _set_schedule(base, s, at)
+    if num_classes:
+        params.classes = at + (s.staged_bytes if graph is None else s.buffer_bytes)
+        _classify(decision, base, s, params.classes, device)
     grid = s.num_ctas
     if kernel.persistent:
         grid = min(grid, recipe.ctas)
@@ -203,22 +210,43 @@ def make_plan(
 
 
 def _send(
-    schedule: Schedule, indices: Indices, device: torch.device, staging: Staging | None, graph: GraphState | None
-) -> tuple[int, Sent | None, torch.Tensor | None]:
-    """Where the schedule lies on the device, who holds it there, and page numbers that do not lie behind it."""
+    schedule: Schedule, indices: Indices, device: torch.device, staging: Staging | None, graph: GraphState | None,
+    more: int,
+) -> tuple[int, Sent | None, torch.Tensor | None]:  # fmt: skip
+    """Where the schedule lies on the device, who holds it there, and page numbers that do not lie behind it. There is
+    room for `more` bytes behind both.
+    """
     s, room, pages = schedule.params, schedule.room, indices.kv_indices
     if graph is not None:
         if pages is not None:
             pages = graph.pages(schedule.pages if pages.is_cpu else pages, s.nnz_kv)
-        at = graph.upload(schedule.buffer, s.buffer_bytes, device).data_ptr()
+        at = graph.upload(schedule.buffer, s.buffer_bytes + more, device).data_ptr()
         if staging is not None:
             staging.release(room)
         return at, None, pages
     pages = None if pages is None or pages.is_cpu else pages.to(device)
     if staging is None:
         return room.address, None, pages
-    sent = staging.send(room, s.staged_bytes)
+    sent = staging.send(room, s.staged_bytes, more)
     return sent.address, sent, pages
+
+
+def _num_classes(decision: Decision, recipe: _Recipe, s: ScheduleParams, graph: GraphState | None) -> int:
+    """Classes of a custom mask's tiles, a byte each work unit; with a graph, as many as any masks have."""
+    if decision.key.mask is not MaskMode.CUSTOM or not decision.kernel.reads_classes:
+        return 0
+    return s.work_per_head if graph is None else graph.unit_capacity(recipe.tile, s.group_size, s.tile_capacity)
+
+
+def _classify(decision: Decision, p: AttentionParams, s: ScheduleParams, classes: int, device: torch.device) -> None:
+    """Enqueue the classification of a mask's tiles, once for all kv heads and runs of the plan."""
+    module, _ = _load(OperationKey("classify_mask", decision.key.target).spec(), device)
+    todo = ClassifyMaskParams(
+        mask=p.mask, mask_indptr=p.mask_indptr, tiles=p.tiles, classes=classes, num_tiles=s.num_tiles,
+        tile_rows=s.tile_rows, tile_kv=s.tile_kv, group_size=s.group_size, window_left=s.window_left,
+    )  # fmt: skip
+    if s.num_tiles:
+        launch(module, ctypes.addressof(todo), device, grid=_CLASSIFYING_CTAS * s.num_tiles, block=PARALLEL_THREADS)
 
 
 def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:

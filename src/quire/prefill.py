@@ -103,6 +103,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     With `use_cuda_graph`, run() may be captured and plan() called again before each replay. The buffers are then
     needed, on the device: their lengths fix the batch size, page numbers are copied into paged_kv_indices_buf and the
     bits of a custom mask into custom_mask_buf. The first plan() fixes everything but lengths, and the most rows.
+
+    plan() looks at the bits of a custom mask, to know which tiles of keys need them: plan again once they change.
     """
 
     def __init__(

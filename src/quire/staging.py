@@ -105,11 +105,12 @@ class Staging:
             self._driver.call("cuEventCreate", byref(event), _DISABLE_TIMING)
         return event.value or 0
 
-    def send(self, room: Room, num_bytes: int) -> Sent:
-        """Copy the first `num_bytes` to the GPU, and wait for nothing."""
+    def send(self, room: Room, num_bytes: int, more: int = 0) -> Sent:
+        """Copy the first `num_bytes` to the GPU, where there is room for `more` behind them; wait for nothing."""
         tensor = _popped(self._left)
-        if tensor is None or tensor.shape[0] < num_bytes:
-            tensor = torch.empty(room.num_bytes, dtype=torch.uint8, device=torch.device("cuda", self._device))
+        if tensor is None or tensor.shape[0] < num_bytes + more:
+            size = max(room.num_bytes, num_bytes + more)
+            tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
         sent = Sent(tensor, self._stream, self._left)
         self._enqueue(room, sent.address, num_bytes)
         return sent

@@ -39,7 +39,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """What fills registers and shared memory best and does not spill (H200, 2026-11-21), after what chunks take.
 
     192 x 64 leaves room for four stages of keys and is ahead of 192 x 80 with three (causal 1412 us, 1442; 16 x 1024
-    255 us, 267). A custom mask has twice as many of such tiles to classify (2275 us, 1830).
+    255 us, 267).
     """
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
@@ -48,7 +48,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         tall = plain and not _gathers(problem)
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
     if widest <= 128:  # 192 rows: 764 TFLOP/s causal with 80 keys, 670 with 128 x 128; a third less L2 traffic
-        return (TileShape(128, 128),) if custom else (TileShape(128, 128), TileShape(192, 64))
+        return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:  # 192/128: 626 TFLOP/s, 588 with 192 x 80
         return (TileShape(128, 128 if vo <= 128 else 112),)
     return (TileShape(128, 64 if custom or (problem.window and problem.soft_cap) else 80),)
@@ -103,4 +103,5 @@ KERNEL = AttentionKernel(
     params=AttentionFa3Params,
     copies=_copies,
     persistent=True,
+    reads_classes=True,
 )

@@ -9,6 +9,7 @@ from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.params import (
     AppendParams,
+    ClassifyMaskParams,
     MergeParams,
     PackbitsParams,
     ScheduleLengthsParams,
@@ -53,6 +54,15 @@ OPERATIONS: dict[str, Operation] = {
             "quire/kernels/schedule_lengths.cuh",
             "ScheduleLengths",
             ScheduleLengthsParams,
+            (),
+            (1,),
+            on_host=False,
+        ),
+        Operation(
+            "classify_mask",
+            "quire/kernels/classify_mask.cuh",
+            "ClassifyMask",
+            ClassifyMaskParams,
             (),
             (1,),
             on_host=False,

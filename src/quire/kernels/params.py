@@ -18,6 +18,7 @@ __all__ = [
     "AppendParams",
     "AttentionFa3Params",
     "AttentionParams",
+    "ClassifyMaskParams",
     "FastDivisor",
     "MergeParams",
     "PackbitsParams",
@@ -112,7 +113,8 @@ class AttentionFa3Params(ctypes.Structure):
         ("ticket", c_void_p),
         ("heads_at_once", c_int32),
         ("reserved", c_int32),
-        ("_to_end", ctypes.c_char * 48),
+        ("classes", c_void_p),
+        ("_to_end", ctypes.c_char * 40),
     )
 
 
@@ -157,6 +159,15 @@ class ScheduleLengthsParams(ctypes.Structure):
         *((name, c_void_p) for name in ("kv_lens", "tiles", "shares", "arrivals")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "max_kv_len", "pages_per_request", "num_kv_heads")),
         *((name, c_int32) for name in ("group_size", "tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
+    )
+
+
+class ClassifyMaskParams(ctypes.Structure):
+    """What the classification of a custom mask's tiles is given; see kernels/classify_mask.cuh."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("mask", "mask_indptr", "tiles", "classes")),
+        *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "window_left")),
     )
 
 

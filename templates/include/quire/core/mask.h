@@ -14,6 +14,10 @@ constexpr int kMaskDraft = 3;
 
 QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || mask == kMaskDraft; }
 
+// What the rows of a tile see of a tile of keys under a custom mask; neither bit: nothing.
+constexpr uint8_t kTileSeen = 1;   // some row sees some key
+constexpr uint8_t kTileWhole = 2;  // all rows see all keys
+
 // Keys [begin, end); empty when end <= begin.
 struct KeyRange {
   int32_t begin, end;

@@ -27,6 +27,8 @@ struct AttentionFa3Params {
   // Whole tiles: kv heads that are worked on at a time, a divisor of num_kv_heads: their keys and values stay in L2.
   int32_t heads_at_once;
   int32_t reserved;
+  // A custom mask's: [work units of one kv head] kTileSeen and kTileWhole of each, a tile's from its work_begin on.
+  const uint8_t* classes;
 };
 
 }  // namespace quire

@@ -10,7 +10,8 @@
 // stay in uniform registers: where ptxas cannot see that, turns take longer and the kernel loses 7 to 14 % (H200,
 // 2026-11-21). Tried on the same day and dropped: softmax pinned before the last wait (-3 to -5 %), queries held in
 // registers (-1 %), L2 hints on copies (0), handing a turn over before its last products (0), results by bulk copies of
-// rows (-5 %: 16 instructions of one lane each), programmatic dependent launch (0).
+// rows (-5 %: 16 instructions of one lane each), programmatic dependent launch (0), row tiles of short requests in a
+// run on one CTA, which then finds their keys in its stages (-4 %: the copies it saves gain 1 %).
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
 // has grown.
@@ -76,14 +77,10 @@ struct AttentionFa3 {
   static_assert(sizeof(Slot) % 8 == 0, "mbarriers follow the slots");
 
   // Registers a thread, of 65,536 an SM: what the loading warps give up the others take. Scheduling takes 56 (it
-  // divides 64-bit numbers), classifying the tiles of a custom mask 72. Three warpgroups at 128 keys leave 32: the
-  // scheduling warp then spills, once a piece.
-  static constexpr bool kClassifies = V::kMask == kMaskCustom;
-  static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32
-                                        : kWarpgroups < 3 && kClassifies  ? 72
-                                                                          : 56;
+  // divides 64-bit numbers). Three warpgroups at 128 keys leave 32: the scheduling warp then spills, once a piece.
+  static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
   static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kTileKv > 112 ? 160 : 152)
-                                           : kWarpgroups == 2 ? (kClassifies ? 216 : 224)
+                                           : kWarpgroups == 2 ? 224
                                                               : 240;
 
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
@@ -167,10 +164,7 @@ struct AttentionFa3 {
       __syncwarp();
       exists = slot.job.exists;
       is_short = slot.job.piece.kv_end - slot.job.piece.kv_begin <= kShortTiles;
-      if constexpr (V::kMask == kMaskCustom) {
-        if (exists) slot.classify(p_.base, lane);
-        __syncwarp();
-      }
+      if (exists) slot.look_up(p_, lane);
       if (lane == 0) pieces_.arrive_full(at);
     }
   }
@@ -369,11 +363,13 @@ struct AttentionFa3 {
 
   // The rightmost tile, whose S is under way: its softmax alone.
   QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, Rings& rings, int tile) const {
+    RowMask<V> mask;
+    look(mask, slot, tile);
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    apply_softmax<true>(rows, s, slot, tile);
+    apply_softmax<true>(rows, s, slot, tile, mask);
     round_weights<T>(s, rows.p);
     // Values from kv_len on may be anything, and 0 * NaN is NaN. The gather has put zeros there.
     const int valid = slot.job.kv_len - tile * kTileKv;
@@ -387,6 +383,8 @@ struct AttentionFa3 {
     // All that can be looked up and waited for comes before the turn: tensor cores are idle from hand-over to product.
     const auto before = rings.k.before();
     const PanelDescriptor k = keys(rings.k), v = values(before);
+    RowMask<V> mask;
+    if constexpr (kMasked) look(mask, slot, tile);
     v_.wait_full(before);
     k_.wait_full(rings.k);
     if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + turn, 256);
@@ -397,7 +395,7 @@ struct AttentionFa3 {
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    apply_softmax<kMasked>(rows, s, slot, tile);
+    apply_softmax<kMasked>(rows, s, slot, tile, mask);
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
 #pragma unroll
@@ -407,12 +405,19 @@ struct AttentionFa3 {
     rows.softmax.rescale(rows.o);
   }
 
+  // Bits of a mask travel while the tensor cores work.
+  QUIRE_DEVICE void look(RowMask<V>& mask, const Slot& slot, int tile) const {
+    const int row = slot.job.piece.tile.row_begin + lane_row(ptx::lane_id());
+    mask.look(p_.base, slot.job, slot.bits(), row, tile * kTileKv);
+  }
+
   template <bool kMasked>
-  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, int tile) const {
+  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, int tile,
+                                  const RowMask<V>& mask) const {
     const float scale = apply_cap(s);
     if constexpr (kMasked) {
       const int lane = ptx::lane_id(), row = slot.job.piece.tile.row_begin + lane_row(lane);
-      RowMask<V>(p_.base.group, slot.job, row).hide_keys(s, p_.base, slot.job, tile * kTileKv, lane);
+      mask.hide(s, p_.base, slot.job, row, tile * kTileKv, lane);
     }
     rows.softmax.raise_max(s, scale);
     rows.softmax.exponentiate(s, scale);

@@ -19,6 +19,13 @@ QUIRE_DEVICE void cp_async_16(uint32_t dst, const void* src) {
 
 QUIRE_DEVICE void prefetch_l2(const void* src) { asm volatile("prefetch.global.L2 [%0];" ::"l"(src)); }
 
+// Of what nobody writes meanwhile; it leaves where it stands, not where its result is wanted.
+QUIRE_DEVICE uint32_t ld_global_constant(const uint32_t* src) {
+  uint32_t x;
+  asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(src));
+  return x;
+}
+
 QUIRE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's latest groups are still under way.
