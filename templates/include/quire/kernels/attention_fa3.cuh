@@ -76,12 +76,15 @@ struct AttentionFa3 {
   static constexpr int kBarriersAt = kSlotsAt + kPieces * static_cast<int>(sizeof(Slot));
   static_assert(sizeof(Slot) % 8 == 0, "mbarriers follow the slots");
 
-  // Registers a thread, of 65,536 an SM: what the loading warps give up the others take. Scheduling takes 56 (it
-  // divides 64-bit numbers). Three warpgroups at 128 keys leave 32: the scheduling warp then spills, once a piece.
+  // Registers a thread: what the loading warps give up the others take. A launch gets a multiple of 8 for each thread,
+  // 65,536 at most; asking for more than that hangs. Scheduling takes 56 (it divides 64-bit numbers). Three warpgroups
+  // at 128 keys leave 32: the scheduling warp then spills, once a piece.
   static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
   static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kTileKv > 112 ? 160 : 152)
                                            : kWarpgroups == 2 ? 224
                                                               : 240;
+  static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
+                "the warps ask for more registers than the launch has, and would wait for them forever");
 
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
   // Named barriers; 0 is that of the whole CTA.
@@ -188,16 +191,17 @@ struct AttentionFa3 {
     RingPosition<kStages> stage;
     for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
       TileWalk<V> walk(slot);
-      Loader next(p_.base, slot.job, lane);
+      Loader next(p_.base, from, slot.job, lane);
       bool is_landing = false;
       if (walk.exists()) next.fetch(walk.tile());
 #pragma unroll 1
       while (walk.exists()) {
+        next.locate();
         const Loader loader = next;
         walk.advance();
         if (walk.exists()) next.fetch(walk.tile());
         ring.wait_empty(stage);
-        loader.load(tile_at(stage.slot()), from, ring.full(stage.slot()));
+        loader.load(tile_at(stage.slot()), ring.full(stage.slot()));
         if constexpr (kIsGathered) {
           if (is_landing) Loader::template land<1>(ring.full(stage.before().slot()));
           is_landing = true;

@@ -33,34 +33,39 @@ struct KvSource {
   }
 };
 
-// fetch(i) looks tile i up; load() starts the copy of the tile fetched last. All lanes call both. kArrivals threads
-// arrive at the barrier that counts a tile's arrival.
+// fetch(i) looks tile i up, locate() waits for what that found, load() starts the copy. All lanes call each. kArrivals
+// threads arrive at the barrier that counts a tile's arrival. Each instruction counts: the computing warps of two
+// schedulers share them with these, and are as fast as the slowest.
 template <class V, KvPath kPath = kv_path<V>()>
 class KvLoader {
  public:
   static constexpr int kArrivals = 1;
 
-  QUIRE_DEVICE KvLoader(const AttentionParams&, const Job& job, int lane) : job_(job), lane_(lane) {}
+  QUIRE_DEVICE KvLoader(const AttentionParams&, const KvSource& from, const Job& job, int lane)
+      : map_(from.map), job_(job), lane_(lane) {}
 
   QUIRE_DEVICE void fetch(int i) { token_ = i * V::kTileKv; }
+  QUIRE_DEVICE void locate() {}
 
   template <class Tile>
-  QUIRE_DEVICE void load(Tile dst, const KvSource& from, uint32_t barrier) const {
+  QUIRE_DEVICE void load(Tile dst, uint32_t barrier) const {
     if (lane_ != 0) return;
     ptx::mbarrier_arrive_expect(barrier, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kPanels; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes, from.map, barrier, i * 64, job_.kv_first + token_,
+      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes, map_, barrier, i * 64, job_.kv_first + token_,
                        job_.piece.kv_head, 0);
     }
   }
 
  private:
+  const TensorMap* map_;
   const Job& job_;
   int lane_, token_;
 };
 
-// One lane a box of kBoxRows rows. Boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
+// One lane a box of kBoxRows rows. Boxes beyond kv_len come from page -1: outside of the tensor, hence zeros. (One lane
+// for all boxes is 2 to 4 % slower, although the compiler makes a loop over lanes of these copies: H200, 2026-11-21.)
 template <class V>
 class KvLoader<V, KvPath::kPages> {
  public:
@@ -69,7 +74,8 @@ class KvLoader<V, KvPath::kPages> {
   static constexpr int kBoxes = V::kTileKv / kBoxRows;
   static_assert(kBoxRows % 8 == 0 && kBoxes <= 32, "one lane copies one box, and a box keeps the swizzle's period");
 
-  QUIRE_DEVICE KvLoader(const AttentionParams& p, const Job& job, int lane) : p_(p), job_(job), lane_(lane) {}
+  QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const Job& job, int lane)
+      : p_(p), map_(from.map), job_(job), lane_(lane) {}
 
   QUIRE_DEVICE void fetch(int i) {
     const int token = i * V::kTileKv + lane_ * kBoxRows;
@@ -77,21 +83,23 @@ class KvLoader<V, KvPath::kPages> {
     page_ = -1;
     if (lane_ < kBoxes && token < job_.kv_len) page_ = p_.kv_indices[job_.kv_first + token / V::kPageSize];
   }
+  QUIRE_DEVICE void locate() {}
 
   template <class Tile>
-  QUIRE_DEVICE void load(Tile dst, const KvSource& from, uint32_t barrier) const {
+  QUIRE_DEVICE void load(Tile dst, uint32_t barrier) const {
     if (lane_ == 0) ptx::mbarrier_arrive_expect(barrier, Tile::kBytes);
     __syncwarp();
     if (lane_ >= kBoxes) return;
 #pragma unroll
     for (int i = 0; i < Tile::kPanels; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes + lane_ * kBoxRows * 128, from.map, barrier, i * 64, row_,
+      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes + lane_ * kBoxRows * 128, map_, barrier, i * 64, row_,
                        job_.piece.kv_head, page_);
     }
   }
 
  private:
   const AttentionParams& p_;
+  const TensorMap* map_;
   const Job& job_;
   int lane_, row_, page_;
 };
@@ -103,43 +111,38 @@ class KvLoader<V, KvPath::kGather> {
  public:
   static constexpr int kArrivals = 32;
 
-  QUIRE_DEVICE KvLoader(const AttentionParams& p, const Job& job, int lane) : p_(p), job_(job), lane_(lane) {}
+  QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const Job& job, int lane)
+      : p_(p), from_(from), job_(job), lane_(lane) {
+    base_ = reinterpret_cast<uint64_t>(from.base) + job.piece.kv_head * from.head_stride * 2 + (lane & 7) * 16;
+    asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
+  }
 
   QUIRE_DEVICE void fetch(int i) {
     token_ = i * V::kTileKv;
 #pragma unroll
     for (int j = 0; j < kLookups; ++j) {
-      const int token = token_ + j * 32 + lane_;
-      page_[j] = token < job_.kv_len ? p_.kv_indices[job_.kv_first + p_.page.div(token)] : 0;
+      const int token = min(token_ + j * 32 + lane_, job_.kv_len - 1), index = p_.page.div(token);
+      row_[j] = token - index * static_cast<int>(p_.page.divisor);
+      page_[j] = p_.kv_indices[job_.kv_first + index];
+    }
+  }
+
+  // In chunks of 16 bytes: the host refuses a cache of 2^32 of them.
+  QUIRE_DEVICE void locate() {
+#pragma unroll
+    for (int j = 0; j < kLookups; ++j) {
+      place_[j] = page_[j] * static_cast<uint32_t>(from_.page_stride >> 3) +
+                  row_[j] * static_cast<uint32_t>(from_.token_stride >> 3);
     }
   }
 
   template <class Tile>
-  QUIRE_DEVICE void load(Tile dst, const KvSource& from, uint32_t) const {
-    const int row_in_four = lane_ >> 3, col = lane_ & 7;
-    const unsigned char* base =
-        static_cast<const unsigned char*>(from.base) + job_.piece.kv_head * from.head_stride * 2 + col * 16;
-    const int left = job_.kv_len - token_ - row_in_four;
-    // Of eight rows, the permutation of the lower and the upper four.
-    const uint32_t lower = dst.chunk(row_in_four, col), upper = dst.chunk(row_in_four + 4, col);
-#pragma unroll
-    for (int j = 0; j < kLookups; ++j) {
-      // In chunks of 16 bytes: the host refuses a cache of 2^32 of them.
-      const uint32_t place = static_cast<uint32_t>(
-          (page_[j] * from.page_stride + p_.page.mod(token_ + j * 32 + lane_) * from.token_stride) >> 3);
-#pragma unroll
-      for (int i = 0; i < min(8, (V::kTileKv - j * 32) / 4); ++i) {
-        const int row = j * 32 + i * 4;
-        const uint32_t chunks = __shfl_sync(0xffffffffu, place, i * 4 + row_in_four);
-        const unsigned char* src = base + static_cast<uint64_t>(chunks) * 16;
-        const uint32_t to = (i % 2 == 0 ? lower : upper) + (row & ~7) * 128;
-        const int bytes = row < left ? 16 : 0;
-#pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {
-          if ((panel + 1) * 8 > Tile::kChunks && panel * 8 + col >= Tile::kChunks) continue;
-          ptx::cp_async_16(to + panel * Tile::kPanelBytes, src + panel * 128, bytes);
-        }
-      }
+  QUIRE_DEVICE void load(Tile dst, uint32_t) const {
+    const int left = job_.kv_len - token_;
+    if (left >= V::kTileKv) {  // more rows at a time have no registers for a second way
+      copy<true>(dst, left);
+    } else {
+      copy<false>(dst, left);
     }
     ptx::cp_async_commit();
   }
@@ -156,10 +159,42 @@ class KvLoader<V, KvPath::kGather> {
  private:
   static constexpr int kLookups = ceil_div(V::kTileKv, 32);
 
+  // In step i, rows i, 8 + i, 16 + i and 24 + i of each 32: all have one permutation, and a shuffle among eight lanes
+  // takes i from the instruction.
+  template <bool kIsWhole, class Tile>
+  QUIRE_DEVICE void copy(Tile dst, int left) const {
+    const int eight = lane_ & ~7, first = dst.base + eight * 128 + (lane_ & 7) * 16;
+    const int room = V::kTileKv - eight, rest = left - eight;  // compared with numbers, not with a register each
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t to = (first ^ i * 16) + i * 128;
+#pragma unroll
+      for (int j = 0; j < kLookups; ++j) {
+        const uint64_t chunks = __shfl_sync(0xffffffffu, place_[j], i, 8);
+        const int row = j * 32 + i;
+        if (j * 32 + 31 >= V::kTileKv && row >= room) continue;
+        const unsigned char* src = reinterpret_cast<const unsigned char*>(base_ + chunks * 16);
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+          if ((panel + 1) * 8 > Tile::kChunks && panel * 8 + (lane_ & 7) >= Tile::kChunks) continue;
+          const uint32_t at = to + j * 32 * 128 + panel * Tile::kPanelBytes;
+          if constexpr (kIsWhole) {
+            ptx::cp_async_16(at, src + panel * 128);
+          } else {
+            ptx::cp_async_16(at, src + panel * 128, row < rest ? 16 : 0);
+          }
+        }
+      }
+    }
+  }
+
   const AttentionParams& p_;
+  const KvSource& from_;
   const Job& job_;
+  uint64_t base_;  // this lane's column of the head
   int lane_, token_;
-  int page_[kLookups];
+  int page_[kLookups], row_[kLookups];
+  uint32_t place_[kLookups];
 };
 
 }  // namespace quire
