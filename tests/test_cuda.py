@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
@@ -43,6 +45,27 @@ def test_a_run_is_on_the_current_stream(device, backend):
         late.copy_(p.q)
         out = wrapper.run(late, p.k, p.v)
     stream.synchronize()
+    p.check(out)
+
+
+@pytest.mark.parametrize("own_stream", [False, True])
+def test_a_run_while_another_context_is_current(own_stream):
+    """As another library may leave it."""
+    p = problem("cuda:0")
+    wrapper = ragged_wrapper(p, "auto")
+    plan_ragged(wrapper, p)
+    out = torch.empty_like(p.q)
+    driver, other, current = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+    with torch.cuda.stream(torch.cuda.Stream() if own_stream else torch.cuda.default_stream()):
+        torch.cuda.synchronize()
+        assert driver.cuCtxCreate_v2(ctypes.byref(other), 0, 0) == 0
+        try:
+            wrapper.run(p.q, p.k, p.v, out=out)
+            driver.cuCtxGetCurrent(ctypes.byref(current))
+            assert current.value == other.value
+        finally:
+            driver.cuCtxDestroy_v2(other)
+        torch.cuda.synchronize()
     p.check(out)
 
 

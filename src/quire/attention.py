@@ -198,7 +198,7 @@ class Attention:
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         if self._graph is not None:
             self._check_rows(self._graph, q)
-        elif stream and self._is_fixed:
+        elif stream and self._is_fixed and torch._C._cuda_isCurrentStreamCapturing():
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
             out = torch.empty(self._out_shape, dtype=self._terms.types.o.torch, device=self._device)
@@ -219,7 +219,9 @@ class Attention:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
             if not logits_scale > 0:  # kernels take the maximum before they scale
                 raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
-        q_at, o_at, k_at, v_at = (*pointers, pointers[-1] + self._v_offset)[:4]
+        if len(tensors) == 1:
+            pointers.append(pointers[-1] + self._v_offset)
+        q_at, o_at, k_at, v_at = pointers
         self._plan.run(
             stream, q_at, k_at, v_at, o_at,
             None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),

@@ -36,7 +36,7 @@ def bind(
     """
     if isinstance(module, CudaModule):
         threads, smem = (merged * module.facts[name] for name in ("kThreads", "kSmemBytes"))
-        return module.bind(params, grid, threads, smem, device.index or 0, pdl=pdl)
+        return module.bind(params, grid, threads, smem, device.index or 0, pdl=pdl).start
     return lambda _: launch(module, params, device, grid=grid, block=1)
 
 

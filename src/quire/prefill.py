@@ -232,7 +232,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
+        if scales:
+            k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
         return planned(self._attention).run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
@@ -407,8 +408,6 @@ def _positional_scales(
     scales: tuple[float | None, ...], k_scale: float | None, v_scale: float | None
 ) -> tuple[float | None, float | None]:
     """The older run() took k_scale and v_scale by position."""
-    if not scales:
-        return k_scale, v_scale
     if len(scales) > 2 or k_scale is not None or (len(scales) == 2 and v_scale is not None):
         raise ValidationError(f"k_scale, v_scale: expected each once, got {scales} by position besides keywords.")
     return scales[0], scales[1] if len(scales) == 2 else v_scale

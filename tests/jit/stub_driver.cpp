@@ -1,4 +1,5 @@
 // A CUDA driver of two devices that does nothing but remember. Contexts are 100 + device, functions 200 + context.
+// As the real one does, it takes a launch from any context on a stream that says which one it is of, and else refuses.
 #include <stdint.h>
 #include <string.h>
 
@@ -87,7 +88,10 @@ int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, uintptr_t, int block, ui
   return 0;
 }
 int cuLaunchKernelEx(const unsigned char* config, uintptr_t f, void** args, void**) {
+  uintptr_t stream;
+  memcpy(&stream, config + 32, 8);
   if (refuse_launch) return 1;
+  if (!stream && current != f - 200) return current ? 400 : 201;
   memcpy(last_config, config, 56);
   unsigned n;
   memcpy(&n, config + 48, 4);

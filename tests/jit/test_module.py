@@ -104,6 +104,15 @@ def test_a_launch_respects_its_device_and_restores_the_current_one(
     assert stub.number("pushes") == stub.number("pops")
 
 
+@pytest.mark.parametrize("current", [0, 100, 999])
+def test_a_launch_on_a_stream_asks_for_no_context(current: int, kernel: jit.CudaModule, stub: Stub) -> None:
+    kernel.prepare(1)
+    stub.library.set_current(current)
+    pushes = stub.number("pushes")
+    kernel.launch(64, 1, 128, 0, 7, 1)
+    assert (stub.number("last_function"), stub.number("pushes")) == (301, pushes)
+
+
 def test_pdl_and_cluster_become_attributes(kernel: jit.CudaModule, stub: Stub) -> None:
     kernel.launch(64, 4, 128, 0, 0, 0, pdl=True, cluster=(2, 1, 1))
     assert stub.config.num_attributes == 2
@@ -115,11 +124,11 @@ def test_pdl_and_cluster_become_attributes(kernel: jit.CudaModule, stub: Stub) -
 def test_a_planned_launch(kernel: jit.CudaModule, stub: Stub) -> None:
     planned = kernel.bind(0x1000, 132, 128, 200_000, 0)
     assert stub.number("max_smem_set") == 200_000
-    planned(7)
-    planned(8)
+    planned.start(7)
+    planned.start(8)
     assert (stub.number("launches"), stub.config.stream, planned.grid) == (2, 8, (132, 1, 1))
     planned.point_to(0x2000)
-    planned(7)
+    planned.start(7)
     assert stub.number("last_params") == 0x2000
 
 
@@ -170,7 +179,7 @@ def test_a_launch_costs_the_host_little(kernel: jit.CudaModule, stub: Stub) -> N
             call()
         return (time.perf_counter() - start) * 500
 
-    assert min(microseconds(lambda: planned(7)) for _ in range(5)) < 6
+    assert min(microseconds(lambda: planned.start(7)) for _ in range(5)) < 6
     assert min(microseconds(lambda: kernel.launch(0x1000, 132, 128, 0, 7, 0)) for _ in range(5)) < 10
 
 

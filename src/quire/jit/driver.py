@@ -46,7 +46,7 @@ class LaunchConfig(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
+_SIGNATURES: dict[str, tuple[Any, ...] | None] = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
@@ -71,7 +71,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
     "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
-    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
+    "cuLaunchKernelEx": None,  # takes what is made once a plan, so nothing is converted at a launch
     "cuTensorMapEncodeTiled": (
         *(c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64)),
         *(POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),

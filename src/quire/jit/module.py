@@ -59,13 +59,10 @@ class HostModule:
 
 @dataclass(slots=True)
 class _Loaded:
-    """A kernel on one device, and the driver calls that a launch takes."""
+    """A kernel on one device."""
 
     function: int  #: CUfunction
-    context: int  #: the device's primary context
     max_smem: int  #: bytes of dynamic shared memory allowed so far
-    launch: Any
-    get_current: Any
 
 
 def _three(grid: Grid) -> tuple[int, int, int]:
@@ -78,9 +75,9 @@ def _three(grid: Grid) -> tuple[int, int, int]:
 
 
 class _Call(LaunchConfig):
-    """A launch as the driver takes it: its configuration, where its parameters are, and room for an answer."""
+    """A launch as the driver takes it: its configuration, and where its parameters are."""
 
-    _fields_ = (("params", c_void_p), ("current", c_void_p))  # type: ignore[assignment]  # after those of its base
+    _fields_ = (("params", c_void_p),)  # type: ignore[assignment]  # after those of its base
 
 
 class Launch:
@@ -90,27 +87,27 @@ class Launch:
     driver copies it). An instance belongs to one plan: two threads must not call the same instance at once.
     """
 
-    __slots__ = ("_address", "_call", "_device", "_loaded", "_module")
+    __slots__ = ("_arguments", "_call", "_device", "_launch", "_module")
 
     def __init__(self, module: CudaModule, device: int, call: _Call) -> None:
         self._module = module
         self._device = device
-        self._loaded = module.on(device)
         self._call = call
-        self._address = ctypes.addressof(call)
+        self._launch = module.driver.function("cuLaunchKernelEx")
+        self._arguments = byref(call), c_void_p(module.on(device).function), byref(call, _Call.params.offset), None
 
-    def __call__(self, stream: int) -> None:
+    def start(self, stream: int) -> None:
         """Launch on `stream` (a raw CUstream of this launch's device; 0 is the legacy default stream)."""
-        call, at, loaded = self._call, self._address, self._loaded
-        call.stream = stream
-        loaded.get_current(at + _Call.current.offset)
-        if call.current == loaded.context:
-            code = loaded.launch(at, loaded.function, at + _Call.params.offset, None)
-        else:
-            with self._module.driver.current(self._device):
-                code = loaded.launch(at, loaded.function, at + _Call.params.offset, None)
+        self._call.stream = stream
+        if self._launch(*self._arguments):  # perhaps because of the current context
+            self._start_in_context()
+
+    def _start_in_context(self) -> None:
+        """Only on the default stream does it matter which context is current, and there the driver says so."""
+        with self._module.driver.current(self._device):
+            code = self._launch(*self._arguments)
         if code:
-            self._module.fail(code, call, self._device)
+            self._module.fail(code, self._call, self._device)
 
     def point_to(self, params_address: int) -> None:
         """Read the parameters from another address from now on."""
@@ -201,13 +198,7 @@ class CudaModule:
         function = c_void_p()
         context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
         api.call("cuKernelGetFunction", byref(function), self._kernel, context=context)
-        return _Loaded(
-            function.value or 0,
-            api.context(device),
-            _STATIC_SMEM_LIMIT - (self.entry.manifest.smem or 0),
-            api.function("cuLaunchKernelEx"),
-            api.function("cuCtxGetCurrent"),
-        )
+        return _Loaded(function.value or 0, _STATIC_SMEM_LIMIT - (self.entry.manifest.smem or 0))
 
     def _allow_smem(self, loaded: _Loaded, device: int, smem: int) -> None:
         limit = self.driver.max_dynamic_smem(device)
@@ -270,7 +261,7 @@ class CudaModule:
                 planned.clear()
             launch = planned[key] = self.bind(0, grid, block, smem, device, pdl=pdl, cluster=cluster)
         launch.point_to(params_address)
-        launch(stream)
+        launch.start(stream)
 
     def _prepare_outside_capture(self, device: int, smem: int, stream: int) -> None:
         loaded = self._loaded.get(device)
