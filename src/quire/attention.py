@@ -198,7 +198,7 @@ class Attention:
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         if self._graph is not None:
             self._check_rows(self._graph, q)
-        elif stream and self._is_fixed and torch._C._cuda_isCurrentStreamCapturing():
+        elif stream and self._is_fixed and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
             out = torch.empty(self._out_shape, dtype=self._terms.types.o.torch, device=self._device)

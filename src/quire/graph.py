@@ -24,9 +24,13 @@ _OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a GPU is being captured, which the default stream never is."""
-    if not on_cuda(device) or torch._C._cuda_getCurrentRawStream(device.index or 0) == 0:
+    index = device.index or 0
+    if not on_cuda(device) or torch._C._cuda_getCurrentRawStream(index) == 0:
         return False
-    return torch._C._cuda_isCurrentStreamCapturing()
+    if torch._C._cuda_getDevice() == index:  # torch answers for the current device
+        return torch._C._cuda_isCurrentStreamCapturing()
+    with torch.cuda.device(index):
+        return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
