@@ -6,12 +6,9 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-import torch
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import AttentionProblem, decide, same_rows
-from quire.planner import _most_tiles, _suits_pairs
-from quire.schedule import Indices
 from quire.types import MaskMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
@@ -85,25 +82,3 @@ def test_a_fixed_split_is_a_multiple_of_the_tile_that_runs():
     assert decide(lower, "decode").kernel.tile(decide(lower, "decode").key).kv == 32
     with pytest.raises(ValidationError, match="fixed_split_size=32 is not a multiple of its kv tile, 64"):
         decide(replace(lower, rows=64), "decode")
-
-
-@pytest.mark.parametrize(
-    ("tiles", "tokens", "suits"),
-    [
-        (8, 8 * 131072, True),
-        (128, 128 * 1024, True),
-        (132, 132 * 192, True),
-        (133, 133 * 1024, False),  # more than a tile an SM
-        (8, 8 * 2048, False),  # short
-    ],
-)
-def test_when_a_launch_makes_one_cta_of_two(tiles, tokens, suits):
-    assert _suits_pairs(tiles, tokens, num_sms=132, tile_kv=64) is suits
-
-
-def test_tiles_are_counted_exactly_where_requests_are_alike():
-    """16 requests of one query are 16 tiles: with 8 kv heads a tile an SM, which makes pairs."""
-    indptr = torch.arange(17, dtype=torch.int32)
-    alike = Indices(16, None, 1, indptr * 64, None, None, 16)
-    assert _most_tiles(alike, 4, 16) == 16 and _most_tiles(alike._replace(qo_len=5), 4, 16) == 32
-    assert _most_tiles(alike._replace(qo_indptr=indptr, qo_len=0), 4, 16) == 20

@@ -234,39 +234,6 @@ def test_any_batch(device, backend, dtype, data):
     p.check(*decode(p, cache, backend, index_device=data.draw(st.sampled_from(["cpu", None]))))
 
 
-PAIRED = (
-    {"kv_lens": (5000,), "num_qo_heads": 8, "num_kv_heads": 1},
-    {"kv_lens": (300,) * 9, "num_qo_heads": 28, "num_kv_heads": 4},
-    {"kv_lens": (0, 37, 2000, 1, 129), "head_dim": 64, "window_left": 100, "soft_cap": 5.0},
-    {"kv_lens": (3, 700), "head_dim": 256},
-)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("q_len", [1, 4])
-@pytest.mark.parametrize("more", PAIRED, ids=lambda m: str(m["kv_lens"]))
-def test_one_cta_of_two(monkeypatch, more, q_len):
-    """A launch whose CTAs are pairs agrees with the oracle, and with itself bit for bit."""
-    merged = []
-
-    def bind(*args, **options):
-        merged.append(options["merged"])
-        return quire.launch.bind(*args, **options)
-
-    monkeypatch.setattr("quire.plan.bind", bind)
-    monkeypatch.setattr("quire.planner._suits_pairs", lambda *_: True)
-    more = {**more, "kv_lens": tuple(n and max(n, q_len) for n in more["kv_lens"])}
-    kv_lens = more.pop("kv_lens")
-    p = Problem((q_len,) * len(kv_lens), kv_lens, dtype=torch.bfloat16, device="cuda:0", causal=q_len > 1, **more)
-    cache = p.paged(16)
-    runs = [decode(p, cache, "decode", plan={"q_len_per_req": q_len} if q_len > 1 else {}) for _ in range(2)]
-    assert merged == [2, 2]
-    p.check(*runs[0])
-    for first, second in zip(*runs, strict=True):
-        assert torch.equal(first, second)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pending("CUDAGraphBatchDecodeWithPagedKVCacheWrapper")

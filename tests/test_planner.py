@@ -1,4 +1,4 @@
-"""How a launch is shaped for a batch, on a pretended GPU."""
+"""What a plan tells its kernel, on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import torch
 
 from quire import planner
 from quire.kernels import AttentionProblem, decide
-from quire.schedule import Indices
+from quire.schedule import Indices, Lengths
 from quire.terms import Scoring, Terms, Types
 from quire.types import MaskMode, dtype_of
+from quire.workspace import OwnWorkspace
 
 
 class Sm90Module:
@@ -20,28 +21,27 @@ class Sm90Module:
     facts: ClassVar[dict[str, int]] = {"kMinCtas": 2, "kSmemBytes": 80_000, "kThreads": 128}
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "kv_len", "num_qo_heads", "split", "merged"),
-    [
-        (16, 1024, 32, 0, 2),
-        (1, 131072, 64, 0, 2),
-        (1, 2048, 32, 0, 1),  # short
-        (17, 1024, 32, 0, 1),  # 136 tiles on 132 SMs
-        (64, 4096, 32, 0, 1),
-        (16, 1024, 32, -1, 1),  # cut as in any other batch
-        (4, 8192, 512, 0, 1),  # 64 rows a tile
-    ],
-)
-def test_one_cta_of_two(monkeypatch, batch_size, kv_len, num_qo_heads, split, merged):
+@pytest.fixture
+def problem(monkeypatch):
+    """A decision and the terms of its plans, whose launches do nothing."""
     monkeypatch.setattr(planner, "_load", lambda spec, device: (Sm90Module, 264))
-    bf16, group_size = dtype_of("bfloat16", "q"), num_qo_heads // 8
-    problem = AttentionProblem(
-        "sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, group_size, fixed_split_size=split
-    )
-    indptr = torch.arange(batch_size + 1, dtype=torch.int32) * (kv_len // 16)
-    indices = Indices(batch_size, None, 1, indptr, torch.full((batch_size,), 16, dtype=torch.int32), None, 16)
-    terms = Terms(num_qo_heads, 8, 128, 128, Types(bf16, bf16, bf16), Scoring(0.1, -1, 0.0), False, 16, split)
-    decision = decide(problem, "decode")
-    _, recipe = planner._recipe_for(decision, indices, terms, torch.device("cuda", 0), None)
-    tile = decision.kernel.tile(decision.key)
-    assert (recipe.merged, recipe.ctas, recipe.tile.kv) == (merged, 264 // merged, merged * tile.kv)
+    monkeypatch.setattr(planner, "launch", lambda *args, **options: None)
+    bf16 = dtype_of("bfloat16", "q")
+    problem = AttentionProblem("sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, 4)
+    terms = Terms(32, 8, 128, 128, Types(bf16, bf16, bf16), Scoring(0.1, -1, 0.0), False, 16, 0)
+    return decide(problem, "decode"), terms
+
+
+def test_what_the_host_has_planned_may_be_read_before_the_launch_ahead_ends(problem):
+    """It was copied: no kernel writes it."""
+    last, indptr = torch.tensor([16], dtype=torch.int32), torch.tensor([0, 128], dtype=torch.int32)
+    indices = Indices(1, None, 1, indptr, last, torch.arange(128, dtype=torch.int32), 16)
+    plan = planner.make_plan(problem[0], indices, problem[1], OwnWorkspace(torch.device("cpu")), None, None)
+    assert plan._params.is_sent == 1
+
+
+def test_what_a_kernel_plans_may_not(problem):
+    """Attention may be launched while that kernel still runs."""
+    lengths = Lengths(torch.tensor([2048]), torch.arange(128, dtype=torch.int32)[None], 1, 16)
+    plan = planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
+    assert plan._params.is_sent == 0

@@ -27,16 +27,14 @@ def launch(
         raise QuireError(f"{module.slug}: the kernel returned {status}: out of memory.")
 
 
-def bind(
-    module: Module, params: int, device: torch.device, grid: int, *, pdl: bool, merged: int = 1
-) -> Callable[[int], None]:
+def bind(module: Module, params: int, device: torch.device, grid: int, *, pdl: bool) -> Callable[[int], None]:
     """A launch of `module` on the parameter struct at address `params`, to be called with a stream any number of times.
 
-    `pdl`: it may begin before its predecessor ends. `merged`: CTAs of the kernel that it makes one of.
+    `pdl`: it may begin before its predecessor ends.
     """
     if isinstance(module, CudaModule):
-        threads, smem = (merged * module.facts[name] for name in ("kThreads", "kSmemBytes"))
-        return module.bind(params, grid, threads, smem, device.index or 0, pdl=pdl).start
+        facts = module.facts
+        return module.bind(params, grid, facts["kThreads"], facts["kSmemBytes"], device.index or 0, pdl=pdl).start
     return lambda _: launch(module, params, device, grid=grid, block=1)
 
 

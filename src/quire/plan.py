@@ -36,13 +36,12 @@ class AttentionPlan:
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
         grid: int, owned: tuple[Any, ...], *, starts_early: bool, schedule: Schedule | None = None,
-        sent: Sent | None = None, pages: torch.Tensor | None = None, merged: int = 1,
+        sent: Sent | None = None, pages: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.schedule = schedule  #: None where only the device knows the batch
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind it
         self._module, self._device, self._grid = module, device, grid
-        self._merged = merged  # CTAs of the kernel that a launch makes one of
         self._may_start_early = decision.kernel.pdl and has_dependent_launch(decision.key.target)
         self._starts_early = starts_early  # where run() is not told
         self._params = base_of(params)
@@ -132,9 +131,7 @@ class AttentionPlan:
 
     def _bind(self, early: bool) -> Callable[[int], None]:
         params = ctypes.addressof(self._params)
-        launch = self._launches[early] = bind(
-            self._module, params, self._device, self._grid, pdl=early, merged=self._merged
-        )
+        launch = self._launches[early] = bind(self._module, params, self._device, self._grid, pdl=early)
         return launch
 
 

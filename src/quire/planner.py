@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from quire.checks import check_same_device, check_shape, check_tensor, last_entry
+from quire.checks import check_same_device, check_shape, check_tensor
 from quire.errors import PlanError, ValidationError
 from quire.graph import GraphState, is_capturing
 from quire.jit import CudaModule, Module, get_module
@@ -70,7 +70,6 @@ class _Recipe(NamedTuple):
     tile: TileShape
     row_bytes: int  #: of a partial result
     ctas: int  #: that run at the same time
-    merged: int  #: CTAs of the kernel that a launch makes one of
 
     def new_params(self) -> ctypes.Structure:
         """A copy of the parameters for one plan."""
@@ -91,10 +90,9 @@ class _Recipe(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _recipe(decision: Decision, terms: Terms, ctas: int, merged: int = 1, tile_capacity: int = 0) -> _Recipe:
+def _recipe(decision: Decision, terms: Terms, ctas: int, tile_capacity: int = 0) -> _Recipe:
     kernel, key = decision.kernel, decision.key
-    rows, kv = kernel.tile(key)
-    tile, ctas = TileShape(rows, kv * merged), ctas // merged
+    tile = kernel.tile(key)
     params = kernel.params()
     base = base_of(params)
     base.num_qo_heads, base.num_kv_heads = terms.num_qo_heads, terms.num_kv_heads
@@ -106,7 +104,7 @@ def _recipe(decision: Decision, terms: Terms, ctas: int, merged: int = 1, tile_c
         mask=key.mask, window_left=terms.scoring.window_left, max_ctas=ctas, fixed_split_size=terms.fixed_split_size,
         l2_tokens=max(1, _L2_BYTES // token_bytes) if kernel.persistent else 0, tile_capacity=tile_capacity,
     )  # fmt: skip
-    return _Recipe(params, cut, tile, partials_bytes(1, 1, key.head_dim_vo), ctas, merged)
+    return _Recipe(params, cut, tile, partials_bytes(1, 1, key.head_dim_vo), ctas)
 
 
 def _recipe_for(
@@ -117,46 +115,7 @@ def _recipe_for(
     rows, split, capacity = decision.key.tile_rows, max(0, terms.fixed_split_size), 0
     if graph is not None:
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, terms.group_size, rows, split)
-    recipe = _recipe(decision, terms, ctas, tile_capacity=capacity)
-    if _has_pairs(decision, terms, module):
-        tiles = capacity or _most_tiles(indices, terms.group_size, rows)
-        tokens = last_entry(indices.kv_indptr) * indices.page_size if graph is None else graph.max_tokens
-        if _makes_pairs(recipe, terms, module, device, tiles, tokens):
-            recipe = _recipe(decision, terms, ctas, 2, capacity)
-    return module, recipe
-
-
-def _most_tiles(indices: Indices, group_size: int, rows: int) -> int:
-    """Row tiles of a kv head: exactly where requests have as many rows, else at most so many."""
-    if indices.qo_indptr is None:
-        return indices.batch_size * -(-indices.qo_len * group_size // rows)
-    return last_entry(indices.qo_indptr) * group_size // rows + indices.batch_size
-
-
-def _has_pairs(decision: Decision, terms: Terms, module: Module) -> bool:
-    """With fixed splits all batches are cut alike."""
-    fits = decision.key.tile_rows <= decision.kernel.pair_rows and module.facts.get("kMinCtas") == 2
-    return fits and not terms.fixed_split_size
-
-
-def _makes_pairs(
-    recipe: _Recipe, terms: Terms, module: Module, device: torch.device, num_tiles: int, num_tokens: int
-) -> bool:
-    """Whether a launch makes one CTA of two that an SM holds; the tiles and tokens are of one kv head."""
-    heads = terms.num_kv_heads
-    if not _suits_pairs(num_tiles * heads, num_tokens * heads, recipe.ctas // 2, recipe.tile.kv):
-        return False
-    if isinstance(module, CudaModule):
-        module.prepare(device.index or 0, 2 * module.facts["kSmemBytes"])
-    return True
-
-
-def _suits_pairs(num_tiles: int, num_tokens: int, num_sms: int, tile_kv: int) -> bool:
-    """Whether one CTA of two pays: with a tile an SM at most, half as many parts are merged (B 16, 1024 keys: 21.0
-    instead of 23.1 us; B 1, 131072 keys: 138.7 instead of 140.6 us), but short launches take longer (B 1, 2048 keys:
-    9.5 instead of 9.1 us). H200, 2026-11-21.
-    """
-    return num_tiles <= num_sms and num_tokens >= 3 * num_sms * tile_kv
+    return module, _recipe(decision, terms, ctas, capacity)
 
 
 def workspace_bytes(
@@ -205,7 +164,7 @@ def make_plan(
         graph.keep(partials, params)
     return AttentionPlan(
         decision, module, params, terms.scoring, device, grid, (bits, partials), starts_early=bool(s.is_shared),
-        schedule=schedule, sent=sent, pages=pages, merged=recipe.merged,
+        schedule=schedule, sent=sent, pages=pages,
     )  # fmt: skip
 
 
@@ -254,6 +213,7 @@ def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
     p.tiles, p.mask_indptr, p.arrivals = sent + s.tiles_offset, sent + s.mask_indptr_offset, sent + s.arrivals_offset
     p.shares = sent + s.shares_offset if s.is_shared else None
     p.num_tiles, p.num_ctas, p.slots_per_head = s.num_tiles, s.num_ctas, s.slots_per_head
+    p.is_sent = 1
 
 
 def make_plan_on_device(
@@ -267,11 +227,6 @@ def make_plan_on_device(
     num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // decision.key.tile_rows)
     pages = lengths.page_table.shape[1]
     recipe = _recipe(decision, terms, ctas)
-    if _has_pairs(decision, terms, module):
-        tokens = lengths.batch_size * pages * lengths.page_size
-        if _makes_pairs(recipe, terms, module, device, num_tiles, tokens):
-            recipe = _recipe(decision, terms, ctas, 2)
-    ctas = recipe.ctas
     planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile = recipe.tile
     arrivals_bytes = -(-4 * (ctas + 1) // 16) * 16
@@ -297,9 +252,7 @@ def make_plan_on_device(
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     owned = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
-    return AttentionPlan(
-        decision, module, params, terms.scoring, device, ctas, owned, starts_early=True, merged=recipe.merged
-    )
+    return AttentionPlan(decision, module, params, terms.scoring, device, ctas, owned, starts_early=True)
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

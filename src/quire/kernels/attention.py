@@ -179,7 +179,6 @@ class AttentionKernel:
     params: type[ctypes.Structure] = AttentionParams  #: what it is given; if another struct, `base` leads in it
     copies: Callable[[AttentionKey, TileShape, Geometry], tuple[TensorCopy, ...]] | None = None  #: its tensor maps
     persistent: bool = False  #: one CTA an SM takes tickets for whole tiles
-    pair_rows: int = 0  #: of tiles, up to which a launch may make one CTA of two: its kv tile is then twice as long
     reads_classes: bool = False  #: of a custom mask's tiles, made while planning: kernels/classify_mask.cuh
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
 

@@ -88,6 +88,5 @@ KERNEL = AttentionKernel(
     tiles=_tiles,
     choose_rows=first_tile_that_holds,  # with fixed splits all requests, and so all batches, have as many rows
     yields=_yields,
-    pair_rows=32,
     pdl=True,
 )

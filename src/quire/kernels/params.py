@@ -94,6 +94,7 @@ class AttentionParams(ctypes.Structure):
         *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
         *((name, c_int32) for name in ("slots_per_head", "window_left")),
         *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
+        ("is_sent", c_int32),
     )
 
 

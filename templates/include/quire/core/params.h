@@ -82,6 +82,9 @@ struct AttentionParams {
   float logits_scale;      // without soft cap: sm_scale * log2(e); with it: sm_scale / cap
   float logits_cap;        // with soft cap: cap * log2(e)
   float o_scale;           // multiplies the output (v_scale)
+  // Tiles and shares were copied to the device before the launch ahead of this one began: they may be read while that
+  // one runs. 0: a kernel ahead may have written them.
+  int32_t is_sent;
 };
 
 // What q . k and the output are multiplied by. With ragged keys there are no scales on the device: 128-row tiles of fa2

@@ -45,9 +45,10 @@ struct QueryFragments {
     }
   }
 
-  // Rows past the request's last become zeros. One of the teams `writes` what is in shared memory; a barrier must
-  // follow.
-  QUIRE_DEVICE void load(const AttentionParams& p, const DecodeJob& job, int row_begin, int lane, bool writes) {
+  // Rows past the request's last become zeros. `rows`: the tile's, if they are in shared memory. One of the teams
+  // `writes` what all hold there; a barrier must follow.
+  QUIRE_DEVICE void load(const AttentionParams& p, const DecodeJob& job, int row_begin, int lane, bool writes,
+                         const Q* rows) {
     uint32_t x[kBlocks][kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -57,6 +58,7 @@ struct QueryFragments {
         if (row < job.row_end) {
           const DecodeJob::Place at = job.place(p.group, row);
           const Q* src = static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
+          if (rows != nullptr) src = rows + (row - job.piece.tile.row_begin) * kQk;
           load_row(x, m, h, src, lane % 4);
         } else {
 #pragma unroll

@@ -32,14 +32,6 @@ struct ByteTile {
   }
 };
 
-// CTAs of variant V that a launch makes one of: 1, or 2 where an SM holds two. Half as many partial results are then
-// merged (see planner.py).
-template <class V, int kCtas>
-struct Merged : V {
-  static constexpr int kMerged = kCtas, kTileKv = kCtas * V::kTileKv;
-};
-
-// V: a Merged variant.
 template <class V>
 struct DecodeShape {
   using Kv = typename V::Kv;
@@ -52,7 +44,7 @@ struct DecodeShape {
   static constexpr int kTeam = kRows / (16 * kM);  // warps
   // A warp copies some 8 KB at a time: enough that few bytes are loop overhead, little enough for a ring of stages.
   static constexpr int kWarpTokens = 32 * kTokenBytes <= 8192 ? 32 : 16;
-  static constexpr int kMerged = V::kMerged, kWarps = kMerged * max(kTeam, 16 * kTokenBytes > 8192 ? 2 : 4);
+  static constexpr int kWarps = max(kTeam, 16 * kTokenBytes > 8192 ? 2 : 4);
   static constexpr int kTeams = kWarps / kTeam;
   static constexpr int kSlice = kTeam * kWarpTokens;  // tokens of a team in a kv tile
   static constexpr int kTileKv = kWarps * kWarpTokens;
@@ -65,10 +57,10 @@ struct DecodeShape {
   static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : kM == 2 ? 64 : 128);
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // of a warp's rows
   static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
-  static constexpr int kJobBytes = 96;  // of a warp
+  static constexpr int kJobBytes = 128;  // of a warp
   static constexpr int kBaseBytes =
-      kMerged * (kTeam * kQueryBytes + 16) + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes);  // and a flag
-  static constexpr int kSmemOfTwo = kMerged * (kSmemOfSm / 2 - kSmemReservedOfCta), kRingBytes = kMerged * 64 * 1024;
+      kTeam * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
+  static constexpr int kSmemOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta, kRingBytes = 64 * 1024;
 
   // Where two CTAs then still fit an SM, o has a place of its own when a piece ends, and the ring goes on being filled.
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
@@ -82,22 +74,25 @@ struct DecodeShape {
   // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
   // One where a ring of two stages leaves no room for two.
   static constexpr bool kTwoFit = 2 * kStageBytes <= kRingBytes && 2 * kStageBytes + kFixedBytes <= kSmemOfTwo;
-  static constexpr int kMinCtas = kMerged == 1 && kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
-  static constexpr int kSmemOfCta = kMerged * kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kSmemOfTwo;
+  static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
+  static constexpr int kSmemOfCta = kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kSmemOfTwo;
   static constexpr int kRoom = (kSmemOfCta - kFixedBytes) / kStageBytes;
   static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
-  // Shared memory: the teams' rings, o at the end of a piece, q, row states, the warps' jobs and tiles, the flag.
+  // Shared memory: the teams' rings, o at the end of a piece, q, row states, the warps' jobs and tiles, the flag, and
+  // the first piece's queries as they are in memory, where there is room.
   static constexpr int kSpillAt = kStages * kStageBytes;
   static constexpr int kQueryAt = kSpillAt + (kOwnSpill ? kWarps * kSpillBytes : 0),
                        kStatesAt = kQueryAt + kTeam * kQueryBytes;
   static constexpr int kJobsAt = kStatesAt + kStatesBytes;
   static constexpr int kTilesAt = kJobsAt + kWarps * kJobBytes;
   static constexpr int kFlagAt = kTilesAt + kWarps * TileWindow::kBytes;
+  static constexpr int kFirstQueryAt = kFlagAt + 16, kFirstQueryRoom = kSmemOfCta - kFirstQueryAt;
+  static constexpr int kFirstQueryBytes = kRows <= 32 && kRows * kQk * 2 <= kFirstQueryRoom ? kRows * kQk * 2 : 0;
   // At least so much that kMinCtas CTAs fit an SM and not one more: a dependent launch fills SMs as they come free, and
   // where three CTAs fit, some SMs got three and others one (621 instead of 487 us; H200, 2026-11-21).
   static constexpr int kSmemBytes =
-      max(kFlagAt + 16, kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
+      max(kFirstQueryAt + kFirstQueryBytes, kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
   static constexpr int kThreads = kWarps * 32;
 };
 

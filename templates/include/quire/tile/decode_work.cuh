@@ -4,21 +4,24 @@
 
 namespace quire {
 
-// Where a CTA stands in its share; when tiles are whole, its share is one of them.
+// What a CTA does; when tiles are whole, one of them.
+QUIRE_DEVICE Share share_of_cta(const AttentionParams& p, int cta) {
+  if (p.shares == nullptr) {
+    const int tile = cta / p.num_kv_heads;
+    return {cta - tile * p.num_kv_heads, tile, 0, INT32_MAX, 0, 0, 0, 0};
+  }
+  const int4* share = reinterpret_cast<const int4*>(p.shares + cta);
+  const int4 at = share[0], all = share[1];
+  return {at.x, at.y, at.z, at.w, all.x, all.y, all.z, all.w};
+}
+
+// Where a CTA stands in its share.
 struct Walk {
   int tile, kv_head, offset, left;
   int num_tiles;
 
-  QUIRE_DEVICE explicit Walk(const AttentionParams& p) {
-    const int cta = static_cast<int>(blockIdx.x);
-    if (p.shares == nullptr) {
-      tile = cta / p.num_kv_heads, kv_head = cta - tile * p.num_kv_heads, offset = 0, left = INT32_MAX, num_tiles = 0;
-    } else {
-      const int4* share = reinterpret_cast<const int4*>(p.shares + cta);
-      const int4 at = share[0], all = share[1];
-      kv_head = at.x, tile = at.y, offset = at.z, left = at.w, num_tiles = all.x;
-    }
-  }
+  QUIRE_DEVICE explicit Walk(const Share& share)
+      : tile(share.tile), kv_head(share.kv_head), offset(share.offset), left(share.units), num_tiles(share.num_tiles) {}
 
   QUIRE_DEVICE int units(const Tile& t) const { return min(left, tile_units(t) - offset); }
 
@@ -91,18 +94,17 @@ struct DecodeJob {
   };
 
   DecodeJob() = default;
-  // The piece that the walk stands at, its group apart.
-  QUIRE_DEVICE DecodeJob(const AttentionParams& p, TileWindow& window, const Walk& walk, int lane) {
-    piece.tile = window.get(walk, lane);
-    piece.kv_head = walk.kv_head;
+  // A piece of a tile, its keys and group apart.
+  QUIRE_DEVICE DecodeJob(const AttentionParams& p, const Tile& tile, int kv_head) {
+    piece.tile = tile;
+    piece.kv_head = kv_head;
     row_end = piece.tile.qo_len * static_cast<int>(p.group.divisor);
   }
 
   // Completes the piece: its divisions take a while, so the loads of q go first. The walk moves on.
-  QUIRE_DEVICE void complete(const AttentionParams& p, Walk& walk) {
+  QUIRE_DEVICE void complete(const AttentionParams& p, const Share& share, Walk& walk) {
     const int units = walk.units(piece.tile), cta = static_cast<int>(blockIdx.x);
-    piece = p.shares == nullptr ? whole_piece(p, cta)
-                                : share_piece(p, cta, p.shares[cta], piece.tile, walk.kv_head, walk.offset, units);
+    piece = share_piece(p, cta, share, piece.tile, walk.kv_head, walk.offset, units);
     walk.next(p, units);
   }
 
