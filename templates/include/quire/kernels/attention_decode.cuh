@@ -71,7 +71,7 @@ struct AttentionDecode {
     const Share mine = share_of_cta(p_, static_cast<int>(blockIdx.x));
     Walk walk(mine);
     TileWindow window(p_, walk, smem_ + Shape::kTilesAt + warp_ * TileWindow::kBytes, lane_);
-    if (lane_ == 0) share() = mine;
+    if (lane_ == 0) cut() = {mine.work_per_head, mine.units_each, mine.num_longer};
     __syncwarp();
     DecodeLoader<V> loader(p_, walk, warp_, lane_);
     Query q;
@@ -168,7 +168,7 @@ struct AttentionDecode {
     DecodeJob next(p_, window.get(walk, lane_), walk.kv_head);
     q.shared = ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kTeam * Shape::kQueryBytes + lane_ * 16;
     q.load(p_, next, row_begin(next), lane_, team() == 0, is_fetched ? first_query() : nullptr);
-    next.complete(p_, share(), walk);
+    next.complete(p_, cut(), walk);
     __syncwarp();  // every lane is done with the job before
     if (lane_ == 0) job() = next;
     keys = visible(next);
@@ -179,11 +179,11 @@ struct AttentionDecode {
   }
 
   QUIRE_DEVICE DecodeJob& job() const {
-    static_assert(sizeof(DecodeJob) + sizeof(Share) <= Shape::kJobBytes, "a job and the share fit their place");
+    static_assert(sizeof(DecodeJob) + sizeof(Cut) <= Shape::kJobBytes, "a job and what shares have in common fit");
     return *reinterpret_cast<DecodeJob*>(smem_ + Shape::kJobsAt + warp_ * Shape::kJobBytes);
   }
-  // The CTA's, as it begins. Another trip to memory would wait for all the keys that are under way.
-  QUIRE_DEVICE Share& share() const { return *reinterpret_cast<Share*>(&job() + 1); }
+  // Kept here, because another trip to memory would wait for all the keys that are under way.
+  QUIRE_DEVICE Cut& cut() const { return *reinterpret_cast<Cut*>(&job() + 1); }
   // This warp's first packed row.
   QUIRE_DEVICE int row_begin(const DecodeJob& job) const {
     return job.piece.tile.row_begin + warp_ % Shape::kTeam * kM * 16;

@@ -57,7 +57,7 @@ struct DecodeShape {
   static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : kM == 2 ? 64 : 128);
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // of a warp's rows
   static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
-  static constexpr int kJobBytes = 128;  // of a warp
+  static constexpr int kJobBytes = 96;  // of a warp
   static constexpr int kBaseBytes =
       kTeam * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
   static constexpr int kSmemOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta, kRingBytes = 64 * 1024;

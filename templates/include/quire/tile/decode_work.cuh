@@ -83,6 +83,11 @@ class TileWindow {
   int first_, base_;
 };
 
+// What all shares of a schedule have in common; see Share.
+struct Cut {
+  int32_t work_per_head, units_each, num_longer;
+};
+
 // A piece and its request. It lives in shared memory, one copy a warp: registers are short in the main loop.
 struct DecodeJob {
   Piece piece;
@@ -102,7 +107,8 @@ struct DecodeJob {
   }
 
   // Completes the piece: its divisions take a while, so the loads of q go first. The walk moves on.
-  QUIRE_DEVICE void complete(const AttentionParams& p, const Share& share, Walk& walk) {
+  QUIRE_DEVICE void complete(const AttentionParams& p, const Cut& cut, Walk& walk) {
+    const Share share = {0, 0, 0, 0, walk.num_tiles, cut.work_per_head, cut.units_each, cut.num_longer};
     const int units = walk.units(piece.tile), cta = static_cast<int>(blockIdx.x);
     piece = share_piece(p, cta, share, piece.tile, walk.kv_head, walk.offset, units);
     walk.next(p, units);
