@@ -82,3 +82,11 @@ def test_a_fixed_split_is_a_multiple_of_the_tile_that_runs():
     assert decide(lower, "decode").kernel.tile(decide(lower, "decode").key).kv == 32
     with pytest.raises(ValidationError, match="fixed_split_size=32 is not a multiple of its kv tile, 64"):
         decide(replace(lower, rows=64), "decode")
+
+
+@pytest.mark.parametrize(("page_size", "most"), [(0, 0), (16, 0), (1, 1 << 36), (12, 1 << 36)])
+def test_what_fa3_finds_by_32_bits(page_size, most):
+    """Boxes are found by the copy engine; rows that are gathered, and results, by their number of 16 bytes."""
+    decision = decide(replace(_DECODE, page_size=page_size), "fa3")
+    assert decision.kernel.max_bytes(decision.key, "kv") == most
+    assert decision.kernel.max_bytes(decision.key, "out") == 1 << 36

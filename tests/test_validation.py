@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
 from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.layout import cache_view, ragged_view
+from quire.types import KVLayout
 
 DTYPE = torch.float16
 
@@ -698,3 +701,35 @@ def test_bits(device):
     for bad in ([1, 9], [0, 5, 4], [0, 10]):
         refused(lambda bad=bad: quire.segment_packbits(x, ints(bad, device)), "indptr")
     refused(lambda: quire.segment_packbits(x, None), "indptr")
+
+
+def reach(wrapper, most):
+    """The wrapper's kernel finds rows of so many bytes of a tensor."""
+    attention = wrapper._attention
+    kernel = replace(attention.decision.kernel, max_bytes=lambda key, tensor: most.get(tensor, 0))
+    attention.decision = replace(attention.decision, kernel=kernel)
+
+
+def test_tensors_that_a_kernel_does_not_reach(device, backend):
+    """A row that lies further than its numbers go would be another row."""
+    p = problem(device)
+    cache = p.paged(16)
+    wrapper = paged_wrapper(p, cache, backend)
+    plan_paged(wrapper, p, cache)
+    k_bytes, out_bytes = cache.kv[0].nbytes, p.q.nbytes
+    reach(wrapper, {"kv": k_bytes - 1})
+    refused(lambda: wrapper.run(p.q, cache.kv), "paged_kv_cache (keys)")
+    reach(wrapper, {"kv": k_bytes, "out": out_bytes - 1})
+    refused(lambda: wrapper.run(p.q, cache.kv), "out")
+    reach(wrapper, {"kv": k_bytes, "out": out_bytes})
+    p.check(wrapper.run(p.q, cache.kv))
+
+
+def test_the_bytes_from_a_view_s_first_element_to_its_last():
+    """One layer of a cache that holds all layers lies in as much memory as all of it."""
+    layers, pages = 80, 1000
+    whole = torch.empty(pages, layers, 2, 1, 8, 128, dtype=torch.bfloat16, device="meta")
+    k, v = cache_view((whole[:, 3],), KVLayout.NHD, 1)
+    assert k.num_bytes == v.num_bytes == 2 * ((pages - 1) * layers * 2 * 8 * 128 + 8 * 128)
+    assert ragged_view(torch.empty(7, 2, 64, dtype=torch.float16), "k", KVLayout.NHD).num_bytes == 7 * 2 * 64 * 2
+    assert ragged_view(torch.empty(0, 2, 64, dtype=torch.float16), "k", KVLayout.NHD).num_bytes == 0

@@ -22,7 +22,7 @@ from quire.checks import (
 from quire.errors import PlanError, ValidationError
 from quire.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide, same_rows
-from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view
+from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
 from quire.plan import AttentionPlan
 from quire.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.quantization import pack_mask
@@ -310,6 +310,7 @@ class Attention:
         check_same_device(out, "out", self._device)
         check_contiguous_last(out, "out")
         self._check_alignment(out.data_ptr(), out.stride()[:2], "out", s.types.o)
+        self._check_reach(span_bytes(out.shape, out.stride(), out.dtype), "out", "out")
 
     def _check_kv(self, view: KVView, name: str, head_dim: int) -> None:
         s = self._terms
@@ -321,6 +322,7 @@ class Attention:
         check_dtype(view.tensor, name, s.types.kv)
         check_same_device(view.tensor, name, self._device)
         self._check_alignment(view.pointer, (view.page_stride, view.token_stride, view.head_stride), name, s.types.kv)
+        self._check_reach(view.num_bytes, name, "kv")
 
     def _check_alignment(self, pointer: int, strides: tuple[int, ...], name: str, dtype: DType) -> None:
         """GPU kernels load 16 bytes at a time."""
@@ -331,6 +333,16 @@ class Attention:
             raise ValidationError(
                 f"{name}: expected a 16-byte aligned tensor whose strides are multiples of {step} elements, "
                 f"got address {pointer:#x} and strides {list(strides)}; call .contiguous() on it."
+            )
+
+    def _check_reach(self, num_bytes: int, name: str, tensor: str) -> None:
+        """Some kernels find rows by numbers that end somewhere."""
+        kernel = self.decision.kernel
+        most = kernel.max_bytes(self.decision.key, tensor)
+        if most and num_bytes > most:
+            raise ValidationError(
+                f"{name}: expected at most {most} bytes from its first element to its last, which {kernel.name} "
+                f"reaches, got {num_bytes}; plan with another backend."
             )
 
     def _lse(self, lse: torch.Tensor | None) -> torch.Tensor:

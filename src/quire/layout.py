@@ -7,6 +7,7 @@ contiguous.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from quire.checks import check_contiguous_last, check_tensor
 from quire.errors import ValidationError
 from quire.types import KVLayout
 
-__all__ = ["KVView", "PagedCache", "cache_tensors", "cache_view", "page_size_of", "ragged_view"]
+__all__ = ["KVView", "PagedCache", "cache_tensors", "cache_view", "page_size_of", "ragged_view", "span_bytes"]
 
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -34,6 +35,18 @@ class KVView:
     page_stride: int
     token_stride: int
     head_stride: int
+
+    @property
+    def num_bytes(self) -> int:
+        """From the first element to the end of the last."""
+        sizes = self.num_pages, self.num_tokens, self.num_heads, self.head_dim
+        return span_bytes(sizes, (self.page_stride, self.token_stride, self.head_stride, 1), self.tensor.dtype)
+
+
+def span_bytes(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first element of a tensor to the end of the last; 0 without elements."""
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return 0 if 0 in sizes else (last + 1) * dtype.itemsize
 
 
 def _view(tensor: torch.Tensor, name: str, layout: KVLayout) -> KVView:

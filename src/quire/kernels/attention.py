@@ -178,6 +178,7 @@ class AttentionKernel:
     page_size: Callable[[AttentionProblem], int] = lambda _: 0  #: that its code is made for; 0: any
     params: type[ctypes.Structure] = AttentionParams  #: what it is given; if another struct, `base` leads in it
     copies: Callable[[AttentionKey, TileShape, Geometry], tuple[TensorCopy, ...]] | None = None  #: its tensor maps
+    max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: of a "kv" or "out" tensor that it reaches; 0: any
     persistent: bool = False  #: one CTA an SM takes tickets for whole tiles
     reads_classes: bool = False  #: of a custom mask's tiles, made while planning: kernels/classify_mask.cuh
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends

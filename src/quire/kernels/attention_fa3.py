@@ -71,6 +71,12 @@ def _page_size(problem: AttentionProblem) -> int:
     return problem.page_size if problem.page_size % 8 == 0 else 0
 
 
+def _max_bytes(key: AttentionKey, tensor: str) -> int:
+    """Rows that are gathered, and results, are found by 32-bit numbers of 16 bytes."""
+    gathers = key.paged and key.page_size == 0
+    return 1 << 36 if tensor == "out" or gathers else 0
+
+
 def _copies(key: AttentionKey, tile: TileShape, g: Geometry) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params_fa3.h."""
     copies = []
@@ -102,6 +108,7 @@ KERNEL = AttentionKernel(
     page_size=_page_size,
     params=AttentionFa3Params,
     copies=_copies,
+    max_bytes=_max_bytes,
     persistent=True,
     reads_classes=True,
 )

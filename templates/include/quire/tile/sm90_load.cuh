@@ -127,7 +127,7 @@ class KvLoader<V, KvPath::kGather> {
     }
   }
 
-  // In chunks of 16 bytes: the host refuses a cache of 2^32 of them.
+  // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
   QUIRE_DEVICE void locate() {
 #pragma unroll
     for (int j = 0; j < kLookups; ++j) {
@@ -139,7 +139,7 @@ class KvLoader<V, KvPath::kGather> {
   template <class Tile>
   QUIRE_DEVICE void load(Tile dst, uint32_t) const {
     const int left = job_.kv_len - token_;
-    if (left >= V::kTileKv) {  // more rows at a time have no registers for a second way
+    if (left >= V::kTileKv) {
       copy<true>(dst, left);
     } else {
       copy<false>(dst, left);
