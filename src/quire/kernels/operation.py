@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
@@ -109,6 +110,7 @@ class OperationKey:
             raise ValidationError(f"slug: {slug!r} does not name a variant; the nearest is {key.slug!r}.")
         return key
 
+    @cache  # a key is a value; calls of these operations look their module up by it  # noqa: B019
     def spec(self) -> Spec:
         """What the compiler is given."""
         op = OPERATIONS[self.name]
