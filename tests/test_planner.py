@@ -7,12 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from quire import planner
+from quire import planner  # FIXME
 from quire.kernels import AttentionProblem, decide
-from quire.schedule import Indices, Lengths
-from quire.terms import Scoring, Terms, Types
+from quire.runtime.schedule import Indices, Lengths
+from quire.runtime.options import Scoring, Terms, Types
 from quire.types import MaskMode, dtype_of
-from quire.workspace import OwnWorkspace
+from quire.runtime.workspace import OwnWorkspace
 
 
 class Sm90Module:

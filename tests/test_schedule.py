@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import oracle
 from quire.errors import ValidationError
-from quire.graph import GraphState
+from quire.runtime.graph import GraphState
 from quire.kernels import TileShape
-from quire.schedule import Indices, cut_of, make_schedule
+from quire.runtime.schedule import Indices, cut_of, make_schedule
 from quire.types import MaskMode
 
 
@@ -42,7 +42,7 @@ class Batch:
     l2_tokens: int = 0  #: of a kernel that takes tickets
 
     def schedule(self):
-        """The schedule of quire.schedule."""
+        """The schedule of quire.runtime.schedule."""
         counts = [-(-n // self.page_size) if self.page_size else n for n in self.kv_lens]
         last = [(n - 1) % self.page_size + 1 if n else 0 for n in self.kv_lens] if self.page_size else None
         indices = Indices(

@@ -12,7 +12,7 @@ import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
 from quire.errors import PlanError, UnsupportedError, ValidationError
-from quire.layout import cache_view, ragged_view
+from quire.runtime.layout import cache_view, ragged_view
 from quire.types import KVLayout
 
 DTYPE = torch.float16

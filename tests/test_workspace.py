@@ -74,7 +74,7 @@ def check(seed: int) -> int:
 
 
 def test_exactly_what_is_needed(monkeypatch):
-    monkeypatch.setattr("quire.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
+    monkeypatch.setattr("quire.runtime.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
     needs = [check(seed) for seed in range(10_000)]
     assert sum(need > 0 for need in needs) > 1000 and len(set(needs)) > 20
 

@@ -16,7 +16,7 @@ from quire.aot import PRESETS, Built, Selection, read_manifest, select, spec_of,
 from quire.errors import QuireError, ValidationError
 from quire.jit import Spec, Store, explain_miss, host_target, prebuilt_stores, user_store
 from quire.kernels import KERNELS
-from quire.target import present_targets
+from quire.runtime.target import present_targets
 
 __all__ = ["main"]
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from quire.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
-from quire.checks import check_flags, check_positive, check_tensor, host_indices, refuse
+from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
+from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.errors import ValidationError
-from quire.layout import PagedCache
-from quire.schedule import Indices
-from quire.terms import Terms, Types, heads, memoised, scoring_of, split_size
+from quire.runtime.layout import PagedCache
+from quire.runtime.schedule import Indices
+from quire.runtime.options import Terms, Types, heads, memoised, scoring_of, split_size
 from quire.types import KVLayout
-from quire.workspace import OwnWorkspace
-from quire.wrapper import AttentionWrapper
-from quire.xqa import xqa_batch_decode_with_kv_cache
+from quire.runtime.workspace import OwnWorkspace
+from quire.runtime.wrapper import AttentionWrapper
+from quire.block_table_decode import xqa_batch_decode_with_kv_cache
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",

@@ -7,14 +7,14 @@ from itertools import pairwise
 
 import torch
 
-from quire.checks import check_same_device, check_tensor, host_indices
+from quire.runtime.checks import check_same_device, check_tensor, host_indices
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import PackbitsParams
-from quire.launch import launch
-from quire.schedule import Indices
-from quire.target import target_of
+from quire.runtime.launch import launch
+from quire.runtime.schedule import Indices
+from quire.runtime.target import target_of
 
 __all__ = ["pack_mask", "packbits", "segment_packbits"]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.checks import check_contiguous_last, check_tensor
+from quire.runtime.checks import check_contiguous_last, check_tensor
 from quire.errors import ValidationError
 from quire.types import KVLayout
 

@@ -13,13 +13,13 @@ from quire.jit import Module
 from quire.kernels import Decision
 from quire.kernels.attention import Geometry
 from quire.kernels.params import AttentionParams
-from quire.launch import bind
-from quire.layout import KVView
-from quire.schedule import Indices, Schedule
-from quire.staging import Sent
-from quire.target import has_dependent_launch
-from quire.tensor_maps import Described, TensorMaps
-from quire.terms import Scoring
+from quire.runtime.launch import bind
+from quire.runtime.layout import KVView
+from quire.runtime.schedule import Indices, Schedule
+from quire.runtime.upload import Sent
+from quire.runtime.target import has_dependent_launch
+from quire.runtime.tensor_maps import Described, TensorMaps
+from quire.runtime.options import Scoring
 
 __all__ = ["LOG2E", "AttentionPlan", "base_of"]
 

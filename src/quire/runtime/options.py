@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.checks import check_positive, scalar
+from quire.runtime.checks import check_positive, scalar
 from quire.errors import UnsupportedError, ValidationError
 from quire.types import DType, PosEncodingMode, dtype_of
 

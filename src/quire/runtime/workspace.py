@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from quire.checks import check_tensor
+from quire.runtime.checks import check_tensor
 from quire.errors import ValidationError
 
 __all__ = ["OwnWorkspace", "UserWorkspace", "Workspace", "partials_bytes"]

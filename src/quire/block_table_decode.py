@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.attention import Attention, AttentionSpec
-from quire.checks import (
+from quire.runtime.attention import Attention, AttentionSpec
+from quire.runtime.checks import (
     check_flags,
     check_positive,
     check_same_device,
@@ -19,12 +19,12 @@ from quire.checks import (
     to_int32,
 )
 from quire.errors import PlanError, ValidationError
-from quire.graph import is_capturing
-from quire.layout import PagedCache, cache_tensors
-from quire.schedule import Indices, Lengths
-from quire.terms import Terms, Types, heads, scoring_of
+from quire.runtime.graph import is_capturing
+from quire.runtime.layout import PagedCache, cache_tensors
+from quire.runtime.schedule import Indices, Lengths
+from quire.runtime.options import Terms, Types, heads, scoring_of
 from quire.types import KVLayout
-from quire.workspace import UserWorkspace
+from quire.runtime.workspace import UserWorkspace
 
 __all__ = ["xqa_batch_decode_with_kv_cache"]
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from quire.attention import Attention, AttentionSpec, planned, workspace_bytes_of
-from quire.checks import check_flags, check_tensor
+from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
+from quire.runtime.checks import check_flags, check_tensor
 from quire.errors import PlanError
-from quire.graph import GraphState, graph_state
-from quire.schedule import Indices
-from quire.terms import scoring_of
+from quire.runtime.graph import GraphState, graph_state
+from quire.runtime.schedule import Indices
+from quire.runtime.options import scoring_of
 from quire.types import KVLayout
-from quire.workspace import UserWorkspace
+from quire.runtime.workspace import UserWorkspace
 
 __all__ = ["AttentionWrapper"]
 

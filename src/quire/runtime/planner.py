@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-from quire.checks import check_same_device, check_shape, check_tensor
+from quire.runtime.checks import check_same_device, check_shape, check_tensor
 from quire.errors import PlanError, ValidationError
-from quire.graph import GraphState, is_capturing
+from quire.runtime.graph import GraphState, is_capturing
 from quire.jit import CudaModule, Module, get_module
 from quire.jit.spec import Spec
 from quire.kernels import Decision, TileShape
@@ -25,14 +25,14 @@ from quire.kernels.params import (
     Tile,
     aligned_copy,
 )
-from quire.launch import launch
-from quire.plan import LOG2E, AttentionPlan, base_of
-from quire.schedule import Indices, Lengths, Schedule, address_of, cut_of, make_schedule, measure_schedule
-from quire.staging import Sent, Staging, staging_of
-from quire.target import max_ctas
-from quire.terms import Terms
+from quire.runtime.launch import launch
+from quire.runtime.plan import LOG2E, AttentionPlan, base_of
+from quire.runtime.schedule import Indices, Lengths, Schedule, address_of, cut_of, make_schedule, measure_schedule
+from quire.runtime.upload import Sent, Staging, staging_of
+from quire.runtime.target import max_ctas
+from quire.runtime.options import Terms
 from quire.types import MaskMode
-from quire.workspace import Workspace, partials_bytes
+from quire.runtime.workspace import Workspace, partials_bytes
 
 __all__ = ["make_plan", "make_plan_on_device", "workspace_bytes"]
 

@@ -13,7 +13,7 @@ from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import ScheduleParams, Share, Tile
-from quire.staging import Room, Staging
+from quire.runtime.upload import Room, Staging
 from quire.types import MaskMode
 
 __all__ = [

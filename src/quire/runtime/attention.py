@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.checks import (
+from quire.runtime.checks import (
     check_contiguous_last,
     check_dtype,
     check_same_device,
@@ -20,18 +20,18 @@ from quire.checks import (
     to_int32,
 )
 from quire.errors import PlanError, ValidationError
-from quire.graph import GraphState, is_capturing, refuse_capture
+from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.kernels import AttentionProblem, Decision, decide, same_rows
-from quire.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
-from quire.plan import AttentionPlan
-from quire.planner import make_plan, make_plan_on_device, workspace_bytes
+from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
+from quire.runtime.plan import AttentionPlan
+from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.quantization import pack_mask
-from quire.schedule import Indices, Lengths
-from quire.target import on_cuda, target_of
-from quire.tensor_maps import Described
-from quire.terms import Terms
+from quire.runtime.schedule import Indices, Lengths
+from quire.runtime.target import on_cuda, target_of
+from quire.runtime.tensor_maps import Described
+from quire.runtime.options import Terms
 from quire.types import DType, KVLayout, MaskMode
-from quire.workspace import Workspace
+from quire.runtime.workspace import Workspace
 
 __all__ = [
     "Attention",

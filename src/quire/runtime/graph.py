@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from quire.checks import check_same_device, check_tensor, refuse
+from quire.runtime.checks import check_same_device, check_tensor, refuse
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision, TileShape
-from quire.target import on_cuda
+from quire.runtime.target import on_cuda
 
 __all__ = ["GraphState", "graph_state", "is_capturing", "refuse_capture"]
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from quire.jit.driver import driver
-from quire.target import on_cuda
+from quire.runtime.target import on_cuda
 
 __all__ = ["Room", "Sent", "Staging", "staging_of"]
 
