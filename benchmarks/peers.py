@@ -109,7 +109,7 @@ def _quire_ragged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend, **graph)
     wrapper.plan(
         indices.qo_indptr, indices.kv_indptr, row.num_qo_heads, row.num_kv_heads, row.head_dim_qk, row.head_dim_vo,
-        **_masking(sets[0]), **_scoring(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
+        **_masking(sets[0]), **_logits(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
     )  # fmt: skip
     return lambda i: _tensor(wrapper.run(sets[i].q, sets[i].k, sets[i].v, out=sets[i].out, sinks=sets[i].sinks))
 
@@ -123,7 +123,7 @@ def _quire_paged(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
     wrapper.plan(
         indices.qo_indptr, indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads,
-        row.num_kv_heads, row.head_dim_qk, row.page_size, **_masking(sets[0]), **_scoring(row),
+        row.num_kv_heads, row.head_dim_qk, row.page_size, **_masking(sets[0]), **_logits(row),
         q_data_type=row.q_type, kv_data_type=row.kv_type,
     )  # fmt: skip
     return lambda i: _tensor(wrapper.run(sets[i].q, _cache(sets[i]), out=sets[i].out, sinks=sets[i].sinks))
@@ -138,7 +138,7 @@ def _quire_decode(backend: str, sets: Sets, workspace: torch.Tensor) -> Launch:
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace, backend=backend, **graph)
     wrapper.plan(
         indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads, row.num_kv_heads,
-        row.head_dim_qk, row.page_size, **_scoring(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
+        row.head_dim_qk, row.page_size, **_logits(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
         q_len_per_req=row.qo_lens[0],
     )  # fmt: skip
     return lambda i: _tensor(wrapper.run(sets[i].q, _cache(sets[i]), out=sets[i].out, sinks=sets[i].sinks))
@@ -177,7 +177,7 @@ def _masking(inputs: Inputs) -> dict[str, Any]:
     return {"custom_mask": torch.cat(parts)}
 
 
-def _scoring(row: Row) -> dict[str, Any]:
+def _logits(row: Row) -> dict[str, Any]:
     return {"sm_scale": row.sm_scale, "window_left": row.window_left, "logits_soft_cap": row.soft_cap}
 
 
@@ -231,13 +231,13 @@ def _flashinfer_prefill(backend: str, sets: Sets) -> Launch:
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
         ragged.plan(
             indices.qo_indptr, indices.kv_indptr, row.num_qo_heads, row.num_kv_heads, row.head_dim_qk,
-            head_dim_vo=row.head_dim_vo, **_masking(sets[0]), **_scoring(row), **types,
+            head_dim_vo=row.head_dim_vo, **_masking(sets[0]), **_logits(row), **types,
         )  # fmt: skip
         return lambda i: ragged.run(sets[i].q, sets[i].k, sets[i].v, out=sets[i].out)
     paged = _flashinfer_paged(flashinfer, backend, row, workspace)
     paged.plan(
         indices.qo_indptr, indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads,
-        row.num_kv_heads, row.head_dim_qk, row.page_size, **_masking(sets[0]), **_scoring(row), **types,
+        row.num_kv_heads, row.head_dim_qk, row.page_size, **_masking(sets[0]), **_logits(row), **types,
     )  # fmt: skip
     if row.sinks:  # of the wrapper with sinks, run() takes them and the scale by position
         return lambda i: paged.run(sets[i].q, _cache(sets[i]), sets[i].sinks, row.sm_scale, out=sets[i].out)
@@ -263,14 +263,14 @@ def _flashinfer_decode(use_tensor_cores: bool, sets: Sets) -> Launch:
     )
     wrapper.plan(
         indices.page_indptr, indices.pages, indices.last_page_len, row.num_qo_heads, row.num_kv_heads, row.head_dim_qk,
-        row.page_size, **_scoring(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
+        row.page_size, **_logits(row), q_data_type=row.q_type, kv_data_type=row.kv_type,
         q_len_per_req=row.qo_lens[0],
     )  # fmt: skip
     return lambda i: wrapper.run(sets[i].q, _cache(sets[i]), out=sets[i].out, q_len_per_req=row.qo_lens[0])
 
 
 def _flashinfer_xqa(sets: Sets) -> Launch:
-    """Needs zeros in its workspace once, and int32 tables on the device. The draft mask is the causal one."""
+    """Needs zeros in its workspace once, and int32 tables on the device. The tree mask is the causal one."""
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     row, device = sets[0].row, sets[0].q.device

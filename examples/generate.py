@@ -88,7 +88,7 @@ class PagedCache:
 
 
 class PageTable:
-    """Where the keys of some requests lie, in the form that the wrappers take."""
+    """Where the keys of some requests lie, in the signature that the wrappers take."""
 
     def __init__(self, requests: list[Request], device: torch.device) -> None:
         lengths = [len(r.tokens) for r in requests]

@@ -65,22 +65,22 @@ def _pages(tokens: Tensor, lens: Sequence[int], order: Sequence[int], page_size:
     return pages
 
 
-def _lay_out(k: Tensor, v: Tensor, kv_layout: str, form: str) -> Tensor | tuple[Tensor, Tensor]:
+def _lay_out(k: Tensor, v: Tensor, kv_layout: str, signature: str) -> Tensor | tuple[Tensor, Tensor]:
     """NHD pages k, v in one of the forms that run() takes.
 
     tensor: one 5-D tensor; tuple: two contiguous 4-D tensors; permuted: a 5-D view whose storage has the other layout;
     sliced: views of bigger tensors, with other strides for k than for v.
     """
     swap = kv_layout == "HND"
-    if form == "permuted":
+    if signature == "permuted":
         stored = torch.stack([k, v], 1) if swap else torch.stack([k.transpose(1, 2), v.transpose(1, 2)], 1)
         return stored.contiguous().transpose(2, 3)
     k, v = ((t.transpose(1, 2) if swap else t).contiguous() for t in (k, v))
-    if form == "tensor":
+    if signature == "tensor":
         return torch.stack([k, v], 1)
-    if form == "tuple":
+    if signature == "tuple":
         return k, v
-    assert form == "sliced"
+    assert signature == "sliced"
     wide_k = poisoned((*k.shape[:3], k.shape[3] + 16), k.dtype, str(k.device))
     wide_k[..., : k.shape[3]] = k
     wide_v = poisoned((v.shape[0], v.shape[1] + 1, v.shape[2] + 2, v.shape[3]), v.dtype, str(v.device))
@@ -189,7 +189,7 @@ class Problem:
         return options
 
     def paged(
-        self, page_size: int = 8, kv_layout: str = "NHD", form: str = "tuple", spare: int = 3, order_seed: int = 0
+        self, page_size: int = 8, kv_layout: str = "NHD", signature: str = "tuple", spare: int = 3, order_seed: int = 0
     ) -> PagedCache:
         """The keys and values in pages of a random order, with `spare` pages of NaN among them."""
         counts = [-(-n // page_size) for n in self.kv_lens]
@@ -199,7 +199,7 @@ class Problem:
         k, v = (_pages(t, self.kv_lens, order, page_size, num_pages) for t in (self.k, self.v))
         last = [(n - 1) % page_size + 1 if n else 0 for n in self.kv_lens]
         return PagedCache(
-            kv=_lay_out(k, v, kv_layout, form),
+            kv=_lay_out(k, v, kv_layout, signature),
             indptr=ints(oracle.indptr_of(counts), self.device),
             indices=ints(order, self.device),
             last_page_len=ints(last, self.device),

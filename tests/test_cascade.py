@@ -209,12 +209,12 @@ def shared_prefix(qo_lens, dtype, device, kv_layout, causal, unique=(9, 1, 30)):
 
 
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-@pytest.mark.parametrize("form", ["tensor", "tuple"])
-def test_decode_with_shared_prefix(device, backend, dtype, form, kv_layout):
+@pytest.mark.parametrize("signature", ["tensor", "tuple"])
+def test_decode_with_shared_prefix(device, backend, dtype, signature, kv_layout):
     p, (_, indptr, indices, last), cache, k, v = shared_prefix((1, 1, 1), dtype, device, kv_layout, False)
     wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), kv_layout, backend=backend)
     wrapper.begin_forward(indptr, indices, last, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, data_type=dtype)
-    kv = torch.stack(cache.kv, 1) if form == "tensor" else cache.kv
+    kv = torch.stack(cache.kv, 1) if signature == "tensor" else cache.kv
     p.check(wrapper.forward(p.q, k, v, kv))
     p.sm_scale = 0.3
     p.check(wrapper.forward(p.q, k, v, kv, sm_scale=0.3))

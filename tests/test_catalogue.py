@@ -27,7 +27,7 @@ def answer(problem: AttentionProblem) -> str:
 def test_plans_are_looked_up_by_rows_that_kernels_tell_apart(target, dims):
     """A bound that same_rows() does not know would give a batch the kernel of its neighbour."""
     bf16 = dtype_of("bfloat16", "dtype")
-    masks, splits = (MaskMode.NONE, MaskMode.CAUSAL, MaskMode.CUSTOM, MaskMode.DRAFT), (0, -1)
+    masks, splits = (MaskMode.NONE, MaskMode.CAUSAL, MaskMode.CUSTOM, MaskMode.TREE), (0, -1)
     seen = set()
     for mask, split, page_size, uniform in product(masks, splits, (0, 1, 16), (True, False)):
         for rows in ROWS:
@@ -59,7 +59,7 @@ def chosen(backend: str = "auto", **changes: object) -> str:
         ({"rows": 64, "target": "sm80"}, "fa2"),
         ({"rows": 64, "head_dim_qk": 64, "head_dim_vo": 64}, "decode"),
         ({"rows": 64, "kv": _E4M3}, "decode"),  # nobody else takes it
-        ({"rows": 64, "mask": MaskMode.DRAFT}, "fa2"),
+        ({"rows": 64, "mask": MaskMode.TREE}, "fa2"),
         ({"rows": 65}, "fa3"),
         ({"rows": 8, "fixed_split_size": -1}, "decode"),
         ({"rows": 8, "fixed_split_size": -1, "uniform": False}, "fa3"),

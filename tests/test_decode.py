@@ -34,11 +34,11 @@ def test_page_sizes(device, backend, dtype, page_size, kv_layout):
     p.check(*decode(p, p.paged(page_size, kv_layout), backend))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("signature", FORMS)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-def test_cache_forms(device, backend, dtype, kv_layout, form):
+def test_cache_forms(device, backend, dtype, kv_layout, signature):
     p = batch(dtype, device)
-    p.check(*decode(p, p.paged(8, kv_layout, form), backend))
+    p.check(*decode(p, p.paged(8, kv_layout, signature), backend))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -229,8 +229,8 @@ def test_any_batch(device, backend, dtype, data):
         seed=data.draw(st.integers(0, 1 << 30)),
     )
     page_size = data.draw(st.sampled_from([1, 3, 8, 16]))
-    layout, form = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS))
-    cache = p.paged(page_size, layout, form, order_seed=data.draw(st.integers(0, 99)))
+    layout, signature = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS))
+    cache = p.paged(page_size, layout, signature, order_seed=data.draw(st.integers(0, 99)))
     p.check(*decode(p, cache, backend, index_device=data.draw(st.sampled_from(["cpu", None]))))
 
 

@@ -14,11 +14,8 @@ ROOT = Path(quire.__file__).parent
 FLOORS = [
     {"__main__", "__init__"},
     {"aot"},
-    {"prefill", "decode", "xqa", "cascade", "merge", "page"},
-    {"wrapper", "attention"},
-    {"quantization"},
-    {"planner", "plan", "schedule", "launch", "workspace", "layout", "checks", "target", "tensor_maps", "graph"}
-    | {"terms", "staging"},
+    {"prefill", "decode", "block_table_decode", "cascade", "merge", "page", "quantization"},
+    {"runtime"},
     {"kernels"},
     {"types"},
     {"jit"},

@@ -27,12 +27,12 @@ def knows(wrapper: object) -> object:
     return wrapper._attention._checked
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_other_tensors_of_the_same_form(device, backend, dtype, form):
+@pytest.mark.parametrize("signature", FORMS)
+def test_other_tensors_of_the_same_form(device, backend, dtype, signature):
     wrapper, known = None, None
     for seed in range(3):
         p = problem(device, dtype, seed)
-        cache = p.paged(16, form=form, spare=2, order_seed=seed)
+        cache = p.paged(16, signature=signature, spare=2, order_seed=seed)
         wrapper = wrapper or paged_wrapper(p, cache, backend)
         plan_paged(wrapper, p, cache)
         assert knows(wrapper) is known, "not what the plan before had"
@@ -44,7 +44,7 @@ def test_other_tensors_of_the_same_form(device, backend, dtype, form):
 def test_other_forms(device, backend, dtype):
     """In turn, so that a plan always finds what does not fit it."""
     p = problem(device, dtype)
-    caches = [p.paged(16, form=form) for form in FORMS]
+    caches = [p.paged(16, signature=signature) for signature in FORMS]
     wrapper = paged_wrapper(p, caches[0], backend)
     for cache in caches + caches[::-1]:
         plan_paged(wrapper, p, cache)

@@ -47,11 +47,11 @@ def test_page_sizes(device, backend, dtype, kv_dtype, page_size):
 
 
 @KV_DTYPES
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("signature", FORMS)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
-def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, form):
+def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, signature):
     p = batch(dtype, device, kv_dtype)
-    check_decode(p, p.paged(16, kv_layout, form), backend)
+    check_decode(p, p.paged(16, kv_layout, signature), backend)
 
 
 @KV_DTYPES

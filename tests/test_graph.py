@@ -172,7 +172,7 @@ def test_ragged_prefill(device, backend, dtype):
 
 @pytest.mark.parametrize("plan", [{"fixed_split_size": 256}, {"disable_split_kv": True}], ids=str)
 def test_a_replay_does_not_depend_on_neighbours(device, backend, dtype, plan):
-    """The promise of fixed splits holds in graphs, bit for bit, whatever shares a batch."""
+    """The promise of fixed splits holds in graphs, bit for bit, whatever partitions a batch."""
     lens = [(700, 9, 3), (700, 2000, 1500), (700, 1, 0)]
     replay = decode_replay(decode_problem(lens[0], dtype, device), backend, **plan)
     results = []
@@ -232,7 +232,7 @@ def test_what_the_first_plan_fixes(device, dtype):
     for changed, word in (
         ({"head_dim": 128}, "head_dim_qk"),
         ({"num_kv_heads": 4}, "num_kv_heads"),
-        ({"window_left": 3}, "scoring"),
+        ({"window_left": 3}, "logits"),
     ):
         other = decode_problem((30, 40), dtype, device, **changed)
         with pytest.raises(quire.PlanError, match=word):

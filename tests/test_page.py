@@ -18,7 +18,7 @@ def bits(t):
 
 
 def halves(kv):
-    """The key and the value pages of a cache in either form."""
+    """The key and the value pages of a cache in either signature."""
     return (kv[:, 0], kv[:, 1]) if isinstance(kv, torch.Tensor) else kv
 
 
@@ -50,12 +50,12 @@ def append_and_compare(problem, cache, append_lens, *, key=None, value=None):
         assert torch.equal(bits(got), bits(truth))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("signature", FORMS)
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
 @pytest.mark.parametrize("page_size", [1, 3, 16])
-def test_append(device, dtype, page_size, kv_layout, form):
+def test_append(device, dtype, page_size, kv_layout, signature):
     p = Problem((1,) * 5, (37, 1, 0, 130, 16), dtype=dtype, device=device)
-    append_and_compare(p, p.paged(page_size, kv_layout, form), (5, 1, 0, 40, 16))
+    append_and_compare(p, p.paged(page_size, kv_layout, signature), (5, 1, 0, 40, 16))
 
 
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
@@ -97,7 +97,9 @@ def test_any_append(device, dtype, data):
     lens = data.draw(st.lists(st.integers(0, 60), min_size=1, max_size=5))
     new = [data.draw(st.integers(0, n)) for n in lens]
     p = Problem((1,) * len(lens), lens, dtype=dtype, device=device)
-    append_and_compare(p, p.paged(data.draw(st.sampled_from([1, 3, 8])), form=data.draw(st.sampled_from(FORMS))), new)
+    append_and_compare(
+        p, p.paged(data.draw(st.sampled_from([1, 3, 8])), signature=data.draw(st.sampled_from(FORMS))), new
+    )
 
 
 @pytest.mark.parametrize(

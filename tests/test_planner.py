@@ -7,12 +7,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from quire import planner  # FIXME
 from quire.kernels import AttentionProblem, decide
+from quire.runtime import planner
+from quire.runtime.options import LogitsOptions, PlanOptions, Types
 from quire.runtime.schedule import Indices, Lengths
-from quire.runtime.options import Scoring, Terms, Types
-from quire.types import MaskMode, dtype_of
 from quire.runtime.workspace import OwnWorkspace
+from quire.types import MaskMode, dtype_of
 
 
 class Sm90Module:
@@ -23,13 +23,13 @@ class Sm90Module:
 
 @pytest.fixture
 def problem(monkeypatch):
-    """A decision and the terms of its plans, whose launches do nothing."""
+    """A decision and the options of its plans, whose launches do nothing."""
     monkeypatch.setattr(planner, "_load", lambda spec, device: (Sm90Module, 264))
     monkeypatch.setattr(planner, "launch", lambda *args, **options: None)
     bf16 = dtype_of("bfloat16", "q")
     problem = AttentionProblem("sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, 4)
-    terms = Terms(32, 8, 128, 128, Types(bf16, bf16, bf16), Scoring(0.1, -1, 0.0), False, 16, 0)
-    return decide(problem, "decode"), terms
+    options = PlanOptions(32, 8, 128, 128, Types(bf16, bf16, bf16), LogitsOptions(0.1, -1, 0.0), False, 16, 0)
+    return decide(problem, "decode"), options
 
 
 def test_what_the_host_has_planned_may_be_read_before_the_launch_ahead_ends(problem):
@@ -37,11 +37,11 @@ def test_what_the_host_has_planned_may_be_read_before_the_launch_ahead_ends(prob
     last, indptr = torch.tensor([16], dtype=torch.int32), torch.tensor([0, 128], dtype=torch.int32)
     indices = Indices(1, None, 1, indptr, last, torch.arange(128, dtype=torch.int32), 16)
     plan = planner.make_plan(problem[0], indices, problem[1], OwnWorkspace(torch.device("cpu")), None, None)
-    assert plan._params.is_sent == 1
+    assert plan._params.plan_is_resident == 1
 
 
 def test_what_a_kernel_plans_may_not(problem):
     """Attention may be launched while that kernel still runs."""
     lengths = Lengths(torch.tensor([2048]), torch.arange(128, dtype=torch.int32)[None], 1, 16)
     plan = planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
-    assert plan._params.is_sent == 0
+    assert plan._params.plan_is_resident == 0

@@ -47,21 +47,21 @@ def test_page_sizes(device, backend, dtype, page_size, kv_layout):
     p.check(*prefill_paged(p, p.paged(page_size, kv_layout), backend))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("signature", FORMS)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-def test_cache_forms(device, backend, dtype, kv_layout, form):
+def test_cache_forms(device, backend, dtype, kv_layout, signature):
     p = Problem(QO_LENS, KV_LENS, dtype=dtype, device=device, causal=True)
-    p.check(*prefill_paged(p, p.paged(8, kv_layout, form), backend))
+    p.check(*prefill_paged(p, p.paged(8, kv_layout, signature), backend))
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-@pytest.mark.parametrize("form", ["tensor", "tuple"])
-def test_page_size_one_without_its_dimension(device, backend, dtype, kv_layout, form):
+@pytest.mark.parametrize("signature", ["tensor", "tuple"])
+def test_page_size_one_without_its_dimension(device, backend, dtype, kv_layout, signature):
     """With pages of one token, SGLang hands over [tokens, heads, head_dim]."""
     p = Problem((3, 6), (5, 6), dtype=dtype, device=device, causal=True)
-    cache = p.paged(1, kv_layout, form)
+    cache = p.paged(1, kv_layout, signature)
     token_dim = 1 if kv_layout == "NHD" else 2
-    kv = cache.kv.squeeze(token_dim + 1) if form == "tensor" else tuple(t.squeeze(token_dim) for t in cache.kv)
+    kv = cache.kv.squeeze(token_dim + 1) if signature == "tensor" else tuple(t.squeeze(token_dim) for t in cache.kv)
     wrapper = paged_wrapper(p, cache, backend)
     plan_paged(wrapper, p, cache)
     p.check(wrapper.run(p.q, kv))
@@ -458,8 +458,8 @@ def test_any_ragged_batch(device, backend, dtype, data):
 def test_any_paged_batch(device, backend, dtype, data):
     p = data.draw(problems(dtype, device))
     page_size = data.draw(st.sampled_from([1, 3, 8, 16]))
-    layout, form = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS))
-    cache = p.paged(page_size, layout, form, order_seed=data.draw(st.integers(0, 99)))
+    layout, signature = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS))
+    cache = p.paged(page_size, layout, signature, order_seed=data.draw(st.integers(0, 99)))
     p.check(*prefill_paged(p, cache, backend, index_device=data.draw(st.sampled_from(["cpu", None]))))
 
 

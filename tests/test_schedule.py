@@ -1,4 +1,4 @@
-"""The schedule: every piece of work is done exactly once, by shares that are equal, within a bound that is known.
+"""The schedule: every piece of work is done exactly once, by partitions that are equal, within a bound that is known.
 
 The plan is walked here from its documentation in core/schedule.h, not through the code that kernels walk it with.
 """
@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 import oracle
 from quire.errors import ValidationError
-from quire.runtime.graph import GraphState
 from quire.kernels import TileShape
-from quire.runtime.schedule import Indices, cut_of, make_schedule
+from quire.runtime.graph import GraphState
+from quire.runtime.schedule import Indices, make_schedule, schedule_inputs
 from quire.types import MaskMode
 
 
@@ -39,7 +39,7 @@ class Batch:
     fixed_split_size: int = 0
     page_size: int = 0  #: 0: ragged
     tile_capacity: int = 0  #: of a CUDA graph
-    l2_tokens: int = 0  #: of a kernel that takes tickets
+    l2_tokens: int = 0  #: of a kernel that takes tiles from a counter
 
     def schedule(self):
         """The schedule of quire.runtime.schedule."""
@@ -54,7 +54,7 @@ class Batch:
             kv_indices=None,
             page_size=self.page_size or 1,
         )
-        cut = cut_of(
+        inputs = schedule_inputs(
             num_kv_heads=self.num_kv_heads,
             group_size=self.group_size,
             page_size=indices.page_size,
@@ -66,7 +66,7 @@ class Batch:
             tile_capacity=self.tile_capacity,
             l2_tokens=self.l2_tokens,
         )
-        return make_schedule(indices, cut)
+        return make_schedule(indices, inputs)
 
     def work(self):
         """Per (request, first row): the range of kv tiles with a visible key, from the definition of the masks."""
@@ -100,14 +100,14 @@ class Piece:
 
 def walk(schedule, num_kv_heads):
     """All pieces, CTA by CTA."""
-    p, tiles, shares = schedule.params, list(schedule.tiles), list(schedule.shares)
-    if not p.is_shared or p.by_ticket:
+    p, tiles, partitions = schedule.params, list(schedule.tiles), list(schedule.partitions)
+    if not p.is_partitioned or p.is_dynamic:
         for cta in range(p.num_tiles * num_kv_heads):
             tile, kv_head = divmod(cta, num_kv_heads)
             yield Piece(cta, tile, kv_head, 0, units_of(tiles[tile]))
         return
-    for cta, share in enumerate(shares):
-        tile, kv_head, at, left = share.tile, share.kv_head, share.offset, share.units
+    for cta, partition in enumerate(partitions):
+        tile, kv_head, at, left = partition.tile, partition.kv_head, partition.offset, partition.units
         while left:
             count = min(left, units_of(tiles[tile]) - at)
             yield Piece(cta, tile, kv_head, at, at + count)
@@ -125,7 +125,7 @@ def check_everything(batch):
     pieces = list(walk(schedule, batch.num_kv_heads))
     check_tiles(batch, tiles)
     check_coverage(batch, tiles, pieces)
-    if p.is_shared:
+    if p.is_partitioned:
         check_shares(batch, p, tiles, pieces)
     else:
         check_whole(batch, p, tiles)
@@ -173,7 +173,7 @@ def check_coverage(batch, tiles, pieces):
 def check_shares(batch, p, tiles, pieces):
     """Shares are equal within one unit; a CTA leaves at most a head and a tail; slots are its own and within bounds."""
     assert 0 < p.num_ctas <= batch.max_ctas
-    assert p.num_slots == 2 * p.num_ctas <= 2 * batch.max_ctas
+    assert p.num_partials == 2 * p.num_ctas <= 2 * batch.max_ctas
     load = defaultdict(int)
     parts = defaultdict(list)
     for piece in pieces:
@@ -190,12 +190,12 @@ def check_shares(batch, p, tiles, pieces):
             continue
         for part, piece in enumerate(group):
             slot = piece.cta + (part == 0) * p.num_ctas  # a tile begun is the CTA's tail, a tile taken over is its head
-            assert slot not in slots and slot < p.num_slots
+            assert slot not in slots and slot < p.num_partials
             slots.add(slot)
             partials[piece.cta] += 1
     assert all(n <= 2 for n in partials.values())
     assert p.num_counters == p.num_ctas  # a group counts at its first CTA, and a CTA begins at most one group
-    assert [t.slot for t in tiles] == [-1] * len(tiles)
+    assert [t.partial for t in tiles] == [-1] * len(tiles)
 
 
 def check_whole(batch, p, tiles):
@@ -211,17 +211,17 @@ def check_whole(batch, p, tiles):
     for group in groups.values():
         group.sort(key=lambda t: t.part)
         assert [t.part for t in group] == list(range(group[0].num_parts))
-        assert len({t.slot for t in group}) == 1
+        assert len({t.partial for t in group}) == 1
         assert [t.kv_begin for t in group] == sorted(t.kv_begin for t in group), "parts are in the order of keys"
         if len(group) == 1:
-            assert group[0].slot == -1
+            assert group[0].partial == -1
             continue
         for head in range(batch.num_kv_heads):
             for t in group:
-                slot = head * p.slots_per_head + t.slot + t.part
-                assert slot not in slots and slot < p.num_slots
+                slot = head * p.partials_per_head + t.partial + t.part
+                assert slot not in slots and slot < p.num_partials
                 slots.add(slot)
-    assert len(slots) == p.num_slots == p.slots_per_head * batch.num_kv_heads
+    assert len(slots) == p.num_partials == p.partials_per_head * batch.num_kv_heads
 
 
 def ints_at(schedule, offset, count, dtype=torch.int32):
@@ -235,7 +235,7 @@ def check_arrays(batch, schedule):
     p, n = schedule.params, len(batch.qo_lens)
     sizes = [
         (p.tiles_offset, 48 * p.num_tiles),
-        (p.shares_offset, 32 * p.num_ctas * p.is_shared),
+        (p.partitions_offset, 32 * p.num_ctas * p.is_partitioned),
         (p.mask_indptr_offset, 8 * n * (batch.mask is MaskMode.CUSTOM)),
         (p.arrivals_offset, 4 * p.num_counters),
     ]
@@ -300,7 +300,7 @@ def test_extremes(lens, max_ctas):
 @settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_the_workspace_does_not_depend_on_lengths(batch):
-    assert batch.schedule().params.num_slots <= 2 * batch.max_ctas
+    assert batch.schedule().params.num_partials <= 2 * batch.max_ctas
 
 
 @settings(max_examples=60, deadline=None)
@@ -336,33 +336,37 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
 
 
 @settings(max_examples=150, deadline=None)
-@given(batch=batches(), fixed=st.booleans(), tickets=st.booleans())
-def test_any_schedule_for_a_graph(batch, fixed, tickets):
+@given(batch=batches(), fixed=st.booleans(), dynamic=st.booleans())
+def test_any_schedule_for_a_graph(batch, fixed, dynamic):
     """All work is done once, by as many CTAs as there always are, and only what lies in the buffer tells how much."""
     split = 3 * batch.tile_kv if fixed else batch.fixed_split_size
-    changes = {"fixed_split_size": split, "l2_tokens": 500 * tickets, "tile_capacity": 10_000}
+    changes = {"fixed_split_size": split, "l2_tokens": 500 * dynamic, "tile_capacity": 10_000}
     graph = Batch(**{**batch.__dict__, **changes})
     schedule = graph.schedule()
     p, tiles = schedule.params, list(schedule.tiles)
-    assert p.num_ctas == batch.max_ctas and len(schedule.shares) == p.num_ctas
+    assert p.num_ctas == batch.max_ctas and len(schedule.partitions) == p.num_ctas
     check_tiles(graph, tiles)
     check_arrays(graph, schedule)
     pieces = list(walk(schedule, batch.num_kv_heads))
     check_coverage(graph, tiles, pieces)
     empty = Batch(**{**graph.__dict__, "qo_lens": (0,) * len(batch.qo_lens)}).schedule().params
-    for name in ("arrivals_offset", "shares_offset", "mask_indptr_offset", "tiles_offset", "buffer_bytes"):
+    for name in ("arrivals_offset", "partitions_offset", "mask_indptr_offset", "tiles_offset", "buffer_bytes"):
         assert getattr(p, name) == getattr(empty, name)
-    assert (p.num_slots, p.num_counters, p.slots_per_head) == (
-        empty.num_slots,
+    assert (p.num_partials, p.num_counters, p.partials_per_head) == (
+        empty.num_partials,
         empty.num_counters,
-        empty.slots_per_head,
+        empty.partials_per_head,
     )
-    for share in schedule.shares:
-        assert (share.num_tiles, share.work_per_head) == (p.num_tiles, p.work_per_head)
-        if p.by_ticket:
-            assert (share.units, share.offset, share.tile) == (-1, p.num_tiles * p.num_kv_heads, p.heads_at_once)
-    assert p.by_ticket <= tickets and p.num_kv_heads % p.heads_at_once == 0
-    if not p.by_ticket:
+    for partition in schedule.partitions:
+        assert (partition.num_tiles, partition.work_per_head) == (p.num_tiles, p.work_per_head)
+        if p.is_dynamic:
+            assert (partition.units, partition.offset, partition.tile) == (
+                -1,
+                p.num_tiles * p.num_kv_heads,
+                p.heads_per_l2_group,
+            )
+    assert p.is_dynamic <= dynamic and p.num_kv_heads % p.heads_per_l2_group == 0
+    if not p.is_dynamic:
         check_cuts(graph, p, pieces, tiles)
 
 
@@ -377,7 +381,7 @@ def test_a_graph_has_room_for_the_units_of_any_mask(batch, fixed):
     assert p.work_per_head <= graph.unit_capacity(tile, batch.group_size, p.num_tiles)
 
 
-def num_shares(p, total):
+def num_partitions(p, total):
     """The fewest that are not longer, of two units or more where tiles are cut, as many a tile if that loses little."""
     if total == 0:
         return 1
@@ -388,9 +392,9 @@ def num_shares(p, total):
 
 
 def check_cuts(batch, p, pieces, tiles):
-    """Each CTA finds who else has a part of its tile from what all shares have in common."""
+    """Each CTA finds who else has a part of its tile from what all partitions have in common."""
     total = p.work_per_head * p.num_kv_heads
-    each, longer = divmod(total, num_shares(p, total))
+    each, longer = divmod(total, num_partitions(p, total))
     starts = [c * each + min(c, longer) for c in range(batch.max_ctas + 1)]
     if batch.fixed_split_size != 0:
         assert all(piece.end - piece.begin == units_of(tiles[piece.tile]) for piece in pieces)
@@ -407,9 +411,9 @@ def test_more_tiles_than_a_graph_has_room_for():
 
 def test_tiles_and_shares_keep_their_memory():
     """They are views of the packed buffer: it must live as long as they do."""
-    for name in ("tiles", "shares"):
+    for name in ("tiles", "partitions"):
         schedule = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule()
-        buffer, view = weakref.ref(schedule.room.tensor), getattr(schedule, name)
+        buffer, view = weakref.ref(schedule.host_buffer.tensor), getattr(schedule, name)
         del schedule
         assert len(view) and buffer() is not None
 
@@ -417,25 +421,25 @@ def test_tiles_and_shares_keep_their_memory():
 def test_plenty_of_work_is_not_cut():
     """Cutting costs a merge; with a hundred equal tiles a CTA there is nothing to gain."""
     p = Batch((1,) * 1000, (640,) * 1000, max_ctas=20).schedule().params
-    assert not p.is_shared and p.num_slots == 0
+    assert not p.is_partitioned and p.num_partials == 0
 
 
 def test_little_work_is_cut():
     """One long request must not keep the machine waiting."""
     p = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule().params
-    assert p.is_shared and p.num_ctas == 125  # 500 units: with 132 CTAs the longest share would be no shorter
+    assert p.is_partitioned and p.num_ctas == 125  # 500 units: with 132 CTAs the longest partition would be no shorter
 
 
 def test_shares_end_with_tiles_that_are_alike():
     """A head more or less of which one CTA does the rest would be merged for nothing."""
     p = Batch((1,), (131_072,), num_kv_heads=8, tile_kv=64, max_ctas=264).schedule().params
-    assert p.is_shared and p.num_ctas == 256
+    assert p.is_partitioned and p.num_ctas == 256
 
 
 def test_tiles_of_one_unit_are_runs():
     """They cannot be cut; CTAs that stay read ahead."""
     p = Batch((1,) * 100, (64,) * 100, tile_kv=64, num_kv_heads=8, max_ctas=264).schedule().params
-    assert p.is_shared and p.num_ctas == 200
+    assert p.is_partitioned and p.num_ctas == 200
 
 
 BAD = [
@@ -456,7 +460,7 @@ def test_bad_index_arrays(change, word):
     arrays = {"qo_indptr": [0, 1, 2], "kv_indptr": [0, 2, 3], "kv_last_page_len": [16, 1], **change}
     tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in arrays.items()}
     indices = Indices(batch_size=2, qo_len=0, kv_indices=None, page_size=16, **tensors)
-    cut = cut_of(
+    inputs = schedule_inputs(
         num_kv_heads=1,
         group_size=1,
         page_size=16,
@@ -467,4 +471,4 @@ def test_bad_index_arrays(change, word):
         fixed_split_size=0,
     )
     with pytest.raises(ValidationError, match=word):
-        make_schedule(indices, cut)
+        make_schedule(indices, inputs)

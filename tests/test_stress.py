@@ -79,7 +79,7 @@ class Worker:
 
 
 def tensors(device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """q for the largest job, and a cache whose pages all jobs share."""
+    """q for the largest job, and a cache whose pages all jobs partition."""
     q = torch.randn(MOST_ROWS, HEADS[0], HEAD_DIM).to(dtype)
     return q.to(device), torch.randn(NUM_PAGES, 2, PAGE_SIZE, HEADS[1], HEAD_DIM).to(dtype).to(device)
 

@@ -9,7 +9,7 @@ import torch
 
 import quire
 from problems import ints, workspace
-from quire import staging
+from quire.runtime import upload
 
 NOT_READY = 600
 EVENTS = iter(range(1, 1000))
@@ -57,11 +57,11 @@ class Driver:
 def gpu(monkeypatch):
     """The staging of a stream over a driver that this test plays, and the current stream, which it may change."""
     driver, stream, empty = Driver(), [7], torch.empty
-    monkeypatch.setattr(staging, "driver", lambda: driver)
-    monkeypatch.setattr(staging, "_stagings", {})
+    monkeypatch.setattr(upload, "driver", lambda: driver)
+    monkeypatch.setattr(upload, "_stagings", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype))
-    return staging.staging_of(torch.device("cuda")), driver, stream
+    return upload.uploader_of(torch.device("cuda")), driver, stream
 
 
 def test_a_room_is_taken_again_once_it_was_read(gpu):
@@ -110,11 +110,11 @@ def test_what_a_plan_leaves_goes_to_the_next_one_of_its_stream(gpu):
     assert other.address != left  # both are alive
     del sent
     stream[0] = 8
-    elsewhere = staging.staging_of(torch.device("cuda"))
+    elsewhere = upload.uploader_of(torch.device("cuda"))
     assert elsewhere is not there
     assert elsewhere.send(elsewhere.take(), 16).address != left
     stream[0] = 7
-    assert staging.staging_of(torch.device("cuda")) is there
+    assert upload.uploader_of(torch.device("cuda")) is there
     assert there.send(there.take(), 16).address == left
 
 

@@ -10,7 +10,7 @@ import torch
 import quire
 from problems import ints
 
-GPU_CTAS = 264  #: resident CTAs of a large GPU: with the host's few threads the planner would rarely cut a tile
+GPU_CTAS = 264  #: resident CTAs of a large GPU: with the host's few threads the planner would rarely inputs a tile
 BUFFER = torch.empty(256 << 20, dtype=torch.uint8)  # never touched: plans are not run here
 HEAD_DIM = 64
 

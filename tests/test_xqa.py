@@ -121,17 +121,17 @@ class Draft:
 
 
 def with_draft(p: Problem, draft: Draft) -> Problem:
-    """The same tensors under a draft mask."""
+    """The same tensors under a tree mask."""
     p.causal, p.mask = False, draft.mask(p.kv_lens)
     return p
 
 
 def check_draft(p: Problem, draft: Draft, backend: str, **more: object) -> None:
-    """The kernel equals the oracle, or says that it has no draft masks."""
+    """The kernel equals the oracle, or says that it has no tree masks."""
     cache = p.paged(16)
     more["mask"] = draft.words(p.device)
     if backend == "fa3":
-        with pytest.raises(quire.UnsupportedError, match="a draft mask is for"):
+        with pytest.raises(quire.UnsupportedError, match="a tree mask is for"):
             call(p, cache, backend, **more)
     else:
         check(with_draft(p, draft), cache, backend, **more)
@@ -169,11 +169,11 @@ def test_page_sizes(device, backend, dtype, page_size, kv_layout):
     check(p, p.paged(page_size, kv_layout), backend)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("signature", FORMS)
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
-def test_cache_forms(device, backend, dtype, kv_layout, form):
+def test_cache_forms(device, backend, dtype, kv_layout, signature):
     p = batch(dtype, device)
-    check(p, p.paged(16, kv_layout, form), backend)
+    check(p, p.paged(16, kv_layout, signature), backend)
 
 
 def test_layouts_are_bitwise_equal(device, backend, dtype):
@@ -246,14 +246,14 @@ def test_sinks(device, backend, dtype, shape):
 
 
 @pytest.mark.parametrize(
-    "form", [float, int, torch.tensor, lambda x: torch.tensor([x])], ids=["float", "int", "0-d", "1-d"]
+    "signature", [float, int, torch.tensor, lambda x: torch.tensor([x])], ids=["float", "int", "0-d", "1-d"]
 )
-def test_scales(device, backend, dtype, form):
+def test_scales(device, backend, dtype, signature):
     """A number or a tensor of one element, on the host or on the device."""
     p = batch(dtype, device, sm_scale=1.0, v_scale=2.0)
     p.q = p.q / 8
-    for place in {"cpu", device} if form not in (float, int) else {"cpu"}:
-        scales = [form(x) for x in (1.0, 2.0)]
+    for place in {"cpu", device} if signature not in (float, int) else {"cpu"}:
+        scales = [signature(x) for x in (1.0, 2.0)]
         if place != "cpu":
             scales = [x.to(place) for x in scales]
         check(p, p.paged(16), backend, bmm1_scale=scales[0], bmm2_scale=scales[1])

@@ -51,7 +51,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "dtypes": ("fp32", "fp16", "bf16"),
     },
     "masks": {"masks": ("custom", "causal+window", "none+window", "custom+window", "causal+cap", "custom+cap")},
-    "speculative": {"masks": ("causal", "draft", "draft+window"), "page_sizes": (16,)},
+    "speculative": {"masks": ("causal", "tree", "tree+window"), "page_sizes": (16,)},
     "fp8": {"head_dims": ((64, 64), (128, 128)), "kv_dtypes": ("e4m3",), "page_sizes": (16,)},
 }
 
@@ -61,7 +61,7 @@ def _mask(text: str) -> tuple[MaskMode, bool, bool]:
     name, *flags = text.lower().split("+")
     if name.upper() not in MaskMode.__members__ or set(flags) - {"window", "cap"}:
         raise ValidationError(
-            f"mask: expected none, causal, custom or draft, with +window and +cap as wanted; got {text!r}."
+            f"mask: expected none, causal, custom or tree, with +window and +cap as wanted; got {text!r}."
         )
     return MaskMode[name.upper()], "window" in flags, "cap" in flags
 
@@ -78,8 +78,8 @@ def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[S
     """Every tile height: which one a call takes depends on its lengths. And what plan() launches for it."""
     for tile in kernel.tiles(problem):
         yield kernel.spec(kernel.key_with(problem, tile.rows))
-    if kernel.reads_classes and problem.mask is MaskMode.CUSTOM:
-        yield OperationKey("classify_mask", problem.target).spec()
+    if kernel.reads_block_mask and problem.mask is MaskMode.CUSTOM:
+        yield OperationKey("block_mask", problem.target).spec()
 
 
 def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) -> Iterator[Spec]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.checks import (
     check_flags,
@@ -18,13 +19,12 @@ from quire.runtime.checks import (
     scalar,
     to_int32,
 )
-from quire.errors import PlanError, ValidationError
 from quire.runtime.graph import is_capturing
 from quire.runtime.layout import PagedCache, cache_tensors
+from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices, Lengths
-from quire.runtime.options import Terms, Types, heads, scoring_of
-from quire.types import KVLayout
 from quire.runtime.workspace import UserWorkspace
+from quire.types import KVLayout
 
 __all__ = ["xqa_batch_decode_with_kv_cache"]
 
@@ -88,14 +88,14 @@ def xqa_batch_decode_with_kv_cache(
         _Scale.of(value, name, workspace.device)
         for value, name in ((bmm1_scale, "bmm1_scale"), (bmm2_scale, "bmm2_scale"))
     )
-    terms = Terms(
+    options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
-        scoring_of(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), q_len > 1, cache.page_size,
+        logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), q_len > 1, cache.page_size,
     )  # fmt: skip
     spec = AttentionSpec(
-        tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")), terms,
-        draft_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
+        tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")), options,
+        tree_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
     )  # fmt: skip
     if tables.batch_size:
         Attention(spec, layout, workspace, backend).run(
@@ -124,7 +124,7 @@ class _Cache(NamedTuple):
 
     @classmethod
     def of(cls, kv_cache: Any, layout: KVLayout) -> _Cache:
-        """Of either form; the one plane of a 5-D tensor [num_pages, 1, ...] is keys and values."""
+        """Of either signature; the one plane of a 5-D tensor [num_pages, 1, ...] is keys and values."""
         tensors = cache_tensors(kv_cache)
         for tensor in tensors:
             if check_tensor(tensor, "kv_cache").dim() != 6 - len(tensors):
@@ -251,7 +251,7 @@ class _Scale(NamedTuple):
 
 
 def _draft_bits(mask: Any, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
-    """The bytes of a draft mask, at a multiple of 4."""
+    """The bytes of a tree mask, at a multiple of 4."""
     words = check_tensor(mask, "mask")
     if words.dtype is not torch.uint16:
         raise ValidationError(f"mask: expected dtype torch.uint16, 16 tokens a word, got {words.dtype}.")

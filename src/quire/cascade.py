@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from quire.runtime.attention import page_indices
-from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.layout import PagedCache, page_size_of
 from quire.merge import merge_state, merge_state_in_place, merge_states
 from quire.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
 )
+from quire.runtime.attention import page_indices
+from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
+from quire.runtime.layout import PagedCache, page_size_of
 from quire.types import KVLayout
 
 __all__ = [

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from quire.block_table_decode import xqa_batch_decode_with_kv_cache
+from quire.errors import ValidationError
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
-from quire.errors import ValidationError
 from quire.runtime.layout import PagedCache
+from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.schedule import Indices
-from quire.runtime.options import Terms, Types, heads, memoised, scoring_of, split_size
-from quire.types import KVLayout
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
-from quire.block_table_decode import xqa_batch_decode_with_kv_cache
+from quire.types import KVLayout
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -27,19 +27,19 @@ __all__ = [
 
 
 @memoised
-def _terms(
+def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
     logits_soft_cap: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, data_type: Any,
     sm_scale: float | None, rope_scale: Any, rope_theta: Any, non_blocking: bool, block_tables: Any, seq_lens: Any,
     fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int,
-) -> Terms:  # fmt: skip
+) -> PlanOptions:  # fmt: skip
     check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
     refuse(rope_scale=rope_scale, rope_theta=rope_theta, block_tables=block_tables, seq_lens=seq_lens)
     qo, kv = heads(num_qo_heads, num_kv_heads)
     dim = check_positive(head_dim, "head_dim")
-    return Terms(
+    return PlanOptions(
         qo, kv, dim, dim, Types.of(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type),
-        scoring_of(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+        logits_options(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
         causal=check_positive(q_len_per_req, "q_len_per_req") > 1, page_size=check_positive(page_size, "page_size"),
         fixed_split_size=split_size(fixed_split_size, disable_split_kv),
     )  # fmt: skip
@@ -111,7 +111,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        terms = _terms(
+        options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
             block_tables, seq_lens, fixed_split_size, disable_split_kv, q_len_per_req,
@@ -120,10 +120,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         batch = kv_indptr.shape[0] - 1
         if batch < 0:
             raise ValidationError("indptr: expected [batch_size + 1] offsets, got none.")
-        size = terms.page_size
+        size = options.page_size
         last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
         pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size)
-        self._set_plan(AttentionSpec(pages, terms))
+        self._set_plan(AttentionSpec(pages, options))
 
     begin_forward = plan
 
@@ -257,12 +257,13 @@ def single_decode_with_kv_cache(
     if v.shape[token] != k.shape[token]:
         raise ValidationError(f"v: expected kv_len={k.shape[token]} tokens as in k, got {v.shape[token]}.")
     qo, kv = heads(q.shape[0], k.shape[head])
-    terms = Terms(
+    options = PlanOptions(
         qo, kv, q.shape[1], v.shape[2], Types.of(q.dtype, k.dtype, None),
-        scoring_of(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal=False, page_size=0,
+        logits_options(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal=False,
+        page_size=0,
     )  # fmt: skip
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32)
-    spec = AttentionSpec(Indices(1, None, 1, kv_indptr, None, None, 1), terms)
+    spec = AttentionSpec(Indices(1, None, 1, kv_indptr, None, None, 1), options)
     result = Attention(spec, layout, OwnWorkspace(q.device), backend).run(
         q.unsqueeze(0), (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale, window_left=None, enable_pdl=None,

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
-from quire.runtime.checks import check_same_device, check_shape, check_tensor
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import MergeParams
+from quire.runtime.checks import check_same_device, check_shape, check_tensor
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.target import target_of
 from quire.types import dtype_of

@@ -6,11 +6,18 @@ import ctypes
 
 import torch
 
-from quire.runtime.checks import check_contiguous_last, check_positive, check_same_device, check_shape, check_tensor, to_int32
 from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
+from quire.runtime.checks import (
+    check_contiguous_last,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    to_int32,
+)
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.target import target_of

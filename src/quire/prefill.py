@@ -14,15 +14,15 @@ from typing import Any, ParamSpec
 
 import torch
 
+from quire.errors import ValidationError
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
-from quire.errors import ValidationError
 from quire.runtime.layout import PagedCache
+from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.schedule import Indices
-from quire.runtime.options import Terms, Types, heads, memoised, scoring_of, split_size
-from quire.types import KVLayout
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
+from quire.types import KVLayout
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -44,7 +44,7 @@ def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | 
 
 
 @memoised
-def _terms(
+def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None,
     paged: bool, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
     pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
@@ -52,7 +52,7 @@ def _terms(
     disable_split_kv: bool, rope_scale: Any, rope_theta: Any, prefix_len_ptr: Any, token_pos_in_items_ptr: Any,
     token_pos_in_items_len: int, max_item_len_ptr: Any, seq_lens: Any = None, seq_lens_q: Any = None,
     block_tables: Any = None, max_token_per_sequence: Any = None, max_sequence_kv: Any = None,
-) -> Terms:  # fmt: skip
+) -> PlanOptions:  # fmt: skip
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
         non_blocking=non_blocking, disable_split_kv=disable_split_kv,
@@ -65,9 +65,9 @@ def _terms(
     )  # fmt: skip
     qo, kv = heads(num_qo_heads, num_kv_heads)
     qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
-    return Terms(
+    return PlanOptions(
         qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-        scoring_of(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal,
+        logits_options(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal,
         check_positive(page_size, "page_size") if paged else 0, split_size(fixed_split_size, disable_split_kv),
     )  # fmt: skip
 
@@ -186,7 +186,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        terms = _terms(
+        options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, True, page_size, q_data_type, kv_data_type,
             o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
             allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
@@ -196,11 +196,11 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
         batch = qo_indptr_host.shape[0] - 1
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
-        last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, terms.page_size)
+        last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, options.page_size)
         pages = page_indices(paged_kv_indices)
-        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, terms.page_size)
+        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, options.page_size)
         mask = None if packed_custom_mask is not None else custom_mask
-        self._set_plan(AttentionSpec(indices, terms, mask, packed_custom_mask))
+        self._set_plan(AttentionSpec(indices, options, mask, packed_custom_mask))
 
     begin_forward = plan
 
@@ -331,7 +331,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
         logits_soft_cap before sm_scale here). Raises ValidationError or UnsupportedError.
         """
-        terms = _terms(
+        options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, False, None, q_data_type, kv_data_type,
             o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
             allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
@@ -341,7 +341,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         batch = qo_indptr_host.shape[0] - 1
         indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
         mask = None if packed_custom_mask is not None else custom_mask
-        self._set_plan(AttentionSpec(indices, terms, mask, packed_custom_mask))
+        self._set_plan(AttentionSpec(indices, options, mask, packed_custom_mask))
 
     begin_forward = plan
 
@@ -464,12 +464,12 @@ def single_prefill_with_kv_cache(
         1, torch.tensor([0, q.shape[0]], dtype=torch.int32), 0, torch.tensor([0, k.shape[token]], dtype=torch.int32),
         None, None, 1,
     )  # fmt: skip
-    terms = Terms(
+    options = PlanOptions(
         qo, kv, q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype),
-        scoring_of(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal, page_size=0,
+        logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal, page_size=0,
     )  # fmt: skip
     mask = None if packed_custom_mask is not None else custom_mask
-    spec = AttentionSpec(indices, terms, mask, packed_custom_mask)
+    spec = AttentionSpec(indices, options, mask, packed_custom_mask)
     return Attention(spec, layout, OwnWorkspace(q.device), backend).run(
         q, (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=None, k_scale=k_scale,
         v_scale=v_scale, window_left=None, enable_pdl=None,

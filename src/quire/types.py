@@ -1,4 +1,4 @@
-"""The vocabulary that every floor shares: number types, masks, layouts."""
+"""The vocabulary that every floor partitions: number types, masks, layouts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class MaskMode(IntEnum):
     NONE = 0
     CAUSAL = 1  #: key j is visible to query i if j <= i + kv_len - qo_len
     CUSTOM = 2  #: one bit per (query, key); replaces causal
-    DRAFT = 3  #: one bit per (query, key among the last qo_len); all keys before those are seen
+    TREE = 3  #: one bit per (query, key among the last qo_len); all keys before those are seen
 
     @property
     def slug(self) -> str:

@@ -179,8 +179,8 @@ class AttentionKernel:
     params: type[ctypes.Structure] = AttentionParams  #: what it is given; if another struct, `base` leads in it
     copies: Callable[[AttentionKey, TileShape, Geometry], tuple[TensorCopy, ...]] | None = None  #: its tensor maps
     max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: of a "kv" or "out" tensor that it reaches; 0: any
-    persistent: bool = False  #: one CTA an SM takes tickets for whole tiles
-    reads_classes: bool = False  #: of a custom mask's tiles, made while planning: kernels/classify_mask.cuh
+    persistent: bool = False  #: one CTA an SM takes queue for whole tiles
+    reads_block_mask: bool = False  #: of a custom mask's tiles, made while planning: kernels/block_mask.cuh
     pdl: bool = False  #: the kernel waits for its predecessor itself, so that it may be launched before that one ends
 
     def key(self, problem: AttentionProblem) -> AttentionKey:

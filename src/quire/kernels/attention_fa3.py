@@ -30,8 +30,8 @@ def _reject(problem: AttentionProblem) -> str | None:
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
-    if problem.mask is MaskMode.DRAFT:
-        return "a draft mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
+    if problem.mask is MaskMode.TREE:
+        return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
     return head_dim_reason(problem)
 
 
@@ -110,5 +110,5 @@ KERNEL = AttentionKernel(
     copies=_copies,
     max_bytes=_max_bytes,
     persistent=True,
-    reads_classes=True,
+    reads_block_mask=True,
 )

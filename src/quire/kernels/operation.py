@@ -10,7 +10,7 @@ from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.params import (
     AppendParams,
-    ClassifyMaskParams,
+    BlockMaskParams,
     MergeParams,
     PackbitsParams,
     ScheduleLengthsParams,
@@ -60,10 +60,10 @@ OPERATIONS: dict[str, Operation] = {
             on_host=False,
         ),
         Operation(
-            "classify_mask",
-            "quire/kernels/classify_mask.cuh",
-            "ClassifyMask",
-            ClassifyMaskParams,
+            "block_mask",
+            "quire/kernels/block_mask.cuh",
+            "BuildBlockMask",
+            BlockMaskParams,
             (),
             (1,),
             on_host=False,

@@ -18,15 +18,15 @@ __all__ = [
     "AppendParams",
     "AttentionFa3Params",
     "AttentionParams",
-    "ClassifyMaskParams",
+    "BlockMaskParams",
     "FastDivisor",
     "MergeParams",
     "PackbitsParams",
+    "Partition",
+    "RowTile",
     "ScheduleLengthsParams",
     "ScheduleParams",
-    "Share",
     "TensorMap",
-    "Tile",
     "aligned_copy",
     "struct_of",
 ]
@@ -54,19 +54,19 @@ class FastDivisor(ctypes.Structure):
         return cls(divisor, ((1 << (32 + shift)) + divisor - 1) // divisor, shift)
 
 
-class Tile(ctypes.Structure):
+class RowTile(ctypes.Structure):
     """One row tile of one request, for every kv head alike."""
 
     _fields_ = tuple(
         (name, c_int32)
         for name in (
-            *("request", "row_begin", "kv_begin", "kv_end", "work_begin", "slot", "part", "num_parts"),
+            *("request", "row_begin", "kv_begin", "kv_end", "work_begin", "partial", "part", "num_parts"),
             *("kv_first", "kv_len", "qo_begin", "qo_len"),
         )
     )
 
 
-class Share(ctypes.Structure):
+class Partition(ctypes.Structure):
     """The contiguous run of work units of one CTA."""
 
     _fields_ = tuple(
@@ -84,7 +84,7 @@ class AttentionParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "v", "o", "lse", "sinks", "logits_scale_by", "o_scale_by")),
         *((name, c_void_p) for name in ("kv_indices", "mask", "mask_indptr")),
-        *((name, c_void_p) for name in ("tiles", "shares", "partial_o", "partial_md", "arrivals")),
+        *((name, c_void_p) for name in ("tiles", "partitions", "partial_o", "partial_md", "arrivals")),
         *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
         *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
         *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
@@ -92,9 +92,9 @@ class AttentionParams(ctypes.Structure):
         ("group", FastDivisor),
         ("page", FastDivisor),
         *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
-        *((name, c_int32) for name in ("slots_per_head", "window_left")),
+        *((name, c_int32) for name in ("partials_per_head", "window_left")),
         *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
-        ("is_sent", c_int32),
+        ("plan_is_resident", c_int32),
     )
 
 
@@ -111,10 +111,10 @@ class AttentionFa3Params(ctypes.Structure):
         ("base", AttentionParams),
         ("_to_64", ctypes.c_char * (-ctypes.sizeof(AttentionParams) % 64)),
         *((name, TensorMap) for name in ("tensor_q", "tensor_k", "tensor_v")),
-        ("ticket", c_void_p),
-        ("heads_at_once", c_int32),
+        ("tile_counter", c_void_p),
+        ("heads_per_l2_group", c_int32),
         ("reserved", c_int32),
-        ("classes", c_void_p),
+        ("block_mask", c_void_p),
         ("_to_end", ctypes.c_char * 40),
     )
 
@@ -139,16 +139,19 @@ class ScheduleParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")),
         *((name, c_void_p) for name in ("kept", "buffer")),
-        *((name, c_int64) for name in ("room", "num_pages")),
+        *((name, c_int64) for name in ("capacity", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
-        *((name, c_int32) for name in ("fixed_split_size", "has_mask", "has_tickets", "l2_tokens", "tile_capacity")),
-        *((name, c_int32) for name in ("error", "error_request", "num_tiles", "num_ctas", "is_shared")),
-        *((name, c_int32) for name in ("by_ticket", "heads_at_once", "work_per_head")),
-        *((name, c_int32) for name in ("slots_per_head", "nnz_qo")),
-        *((name, c_int64) for name in ("nnz_kv", "num_slots", "num_counters", "mask_bytes", "kv_tokens")),
+        *(
+            (name, c_int32)
+            for name in ("fixed_split_size", "has_mask", "has_tile_counter", "l2_tokens", "tile_capacity")
+        ),
+        *((name, c_int32) for name in ("error", "error_request", "num_tiles", "num_ctas", "is_partitioned")),
+        *((name, c_int32) for name in ("is_dynamic", "heads_per_l2_group", "work_per_head")),
+        *((name, c_int32) for name in ("partials_per_head", "nnz_qo")),
+        *((name, c_int64) for name in ("nnz_kv", "num_partials", "num_counters", "mask_bytes", "kv_tokens")),
         *((name, c_int32) for name in ("least_page", "largest_page")),
-        *((name, c_int64) for name in ("arrivals_offset", "shares_offset", "mask_indptr_offset", "tiles_offset")),
+        *((name, c_int64) for name in ("arrivals_offset", "partitions_offset", "mask_indptr_offset", "tiles_offset")),
         *((name, c_int64) for name in ("buffer_bytes", "filled_bytes", "staged_bytes")),
     )
 
@@ -157,17 +160,17 @@ class ScheduleLengthsParams(ctypes.Structure):
     """What the planner on the device is given; see kernels/schedule_lengths.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("kv_lens", "tiles", "shares", "arrivals")),
+        *((name, c_void_p) for name in ("kv_lens", "tiles", "partitions", "arrivals")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "max_kv_len", "pages_per_request", "num_kv_heads")),
         *((name, c_int32) for name in ("group_size", "tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
     )
 
 
-class ClassifyMaskParams(ctypes.Structure):
-    """What the classification of a custom mask's tiles is given; see kernels/classify_mask.cuh."""
+class BlockMaskParams(ctypes.Structure):
+    """What the classification of a custom mask's tiles is given; see kernels/block_mask.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("mask", "mask_indptr", "tiles", "classes")),
+        *((name, c_void_p) for name in ("mask", "mask_indptr", "tiles", "block_mask")),
         *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "window_left")),
     )
 

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire.errors import PlanError, ValidationError
+from quire.kernels import AttentionProblem, Decision, decide, same_rows
+from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
     check_dtype,
@@ -19,19 +22,16 @@ from quire.runtime.checks import (
     scalar,
     to_int32,
 )
-from quire.errors import PlanError, ValidationError
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
-from quire.kernels import AttentionProblem, Decision, decide, same_rows
 from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
+from quire.runtime.options import PlanOptions
 from quire.runtime.plan import AttentionPlan
 from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
-from quire.quantization import pack_mask
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.target import on_cuda, target_of
 from quire.runtime.tensor_maps import Described
-from quire.runtime.options import Terms
-from quire.types import DType, KVLayout, MaskMode
 from quire.runtime.workspace import Workspace
+from quire.types import DType, KVLayout, MaskMode
 
 __all__ = [
     "Attention",
@@ -44,28 +44,28 @@ __all__ = [
 ]
 
 Result = torch.Tensor | tuple[torch.Tensor, ...]
-Form = list[tuple[Any, ...]]
+Signature = list[tuple[Any, ...]]
 
 
-def _form(tensors: tuple[Any, ...]) -> tuple[Form | None, list[int]]:
+def _signature(tensors: tuple[Any, ...]) -> tuple[Signature | None, list[int]]:
     """What decides whether tensors are right, all but where they lie; and where. None if one has no strides."""
-    form, pointers = [], []
+    signature, pointers = [], []
     try:
         for t in tensors:
             pointer = t.data_ptr()
-            form.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, pointer % 16))
+            signature.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, pointer % 16))
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
-    return form, pointers
+    return signature, pointers
 
 
 class _Checked(NamedTuple):
-    """Tensors that were found right, for the next plan of the same kernel and terms."""
+    """Tensors that were found right, for the next plan of the same kernel and options."""
 
-    form: Form
+    signature: Signature
     out_shape: tuple[int, int, int]
-    room: int  #: pages of the cache, or tokens of ragged keys
+    host_buffer: int  #: pages of the cache, or tokens of ragged keys
     v_offset: int  #: bytes from keys to values in a cache of one tensor
     planned: tuple[bytes, Described | None]  #: what the plan keeps of them
 
@@ -74,18 +74,18 @@ class AttentionSpec(NamedTuple):
     """What plan() was told, in one spelling; `forward()` plans again with some of it replaced."""
 
     indices: Indices | Lengths
-    terms: Terms
+    options: PlanOptions
     custom_mask: torch.Tensor | None = None
     packed_custom_mask: torch.Tensor | None = None
-    draft_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
+    tree_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
 
     @property
     def mask(self) -> MaskMode:
-        if self.draft_mask is not None:
-            return MaskMode.DRAFT
+        if self.tree_mask is not None:
+            return MaskMode.TREE
         if self.custom_mask is not None or self.packed_custom_mask is not None:
             return MaskMode.CUSTOM
-        return MaskMode.CAUSAL if self.terms.causal else MaskMode.NONE
+        return MaskMode.CAUSAL if self.options.causal else MaskMode.NONE
 
     @property
     def nnz_qo(self) -> int:
@@ -95,17 +95,17 @@ class AttentionSpec(NamedTuple):
 
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
-        batch_size, terms = self.indices.batch_size, self.terms
-        rows = -(-self.nnz_qo // batch_size) * terms.group_size if batch_size else 0  # of a typical request: the mean
+        batch_size, options = self.indices.batch_size, self.options
+        rows = -(-self.nnz_qo // batch_size) * options.group_size if batch_size else 0  # of a typical request: the mean
         uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
-        return _decide(backend, device, terms, self.mask, same_rows(rows), uniform)
+        return _decide(backend, device, options, self.mask, same_rows(rows), uniform)
 
 
 @lru_cache(maxsize=4096)
-def _decide(backend: str, device: torch.device, t: Terms, mask: MaskMode, rows: int, uniform: bool) -> Decision:
+def _decide(backend: str, device: torch.device, t: PlanOptions, mask: MaskMode, rows: int, uniform: bool) -> Decision:
     problem = AttentionProblem(
-        target_of(device), *t.types, t.head_dim_qk, t.head_dim_vo, t.page_size, mask, t.scoring.window_left >= 0,
-        t.scoring.logits_soft_cap > 0, rows, uniform, t.fixed_split_size,
+        target_of(device), *t.types, t.head_dim_qk, t.head_dim_vo, t.page_size, mask, t.logits.window_left >= 0,
+        t.logits.logits_soft_cap > 0, rows, uniform, t.fixed_split_size,
     )  # fmt: skip
     return decide(problem, backend)
 
@@ -139,7 +139,7 @@ class Attention:
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
         self.spec = spec
-        self._terms = spec.terms
+        self._plan_options = spec.options
         self._layout = layout
         self._device = workspace.device
         self._on_cuda, self._index = on_cuda(self._device), self._device.index or 0
@@ -155,8 +155,8 @@ class Attention:
             graph.decision = self.decision
         schedule = self._plan.schedule
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.params.nnz_qo
-        self._out_shape = (self._nnz_qo, spec.terms.num_qo_heads, spec.terms.head_dim_vo)
-        self._form: Form | None = None  # of the tensors of the last run, which were found right
+        self._out_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_vo)
+        self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
         self._checked: _Checked | None = None  # by this plan or by one before it
         if before is not None and graph is None and self._is_like(before):
@@ -164,33 +164,33 @@ class Attention:
 
     def _is_like(self, other: Attention) -> bool:
         """Whether the same tensors are right for both, but for what their batches say."""
-        same = other.decision is self.decision and other._terms == self._terms
+        same = other.decision is self.decision and other._plan_options == self._plan_options
         return same and other._device == self._device and other._layout is self._layout
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
         if isinstance(s.indices, Lengths):
-            return make_plan_on_device(self.decision, s.indices, s.terms, workspace, s.draft_mask)
-        bits = s.packed_custom_mask if s.draft_mask is None else s.draft_mask
+            return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
+        bits = s.packed_custom_mask if s.tree_mask is None else s.tree_mask
         if bits is None and s.custom_mask is not None:
             bits = pack_mask(s.custom_mask, s.indices, self._device)
-        return make_plan(self.decision, s.indices, s.terms, workspace, bits, self._graph)
+        return make_plan(self.decision, s.indices, s.options, workspace, bits, self._graph)
 
     def with_changes(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
-        """This plan with other terms; itself if they are the same."""
-        spec, terms = self.spec, self._terms._replace(**changes)
-        if terms == self._terms:
+        """This plan with other options; itself if they are the same."""
+        spec, options = self.spec, self._plan_options._replace(**changes)
+        if options == self._plan_options:
             return self
         if isinstance(spec.indices, Indices):  # the caller may have written others since
             spec = spec._replace(indices=self._plan.indices(spec.indices))
-        return Attention(spec._replace(terms=terms), self._layout, workspace, backend, self._graph)
+        return Attention(spec._replace(options=options), self._layout, workspace, backend, self._graph)
 
     def run(
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
     ) -> Result:  # fmt: skip
-        """Check what differs from the last run, then launch: tensors of the same form cost only their pointers.
+        """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
 
         kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
         multiplied by besides; paged keys only.
@@ -201,16 +201,16 @@ class Attention:
         elif stream and self._is_fixed and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
-            out = torch.empty(self._out_shape, dtype=self._terms.types.o.torch, device=self._device)
+            out = torch.empty(self._out_shape, dtype=self._plan_options.types.o.torch, device=self._device)
         tensors = cache_tensors(kv)
-        form, pointers = _form((q, out, *tensors))
-        if form is None or form != self._form:
-            if not self._knows(form):
-                self._check_form(form, q, out, tensors)
-            self._form = form
-        if window_left is not None and window_left != self._terms.scoring.window_left:
+        signature, pointers = _signature((q, out, *tensors))
+        if signature is None or signature != self._signature:
+            if not self._knows(signature):
+                self._check_signature(signature, q, out, tensors)
+            self._signature = signature
+        if window_left is not None and window_left != self._plan_options.logits.window_left:
             raise ValidationError(
-                f"window_left: expected {self._terms.scoring.window_left} (fixed by plan()), got {window_left}."
+                f"window_left: expected {self._plan_options.logits.window_left} (fixed by plan()), got {window_left}."
             )
         if lse is not None or return_lse:
             lse = self._lse(lse)
@@ -240,33 +240,35 @@ class Attention:
                 f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
             )
 
-    def _knows(self, form: Form | None) -> bool:
+    def _knows(self, signature: Signature | None) -> bool:
         """Whether the plan before had such tensors, and they do for this batch; if so, they are as if checked."""
         known = self._checked
-        if known is None or form != known.form or known.out_shape != self._out_shape:
+        if known is None or signature != known.signature or known.out_shape != self._out_shape:
             return False
-        if known.room < (self._plan.largest_page + 1 if self._terms.page_size else self._plan.nnz_kv):
+        if known.host_buffer < (self._plan.largest_page + 1 if self._plan_options.page_size else self._plan.nnz_kv):
             return False
-        self._plan.take_form(*known.planned)
+        self._plan.take_signature(*known.planned)
         self._v_offset = known.v_offset
         return True
 
-    def _check_form(self, form: Form | None, q: torch.Tensor, out: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> None:
+    def _check_signature(
+        self, signature: Signature | None, q: torch.Tensor, out: torch.Tensor, kv: tuple[torch.Tensor, ...]
+    ) -> None:
         """Everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
-        k, v = self._paged_views(kv) if self._terms.page_size else self._ragged_views(*kv)
+        k, v = self._paged_views(kv) if self._plan_options.page_size else self._ragged_views(*kv)
         self._check_q(q)
         self._check_out(out)
-        self._plan.set_form(q, k, v, out)
+        self._plan.set_signature(q, k, v, out)
         self._v_offset = v.pointer - k.pointer
-        if form is not None and self._graph is None:
-            sizes = (k.num_pages, v.num_pages) if self._terms.page_size else (k.num_tokens, v.num_tokens)
-            self._checked = _Checked(form, self._out_shape, min(sizes), self._v_offset, self._plan.form())
+        if signature is not None and self._graph is None:
+            sizes = (k.num_pages, v.num_pages) if self._plan_options.page_size else (k.num_tokens, v.num_tokens)
+            self._checked = _Checked(signature, self._out_shape, min(sizes), self._v_offset, self._plan.signature())
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
-        page_size = self._terms.page_size
+        page_size = self._plan_options.page_size
         k, v = cache_view(cache, self._layout, page_size)
-        self._check_kv(k, "paged_kv_cache (keys)", self._terms.head_dim_qk)
-        self._check_kv(v, "paged_kv_cache (values)", self._terms.head_dim_vo)
+        self._check_kv(k, "paged_kv_cache (keys)", self._plan_options.head_dim_qk)
+        self._check_kv(v, "paged_kv_cache (values)", self._plan_options.head_dim_vo)
         num_pages = min(k.num_pages, v.num_pages)
         for view in (k, v):
             if view.num_tokens != page_size:
@@ -279,7 +281,10 @@ class Attention:
 
     def _ragged_views(self, k: torch.Tensor, v: torch.Tensor) -> tuple[KVView, KVView]:
         k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
-        for view, name, head_dim in ((k_view, "k", self._terms.head_dim_qk), (v_view, "v", self._terms.head_dim_vo)):
+        for view, name, head_dim in (
+            (k_view, "k", self._plan_options.head_dim_qk),
+            (v_view, "v", self._plan_options.head_dim_vo),
+        ):
             self._check_kv(view, name, head_dim)
             tokens = self._plan.nnz_kv
             if self._graph is not None and is_capturing(self._device):
@@ -292,7 +297,7 @@ class Attention:
         return k_view, v_view
 
     def _check_q(self, q: torch.Tensor) -> None:
-        s = self._terms
+        s = self._plan_options
         check_tensor(q, "q")
         shape = {"nnz_qo": self._out_shape[0], "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
         check_shape(q, "q", shape)
@@ -302,7 +307,7 @@ class Attention:
         self._check_alignment(q.data_ptr(), q.stride()[:2], "q", s.types.q)
 
     def _check_out(self, out: torch.Tensor) -> None:
-        s = self._terms
+        s = self._plan_options
         check_tensor(out, "out")
         shape = dict(zip(("nnz_qo", "num_qo_heads", "head_dim_vo"), self._out_shape, strict=True))
         check_shape(out, "out", shape)
@@ -313,7 +318,7 @@ class Attention:
         self._check_reach(span_bytes(out.shape, out.stride(), out.dtype), "out", "out")
 
     def _check_kv(self, view: KVView, name: str, head_dim: int) -> None:
-        s = self._terms
+        s = self._plan_options
         if view.num_heads != s.num_kv_heads or view.head_dim != head_dim:
             raise ValidationError(
                 f"{name}: expected num_kv_heads={s.num_kv_heads} and head_dim={head_dim}, "
@@ -361,9 +366,14 @@ class Attention:
     def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
         check_tensor(sinks, "sinks")
         check_same_device(sinks, "sinks", self._device)
-        if sinks.numel() != self._terms.num_qo_heads or sinks.dtype is not torch.float32 or not sinks.is_contiguous():
+        if (
+            sinks.numel() != self._plan_options.num_qo_heads
+            or sinks.dtype is not torch.float32
+            or not sinks.is_contiguous()
+        ):
             raise ValidationError(
-                f"sinks: expected a contiguous float32 tensor of num_qo_heads={self._terms.num_qo_heads} elements, "
+                f"sinks: expected a contiguous float32 tensor of "
+                f"num_qo_heads={self._plan_options.num_qo_heads} elements, "
                 f"got {sinks.dtype} {list(sinks.shape)}."
             )
         return sinks
@@ -376,7 +386,7 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
     if graph is not None:
         graph, decision = copy(graph), graph.decision
         _fix(graph, spec)
-    return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.terms, device, graph)
+    return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.options, device, graph)
 
 
 def _fix(graph: GraphState, spec: AttentionSpec) -> None:
@@ -388,7 +398,7 @@ def _fix(graph: GraphState, spec: AttentionSpec) -> None:
             f"plan(): expected batch_size={graph.batch_size}, which the buffers of the constructor fix, "
             f"got {indices.batch_size}."
         )
-    graph.fix(**spec.terms._asdict(), mask=spec.mask.name, q_len=indices.qo_len)
+    graph.fix(**spec.options._asdict(), mask=spec.mask.name, q_len=indices.qo_len)
     tokens = int(indices.kv_indptr[-1]) * indices.page_size
     if not graph.is_planned:
         graph.max_rows = nnz

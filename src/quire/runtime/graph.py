@@ -1,8 +1,8 @@
 """CUDA-graph mode: what a captured call reads lies at fixed places, so that plan() can change lengths between replays.
 
 A graph keeps the launch that it captured: the grid, and the parameter struct by value. So the schedule always cuts its
-work into one share for each resident CTA, and everything that depends on lengths lies in one buffer that each plan()
-fills anew. The first plan() fixes the rest; a later one that differs in it is an error.
+work into one partition for each resident CTA, and everything that depends on lengths lies in one buffer that each
+plan() fills anew. The first plan() fixes the rest; a later one that differs in it is an error.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from quire.runtime.checks import check_same_device, check_tensor, refuse
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision, TileShape
+from quire.runtime.checks import check_same_device, check_tensor, refuse
 from quire.runtime.target import on_cuda
 
 __all__ = ["GraphState", "graph_state", "is_capturing", "refuse_capture"]
@@ -54,7 +54,7 @@ class GraphState:
         self.mask = mask
         self.decision: Decision | None = None
         self.max_rows = 0  #: rows of q of the first plan
-        self.max_tokens = 0  #: tokens of keys of the first plan, or that the page numbers' buffer has room for
+        self.max_tokens = 0  #: tokens of keys of the first plan, or that the page numbers' buffer has host_buffer for
         self._fixed: dict[str, Any] = {}
         self._buffer: torch.Tensor | None = None
         self._partials: torch.Tensor | None = None

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from quire.runtime.checks import check_contiguous_last, check_tensor
 from quire.errors import ValidationError
+from quire.runtime.checks import check_contiguous_last, check_tensor
 from quire.types import KVLayout
 
 __all__ = ["KVView", "PagedCache", "cache_tensors", "cache_view", "page_size_of", "ragged_view", "span_bytes"]

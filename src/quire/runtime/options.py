@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.runtime.checks import check_positive, scalar
 from quire.errors import UnsupportedError, ValidationError
+from quire.runtime.checks import check_positive, scalar
 from quire.types import DType, PosEncodingMode, dtype_of
 
-__all__ = ["Scoring", "Terms", "Types", "heads", "memoised", "scoring_of", "split_size"]
+__all__ = ["LogitsOptions", "PlanOptions", "Types", "heads", "logits_options", "memoised", "split_size"]
 
 _Returned = TypeVar("_Returned")
 _PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
@@ -63,7 +63,7 @@ class Types(NamedTuple):
         )
 
 
-class Scoring(NamedTuple):
+class LogitsOptions(NamedTuple):
     """What happens to a logit, as run-time values."""
 
     sm_scale: float
@@ -71,7 +71,7 @@ class Scoring(NamedTuple):
     logits_soft_cap: float  #: 0: none
 
 
-class Terms(NamedTuple):
+class PlanOptions(NamedTuple):
     """All of a plan but its batch: no tensor, so that what follows from them can be looked up by them."""
 
     num_qo_heads: int
@@ -79,7 +79,7 @@ class Terms(NamedTuple):
     head_dim_qk: int
     head_dim_vo: int
     types: Types
-    scoring: Scoring
+    logits: LogitsOptions
     causal: bool
     page_size: int  #: 0: ragged
     fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
@@ -108,9 +108,9 @@ def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
 
 
 @memoised
-def scoring_of(
+def logits_options(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
-) -> Scoring:
+) -> LogitsOptions:
     """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
     if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
         raise UnsupportedError(
@@ -127,4 +127,4 @@ def scoring_of(
         raise ValidationError(
             f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
         )
-    return Scoring(scale, window_left, cap)
+    return LogitsOptions(scale, window_left, cap)

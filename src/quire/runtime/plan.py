@@ -15,11 +15,11 @@ from quire.kernels.attention import Geometry
 from quire.kernels.params import AttentionParams
 from quire.runtime.launch import bind
 from quire.runtime.layout import KVView
+from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Schedule
-from quire.runtime.upload import Sent
 from quire.runtime.target import has_dependent_launch
 from quire.runtime.tensor_maps import Described, TensorMaps
-from quire.runtime.options import Scoring
+from quire.runtime.upload import DeviceBuffer
 
 __all__ = ["LOG2E", "AttentionPlan", "base_of"]
 
@@ -34,18 +34,18 @@ class AttentionPlan:
     """
 
     def __init__(
-        self, decision: Decision, module: Module, params: ctypes.Structure, scoring: Scoring, device: torch.device,
-        grid: int, owned: tuple[Any, ...], *, starts_early: bool, schedule: Schedule | None = None,
-        sent: Sent | None = None, pages: torch.Tensor | None = None,
+        self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
+        grid: int, owned: tuple[Any, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
+        sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.schedule = schedule  #: None where only the device knows the batch
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind it
         self._module, self._device, self._grid = module, device, grid
-        self._may_start_early = decision.kernel.pdl and has_dependent_launch(decision.key.target)
-        self._starts_early = starts_early  # where run() is not told
+        self._may_use_pdl = decision.kernel.pdl and has_dependent_launch(decision.key.target)
+        self._uses_pdl = uses_pdl  # where run() is not told
         self._params = base_of(params)
-        self._scoring = scoring
+        self._logits = logits
         self._owned = (params, owned)  # what the parameter struct points into
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they start early
@@ -70,8 +70,8 @@ class AttentionPlan:
             pages = self.schedule.pages if self._sent is None else self._sent.copy(begin, end).view(torch.int32)
         return self.schedule.indices(given, pages)
 
-    def set_form(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
-        """The form of the tensors that the next runs bring."""
+    def set_signature(self, q: torch.Tensor, k: KVView, v: KVView, o: torch.Tensor) -> None:
+        """The signature of the tensors that the next runs bring."""
         p = self._params
         p.q_token_stride, p.q_head_stride, _ = q.stride()
         p.o_token_stride, p.o_head_stride, _ = o.stride()
@@ -86,13 +86,13 @@ class AttentionPlan:
             )  # fmt: skip
             self._maps.encode(geometry, (q.data_ptr(), k.pointer, v.pointer))
 
-    def form(self) -> tuple[bytes, Described | None]:
-        """What set_form() has set, for take_form() of another plan of the same kernel and terms."""
+    def signature(self) -> tuple[bytes, Described | None]:
+        """What set_signature() has set, for take_signature() of another plan of the same kernel and options."""
         strides = ctypes.string_at(ctypes.addressof(self._params) + _STRIDES.start, len(_STRIDES))
         return strides, self._maps.described() if self._maps is not None else None
 
-    def take_form(self, strides: bytes, described: Described | None) -> None:
-        """What set_form() would set."""
+    def take_signature(self, strides: bytes, described: Described | None) -> None:
+        """What set_signature() would set."""
         ctypes.memmove(ctypes.addressof(self._params) + _STRIDES.start, strides, len(_STRIDES))
         if self._maps is not None and described is not None:
             self._maps.take(described)
@@ -101,7 +101,7 @@ class AttentionPlan:
         self, stream: int, q: int, k: int, v: int, o: int, lse: int | None, sinks: int | None, logits_scale: float,
         o_scale: float, logits_scale_by: int | None, o_scale_by: int | None, enable_pdl: bool | None,
     ) -> None:  # fmt: skip
-        """Launch on `stream`, torch's current one, on tensors at these addresses, of the form that set_form() was told.
+        """Launch on `stream`, torch's current one, on tensors at these addresses, with set_signature()'s signature.
 
         `*_by`: where on the GPU a float32 lies that the scale is multiplied by; for paged keys only.
         """
@@ -116,7 +116,7 @@ class AttentionPlan:
         if self._sent is not None and stream != self._sent.stream:
             self._sent.used_on(torch.cuda.current_stream(self._device))
         if p.num_ctas:
-            early = self._may_start_early and (self._starts_early if enable_pdl is None else enable_pdl)
+            early = self._may_use_pdl and (self._uses_pdl if enable_pdl is None else enable_pdl)
             launch = self._launches.get(early) or self._bind(early)
             launch(stream)
 
@@ -126,7 +126,7 @@ class AttentionPlan:
     ) -> None:  # fmt: skip
         p = self._params
         p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
-        scale, cap = self._scoring.sm_scale * logits_scale, self._scoring.logits_soft_cap
+        scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
         p.logits_scale, p.o_scale = scale / cap if cap else scale * LOG2E, o_scale
 
     def _bind(self, early: bool) -> Callable[[int], None]:

@@ -1,4 +1,4 @@
-"""Who does what: index arrays on the host become row tiles and shares of work in one packed buffer."""
+"""Who does what: index arrays on the host become row tiles and partitions of work in one packed buffer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quire.errors import ValidationError
 from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import ScheduleParams, Share, Tile
-from quire.runtime.upload import Room, Staging
+from quire.kernels.params import Partition, RowTile, ScheduleParams
+from quire.runtime.upload import HostBuffer, Uploader
 from quire.types import MaskMode
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
     "Lengths",
     "Schedule",
     "address_of",
-    "cut_of",
     "make_schedule",
     "measure_schedule",
+    "schedule_inputs",
 ]
 
 _Array = TypeVar("_Array", bound=ctypes.Array[Any])
@@ -55,21 +55,21 @@ class Lengths(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A filled schedule: sizes in `params`, arrays in a room on the host, page numbers behind them."""
+    """A filled schedule: sizes in `params`, arrays in a host_buffer on the host, page numbers behind them."""
 
     params: ScheduleParams
-    room: Room
+    host_buffer: HostBuffer
     kept: bytearray  #: int32: the index arrays that were planned on, one after another
 
     @property
     def buffer(self) -> torch.Tensor:
         """What is filled, as bytes."""
-        return self.room.tensor[: self.params.filled_bytes]
+        return self.host_buffer.tensor[: self.params.filled_bytes]
 
     @property
     def pages(self) -> torch.Tensor:
         """The copied page numbers."""
-        return self.room.tensor[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
+        return self.host_buffer.tensor[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
 
     def indices(self, planned: Indices, pages: torch.Tensor | None) -> Indices:
         """The index arrays as they were planned on, whoever has written them since, with these page numbers."""
@@ -80,18 +80,20 @@ class Schedule(NamedTuple):
         return planned._replace(qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages)
 
     @property
-    def tiles(self) -> ctypes.Array[Tile]:
+    def tiles(self) -> ctypes.Array[RowTile]:
         """The row tiles, in the order in which they are worked off."""
-        return self._view(Tile * int(self.params.num_tiles), self.params.tiles_offset)
+        return self._view(RowTile * int(self.params.num_tiles), self.params.tiles_offset)
 
     @property
-    def shares(self) -> ctypes.Array[Share]:
+    def partitions(self) -> ctypes.Array[Partition]:
         """One contiguous run of work a CTA; empty when each CTA does one whole tile."""
-        return self._view(Share * int(self.params.num_ctas if self.params.is_shared else 0), self.params.shares_offset)
+        return self._view(
+            Partition * int(self.params.num_ctas if self.params.is_partitioned else 0), self.params.partitions_offset
+        )
 
     def _view(self, array: type[_Array], offset: int) -> _Array:
-        view = array.from_address(self.room.address + offset)
-        view.room = self.room  # type: ignore[attr-defined]  # the view keeps its memory alive
+        view = array.from_address(self.host_buffer.address + offset)
+        view.host_buffer = self.host_buffer  # type: ignore[attr-defined]  # the view keeps its memory alive
         return view
 
 
@@ -127,13 +129,13 @@ def _raise(params: ScheduleParams, indices: Indices) -> None:
     raise ValidationError(text)
 
 
-def cut_of(
+def schedule_inputs(
     *, num_kv_heads: int, group_size: int, page_size: int, tile: TileShape, mask: MaskMode, window_left: int,
     max_ctas: int, fixed_split_size: int, l2_tokens: int = 0, tile_capacity: int = 0,
 ) -> ScheduleParams:  # fmt: skip
-    """How schedules are cut, whatever the batch. `fixed_split_size`: 0 automatic, -1 never cut a tile, else tokens
-    between cuts. `l2_tokens`: for a kernel whose CTAs take tickets for tiles, how many tokens of one kv head may lie in
-    L2 at a time.
+    """The scheduler's inputs that do not depend on the batch. `fixed_split_size`: 0 automatic, -1 never split a row
+    tile, else tokens of a split. `l2_tokens`: tokens of one kv head that may lie in L2 at a time, for a kernel whose
+    CTAs take tiles from a counter.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
     tiles that there are, but offsets and counts are those of the capacity.
@@ -142,37 +144,37 @@ def cut_of(
         num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
         causal=int(mask is MaskMode.CAUSAL), window_left=window_left, max_ctas=max_ctas,
         fixed_split_size=fixed_split_size, has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
-        has_tickets=int(l2_tokens > 0), l2_tokens=l2_tokens,
+        has_tile_counter=int(l2_tokens > 0), l2_tokens=l2_tokens,
     )  # fmt: skip
 
 
-def measure_schedule(indices: Indices, cut: ScheduleParams) -> ScheduleParams:
+def measure_schedule(indices: Indices, inputs: ScheduleParams) -> ScheduleParams:
     """The sizes of a schedule."""
-    p, _ = _started(indices, cut)
+    p, _ = _started(indices, inputs)
     _work(p, indices)
     return p
 
 
-def make_schedule(indices: Indices, cut: ScheduleParams, staging: Staging | None = None) -> Schedule:
-    """Plan on the host, into a room of `staging` or one of its own. Page numbers on the host travel along."""
-    p, kept = _started(indices, cut)
-    room = None
-    if staging is not None:
-        room = staging.take()
-        p.buffer, p.room = room.address, room.num_bytes
+def make_schedule(indices: Indices, inputs: ScheduleParams, uploader: Uploader | None = None) -> Schedule:
+    """Plan on the host, into a host_buffer of `uploader` or one of its own. Page numbers on the host travel along."""
+    p, kept = _started(indices, inputs)
+    host_buffer = None
+    if uploader is not None:
+        host_buffer = uploader.take()
+        p.buffer, p.capacity = host_buffer.address, host_buffer.num_bytes
     _work(p, indices)
-    if room is None or p.staged_bytes > p.room:
-        room = Room(p.staged_bytes) if staging is None else staging.take(p.staged_bytes)
-        p.buffer, p.room = room.address, room.num_bytes
+    if host_buffer is None or p.staged_bytes > p.capacity:
+        host_buffer = HostBuffer(p.staged_bytes) if uploader is None else uploader.take(p.staged_bytes)
+        p.buffer, p.capacity = host_buffer.address, host_buffer.num_bytes
         _work(p, indices)
     if p.least_page < 0:
         raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
-    return Schedule(p, room, kept)
+    return Schedule(p, host_buffer, kept)
 
 
-def _started(indices: Indices, cut: ScheduleParams) -> tuple[ScheduleParams, bytearray]:
+def _started(indices: Indices, inputs: ScheduleParams) -> tuple[ScheduleParams, bytearray]:
     """The parameters of a plan, and where its index arrays will lie."""
-    p = ScheduleParams.from_buffer_copy(cut)
+    p = ScheduleParams.from_buffer_copy(inputs)
     batch, qo_indptr, last, pages = indices.batch_size, indices.qo_indptr, indices.kv_last_page_len, indices.kv_indices
     p.batch_size, p.qo_len, p.kv_indptr, p.num_pages = batch, indices.qo_len, indices.kv_indptr.data_ptr(), -1
     num_kept = batch + 1

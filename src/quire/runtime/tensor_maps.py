@@ -1,4 +1,4 @@
-"""The descriptors that the copy engine of Hopper GPUs reads: encoded for a form of tensors, moved with the tensors."""
+"""Tensor maps of Hopper's copy engine: encoded once for a signature of tensors, patched when addresses change."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import torch
 from quire.jit.driver import driver
 from quire.runtime.target import on_cuda
 
-__all__ = ["Room", "Sent", "Staging", "staging_of"]
+__all__ = ["DeviceBuffer", "HostBuffer", "Uploader", "uploader_of"]
 
 _Item = TypeVar("_Item")
 
@@ -20,7 +20,7 @@ _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _LEAST_BYTES = 1 << 16
 
 
-class Room:
+class HostBuffer:
     """Bytes on the host, 16-byte aligned. With an `event`, a CUevent, they are pinned, and free once it is done; when
     they are gone, `spare` has it.
     """
@@ -38,7 +38,7 @@ class Room:
             self._spare.append(self.event)
 
 
-class Sent:
+class DeviceBuffer:
     """Bytes on a GPU that belong to one plan. Once it is gone, the next one on its stream has them: what that one sends
     there comes after all that this one launched.
     """
@@ -65,7 +65,7 @@ class Sent:
             self._home.append(self.tensor)
 
 
-class Staging:
+class Uploader:
     """The way to a GPU on one stream, for plans from any thread. Pinned rooms wait in a queue until they are read.
 
     torch's pinned memory and `.to` take 10.6 us, this 4 (H200's host, 2026-11-21).
@@ -74,30 +74,30 @@ class Staging:
     def __init__(self, device: int, stream: int) -> None:
         self._driver = driver()
         self._device, self._stream = device, stream
-        self._waiting: deque[Room] = deque()  # in the stream's order; appending and popping are atomic
+        self._waiting: deque[HostBuffer] = deque()  # in the stream's order; appending and popping are atomic
         self._spare: list[int] = []  # events of rooms that are gone
         self._left: list[torch.Tensor] = []  # of plans that are gone
-        self._least_bytes = _LEAST_BYTES  # that a room has from now on
+        self._least_bytes = _LEAST_BYTES  # that a host_buffer has from now on
         names = "cuCtxGetCurrent", "cuEventQuery", "cuEventRecord", "cuMemcpyHtoDAsync_v2"
         self._get_current, self._query, self._record, self._copy = map(self._driver.function, names)
 
-    def take(self, num_bytes: int = 0) -> Room:
-        """A room that is as large as the largest that was asked for."""
+    def take(self, num_bytes: int = 0) -> HostBuffer:
+        """A host_buffer that is as large as the largest that was asked for."""
         while self._least_bytes < num_bytes:
             self._least_bytes *= 2
         try:
-            room = self._waiting.popleft()
+            host_buffer = self._waiting.popleft()
         except IndexError:
             return self._new()
-        if code := self._query(room.event):
-            self._waiting.appendleft(room)
+        if code := self._query(host_buffer.event):
+            self._waiting.appendleft(host_buffer)
             if code != _NOT_READY:
                 self._driver.check(code, "cuEventQuery")
             return self._new()
-        return room if room.num_bytes >= self._least_bytes else self._new()
+        return host_buffer if host_buffer.num_bytes >= self._least_bytes else self._new()
 
-    def _new(self) -> Room:
-        return Room(self._least_bytes, _popped(self._spare) or self._new_event(), self._spare)
+    def _new(self) -> HostBuffer:
+        return HostBuffer(self._least_bytes, _popped(self._spare) or self._new_event(), self._spare)
 
     def _new_event(self) -> int:
         event = c_void_p()
@@ -105,35 +105,35 @@ class Staging:
             self._driver.call("cuEventCreate", byref(event), _DISABLE_TIMING)
         return event.value or 0
 
-    def send(self, room: Room, num_bytes: int, more: int = 0) -> Sent:
-        """Copy the first `num_bytes` to the GPU, where there is room for `more` behind them; wait for nothing."""
+    def send(self, host_buffer: HostBuffer, num_bytes: int, more: int = 0) -> DeviceBuffer:
+        """Copy the first `num_bytes` to the GPU, with capacity for `more` behind them; wait for nothing."""
         tensor = _popped(self._left)
         if tensor is None or tensor.shape[0] < num_bytes + more:
-            size = max(room.num_bytes, num_bytes + more)
+            size = max(host_buffer.num_bytes, num_bytes + more)
             tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
-        sent = Sent(tensor, self._stream, self._left)
-        self._enqueue(room, sent.address, num_bytes)
+        sent = DeviceBuffer(tensor, self._stream, self._left)
+        self._enqueue(host_buffer, sent.address, num_bytes)
         return sent
 
-    def release(self, room: Room) -> None:
+    def release(self, host_buffer: HostBuffer) -> None:
         """Others have copied from it, on this stream."""
-        self._enqueue(room, 0, 0)
+        self._enqueue(host_buffer, 0, 0)
 
-    def _enqueue(self, room: Room, target: int, num_bytes: int) -> None:
+    def _enqueue(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> None:
         current = c_void_p()
         self._get_current(byref(current))
         if current.value == self._driver.context(self._device):
-            code = self._copy_and_record(room, target, num_bytes)
+            code = self._copy_and_record(host_buffer, target, num_bytes)
         else:
             with self._driver.current(self._device):
-                code = self._copy_and_record(room, target, num_bytes)
+                code = self._copy_and_record(host_buffer, target, num_bytes)
         if code:
             self._driver.check(code, "the copy of a plan", f"{num_bytes} bytes to device {self._device}")
-        self._waiting.append(room)
+        self._waiting.append(host_buffer)
 
-    def _copy_and_record(self, room: Room, target: int, num_bytes: int) -> int:
-        code = self._copy(target, room.address, num_bytes, self._stream) if num_bytes else 0
-        return code or self._record(room.event, self._stream)
+    def _copy_and_record(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> int:
+        code = self._copy(target, host_buffer.address, num_bytes, self._stream) if num_bytes else 0
+        return code or self._record(host_buffer.event, self._stream)
 
 
 def _popped(items: list[_Item]) -> _Item | None:
@@ -144,13 +144,13 @@ def _popped(items: list[_Item]) -> _Item | None:
         return None
 
 
-_stagings: dict[tuple[int, int], Staging] = {}
+_stagings: dict[tuple[int, int], Uploader] = {}
 
 
-def staging_of(device: torch.device) -> Staging | None:
-    """The staging of torch's current stream of a GPU; None for the host, where a plan keeps what was written."""
+def uploader_of(device: torch.device) -> Uploader | None:
+    """The uploader of torch's current stream of a GPU; None for the host, where a plan keeps what was written."""
     if not on_cuda(device):
         return None
     index = device.index or 0
     key = index, torch._C._cuda_getCurrentRawStream(index)
-    return _stagings.get(key) or _stagings.setdefault(key, Staging(*key))
+    return _stagings.get(key) or _stagings.setdefault(key, Uploader(*key))

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from quire.runtime.checks import check_tensor
 from quire.errors import ValidationError
+from quire.runtime.checks import check_tensor
 
 __all__ = ["OwnWorkspace", "UserWorkspace", "Workspace", "partials_bytes"]
 
 _ALIGNMENT = 16
 
 
-def partials_bytes(num_slots: int, tile_rows: int, head_dim_vo: int) -> int:
+def partials_bytes(num_partials: int, tile_rows: int, head_dim_vo: int) -> int:
     """Bytes of the partial results of a plan: a float32 row of o and (m, d) for each row of each slot."""
-    return num_slots * tile_rows * (head_dim_vo + 2) * 4
+    return num_partials * tile_rows * (head_dim_vo + 2) * 4
 
 
 class UserWorkspace:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from quire.errors import PlanError
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
 from quire.runtime.checks import check_flags, check_tensor
-from quire.errors import PlanError
 from quire.runtime.graph import GraphState, graph_state
+from quire.runtime.options import logits_options
 from quire.runtime.schedule import Indices
-from quire.runtime.options import scoring_of
-from quire.types import KVLayout
 from quire.runtime.workspace import UserWorkspace
+from quire.types import KVLayout
 
 __all__ = ["AttentionWrapper"]
 
@@ -90,27 +90,27 @@ class AttentionWrapper:
     ) -> None:  # fmt: skip
         """forward() carries arguments of plan(): plan again where they differ from what was planned."""
         attention = planned(self._attention)
-        head_dim = attention.spec.terms.head_dim_qk
-        scoring = scoring_of(head_dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-        self._attention = attention.with_changes(self._workspace, self._backend, scoring=scoring, **changes)
+        head_dim = attention.spec.options.head_dim_qk
+        logits = logits_options(head_dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        self._attention = attention.with_changes(self._workspace, self._backend, logits=logits, **changes)
 
     # Serving engines check these after plan() (vLLM) or hand them on (SGLang).
 
     @property
     def _sm_scale(self) -> float:
-        return planned(self._attention).spec.terms.scoring.sm_scale
+        return planned(self._attention).spec.options.logits.sm_scale
 
     @property
     def _window_left(self) -> int:
-        return planned(self._attention).spec.terms.scoring.window_left
+        return planned(self._attention).spec.options.logits.window_left
 
     @property
     def _logits_soft_cap(self) -> float:
-        return planned(self._attention).spec.terms.scoring.logits_soft_cap
+        return planned(self._attention).spec.options.logits.logits_soft_cap
 
     @property
     def _causal(self) -> bool:
-        return planned(self._attention).spec.terms.causal
+        return planned(self._attention).spec.options.causal
 
     @property
     def _paged_kv_indices_buf(self) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 // Which keys a query sees. One place for every backend: causal is bottom-right (query qo_idx stands at key
 // qo_idx + kv_len - qo_len), a window keeps window_left keys to the left of that and the key itself, a custom mask
-// replaces causal and still obeys the window, a draft mask is a custom mask of the last qo_len keys alone (the draft of
+// replaces causal and still obeys the window, a tree mask is a custom mask of the last qo_len keys alone (the draft of
 // speculative decoding; all keys before them are seen), and no key at or beyond kv_len exists.
 #pragma once
 #include "quire/core/params.h"
@@ -10,13 +10,13 @@ namespace quire {
 constexpr int kMaskNone = 0;
 constexpr int kMaskCausal = 1;
 constexpr int kMaskCustom = 2;
-constexpr int kMaskDraft = 3;
+constexpr int kMaskTree = 3;
 
-QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || mask == kMaskDraft; }
+QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || mask == kMaskTree; }
 
 // What the rows of a tile see of a tile of keys under a custom mask; neither bit: nothing.
-constexpr uint8_t kTileSeen = 1;   // some row sees some key
-constexpr uint8_t kTileWhole = 2;  // all rows see all keys
+constexpr uint8_t kBlockVisible = 1;  // some row sees some key
+constexpr uint8_t kBlockFull = 2;     // all rows see all keys
 
 // Keys [begin, end); empty when end <= begin.
 struct KeyRange {
@@ -30,21 +30,20 @@ struct KeyRange {
 
 template <int kMask, bool kWindow>
 struct Mask {
-  static_assert(kMask >= kMaskNone && kMask <= kMaskDraft, "kMask is none, causal, custom or draft");
+  static_assert(kMask >= kMaskNone && kMask <= kMaskTree, "kMask is none, causal, custom or tree");
 
   int32_t qo_len;
   int32_t kv_len;
   int32_t window_left;  // read with kWindow; -1: no window in this launch
-  // Of this request, little-endian. custom: [qo_len, kv_len] bits; draft: [qo_len, ceil(qo_len / 32)] words of 32, bit
+  // Of this request, little-endian. custom: [qo_len, kv_len] bits; tree: [qo_len, ceil(qo_len / 32)] words of 32, bit
   // j of a row for key kv_len - qo_len + j.
   const uint8_t* bits;
 
   // The mask of a tile's request.
-  QUIRE_HD static Mask of(const AttentionParams& p, const Tile& tile) {
+  QUIRE_HD static Mask of(const AttentionParams& p, const RowTile& tile) {
     const uint8_t* bits = nullptr;
     if constexpr (kMask == kMaskCustom) bits = p.mask + p.mask_indptr[tile.request];
-    if constexpr (kMask == kMaskDraft)
-      bits = p.mask + 4 * static_cast<int64_t>(tile.qo_begin) * draft_words(tile.qo_len);
+    if constexpr (kMask == kMaskTree) bits = p.mask + 4 * static_cast<int64_t>(tile.qo_begin) * tree_words(tile.qo_len);
     return {tile.qo_len, tile.kv_len, p.window_left, bits};
   }
 
@@ -64,7 +63,7 @@ struct Mask {
   QUIRE_HD KeyRange any(int first, int last) const { return {visible(first).begin, visible(last).end}; }
   QUIRE_HD KeyRange all(int first, int last) const {
     if constexpr (kMask == kMaskCustom) return {0, 0};
-    if constexpr (kMask == kMaskDraft) return {visible(last).begin, max(0, kv_len - qo_len)};
+    if constexpr (kMask == kMaskTree) return {visible(last).begin, max(0, kv_len - qo_len)};
     return {visible(last).begin, visible(first).end};
   }
 
@@ -78,7 +77,7 @@ struct Mask {
   QUIRE_HD uint32_t word(int qo_idx, int key) const {
     const int count = min(32, kv_len - key);
     if (count <= 0) return 0;
-    if constexpr (kMask == kMaskDraft) return draft_word(qo_idx, key - (kv_len - qo_len));
+    if constexpr (kMask == kMaskTree) return tree_word(qo_idx, key - (kv_len - qo_len));
     const int64_t at = static_cast<int64_t>(qo_idx) * kv_len + key;
     const uint8_t* byte = bits + (at >> 3);
     const int shift = static_cast<int>(at & 7), num_bytes = (shift + count + 7) >> 3;
@@ -88,12 +87,12 @@ struct Mask {
   }
 
  private:
-  QUIRE_HD static int draft_words(int qo_len) { return ceil_div(qo_len, 32); }
+  QUIRE_HD static int tree_words(int qo_len) { return ceil_div(qo_len, 32); }
 
   // Bits of draft keys [at, at + 32), those before the first of them set; at < qo_len.
-  QUIRE_HD uint32_t draft_word(int qo_idx, int at) const {
+  QUIRE_HD uint32_t tree_word(int qo_idx, int at) const {
     if (at <= -32) return 0xffffffffu;
-    const int num_words = draft_words(qo_len), first = max(at, 0) / 32;
+    const int num_words = tree_words(qo_len), first = max(at, 0) / 32;
     const uint32_t* row = reinterpret_cast<const uint32_t*>(bits) + static_cast<int64_t>(qo_idx) * num_words;
     const uint64_t low = row[first], high = first + 1 < num_words ? row[first + 1] : 0;
     // The row's last word may be filled up with anything: what lies beyond the draft is not there.

@@ -8,13 +8,13 @@ namespace quire {
 // One row tile of one request, for every kv head alike. Rows are packed: row = qo position * group_size + head in
 // group, so that all query heads of a kv head share its keys and values. It carries what a kernel needs to know about
 // its request: one trip to memory instead of two. Arrays of it lie at multiples of 16 bytes.
-struct Tile {
+struct RowTile {
   int32_t request;
   int32_t row_begin;  // first packed row
   int32_t kv_begin;   // kv tiles [kv_begin, kv_end), in units of Variant::kTileKv; may be empty
   int32_t kv_end;
   int32_t work_begin;  // work units of all earlier tiles, of one kv head; a tile is max(1, kv_end - kv_begin) units
-  int32_t slot;        // fixed splits: first partial slot of this tile's group, within one kv head; else -1
+  int32_t partial;     // fixed splits: first partial of this tile's group, within one kv head; else -1
   int32_t part;        // fixed splits: which part of its group this is
   int32_t num_parts;
   int32_t kv_first;  // ragged: the request's first row of k; paged: its first entry of kv_indices
@@ -26,19 +26,19 @@ struct Tile {
 // A contiguous run of work units: what one CTA does when tiles are cut (stream-K). All work is cut into runs of
 // units_each units, the first num_longer of them one longer. It carries the schedule's size, which may change between
 // replays of a CUDA graph while parameters do not. Arrays of it lie at multiples of 16 bytes.
-struct Share {
+struct Partition {
   int32_t kv_head;
   int32_t tile;
   int32_t offset;  // units of the first tile that an earlier CTA does
-  int32_t units;   // units in all; the run may go on into the next tiles and kv heads; 0: nothing to do; kByTicket
+  int32_t units;   // units in all; the run may go on into the next tiles and kv heads; 0: nothing to do; kDynamic
   int32_t num_tiles;
   int32_t work_per_head;  // work units of one kv head
   int32_t units_each;
   int32_t num_longer;
 
-  // Tiles are whole after all, and CTAs that stay take tickets for them (tile/sm90_jobs.cuh): `offset` pieces of work
-  // in all, `tile` kv heads at a time. For CUDA graphs, where the way of sharing may change between replays.
-  static constexpr int32_t kByTicket = -1;
+  // Tiles are whole after all, and CTAs that stay take queue for them (tile/sm90_scheduler.cuh): `offset` work tiles of
+  // work in all, `tile` kv heads at a time. For CUDA graphs, where the way of sharing may change between replays.
+  static constexpr int32_t kDynamic = -1;
 };
 
 struct AttentionParams {
@@ -58,11 +58,11 @@ struct AttentionParams {
   const int32_t* kv_indices;   // paged: page numbers
   const uint8_t* mask;         // custom mask, bits little-endian, each request from its own byte on; or null
   const int64_t* mask_indptr;  // [batch_size] first byte of each request's [qo_len, kv_len] bits
-  const Tile* tiles;           // [num_tiles]
+  const RowTile* tiles;        // [num_tiles]
   // [num_ctas] when tiles are cut, else null: CTA i does tile i / num_kv_heads of kv head i % num_kv_heads
-  const Share* shares;
-  float* partial_o;    // [num_slots, kTileRows, head_dim_vo], not normalised
-  float* partial_md;   // [num_slots, kTileRows, 2]: row maximum (base 2, scaled) and denominator
+  const Partition* partitions;
+  float* partial_o;    // [num_partials, kTileRows, head_dim_vo], not normalised
+  float* partial_md;   // [num_partials, kTileRows, 2]: row maximum (base 2, scaled) and denominator
   uint32_t* arrivals;  // [num_counters], 0 between launches: the last arriver of a group resets its counter
 
   // Strides in elements; the last dimension is contiguous.
@@ -75,16 +75,16 @@ struct AttentionParams {
   FastDivisor page;   // page_size, 1 when ragged
   int32_t num_qo_heads;
   int32_t num_kv_heads;
-  int32_t num_tiles;       // of whole tiles; in shares at least Share::num_tiles
-  int32_t num_ctas;        // shares, or whole tiles times kv heads
-  int32_t slots_per_head;  // fixed splits: partial slots of one kv head
-  int32_t window_left;     // keys further left than this many from the diagonal are hidden; -1: none
-  float logits_scale;      // without soft cap: sm_scale * log2(e); with it: sm_scale / cap
-  float logits_cap;        // with soft cap: cap * log2(e)
-  float o_scale;           // multiplies the output (v_scale)
-  // Tiles and shares were copied to the device before the launch ahead of this one began: they may be read while that
-  // one runs. 0: a kernel ahead may have written them.
-  int32_t is_sent;
+  int32_t num_tiles;          // of whole tiles; in partitions at least Partition::num_tiles
+  int32_t num_ctas;           // partitions, or whole tiles times kv heads
+  int32_t partials_per_head;  // fixed splits: partial slots of one kv head
+  int32_t window_left;        // keys further left than this many from the diagonal are hidden; -1: none
+  float logits_scale;         // without soft cap: sm_scale * log2(e); with it: sm_scale / cap
+  float logits_cap;           // with soft cap: cap * log2(e)
+  float o_scale;              // multiplies the output (v_scale)
+  // Tiles and partitions were copied to the device before the launch ahead of this one began: they may be read while
+  // that one runs. 0: a kernel ahead may have written them.
+  int32_t plan_is_resident;
 };
 
 // What q . k and the output are multiplied by. With ragged keys there are no scales on the device: 128-row tiles of fa2

@@ -23,12 +23,12 @@ struct AttentionFa3Params {
   TensorMap tensor_k;
   TensorMap tensor_v;  // the same of v, with head_dim_vo
   // Whole tiles: the next one to do, 0 between launches (it wraps by itself); null: CTA c does c, c + grid, ...
-  uint32_t* ticket;
+  uint32_t* tile_counter;
   // Whole tiles: kv heads that are worked on at a time, a divisor of num_kv_heads: their keys and values stay in L2.
-  int32_t heads_at_once;
+  int32_t heads_per_l2_group;
   int32_t reserved;
-  // A custom mask's: [work units of one kv head] kTileSeen and kTileWhole of each, a tile's from its work_begin on.
-  const uint8_t* classes;
+  // A custom mask's: [work units of one kv head] kBlockVisible and kBlockFull of each, a tile's from its work_begin on.
+  const uint8_t* block_mask;
 };
 
 }  // namespace quire

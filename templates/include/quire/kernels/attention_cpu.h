@@ -1,7 +1,7 @@
 // Attention on the cpu: prefill, append and decode, ragged or paged.
 //
 // Bound: prefill by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread takes
-// one CTA's pieces at a time. A row tile of up to kFewRows rows streams keys and values through registers
+// one CTA's work tiles at a time. A row tile of up to kFewRows rows streams keys and values through registers
 // (tile/cpu_stream.h); one of more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
 // All arithmetic is in float32 whatever the tensors hold. No key that no row of a panel sees is read or computed with.
 #pragma once
@@ -28,7 +28,7 @@ struct AttentionCpu {
       while (scratch != nullptr) {
         const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
         if (cta >= p.num_ctas) break;
-        for_each_piece(p, cta, [&](const Piece& piece) { attend(p, piece, *scratch); });
+        for_each_work_tile(p, cta, [&](const WorkTile& work) { attend(p, work, *scratch); });
       }
       free(scratch);
     }
@@ -55,7 +55,7 @@ struct AttentionCpu {
     uint32_t words[kTileKv / 32 * cpu::kPanel];
   };
 
-  // What every kv tile of a piece needs.
+  // What every kv tile of a work needs.
   struct Context {
     const AttentionParams& p;
     const cpu::Rows& rows;
@@ -72,21 +72,21 @@ struct AttentionCpu {
     }
   };
 
-  static void attend(const AttentionParams& p, const Piece& piece, Scratch& scratch) {
-    const cpu::Rows rows(p, piece.tile, piece.kv_head, kTileRows);
+  static void attend(const AttentionParams& p, const WorkTile& work, Scratch& scratch) {
+    const cpu::Rows rows(p, work.tile, work.kv_head, kTileRows);
     const Context c = {p,
                        rows,
-                       Mask<V::kMask, V::kWindow != 0>::of(p, piece.tile),
+                       Mask<V::kMask, V::kWindow != 0>::of(p, work.tile),
                        Logits<V::kSoftCap != 0>(p),
-                       cpu::Keys<V>(p, piece.tile.kv_first, piece.kv_head),
+                       cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
                        scratch};
     clear(scratch, rows.count);
     if (rows.count <= kFewRows) {
-      stream_piece(c, piece);
+      stream_work_tile(c, work);
     } else {
-      panel_piece(c, piece);
+      panel_work_tile(c, work);
     }
-    cpu::finish_piece<V>(rows, piece, scratch.o, scratch.m, scratch.d);
+    cpu::finish_work_tile<V>(rows, work, scratch.o, scratch.m, scratch.d);
   }
 
   static void clear(Scratch& state, int count) {
@@ -99,7 +99,7 @@ struct AttentionCpu {
 
   // ---- few rows ----
 
-  static void stream_piece(const Context& c, const Piece& piece) {
+  static void stream_work_tile(const Context& c, const WorkTile& work) {
     Scratch& x = c.scratch;
     for (int row = 0; row < c.rows.count; ++row) {
       const auto* q = c.rows.template q<typename V::Q>(row);
@@ -107,11 +107,11 @@ struct AttentionCpu {
     }
     const auto locate = [&](int kv) {
       const KeyRange keys = c.seen(0, c.rows.count - 1, tile_keys(kv));
-      if (kv < piece.kv_end && !keys.empty()) c.keys.locate(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
-      return kv < piece.kv_end ? keys : KeyRange{0, 0};
+      if (kv < work.kv_end && !keys.empty()) c.keys.locate(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
+      return kv < work.kv_end ? keys : KeyRange{0, 0};
     };
-    KeyRange keys = locate(piece.kv_begin);
-    for (int kv = piece.kv_begin; kv < piece.kv_end; ++kv) {
+    KeyRange keys = locate(work.kv_begin);
+    for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
       const KeyRange next = locate(kv + 1);
       if (!keys.empty()) stream_tile(c, kv, keys, next);
       keys = next;
@@ -169,7 +169,7 @@ struct AttentionCpu {
 
   // ---- many rows ----
 
-  static void panel_piece(const Context& c, const Piece& piece) {
+  static void panel_work_tile(const Context& c, const WorkTile& work) {
     Scratch& x = c.scratch;
     for (int row = 0; row < c.rows.count; row += cpu::kLanes) {
       const typename V::Q* q[cpu::kLanes];
@@ -178,7 +178,7 @@ struct AttentionCpu {
       float* to = x.qt + row / cpu::kPanel * (kQk * cpu::kPanel) + row % cpu::kPanel;
       cpu::transpose_rows<kQk>(to, q, count, c.logits.scale);
     }
-    for (int kv = piece.kv_begin; kv < piece.kv_end; ++kv) {
+    for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
       const KeyRange tile = tile_keys(kv), keys = c.seen(0, c.rows.count - 1, tile);
       if (keys.empty()) continue;
       stage(c, keys, tile.begin);

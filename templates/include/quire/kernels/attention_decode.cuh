@@ -3,11 +3,12 @@
 // Bound: reading keys and values once. An H200 gives 4.69 TB/s, some 20 bytes a clock and SM, if 64 KB or more are
 // under way in every SM. A tile's rows are all query heads of one kv head (q_len * group_size <= 64), so each byte is
 // read once; the tensor cores do in 16-row blocks what the CUDA cores could not at larger groups, a third of their
-// time. Schedule: contiguous shares of all work (core/schedule.h). Inside a CTA the keys of a tile are split among
-// teams of warps (usually one warp each); a team has its own ring of cp.async stages and its own softmax, so the main
-// loop has no barrier of the CTA. The ring runs on across pieces. At the end of a piece the teams' states are merged in
-// shared memory while the ring is filled for the next; a tile that several CTAs share is merged by the last of them.
-// Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal shares.
+// time. Schedule: contiguous partitions of all work (core/schedule.h). Inside a CTA the keys of a tile are split among
+// KV splits of warps (usually one warp each); a KV split has its own ring of cp.async stages and its own softmax, so
+// the main loop has no barrier of the CTA. The ring runs on across work tiles. At the end of a work the KV splits'
+// states are merged in shared memory while the ring is filled for the next; a tile that several CTAs work on is
+// merged by the last of them. Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al.,
+// 2023) for equal partitions.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/grid.cuh"
@@ -50,25 +51,25 @@ struct AttentionDecode {
   QUIRE_DEVICE AttentionDecode(const AttentionParams& p, unsigned char* smem)
       : p_(p), smem_(smem), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
-  QUIRE_DEVICE int team() const { return warp_ / Shape::kTeam; }
+  QUIRE_DEVICE int kv_split() const { return warp_ / Shape::kSplitWarps; }
   QUIRE_DEVICE uint32_t slot_at(int stage) const {
-    return ptx::smem_address(smem_) + (team() * Shape::kStages + stage) * Shape::kSlotBytes;
+    return ptx::smem_address(smem_) + (kv_split() * Shape::kStages + stage) * Shape::kSlotBytes;
   }
   QUIRE_DEVICE typename Shape::TileK k_tile(int stage) const { return {slot_at(stage)}; }
   QUIRE_DEVICE typename Shape::TileV v_tile(int stage) const { return {slot_at(stage) + Shape::TileK::kBytes}; }
 
-  QUIRE_DEVICE void team_sync() const {
-    if constexpr (Shape::kTeam == 1)
+  QUIRE_DEVICE void split_sync() const {
+    if constexpr (Shape::kSplitWarps == 1)
       __syncwarp();
     else
-      ptx::named_barrier<Shape::kTeam * 32>(1 + team());
+      ptx::named_barrier<Shape::kSplitWarps * 32>(1 + kv_split());
   }
 
-  // Copying runs kStages kv tiles ahead of computing, also past the end of a piece. The code of each step stands here
+  // Copying runs kStages kv tiles ahead of computing, also past the end of a work. The code of each step stands here
   // once: a launch in which a CTA computes one tile spends much of its time on fetching instructions.
   QUIRE_DEVICE void work() {
-    if (!p_.is_sent) ptx::wait_for_predecessor();
-    const Share mine = share_of_cta(p_, static_cast<int>(blockIdx.x));
+    if (!p_.plan_is_resident) ptx::wait_for_predecessor();
+    const Partition mine = partition_of_cta(p_, static_cast<int>(blockIdx.x));
     Walk walk(mine);
     TileWindow window(p_, walk, smem_ + Shape::kTilesAt + warp_ * TileWindow::kBytes, lane_);
     if (lane_ == 0) cut() = {mine.work_per_head, mine.units_each, mine.num_longer};
@@ -78,19 +79,19 @@ struct AttentionDecode {
     Accumulator<kM, kVo> o;
     SoftmaxRows<kM> softmax;
     Visible keys;
-    int tile = 0, kv_end = 0;             // of the piece at hand
+    int tile = 0, kv_end = 0;             // of the work at hand
     int stage = 0, free = 0;              // the next to compute, the next to fill
-    int ahead = -1;                       // stages filled at first; -1: nothing looked up; kStages: a piece has begun
-    bool at_hand = false, refill = true;  // there is a piece at hand; a stage is free
+    int ahead = -1;                       // stages filled at first; -1: nothing looked up; kStages: a work has begun
+    bool at_hand = false, refill = true;  // there is a work at hand; a stage is free
     reset(q, o, softmax);
 #pragma unroll 1
     for (;;) {
       const bool ends = at_hand && tile == kv_end;
       if (!Shape::kOwnSpill && ends) end(q, o, softmax, free);
       if (refill) {
-        const bool looks_up = loader.issue(window, k_tile(free), v_tile(free));
+        const bool prefetches = loader.issue(window, k_tile(free), v_tile(free));
         if (ahead < 0) ptx::wait_for_predecessor();
-        if (looks_up) loader.look_up();
+        if (prefetches) loader.prefetch_pages();
         if (kFetchesFirst && ahead < 0 && walk.left > 0) fetch_first_query(window, walk);
         ptx::cp_async_commit();
         if (ahead < Shape::kStages - 1) {
@@ -107,14 +108,14 @@ struct AttentionDecode {
         ahead = Shape::kStages;
         o.clear();
         softmax.clear();
-        tile = job().piece.kv_begin, kv_end = job().piece.kv_end;
+        tile = job().work.kv_begin, kv_end = job().work.kv_end;
         at_hand = true;
         if (tile == kv_end) continue;
       }
       ptx::cp_async_wait<Shape::kStages - 1>();
-      team_sync();  // every lane's copies are there
-      attend(keys, q, o, softmax, stage, tile * kTileKv + team() * Shape::kSlice);
-      team_sync();  // every lane has read them
+      split_sync();  // every lane's copies are there
+      attend(keys, q, o, softmax, stage, tile * kTileKv + kv_split() * Shape::kSlice);
+      split_sync();  // every lane has read them
       free = stage, refill = true;
       stage = stage + 1 == Shape::kStages ? 0 : stage + 1;
       ++tile;
@@ -122,7 +123,7 @@ struct AttentionDecode {
     ptx::cp_async_wait<0>();
   }
 
-  // Merges the teams and stores the piece's result. `free`: a stage that no copy is under way to.
+  // Merges the KV splits and stores the work's result. `free`: a stage that no copy is under way to.
   QUIRE_DEVICE void end(Query& q, Accumulator<kM, kVo>& o, SoftmaxRows<kM>& softmax, int free) const {
     softmax.reduce();
     DecodeEnding<V>{p_, smem_, free * Shape::kSlotBytes, warp_, lane_}.run(job(), o, softmax);
@@ -136,16 +137,16 @@ struct AttentionDecode {
     softmax.clear();
   }
 
-  // The queries of the CTA's first piece, ahead of its keys: behind them they would arrive last (B 1, 2048 keys: 7.0
+  // The queries of the CTA's first work, ahead of its keys: behind them they would arrive last (B 1, 2048 keys: 7.0
   // instead of 7.4 us; H200, 2026-11-21).
   QUIRE_DEVICE void fetch_first_query(TileWindow& window, const Walk& walk) const {
     using Q = typename V::Q;
     constexpr int kChunks = kQk / 8;  // of 16 bytes, in a row
-    const DecodeJob job(p_, window.get(walk, lane_), walk.kv_head);
-    const int row_begin = job.piece.tile.row_begin, rows = min(kTileRows, job.row_end - row_begin);
+    const DecodeWork job(p_, window.get(walk, lane_), walk.kv_head);
+    const int row_begin = job.work.tile.row_begin, rows = min(kTileRows, job.row_end - row_begin);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows * kChunks; i += kThreads) {
-      const DecodeJob::Place at = job.place(p_.group, row_begin + i / kChunks);
+      const DecodeWork::Place at = job.place(p_.group, row_begin + i / kChunks);
       const Q* src = static_cast<const Q*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
       ptx::cp_async_16(ptx::smem_address(first_query()) + i * 16, src + i % kChunks * 8);
     }
@@ -155,7 +156,7 @@ struct AttentionDecode {
     return reinterpret_cast<typename V::Q*>(smem_ + Shape::kFirstQueryAt);
   }
 
-  // The next piece: its request, its queries, what they see.
+  // The next work: its request, its queries, what they see.
   QUIRE_DEVICE void begin(TileWindow& window, Walk& walk, Query& q, Visible& keys, bool is_first) const {
     // Not sooner: CTAs that begin beside this one delay its first copies (B 1, 2048 keys: 7.1 instead of 7.5 us; H200,
     // 2026-11-21).
@@ -165,9 +166,10 @@ struct AttentionDecode {
       ptx::cp_async_wait<Shape::kStages>();  // all but the keys
       __syncthreads();
     }
-    DecodeJob next(p_, window.get(walk, lane_), walk.kv_head);
-    q.shared = ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kTeam * Shape::kQueryBytes + lane_ * 16;
-    q.load(p_, next, row_begin(next), lane_, team() == 0, is_fetched ? first_query() : nullptr);
+    DecodeWork next(p_, window.get(walk, lane_), walk.kv_head);
+    q.shared =
+        ptx::smem_address(smem_) + Shape::kQueryAt + warp_ % Shape::kSplitWarps * Shape::kQueryBytes + lane_ * 16;
+    q.load(p_, next, row_begin(next), lane_, kv_split() == 0, is_fetched ? first_query() : nullptr);
     next.complete(p_, cut(), walk);
     __syncwarp();  // every lane is done with the job before
     if (lane_ == 0) job() = next;
@@ -178,26 +180,26 @@ struct AttentionDecode {
       __syncwarp();
   }
 
-  QUIRE_DEVICE DecodeJob& job() const {
-    static_assert(sizeof(DecodeJob) + sizeof(Cut) <= Shape::kJobBytes, "a job and what shares have in common fit");
-    return *reinterpret_cast<DecodeJob*>(smem_ + Shape::kJobsAt + warp_ * Shape::kJobBytes);
+  QUIRE_DEVICE DecodeWork& job() const {
+    static_assert(sizeof(DecodeWork) + sizeof(Cut) <= Shape::kJobBytes, "a job and what partitions have in common fit");
+    return *reinterpret_cast<DecodeWork*>(smem_ + Shape::kJobsAt + warp_ * Shape::kJobBytes);
   }
   // Kept here, because another trip to memory would wait for all the keys that are under way.
   QUIRE_DEVICE Cut& cut() const { return *reinterpret_cast<Cut*>(&job() + 1); }
   // This warp's first packed row.
-  QUIRE_DEVICE int row_begin(const DecodeJob& job) const {
-    return job.piece.tile.row_begin + warp_ % Shape::kTeam * kM * 16;
+  QUIRE_DEVICE int row_begin(const DecodeWork& job) const {
+    return job.work.tile.row_begin + warp_ % Shape::kSplitWarps * kM * 16;
   }
 
-  QUIRE_DEVICE Visible visible(const DecodeJob& job) const {
-    const auto mask = Mask<V::kMask, V::kWindow != 0>::of(p_, job.piece.tile);
+  QUIRE_DEVICE Visible visible(const DecodeWork& job) const {
+    const auto mask = Mask<V::kMask, V::kWindow != 0>::of(p_, job.work.tile);
     const int begin = row_begin(job);
     if (begin >= job.row_end) return {mask, {0, 0}, {0, 0}};
     const int first = p_.group.div(begin), last = p_.group.div(min(begin + kM * 16, job.row_end) - 1);
     return {mask, mask.any(first, last), mask.all(first, last)};
   }
 
-  // The team's keys [key, key + kSlice), which lie in `stage`.
+  // The KV split's keys [key, key + kSlice), which lie in `stage`.
   QUIRE_DEVICE void attend(const Visible& keys, const Query& q, Accumulator<kM, kVo>& o, SoftmaxRows<kM>& softmax,
                            int stage, int key) const {
     const BlockCursor<typename Shape::TileK, Quarters::kTopFirst> k(k_tile(stage), lane_);

@@ -11,7 +11,7 @@
 #include "quire/core/logits.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/fa2_order.cuh"
+#include "quire/tile/fa2_pipeline.cuh"
 #include "quire/tile/kv_ring.cuh"
 #include "quire/tile/mask.cuh"
 #include "quire/tile/partial.cuh"
@@ -56,7 +56,7 @@ struct AttentionFa2 {
   using Rows = KvRows<V, kThreads, kTableSlots>;
 
   static constexpr int kSteps = kTileKv / 16;  // of o += p v
-  static constexpr Fa2Order kOrder = fa2_order<V>();
+  static constexpr Fa2Pipeline kOrder = fa2_pipeline<V>();
   static_assert(kOrder.keys_after + 1 < kSteps, "the next tile's copies start within the steps");
 
   static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
@@ -80,9 +80,9 @@ struct AttentionFa2 {
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
     const int cta = static_cast<int>(blockIdx.x);
-    if (threadIdx.x == 0) job.cursor = PieceCursor::of_cta(p, cta);
+    if (threadIdx.x == 0) job.cursor = WorkCursor::of_cta(p, cta);
     for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the piece before
+      __syncthreads();  // all of shared memory may still be in use for the work before
       if (threadIdx.x == 0) job.next(p, cta, kTileKv);
       __syncthreads();
       if (!job.exists) return;
@@ -107,17 +107,17 @@ struct AttentionFa2 {
     return *reinterpret_cast<WarpTiles*>(smem_ + kWarpTilesAt + thread_ / 32 * 16);
   }
   // This warp's first packed row.
-  QUIRE_DEVICE int row_begin() const { return job_.piece.tile.row_begin + thread_ / 32 * kWarpRows; }
+  QUIRE_DEVICE int row_begin() const { return job_.work.tile.row_begin + thread_ / 32 * kWarpRows; }
   QUIRE_DEVICE bool owns_rows() const {
     if constexpr (kThreads == kWarps * 32) return true;
     return thread_ < kWarps * 32;
   }
   QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask() const {
-    return Mask<V::kMask, V::kWindow != 0>::of(p_, job_.piece.tile);
+    return Mask<V::kMask, V::kWindow != 0>::of(p_, job_.work.tile);
   }
 
   QUIRE_DEVICE void attend() {
-    const int kv_begin = job_.piece.kv_begin;
+    const int kv_begin = job_.work.kv_begin;
     Rows rows(p_, job_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
@@ -133,13 +133,13 @@ struct AttentionFa2 {
     if (lane_ == 0) warp_tiles() = find_tiles();
     __syncwarp();
 
-    bool more = kv_begin < job_.piece.kv_end;
+    bool more = kv_begin < job_.work.kv_end;
 #pragma unroll 1
     for (int i = kv_begin; more; ++i) {
       // Asked before the barrier: behind it each answer from shared memory would be waited for.
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
-      if constexpr (!kOrder.end_late) more = i + 1 < job_.piece.kv_end;
+      if constexpr (!kOrder.end_late) more = i + 1 < job_.work.kv_end;
       ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
@@ -162,14 +162,14 @@ struct AttentionFa2 {
           uint32_t weights[kM][4];
           softmax.template exponentiate<T>(s, scale, k, weights);
           mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
-          if (kOrder.end_late && k == kSteps - 1) more = i + 1 < job_.piece.kv_end;
+          if (kOrder.end_late && k == kSteps - 1) more = i + 1 < job_.work.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
           if (k == 0) rows.fetch(i + kTableSlots);
           if (k == kOrder.keys_after && !kEager) copy_keys(rows, i + 1);
           if (k == kOrder.keys_after + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
-        if constexpr (kOrder.end_late) more = i + 1 < job_.piece.kv_end;
+        if constexpr (kOrder.end_late) more = i + 1 < job_.work.kv_end;
         rows.fetch(i + kTableSlots);
         if constexpr (!kEager) copy_keys(rows, i + 1);
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
@@ -182,7 +182,7 @@ struct AttentionFa2 {
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();
-    if (job_.piece.group.num_parts == 1) {
+    if (job_.work.group.num_parts == 1) {
       store(o, softmax);
     } else {
       store_partial(o, softmax);
@@ -302,14 +302,14 @@ struct AttentionFa2 {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
     }
-    const int64_t slot = static_cast<int64_t>(job_.piece.group.slot(job_.piece.part)) * kTileRows;
+    const int64_t slot = static_cast<int64_t>(job_.work.group.slot(job_.work.part)) * kTileRows;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
         if (row >= job_.row_end) continue;
-        const int64_t at = slot + row - job_.piece.tile.row_begin;
+        const int64_t at = slot + row - job_.work.tile.row_begin;
         float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo) + lane_ % 4;
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};

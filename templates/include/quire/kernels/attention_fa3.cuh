@@ -4,8 +4,8 @@
 // has to run beside them: a warpgroup computes S of the next tile and O of the last in one go and does the softmax of
 // one while the other is under way, and warpgroups take turns at the tensor cores (named barriers).
 // Schedule: persistent CTAs, one an SM. Warps of the first warpgroup load keys, values and queries and schedule, one
-// piece ahead, so that a piece's first tiles travel while the piece before it ends; the others own 64 rows each, and
-// compute a piece's first scores while they store the results of the piece before.
+// work ahead, so that a work's first tiles travel while the work before it ends; the others own 64 rows each, and
+// compute a work's first scores while they store the results of the work before.
 // What a warp decides (which tile, masked or not) comes from uniform values, so that ring positions and descriptors
 // stay in uniform registers: where ptxas cannot see that, turns take longer and the kernel loses 7 to 14 % (H200,
 // 2026-11-21). Tried on the same day and dropped: softmax pinned before the last wait (-3 to -5 %), queries held in
@@ -23,7 +23,7 @@
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_softmax.cuh"
 #include "quire/tile/sm90_store.cuh"
-#include "quire/tile/sm90_walk.cuh"
+#include "quire/tile/sm90_kv_tiles.cuh"
 #include "quire/tile/smem.cuh"
 
 namespace quire {
@@ -47,23 +47,23 @@ struct AttentionFa3 {
   static constexpr int kMinCtas = 1;
 
  private:
-  using TileQ = PanelTile<kTileRows, kQk>;
-  using TileK = PanelTile<kTileKv, kQk>;
-  using TileV = PanelTile<kTileKv, kVo>;
-  using Slot = PieceSlot<V>;
+  using TileQ = SwizzledTile<kTileRows, kQk>;
+  using TileK = SwizzledTile<kTileKv, kQk>;
+  using TileV = SwizzledTile<kTileKv, kVo>;
+  using Stage = WorkStage<V>;
   using Loader = KvLoader<V>;
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
 
-  static constexpr int kPieces = 4;
-  static constexpr int kShortTiles = 4;  // a piece of so few lets the next but one be scheduled before it ends
+  static constexpr int kWorkStages = 4;
+  static constexpr int kShortTiles = 4;  // a work of so few lets the next but one be scheduled before it ends
   static constexpr int kBarrierBytes = 256;
-  static constexpr int kOtherBytes = kPieces * static_cast<int>(sizeof(Slot)) + kBarrierBytes;
+  static constexpr int kOtherBytes = kWorkStages * static_cast<int>(sizeof(Stage)) + kBarrierBytes;
   static constexpr int kRoom = 227 * 1024 - kOtherBytes;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-  // Two tiles of queries where two stages of keys and values still fit: short pieces then overlap.
+  // Two tiles of queries where two stages of keys and values still fit: short work tiles then overlap.
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
   static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
-  // A piece begins before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers that
+  // A work begins before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers that
   // are not uniform (three stages), nor where registers are short (custom masks).
   static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && V::kMask != kMaskCustom;
 
@@ -73,13 +73,13 @@ struct AttentionFa3 {
   static constexpr int kStagedBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
   static constexpr int kStagedAt = kVAt + kStages * TileV::kBytes;
   static constexpr bool kIsStaged = kStagedAt + kStagedBytes <= kRoom;
-  static constexpr int kSlotsAt = kStagedAt + (kIsStaged ? kStagedBytes : 0);
-  static constexpr int kBarriersAt = kSlotsAt + kPieces * static_cast<int>(sizeof(Slot));
-  static_assert(sizeof(Slot) % 8 == 0, "mbarriers follow the slots");
+  static constexpr int kWorkStagesAt = kStagedAt + (kIsStaged ? kStagedBytes : 0);
+  static constexpr int kBarriersAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
+  static_assert(sizeof(Stage) % 8 == 0, "mbarriers follow the slots");
 
   // Registers a thread: what the loading warps give up the others take. A launch gets a multiple of 8 for each thread,
   // 65,536 at most; asking for more than that hangs. Scheduling takes 56 (it divides 64-bit numbers). Three warpgroups
-  // at 128 keys leave 32: the scheduling warp then spills, once a piece.
+  // at 128 keys leave 32: the scheduling warp then spills, once a work.
   static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
   static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kTileKv > 112 ? 160 : 152)
                                            : kWarpgroups == 2 ? 224
@@ -111,16 +111,16 @@ struct AttentionFa3 {
 
  private:
   const AttentionFa3Params& p_;
-  Slot* slots_;
+  Stage* stages_;
   uint32_t smem_;
-  RingBarriers<kPieces> pieces_;
+  RingBarriers<kWorkStages> work_;
   RingBarriers<kQStages> q_;
   RingBarriers<kStages> k_, v_;
 
   QUIRE_DEVICE AttentionFa3(const AttentionFa3Params& p, unsigned char* smem)
-      : p_(p), slots_(reinterpret_cast<Slot*>(smem + kSlotsAt)), smem_(ptx::smem_address(smem)) {
-    pieces_.base = smem_ + kBarriersAt;
-    q_.base = pieces_.base + RingBarriers<kPieces>::kBytes;
+      : p_(p), stages_(reinterpret_cast<Stage*>(smem + kWorkStagesAt)), smem_(ptx::smem_address(smem)) {
+    work_.base = smem_ + kBarriersAt;
+    q_.base = work_.base + RingBarriers<kWorkStages>::kBytes;
     k_.base = q_.base + RingBarriers<kQStages>::kBytes;
     v_.base = k_.base + RingBarriers<kStages>::kBytes;
   }
@@ -130,9 +130,9 @@ struct AttentionFa3 {
   QUIRE_DEVICE TileV v_tile(int stage) const { return {smem_ + kVAt + stage * TileV::kBytes}; }
 
   // Full: who fills arrives, once a slot. Empty: each computing warpgroup does, since a product's reads are over for
-  // all of it at once; of pieces, which lanes read, each warp but the scheduling one.
+  // all of it at once; of work tiles, which lanes read, each warp but the scheduling one.
   QUIRE_DEVICE void init_barriers() const {
-    pieces_.init(1, kWarpgroups * 4 + 3);
+    work_.init(1, kWarpgroups * 4 + 3);
     q_.init(1, kWarpgroups);
     k_.init(Loader::kArrivals, kWarpgroups);
     v_.init(Loader::kArrivals, kWarpgroups);
@@ -151,35 +151,35 @@ struct AttentionFa3 {
   }
 
   QUIRE_DEVICE void schedule(int lane) const {
-    RingPosition<kPieces> at;
+    RingPosition<kWorkStages> at;
     int work = 0;
-    if (lane == 0) WorkList::begin(p_, slots_[kPieces - 1].job, work);
+    if (lane == 0) WorkList::begin(p_, stages_[kWorkStages - 1].job, work);
     bool exists = true, is_short = true;
     for (; exists; at.advance()) {
-      pieces_.wait_empty(at);
-      // Taken too early, long pieces would make the end of the launch uneven: one of them ahead is enough.
+      work_.wait_empty(at);
+      // Taken too early, long work tiles would make the end of the launch uneven: one of them ahead is enough.
       const auto two_before = at.before().before();
-      if (!is_short) ptx::mbarrier_wait(pieces_.empty(two_before.slot()), two_before.parity());
-      Slot& slot = slots_[at.slot()];
+      if (!is_short) ptx::mbarrier_wait(work_.empty(two_before.slot()), two_before.parity());
+      Stage& slot = stages_[at.slot()];
       if (lane == 0) {
-        const Slot& before = slots_[at.before().slot()];
+        const Stage& before = stages_[at.before().slot()];
         WorkList::next(p_, before.job.cursor, slot.job, work, kTileKv);
       }
       __syncwarp();
       exists = slot.job.exists;
-      is_short = slot.job.piece.kv_end - slot.job.piece.kv_begin <= kShortTiles;
-      if (exists) slot.look_up(p_, lane);
-      if (lane == 0) pieces_.arrive_full(at);
+      is_short = slot.job.work.kv_end - slot.job.work.kv_begin <= kShortTiles;
+      if (exists) slot.prefetch_pages(p_, lane);
+      if (lane == 0) work_.arrive_full(at);
     }
   }
 
-  // Calls body(slot) for each piece.
+  // Calls body(slot) for each work.
   template <class Body>
-  QUIRE_DEVICE void for_each_piece_slot(Body&& body) const {
-    RingPosition<kPieces> at;
+  QUIRE_DEVICE void for_each_work_stage(Body&& body) const {
+    RingPosition<kWorkStages> at;
     for (;;) {
-      pieces_.wait_full(at);
-      Slot& slot = slots_[at.slot()];
+      work_.wait_full(at);
+      Stage& slot = stages_[at.slot()];
       if (!slot.job.exists) return;
       body(slot, at);
       at.advance();
@@ -190,7 +190,7 @@ struct AttentionFa3 {
   QUIRE_DEVICE void load_kv(const KvSource& from, RingBarriers<kStages> ring, TileAt&& tile_at, int lane) const {
     if (lane == 0 && !kIsGathered) ptx::prefetch_tensor_map(from.map);
     RingPosition<kStages> stage;
-    for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
+    for_each_work_stage([&](const Stage& slot, RingPosition<kWorkStages> at) {
       TileWalk<V> walk(slot);
       Loader next(p_.base, from, slot.job, lane);
       bool is_landing = false;
@@ -213,29 +213,29 @@ struct AttentionFa3 {
         if (is_landing) Loader::template land<0>(ring.full(stage.before().slot()));
       }
       __syncwarp();
-      if (lane == 0) pieces_.arrive_empty(at);
+      if (lane == 0) work_.arrive_empty(at);
     });
   }
 
   QUIRE_DEVICE void load_q(int lane) const {
     if (lane == 0 && q_by_tma()) ptx::prefetch_tensor_map(&p_.tensor_q);
     RingPosition<kQStages> stage;
-    for_each_piece_slot([&](const Slot& slot, RingPosition<kPieces> at) {
+    for_each_work_stage([&](const Stage& slot, RingPosition<kWorkStages> at) {
       const bool has_tiles = TileWalk<V>(slot).exists();
       if (lane == 0 && q_by_tma() && has_tiles) {
         q_.wait_empty(stage);
         const uint32_t barrier = q_.full(stage.slot());
         ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
-        const int token = static_cast<int>(slot.job.qo_begin) + p_.base.group.div(slot.job.piece.tile.row_begin);
+        const int token = static_cast<int>(slot.job.qo_begin) + p_.base.group.div(slot.job.work.tile.row_begin);
 #pragma unroll
         for (int i = 0; i < TileQ::kPanels; ++i) {
           ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kPanelBytes, &p_.tensor_q, barrier, i * 64, 0, token,
-                           slot.job.piece.kv_head);
+                           slot.job.work.kv_head);
         }
         stage.advance();
       }
       __syncwarp();
-      if (lane == 0) pieces_.arrive_empty(at);
+      if (lane == 0) work_.arrive_empty(at);
     });
   }
 
@@ -261,45 +261,45 @@ struct AttentionFa3 {
   QUIRE_DEVICE void compute() const {
     Rings rings;
     if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
-    RingPosition<kPieces> at;
+    RingPosition<kWorkStages> at;
     for (;;) {
-      pieces_.wait_full(at);
-      if (!ptx::uniform(slots_[at.slot()].job.exists)) break;
+      work_.wait_full(at);
+      if (!ptx::uniform(stages_[at.slot()].job.exists)) break;
       Rows rows;
       rows.clear();
-      if (ptx::uniform(TileWalk<V>(slots_[at.slot()]).exists())) attend_pieces(rows, at, rings);
-      Slot& slot = slots_[at.slot()];
+      if (ptx::uniform(TileWalk<V>(stages_[at.slot()]).exists())) attend_work_tiles(rows, at, rings);
+      Stage& slot = stages_[at.slot()];
       store(rows, slot.job);
       leave(at);
     }
   }
 
-  QUIRE_DEVICE void leave(RingPosition<kPieces>& at) const {
+  QUIRE_DEVICE void leave(RingPosition<kWorkStages>& at) const {
     __syncwarp();
-    if (ptx::lane_id() == 0) pieces_.arrive_empty(at);
+    if (ptx::lane_id() == 0) work_.arrive_empty(at);
     at.advance();
   }
 
-  // Pieces that have tiles, from `at` on, until one whose successor has none; that one's rows are not stored yet. The
-  // first scores of a piece are on their way before the rows of the piece before it are stored: the tensor cores have
+  // Work tiles that have tiles, from `at` on, until one whose successor has none; that one's rows are not stored yet.
+  // The first scores of a work are on their way before the rows of the work before it are stored: the tensor cores have
   // work meanwhile, and the softmax that follows does not wait.
-  QUIRE_DEVICE void attend_pieces(Rows& rows, RingPosition<kPieces>& at, Rings& rings) const {
+  QUIRE_DEVICE void attend_work_tiles(Rows& rows, RingPosition<kWorkStages>& at, Rings& rings) const {
     const int turn = ptx::uniform(warpgroup());
     float s[kTileKv / 2];
-    await_piece(slots_[at.slot()], rings);
+    wait_work_tile(stages_[at.slot()], rings);
     start_ABt<T, TileQ, TileK>(s, queries(rings.q, turn), keys(rings.k));
 #pragma unroll 1
     for (;;) {
       if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
-      Slot& slot = slots_[at.slot()];
+      Stage& slot = stages_[at.slot()];
       attend(rows, s, slot, rings, turn);
       const auto last = rings.k.before();
       v_.wait_full(last);
       const auto next = at.after();
-      bool goes_on = kIsEarly && ptx::uniform(slot.job.piece.group.num_parts) == 1;
+      bool goes_on = kIsEarly && ptx::uniform(slot.job.work.group.num_parts) == 1;
       if (goes_on) {
-        pieces_.wait_full(next);
-        goes_on = ptx::uniform(slots_[next.slot()].job.exists && TileWalk<V>(slots_[next.slot()]).exists());
+        work_.wait_full(next);
+        goes_on = ptx::uniform(stages_[next.slot()].job.exists && TileWalk<V>(stages_[next.slot()]).exists());
       }
       if (!goes_on) {
         start_AB<T, TileV>(rows.o, rows.p, values(last));
@@ -308,8 +308,8 @@ struct AttentionFa3 {
         if (is_leader()) v_.arrive_empty(last);
         return;
       }
-      await_piece(slots_[next.slot()], rings);
-      const PanelDescriptor q = queries(rings.q, turn), k = keys(rings.k), v = values(last);
+      wait_work_tile(stages_[next.slot()], rings);
+      const TileDescriptor q = queries(rings.q, turn), k = keys(rings.k), v = values(last);
       start_AB<T, TileV>(rows.o, rows.p, v);
       start_ABt<T, TileQ, TileK>(s, q, k);
       ptx::wgmma_wait<1>();
@@ -322,12 +322,12 @@ struct AttentionFa3 {
     }
   }
 
-  QUIRE_DEVICE PanelDescriptor queries(RingPosition<kQStages> at, int turn) const {
+  QUIRE_DEVICE TileDescriptor queries(RingPosition<kQStages> at, int turn) const {
     return {q_tile(at.slot()).base + turn * 64 * 128, 16};
   }
 
-  // Until the queries and first keys of a piece are there.
-  QUIRE_DEVICE void await_piece(const Slot& slot, const Rings& rings) const {
+  // Until the queries and first keys of a work are there.
+  QUIRE_DEVICE void wait_work_tile(const Stage& slot, const Rings& rings) const {
     if (q_by_tma()) {
       q_.wait_full(rings.q);
     } else {
@@ -336,12 +336,12 @@ struct AttentionFa3 {
     k_.wait_full(rings.k);
   }
 
-  // The main loop: o, m and d of this warpgroup's 64 rows over the piece's key tiles, but for the last tile's values.
+  // The main loop: o, m and d of this warpgroup's 64 rows over the work's key tiles, but for the last tile's values.
   // s: scores of the first tile, under way.
-  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, Rings& rings, int turn) const {
+  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, Rings& rings, int turn) const {
     TileWalk<V> walk(slot);
-    const WholeTiles<V> whole(p_.base, slot, slot.job.piece.tile.row_begin + turn * 64);
-    const PanelDescriptor q = queries(rings.q, turn);
+    const WholeTiles<V> whole(p_.base, slot, slot.job.work.tile.row_begin + turn * 64);
+    const TileDescriptor q = queries(rings.q, turn);
     first_tile(rows, s, slot, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (whole.contains(walk)) {
@@ -361,13 +361,13 @@ struct AttentionFa3 {
   // This lane's upper row in the tile.
   QUIRE_DEVICE static int lane_row(int lane) { return (ptx::thread_id() - 128) / 32 * 16 + lane / 4; }
 
-  QUIRE_DEVICE PanelDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.slot()).base, 16}; }
-  QUIRE_DEVICE PanelDescriptor values(RingPosition<kStages> at) const {
+  QUIRE_DEVICE TileDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.slot()).base, 16}; }
+  QUIRE_DEVICE TileDescriptor values(RingPosition<kStages> at) const {
     return {v_tile(at.slot()).base, TileV::kPanelBytes};
   }
 
   // The rightmost tile, whose S is under way: its softmax alone.
-  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, Rings& rings, int tile) const {
+  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, Rings& rings, int tile) const {
     RowMask<V> mask;
     look(mask, slot, tile);
     ptx::wgmma_wait<0>();
@@ -383,11 +383,11 @@ struct AttentionFa3 {
 
   // S of this tile and, beside it, O of the tile before; then the softmax of S while O is still under way.
   template <bool kMasked>
-  QUIRE_DEVICE void next_tile(Rows& rows, const Slot& slot, Rings& rings, PanelDescriptor q, int turn, int tile) const {
+  QUIRE_DEVICE void next_tile(Rows& rows, const Stage& slot, Rings& rings, TileDescriptor q, int turn, int tile) const {
     float s[kTileKv / 2];
     // All that can be looked up and waited for comes before the turn: tensor cores are idle from hand-over to product.
     const auto before = rings.k.before();
-    const PanelDescriptor k = keys(rings.k), v = values(before);
+    const TileDescriptor k = keys(rings.k), v = values(before);
     RowMask<V> mask;
     if constexpr (kMasked) look(mask, slot, tile);
     v_.wait_full(before);
@@ -411,17 +411,17 @@ struct AttentionFa3 {
   }
 
   // Bits of a mask travel while the tensor cores work.
-  QUIRE_DEVICE void look(RowMask<V>& mask, const Slot& slot, int tile) const {
-    const int row = slot.job.piece.tile.row_begin + lane_row(ptx::lane_id());
+  QUIRE_DEVICE void look(RowMask<V>& mask, const Stage& slot, int tile) const {
+    const int row = slot.job.work.tile.row_begin + lane_row(ptx::lane_id());
     mask.look(p_.base, slot.job, slot.bits(), row, tile * kTileKv);
   }
 
   template <bool kMasked>
-  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Slot& slot, int tile,
+  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, int tile,
                                   const RowMask<V>& mask) const {
     const float scale = apply_cap(s);
     if constexpr (kMasked) {
-      const int lane = ptx::lane_id(), row = slot.job.piece.tile.row_begin + lane_row(lane);
+      const int lane = ptx::lane_id(), row = slot.job.work.tile.row_begin + lane_row(lane);
       mask.hide(s, p_.base, slot.job, row, tile * kTileKv, lane);
     }
     rows.softmax.raise_max(s, scale);
@@ -459,7 +459,7 @@ struct AttentionFa3 {
     using Split = RowSplit<128, TileQ::kChunks>;
     const Split split(ptx::thread_id() % 128);
     for (int r = split.row; r < 64; r += Split::kRowsAtOnce) {
-      const int row = job.piece.tile.row_begin + warpgroup() * 64 + r;
+      const int row = job.work.tile.row_begin + warpgroup() * 64 + r;
       const Job::Place at = job.place(p_.base.group, min(row, job.row_end - 1));
       const T* src =
           static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
@@ -478,7 +478,7 @@ struct AttentionFa3 {
   QUIRE_DEVICE void store(Rows& rows, Job& job) const {
     rows.softmax.reduce();
     const int lane = ptx::lane_id(), row = lane_row(lane);
-    if (job.piece.group.num_parts == 1) {
+    if (job.work.group.num_parts == 1) {
       store_whole(rows, job, row, lane);
     } else {
       store_partial(rows, job, row, lane);
@@ -490,7 +490,7 @@ struct AttentionFa3 {
     float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = job.piece.tile.row_begin + tile_row + 8 * h;
+      const int row = job.work.tile.row_begin + tile_row + 8 * h;
       const Job::Place at = job.place(p.group, min(row, job.row_end - 1));
       const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
       const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, output_scale(p));
@@ -504,7 +504,7 @@ struct AttentionFa3 {
       }
     }
     if constexpr (kIsStaged) {
-      const int warp = ptx::thread_id() / 32 - 4, first = job.piece.tile.row_begin + warp * 16;
+      const int warp = ptx::thread_id() / 32 - 4, first = job.work.tile.row_begin + warp * 16;
       const Job::Place at = job.place(p.group, min(first + lane % 16, job.row_end - 1));
       const int64_t begin = at.token * p.o_token_stride + at.head * p.o_head_stride;  // a multiple of 8
       const StagedRows<kVo> staged = {smem_ + kStagedAt + warp * StagedRows<kVo>::kBytes};
@@ -515,8 +515,8 @@ struct AttentionFa3 {
   QUIRE_DEVICE void store_partial(const Rows& rows, Job& job, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
     const int thread = ptx::thread_id() - 128;
-    store_partial_rows<kTileRows>(p, job.piece.group.slot(job.piece.part), rows.o, rows.softmax.m, rows.softmax.d,
-                                  tile_row, job.row_end - job.piece.tile.row_begin, lane);
+    store_partial_rows<kTileRows>(p, job.work.group.slot(job.work.part), rows.o, rows.softmax.m, rows.softmax.d,
+                                  tile_row, job.row_end - job.work.tile.row_begin, lane);
     if (is_last_of_group<kConsumers>(p, job, thread, kAllConsumers)) {
       merge_partials<T, kTileRows, kVo, kConsumers>(p, job, thread);
     }

@@ -1,5 +1,5 @@
 // Plans on the device, from lengths that the host does not know: as many query rows in each request, keys in pages. One
-// CTA, a few microseconds; may be captured in a CUDA graph whose lengths change. Work is always cut into shares.
+// CTA, a few microseconds; may be captured in a CUDA graph whose lengths change. Work is always cut into partitions.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
@@ -9,8 +9,8 @@ namespace quire {
 
 struct ScheduleLengthsParams {
   const int32_t* kv_lens;  // [batch_size]
-  Tile* tiles;             // [batch_size * tiles of a request]
-  Share* shares;           // [max_ctas]
+  RowTile* tiles;          // [batch_size * tiles of a request]
+  Partition* partitions;   // [max_ctas]
   uint32_t* arrivals;      // [max_ctas + 1]
   int32_t batch_size;
   int32_t qo_len;
@@ -33,7 +33,7 @@ struct ScheduleLengths {
     ptx::wait_for_predecessor();
     ptx::launch_dependents();
     const int work_per_head = write_tiles(p);
-    write_shares(p, work_per_head);
+    write_partitions(p, work_per_head);
     for (int i = threadIdx.x; i <= p.max_ctas; i += kThreads) p.arrivals[i] = 0;
   }
 
@@ -48,7 +48,7 @@ struct ScheduleLengths {
     int work = 0;
     for (int first = 0; first < count; first += kThreads) {
       const int i = first + static_cast<int>(threadIdx.x);
-      Tile tile = {};
+      RowTile tile = {};
       if (i < count) tile = make_tile(p, i / per_request, i % per_request);
       const int units = i < count ? tile_units(tile) : 0;
       int total;
@@ -60,9 +60,9 @@ struct ScheduleLengths {
     return work;
   }
 
-  QUIRE_DEVICE static Tile make_tile(const ScheduleLengthsParams& p, int request, int tile_of_request) {
-    Tile tile = {};
-    tile.request = request, tile.row_begin = tile_of_request * p.tile_rows, tile.slot = -1, tile.num_parts = 1;
+  QUIRE_DEVICE static RowTile make_tile(const ScheduleLengthsParams& p, int request, int tile_of_request) {
+    RowTile tile = {};
+    tile.request = request, tile.row_begin = tile_of_request * p.tile_rows, tile.partial = -1, tile.num_parts = 1;
     tile.kv_first = request * p.pages_per_request, tile.kv_len = max(0, min(p.kv_lens[request], p.max_kv_len));
     tile.qo_begin = request * p.qo_len, tile.qo_len = p.qo_len;
     set_kv_range(p, tile);
@@ -93,24 +93,24 @@ struct ScheduleLengths {
     return before + sum - x;
   }
 
-  QUIRE_DEVICE static void write_shares(const ScheduleLengthsParams& p, int work_per_head) {
+  QUIRE_DEVICE static void write_partitions(const ScheduleLengthsParams& p, int work_per_head) {
     const int num_tiles = p.batch_size * tiles_of_request(p), total = work_per_head * p.num_kv_heads;
-    const Share all = cut_into_shares(num_tiles, work_per_head, total, p.max_ctas);
+    const Partition all = cut_into_partitions(num_tiles, work_per_head, total, p.max_ctas);
     for (int c = threadIdx.x; c < p.max_ctas; c += kThreads) {
-      Share share = all;
-      const int begin = min(share_begin(all, c), total), end = min(share_begin(all, c + 1), total);
+      Partition partition = all;
+      const int begin = min(partition_begin(all, c), total), end = min(partition_begin(all, c + 1), total);
       if (begin < end) {
-        share.kv_head = begin / work_per_head;
-        const int unit = begin - share.kv_head * work_per_head;
-        share.tile = tile_of_unit(p.tiles, num_tiles, unit);
-        share.offset = unit - p.tiles[share.tile].work_begin, share.units = end - begin;
+        partition.kv_head = begin / work_per_head;
+        const int unit = begin - partition.kv_head * work_per_head;
+        partition.tile = tile_of_unit(p.tiles, num_tiles, unit);
+        partition.offset = unit - p.tiles[partition.tile].work_begin, partition.units = end - begin;
       }
-      p.shares[c] = share;
+      p.partitions[c] = partition;
     }
   }
 
   // The last tile that begins at or before `unit`.
-  QUIRE_DEVICE static int tile_of_unit(const Tile* tiles, int count, int unit) {
+  QUIRE_DEVICE static int tile_of_unit(const RowTile* tiles, int count, int unit) {
     int low = 0, high = count - 1;
     while (low < high) {
       const int middle = (low + high + 1) / 2;

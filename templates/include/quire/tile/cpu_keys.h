@@ -15,7 +15,7 @@ struct Keys {
   const int32_t* pages;  // paged: this request's page numbers
   const AttentionParams& p;
 
-  // `first`: Tile::kv_first.
+  // `first`: RowTile::kv_first.
   Keys(const AttentionParams& p, int first, int kv_head) : p(p) {
     k = static_cast<const Kv*>(p.k) + kv_head * p.k_head_stride;
     v = static_cast<const Kv*>(p.v) + kv_head * p.v_head_stride;

@@ -1,4 +1,4 @@
-// The rows of a row tile and their running softmax: what both ways of computing share, and how a piece ends.
+// The rows of a row tile and their running softmax: what both ways of computing partition, and how a work ends.
 //
 // o is [kTileRows, kHeadDimVo] floats, not normalised; m and d are each row's maximum and denominator, base 2.
 #pragma once
@@ -17,7 +17,7 @@ struct Rows {
   int64_t token_begin;
   int32_t qo_len;
 
-  Rows(const AttentionParams& p, const Tile& tile, int kv_head, int tile_rows)
+  Rows(const AttentionParams& p, const RowTile& tile, int kv_head, int tile_rows)
       : p(p), row_begin(tile.row_begin), head_begin(kv_head * static_cast<int>(p.group.divisor)) {
     token_begin = tile.qo_begin, qo_len = tile.qo_len;
     count = min(tile_rows, qo_len * static_cast<int>(p.group.divisor) - row_begin);
@@ -79,25 +79,25 @@ inline void merge_rows(const Rows& rows, const PartialGroup& group) {
   }
 }
 
-// Ends a piece: a whole tile is written; a part is left in its slot, and the last part to arrive merges all.
+// Ends a work: a whole tile is written; a part is left in its slot, and the last part to arrive merges all.
 template <class V>
-inline void finish_piece(const Rows& rows, const Piece& piece, const float* o, const float* m, const float* d) {
-  if (piece.group.num_parts == 1) {
+inline void finish_work_tile(const Rows& rows, const WorkTile& work, const float* o, const float* m, const float* d) {
+  if (work.group.num_parts == 1) {
     for (int row = 0; row < rows.count; ++row) finish_row<V>(rows, row, o + row * V::kHeadDimVo, m[row], d[row]);
     return;
   }
   const AttentionParams& p = rows.p;
-  const int64_t at = static_cast<int64_t>(piece.group.slot(piece.part)) * V::kTileRows;
+  const int64_t at = static_cast<int64_t>(work.group.slot(work.part)) * V::kTileRows;
   memcpy(p.partial_o + at * V::kHeadDimVo, o, sizeof(float) * rows.count * V::kHeadDimVo);
   for (int row = 0; row < rows.count; ++row) {
     p.partial_md[(at + row) * 2] = m[row];
     p.partial_md[(at + row) * 2 + 1] = d[row];
   }
-  uint32_t* arrivals = p.arrivals + piece.group.counter;
+  uint32_t* arrivals = p.arrivals + work.group.counter;
   const uint32_t before = __atomic_fetch_add(arrivals, 1u, __ATOMIC_ACQ_REL);
-  if (before + 1 != static_cast<uint32_t>(piece.group.num_parts)) return;
+  if (before + 1 != static_cast<uint32_t>(work.group.num_parts)) return;
   __atomic_store_n(arrivals, 0u, __ATOMIC_RELAXED);
-  merge_rows<V>(rows, piece.group);
+  merge_rows<V>(rows, work.group);
 }
 
 }  // namespace quire::cpu

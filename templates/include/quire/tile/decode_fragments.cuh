@@ -6,7 +6,7 @@
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/store.cuh"
-#include "quire/tile/decode_work.cuh"
+#include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/softmax.cuh"
 
@@ -27,7 +27,7 @@ struct MmaType<Q, e5m2_t> {
 };
 
 // A warp's rows of q: kM blocks of 16 rows, all of kQk. The first kHeld blocks of 16 dims stay in registers; the rest
-// lies in shared memory as fragments, one copy for all teams.
+// lies in shared memory as fragments, one copy for all KV splits.
 template <class Q, bool kNarrow, int kM, int kQk, int kHeld>
 struct QueryFragments {
   static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
@@ -45,9 +45,9 @@ struct QueryFragments {
     }
   }
 
-  // Rows past the request's last become zeros. `rows`: the tile's, if they are in shared memory. One of the teams
+  // Rows past the request's last become zeros. `rows`: the tile's, if they are in shared memory. One of the KV splits
   // `writes` what all hold there; a barrier must follow.
-  QUIRE_DEVICE void load(const AttentionParams& p, const DecodeJob& job, int row_begin, int lane, bool writes,
+  QUIRE_DEVICE void load(const AttentionParams& p, const DecodeWork& job, int row_begin, int lane, bool writes,
                          const Q* rows) {
     uint32_t x[kBlocks][kM][4];
 #pragma unroll
@@ -56,9 +56,9 @@ struct QueryFragments {
       for (int h = 0; h < 2; ++h) {
         const int row = row_begin + m * 16 + h * 8 + lane / 4;
         if (row < job.row_end) {
-          const DecodeJob::Place at = job.place(p.group, row);
+          const DecodeWork::Place at = job.place(p.group, row);
           const Q* src = static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
-          if (rows != nullptr) src = rows + (row - job.piece.tile.row_begin) * kQk;
+          if (rows != nullptr) src = rows + (row - job.work.tile.row_begin) * kQk;
           load_row(x, m, h, src, lane % 4);
         } else {
 #pragma unroll

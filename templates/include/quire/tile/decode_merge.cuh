@@ -1,10 +1,10 @@
-// The end of a piece: the teams' results are merged through shared memory, and the CTAs' partial results by the last
+// The end of a work: the KV splits' results are merged through shared memory, and the CTAs' partial results by the last
 // CTA to arrive, each in fixed order.
 #pragma once
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/tile/decode_shape.cuh"
-#include "quire/tile/decode_work.cuh"
+#include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/softmax.cuh"
 
 namespace quire {
@@ -54,8 +54,8 @@ QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
 
 // Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
 template <class O>
-QUIRE_DEVICE void store_quad(const AttentionParams& p, const DecodeJob& job, int row, int col, const RowQuad& quad) {
-  const DecodeJob::Place to = job.place(p.group, row);
+QUIRE_DEVICE void store_quad(const AttentionParams& p, const DecodeWork& job, int row, int col, const RowQuad& quad) {
+  const DecodeWork::Place to = job.place(p.group, row);
   const RowResult result =
       finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
   const uint2 packed = {ptx::pack(O{}, quad.o.x * result.scale, quad.o.y * result.scale),
@@ -99,7 +99,7 @@ struct PartBatch {
     md = {kNoLogit, 0.f};
     if (part < count) md = __ldcg(states + static_cast<int64_t>(group.slot(at.part + part)) * V::kTileRows);
     const float* columns = p.partial_o + at.row * kVo + col;
-    const float* others = columns + (group.next_slot + at.part - 1) * kSlotSize;
+    const float* others = columns + (group.next_partial + at.part - 1) * kSlotSize;
     o[0] = __ldcg(reinterpret_cast<const float4*>(columns + first * kSlotSize));
 #pragma unroll
     for (int i = 1; i < kParts; ++i) {
@@ -131,10 +131,10 @@ struct PartBatch {
 // or another, is under way. What an SM reads from L2 bounds it: 32 parts of 8 rows, 128 KB, take 3.6 us, in one batch
 // of 32 parts as in four of 8 (H200, 2026-11-21).
 template <class V, int kWarps>
-QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeJob& job, int warp, int lane) {
+QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeWork& job, int warp, int lane) {
   constexpr RowQuad kNothing = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
-  const PartialGroup group = job.piece.group;
-  const int row_begin = job.piece.tile.row_begin, rows = min(V::kTileRows, job.row_end - row_begin);
+  const PartialGroup group = job.work.group;
+  const int row_begin = job.work.tile.row_begin, rows = min(V::kTileRows, job.row_end - row_begin);
   const auto column = [&](PartCursor at) { return min(at.col + lane * 4, V::kHeadDimVo - 4); };
   PartCursor next = {warp, 0, 0};
   if (next.row >= rows) return;
@@ -156,7 +156,7 @@ QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeJob& job, in
   }
 }
 
-// Ends a piece. Where shared memory is short, in the stage of the ring that no copy is under way to; a piece without
+// Ends a work. Where shared memory is short, in the stage of the ring that no copy is under way to; a work without
 // keys has no such stage, and nothing to put there.
 template <class V>
 class DecodeEnding {
@@ -166,22 +166,22 @@ class DecodeEnding {
  public:
   const AttentionParams& p_;
   unsigned char* smem_;
-  int slot_at_;  // byte offset of that stage in a team's ring, where o has no place of its own
+  int slot_at_;  // byte offset of that stage in a KV split's ring, where o has no place of its own
   int warp_, lane_;
 
-  QUIRE_DEVICE void run(const DecodeJob& job, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
-    const bool whole = job.piece.group.num_parts == 1, empty = job.piece.kv_begin == job.piece.kv_end;
+  QUIRE_DEVICE void run(const DecodeWork& job, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+    const bool whole = job.work.group.num_parts == 1, empty = job.work.kv_begin == job.work.kv_end;
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       if (!empty) spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(smem_) + spill_at(warp_)}, o, m, lane_);
       __syncthreads();
-      merge_teams(job, m, whole, empty);
+      merge_splits(job, m, whole, empty);
       if (m + 1 < kM) __syncthreads();
     }
     if (whole) {
       __syncthreads();
-    } else if (arrives_last(p_, job.piece.group, reinterpret_cast<uint32_t*>(smem_ + Shape::kFlagAt))) {
+    } else if (arrives_last(p_, job.work.group, reinterpret_cast<uint32_t*>(smem_ + Shape::kFlagAt))) {
       merge_parts<V, Shape::kWarps>(p_, job, warp_, lane_);
     }
   }
@@ -189,8 +189,8 @@ class DecodeEnding {
  private:
   QUIRE_DEVICE int spill_at(int warp) const {
     if constexpr (Shape::kOwnSpill) return Shape::kSpillAt + warp * Shape::kSpillBytes;
-    return warp / Shape::kTeam * Shape::kStages * Shape::kSlotBytes + slot_at_ +
-           warp % Shape::kTeam * Shape::kSpillBytes;
+    return warp / Shape::kSplitWarps * Shape::kStages * Shape::kSlotBytes + slot_at_ +
+           warp % Shape::kSplitWarps * Shape::kSpillBytes;
   }
   QUIRE_DEVICE float2* states() const {
     return reinterpret_cast<float2*>(smem_ + Shape::kStatesAt);  // [kWarps, kM * 16]
@@ -207,11 +207,11 @@ class DecodeEnding {
     }
   }
 
-  // Rows of block m of every warp of a team, four columns a thread, the teams in order.
-  QUIRE_DEVICE void merge_teams(const DecodeJob& job, int m, bool whole, bool empty) const {
-    const int row_begin = job.piece.tile.row_begin;
-    const int64_t slot = static_cast<int64_t>(job.piece.group.slot(job.piece.part)) * V::kTileRows;
-    for (int i = static_cast<int>(threadIdx.x); i < Shape::kTeam * 16 * kQuads; i += Shape::kThreads) {
+  // Rows of block m of every warp of a KV split, four columns a thread, the KV splits in order.
+  QUIRE_DEVICE void merge_splits(const DecodeWork& job, int m, bool whole, bool empty) const {
+    const int row_begin = job.work.tile.row_begin;
+    const int64_t slot = static_cast<int64_t>(job.work.group.slot(job.work.part)) * V::kTileRows;
+    for (int i = static_cast<int>(threadIdx.x); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;
       if (row_begin + row >= job.row_end) continue;
@@ -226,16 +226,16 @@ class DecodeEnding {
   }
 
   QUIRE_DEVICE RowQuad merge_row(int member, int m, int row, int quad) const {
-    float2 md[Shape::kTeams];
+    float2 md[Shape::kKvSplits];
     RowQuad sum = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
-    for (int t = 0; t < Shape::kTeams; ++t) {
-      md[t] = states()[((t * Shape::kTeam + member) * kM + m) * 16 + row];
+    for (int t = 0; t < Shape::kKvSplits; ++t) {
+      md[t] = states()[((t * Shape::kSplitWarps + member) * kM + m) * 16 + row];
       sum.m = fmaxf(sum.m, md[t].x);
     }
 #pragma unroll
-    for (int t = 0; t < Shape::kTeams; ++t) {
-      const SpillTile<kVo> tile = {static_cast<uint32_t>(spill_at(t * Shape::kTeam + member))};
+    for (int t = 0; t < Shape::kKvSplits; ++t) {
+      const SpillTile<kVo> tile = {static_cast<uint32_t>(spill_at(t * Shape::kSplitWarps + member))};
       const float weight = ptx::ex2(md[t].x - sum.m);
       sum.d = fmaf(weight, md[t].y, sum.d);
       scale_add(sum.o, weight, *reinterpret_cast<const float4*>(smem_ + tile.pair(row, 2 * quad)));

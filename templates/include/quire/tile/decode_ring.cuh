@@ -1,8 +1,9 @@
 // Keys and values on their way into shared memory. Each warp copies its own tokens with cp.async and runs ahead of the
-// arithmetic by a ring of stages, across the ends of pieces: the memory system never hears that a request has ended.
+// arithmetic by a ring of stages, across the ends of work tiles: the memory system never hears that a request has
+// ended.
 #pragma once
 #include "quire/tile/decode_shape.cuh"
-#include "quire/tile/decode_work.cuh"
+#include "quire/tile/decode_scheduler.cuh"
 
 namespace quire {
 
@@ -25,7 +26,7 @@ class DecodeLoader {
 
   // Begins to look up where the next tile's tokens are, and those of its neighbour where there are lanes for both: the
   // second stage's copies then need no trip to memory (B 1, 2048 keys: 7.1 instead of 7.7 us; H200, 2026-11-21).
-  QUIRE_DEVICE void look_up() {
+  QUIRE_DEVICE void prefetch_pages() {
     if constexpr (V::kPaged) {
       const int token = token_of_lane();
       page_ = token < kv_len_ ? p_.kv_indices[kv_first_ + p_.page.div(token)] : 0;
@@ -58,7 +59,7 @@ class DecodeLoader {
     return tile * Shape::kTileKv + warp_ * Shape::kWarpTokens + lane_ % Shape::kWarpTokens;
   }
 
-  QUIRE_DEVICE void enter(const Tile& next) {
+  QUIRE_DEVICE void enter(const RowTile& next) {
     const int units = walk_.units(next);
     at_ = next.kv_begin + walk_.offset;
     end_ = min(at_ + units, next.kv_end);
@@ -88,7 +89,7 @@ class DecodeLoader {
   QUIRE_DEVICE void copy(Tile dst, const char* mine, int count) const {
     constexpr int kLanes = Tile::kChunks > 4 ? 8 : Tile::kChunks > 2 ? 4 : 2;
     constexpr int kRowsAtOnce = 32 / kLanes, kPasses = ceil_div(Tile::kChunks, kLanes);
-    const int col = lane_ % kLanes, row_of_warp = warp_ % Shape::kTeam * Shape::kWarpTokens;
+    const int col = lane_ % kLanes, row_of_warp = warp_ % Shape::kSplitWarps * Shape::kWarpTokens;
 #pragma unroll
     for (int i = 0; i < Shape::kWarpTokens; i += kRowsAtOnce) {
       const int row = i + lane_ / kLanes, holder = at_ % kLookedUp * Shape::kWarpTokens + row;
@@ -106,7 +107,7 @@ class DecodeLoader {
 
   const AttentionParams& p_;
   Walk walk_;
-  int at_, end_;  // kv tiles of the piece
+  int at_, end_;  // kv tiles of the work
   int warp_, lane_;
   int kv_first_, kv_len_, page_;
   const char *k_, *v_;  // token 0 (page 0) of the kv head

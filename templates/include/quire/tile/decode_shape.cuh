@@ -1,7 +1,8 @@
-// How decode cuts a kv tile: teams of warps, each with keys, a ring and a softmax of its own. A team is one warp unless
-// the rows are too many for one warp's registers; then its warps share the team's keys and split the rows.
+// How decode cuts a kv tile: KV splits of warps, each with keys, a ring and a softmax of its own. A KV split is one
+// warp unless the rows are too many for one warp's registers; then its warps share the KV split's keys and split the
+// rows.
 #pragma once
-#include "quire/tile/decode_work.cuh"
+#include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/smem.cuh"
 
 namespace quire {
@@ -41,12 +42,12 @@ struct DecodeShape {
 
   // Two blocks of 16 rows a warp where o and q then take at most 192 registers, or 96 if widening needs some too.
   static constexpr int kM = kRows > 16 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
-  static constexpr int kTeam = kRows / (16 * kM);  // warps
+  static constexpr int kSplitWarps = kRows / (16 * kM);  // warps
   // A warp copies some 8 KB at a time: enough that few bytes are loop overhead, little enough for a ring of stages.
   static constexpr int kWarpTokens = 32 * kTokenBytes <= 8192 ? 32 : 16;
-  static constexpr int kWarps = max(kTeam, 16 * kTokenBytes > 8192 ? 2 : 4);
-  static constexpr int kTeams = kWarps / kTeam;
-  static constexpr int kSlice = kTeam * kWarpTokens;  // tokens of a team in a kv tile
+  static constexpr int kWarps = max(kSplitWarps, 16 * kTokenBytes > 8192 ? 2 : 4);
+  static constexpr int kKvSplits = kWarps / kSplitWarps;
+  static constexpr int kSlice = kSplitWarps * kWarpTokens;  // tokens of a KV split in a kv tile
   static constexpr int kTileKv = kWarps * kWarpTokens;
   static constexpr int kBlock = kM == 1 && kVo <= 192 ? min(kSlice, 32) : 16;  // keys of one softmax step
 
@@ -59,18 +60,18 @@ struct DecodeShape {
   static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
   static constexpr int kJobBytes = 96;  // of a warp
   static constexpr int kBaseBytes =
-      kTeam * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
+      kSplitWarps * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
   static constexpr int kSmemOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta, kRingBytes = 64 * 1024;
 
-  // Where two CTAs then still fit an SM, o has a place of its own when a piece ends, and the ring goes on being filled.
+  // Where two CTAs then still fit an SM, o has a place of its own when a work ends, and the ring goes on being filled.
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kSpillBytes = 16 * kVo * 4;  // 16 rows of o of a warp
   static constexpr bool kOwnSpill =
-      max(kRingBytes, 2 * kTeams * kTileBytes) + kBaseBytes + kWarps * kSpillBytes <= kSmemOfTwo;
-  static constexpr int kSlotBytes = kOwnSpill ? kTileBytes : max(kTileBytes, kTeam* kSpillBytes);
+      max(kRingBytes, 2 * kKvSplits * kTileBytes) + kBaseBytes + kWarps * kSpillBytes <= kSmemOfTwo;
+  static constexpr int kSlotBytes = kOwnSpill ? kTileBytes : max(kTileBytes, kSplitWarps* kSpillBytes);
   static constexpr int kFixedBytes = kBaseBytes + (kOwnSpill ? kWarps * kSpillBytes : 0);
-  static constexpr int kStageBytes = kTeams * kSlotBytes;
-  // Two CTAs an SM, so that one streams while the other ends a piece, and 64 KB for the ring of each: with more bytes
+  static constexpr int kStageBytes = kKvSplits * kSlotBytes;
+  // Two CTAs an SM, so that one streams while the other ends a work, and 64 KB for the ring of each: with more bytes
   // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
   // One where a ring of two stages leaves no room for two.
   static constexpr bool kTwoFit = 2 * kStageBytes <= kRingBytes && 2 * kStageBytes + kFixedBytes <= kSmemOfTwo;
@@ -79,11 +80,11 @@ struct DecodeShape {
   static constexpr int kRoom = (kSmemOfCta - kFixedBytes) / kStageBytes;
   static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
-  // Shared memory: the teams' rings, o at the end of a piece, q, row states, the warps' jobs and tiles, the flag, and
-  // the first piece's queries as they are in memory, where there is room.
+  // Shared memory: the KV splits' rings, o at the end of a work, q, row states, the warps' jobs and tiles, the flag,
+  // and the first work's queries as they are in memory, where there is room.
   static constexpr int kSpillAt = kStages * kStageBytes;
   static constexpr int kQueryAt = kSpillAt + (kOwnSpill ? kWarps * kSpillBytes : 0),
-                       kStatesAt = kQueryAt + kTeam * kQueryBytes;
+                       kStatesAt = kQueryAt + kSplitWarps * kQueryBytes;
   static constexpr int kJobsAt = kStatesAt + kStatesBytes;
   static constexpr int kTilesAt = kJobsAt + kWarps * kJobBytes;
   static constexpr int kFlagAt = kTilesAt + kWarps * TileWindow::kBytes;

@@ -23,8 +23,8 @@ QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
   }
 }
 
-// Rows of k and v of one request, copied by kThreads threads, tile after tile from the piece's first. A copy has no
-// branch, so that it can hide among matrix instructions; beyond the piece's last tile it reads nothing and writes
+// Rows of k and v of one request, copied by kThreads threads, tile after tile from the work's first. A copy has no
+// branch, so that it can hide among matrix instructions; beyond the work's last tile it reads nothing and writes
 // zeros. kOf: 0 k, 1 v.
 //
 // Ragged: token t is row t. Each thread's next addresses wait in shared memory, where they cost no registers.
@@ -63,7 +63,7 @@ class KvRows {
   QUIRE_DEVICE const T* first(const void* base, int64_t stride, int64_t head_stride, int tile) const {
     const RowSplit<kThreads, kHeadDim / 8> split(thread_);
     const int64_t row = job_.kv_first + tile * V::kTileKv + split.row;
-    return static_cast<const T*>(base) + row * stride + job_.piece.kv_head * head_stride + split.lane * 8;
+    return static_cast<const T*>(base) + row * stride + job_.work.kv_head * head_stride + split.lane * 8;
   }
 
   const AttentionParams& p_;
@@ -86,7 +86,7 @@ class KvRows<V, kThreads, kSlots, true> {
   QUIRE_DEVICE KvRows(const AttentionParams& p, const Job& job, unsigned char* table, int thread)
       : p_(p), job_(job), table_(reinterpret_cast<Offset*>(table)), thread_(thread) {}
 
-  // Publishes the piece's first tiles, for all threads.
+  // Publishes the work's first tiles, for all threads.
   QUIRE_DEVICE void begin(int tile) {
 #pragma unroll
     for (int i = 0; i < kSlots; ++i) fetch(tile + i), publish(tile + i);
@@ -107,7 +107,7 @@ class KvRows<V, kThreads, kSlots, true> {
     for (int i = 0; i < kTokens; ++i) {
       if (!owns(i)) continue;
       const int slot = p_.page.mod(tile * V::kTileKv + i * kThreads + thread_);
-      const int64_t head = job_.piece.kv_head;
+      const int64_t head = job_.work.kv_head;
       Offset offset = {-1, -1};
       if (page_[i] >= 0) {
         offset.at[0] = page_[i] * p_.k_page_stride + slot * p_.k_token_stride + head * p_.k_head_stride;

@@ -9,7 +9,7 @@ namespace quire {
 // As Mask::word, from one or two aligned words: of those it reads, each holds at least one of the bits asked for.
 template <int kMask, bool kWindow>
 QUIRE_DEVICE uint32_t mask_word(const Mask<kMask, kWindow>& mask, int qo_idx, int key) {
-  if constexpr (kMask == kMaskDraft) return mask.word(qo_idx, key);
+  if constexpr (kMask == kMaskTree) return mask.word(qo_idx, key);
   const int count = min(32, mask.kv_len - key);
   if (count <= 0) return 0;
   const int64_t at = static_cast<int64_t>(qo_idx) * mask.kv_len + key;

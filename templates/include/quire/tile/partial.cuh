@@ -11,8 +11,8 @@ QUIRE_DEVICE bool is_last_arriver(const AttentionParams& p, Job& job, int thread
   __threadfence();
   __syncthreads();
   if (thread == 0) {
-    const uint32_t last = job.piece.group.num_parts - 1;
-    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.piece.group.counter, last) == last;
+    const uint32_t last = job.work.group.num_parts - 1;
+    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.work.group.counter, last) == last;
   }
   __syncthreads();
   return job.is_last;
@@ -23,8 +23,8 @@ QUIRE_DEVICE bool is_last_arriver(const AttentionParams& p, Job& job, int thread
 template <class T, int kRows, int kVo, int kThreads>
 QUIRE_DEVICE void merge_partials(const AttentionParams& p, const Job& job, int thread) {
   constexpr int kQuads = kVo / 4;
-  const PartialGroup group = job.piece.group;
-  const int row_begin = job.piece.tile.row_begin, count = min(kRows, job.row_end - row_begin) * kQuads;
+  const PartialGroup group = job.work.group;
+  const int row_begin = job.work.tile.row_begin, count = min(kRows, job.row_end - row_begin) * kQuads;
   for (int i = thread; i < count; i += kThreads) {
     const int row = i / kQuads, col = (i - row * kQuads) * 4;
     float m = kNoLogit, d = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};

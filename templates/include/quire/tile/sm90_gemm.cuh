@@ -1,14 +1,14 @@
 // Matrix products of a warpgroup: started here, waited for with wgmma_wait. One call is one group.
 #pragma once
 #include "quire/ptx/wgmma.cuh"
-#include "quire/tile/sm90_panels.cuh"
+#include "quire/tile/sm90_tile.cuh"
 
 namespace quire {
 
 // s[64, TileB::kRows] = a * b^T; a is 64 rows of TileA, b a TileB, both in shared memory and given by their
 // descriptors.
 template <class T, class TileA, class TileB>
-QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], PanelDescriptor a, PanelDescriptor b) {
+QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], TileDescriptor a, TileDescriptor b) {
   static_assert(TileA::kCols == TileB::kCols, "a b^T needs rows of equal length");
   ptx::pin(s);
   ptx::wgmma_fence();
@@ -23,7 +23,7 @@ QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], PanelDescriptor a, Pan
 
 // o[64, TileB::kCols] += p[64, TileB::kRows] * b; p in fragments, b in shared memory.
 template <class T, class TileB>
-QUIRE_DEVICE void start_AB(float (&o)[TileB::kCols / 2], uint32_t (&p)[TileB::kRows / 16][4], PanelDescriptor b) {
+QUIRE_DEVICE void start_AB(float (&o)[TileB::kCols / 2], uint32_t (&p)[TileB::kRows / 16][4], TileDescriptor b) {
   ptx::pin(o);
 #pragma unroll
   for (int k = 0; k < TileB::kRows / 16; ++k) ptx::pin(p[k]);

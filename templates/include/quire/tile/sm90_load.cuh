@@ -5,7 +5,7 @@
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/tma.cuh"
 #include "quire/tile/job.cuh"
-#include "quire/tile/sm90_panels.cuh"
+#include "quire/tile/sm90_tile.cuh"
 
 namespace quire {
 
@@ -54,7 +54,7 @@ class KvLoader {
 #pragma unroll
     for (int i = 0; i < Tile::kPanels; ++i) {
       ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes, map_, barrier, i * 64, job_.kv_first + token_,
-                       job_.piece.kv_head, 0);
+                       job_.work.kv_head, 0);
     }
   }
 
@@ -93,7 +93,7 @@ class KvLoader<V, KvPath::kPages> {
 #pragma unroll
     for (int i = 0; i < Tile::kPanels; ++i) {
       ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes + lane_ * kBoxRows * 128, map_, barrier, i * 64, row_,
-                       job_.piece.kv_head, page_);
+                       job_.work.kv_head, page_);
     }
   }
 
@@ -113,7 +113,7 @@ class KvLoader<V, KvPath::kGather> {
 
   QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const Job& job, int lane)
       : p_(p), from_(from), job_(job), lane_(lane) {
-    base_ = reinterpret_cast<uint64_t>(from.base) + job.piece.kv_head * from.head_stride * 2 + (lane & 7) * 16;
+    base_ = reinterpret_cast<uint64_t>(from.base) + job.work.kv_head * from.head_stride * 2 + (lane & 7) * 16;
     asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
   }
 

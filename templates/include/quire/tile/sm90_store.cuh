@@ -104,8 +104,8 @@ QUIRE_DEVICE bool is_last_of_group(const AttentionParams& p, Job& job, int threa
   __threadfence();
   ptx::named_barrier_sync(id, kThreads);
   if (thread == 0) {
-    const uint32_t last = job.piece.group.num_parts - 1;
-    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.piece.group.counter, last) == last;
+    const uint32_t last = job.work.group.num_parts - 1;
+    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.work.group.counter, last) == last;
   }
   ptx::named_barrier_sync(id, kThreads);
   return job.is_last;

@@ -7,12 +7,12 @@
 
 namespace quire {
 
-struct ClassifyMaskParams {
+struct BlockMaskParams {
   const uint8_t* mask;  // as AttentionParams has them
   const int64_t* mask_indptr;
-  const Tile* tiles;  // [num_tiles], in any order
-  uint8_t* classes;   // [work units of one kv head], a tile's from its work_begin on
-  int32_t num_tiles;  // a divisor of the grid
+  const RowTile* tiles;  // [num_tiles], in any order
+  uint8_t* block_mask;   // [work units of one kv head], a tile's from its work_begin on
+  int32_t num_tiles;     // a divisor of the grid
   int32_t tile_rows;
   int32_t tile_kv;
   int32_t group_size;
@@ -21,20 +21,20 @@ struct ClassifyMaskParams {
 
 // CTA i does tile i % num_tiles, 32 kv tiles at a time. A lane looks at one of them, a warp at every eighth query.
 template <class Variant>
-struct ClassifyMask {
+struct BuildBlockMask {
   static constexpr int kThreads = kParallelThreads, kMinCtas = 4, kSmemBytes = 0;
 
-  QUIRE_DEVICE static void run(const ClassifyMaskParams& p, unsigned char*) {
+  QUIRE_DEVICE static void run(const BlockMaskParams& p, unsigned char*) {
     ptx::wait_for_predecessor();
     const int parts = static_cast<int>(gridDim.x) / p.num_tiles, part = static_cast<int>(blockIdx.x) / p.num_tiles;
-    const Tile tile = p.tiles[static_cast<int>(blockIdx.x) - part * p.num_tiles];
+    const RowTile tile = p.tiles[static_cast<int>(blockIdx.x) - part * p.num_tiles];
     for (int first = tile.kv_begin + 32 * part; first < tile.kv_end; first += 32 * parts) classify(p, tile, first);
   }
 
  private:
   static constexpr int kWarps = kThreads / 32;
 
-  QUIRE_DEVICE static void classify(const ClassifyMaskParams& p, const Tile& tile, int first) {
+  QUIRE_DEVICE static void classify(const BlockMaskParams& p, const RowTile& tile, int first) {
     __shared__ uint32_t seen[kWarps], whole[kWarps];
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     bool is_seen = false, is_whole = true;
@@ -45,14 +45,14 @@ struct ClassifyMask {
     if (warp == 0 && first + lane < tile.kv_end) {
       uint32_t any = 0, all = 0xffffffffu;
       for (int i = 0; i < kWarps; ++i) any |= seen[i], all &= whole[i];
-      const int seen_bit = (any >> lane & 1) * kTileSeen, whole_bit = (all >> lane & 1) * kTileWhole;
-      p.classes[tile.work_begin + first + lane - tile.kv_begin] = static_cast<uint8_t>(seen_bit | whole_bit);
+      const int seen_bit = (any >> lane & 1) * kBlockVisible, whole_bit = (all >> lane & 1) * kBlockFull;
+      p.block_mask[tile.work_begin + first + lane - tile.kv_begin] = static_cast<uint8_t>(seen_bit | whole_bit);
     }
     __syncthreads();  // the votes have been read
   }
 
   // One kv tile, as every kWarps-th query from the warp's own on sees it.
-  QUIRE_DEVICE static void look(const ClassifyMaskParams& p, const Tile& tile, int kv_tile, int warp, bool& is_seen,
+  QUIRE_DEVICE static void look(const BlockMaskParams& p, const RowTile& tile, int kv_tile, int warp, bool& is_seen,
                                 bool& is_whole) {
     const int row_last = min(tile.row_begin + p.tile_rows, tile.qo_len * p.group_size) - 1;
     const int first = tile.row_begin / p.group_size, last = row_last / p.group_size;

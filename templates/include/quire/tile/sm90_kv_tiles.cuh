@@ -1,38 +1,38 @@
-// Which key tiles of a piece are computed, and which of them need masking: from right to left, so that the tiles that a
+// Which key tiles of a work are computed, and which of them need masking: from right to left, so that the tiles that a
 // causal mask and kv_len touch come first.
 #pragma once
-#include "quire/tile/sm90_jobs.cuh"
+#include "quire/tile/sm90_scheduler.cuh"
 #include "quire/ptx/wgmma.cuh"
 #include "quire/tile/sm90_mask.cuh"
 
 namespace quire {
 
-// A piece of work as the scheduling warp hands it on.
-template <class V, bool kHasClasses = V::kMask == kMaskCustom>
-struct PieceSlot {
+// A work of work as the scheduling warp hands it on.
+template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
+struct WorkStage {
   Job job;
-  QUIRE_DEVICE void look_up(const AttentionFa3Params&, int) {}
+  QUIRE_DEVICE void prefetch_pages(const AttentionFa3Params&, int) {}
   QUIRE_DEVICE const uint8_t* bits() const { return nullptr; }
 };
 
-// With its request's bits and the classes of its tiles, a bit each. The classes of the first kWords * 32 tiles lie
-// here, because each of the warps would wait for the others a trip to memory long.
+// With its request's bits and the block_mask of its tiles, a bit each. The block_mask of the first kWords * 32 tiles
+// lie here, because each of the warps would wait for the others a trip to memory long.
 template <class V>
-struct PieceSlot<V, true> {
+struct WorkStage<V, true> {
   static constexpr int kWords = 32;
   Job job;
   const uint8_t* mask_bits;
-  const uint8_t* classes;
+  const uint8_t* block_mask;
   uint32_t seen[kWords], whole[kWords];
 
   QUIRE_DEVICE const uint8_t* bits() const { return mask_bits; }
 
   // One warp.
-  QUIRE_DEVICE void look_up(const AttentionFa3Params& p, int lane) {
-    const Piece& piece = job.piece;
-    const uint8_t* first = p.classes + piece.tile.work_begin + (piece.kv_begin - piece.tile.kv_begin);
-    const int words = min(ceil_div(piece.kv_end - piece.kv_begin, 32), kWords);
-    if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[piece.tile.request], classes = first;
+  QUIRE_DEVICE void prefetch_pages(const AttentionFa3Params& p, int lane) {
+    const WorkTile& work = job.work;
+    const uint8_t* first = p.block_mask + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
+    const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
+    if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[work.tile.request], block_mask = first;
 #pragma unroll 4
     for (int i = 0; i < words; ++i) {
       uint32_t seen_bits, whole_bits;
@@ -41,21 +41,21 @@ struct PieceSlot<V, true> {
     }
   }
 
-  // The classes of 32 tiles from tile 32 * i of the piece on. Whole warps.
+  // The block_mask of 32 tiles from tile 32 * i of the work on. Whole warps.
   QUIRE_DEVICE void vote(const uint8_t* first, int i, uint32_t& seen_bits, uint32_t& whole_bits, int lane) const {
     const int at = 32 * i + lane;
-    const int found = at < job.piece.kv_end - job.piece.kv_begin ? __ldg(first + at) : 0;
-    seen_bits = __ballot_sync(0xffffffffu, found & kTileSeen);
-    whole_bits = __ballot_sync(0xffffffffu, found & kTileWhole);
+    const int found = at < job.work.kv_end - job.work.kv_begin ? __ldg(first + at) : 0;
+    seen_bits = __ballot_sync(0xffffffffu, found & kBlockVisible);
+    whole_bits = __ballot_sync(0xffffffffu, found & kBlockFull);
   }
 };
 
-// Goes through a piece's tiles, whole warps at a time. All warps of the CTA take the same path.
-template <class V, bool kHasClasses = V::kMask == kMaskCustom>
+// Goes through a work's tiles, whole warps at a time. All warps of the CTA take the same path.
+template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
 class TileWalk {
  public:
-  QUIRE_DEVICE explicit TileWalk(const PieceSlot<V>& slot)
-      : begin_(slot.job.piece.kv_begin), tile_(slot.job.piece.kv_end - 1) {}
+  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot)
+      : begin_(slot.job.work.kv_begin), tile_(slot.job.work.kv_end - 1) {}
 
   QUIRE_DEVICE bool exists() const { return tile_ >= begin_; }
   QUIRE_DEVICE int tile() const { return tile_; }
@@ -65,14 +65,13 @@ class TileWalk {
   int begin_, tile_;
 };
 
-// Leaves out tiles that no row sees. A word of classes lasts for 32 tiles: reading each tile's from shared memory would
-// stand in the way of its products.
+// Leaves out tiles that no row sees. A word of block_mask lasts for 32 tiles: reading each tile's from shared memory
+// would stand in the way of its products.
 template <class V>
 class TileWalk<V, true> {
  public:
-  QUIRE_DEVICE explicit TileWalk(const PieceSlot<V>& slot)
-      : slot_(slot), begin_(ptx::uniform(slot.job.piece.kv_begin)) {
-    const int last = ptx::uniform(slot.job.piece.kv_end) - begin_ - 1;
+  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot) : slot_(slot), begin_(ptx::uniform(slot.job.work.kv_begin)) {
+    const int last = ptx::uniform(slot.job.work.kv_end) - begin_ - 1;
     word_ = last >> 5;  // -1 where there is no tile
     read();
     advance();
@@ -92,15 +91,15 @@ class TileWalk<V, true> {
   QUIRE_DEVICE void read() {
     seen_ = whole_ = 0;
     if (word_ < 0) return;
-    if (word_ < PieceSlot<V>::kWords) {
+    if (word_ < WorkStage<V>::kWords) {
       seen_ = slot_.seen[word_], whole_ = slot_.whole[word_];
     } else {
-      slot_.vote(slot_.classes, word_, seen_, whole_, ptx::lane_id());
+      slot_.vote(slot_.block_mask, word_, seen_, whole_, ptx::lane_id());
     }
     seen_ = ptx::uniform(seen_), whole_ = ptx::uniform(whole_);
   }
 
-  const PieceSlot<V>& slot_;
+  const WorkStage<V>& slot_;
   int begin_, word_, bit_;
   uint32_t seen_, whole_;  // of this word; `seen_` loses the tiles that were walked
 };
@@ -109,7 +108,7 @@ class TileWalk<V, true> {
 template <class V>
 class WholeTiles {
  public:
-  QUIRE_DEVICE WholeTiles(const AttentionParams& p, const PieceSlot<V>& slot, int row) : tiles_{0, 0} {
+  QUIRE_DEVICE WholeTiles(const AttentionParams& p, const WorkStage<V>& slot, int row) : tiles_{0, 0} {
     if constexpr (V::kMask == kMaskCustom) return;
     const int end = slot.job.row_end;
     const int first = p.group.div(min(row, end - 1)), last = p.group.div(min(row + 64, end) - 1);

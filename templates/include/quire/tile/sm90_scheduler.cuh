@@ -1,4 +1,5 @@
-// The pieces of a persistent CTA, handed from the warp that schedules to the warps that load and compute, one ahead.
+// The work tiles of a persistent CTA, handed from the warp that schedules to the warps that load and compute, one
+// ahead.
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/barrier.cuh"
@@ -56,67 +57,67 @@ struct RingBarriers {
   QUIRE_DEVICE void arrive_empty(RingPosition<kSlots> at) const { ptx::mbarrier_arrive(empty(at.slot())); }
 };
 
-// The work of one CTA: its share, or whole tiles that it takes as it gets to them. One thread's; where it is between
-// pieces stands in the jobs in shared memory, because the loading warps have few registers.
+// The work of one CTA: its partition, or whole tiles that it takes as it gets to them. One thread's; where it is
+// between work tiles stands in the jobs in shared memory, because the loading warps have few registers.
 struct WorkList {
-  // The first job's beginning, before any piece of it.
+  // The first job's beginning, before any work of it.
   QUIRE_DEVICE static void begin(const AttentionFa3Params& p, Job& job, int& work) {
     work = static_cast<int>(blockIdx.x);
-    const Tickets tickets(p);
-    if (work < tickets.count) job.cursor = cursor(p, tickets);
+    const WorkQueue queue(p);
+    if (work < queue.count) job.cursor = cursor(p, queue);
   }
 
   // Fills in `job`, which follows the one that left `cursor`; job.exists is false when nothing is left.
-  QUIRE_DEVICE static void next(const AttentionFa3Params& p, const PieceCursor& cursor_before, Job& job, int& work,
+  QUIRE_DEVICE static void next(const AttentionFa3Params& p, const WorkCursor& cursor_before, Job& job, int& work,
                                 int tile_kv) {
-    const Tickets tickets(p);
+    const WorkQueue queue(p);
     job.cursor = cursor_before;
     job.exists = false;
-    while (work < tickets.count) {
-      job.next(p.base, tickets.place(p, work), tile_kv);
+    while (work < queue.count) {
+      job.next(p.base, queue.place(p, work), tile_kv);
       if (job.exists) return;
-      work = tickets.take(p, work);
-      if (work < tickets.count) job.cursor = cursor(p, tickets);
+      work = queue.take(p, work);
+      if (work < queue.count) job.cursor = cursor(p, queue);
     }
   }
 
  private:
-  // How many pieces of work there are to begin with: shares, or whole tiles of each kv head.
-  struct Tickets {
+  // How many work tiles of work there are to begin with: partitions, or whole tiles of each kv head.
+  struct WorkQueue {
     int count;
-    int heads_at_once;  // whole tiles: a divisor of num_kv_heads; 0: shares
+    int heads_per_l2_group;  // whole tiles: a divisor of num_kv_heads; 0: partitions
     int num_tiles;
 
-    QUIRE_DEVICE explicit Tickets(const AttentionFa3Params& p) {
-      count = p.base.num_ctas, heads_at_once = 0, num_tiles = p.base.num_tiles;
-      if (p.base.shares == nullptr) {
-        heads_at_once = p.heads_at_once;
-      } else if (const Share share = p.base.shares[blockIdx.x]; share.units == Share::kByTicket) {
-        count = share.offset, heads_at_once = share.tile, num_tiles = share.num_tiles;
+    QUIRE_DEVICE explicit WorkQueue(const AttentionFa3Params& p) {
+      count = p.base.num_ctas, heads_per_l2_group = 0, num_tiles = p.base.num_tiles;
+      if (p.base.partitions == nullptr) {
+        heads_per_l2_group = p.heads_per_l2_group;
+      } else if (const Partition partition = p.base.partitions[blockIdx.x]; partition.units == Partition::kDynamic) {
+        count = partition.offset, heads_per_l2_group = partition.tile, num_tiles = partition.num_tiles;
       }
     }
 
-    // A CTA's first piece costs no ticket. A launch takes one for each of the rest and one a CTA that fails, count in
-    // all: then the counter is 0 again.
+    // A CTA's first work costs no tile_counter. A launch takes one for each of the rest and one a CTA that fails, count
+    // in all: then the counter is 0 again.
     QUIRE_DEVICE int take(const AttentionFa3Params& p, int work) const {
       const int grid = static_cast<int>(gridDim.x);
-      if (p.ticket == nullptr || heads_at_once == 0) return work + grid;
-      return min(grid, count) + static_cast<int>(atomicInc(p.ticket, count - 1));
+      if (p.tile_counter == nullptr || heads_per_l2_group == 0) return work + grid;
+      return min(grid, count) + static_cast<int>(atomicInc(p.tile_counter, count - 1));
     }
 
     // Whole tiles in order of head sections first. The schedule counts (tile, head) with heads inside.
     QUIRE_DEVICE int place(const AttentionFa3Params& p, int work) const {
-      if (heads_at_once == 0 || heads_at_once >= p.base.num_kv_heads) return work;
-      const int section_size = heads_at_once * num_tiles;
+      if (heads_per_l2_group == 0 || heads_per_l2_group >= p.base.num_kv_heads) return work;
+      const int section_size = heads_per_l2_group * num_tiles;
       const int section = work / section_size, in_section = work - section * section_size;
-      const int tile = in_section / heads_at_once, head = in_section - tile * heads_at_once;
-      return tile * p.base.num_kv_heads + section * heads_at_once + head;
+      const int tile = in_section / heads_per_l2_group, head = in_section - tile * heads_per_l2_group;
+      return tile * p.base.num_kv_heads + section * heads_per_l2_group + head;
     }
   };
 
-  QUIRE_DEVICE static PieceCursor cursor(const AttentionFa3Params& p, const Tickets& tickets) {
-    return tickets.heads_at_once != 0 ? PieceCursor::of_tile()
-                                      : PieceCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
+  QUIRE_DEVICE static WorkCursor cursor(const AttentionFa3Params& p, const WorkQueue& queue) {
+    return queue.heads_per_l2_group != 0 ? WorkCursor::of_tile()
+                                         : WorkCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
   }
 };
 

@@ -8,7 +8,7 @@ namespace quire {
 // 128-byte swizzle), which repeats every 8 rows: panels begin at multiples of 1024 bytes. Columns from kCols on in the
 // last panel are never read.
 template <int kRows_, int kCols_>
-struct PanelTile {
+struct SwizzledTile {
   static constexpr int kRows = kRows_, kCols = kCols_;
   static constexpr int kPanels = ceil_div(kCols, 64);
   static constexpr int kPanelBytes = kRows * 128;
@@ -26,11 +26,11 @@ struct PanelTile {
 // Descriptor of a matrix in panels, as wgmma takes it. Only its lower word depends on addresses, and they are added up
 // in that word alone. The shuffle tells the compiler that the word is the same in all lanes: it then lives in a uniform
 // register, where wgmma wants it, and not in a register that is moved there before each instruction.
-struct PanelDescriptor {
+struct TileDescriptor {
   uint32_t low;
 
   // panel_bytes: distance of neighbouring panels, read when the contiguous dimension (of v: columns) spans several.
-  QUIRE_DEVICE PanelDescriptor(uint32_t address, int panel_bytes)
+  QUIRE_DEVICE TileDescriptor(uint32_t address, int panel_bytes)
       : low(__shfl_sync(0xffffffffu, static_cast<uint32_t>(panel_bytes >> 4) << 16 | ((address & 0x3ffff) >> 4), 0)) {}
 
   QUIRE_DEVICE uint64_t at(int bytes) const {

@@ -5,7 +5,7 @@
 
 namespace quire {
 
-struct Fa2Order {
+struct Fa2Pipeline {
   int keys_after;      // the step of o += p v after which the next copies start
   int values_at_once;  // blocks of v that ptxas may hold ahead of their use; 0: a whole step's
   bool end_late;       // whether this tile is the last is asked in the last step, not before the first
@@ -15,8 +15,8 @@ struct Fa2Order {
 // or two values, overshoots. Below is what lets each such variant end without a spill. All of it is order: results
 // are the same, bit for bit. A variant's manifest tells its "spills": look there after any change to the loop.
 template <class V>
-constexpr Fa2Order fa2_order() {
-  constexpr Fa2Order kUsual = {V::kTileKv < 64 ? 0 : 1, 0, false};
+constexpr Fa2Pipeline fa2_pipeline() {
+  constexpr Fa2Pipeline kUsual = {V::kTileKv < 64 ? 0 : 1, 0, false};
   if constexpr (V::kTileRows < 128) return kUsual;
   // Page offsets beside 128 logits a row: copies a step earlier than usual, which ptxas fits where it misses by two.
   if constexpr (V::kHeadDimQk <= 64 && V::kPaged != 0) return {0, 0, false};
@@ -24,9 +24,9 @@ constexpr Fa2Order fa2_order() {
   if constexpr (V::kHeadDimQk == 128) {
     // ptxas wants up to ten registers more than on sm_90: copies wait until most of s is used, v comes in twos.
     // Paged, under a mask of bits or a window alone, copies go first instead.
-    constexpr bool kBits = V::kMask == kMaskCustom || V::kMask == kMaskDraft;
+    constexpr bool kBits = V::kMask == kMaskCustom || V::kMask == kMaskTree;
     constexpr bool kEarly = V::kPaged != 0 && (kBits || (V::kMask == kMaskNone && V::kWindow != 0));
-    if constexpr (ptx::kBeforeSm90) return kEarly ? Fa2Order{0, 4, true} : Fa2Order{2, 2, true};
+    if constexpr (ptx::kBeforeSm90) return kEarly ? Fa2Pipeline{0, 4, true} : Fa2Pipeline{2, 2, true};
     // A custom mask or a cap: copies wait until most of s is used, v comes in fours.
     if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {2, 4, false};
   }
