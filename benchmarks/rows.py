@@ -178,6 +178,17 @@ def _skewed(count: int, least: int, most: int) -> tuple[int, ...]:
     return tuple(lengths[i * 37 % count] for i in range(count))
 
 
+_SKEWED_DECODE = _skewed(128, 16, 32768)
+
+
+def _alternating(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """The longest, the shortest, the second longest, the second shortest, ..."""
+    down = sorted(lengths, reverse=True)
+    half = (len(down) + 1) // 2
+    pairs = zip(down[:half], reversed(down[half:]), strict=True)
+    return tuple(length for pair in pairs for length in pair)
+
+
 SKEWED_PROMPTS = (16384, 8192, 4096, 2048, 1024, 777, 512, 333, 256, 129, 128, 64, 33, 16, 2, 1)
 
 _PREFILL = (
@@ -210,7 +221,13 @@ _DECODE = (
     _decode("decode-b64-kv4k-p16", (4096,) * 64, (32, 8), target=Target("us", 245)),
     _decode("decode-b64-kv4k-h64-p64", (4096,) * 64, (64, 8), 64, target=Target("us", 245)),
     _decode("decode-b32-kv8k-h32-32", (8192,) * 32, (32, 32), target=Target("us", 935)),
-    _decode("decode-b128-skewed", _skewed(128, 16, 32768), (32, 8), target=Target("us", 440)),
+    _decode("decode-b128-skewed", _SKEWED_DECODE, (32, 8), target=Target("us", 440)),
+    _decode("decode-b128-skewed-down", tuple(sorted(_SKEWED_DECODE, reverse=True)), (32, 8), target=Target("us", 450)),
+    _decode("decode-b128-skewed-up", tuple(sorted(_SKEWED_DECODE)), (32, 8), target=Target("us", 450)),
+    _decode("decode-b128-skewed-alternating", _alternating(_SKEWED_DECODE), (32, 8), target=Target("us", 450)),
+    _decode("decode-b128-long-then-short", (7000,) * 64 + (32,) * 64, (32, 8), target=Target("us", 430)),
+    _decode("decode-b256-512-and-64k", (512,) * 255 + (65536,), (32, 8), target=Target("us", 200)),
+    _decode("decode-b256-kv300", (300,) * 256, (32, 8), target=Target("us", 90)),
     _decode("decode-b1-kv32k", (32768,), (32, 8), target=Target("us", 38)),
     _decode("decode-b1-kv128k", (131072,), (64, 8), target=Target("us", 123)),
     _decode("decode-b16-kv1k", (1024,) * 16, (32, 8), target=Target("us", 20)),
