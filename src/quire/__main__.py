@@ -211,14 +211,9 @@ def _cache_list(options: argparse.Namespace) -> int:
 
 
 def _cache_verify(options: argparse.Namespace) -> int:
-    bad = []
-    store, count = user_store(), 0
-    for path in store.paths():
-        count += 1
-        try:
-            store.verify(path)
-        except QuireError as error:
-            bad.append({"path": str(path), "error": str(error)})
+    store = user_store()
+    count = len(list(store.paths()))
+    bad = [{"path": str(path), "error": error} for path, error in store.problems()]
     if options.json:
         print(json.dumps({"ok": not bad, "entries": count, "bad": bad}, indent=1))
     else:

@@ -22,6 +22,7 @@ HEARTBEAT_SECONDS = 10.0
 
 _logger = logging.getLogger("quire")
 _warned: set[str] = set()
+_MOST_WARNED = 1000  #: texts remembered; beyond it a text may be repeated
 _guard = threading.Lock()
 
 
@@ -43,6 +44,8 @@ def warn_once(text: str) -> None:
     with _guard:
         if text in _warned:
             return
+        if len(_warned) >= _MOST_WARNED:
+            _warned.clear()
         _warned.add(text)
     _write(logging.WARNING, text)
 

@@ -51,7 +51,7 @@ def render_source(templates: Path, spec: Spec) -> str:
 
 def source_digest(templates: Path, spec: Spec) -> str:
     """sha256 of all that decides the text of render_source(). Importing Jinja (30-130 ms) is not needed for it."""
-    unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup")}
+    unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup", "fields")}
     text = json.dumps(unit, sort_keys=True) + "\n" + _read(templates, "variant.jinja")
     return hashlib.sha256(text.encode()).hexdigest()
 
