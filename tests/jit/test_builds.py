@@ -411,7 +411,7 @@ def test_the_store_lists_removes_and_clears(templates: Path, fake: FakeCompiler,
         jit.build(replace(HOST, slug=name), templates=templates)
     store = jit.Store(cache)
     assert [entry.slug for entry in store.entries()] == ["a", "b"]
-    assert store.total_bytes() >= sum(entry.size for entry in store.entries()) > 0
+    assert store.total_bytes() >= sum(entry.manifest.size for entry in store.entries()) > 0
     store.remove(next(store.entries()).path)
     assert [entry.slug for entry in store.entries()] == ["b"]
     assert store.clear() == 1

@@ -132,7 +132,7 @@ _private_store: Store | None = None
 
 
 def _temporary_store(instead_of: Store, reason: str) -> Store:
-    """A store that lives as long as this process, for when the cache cannot be written."""
+    """A store that lives as long as this process, in place of a cache that cannot be written."""
     global _private_store
     with _guard:
         if _private_store is None:
@@ -225,7 +225,7 @@ def denied() -> bool:
 
 
 def seal() -> None:
-    """From now on a miss in this process raises CacheMissError: call it when warm-up is over."""
+    """From now on a miss in this process raises CacheMissError. Call it when warm-up is over."""
     global _sealed
     _sealed = True
 

@@ -1,4 +1,4 @@
-"""This machine's processor and memory, read from /proc: which host targets it runs, how many compilers it bears."""
+"""This machine's processor and memory, read from /proc: which host targets run here, how many compilers fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BYTES_PER_JOB = 1 << 30
 
 @cache
 def features() -> frozenset[str]:
-    """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where it says nothing."""
+    """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where that file has none."""
     text = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -36,7 +36,7 @@ def features() -> frozenset[str]:
 
 @cache
 def fingerprint() -> str:
-    """A digest of what `-march=native` may depend on: the processor's model and extensions."""
+    """A digest of the processor's model and extensions, on which `-march=native` depends: part of native requests."""
     identifying = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
     parts = {platform.machine(), *features()}
     path = Path("/proc/cpuinfo")
@@ -48,7 +48,7 @@ def fingerprint() -> str:
 
 
 def supports(target: str) -> bool:
-    """Whether this processor runs artifacts of the host target `target` (native ones are checked by their key)."""
+    """Whether this processor runs artifacts of the host target `target`. The key of a native one names its processor."""
     machine = platform.machine()
     if target == "native":
         return True
@@ -61,7 +61,7 @@ def supports(target: str) -> bool:
 
 
 def host_target() -> str:
-    """What host code is compiled for: QUIRE_CPU_TARGET, or the best portable target of this machine."""
+    """The target of host code: QUIRE_CPU_TARGET, or the best portable one of this machine."""
     asked = config.cpu_target()
     if asked is not None and not supports(asked):
         raise ValidationError(
@@ -97,7 +97,7 @@ def _available_bytes() -> int:
 
 
 def _inactive_files(path: Path) -> int:
-    """Bytes of file cache that a control group gives up under pressure; its usage counts them."""
+    """Bytes of file cache in a control group's usage that the kernel frees under pressure."""
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -106,5 +106,5 @@ def _inactive_files(path: Path) -> int:
 
 
 def default_jobs() -> int:
-    """How many compilers may run at once: one for each usable processor, as far as the memory goes."""
+    """How many compilers may run at once: one for each usable processor, or fewer where memory is short."""
     return max(1, min(len(os.sched_getaffinity(0)), _available_bytes() // _BYTES_PER_JOB))

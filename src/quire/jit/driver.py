@@ -1,4 +1,4 @@
-"""libcuda.so.1 through ctypes: the few driver calls that loading and launching a cubin take. No libcudart.
+"""libcuda.so.1 through ctypes: the few driver calls that load and launch a cubin. No libcudart.
 
 Nothing happens on import; the library is opened by the first `driver()`.
 """

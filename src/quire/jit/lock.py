@@ -22,7 +22,7 @@ from quire.jit import progress
 
 __all__ = ["build_permit", "entry_lock"]
 
-#: Longer than any compile: after it the holder is presumed stuck (a stopped process, a lost NFS client).
+#: Longer than any compile. A holder that takes longer is presumed stuck (a stopped process, a lost NFS client).
 PATIENCE_SECONDS = 900.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
@@ -48,7 +48,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _unlock(descriptor: int) -> None:
-    """Explicitly, because a forked child may share the descriptor. Closing does it too where this is not supported."""
+    """Release explicitly, because a forked child may share the descriptor. Closing releases a lock too."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -72,7 +72,7 @@ def _write_holder(descriptor: int) -> None:
 
 @contextmanager
 def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bool]:
-    """Hold the lock at `path`; yields False if it could not be had within PATIENCE_SECONDS.
+    """Hold the lock at `path`; yields False if others held it for PATIENCE_SECONDS.
 
     `on_wait(holder, seconds)` is called once when the wait begins and then about once a second.
     """

@@ -20,9 +20,6 @@ _MAX_DYNAMIC_SMEM = 8
 _MOST_PLANNED = 1024  #: launch shapes that a thread keeps for a module
 _STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel must be told what it may ask for
 
-#: Programmatic dependent launch, as every launch that asks for it carries it: 1 in the first of 16 words.
-_PDL = (LaunchAttribute * 1)(LaunchAttribute(id=LaunchAttribute.PDL, value=(1,)))
-
 
 class _Base:
     """What modules of either kind tell."""
@@ -78,6 +75,12 @@ class _Call(LaunchConfig):
     _fields_ = (("params", c_void_p),)  # type: ignore[assignment]  # after those of its base
 
 
+#: Launches to copy, without and with programmatic dependent launch. The attribute lives as long as these do.
+_PLAIN = _Call(grid_y=1, grid_z=1, block_y=1, block_z=1)
+_PDL_ATTRIBUTE = (LaunchAttribute * 1)(LaunchAttribute(id=LaunchAttribute.PDL, value=(1,)))
+_WITH_PDL = _Call(grid_y=1, grid_z=1, block_y=1, block_z=1, attributes=_PDL_ATTRIBUTE, num_attributes=1)
+
+
 class Launch:
     """One planned launch: everything but the stream is fixed, so a call is one driver call.
 
@@ -114,7 +117,7 @@ class Launch:
 
 
 class _PerThread(threading.local):
-    """A thread's own planned launches: an instance must not be called by two threads at once."""
+    """The launches that one thread has planned: two threads must not call the same Launch at once."""
 
     def __init__(self) -> None:
         self.launches: dict[tuple[Any, ...], Launch] = {}
@@ -134,7 +137,7 @@ class CudaModule(_Base):
         self._driver: Driver | None = None
         self._kernel: int | None = None
         self._loaded: dict[int, _Loaded] = {}
-        self._planned = _PerThread()  # what launch() was called with before
+        self._planned = _PerThread()  # the launches that launch() has made
 
     @property
     def driver(self) -> Driver:
@@ -153,7 +156,7 @@ class CudaModule(_Base):
         return loaded
 
     def is_loaded(self, device: int) -> bool:
-        """Whether a launch on `device` needs no preparation, which a stream that is being captured may refuse."""
+        """Whether the kernel is loaded on `device`: a stream that is being captured may refuse to load it."""
         return device in self._loaded
 
     def prepare(self, device: int, smem: int = 0) -> None:
@@ -195,7 +198,8 @@ class CudaModule(_Base):
         must wait for it itself.
         """
         self.prepare(device, smem)
-        call = _Call(grid, 1, 1, block, 1, 1, smem, None, _PDL if pdl else None, int(pdl), params_address)
+        call = _Call.from_buffer_copy(_WITH_PDL if pdl else _PLAIN)
+        call.grid_x, call.block_x, call.smem, call.params = grid, block, smem, params_address
         return Launch(self, device, call)
 
     def launch(

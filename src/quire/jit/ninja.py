@@ -14,6 +14,7 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,17 +50,15 @@ class Run(NamedTuple):
 
 def find_ninja() -> str:
     """The ninja of the Python package, else the one on PATH; CompileError if there is none."""
-    try:
+    directories = [config.search_path()]
+    with suppress(ImportError):  # a distribution may split the package off: PATH is as good
         from ninja import BIN_DIR
-    except ImportError:  # a distribution may split it off: PATH is as good
-        candidates = []
-    else:
-        candidates = [shutil.which("ninja", path=str(BIN_DIR))]
-    candidates.append(shutil.which("ninja", path=config.search_path()))
-    found = next((path for path in candidates if path is not None), None)
-    if found is None:
-        raise CompileError("no ninja was found, neither the Python package nor on PATH: `pip install ninja`")
-    return found
+
+        directories.insert(0, str(BIN_DIR))
+    for directory in directories:
+        if (found := shutil.which("ninja", path=directory)) is not None:
+            return found
+    raise CompileError("no ninja was found, neither the Python package nor on PATH: `pip install ninja`")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -103,15 +102,11 @@ def run_ninja(staging: Path) -> Run:
     command = ["/bin/sh", "-c", _SUPERVISOR, "quire-build", find_ninja(), "-j1"]
     start = time.monotonic()
     with (staging / "ninja.log").open("wb") as output:
+        environment = config.child_environment(TMPDIR=str(staging / "tmp"))
         process = subprocess.Popen(
-            command,
-            cwd=staging,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=config.child_environment(TMPDIR=str(staging / "tmp")),
+            command, cwd=staging, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
-        )
+        )  # fmt: skip
         usage = _wait(process)
     seconds, failed = time.monotonic() - start, process.returncode != 0
     # A new process starts with its parent's peak until it executes, so only what exceeds ours says something.

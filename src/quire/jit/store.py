@@ -37,7 +37,7 @@ _STALE_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an entry says of itself."""
+    """What an entry is, who made it and how the compile went: its manifest.json."""
 
     schema: str
     slug: str
@@ -113,11 +113,6 @@ class Entry:
         """The cubin or host library."""
         return self.path / self.manifest.artifact
 
-    @property
-    def size(self) -> int:
-        """Bytes of all the entry's files."""
-        return sum(file.stat().st_size for file in self.path.iterdir())
-
 
 def _code_owners() -> frozenset[int]:
     """Users who can already run code here: ourselves, root, and whoever owns the installed library."""
@@ -151,9 +146,9 @@ class Store:
     def __init__(
         self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False
     ) -> None:
-        """`private`: created with mode 0700 rather than 0755. `trusted_group`: tolerate group-writable entries.
+        """`private`: the root is created with mode 0700 rather than 0755. `trusted_group`: group-writable entries pass.
 
-        The latter is for directories installed beside our own code, which the same group could rewrite anyway.
+        `trusted_group` is for directories installed beside our own code, which the same group could rewrite anyway.
         """
         self.root = root
         self.readonly = readonly
@@ -182,7 +177,7 @@ class Store:
     def find(self, request: Request, toolchain: str | None, *, repair: bool = False) -> Entry | None:
         """The newest sound entry of `request` made by the toolchain of this digest (None: by any); None if none is.
 
-        What is damaged or untrusted is passed over with one warning; with `repair` (under the entry's lock) it is moved
+        A damaged or untrusted entry is passed over with one warning. With `repair` (under the entry's lock) it is moved
         to the quarantine, so that a rebuild can take its place.
         """
         directory = self.root / "entries" / request.spec.slug
@@ -280,7 +275,7 @@ class Store:
         return sum(file.lstat().st_size for file in self.root.rglob("*") if file.is_file()) if self.root.is_dir() else 0
 
     def remove(self, path: Path) -> None:
-        """Remove one entry: out of sight by one rename, then deleted. Whoever has it loaded keeps the mapping."""
+        """Remove one entry: one rename, then deletion. A process that has loaded the entry keeps its mapping."""
         removed = self.root / "staging" / f"removed-{time.time_ns()}-{os.getpid()}"
         removed.parent.mkdir(parents=True, exist_ok=True)
         path.rename(removed)
@@ -311,13 +306,13 @@ class Store:
         return self.root / "locks" / f"{request.spec.slug}.{request.digest[:24]}.lock"
 
     def new_staging(self) -> Path:
-        """A private directory on the root's file system; leftovers of killed builders are swept on the way."""
+        """A new private directory on the root's file system. Leftovers of killed builders are removed first."""
         staging = self.root / "staging"
         for leftover in staging.iterdir():
             try:
                 if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(leftover, ignore_errors=True)
-            except FileNotFoundError:  # its own builder was faster
+            except FileNotFoundError:  # the leftover's own builder removed it first
                 continue
         return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=staging))
 

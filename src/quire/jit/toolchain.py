@@ -55,15 +55,9 @@ def _ask(command: list[str]) -> list[str]:
     """The lines that a compiler answers with; CompileError if it fails or says nothing."""
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=config.child_environment(),
-        )
+            command, capture_output=True, text=True, errors="replace", timeout=60, check=False,
+            stdin=subprocess.DEVNULL, env=config.child_environment(),
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"{command[0]} cannot be run: {error}") from error
     lines = (done.stdout + done.stderr).strip().splitlines()
@@ -270,16 +264,8 @@ class Gxx(Toolchain):
     install_hint = "Install g++ (`apt-get install g++`), set QUIRE_CXX to the compiler"
 
     _COMMON: ClassVar[tuple[str, ...]] = (
-        "-O3",
-        "-std=c++17",
-        "-fPIC",
-        "-shared",
-        "-fopenmp",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fno-signed-zeros",
-        "-ffp-contract=fast",
-        "-fvisibility=hidden",
+        *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"),
+        *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast"),
     )
 
     @classmethod
