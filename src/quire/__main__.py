@@ -1,4 +1,4 @@
-"""The command line: `quire warmup` fills the cache, `quire cache` looks into it."""
+"""The command line: `quire warmup` fills the cache, `quire cache` inspects it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _add_warmup(commands: Any) -> None:
 
 
 def _add_cache(commands: Any) -> None:
-    cache = commands.add_parser("cache", help="look into the cache").add_subparsers(required=True, metavar="ACTION")
+    cache = commands.add_parser("cache", help="inspect the cache").add_subparsers(required=True, metavar="ACTION")
     actions: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         "path": (_cache_path, "print where the cache lies"),
         "list": (_cache_list, "list the entries"),

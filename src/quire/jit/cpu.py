@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,32 +24,32 @@ _LEVELS: dict[str, frozenset[str]] = {
 _BYTES_PER_JOB = 1 << 30
 
 
+def _cpuinfo() -> Iterator[tuple[str, str]]:
+    """The lines of /proc/cpuinfo, of all processors."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        yield name.strip(), value.strip()
+
+
 @cache
 def features() -> frozenset[str]:
     """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where that file has none."""
-    text = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    lists = (value for name, value in _cpuinfo() if name in ("flags", "Features"))
+    return frozenset(next(lists, "").split())
 
 
 @cache
 def fingerprint() -> str:
     """A digest of the processor's model and extensions, on which `-march=native` depends: part of native requests."""
     identifying = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
-    parts = {platform.machine(), *features()}
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name.strip() in identifying:
-            parts.add(f"{name.strip()}={value.strip()}")
+    model = (f"{name}={value}" for name, value in _cpuinfo() if name in identifying)
+    parts = {platform.machine(), *features(), *model}
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
 def supports(target: str) -> bool:
-    """Whether this processor runs artifacts of the host target `target`. The key of a native one names its processor."""
+    """Whether this processor runs artifacts of the host target `target`. Keys of native ones name their processor."""
     machine = platform.machine()
     if target == "native":
         return True

@@ -72,7 +72,7 @@ class _Loaded:
 class _Call(LaunchConfig):
     """A launch as the driver takes it: its configuration, and the address of its parameters."""
 
-    _fields_ = (("params", c_void_p),)  # type: ignore[assignment]  # after those of its base
+    _fields_ = (("params", c_void_p),)  # after those of its base
 
 
 #: Launches to copy, without and with programmatic dependent launch. The attribute lives as long as these do.
