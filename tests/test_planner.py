@@ -18,7 +18,7 @@ from quire.types import MaskMode, dtype_of
 class Sm90Module:
     """An attention_decode of which an SM of 132 holds two CTAs."""
 
-    facts: ClassVar[dict[str, int]] = {"kMinCtas": 2, "kSmemBytes": 80_000, "kThreads": 128}
+    exports: ClassVar[dict[str, int]] = {"kMinCtas": 2, "kSmemBytes": 80_000, "kThreads": 128}
 
 
 @pytest.fixture

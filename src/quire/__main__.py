@@ -1,4 +1,4 @@
-"""The command line: `quire warmup` fills the cache, `quire cache` looks into it."""
+"""The command line: `quire warmup` fills the cache, `quire cache` inspects it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _add_warmup(commands: Any) -> None:
 
 
 def _add_cache(commands: Any) -> None:
-    cache = commands.add_parser("cache", help="look into the cache").add_subparsers(required=True, metavar="ACTION")
+    cache = commands.add_parser("cache", help="inspect the cache").add_subparsers(required=True, metavar="ACTION")
     actions: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
         "path": (_cache_path, "print where the cache lies"),
         "list": (_cache_list, "list the entries"),
@@ -211,14 +211,9 @@ def _cache_list(options: argparse.Namespace) -> int:
 
 
 def _cache_verify(options: argparse.Namespace) -> int:
-    bad = []
-    store, count = user_store(), 0
-    for path in store.paths():
-        count += 1
-        try:
-            store.verify(path)
-        except QuireError as error:
-            bad.append({"path": str(path), "error": str(error)})
+    store = user_store()
+    count = len(list(store.paths()))
+    bad = [{"path": str(path), "error": error} for path, error in store.problems()]
     if options.json:
         print(json.dumps({"ok": not bad, "entries": count, "bad": bad}, indent=1))
     else:

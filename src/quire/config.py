@@ -1,7 +1,7 @@
-"""The only reader of the process environment: every knob, read at the moment of use.
+"""The only reader of the process environment. Every knob is read at the moment of use.
 
-Nothing is cached, so a test or a notebook may change a variable at any time. A value that cannot be understood raises
-`ValidationError` with the accepted spellings; an unset or blank variable is its default.
+Nothing is cached, so a test or a notebook may change a variable at any time. An unknown value raises `ValidationError`
+with the accepted spellings. An unset or blank variable means its default.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from quire.errors import ValidationError
@@ -32,7 +33,7 @@ __all__ = [
     "search_path",
 ]
 
-#: Variables that change what a compiler generates behind the key's back; a compiler never sees them.
+#: Variables that change what a compiler generates without changing the key: they are removed from its environment.
 _SCRUBBED = (
     "NVCC_PREPEND_FLAGS",
     "NVCC_APPEND_FLAGS",
@@ -47,7 +48,7 @@ _SCRUBBED = (
     "NINJA_STATUS",
 )
 
-#: PyTorch's family names, as the targets that the family's own kernels want.
+#: PyTorch's names of architecture families, and the targets that each stands for.
 _FAMILIES = {
     "ampere": ("sm80", "sm86"),
     "ada": ("sm89",),
@@ -67,25 +68,34 @@ def _invalid(name: str, value: str, expected: str) -> ValidationError:
     return ValidationError(f"{name}: expected {expected}, got {value!r}")
 
 
+def _path(name: str, value: str) -> Path:
+    try:
+        return Path(value).expanduser().absolute()
+    except RuntimeError as error:  # "~somebody" whom this machine does not know
+        raise _invalid(name, value, "a path whose ~ is the home of a known user") from error
+
+
 def cache_root_is_explicit() -> bool:
-    """Whether QUIRE_CACHE_DIR names the root; others may then read it, as when root bakes an image that anyone runs."""
+    """Whether QUIRE_CACHE_DIR names the root. Other users may then read it, as in an image that root has built."""
     return _read("QUIRE_CACHE_DIR") is not None
 
 
 def cache_root() -> Path:
-    """The directory under which everything that Quire writes lies, absolute. It is not created here.
+    """The absolute path of the directory that holds everything that Quire writes. It is not created here.
 
     QUIRE_CACHE_DIR, else the user's cache directory, else (a user without a home, as in OpenShift) a directory of this
     user id under the temporary directory.
     """
     explicit = _read("QUIRE_CACHE_DIR")
     if explicit is not None:
-        return Path(explicit).expanduser().absolute()
+        return _path("QUIRE_CACHE_DIR", explicit)
     import platformdirs
 
-    default = Path(platformdirs.user_cache_dir("quire"))
-    homeless = not default.is_absolute() or default.parts[1] == "~"
-    return Path(tempfile.gettempdir()) / f"quire-{os.geteuid()}" if homeless else default
+    with suppress(RuntimeError):  # how platformdirs tells that there is no home; older releases give "~/..."
+        default = Path(platformdirs.user_cache_dir("quire"))
+        if default.is_absolute() and default.parts[1] != "~":
+            return default
+    return Path(tempfile.gettempdir()) / f"quire-{os.geteuid()}"
 
 
 def jit_denied() -> bool:
@@ -136,7 +146,7 @@ def cxx() -> str | None:
 
 
 def cpu_target() -> str | None:
-    """QUIRE_CPU_TARGET: what host code is compiled for, or None for the best portable target of this machine."""
+    """QUIRE_CPU_TARGET: the target of host code, or None for the best portable one of this machine."""
     value = _read("QUIRE_CPU_TARGET")
     known = ("x86-64-v3", "x86-64-v4", "aarch64", "native")
     if value is not None and value not in known:
@@ -145,7 +155,7 @@ def cpu_target() -> str | None:
 
 
 def cuda_home() -> Path | None:
-    """CUDA_HOME (or CUDA_PATH), forgiving the stray colons that shell start-up files leave in it."""
+    """CUDA_HOME (or CUDA_PATH), without the stray colons that shell start-up files add to it."""
     value = (_read("CUDA_HOME") or _read("CUDA_PATH") or "").strip(": ")
     return Path(value) if value else None
 
@@ -156,7 +166,7 @@ def search_path() -> str:
 
 
 def require_known_toolchain() -> None:
-    """Refuse a QUIRE_TOOLCHAIN that this version cannot honour."""
+    """Raise ValidationError for a QUIRE_TOOLCHAIN that this version does not have."""
     value = (_read("QUIRE_TOOLCHAIN") or "auto").lower()
     if value == "nvrtc":
         raise _invalid("QUIRE_TOOLCHAIN", value, "auto or nvcc (this version has no NVRTC toolchain; install nvcc)")
@@ -188,7 +198,7 @@ def log_level() -> int:
 def record_path() -> Path | None:
     """QUIRE_RECORD: the manifest to which used variants are appended, or None."""
     value = _read("QUIRE_RECORD")
-    return Path(value).expanduser().absolute() if value is not None else None
+    return _path("QUIRE_RECORD", value) if value is not None else None
 
 
 def reports_progress() -> bool:
@@ -197,7 +207,7 @@ def reports_progress() -> bool:
 
 
 def child_environment(**overrides: str) -> dict[str, str]:
-    """A compiler's environment: ours without what would change its output, messages in English, plus `overrides`."""
+    """A compiler's environment: ours without variables that change its output, messages in English, and `overrides`."""
     environment = {name: value for name, value in os.environ.items() if name not in _SCRUBBED}
     environment.update(LC_ALL="C", LANG="C", **overrides)
     return environment

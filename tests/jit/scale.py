@@ -85,7 +85,7 @@ class FakeCompiler:
 PARAMS = Struct("ScaleParams", 16, (("x", 0), ("n", 8), ("factor", 12)))
 
 HOST = Spec(
-    slug="scale-host",
+    slug="scale.host",
     target="x86-64-v3" if platform.machine() == "x86_64" else "aarch64",
     header="quire/kernels/scale.h",
     kernel="Scale",
@@ -95,6 +95,7 @@ HOST = Spec(
     constants=(("kThreads", 128),),
     asserts=(("kThreads", 128),),
     warmup="--backend cpu --head-dim 64",
+    fields=(("backend", "cpu"), ("threads", "128")),
 )
 
-DEVICE = replace(HOST, slug="scale-sm90a", target="sm90a")
+DEVICE = replace(HOST, slug="scale.sm90a", target="sm90a")

@@ -83,10 +83,6 @@ int cuFuncSetAttribute(uintptr_t, int attribute, int value) {
   max_smem_set = attribute == 8 ? value : -1;
   return 0;
 }
-int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* n, uintptr_t, int block, uint64_t smem) {
-  *n = (block == 128 && smem == 1024) ? 5 : 0;
-  return 0;
-}
 int cuLaunchKernelEx(const unsigned char* config, uintptr_t f, void** args, void**) {
   uintptr_t stream;
   memcpy(&stream, config + 32, 8);

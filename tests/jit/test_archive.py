@@ -79,10 +79,3 @@ def test_what_is_not_an_archive_is_refused(tmp_path: Path) -> None:
     (tmp_path / "no.tgz").write_bytes(b"hello")
     with pytest.raises(CacheError, match="cannot be imported"):
         jit.import_entries(tmp_path / "no.tgz", jit.user_store())
-
-
-def test_gc_removes_the_oldest_first(store: jit.Store) -> None:
-    one, two = sorted(store.entries(), key=lambda entry: entry.manifest.created)
-    assert store.gc(one.size + two.size) == []
-    assert store.gc(two.size) == [one.path]
-    assert [entry.path for entry in store.entries()] == [two.path]

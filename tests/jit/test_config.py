@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,24 @@ def test_the_root_is_absolute_even_without_a_home(monkeypatch: pytest.MonkeyPatc
     root = config.cache_root()
     assert root.is_absolute()
     assert "~" not in str(root)
+
+
+def test_a_user_without_a_home_has_a_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: str) -> str:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("QUIRE_CACHE_DIR")
+    monkeypatch.setattr("platformdirs.user_cache_dir", refuse)
+    assert config.cache_root().name == f"quire-{os.geteuid()}"
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("QUIRE_CACHE_DIR", config.cache_root), ("QUIRE_RECORD", config.record_path)]
+)
+def test_the_home_of_nobody_is_refused(name, read, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "~no-such-user/x")
+    with pytest.raises(ValidationError, match=f"{name}: expected a path .* got '~no-such-user/x'"):
+        read()
 
 
 def test_a_compiler_sees_no_flag_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,14 +12,15 @@ import pytest
 from scale import DEVICE, HOST, FakeCompiler
 
 from quire import jit
-from quire.errors import ValidationError
-from quire.jit import Spec
-from quire.jit.request import make_request
-from quire.jit.toolchain import Gxx, Memory, Nvcc
+from quire.errors import CompileError, ValidationError
+from quire.jit import Spec, cpu
+from quire.jit.memory import Memory
+from quire.jit.request import make_request, toolchain_digest
+from quire.jit.toolchain import Gxx, Nvcc, for_target
 
 
 def digest(spec: Spec, templates: Path) -> str:
-    return make_request(spec, templates, Memory(None), ask=False).digest
+    return make_request(spec, templates).digest
 
 
 def edit_header_with_older_time(templates: Path) -> None:
@@ -76,7 +77,7 @@ def test_fields_that_reach_the_unit_are_in_the_key(change: dict[str, object], te
     assert digest(replace(HOST, **change), templates) != digest(HOST, templates)
 
 
-@pytest.mark.parametrize("change", [{"warmup": "--other"}, {"slug": "another-name"}])
+@pytest.mark.parametrize("change", [{"warmup": "--other"}, {"slug": "another-name"}, {"fields": (("mask", "none"),)}])
 def test_names_are_not(change: dict[str, object], templates: Path) -> None:
     assert digest(replace(HOST, **change), templates) == digest(HOST, templates)
 
@@ -95,17 +96,88 @@ def test_place_and_home_are_not_in_the_key(templates: Path, tmp_path: Path, monk
     assert digest(HOST, moved) == before
 
 
-def test_flags_are_in_the_key_without_paths(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = digest(HOST, templates)
-    assert "/" not in make_request(HOST, templates, Memory(None), ask=False).parts["flags"]
+def test_the_request_knows_no_toolchain(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another toolchain, with flags of its own, must be able to serve the same request."""
+    before = make_request(HOST, templates)
+    monkeypatch.setattr(Gxx, "_COMMON", ("-O0",))
+    assert make_request(HOST, templates) == before
+    assert not [part for part in before.parts.values() if part.startswith("-")]
+
+
+@pytest.mark.parametrize("target", [HOST.target, "native", "sm80", "sm90a"])
+def test_flags_are_in_the_toolchains_half_without_paths(target: str) -> None:
+    parts = for_target(target)("/some/where", named=True).parts(target, "1.0")
+    assert sorted(parts) == ["flags", "toolchain", "version"]
+    assert "/" not in parts["flags"]
+
+
+def test_a_changed_flag_is_another_entry(
+    templates: Path, fake: FakeCompiler, restart: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = jit.build(HOST, templates=templates)[1]
     monkeypatch.setattr(Gxx, "_COMMON", (*Gxx._COMMON, "-DX"))
-    assert digest(HOST, templates) != before
+    restart()
+    assert jit.lookup(HOST, templates=templates) is None
+    assert jit.explain_miss(HOST, templates=templates) == "flags changed: nothing -> -DX"
+    status, second = jit.build(HOST, templates=templates)
+    assert (status, fake.compiles) == ("built", 2)
+    halves = [entry.path.name.split("-") for entry in (first, second)]
+    assert halves[0][0] == halves[1][0]
+    assert halves[0][1] != halves[1][1]
 
 
-def test_native_never_enters_the_key_unresolved(templates: Path, tmp_path: Path) -> None:
-    request = make_request(replace(HOST, target="native"), templates, Memory(None), ask=True)
-    assert "-march=native" not in request.flags
-    assert any(flag.startswith("-march=") for flag in request.flags)
+def test_any_difference_of_two_toolchains_is_another_half() -> None:
+    here = {"toolchain": "nvcc", "version": "13.0", "flags": "-O3"}
+    others = [{**here, label: "x"} for label in here]
+    assert len({toolchain_digest(parts) for parts in (here, *others)}) == 4
+
+
+def test_another_toolchain_serves_the_same_request(
+    templates: Path, fake: FakeCompiler, restart: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing can be compiled, whoever made an entry is as good as any other."""
+
+    class Another(Gxx):
+        name = "another"
+
+        def flags(self, target: str) -> tuple[str, ...]:
+            return (f"--for={target}",)
+
+    monkeypatch.setattr(jit.toolchain, "_BUILDS", ((Another, jit.toolchain.HOST_TARGETS),))
+    entry = jit.build(HOST, templates=templates)[1]
+    assert entry.manifest.toolchain == {
+        "toolchain": "another",
+        "version": "(Fake) 1.0\nfake-linux\n" + entry.manifest.toolchain["version"].splitlines()[2],
+        "flags": f"--for={HOST.target}",
+    }
+    monkeypatch.undo()
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(entry.path.parents[2]))
+    monkeypatch.setenv("QUIRE_CXX", "/nowhere/g++")
+    restart()
+    assert jit.build(HOST, templates=templates) == ("hit", entry)
+
+
+def test_a_toolchain_builds_in_a_directory_of_its_own(templates: Path, fake: FakeCompiler, tmp_path: Path) -> None:
+    """`build` needs no store: it takes a request and a directory, and tells the outcome."""
+    toolchain = Gxx(str(fake.path), named=True)
+    outcome = toolchain.build(make_request(HOST, templates), tmp_path)
+    assert outcome.failure is None
+    assert (tmp_path / toolchain.artifact).read_bytes().startswith(b"made by 1.0")
+    assert outcome.command.startswith(f"{fake.path} -march=")
+    assert str(tmp_path) not in outcome.command.removeprefix(str(fake.path))
+    fake.write(before="echo 'x.cpp:1:1: error: no' >&2; exit 1")
+    failed = toolchain.build(make_request(HOST, templates), tmp_path)
+    assert failed.failure is not None
+    assert (failed.failure.line, failed.failure.was_killed) == ("x.cpp:1:1: error: no", False)
+
+
+def test_native_is_this_processor(templates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor of other abilities must not find the entry, whoever compiled it."""
+    native = replace(HOST, target="native")
+    before = digest(native, templates)
+    assert digest(native, templates) == before
+    monkeypatch.setattr(cpu, "fingerprint", lambda: "another processor")
+    assert digest(native, templates) != before
 
 
 def test_a_slug_must_be_a_file_name(templates: Path) -> None:
@@ -158,8 +230,7 @@ def test_a_script_that_only_executes_is_looked_through(tmp_path: Path) -> None:
     wrapper = tmp_path / "nice-g++"
     wrapper.write_text(f'#!/bin/sh\n# the site\'s compiler\nexec {gxx} "$@"\n')
     wrapper.chmod(0o755)
-    toolchain = Gxx()
-    direct, wrapped = (toolchain.identify(jit.toolchain.Compiler(str(p), True), Memory(None)) for p in (gxx, wrapper))
+    direct, wrapped = (Gxx(str(path), named=True).version(Memory(None)) for path in (gxx, wrapper))
     assert direct == wrapped
 
 
@@ -170,8 +241,31 @@ def test_the_memory_forgets_a_replaced_pass(tmp_path: Path) -> None:
     for name in ("nvcc", "ptxas"):
         (home / name).write_text("#!/bin/sh\necho release 1\necho build 1\n")
         (home / name).chmod(0o755)
-    memory, compiler = Memory(tmp_path / "compilers.json"), jit.toolchain.Compiler(str(home / "nvcc"), True)
-    identity = Nvcc().identify(compiler, memory)
-    assert Nvcc().recall(compiler, Memory(tmp_path / "compilers.json")) == identity
+    memory, nvcc = Memory(tmp_path / "compilers.json"), Nvcc(str(home / "nvcc"), named=True)
+    version = nvcc.version(memory)
+    assert nvcc.known_version(Memory(tmp_path / "compilers.json")) == version
     (home / "ptxas").write_text("#!/bin/sh\necho another ptxas\n")
-    assert Nvcc().recall(compiler, memory) is None
+    assert nvcc.known_version(memory) is None
+
+
+@pytest.mark.parametrize(
+    "text", [b"\xff", b"[1]", b"[" * 100_000, b'{"PATH": 5}', b'{"PATH": {"stamp": 5, "version": "1"}}',
+             b'{"PATH": {"stamp": [[5]], "version": "1"}}', b'{"PATH": {"stamp": [[]], "version": "1"}}',
+             b'{"PATH": {"stamp": [["PATH", 1, 1]], "version": 1}}'],
+)  # fmt: skip
+def test_a_damaged_memory_only_costs_asking_again(text: bytes, fake: FakeCompiler, tmp_path: Path) -> None:
+    path = tmp_path / "compilers.json"
+    path.write_bytes(text.replace(b"PATH", str(fake.path).encode()))
+    toolchain = Gxx(str(fake.path), named=True)
+    assert toolchain.known_version(Memory(path)) is None
+    version = toolchain.version(Memory(path))
+    assert toolchain.known_version(Memory(path)) == version
+
+
+def test_a_compiler_that_says_nothing_is_unusable(tmp_path: Path) -> None:
+    mute = tmp_path / "mute"
+    mute.write_text("#!/bin/sh\nexit 0\n")
+    mute.chmod(0o755)
+    for kind in (Gxx, Nvcc):
+        with pytest.raises(CompileError, match=r"mute --version failed with exit status 0: it said nothing"):
+            kind(str(mute), named=True).version(Memory(None))

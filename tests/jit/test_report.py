@@ -56,7 +56,8 @@ def test_host_report_has_only_warnings() -> None:
     ],
 )
 def test_the_cause_is_named_at_the_top(log: str, status: int, kind: str, line: str) -> None:
-    error = diagnosis.compile_error("slug", "some: note\n" + log if log else log, status, "g++ x", Path("/logs/x"))
+    found = diagnosis.diagnose("some: note\n" + log if log else log, status)
+    error = diagnosis.compile_error("slug", found, "g++ x", Path("/logs/x"))
     top = str(error).splitlines()
     assert line in top[0]
     assert kind in top[1]
@@ -66,6 +67,7 @@ def test_the_cause_is_named_at_the_top(log: str, status: int, kind: str, line: s
 
 
 def test_only_a_kill_is_worth_a_second_try() -> None:
-    assert diagnosis.was_killed("", 137)
-    assert diagnosis.was_killed("g++: fatal error: Killed signal terminated program cc1plus", 1)
-    assert not diagnosis.was_killed("a.cpp:2:1: error: 'x' was not declared", 1)
+    assert diagnosis.diagnose("", 137).was_killed
+    assert diagnosis.diagnose("", -9).was_killed
+    assert diagnosis.diagnose("g++: fatal error: Killed signal terminated program cc1plus", 1).was_killed
+    assert not diagnosis.diagnose("a.cpp:2:1: error: 'x' was not declared", 1).was_killed

@@ -2,24 +2,34 @@
 
 The path of `get_module(spec)`:
 
-    memory    this process has it                                                      a dictionary look-up
-    request   hash what the unit is made from, with its headers, flags and target              request.py
+    memory    this process has it                                                      a dictionary lookup
+    request   hash what the unit is made from, with its headers and target             request.py
     stores    the prebuilt package (quire_jit_cache), then the user's cache            store.py
-    lock      one builder for one entry; look again                                    lock.py
-    build     ninja in a private staging directory, fsync, publish by one rename       builder.py
+    lock      one builder for one entry; ask the store again                           lock.py
+    build     a toolchain compiles in a private staging directory                      toolchain.py, builder.py
+    publish   fsync, then one rename                                                   store.py
     load      check owner, modes, size and sha256, then open                           module.py
 
 A hit ends before the lock: it starts no process, takes no lock, writes nothing and needs no compiler.
 
-Which compiler made an entry is part of its name, and it is used like this. In the user's cache an entry is accepted if
+The name of an entry has two halves, `<request>-<toolchain>`:
 
-  - its compiler is the one that a build would use now, as far as `compilers.json` remembers that one; or
-  - no compiler is found, or compiling is denied: then nothing could be built, and every compiler's work is as good; or
+    request     what the artifact computes: SCHEMA, the unit's template and values, the content of every header that it
+                reaches, the target (for "native" with the processor's fingerprint). Known without a compiler, and must
+                match everywhere, always.
+    toolchain   who made it and how: the toolchain's name, its version, its flags. Flags stand here because they are in
+                the toolchain's own language: another toolchain compiles the same request with flags of its own, and
+                its entry serves the same callers. A changed flag or version is another entry.
+
+Which toolchain's entries count depends on the store. Prebuilt stores are accepted whatever toolchain made them. In the
+user's cache an entry is accepted if
+
+  - its toolchain half is that of a build made now, as far as `compilers.json` remembers the compiler's version; or
+  - no compiler is found, or compiling is denied: then nothing could be built, and every toolchain's work is as good; or
   - the compiler that the search finds was never used with this cache, so that nothing says it differs.
 
 A compiler that has changed since the cache met it, or that the user named (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) for the
-first time, is asked once who it is (`--version`, some 10 ms); its answer is remembered. Prebuilt stores are accepted
-whatever compiler made them: they pin their own. All other parts of the key must match everywhere, always.
+first time, is asked once for its version (`--version`, some 10 ms); its answer is remembered.
 """
 
 from __future__ import annotations
@@ -27,10 +37,11 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import json
+import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -44,10 +55,10 @@ from quire.jit.driver import encode_tensor_map
 from quire.jit.lock import entry_lock
 from quire.jit.miss import explain
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
-from quire.jit.request import Request, compiler_digest, make_request
+from quire.jit.request import Request, make_request, toolchain_digest
 from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Manifest, Store
-from quire.jit.toolchain import CUDA_TARGETS, Toolchain
+from quire.jit.toolchain import CUDA_TARGETS, for_target
 
 __all__ = [
     "CudaModule",
@@ -108,11 +119,11 @@ def user_store() -> Store:
 def prebuilt_stores() -> tuple[Store, ...]:
     """The read-only stores of the installed package `quire_jit_cache`: its `store` directory, or none."""
     try:
-        found = importlib.util.find_spec(_PREBUILT_PACKAGE)
+        package = importlib.util.find_spec(_PREBUILT_PACKAGE)
     except (ImportError, ValueError):  # half-installed: as good as absent
-        found = None
-    places = list(found.submodule_search_locations or ()) if found is not None else []
-    roots = [Path(place) / "store" for place in places if (Path(place) / "store" / "entries").is_dir()]
+        package = None
+    parents = list(package.submodule_search_locations or ()) if package is not None else []
+    roots = [Path(parent) / "store" for parent in parents if (Path(parent) / "store" / "entries").is_dir()]
     with _guard:
         return tuple(_stores.setdefault((r, True), Store(r, readonly=True, trusted_group=True)) for r in roots)
 
@@ -121,7 +132,7 @@ _private_store: Store | None = None
 
 
 def _temporary_store(instead_of: Store, reason: str) -> Store:
-    """A store that lives as long as this process, for when the cache cannot be written."""
+    """A store that lives as long as this process, in place of a cache that cannot be written."""
     global _private_store
     with _guard:
         if _private_store is None:
@@ -136,7 +147,7 @@ def _temporary_store(instead_of: Store, reason: str) -> Store:
 
 
 def _reading_stores(store: Store | None) -> Iterator[Store]:
-    """Where to look, in order. An explicit store is the only one: filling it is what its caller wants."""
+    """The stores that may hold an entry, in order. An explicit store is the only one: its caller wants it filled."""
     if store is not None:
         yield store
         return
@@ -149,63 +160,60 @@ def _reading_stores(store: Store | None) -> Iterator[Store]:
 # --- hits ------------------------------------------------------------------------------------------------------------
 
 
-def _acceptance(toolchain: Toolchain, store: Store, *, denied: bool) -> Callable[[str], bool]:
-    """Which compilers' entries of `store` count: see the module's docstring."""
-
-    def anyone(digest: str) -> bool:  # noqa: ARG001
-        return True
-
-    compiler = None if store.readonly or denied else toolchain.find()
-    if compiler is None:
-        return anyone
-    identity = toolchain.recall(compiler, store.memory)
-    if identity is None:
-        if not compiler.named and not toolchain.met(compiler, store.memory):
-            return anyone
+def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | None:
+    """The digest that entries of `store` must end in, None if any will do: see the module's docstring."""
+    toolchain = None if store.readonly or denied else for_target(target).find()
+    if toolchain is None:
+        return None
+    version = toolchain.known_version(store.memory)
+    if version is None:
+        if not toolchain.named and not store.memory.knows(toolchain.path):
+            return None
         try:
-            identity = toolchain.identify(compiler, store.memory)
+            version = toolchain.version(store.memory)
         except CompileError as error:
-            progress.warn_once(f"the compiler {compiler.path} is unusable, so any compiler's entries will do: {error}")
-            return anyone
-    wanted = compiler_digest(identity)
-    return lambda digest: digest == wanted
+            progress.warn_once(f"the compiler {toolchain.path} is unusable, so any compiler's entries will do: {error}")
+            return None
+    return toolchain_digest(toolchain.parts(target, version))
 
 
 def _find(request: Request, stores: Iterator[Store], *, denied: bool) -> Entry | None:
+    spec = request.spec
     for store in stores:
-        if not (
-            store.root / "entries" / request.spec.slug
-        ).is_dir():  # most misses end here, before any compiler is sought
-            continue
-        entry = store.find(request, _acceptance(request.toolchain, store, denied=denied))
+        if not os.path.isdir(store.root / "entries" / spec.slug):  # noqa: PTH112 - False where we may not read
+            continue  # most misses end here, before any compiler is sought
+        entry = store.find(request, _accepted_toolchain(spec.target, store, denied=denied))
         if entry is not None:
             return entry
     return None
 
 
-def _request(spec: Spec, templates: Path | None, store: Store | None, *, ask: bool) -> Request:
-    memory = (store or user_store()).memory
-    return make_request(spec, templates or _templates.root(), memory, ask=ask)
+def _request(spec: Spec, templates: Path | None) -> Request:
+    for_target(spec.target)  # UnsupportedError for a target that nothing builds
+    return make_request(spec, templates or _templates.root())
 
 
 def lookup(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> Entry | None:
     """The entry of `spec`, or None. Never builds."""
-    request = _request(spec, templates, store, ask=not denied())
-    return _find(request, _reading_stores(store), denied=denied())
+    return _find(_request(spec, templates), _reading_stores(store), denied=denied())
 
 
 def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> str:
     """Why `spec` is not in the cache: what differs from the nearest entry that is."""
-    request = _request(spec, templates, store, ask=not denied())
-    return _explain(request, store)
+    return _explain(_request(spec, templates), store)
 
 
 def _explain(request: Request, store: Store | None) -> str:
     stores = list(_reading_stores(store))
     manifests = [manifest for one in stores for _, manifest in one.manifests()]
-    compiler = request.toolchain.find()
-    identity = None if compiler is None else request.toolchain.recall(compiler, stores[-1].memory)
-    return explain(request, manifests, identity)
+    return explain(request, manifests, _known_toolchain(request.spec.target, stores[-1]))
+
+
+def _known_toolchain(target: str, store: Store) -> Mapping[str, str] | None:
+    """The toolchain half of a build made now, as far as it is known without starting a process."""
+    toolchain = for_target(target).find()
+    version = None if toolchain is None else toolchain.known_version(store.memory)
+    return None if toolchain is None or version is None else toolchain.parts(target, version)
 
 
 # --- misses ----------------------------------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ def denied() -> bool:
 
 
 def seal() -> None:
-    """From now on a miss in this process raises CacheMissError: call it when warm-up is over."""
+    """From now on a miss in this process raises CacheMissError. Call it when warm-up is over."""
     global _sealed
     _sealed = True
 
@@ -253,41 +261,38 @@ def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:
     return report
 
 
-def _build(request: Request, store: Store, templates: Path, cause: str) -> tuple[Status, Entry]:
-    toolchain = request.toolchain
-    compiler = toolchain.require()
-    place = store
+def _build(request: Request, store: Store, cause: str) -> tuple[Status, Entry]:
+    spec = request.spec
+    toolchain = for_target(spec.target).require()
+    target_store = store
     if reason := store.prepare():
-        place = _temporary_store(store, reason)
-        if failure := place.prepare():
-            raise CacheError(f"neither {store.root} ({reason}) nor {place.root} ({failure}) can be written")
-    identity = toolchain.identify(compiler, place.memory)
-    place.memory.save()  # what was learnt before the root existed
-    wanted = compiler_digest(identity)
-    with entry_lock(place.lock_path(request, identity), _wait_reporter(request.spec)) as held:
-        entry = place.find(request, lambda digest: digest == wanted, repair=True)
+        target_store = _temporary_store(store, reason)
+        if failure := target_store.prepare():
+            raise CacheError(f"neither {store.root} ({reason}) nor {target_store.root} ({failure}) can be written")
+    parts = toolchain.parts(spec.target, toolchain.version(target_store.memory))
+    target_store.memory.save()  # what was learnt before the root existed
+    with entry_lock(target_store.lock_path(request), _wait_reporter(spec)) as held:
+        entry = target_store.find(request, toolchain_digest(parts), repair=True)
         if entry is not None:
             return "hit", entry
         if not held:
-            progress.warn_once(f"gave up waiting for the builder of {request.spec.slug}; building it here as well")
-        return "built", compile_entry(request, compiler, identity, place, templates, cause)
+            progress.warn_once(f"gave up waiting for the builder of {spec.slug}; building it here as well")
+        return "built", compile_entry(request, toolchain, parts, target_store, cause)
 
 
 def build(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> tuple[Status, Entry]:
     """Make sure that `spec` is in a store: ("hit", entry) or ("built", entry). Safe from many threads and processes.
 
-    With `store`, only that one is looked into and filled. Raises CacheMissError where compiling is denied, CompileError
+    With `store`, only that one is read and filled. Raises CacheMissError where compiling is denied, CompileError
     where a compiler is missing or fails.
     """
-    forbidden = denied()
-    where = templates or _templates.root()
-    request = _request(spec, where, store, ask=not forbidden)
+    request, forbidden = _request(spec, templates), denied()
     entry = _find(request, _reading_stores(store), denied=forbidden)
     status: Status = "hit"
     if entry is None:
         if forbidden:
             raise _refuse(request, store)
-        status, entry = _build(request, store or user_store(), where, _explain(request, store))
+        status, entry = _build(request, store or user_store(), _explain(request, store))
     if status == "hit":
         events.emit(events.Event("hit", spec.slug, spec.target, path=str(entry.path)))
     return status, entry

@@ -1,8 +1,8 @@
-"""Carry a cache to another machine: one file out, verified entries in.
+"""Carry a cache to another machine in one file.
 
 An archive is a gzipped tar of `<slug>/<entry>/<file>` with neither times nor owners, so the same entries give the same
-bytes. Importing checks names before anything is written, verifies every entry before any is published, and leaves alone
-what is already there. Digests show damage, not authorship: whoever imports an archive lets its author run code.
+bytes. Importing checks names before it writes anything, verifies every entry before it publishes any, and keeps entries
+that are already there. Digests show damage, not authorship: importing an archive lets its author run code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a kernel says of itself, read from its artifact: cubins and host libraries are both ELF files."""
+"""Constants that a compiled kernel exports, read from its artifact. Cubins and host libraries are both ELF files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 from quire.errors import CompileError
 from quire.jit.spec import Spec
 
-__all__ = ["read_facts"]
+__all__ = ["read_exports"]
 
 
-def read_facts(path: Path, spec: Spec) -> dict[str, int]:
-    """The values of `spec.facts`, which the unit exports as an array of ints in this order."""
-    if not spec.facts:
+def read_exports(path: Path, spec: Spec) -> dict[str, int]:
+    """The values of `spec.exports`, which the unit holds as an array of ints in this order."""
+    if not spec.exports:
         return {}
     from elftools.elf.elffile import ELFFile  # needed after a compile only
     from elftools.elf.sections import SymbolTableSection
 
-    name = f"{spec.entry}_facts"
+    name = f"{spec.entry}_exports"
     with path.open("rb") as file:
         elf = ELFFile(file)
         tables = [section for section in elf.iter_sections() if isinstance(section, SymbolTableSection)]
@@ -28,5 +28,5 @@ def read_facts(path: Path, spec: Spec) -> dict[str, int]:
         symbol = found[0]
         section = elf.get_section(symbol["st_shndx"])
         begin = symbol["st_value"] - section["sh_addr"]
-        values = struct.unpack_from(f"<{len(spec.facts)}i", section.data(), begin)
-    return dict(zip(spec.facts, values, strict=True))
+        values = struct.unpack_from(f"<{len(spec.exports)}i", section.data(), begin)
+    return dict(zip(spec.exports, values, strict=True))

@@ -1,101 +1,67 @@
-"""Compile one request into one published entry: staging, ninja, report, manifest."""
+"""One request and one toolchain to one published entry: staging, build permit, report, manifest."""
 
 from __future__ import annotations
 
 import hashlib
-import shlex
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from quire import config
 from quire.errors import CacheError
-from quire.jit import artifact, cpu, diagnosis, events, ninja, progress, render
-from quire.jit.lock import job_slot
+from quire.jit import artifact, cpu, diagnosis, events, progress
+from quire.jit.lock import build_permit
 from quire.jit.request import SCHEMA, Request
 from quire.jit.store import Entry, Manifest, Store
-from quire.jit.toolchain import Compiler
+from quire.jit.toolchain import Outcome, Toolchain
 
 __all__ = ["compile_entry"]
 
 
-def _command(request: Request, compiler: Compiler) -> str:
-    """The command line, relative to the staging directory: no path of this machine but the compiler's own."""
-    toolchain = request.toolchain
-    words = [compiler.path, *request.flags, "-I", "include", "-o", toolchain.artifact, toolchain.source]
-    return shlex.join(words)
-
-
-def _lay_out(staging: Path, request: Request, compiler: Compiler, templates: Path) -> None:
-    """Write the unit, exactly the headers that were hashed, and the ninja file: the compiler sees nothing else."""
-    for header in request.headers:
-        path = staging / "include" / header.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(header.text)
-    (staging / request.toolchain.source).write_text(request.source, encoding="utf-8")
-    text = render.render_ninja(
-        templates,
-        slug=request.spec.slug,
-        command=_command(request, compiler),
-        source=request.toolchain.source,
-        artifact=request.toolchain.artifact,
-    )
-    (staging / "build.ninja").write_text(text, encoding="utf-8")
-
-
-def _run(staging: Path, request: Request, store: Store) -> ninja.Outcome:
+def _build(request: Request, toolchain: Toolchain, staging: Path, store: Store) -> Outcome:
     """Build in `staging`; a compiler that was killed gets one more try with the machine to itself."""
     spec = request.spec
-    jobs = config.max_jobs() or cpu.default_jobs()
+    permits = config.max_jobs() or cpu.default_jobs()
 
     def beat(seconds: float) -> None:
         events.emit(events.Event("progress", spec.slug, spec.target, seconds))
         progress.info(f"still compiling {spec.slug} for {spec.target}, {seconds:.0f} s so far")
 
-    with progress.heartbeat(beat):  # around the wait for a slot as well
-        with job_slot(store.root / "slots", jobs):
-            outcome = ninja.run_ninja(staging)
-        if outcome.status and diagnosis.was_killed(outcome.log, outcome.status):
+    with progress.heartbeat(beat):  # around the wait for a permit as well
+        with build_permit(store.root / "permits", permits):
+            outcome = toolchain.build(request, staging)
+        if outcome.failure is not None and outcome.failure.was_killed:
             progress.warn_once(f"the compiler of {spec.slug} was killed; trying once more, alone")
-            with job_slot(store.root / "slots", jobs, alone=True):
-                outcome = ninja.run_ninja(staging)
+            with build_permit(store.root / "permits", permits, alone=True):
+                outcome = toolchain.build(request, staging)
     return outcome
 
 
-def _keep_log(store: Store, request: Request, outcome: ninja.Outcome) -> Path:
-    path = store.root / "logs" / f"{request.spec.slug}.{request.digest[:12]}.log"
-    path.write_text(outcome.log, encoding="utf-8")
-    return path
-
-
-def _tidy(staging: Path, keep: tuple[str, ...]) -> None:
-    """Leave only what belongs to an entry."""
+def _keep_only(staging: Path, names: tuple[str, ...]) -> None:
+    """Remove all of `staging` but the files that belong to an entry."""
     for path in staging.iterdir():
-        if path.name in keep:
-            continue
         if path.is_dir():
             shutil.rmtree(path)
-        else:
+        elif path.name not in names:
             path.unlink()
 
 
-def _describe(request: Request, identity: str, staging: Path, outcome: ninja.Outcome) -> Manifest:
-    report = request.toolchain.parse_report(outcome.log)
-    data = (staging / request.toolchain.artifact).read_bytes()
-    spec = request.spec
+def _describe(request: Request, parts: Mapping[str, str], built: Path, outcome: Outcome) -> Manifest:
+    report, spec, data = outcome.report, request.spec, built.read_bytes()
     return Manifest(
         schema=SCHEMA,
         slug=spec.slug,
         target=spec.target,
-        fields=dict(spec.fields()),
-        parts=dict(request.parts),
-        compiler=identity,
+        fields=dict(spec.fields),
+        request=dict(request.parts),
+        toolchain=dict(parts),
         entry=spec.entry,
         warmup=spec.warmup,
-        artifact=request.toolchain.artifact,
+        artifact=built.name,
         size=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
-        facts=artifact.read_facts(staging / request.toolchain.artifact, spec),
+        exports=artifact.read_exports(built, spec),
         registers=report.registers,
         spills=report.spills,
         stack=report.stack,
@@ -107,20 +73,18 @@ def _describe(request: Request, identity: str, staging: Path, outcome: ninja.Out
     )
 
 
-def _compile(request: Request, compiler: Compiler, identity: str, store: Store, templates: Path) -> Entry:
+def _compile(request: Request, toolchain: Toolchain, parts: Mapping[str, str], store: Store) -> Entry:
     staging = store.new_staging()
     keep = False
     try:
-        _lay_out(staging, request, compiler, templates)
-        outcome = _run(staging, request, store)
-        if outcome.status or not (staging / request.toolchain.artifact).is_file():
-            log = _keep_log(store, request, outcome)
-            raise diagnosis.compile_error(
-                request.spec.slug, outcome.log, outcome.status, _command(request, compiler), log
-            )
-        manifest = _describe(request, identity, staging, outcome)
-        _tidy(staging, keep=(request.toolchain.source, request.toolchain.artifact, "build.log"))
-        entry = store.publish(staging, request, manifest)
+        outcome = _build(request, toolchain, staging, store)
+        if outcome.failure is not None:
+            log = store.root / "logs" / f"{request.spec.slug}.{request.digest[:12]}.log"
+            log.write_text(outcome.log, encoding="utf-8")
+            raise diagnosis.compile_error(request.spec.slug, outcome.failure, outcome.command, log)
+        manifest = _describe(request, parts, staging / toolchain.artifact, outcome)
+        _keep_only(staging, (toolchain.source, toolchain.artifact, "build.log"))
+        entry = store.publish(staging, manifest)
         keep = entry.path == staging
         return entry
     finally:
@@ -128,16 +92,17 @@ def _compile(request: Request, compiler: Compiler, identity: str, store: Store, 
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def compile_entry(
-    request: Request, compiler: Compiler, identity: str, store: Store, templates: Path, cause: str
-) -> Entry:
-    """Compile and publish. The caller holds the entry's lock (or has given up on it). CompileError on failure."""
+def compile_entry(request: Request, toolchain: Toolchain, parts: Mapping[str, str], store: Store, cause: str) -> Entry:
+    """Compile and publish; `parts`: the toolchain's half of the entry's name. CompileError if the compiler fails.
+
+    The caller holds the entry's lock, or has given up on it.
+    """
     spec = request.spec
     events.emit(events.Event("begin", spec.slug, spec.target, cause=cause, path=str(store.root)))
     progress.info(f"compiling {spec.slug} for {spec.target} into {store.root} ({cause})")
     start = time.monotonic()
     try:
-        entry = _compile(request, compiler, identity, store, templates)
+        entry = _compile(request, toolchain, parts, store)
     except BaseException as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         seconds = time.monotonic() - start
@@ -148,8 +113,6 @@ def compile_entry(
         raise
     seconds, manifest = time.monotonic() - start, entry.manifest
     events.emit(events.Event("end", spec.slug, spec.target, seconds, path=str(entry.path)))
-    figures = (
-        "" if manifest.registers is None else f", {manifest.registers} registers, {manifest.spills} bytes of spills"
-    )
-    progress.info(f"compiled {spec.slug} in {seconds:.1f} s{figures}")
+    figures = f", {manifest.registers} registers, {manifest.spills} bytes of spills"
+    progress.info(f"compiled {spec.slug} in {seconds:.1f} s{figures if manifest.registers is not None else ''}")
     return entry

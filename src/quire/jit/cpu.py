@@ -1,10 +1,11 @@
-"""This machine's processor and memory, read from /proc: which host targets it runs, how many compilers it bears."""
+"""This machine's processor and memory, read from /proc: which host targets run here, how many compilers fit."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,32 +24,32 @@ _LEVELS: dict[str, frozenset[str]] = {
 _BYTES_PER_JOB = 1 << 30
 
 
+def _cpuinfo() -> Iterator[tuple[str, str]]:
+    """The lines of /proc/cpuinfo, of all processors."""
+    path = Path("/proc/cpuinfo")
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        name, _, value = line.partition(":")
+        yield name.strip(), value.strip()
+
+
 @cache
 def features() -> frozenset[str]:
-    """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where it says nothing."""
-    text = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    for line in text.splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in ("flags", "Features"):
-            return frozenset(value.split())
-    return frozenset()
+    """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where that file has none."""
+    lists = (value for name, value in _cpuinfo() if name in ("flags", "Features"))
+    return frozenset(next(lists, "").split())
 
 
 @cache
 def fingerprint() -> str:
-    """A digest of what `-march=native` may depend on: the processor's model and extensions."""
+    """A digest of the processor's model and extensions, on which `-march=native` depends: part of native requests."""
     identifying = ("vendor_id", "cpu family", "model", "stepping", "CPU implementer", "CPU part", "CPU variant")
-    parts = {platform.machine(), *features()}
-    path = Path("/proc/cpuinfo")
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        name, _, value = line.partition(":")
-        if name.strip() in identifying:
-            parts.add(f"{name.strip()}={value.strip()}")
+    model = (f"{name}={value}" for name, value in _cpuinfo() if name in identifying)
+    parts = {platform.machine(), *features(), *model}
     return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
 
 
 def supports(target: str) -> bool:
-    """Whether this processor runs artifacts of the host target `target` (native ones are checked by their key)."""
+    """Whether this processor runs artifacts of the host target `target`. Keys of native ones name their processor."""
     machine = platform.machine()
     if target == "native":
         return True
@@ -61,7 +62,7 @@ def supports(target: str) -> bool:
 
 
 def host_target() -> str:
-    """What host code is compiled for: QUIRE_CPU_TARGET, or the best portable target of this machine."""
+    """The target of host code: QUIRE_CPU_TARGET, or the best portable one of this machine."""
     asked = config.cpu_target()
     if asked is not None and not supports(asked):
         raise ValidationError(
@@ -97,7 +98,7 @@ def _available_bytes() -> int:
 
 
 def _inactive_files(path: Path) -> int:
-    """Bytes of file cache that a control group gives up under pressure; its usage counts them."""
+    """Bytes of file cache in a control group's usage that the kernel frees under pressure."""
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -106,5 +107,5 @@ def _inactive_files(path: Path) -> int:
 
 
 def default_jobs() -> int:
-    """How many compilers may run at once: one for each usable processor, as far as the memory goes."""
+    """How many compilers may run at once: one for each usable processor, or fewer where memory is short."""
     return max(1, min(len(os.sched_getaffinity(0)), _available_bytes() // _BYTES_PER_JOB))

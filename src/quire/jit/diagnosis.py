@@ -8,15 +8,20 @@ from pathlib import Path
 
 from quire.errors import CompileError
 
-__all__ = ["Diagnosis", "compile_error", "diagnose", "was_killed"]
+__all__ = ["Diagnosis", "compile_error", "diagnose"]
 
 #: (kind, what the log says, what to do), most specific first.
 _KINDS: tuple[tuple[str, str, str], ...] = (
     (
+        "time limit",
+        r"^error: stopped at the time limit",
+        "Find out what the compiler waits for: a stopped process, a licence server, a lost network file system.",
+    ),
+    (
         "killed (most likely out of memory)",
         r"Killed signal|died due to signal 9|signal terminated program|\bKilled\b|code=137|out of memory|"
         r"virtual memory exhausted|cannot allocate memory",
-        "Lower QUIRE_MAX_JOBS, raise the memory limit, or build elsewhere and `quire cache import` the result.",
+        "Lower QUIRE_MAX_JOBS, raise the memory limit, or build elsewhere and copy the cache (QUIRE_CACHE_DIR).",
     ),
     (
         "crashed compiler",
@@ -86,6 +91,9 @@ _KINDS: tuple[tuple[str, str, str], ...] = (
 _FIRST_ERROR = re.compile(r"\b(?:fatal )?error\b\s*:?|\bfatal\s*:|\berror\b", re.IGNORECASE)
 
 
+_KILLED = re.compile(r"Killed signal|died due to signal 9|\bKilled\b|code=137|code=-9")
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What a log says."""
@@ -93,37 +101,27 @@ class Diagnosis:
     kind: str
     line: str  #: the first line that reports an error
     remedy: str
-
-
-def was_killed(log: str, status: int) -> bool:
-    """Whether a signal ended the compiler from outside: worth one more try, alone."""
-    return status in (137, -9) or re.search(r"Killed signal|died due to signal 9|\bKilled\b|code=137", log) is not None
+    was_killed: bool  #: a signal ended the compiler from outside: worth one more try, alone
 
 
 def diagnose(log: str, status: int) -> Diagnosis:
-    """Classify a log; `status` is the exit status of the build."""
+    """Classify the log of a failed build; `status` is its exit status."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     first = next((line for line in lines if _FIRST_ERROR.search(line)), lines[0] if lines else "")
+    shown = first or f"the compiler ended with status {status} and said nothing"
     text = log + (f"\ncode={status}" if status else "")
-    for kind, pattern, remedy in _KINDS:
-        if re.search(pattern, text):
-            shown = first or f"the compiler ended with status {status} and said nothing"
-            return Diagnosis(kind, shown, remedy)
-    return Diagnosis(
-        "error in the source" if first else "silent failure",
-        first or f"the compiler ended with status {status} and said nothing",
-        "The full log has the context.",
-    )
+    unknown = ("error in the source" if first else "silent failure", "", "The full log has the context.")
+    kind, _, remedy = next((row for row in _KINDS if re.search(row[1], text)), unknown)
+    return Diagnosis(kind, shown, remedy, _KILLED.search(text) is not None)
 
 
-def compile_error(slug: str, log: str, status: int, command: str, path: Path) -> CompileError:
+def compile_error(slug: str, found: Diagnosis, command: str, log: Path) -> CompileError:
     """The error to raise for a failed build, at most eight lines."""
-    found = diagnose(log, status)
     return CompileError(
         f"{found.line}\n"
         f"  cause:   {found.kind}\n"
         f"  variant: {slug}\n"
         f"  to do:   {found.remedy}\n"
         f"  command: {command}\n"
-        f"  log:     {path}"
+        f"  log:     {log}"
     )

@@ -1,4 +1,4 @@
-"""libcuda.so.1 through ctypes: the few driver calls that loading and launching a cubin take. No libcudart.
+"""libcuda.so.1 through ctypes: the few driver calls that load and launch a cubin. No libcudart.
 
 Nothing happens on import; the library is opened by the first `driver()`.
 """
@@ -16,16 +16,13 @@ from quire.errors import DriverError, ValidationError
 
 __all__ = ["Driver", "LaunchAttribute", "LaunchConfig", "available", "driver", "encode_tensor_map", "move_tensor_map"]
 
-_ERROR_DEINITIALIZED = 4
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-_MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
-_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: an id and 64 bytes of value, of which we use three integers."""
+    """CUlaunchAttribute: an id and 64 bytes of value, of which we use one integer."""
 
-    CLUSTER, PDL = 4, 6
+    PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     _fields_ = (("id", c_int), ("pad", ctypes.c_char * 4), ("value", c_uint * 16))
 
 
@@ -33,13 +30,7 @@ class LaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid_x", c_uint),
-        ("grid_y", c_uint),
-        ("grid_z", c_uint),
-        ("block_x", c_uint),
-        ("block_y", c_uint),
-        ("block_z", c_uint),
-        ("smem", c_uint),
+        *((name, c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "smem")),
         ("stream", c_void_p),
         ("attributes", POINTER(LaunchAttribute)),
         ("num_attributes", c_uint),
@@ -64,14 +55,10 @@ _SIGNATURES: dict[str, tuple[Any, ...] | None] = {
     "cuEventQuery": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuLibraryLoadData": (POINTER(c_void_p), c_char_p, c_void_p, c_void_p, c_uint, c_void_p, c_void_p, c_uint),
-    "cuLibraryUnload": (c_void_p,),
     "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
-    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (POINTER(c_int), c_void_p, c_int, c_size_t),
-    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
-    "cuLaunchKernelEx": None,  # takes what is made once a plan, so nothing is converted at a launch
+    "cuLaunchKernelEx": None,  # its arguments are made once in a plan, so nothing is converted at a launch
     "cuTensorMapEncodeTiled": (
         *(c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64)),
         *(POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),
@@ -150,10 +137,6 @@ class Driver:
         """Bytes of shared memory a block may ask for on `device`."""
         return self.attribute(device, _MAX_SMEM_OPTIN)
 
-    def multiprocessors(self, device: int) -> int:
-        """Streaming multiprocessors of `device`."""
-        return self.attribute(device, _MULTIPROCESSORS)
-
     def context(self, device: int) -> int:
         """The primary context of `device`, the one torch uses. Retained for the life of the process."""
         known = self._contexts.get(device)
@@ -199,39 +182,37 @@ def available() -> bool:
         return False
 
 
-_DTYPES = {
-    "u8": 0, "e4m3": 0, "e5m2": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5,
-    "f16": 6, "f32": 7, "f64": 8, "bf16": 9, "tf32": 11,
+#: CUtensorMapDataType: every element type that Hopper's copy engine knows. e4m3 and e5m2 travel as u8.
+_ELEMENT_TYPES = {
+    "u8": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "f16": 6, "f32": 7, "f64": 8, "bf16": 9,
+    "f32_ftz": 10, "tf32": 11, "tf32_ftz": 12,
 }  # fmt: skip
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-_PROMOTIONS = {0: 0, 64: 1, 128: 2, 256: 3}
-_OOB = {"zero": 0, "nan": 1}
+_L2_PROMOTION_256B = 3
+_FILL_WITH_ZEROS = 0
 
 
 def _choice(name: str, value: Any, table: dict[Any, int]) -> int:
     if value not in table:
-        raise ValidationError(f"{name}: expected one of {', '.join(map(repr, table))}, got {value!r}")
+        raise ValidationError(f"tensor map: {name}: expected one of {', '.join(map(repr, table))}, got {value!r}")
     return table[value]
 
 
 def encode_tensor_map(
     out: int,
-    dtype: str,
+    element: str,
     address: int,
     dims: Sequence[int],
     strides: Sequence[int],
     box: Sequence[int],
     *,
-    element_strides: Sequence[int] | None = None,
     swizzle: int = 128,
-    l2_promotion: int = 256,
-    oob: str = "zero",
 ) -> None:
     """Write the tiled TMA descriptor of a tensor into the 128 bytes at `out` (64-byte aligned host memory).
 
-    `dims`: elements, innermost first. `strides`: bytes, of every dimension but the innermost (which is contiguous).
-    `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128 bytes. `l2_promotion`: 0, 64, 128 or 256 bytes.
-    `oob`: what is read beyond the tensor, "zero" or "nan". DriverError carries the arguments if the driver refuses.
+    `element`: the driver's element type, such as "bf16" or "u8". `dims`: elements, innermost first. `strides`: bytes,
+    of every dimension but the innermost (which is contiguous). `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128
+    bytes. Reads beyond the tensor give zeros. DriverError carries the arguments if the driver refuses.
     """
     rank = len(dims)
     if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
@@ -241,31 +222,30 @@ def encode_tensor_map(
         )
     if out % 64:
         raise ValidationError(f"tensor map: expected a 64-byte aligned buffer, got address {out:#x}")
-    steps = (1,) * rank if element_strides is None else element_strides
-    if len(steps) != rank:
-        raise ValidationError(f"tensor map: expected {rank} element strides, got {list(steps)}")
     api = driver()
     code = api.function("cuTensorMapEncodeTiled")(
         out,
-        _choice("dtype", dtype, _DTYPES),
+        _choice("element", element, _ELEMENT_TYPES),
         rank,
         address,
         (c_uint64 * rank)(*dims),
         (c_uint64 * rank)(*strides),  # rank - 1 are read; ctypes has no empty array pointer
         (c_uint * rank)(*box),
-        (c_uint * rank)(*steps),
+        (c_uint * rank)(*(1,) * rank),
         0,
         _choice("swizzle", swizzle, _SWIZZLES),
-        _choice("l2_promotion", l2_promotion, _PROMOTIONS),
-        _choice("oob", oob, _OOB),
+        _L2_PROMOTION_256B,
+        _FILL_WITH_ZEROS,
     )
     if code:
-        context = f"dtype={dtype}, address={address:#x}, dims={list(dims)}, strides={list(strides)}, box={list(box)}"
+        context = (
+            f"element={element}, address={address:#x}, dims={list(dims)}, strides={list(strides)}, box={list(box)}"
+        )
         api.check(code, "cuTensorMapEncodeTiled", f"{context}, swizzle={swizzle}")
 
 
 def move_tensor_map(out: int, address: int) -> None:
-    """Let the descriptor at `out` describe a tensor of the same form at `address`."""
+    """Let the descriptor at `out` describe a tensor of the same shape and strides at `address`."""
     api = driver()
     if code := api.function("cuTensorMapReplaceAddress")(out, address):
         api.check(code, "cuTensorMapReplaceAddress", f"address={address:#x}")

@@ -1,9 +1,9 @@
-"""What the JIT does, as it happens: for progress bars, counters and logs of a serving engine.
+"""Events of the JIT, for progress bars, counters and logs of a serving engine.
 
     unsubscribe = quire.events.subscribe(lambda event: print(event.kind, event.slug))
 
-Callbacks run on the thread that does the work, in the order of subscription; what a callback raises is logged and does
-not disturb the build.
+Callbacks run on the thread that does the work, in the order of subscription. An exception of a callback is logged and
+does not disturb the build.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Kind = Literal["begin", "progress", "end", "hit", "wait"]
 
 @dataclass(frozen=True)
 class Event:
-    """One happening.
+    """One event.
 
-    `hit`: found in a store. `wait`: another process builds it. `begin`, `progress`, `end`: a compile of our own.
+    `hit`: the variant was found in a store. `wait`: another process builds it. `begin`, `progress`, `end`: this process
+    compiles it.
     """
 
     kind: Kind
@@ -42,7 +43,7 @@ _guard = threading.Lock()
 
 
 def subscribe(callback: Callback) -> Callable[[], None]:
-    """Call `callback` with every event from now on; returns the function that ends it (safe to call twice)."""
+    """Call `callback` with every event from now on; returns the function that unsubscribes (safe to call twice)."""
     with _guard:
         _subscribers.append(callback)
 

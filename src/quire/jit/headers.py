@@ -1,9 +1,9 @@
-"""The transitive include closure of our own headers: what a key must hash and what a compiler may see.
+"""The transitive include closure of our own headers: a key hashes exactly these, and a compiler sees no others.
 
 The parser is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers that come
-with the compiler; anything else could change an artifact without changing its key, so it is an error. Sections under
-`#ifdef __CUDACC__` and its negations are followed only for the kind of unit they belong to; other conditions are not
-evaluated, so the closure is never too small.
+with the compiler. Any other include could change an artifact without changing its key, so it is an error. Sections
+under `#ifdef __CUDACC__` and its negations are followed only in the kind of unit that compiles them. Other conditions
+are not evaluated, so the closure is never too small.
 """
 
 from __future__ import annotations

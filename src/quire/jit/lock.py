@@ -1,9 +1,9 @@
-"""Kernel-owned locks: one builder for a key, and a limited number of compilers for the machine.
+"""Kernel-owned locks: one builder for an entry, and a limited number of compilers (build permits) for the machine.
 
 The kernel frees a flock when its holder dies, however it dies, so there is no stale lock to recover from. Descriptors
 are close-on-exec (a compiler that outlives its parent holds nothing) and lock files are never deleted (deleting one
 while another process opens it makes two locks of one). No lock is needed for correctness, only to save work: publishing
-is one rename, so a wait that takes too long ends in a build of one's own, never in an error.
+is one rename, so a process that has waited too long builds the entry itself and raises no error.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 
 from quire.jit import progress
 
-__all__ = ["entry_lock", "job_slot"]
+__all__ = ["build_permit", "entry_lock"]
 
-#: Longer than any compile: after it the holder is presumed stuck (a stopped process, a lost NFS client).
+#: Longer than any compile. A holder that takes longer is presumed stuck (a stopped process, a lost NFS client).
 PATIENCE_SECONDS = 900.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
@@ -48,7 +48,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _unlock(descriptor: int) -> None:
-    """Explicitly, because a forked child may share the descriptor. Closing does it too where this is not supported."""
+    """Release explicitly, because a forked child may share the descriptor. Closing releases a lock too."""
     with suppress(OSError):
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
@@ -58,19 +58,21 @@ def _holder(descriptor: int) -> str:
     try:
         note = json.loads(text)
         return f"process {note['pid']} on {note['host']}"
-    except (ValueError, KeyError, TypeError):  # it has the lock but has not written its note yet
+    except (ValueError, KeyError, TypeError):  # the holder has not written its note, or could not
         return "another process"
 
 
-def _sign(descriptor: int) -> None:
+def _write_holder(descriptor: int) -> None:
+    """Say who holds the lock. On a full disk nobody learns it, and the lock holds nevertheless."""
     note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(note).encode(), 0)
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(note).encode(), 0)
 
 
 @contextmanager
 def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bool]:
-    """Hold the lock at `path`; yields False if it could not be had within PATIENCE_SECONDS.
+    """Hold the lock at `path`; yields False if others held it for PATIENCE_SECONDS.
 
     `on_wait(holder, seconds)` is called once when the wait begins and then about once a second.
     """
@@ -88,7 +90,7 @@ def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bo
             pause = min(2 * pause, _LONGEST_PAUSE)
             held = _try_lock(descriptor)
         if held:
-            _sign(descriptor)
+            _write_holder(descriptor)
         try:
             yield held
         finally:
@@ -99,15 +101,15 @@ def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bo
 
 
 @contextmanager
-def job_slot(directory: Path, jobs: int, *, alone: bool = False) -> Iterator[None]:
-    """Hold one of the machine's `jobs` compiler slots, or with `alone` every one of them.
+def build_permit(directory: Path, permits: int, *, alone: bool = False) -> Iterator[None]:
+    """Hold one of the machine's build permits, or with `alone` every one of them: so many compilers run at once.
 
-    Slots are taken in ascending order only, so two processes that want all of them cannot block each other.
+    With `alone` permits are taken in ascending order, so two processes that want all of them cannot block each other.
     """
     with ExitStack() as stack:
         descriptors = []
-        for index in range(jobs):
-            descriptors.append(_open(directory / f"slot-{index}"))
+        for index in range(permits):
+            descriptors.append(_open(directory / f"permit-{index}"))
             stack.callback(os.close, descriptors[-1])
         if alone:
             for descriptor in descriptors:

@@ -1,4 +1,4 @@
-"""Name what made a miss: the part of the key in which the nearest entry differs."""
+"""Why a variant is not in the cache: how the nearest entry differs, in the words that its user writes."""
 
 from __future__ import annotations
 
@@ -11,65 +11,69 @@ from quire.jit.store import Manifest
 __all__ = ["explain"]
 
 
-def _changed(old: Mapping[str, object], new: Mapping[str, object]) -> list[str]:
+def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """The labels under which two mappings differ, in order of the new one, then what only the old one has."""
     labels = [*new, *(label for label in old if label not in new)]
     return [label for label in labels if old.get(label) != new.get(label)]
 
 
-def _shared(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """How many characters two names have in common at their start."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _name_part(label: str, old: Mapping[str, str], new: Mapping[str, str]) -> str:
+def _name_part(label: str, old: str, new: str) -> str:
+    """How one part of an entry's name differs; "" where there is none."""
     if label.startswith("header "):
-        name = label.removeprefix("header ")
-        if label not in old:
-            return f"header {name} was added"
-        return f"header {name} changed" if label in new else f"header {name} was removed"
+        return f"{label} {'changed' if old and new else 'was added' if new else 'was removed'}"
     if label == "source":
-        return "the template or its values changed"
+        return "variant.jinja changed, or the values that it is given"
     if label == "flags":
-        before, after = old.get(label, "").split(), new.get(label, "").split()
-        gone = [word for word in before if word not in after]
-        came = [word for word in after if word not in before]
+        gone = [word for word in old.split() if word not in new.split()]
+        came = [word for word in new.split() if word not in old.split()]
         return f"flags changed: {' '.join(gone) or 'nothing'} -> {' '.join(came) or 'nothing'}"
-    return f"{label} is {new.get(label)!r}, the cache has {old.get(label)!r}"
+    if label == "version":
+        lines = zip_longest(new.splitlines(), old.splitlines(), fillvalue="nothing")
+        here, there = next(((a, b) for a, b in lines if a != b), (new, old))
+        return f"the compiler is {here}, the cache has {there}"
+    return f"{label} is {new!r}, the cache has {old!r}"
 
 
-def _compilers(now: str, then: str) -> str:
-    """Two identities, told apart by their first line that differs."""
-    lines = zip_longest(now.splitlines(), then.splitlines(), fillvalue="nothing")
-    here, there = next(((a, b) for a, b in lines if a != b), (now, then))
-    return f"the compiler is {here}, the cache has {there}"
+def _name_parts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    return [_name_part(label, str(old.get(label, "")), new.get(label, "")) for label in _changed(old, new)]
 
 
-def _same_slug(request: Request, manifest: Manifest, compiler: str | None) -> str:
-    changed = _changed(manifest.parts, request.parts)
-    reasons = [_name_part(label, manifest.parts, request.parts) for label in changed]
-    if not reasons and compiler is not None and compiler != manifest.compiler:
-        reasons = [_compilers(compiler, manifest.compiler)]
-    if not reasons:
-        return "the entry in the cache is damaged or not to be trusted"
-    return "; ".join(reasons[:4]) + (f" and {len(reasons) - 4} more" if len(reasons) > 4 else "")
+def _first(reasons: list[str]) -> str:
+    return "; ".join(reasons[:4]) + (f"; and {len(reasons) - 4} more" if len(reasons) > 4 else "")
 
 
-def explain(request: Request, manifests: Sequence[Manifest], compiler: str | None) -> str:
-    """One line. `manifests`: of all entries in reach; `compiler`: the identity that a build would use, if known."""
-    spec = request.spec
-    twins = [manifest for manifest in manifests if manifest.slug == spec.slug]
-    if twins:
-        nearest = min(twins, key=lambda m: (len(_changed(m.parts, request.parts)), -m.created))
-        return _same_slug(request, nearest, compiler)
+def _same_variant(request: Request, manifest: Manifest, toolchain: Mapping[str, str] | None) -> str:
+    """Why the entry of the same slug does not serve."""
+    reasons = _name_parts(manifest.request, request.parts)
+    if not reasons and toolchain is not None:
+        reasons = _name_parts(manifest.toolchain, toolchain)
+    return _first(reasons) or "the entry in the cache is damaged or not to be trusted"
+
+
+def _kernel(slug: str) -> str:
+    return slug.partition(".")[0]
+
+
+def explain(request: Request, manifests: Sequence[Manifest], toolchain: Mapping[str, str] | None) -> str:
+    """One line. `manifests`: of all entries in reach; `toolchain`: the second half of a build's name, if known."""
     if not manifests:
         return "the cache is empty"
-    fields = spec.fields()
-    kin = [manifest for manifest in manifests if manifest.fields.get("kernel") == spec.kernel]
-    if not kin:
-        return f"the cache has nothing of the kernel {spec.kernel}"
-    nearest = min(kin, key=lambda m: (len(_changed(m.fields, fields)), -_shared(m.slug, spec.slug), m.slug))
-    reasons = [
-        f"{label} is {fields.get(label)}, not {nearest.fields.get(label)}" for label in _changed(nearest.fields, fields)
-    ]
-    return f"nearest is {nearest.slug}: {', '.join(reasons[:4]) or 'only its name differs'}"
+    spec = request.spec
+    same = [manifest for manifest in manifests if manifest.slug == spec.slug]
+    if same:
+        nearest = min(same, key=lambda m: (len(_changed(m.request, request.parts)), -m.created))
+        return _same_variant(request, nearest, toolchain)
+    kernel = [manifest for manifest in manifests if _kernel(manifest.slug) == _kernel(spec.slug)]
+    if not kernel:
+        return f"the cache has no variant of {_kernel(spec.slug)}"
+    fields = {"target": spec.target, **dict(spec.fields)}
+    others = {manifest.slug: {"target": manifest.target, **manifest.fields} for manifest in kernel}
+    nearest_slug = min(others, key=lambda s: (len(_changed(others[s], fields)), -_common_prefix(s, spec.slug), s))
+    old = others[nearest_slug]
+    reasons = [f"{name}={fields.get(name, 'unset')}, not {old.get(name, 'unset')}" for name in _changed(old, fields)]
+    return f"nearest is {nearest_slug}: {_first(reasons) or 'only its name differs'}"

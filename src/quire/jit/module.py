@@ -7,28 +7,45 @@ import threading
 from collections.abc import Mapping
 from ctypes import byref, c_int, c_void_p
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeAlias
 
-from quire.errors import CacheError, PlanError, UnsupportedError, ValidationError
+from quire.errors import CacheError, PlanError, UnsupportedError
 from quire.jit import cpu
 from quire.jit.driver import Driver, LaunchAttribute, LaunchConfig, driver
 from quire.jit.store import Entry
 
-__all__ = ["CudaModule", "Grid", "HostModule", "Launch", "Module", "load"]
-
-Grid: TypeAlias = int | tuple[int, ...]
+__all__ = ["CudaModule", "HostModule", "Launch", "Module", "load"]
 
 _MAX_DYNAMIC_SMEM = 8
 _MOST_PLANNED = 1024  #: launch shapes that a thread keeps for a module
 _STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel must be told what it may ask for
 
 
-class HostModule:
-    """A host library. `function(address of the parameter struct) -> int`; the GIL is released while it runs."""
+class _Base:
+    """What modules of either kind tell."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry
+
+    @property
+    def slug(self) -> str:
+        """The variant's readable name."""
+        return self.entry.slug
+
+    @property
+    def exports(self) -> Mapping[str, int]:
+        """Constants of the kernel: the spec's `exports` and their values."""
+        return self.entry.manifest.exports
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.entry.slug!r})"
+
+
+class HostModule(_Base):
+    """A host library. `function(address of the parameter struct) -> int`; the GIL is released while it runs."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(entry)
         if not cpu.supports(entry.manifest.target):
             raise UnsupportedError(
                 f"{entry.slug} is built for {entry.manifest.target}, which this processor is not; "
@@ -43,19 +60,6 @@ class HostModule:
         function.argtypes, function.restype = [c_void_p], c_int
         self.function: Any = function
 
-    @property
-    def slug(self) -> str:
-        """The variant's readable name."""
-        return self.entry.slug
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """What the kernel says of itself: the spec's `facts` and their values."""
-        return self.entry.manifest.facts
-
-    def __repr__(self) -> str:
-        return f"HostModule({self.entry.slug!r})"
-
 
 @dataclass(slots=True)
 class _Loaded:
@@ -65,19 +69,16 @@ class _Loaded:
     max_smem: int  #: bytes of dynamic shared memory allowed so far
 
 
-def _three(grid: Grid) -> tuple[int, int, int]:
-    if isinstance(grid, int):
-        return grid, 1, 1
-    if not 1 <= len(grid) <= 3:
-        raise ValidationError(f"grid: expected 1 to 3 sizes, got {grid!r}")
-    padded = (*grid, 1, 1)
-    return padded[0], padded[1], padded[2]
-
-
 class _Call(LaunchConfig):
-    """A launch as the driver takes it: its configuration, and where its parameters are."""
+    """A launch as the driver takes it: its configuration, and the address of its parameters."""
 
-    _fields_ = (("params", c_void_p),)  # type: ignore[assignment]  # after those of its base
+    _fields_ = (("params", c_void_p),)  # after those of its base
+
+
+#: Launches to copy, without and with programmatic dependent launch. The attribute lives as long as these do.
+_PLAIN = _Call(grid_y=1, grid_z=1, block_y=1, block_z=1)
+_PDL_ATTRIBUTE = (LaunchAttribute * 1)(LaunchAttribute(id=LaunchAttribute.PDL, value=(1,)))
+_WITH_PDL = _Call(grid_y=1, grid_z=1, block_y=1, block_z=1, attributes=_PDL_ATTRIBUTE, num_attributes=1)
 
 
 class Launch:
@@ -104,56 +105,39 @@ class Launch:
 
     def _start_in_context(self) -> None:
         """Only on the default stream does it matter which context is current, and there the driver says so."""
-        with self._module.driver.current(self._device):
+        driver, call = self._module.driver, self._call
+        with driver.current(self._device):
             code = self._launch(*self._arguments)
-        if code:
-            self._module.fail(code, self._call, self._device)
+        shape = f"grid {call.grid_x}, block {call.block_x}, smem {call.smem}"
+        driver.check(code, "the launch", f"{self._module.slug} on device {self._device}, {shape}")
 
     def point_to(self, params_address: int) -> None:
         """Read the parameters from another address from now on."""
         self._call.params = params_address
 
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        """Blocks in x, y and z."""
-        return self._call.grid_x, self._call.grid_y, self._call.grid_z
-
 
 class _PerThread(threading.local):
-    """A thread's own planned launches: an instance must not be called by two threads at once."""
+    """The launches that one thread has planned: two threads must not call the same Launch at once."""
 
     def __init__(self) -> None:
         self.launches: dict[tuple[Any, ...], Launch] = {}
 
 
-class CudaModule:
-    """A cubin. Opened when a device is first prepared: constructing one needs no driver.
+class CudaModule(_Base):
+    """A cubin. Loaded when a device is first prepared: constructing one needs no driver.
 
-    `prepare` in plan(), then `bind` (once a plan) or `launch` (free form) in run(). Loading inside a stream capture is
-    refused, because it would end up in the graph or break it.
+    plan() calls `prepare`; then run() starts what `bind` made for the plan, or calls `launch`. Loading inside a stream
+    capture is refused, because it would end up in the graph or break it.
     """
 
     def __init__(self, entry: Entry) -> None:
-        self.entry = entry
-        self._image = entry.artifact.read_bytes()
+        super().__init__(entry)
+        self._image = entry.artifact.read_bytes()  # until it is loaded: a cache may be cleared meanwhile
         self._guard = threading.RLock()
         self._driver: Driver | None = None
         self._kernel: int | None = None
         self._loaded: dict[int, _Loaded] = {}
-        self._planned = _PerThread()  # what launch() was called with before
-
-    @property
-    def slug(self) -> str:
-        """The variant's readable name."""
-        return self.entry.slug
-
-    @property
-    def facts(self) -> Mapping[str, int]:
-        """What the kernel says of itself: the spec's `facts` and their values."""
-        return self.entry.manifest.facts
-
-    def __repr__(self) -> str:
-        return f"CudaModule({self.entry.slug!r})"
+        self._planned = _PerThread()  # the launches that launch() has made
 
     @property
     def driver(self) -> Driver:
@@ -172,7 +156,7 @@ class CudaModule:
         return loaded
 
     def is_loaded(self, device: int) -> bool:
-        """Whether a launch on `device` needs no preparation, which a stream that is being captured may refuse."""
+        """Whether the kernel is loaded on `device`: a stream that is being captured may refuse to load it."""
         return device in self._loaded
 
     def prepare(self, device: int, smem: int = 0) -> None:
@@ -187,16 +171,14 @@ class CudaModule:
             self._loaded[device] = loaded
 
     def _load(self, device: int) -> _Loaded:
-        api = self.driver
+        api, function = self.driver, c_void_p()
+        context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
         if self._kernel is None:
             library, kernel = c_void_p(), c_void_p()
-            context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
             api.call("cuLibraryLoadData", byref(library), self._image, None, None, 0, None, None, 0, context=context)
             name = self.entry.manifest.entry.encode()
             api.call("cuLibraryGetKernel", byref(kernel), library, name, context=context)
-            self._kernel = kernel.value
-        function = c_void_p()
-        context = f"{self.entry.slug}, a cubin for {self.entry.manifest.target}, on device {device}"
+            self._kernel, self._image = kernel.value, b""  # the driver has its own copy
         api.call("cuKernelGetFunction", byref(function), self._kernel, context=context)
         return _Loaded(function.value or 0, _STATIC_SMEM_LIMIT - (self.entry.manifest.smem or 0))
 
@@ -209,57 +191,29 @@ class CudaModule:
         self.driver.call("cuFuncSetAttribute", loaded.function, _MAX_DYNAMIC_SMEM, smem, context=self.entry.slug)
         loaded.max_smem = smem
 
-    def occupancy(self, device: int, block: int, smem: int) -> int:
-        """Blocks of `block` threads and `smem` bytes that one multiprocessor of `device` holds at once."""
-        self.prepare(device, smem)
-        count = c_int()
-        name = "cuOccupancyMaxActiveBlocksPerMultiprocessor"
-        with self.driver.current(device):
-            self.driver.call(name, byref(count), self.on(device).function, block, smem, context=self.entry.slug)
-        return count.value
+    def bind(self, params_address: int, grid: int, block: int, smem: int, device: int, *, pdl: bool = False) -> Launch:
+        """A planned launch of `grid` blocks of `block` threads with `smem` bytes of dynamic shared memory each.
 
-    def bind(
-        self,
-        params_address: int,
-        grid: Grid,
-        block: int,
-        smem: int,
-        device: int,
-        *,
-        pdl: bool = False,
-        cluster: tuple[int, int, int] | None = None,
-    ) -> Launch:
-        """A planned launch. `pdl`: may start before the previous kernel of the stream has ended (it must wait itself).
-
-        `cluster`: blocks of a cluster in x, y and z.
+        `pdl`: programmatic dependent launch; the kernel may start before the previous one of the stream has ended, and
+        must wait for it itself.
         """
         self.prepare(device, smem)
-        call = _Call.from_buffer_copy(_call(block, smem, pdl, cluster))
-        call.grid_x, call.grid_y, call.grid_z = _three(grid)
-        call.params = params_address
+        call = _Call.from_buffer_copy(_WITH_PDL if pdl else _PLAIN)
+        call.grid_x, call.block_x, call.smem, call.params = grid, block, smem, params_address
         return Launch(self, device, call)
 
     def launch(
-        self,
-        params_address: int,
-        grid: Grid,
-        block: int,
-        smem: int,
-        stream: int,
-        device: int,
-        *,
-        pdl: bool = False,
-        cluster: tuple[int, int, int] | None = None,
+        self, params_address: int, grid: int, block: int, smem: int, stream: int, device: int, *, pdl: bool = False
     ) -> None:
         """Launch once, from any thread. Loads the kernel if `prepare` has not, unless `stream` is being captured."""
         planned = self._planned.launches
-        key = (grid, block, smem, device, pdl, cluster)
+        key = (grid, block, smem, device, pdl)
         launch = planned.get(key)
         if launch is None:
             self._prepare_outside_capture(device, smem, stream)
             if len(planned) >= _MOST_PLANNED:
                 planned.clear()
-            launch = planned[key] = self.bind(0, grid, block, smem, device, pdl=pdl, cluster=cluster)
+            launch = planned[key] = self.bind(0, grid, block, smem, device, pdl=pdl)
         launch.point_to(params_address)
         launch.start(stream)
 
@@ -273,27 +227,6 @@ class CudaModule:
                 "call plan() (or launch once) before the capture begins"
             )
         self.prepare(device, smem)
-
-    def fail(self, code: int, config: LaunchConfig, device: int) -> None:
-        """Raise the DriverError of a failed launch."""
-        shape = f"grid ({config.grid_x}, {config.grid_y}, {config.grid_z}), block {config.block_x}, smem {config.smem}"
-        self.driver.check(code, "the launch", f"{self.entry.slug} on device {device}, {shape}")
-
-
-@cache  # the attributes must live as long as any copy
-def _call(block: int, smem: int, pdl: bool, cluster: tuple[int, int, int] | None) -> _Call:
-    """A launch of such blocks, to be copied."""
-    attributes = []
-    if cluster is not None:
-        attribute = LaunchAttribute(id=LaunchAttribute.CLUSTER)
-        attribute.value[0:3] = list(cluster)
-        attributes.append(attribute)
-    if pdl:
-        attribute = LaunchAttribute(id=LaunchAttribute.PDL)
-        attribute.value[0] = 1
-        attributes.append(attribute)
-    array = (LaunchAttribute * max(1, len(attributes)))(*attributes)
-    return _Call(block_x=block, block_y=1, block_z=1, smem=smem, attributes=array, num_attributes=len(attributes))
 
 
 Module: TypeAlias = HostModule | CudaModule

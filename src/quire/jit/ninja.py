@@ -1,8 +1,8 @@
-"""Run one build.ninja under supervision: time, peak memory, and no compiler left behind when we die.
+"""Run one build.ninja: within a time limit, with its peak memory, and with no compiler left behind if we die.
 
-The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies in whatever way, the
-kernel closes the pipe and the supervisor ends ninja, which ends its compilers. A `preexec_fn` with PR_SET_PDEATHSIG
-would reach ninja only, and would run Python in the fork of a process full of threads.
+The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies in whatever way, or
+closes the pipe at the time limit, the supervisor ends ninja, which ends its compilers. A `preexec_fn` with
+PR_SET_PDEATHSIG would reach ninja only, and would run Python in the fork of a process full of threads.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import resource
 import shutil
 import signal
 import subprocess
+import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from quire import config
 from quire.errors import CompileError
 
-__all__ = ["Outcome", "find_ninja", "run_ninja"]
+__all__ = ["TIME_LIMIT_SECONDS", "Run", "find_ninja", "run_ninja"]
+
+#: Far beyond any compile, and below the time that others wait for this one (lock.PATIENCE_SECONDS).
+TIME_LIMIT_SECONDS = 600.0
 
 _SUPERVISOR = """
 exec 3<&0 </dev/null
@@ -34,11 +39,10 @@ exit "$status"
 """
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a build ended."""
+class Run(NamedTuple):
+    """How a run of ninja ended."""
 
-    status: int  #: 0, or why not
+    status: int  #: exit status, 0 on success
     log: str  #: what the compiler said, then what ninja said if it failed
     seconds: float
     peak_bytes: int | None  #: resident set of the largest process of the build, where it can be told from our own
@@ -46,21 +50,19 @@ class Outcome:
 
 def find_ninja() -> str:
     """The ninja of the Python package, else the one on PATH; CompileError if there is none."""
-    try:
+    directories = [config.search_path()]
+    with suppress(ImportError):  # a distribution may split the package off: PATH is as good
         from ninja import BIN_DIR
-    except ImportError:  # a distribution may split it off: PATH is as good
-        candidates = []
-    else:
-        candidates = [shutil.which("ninja", path=str(BIN_DIR))]
-    candidates.append(shutil.which("ninja", path=config.search_path()))
-    found = next((path for path in candidates if path is not None), None)
-    if found is None:
-        raise CompileError("no ninja was found, neither the Python package nor on PATH: `pip install ninja`")
-    return found
+
+        directories.insert(0, str(BIN_DIR))
+    for directory in directories:
+        if (found := shutil.which("ninja", path=directory)) is not None:
+            return found
+    raise CompileError("no ninja was found, neither the Python package nor on PATH: `pip install ninja`")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the supervisor and all it started; it is given a moment to take its compilers along."""
+    """End the supervisor and all that it started; it is given a moment to end the compilers first."""
     if process.stdin is not None:
         process.stdin.close()
     if process.returncode is not None:
@@ -72,31 +74,43 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def run_ninja(staging: Path) -> Outcome:
-    """Build what `staging/build.ninja` describes. A failing compiler is an Outcome, not an exception."""
+def _wait(process: subprocess.Popen[bytes]) -> resource.struct_rusage:
+    """Wait for the supervisor; at the time limit its pipe is closed, at which it ends the build."""
+    assert process.stdin is not None
+    limit = threading.Timer(TIME_LIMIT_SECONDS, process.stdin.close)
+    limit.daemon = True
+    limit.start()
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    finally:
+        limit.cancel()
+        _end(process)
+    return usage
+
+
+def _log(staging: Path, *, failed: bool, stopped: bool) -> str:
+    compiler, ninja = staging / "build.log", staging / "ninja.log"
+    log = f"error: stopped at the time limit of {TIME_LIMIT_SECONDS:g} s\n" if stopped else ""
+    log += compiler.read_text(errors="replace") if compiler.exists() else ""
+    return log + (ninja.read_text(errors="replace") if failed else "")
+
+
+def run_ninja(staging: Path) -> Run:
+    """Build what `staging/build.ninja` describes. A failing compiler is a Run, not an exception."""
     (staging / "tmp").mkdir(exist_ok=True)
     command = ["/bin/sh", "-c", _SUPERVISOR, "quire-build", find_ninja(), "-j1"]
     start = time.monotonic()
     with (staging / "ninja.log").open("wb") as output:
+        environment = config.child_environment(TMPDIR=str(staging / "tmp"))
         process = subprocess.Popen(
-            command,
-            cwd=staging,
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=config.child_environment(TMPDIR=str(staging / "tmp")),
+            command, cwd=staging, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
-        )
-        try:
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-        finally:
-            _end(process)
-    said = staging / "build.log"
-    log = said.read_text(errors="replace") if said.exists() else ""
-    if process.returncode:
-        log += (staging / "ninja.log").read_text(errors="replace")
+        )  # fmt: skip
+        usage = _wait(process)
+    seconds, failed = time.monotonic() - start, process.returncode != 0
     # A new process starts with its parent's peak until it executes, so only what exceeds ours says something.
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > ours else None
-    return Outcome(process.returncode, log, time.monotonic() - start, peak)
+    log = _log(staging, failed=failed, stopped=failed and seconds >= TIME_LIMIT_SECONDS)
+    return Run(process.returncode, log, seconds, peak)

@@ -1,8 +1,8 @@
 """One line when a compile starts, one at least every ten seconds, one when it ends; nothing on a hit.
 
-Lines go to the logger "quire". Most serving processes never configure logging, so while neither that logger nor the
-root has a handler they go to stderr, from level QUIRE_LOG on. Progress is printed by the first rank of a node only;
-warnings by every process, each text once.
+Lines go to the logger "quire". Most serving processes never configure logging, so lines go to stderr, from level
+QUIRE_LOG on, while neither that logger nor the root logger has a handler. Only the first rank of a node prints
+progress; every process prints warnings, each text once.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ HEARTBEAT_SECONDS = 10.0
 
 _logger = logging.getLogger("quire")
 _warned: set[str] = set()
+_MOST_WARNED = 1000  #: texts remembered; beyond it a text may be repeated
 _guard = threading.Lock()
 
 
@@ -39,10 +40,12 @@ def info(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """A warning, the first time this process has cause for exactly this text."""
+    """Warn, unless this process has already warned with exactly this text."""
     with _guard:
         if text in _warned:
             return
+        if len(_warned) >= _MOST_WARNED:
+            _warned.clear()
         _warned.add(text)
     _write(logging.WARNING, text)
 

@@ -1,7 +1,8 @@
-"""Jinja's one door: the unit's source and the ninja file, from templates that stay readable as C++ and as ninja.
+"""The only use of Jinja: it renders the unit's source and the ninja file.
 
-The default delimiters clash with C++ (`}}`) and with raw PTX (`"{%3, %4}"`); `@{ name }` and lines that begin with
-`//%` occur in neither language. Jinja is imported on first use: it costs more than everything else on the way to a hit.
+The templates stay readable as C++ and as ninja. Jinja's default delimiters clash with C++ (`}}`) and with raw PTX
+(`"{%3, %4}"`); `@{ name }` and lines that begin with `//%` occur in neither language. Jinja is imported on first use,
+because the import costs more than all the rest of a hit.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def render_source(templates: Path, spec: Spec) -> str:
 
 
 def source_digest(templates: Path, spec: Spec) -> str:
-    """sha256 of all that decides the text of render_source(). Importing Jinja (30-130 ms) is not needed for it."""
-    unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup")}
+    """sha256 of all that decides the text of render_source(), without importing Jinja (30-130 ms)."""
+    unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup", "fields")}
     text = json.dumps(unit, sort_keys=True) + "\n" + _read(templates, "variant.jinja")
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a compiler said about the code it made: registers, spills, memory, and the warnings worth keeping."""
+"""What a compiler reports about the code that it made: registers, spills, memory, and warnings."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ def parse_nvcc(log: str) -> Report:
 
 
 def parse_gxx(log: str) -> Report:
-    """Read the output of g++: it has only warnings to offer."""
+    """Read the output of g++, which reports warnings only."""
     return Report(warnings=_warnings(log))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import dataclasses
+from dataclasses import dataclass
 from functools import cached_property
 
 __all__ = ["Spec", "Struct"]
@@ -26,45 +26,33 @@ class Spec:
     """One variant: one translation unit, one entry point, one artifact.
 
     The unit includes `header`, defines `struct Variant` from `types` and `constants`, checks `params` and `asserts`,
-    and instantiates `kernel<Variant>` behind the exported symbol `entry`.
+    and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup` and `fields` are for
+    readers: they do not reach the unit, so they are not part of the key.
     """
 
-    slug: str  #: readable name, [a-z0-9._-]+, unique per variant and target: "attention-fa2-sm90a-..."
-    #: "sm80", "sm90a", ... -> nvcc and a cubin; "x86-64-v3", "x86-64-v4", "aarch64", "native" -> g++ and a host library
+    slug: str  #: [a-z0-9._-]+, unique per variant and target; up to the first dot the kernel: "attention_fa2.sm90a...."
+    #: "sm80", "sm90a", ... -> a cubin; "x86-64-v3", "x86-64-v4", "aarch64", "native" -> a host library
     target: str
     header: str  #: the kernel's header, e.g. "quire/kernels/attention_fa2.cuh"
     kernel: str  #: the class template that the header defines, e.g. "AttentionFa2"
     entry: str  #: exported C symbol, e.g. "quire_attention"
     params: Struct
-    types: tuple[tuple[str, str], ...] = ()  #: using aliases in Variant: (("Q", "bf16_t"), ...)
-    constants: tuple[
-        tuple[str, int], ...
-    ] = ()  #: static constexpr int members: (("kHeadDimQk", 128), ("kCausal", 1), ...)
-    asserts: tuple[
-        tuple[str, int], ...
-    ] = ()  #: constexpr members of kernel<Variant> that Python relies on: (("kThreads", 128), ...)
-    facts: tuple[str, ...] = ()  #: constexpr int members of kernel<Variant> that the caller reads from the module
+    types: tuple[tuple[str, str], ...] = ()  #: type aliases in Variant: (("Q", "bf16_t"), ...)
+    constants: tuple[tuple[str, int], ...] = ()  #: static constexpr ints in Variant: (("kHeadDimQk", 128), ...)
+    asserts: tuple[tuple[str, int], ...] = ()  #: constexpr members of kernel<Variant> that Python relies on
+    exports: tuple[str, ...] = ()  #: constexpr ints of kernel<Variant> that the builder reads back from the artifact
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
+    fields: tuple[tuple[str, str], ...] = ()  #: (name, value) as the user writes them: (("mask", "custom"), ...)
 
     def __hash__(self) -> int:
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        """Once a spec: each plan() looks a module up by it."""
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        """Computed once for a spec, because each plan() finds its module by it."""
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @property
     def device(self) -> bool:
         """Whether the variant is device code (a cubin)."""
         return self.target.startswith("sm")
-
-    def fields(self) -> Mapping[str, str | int]:
-        """Every field that may change the artifact, flat: what a miss is explained with."""
-        return {
-            "target": self.target,
-            "header": self.header,
-            "kernel": self.kernel,
-            **dict(self.types),
-            **dict(self.constants),
-        }

@@ -1,7 +1,7 @@
 """The artifact directories: complete or absent, checked before use, never rewritten.
 
-    <root>/entries/<slug>/<request>-<compiler>/   manifest.json, the artifact, its source, the compiler's log
-    <root>/locks/ slots/ staging/ logs/ quarantine/ compilers.json
+    <root>/entries/<slug>/<request>-<toolchain>/   manifest.json, the artifact, its source, the compiler's log
+    <root>/locks/ permits/ staging/ logs/ quarantine/ compilers.json
 
 An entry is published by one rename of a finished directory and is only ever read after that. Everything an entry's
 validity depends on is in its name and its manifest, nothing in its times or its path: a tree that was copied, archived
@@ -19,36 +19,38 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 from quire.errors import CacheError
 from quire.jit import progress
-from quire.jit.request import SCHEMA, Request, compiler_digest, parts_digest
-from quire.jit.toolchain import Memory
+from quire.jit.memory import Memory
+from quire.jit.request import SCHEMA, Request, entry_name
 
 __all__ = ["Entry", "Manifest", "Store"]
 
 _MANIFEST = "manifest.json"
+_LARGEST_MANIFEST = 1 << 20  #: bytes; ours take a few thousand
 _STALE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an entry says of itself."""
+    """What an entry is, who made it and how the compile went: its manifest.json."""
 
     schema: str
     slug: str
     target: str
-    fields: dict[str, str | int]  #: the spec, flat: what a miss is explained with
-    parts: dict[str, str]  #: the labelled parts of the key
-    compiler: str  #: identity of the compiler
+    fields: dict[str, str]  #: the variant as the user writes it: what a miss is explained with
+    request: dict[str, str]  #: the labelled parts of the first half of the entry's name
+    toolchain: dict[str, str]  #: those of the second half
     entry: str  #: exported symbol
     warmup: str  #: `quire warmup` arguments that build exactly this variant
     artifact: str  #: file name
     size: int  #: bytes
     sha256: str
-    facts: dict[str, int]  #: what the kernel says of itself: threads, shared memory, ...
+    exports: dict[str, int]  #: constants of the kernel: threads, shared memory, ...
     registers: int | None
     spills: int | None  #: bytes of spill stores and loads
     stack: int | None
@@ -59,22 +61,39 @@ class Manifest:
     created: float  #: seconds since the epoch
 
     @classmethod
-    def read(cls, text: str) -> Manifest:
+    def read(cls, text: str | bytes) -> Manifest:
         """From JSON; CacheError if it is not a manifest of this schema."""
         try:
             data = json.loads(text)
             if data["schema"] != SCHEMA:
                 raise CacheError(f"schema is {data['schema']!r}, expected {SCHEMA!r}")
-            manifest = cls(**{name: data[name] for name in cls.__dataclass_fields__})
-        except (ValueError, KeyError, TypeError) as error:
+            for name, kind in _field_types().items():
+                if not isinstance(data[name], kind):
+                    raise TypeError(f"{name} is {data[name]!r}")
+            manifest = cls(**{name: data[name] for name in _field_types()})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CacheError(f"manifest is unreadable ({type(error).__name__}: {error})") from error
         if Path(manifest.artifact).name != manifest.artifact:
             raise CacheError(f"manifest names an artifact outside its directory: {manifest.artifact!r}")
         return manifest
 
+    def describes(self, request: Request) -> bool:
+        """Whether the entry answers `request`, and is called as its spec says."""
+        spec = request.spec
+        return (self.request, self.target, self.entry) == (dict(request.parts), spec.target, spec.entry)
+
     def write(self) -> str:
         """As JSON."""
         return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    """What JSON must hold under each field of a manifest."""
+    return {
+        name: get_origin(hint) if get_origin(hint) in (dict, list) else hint
+        for name, hint in get_type_hints(Manifest).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -93,11 +112,6 @@ class Entry:
     def artifact(self) -> Path:
         """The cubin or host library."""
         return self.path / self.manifest.artifact
-
-    @property
-    def size(self) -> int:
-        """Bytes of all the entry's files."""
-        return sum(file.stat().st_size for file in self.path.iterdir())
 
 
 def _code_owners() -> frozenset[int]:
@@ -132,9 +146,9 @@ class Store:
     def __init__(
         self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False
     ) -> None:
-        """`private`: created with mode 0700 rather than 0755. `trusted_group`: tolerate group-writable entries.
+        """`private`: the root is created with mode 0700 rather than 0755. `trusted_group`: group-writable entries pass.
 
-        The latter is for directories installed beside our own code, which the same group could rewrite anyway.
+        `trusted_group` is for directories installed beside our own code, which the same group could rewrite anyway.
         """
         self.root = root
         self.readonly = readonly
@@ -151,7 +165,7 @@ class Store:
             return "it is read-only"
         try:
             self.root.mkdir(parents=True, exist_ok=True, mode=0o700 if self._private else 0o755)
-            for name in ("entries", "locks", "slots", "staging", "logs"):
+            for name in ("entries", "locks", "permits", "staging", "logs"):
                 (self.root / name).mkdir(exist_ok=True, mode=0o755)
                 if not os.access(self.root / name, os.W_OK | os.X_OK):
                     return f"{name} is not writable"
@@ -160,29 +174,27 @@ class Store:
             return str(error)
         return ""
 
-    def find(self, request: Request, accepts: Callable[[str], bool], *, repair: bool = False) -> Entry | None:
-        """The newest sound entry of `request` whose compiler digest `accepts`; None if there is none.
+    def find(self, request: Request, toolchain: str | None, *, repair: bool = False) -> Entry | None:
+        """The newest sound entry of `request` made by the toolchain of this digest (None: by any); None if none is.
 
-        What is damaged or untrusted is passed over with one warning; with `repair` (under the entry's lock) it is moved
+        A damaged or untrusted entry is passed over with one warning. With `repair` (under the entry's lock) it is moved
         to the quarantine, so that a rebuild can take its place.
         """
-        home = self.root / "entries" / request.spec.slug
-        prefix = request.digest[:40] + "-"
+        directory = self.root / "entries" / request.spec.slug
+        prefix = f"{request.digest}-{toolchain or ''}"
         try:
-            names = [name for name in os.listdir(home) if name.startswith(prefix)]  # noqa: PTH208
+            names = [name for name in os.listdir(directory) if name.startswith(prefix)]  # noqa: PTH208
         except OSError:  # the slug has no directory, or it is not for us to read
             return None
         sound: list[Entry] = []
         for name in names:
-            if not accepts(name[len(prefix) :]):
-                continue
             try:
-                entry = self.verify(home / name)
-                if entry.manifest.parts != dict(request.parts):
+                entry = self.verify(directory / name)
+                if not entry.manifest.describes(request):
                     raise CacheError("its manifest describes another request")
                 sound.append(entry)
             except (CacheError, OSError) as error:
-                self._refuse(home / name, str(error), repair=repair)
+                self._refuse(directory / name, str(error), repair=repair)
         return max(sound, key=lambda entry: (entry.manifest.created, entry.path.name), default=None)
 
     def _refuse(self, path: Path, reason: str, *, repair: bool) -> None:
@@ -210,11 +222,8 @@ class Store:
             path.parent.parent,
         ):  # whoever may write one could exchange what we checked
             _check_trust(directory, stat.S_ISDIR, shared_group=shared)
-        if not (path / _MANIFEST).exists():
-            raise CacheError("it has no manifest")
-        _check_trust(path / _MANIFEST, stat.S_ISREG, shared_group=shared)
-        manifest = Manifest.read((path / _MANIFEST).read_text())
-        if path.name != f"{parts_digest(manifest.parts)[:40]}-{compiler_digest(manifest.compiler)}":
+        manifest = self._read_manifest(path)
+        if path.name != entry_name(manifest.request, manifest.toolchain):
             raise CacheError("its manifest does not belong to its name")
         artifact = path / manifest.artifact
         if not artifact.exists():
@@ -226,6 +235,16 @@ class Store:
         if hashlib.sha256(data).hexdigest() != manifest.sha256:
             raise CacheError("its artifact's sha256 is not the manifest's")
         return Entry(path, manifest)
+
+    def _read_manifest(self, path: Path) -> Manifest:
+        """The manifest in the entry directory `path`; CacheError if there is none in a plain file of our own."""
+        file = path / _MANIFEST
+        if not file.exists():
+            raise CacheError("it has no manifest")
+        _check_trust(file, stat.S_ISREG, shared_group=self._trusted_group)
+        if file.stat().st_size > _LARGEST_MANIFEST:
+            raise CacheError(f"its manifest has {file.stat().st_size} bytes, expected at most {_LARGEST_MANIFEST}")
+        return Manifest.read(file.read_bytes())
 
     def entries(self) -> Iterator[Entry]:
         """Every entry that passes `verify`, by slug; use `paths` to see the others too."""
@@ -239,15 +258,15 @@ class Store:
         """(directory, manifest) of every entry whose manifest can be read, without reading the artifacts."""
         for path in self.paths():
             try:
-                yield path, Manifest.read((path / _MANIFEST).read_text())
+                yield path, self._read_manifest(path)
             except (CacheError, OSError):  # verify() says what is wrong with it
                 continue
 
     def paths(self) -> Iterator[Path]:
         """Every entry directory, sound or not, by slug."""
-        home = self.root / "entries"
-        if home.is_dir():
-            for slug in sorted(home.iterdir()):
+        entries = self.root / "entries"
+        if entries.is_dir():
+            for slug in sorted(entries.iterdir()):
                 if slug.is_dir():
                     yield from sorted(slug.iterdir())
 
@@ -256,11 +275,11 @@ class Store:
         return sum(file.lstat().st_size for file in self.root.rglob("*") if file.is_file()) if self.root.is_dir() else 0
 
     def remove(self, path: Path) -> None:
-        """Remove one entry: out of sight by one rename, then deleted. Whoever has it loaded keeps the mapping."""
-        grave = self.root / "staging" / f"removed-{time.time_ns()}-{os.getpid()}"
-        grave.parent.mkdir(parents=True, exist_ok=True)
-        path.rename(grave)
-        shutil.rmtree(grave)
+        """Remove one entry: one rename, then deletion. A process that has loaded the entry keeps its mapping."""
+        removed = self.root / "staging" / f"removed-{time.time_ns()}-{os.getpid()}"
+        removed.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(removed)
+        shutil.rmtree(removed)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
 
@@ -272,22 +291,6 @@ class Store:
             except (CacheError, OSError) as error:
                 yield path, str(error)
 
-    def gc(self, max_bytes: int) -> list[Path]:
-        """Remove entries, unreadable ones first and then the oldest, until all of them take at most `max_bytes`.
-
-        Age counts from the build: a hit writes nothing, so nobody knows when an entry was last used. Returns what went.
-        """
-        created = {path: manifest.created for path, manifest in self.manifests()}
-        sizes = {path: sum(f.lstat().st_size for f in path.rglob("*") if f.is_file()) for path in self.paths()}
-        total, removed = sum(sizes.values()), list[Path]()
-        for path in sorted(sizes, key=lambda path: (created.get(path, 0.0), path)):
-            if total <= max_bytes:
-                break
-            self.remove(path)
-            total -= sizes[path]
-            removed.append(path)
-        return removed
-
     def clear(self) -> int:
         """Remove every entry, log and leftover; the number of entries removed. Locks stay: they may be held."""
         paths = list(self.paths())
@@ -298,82 +301,74 @@ class Store:
                 shutil.rmtree(self.root / name)
         return len(paths)
 
-    def lock_path(self, request: Request, compiler: str) -> Path:
-        """The file whose lock the builder of this entry holds."""
-        return self.root / "locks" / f"{request.spec.slug}.{request.entry_name(compiler)[:24]}.lock"
+    def lock_path(self, request: Request) -> Path:
+        """The file whose lock the builder of this request holds."""
+        return self.root / "locks" / f"{request.spec.slug}.{request.digest[:24]}.lock"
 
     def new_staging(self) -> Path:
-        """A private directory on the root's file system; leftovers of killed builders are swept on the way."""
+        """A new private directory on the root's file system. Leftovers of killed builders are removed first."""
         staging = self.root / "staging"
         for leftover in staging.iterdir():
             try:
                 if time.time() - leftover.stat().st_mtime > _STALE_SECONDS:
                     shutil.rmtree(leftover, ignore_errors=True)
-            except FileNotFoundError:  # its own builder was faster
+            except FileNotFoundError:  # the leftover's own builder removed it first
                 continue
         return Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=staging))
 
-    def publish(self, staging: Path, request: Request, manifest: Manifest) -> Entry:
+    def publish(self, staging: Path, manifest: Manifest) -> Entry:
         """Give the finished directory its name, at once and for good.
 
-        If another builder was first, its entry is used; if that one cannot be seen or is not sound (a network file
-        system may show either), it is moved away, and if even that fails, our own build serves this process from where
-        it lies.
+        If another builder was first, its entry is used. If the directory cannot be renamed at all, our own build serves
+        this process from where it lies.
         """
         (staging / _MANIFEST).write_text(manifest.write())
         for file in staging.iterdir():
             file.chmod(0o644)
-            _fsync(file)
         staging.chmod(0o755)
-        _fsync(staging)
-        final = self.root / "entries" / request.spec.slug / request.entry_name(manifest.compiler)
+        final = self.root / "entries" / manifest.slug / entry_name(manifest.request, manifest.toolchain)
+        try:
+            return self._place(staging, final) or Entry(final, manifest)
+        except CacheError as error:
+            progress.warn_once(f"{error}; this process uses {staging}")
+            return Entry(staging, manifest)
+
+    def adopt(self, entry: Entry) -> bool:
+        """Publish a verified entry that lies in this store's staging; False if a sound one is there already."""
+        return self._place(entry.path, self.root / "entries" / entry.slug / entry.path.name) is None
+
+    def _place(self, directory: Path, final: Path) -> Entry | None:
+        """Rename a finished directory to `final`; returns the sound entry that stands there already, if one does.
+
+        An entry that stands there but cannot be seen or is not sound (a network file system may show either) is moved
+        away. CacheError if even that fails.
+        """
+        for file in (*directory.iterdir(), directory):
+            _fsync(file)
         for _ in range(2):
-            self._make_home(final.parent)
+            self._make_slug_directory(final.parent)
             try:
-                staging.rename(final)
+                directory.rename(final)
             except OSError:
-                if (entry := self._rival(final)) is not None:
-                    return entry
+                if (existing := self._sound_entry(final)) is not None:
+                    return existing
                 continue
             _fsync(final.parent)
-            return Entry(final, manifest)
-        progress.warn_once(f"{final} could not be published; this process uses {staging}")
-        return Entry(staging, manifest)
+            return None
+        raise CacheError(f"{final} could not be published")
 
     @staticmethod
-    def _make_home(path: Path) -> None:
-        """The directory of one slug, closed to other writers."""
+    def _make_slug_directory(path: Path) -> None:
+        """Make the directory of one slug, closed to other writers."""
         path.mkdir(exist_ok=True, mode=0o755)
         status = path.lstat()
         if status.st_uid == os.geteuid() and status.st_mode & 0o022:
             path.chmod(0o755)
 
-    def adopt(self, entry: Entry) -> bool:
-        """Publish a verified entry that lies in this store's staging; False if it is there already."""
-        final = self.root / "entries" / entry.slug / entry.path.name
-        self._make_home(final.parent)
-        for file in (*entry.path.iterdir(), entry.path):
-            _fsync(file)
-        for _ in range(2):
-            try:
-                entry.path.rename(final)
-            except OSError:
-                if self._rival(final) is not None:
-                    return False
-                continue
-            _fsync(final.parent)
-            return True
-        raise CacheError(f"{final} could not be published")
-
-    def _rival(self, final: Path) -> Entry | None:
-        """The sound entry that stands where ours should go, or None after moving an unsound one away."""
+    def _sound_entry(self, path: Path) -> Entry | None:
+        """The entry at `path`, or None after moving away one that is not sound."""
         try:
-            return self.verify(final)
+            return self.verify(path)
         except (CacheError, OSError) as error:
-            self._refuse(final, str(error), repair=True)
+            self._refuse(path, str(error), repair=True)
             return None
-
-
-def manifest_dict(manifest: Manifest) -> dict[str, Any]:
-    """The manifest as plain data, for `--json`."""
-    return asdict(manifest)

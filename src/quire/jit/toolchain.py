@@ -1,34 +1,36 @@
-"""The compilers: where they are found, who they are, with which flags they build a target.
+"""The toolchain half of an entry's name, and how a request becomes an artifact.
 
-Who a compiler is enters the key, yet a hit must start no process. So an identity, once asked for, is remembered in the
-cache (`compilers.json`) for as long as the compiler's files keep their path, size and time. `Toolchain.recall` answers
-from that memory only; `Toolchain.identify` asks the compiler where the memory has no answer.
+A toolchain is found, not made: `for_target(target).find()`. It has a name and a version, gives flags for a target, and
+builds a request in a staging directory. Nothing outside this file knows that today's toolchains are command lines that
+ninja runs; another kind (a compiler library, say) is another subclass with its own `build`.
 
-A shell script that only executes another program is looked through; any other script is part of the identity itself,
-because it may add flags that no `--version` shows.
+The version comes from asking the compiler once; `Memory` keeps the answer. A shell script that only executes another
+program stands for that program; any other script is part of the version, because it may add flags that no `--version`
+shows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from quire import config
 from quire.errors import CompileError, UnsupportedError
-from quire.jit import cpu, report
+from quire.jit import diagnosis, ninja, render, report
+from quire.jit.memory import Memory, stamp_of
+from quire.jit.request import Request
 
-__all__ = ["CUDA_TARGETS", "HOST_TARGETS", "Compiler", "Gxx", "Memory", "Nvcc", "Toolchain", "for_target"]
+__all__ = ["CUDA_TARGETS", "HOST_TARGETS", "Gxx", "Nvcc", "Outcome", "Toolchain", "for_target"]
 
 #: Device targets and the architecture nvcc calls them by. a: that architecture only; f: its family.
 _CUDA_ARCHITECTURES = (
@@ -38,93 +40,31 @@ _CUDA_ARCHITECTURES = (
 )
 CUDA_TARGETS: dict[str, str] = {f"sm{arch}": arch for arch in _CUDA_ARCHITECTURES}
 
-HOST_TARGETS: dict[str, tuple[str, ...]] = {
-    "x86-64-v3": ("-march=x86-64-v3",),
-    "x86-64-v4": ("-march=x86-64-v4",),
-    "aarch64": ("-march=armv8-a",),
-    "native": ("-march=native",),  # never used as it stands: resolved before it enters a key
+#: Host targets and g++'s name for them. A request for "native" carries the processor's fingerprint (cpu.py).
+HOST_TARGETS: dict[str, str] = {
+    "x86-64-v3": "x86-64-v3",
+    "x86-64-v4": "x86-64-v4",
+    "aarch64": "armv8-a",
+    "native": "native",
 }
 
-_TRANSPARENT = re.compile(r"""exec\s+(?P<quote>["']?)(?P<path>/[^\s"']+)(?P=quote)\s+"\$@"\s*""")
+_ONLY_EXECUTES = re.compile(r"""exec\s+(?P<quote>["']?)(?P<path>/[^\s"']+)(?P=quote)\s+"\$@"\s*""")
 
 
-@dataclass(frozen=True)
-class Compiler:
-    """A compiler that was found, not yet asked anything."""
-
-    path: str  #: as it is invoked; never resolved, since compilers look at their own name
-    named: bool  #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) rather than the search finding it
-
-
-class Memory:
-    """What compilers answered before, in a file of the cache: path -> {"stamp", "identity", "resolved"}.
-
-    A memory that is missing, damaged or cannot be written only costs asking again.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self._path = path
-        self._known: dict[str, dict[str, Any]] | None = None
-        self._unsaved = False
-        self._guard = threading.Lock()
-
-    def _read(self) -> dict[str, dict[str, Any]]:
-        try:
-            loaded = json.loads(self._path.read_text()) if self._path is not None else {}
-        except (OSError, ValueError):  # absent or damaged: there is nothing to recall
-            loaded = {}
-        return {k: v for k, v in loaded.items() if isinstance(v, dict)} if isinstance(loaded, dict) else {}
-
-    def _load(self) -> dict[str, dict[str, Any]]:
-        if self._known is None:
-            self._known = self._read()
-        return self._known
-
-    def get(self, key: str) -> dict[str, Any] | None:
-        """What is remembered under `key`."""
-        with self._guard:
-            return self._load().get(key)
-
-    def set(self, key: str, value: dict[str, Any]) -> None:
-        """Remember `value`, in this process and, if its directory can be written, for later ones."""
-        with self._guard:
-            self._load()[key] = value
-            self._unsaved = True
-        self.save()
-
-    def save(self) -> None:
-        """Write what is not yet written, if the directory exists by now and can be written."""
-        with self._guard:
-            if not self._unsaved or self._path is None or not os.access(self._path.parent, os.W_OK):
-                return
-            self._known = {**self._read(), **self._load()}  # others may have written meanwhile
-            draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
-            draft.write_text(json.dumps(self._known, indent=1, sort_keys=True))
-            draft.replace(self._path)
-            self._unsaved = False
-
-
-def _ask(command: list[str]) -> str:
-    """Run a compiler for its answer; CompileError if it does not answer."""
+def _ask(command: list[str]) -> list[str]:
+    """The lines that a compiler answers with; CompileError if it fails or says nothing."""
     try:
         done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=60,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=config.child_environment(),
-        )
+            command, capture_output=True, text=True, errors="replace", timeout=60, check=False,
+            stdin=subprocess.DEVNULL, env=config.child_environment(),
+        )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"{command[0]} cannot be run: {error}") from error
-    if done.returncode != 0:
-        said = (done.stderr or done.stdout).strip().splitlines()
-        raise CompileError(
-            f"{' '.join(command)} failed with exit status {done.returncode}" + (f": {said[0]}" if said else "")
-        )
-    return (done.stdout + done.stderr).strip()
+    lines = (done.stdout + done.stderr).strip().splitlines()
+    if done.returncode != 0 or not lines:
+        first = (done.stderr or done.stdout).strip().splitlines() or ["it said nothing"]
+        raise CompileError(f"{' '.join(command)} failed with exit status {done.returncode}: {first[0]}")
+    return lines
 
 
 def _script(path: Path) -> bytes | None:
@@ -136,108 +76,135 @@ def _script(path: Path) -> bytes | None:
         return file.read(1 << 20)
 
 
-def _look_through(path: str) -> tuple[list[Path], str]:
-    """The files that make up a compiler, outermost first, and a digest of wrapper scripts that do more than execute."""
-    files: list[Path] = []
-    wrapper = ""
+def _resolve_scripts(path: str) -> tuple[list[str], str]:
+    """The files of a compiler, outermost first, and a digest of a wrapper script that does more than execute."""
+    files: list[str] = []
     current = Path(path)
     while current.exists():
         current = Path(os.path.realpath(current))
-        if current in files:
+        if str(current) in files:
             break
-        files.append(current)
+        files.append(str(current))
         script = _script(current)
         if script is None:
             break
         lines = [line.strip() for line in script.decode(errors="replace").splitlines()]
         lines = [line for line in lines if line and not line.startswith("#")]
-        match = _TRANSPARENT.fullmatch(lines[0]) if len(lines) == 1 else None
+        match = _ONLY_EXECUTES.fullmatch(lines[0]) if len(lines) == 1 else None
         if match is None:
-            wrapper = hashlib.sha256(script).hexdigest()
-            break
+            return files, hashlib.sha256(script).hexdigest()
         current = Path(match.group("path"))
-    return files, wrapper
+    return files, ""
 
 
-def _stamp(files: list[str]) -> list[list[str | int]] | None:
-    """(path, size, time) of each file, or None if one is gone."""
-    stamp: list[list[str | int]] = []
-    for file in files:
-        if not os.path.exists(file):  # noqa: PTH110 - on every hit; pathlib doubles its cost
-            return None
-        status = os.stat(file)  # noqa: PTH116
-        stamp.append([os.path.realpath(file), status.st_size, status.st_mtime_ns])
-    return stamp
+@dataclass(frozen=True)
+class Outcome:
+    """How a build ended. Without a `failure`, the staging directory holds the artifact."""
+
+    command: str  #: what was run, relative to the staging directory
+    log: str
+    seconds: float
+    peak_bytes: int | None  #: resident set of the compiler, where known
+    report: report.Report
+    failure: diagnosis.Diagnosis | None
 
 
 class Toolchain(ABC):
-    """One kind of compiler. Instances hold nothing; they are values to dispatch on."""
+    """A compiler that was found on this machine and not yet asked anything."""
 
     name: ClassVar[str]
     source: ClassVar[str]  #: the unit's file name
     artifact: ClassVar[str]  #: the artifact's file name
+    install_hint: ClassVar[str]
+
+    def __init__(self, path: str, *, named: bool) -> None:
+        self.path = path  #: as it is invoked; never resolved, since compilers look at their own name
+        self.named = (
+            named  #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) rather than the search finding it
+        )
+
+    @classmethod
+    @abstractmethod
+    def places(cls) -> Iterator[tuple[str, str | None, bool]]:
+        """Where compilers are searched, in order: (description, path or None if there is none, named by the user)."""
+
+    @classmethod
+    def find(cls) -> Toolchain | None:
+        """The toolchain that a build would use, or None. Starts no process."""
+        return next((cls(path, named=named) for _, path, named in cls.places() if path is not None), None)
+
+    @classmethod
+    def require(cls) -> Toolchain:
+        """The toolchain that a build would use; CompileError lists the places that were searched."""
+        found = cls.find()
+        if found is not None:
+            return found
+        tried = "\n".join(f"  {where}: {'found' if path else 'nothing there'}" for where, path, _ in cls.places())
+        raise CompileError(
+            f"no {cls.name} was found; searched in this order:\n{tried}\n"
+            f"{cls.install_hint}, or install prebuilt variants (quire-jit-cache), which need no compiler."
+        )
 
     @abstractmethod
-    def places(self) -> Iterator[tuple[str, str | None, bool]]:
-        """Where to look, in order: (description, path or None if there is nothing there, named by the user)."""
+    def flags(self, target: str) -> tuple[str, ...]:
+        """The flags for `target`, in order and free of paths."""
 
     @abstractmethod
-    def flags(self, target: str, memory: Memory, *, ask: bool) -> tuple[str, ...]:
-        """The flags for `target`, in order and free of paths. Without `ask`, no process is started."""
-
-    @abstractmethod
-    def parse_report(self, log: str) -> report.Report:
+    def read_report(self, log: str) -> report.Report:
         """What the compiler said about the code."""
 
     @abstractmethod
-    def _interview(self, compiler: Compiler) -> tuple[str, list[str]]:
-        """Ask the compiler: (who it is, further files that it consists of)."""
+    def _ask_version(self) -> tuple[str, list[str]]:
+        """Ask the compiler: (its version, further files that it consists of)."""
 
-    def find(self) -> Compiler | None:
-        """The compiler that a build would use, or None. Starts no process."""
-        return next((Compiler(path, named) for _, path, named in self.places() if path is not None), None)
+    def known_version(self, memory: Memory) -> str | None:
+        """The version, as far as the memory knows it; starts no process."""
+        return memory.version(self.path)
 
-    def require(self) -> Compiler:
-        """The compiler, or CompileError with the places that were searched."""
-        compiler = self.find()
-        if compiler is not None:
-            return compiler
-        tried = "\n".join(f"  {where}: {'found' if path else 'nothing there'}" for where, path, _ in self.places())
-        raise CompileError(f"no {self.name} was found; searched in this order:\n{tried}\n{self._remedy()}")
-
-    def _remedy(self) -> str:
-        return f"Install {self.name}, or fetch a prebuilt cache."
-
-    def recall(self, compiler: Compiler, memory: Memory) -> str | None:
-        """Who `compiler` is, as far as the memory knows it in its present state; starts no process."""
-        known = memory.get(compiler.path)
-        if known is None or known.get("stamp") is None:
-            return None
-        files = [str(item[0]) for item in known["stamp"]]
-        if _stamp([compiler.path]) != known["stamp"][:1] or _stamp(files) != known["stamp"]:
-            return None
-        identity = known.get("identity")
-        return identity if isinstance(identity, str) else None
-
-    def met(self, compiler: Compiler, memory: Memory) -> bool:
-        """Whether this cache has ever seen a compiler at this path, in whatever state."""
-        return memory.get(compiler.path) is not None
-
-    def identify(self, compiler: Compiler, memory: Memory) -> str:
-        """Who `compiler` is: from the memory, else by asking it. CompileError if it does not answer."""
-        known = self.recall(compiler, memory)
+    def version(self, memory: Memory) -> str:
+        """The version: from the memory, else by asking. CompileError if the compiler does not answer."""
+        known = self.known_version(memory)
         if known is not None:
             return known
-        layers, wrapper = _look_through(compiler.path)
-        stamp_before = _stamp([str(layer) for layer in layers])
-        identity, further = self._interview(compiler)
+        layers, wrapper = _resolve_scripts(self.path)
+        before = stamp_of(layers)
+        version, further = self._ask_version()
         if wrapper:
-            identity += f"\nwrapper {wrapper}"
-        files = [str(layer) for layer in layers] + further
-        stamp = _stamp(list(dict.fromkeys(files)))
-        if stamp is not None and stamp[: len(layers)] == stamp_before:
-            memory.set(compiler.path, {"stamp": stamp, "identity": identity})
-        return identity
+            version += f"\nwrapper {wrapper}"
+        stamp = stamp_of(list(dict.fromkeys(layers + further)))
+        if stamp is not None and stamp[: len(layers)] == before:
+            memory.set(self.path, stamp, version)
+        return version
+
+    def parts(self, target: str, version: str) -> dict[str, str]:
+        """The labelled parts of this toolchain's half of an entry's name."""
+        return {"toolchain": self.name, "version": version, "flags": " ".join(self.flags(target))}
+
+    def build(self, request: Request, staging: Path) -> Outcome:
+        """Compile `request` in the directory `staging`, which then holds the unit, `artifact` and the compiler's log.
+
+        A failing compiler is an Outcome, not an exception. The command line is relative to the staging directory: it
+        holds no path of this machine but the compiler's own.
+        """
+        words = [self.path, *self.flags(request.spec.target), "-I", "include", "-o", self.artifact, self.source]
+        command = shlex.join(words)
+        self._write_inputs(request, staging, command)
+        status, log, seconds, peak_bytes = ninja.run_ninja(staging)
+        failed = status != 0 or not (staging / self.artifact).is_file()
+        failure = diagnosis.diagnose(log, status) if failed else None
+        return Outcome(command, log, seconds, peak_bytes, self.read_report(log), failure)
+
+    def _write_inputs(self, request: Request, staging: Path, command: str) -> None:
+        """Write the unit, exactly the headers that were hashed, and the ninja file: the compiler sees nothing else."""
+        for header in request.headers:
+            path = staging / "include" / header.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(header.text)
+        (staging / self.source).write_text(request.source, encoding="utf-8")
+        text = render.render_ninja(
+            request.templates, slug=request.spec.slug, command=command, source=self.source, artifact=self.artifact
+        )
+        (staging / "build.ninja").write_text(text, encoding="utf-8")
 
 
 class Nvcc(Toolchain):
@@ -246,8 +213,10 @@ class Nvcc(Toolchain):
     name = "nvcc"
     source = "variant.cu"
     artifact = "variant.cubin"
+    install_hint = "Install the CUDA toolkit (or `pip install nvidia-cuda-nvcc`), set QUIRE_NVCC to the compiler"
 
-    def places(self) -> Iterator[tuple[str, str | None, bool]]:
+    @classmethod
+    def places(cls) -> Iterator[tuple[str, str | None, bool]]:
         config.require_known_toolchain()
         named = config.nvcc()
         if named is not None:  # nothing else will do
@@ -265,29 +234,21 @@ class Nvcc(Toolchain):
                 yield f"pip toolkit {candidate}", shutil.which(candidate), False
         yield "/usr/local/cuda/bin/nvcc", shutil.which("/usr/local/cuda/bin/nvcc"), False
 
-    def _remedy(self) -> str:
-        return (
-            "Install the CUDA toolkit (or `pip install nvidia-cuda-nvcc`), set QUIRE_NVCC to the compiler, "
-            "or install a prebuilt cache (quire-jit-cache, `quire cache import`), which needs no compiler."
-        )
-
-    def flags(self, target: str, memory: Memory, *, ask: bool) -> tuple[str, ...]:  # noqa: ARG002
+    def flags(self, target: str) -> tuple[str, ...]:
         """No -lineinfo: it changes no instruction but triples the cubin and writes paths into it."""
-        arch = CUDA_TARGETS.get(target)
-        if arch is None:
-            raise UnsupportedError(f"{target!r} is not a CUDA target; expected one of {', '.join(CUDA_TARGETS)}")
+        arch = CUDA_TARGETS[target]
         code = f"--generate-code=arch=compute_{arch},code=sm_{arch}"
         return ("-cubin", "-O3", "-std=c++17", code, "-Xptxas=-v")
 
-    def parse_report(self, log: str) -> report.Report:
+    def read_report(self, log: str) -> report.Report:
         return report.parse_nvcc(log)
 
-    def _interview(self, compiler: Compiler) -> tuple[str, list[str]]:
+    def _ask_version(self) -> tuple[str, list[str]]:
         """nvcc is a driver: the passes that make the code are files of their own and may be replaced on their own."""
-        identity = "\n".join(_ask([compiler.path, "--version"]).splitlines()[-2:])
-        inner = _look_through(compiler.path)[0][-1].parent
+        version = "\n".join(_ask([self.path, "--version"])[-2:])
+        inner = Path(_resolve_scripts(self.path)[0][-1]).parent
         passes = (inner / "ptxas", inner.parent / "nvvm" / "bin" / "cicc")
-        return identity, [str(file.resolve()) for file in passes if file.exists()]
+        return version, [str(file.resolve()) for file in passes if file.exists()]
 
 
 class Gxx(Toolchain):
@@ -300,21 +261,15 @@ class Gxx(Toolchain):
     name = "g++"
     source = "variant.cpp"
     artifact = "variant.so"
+    install_hint = "Install g++ (`apt-get install g++`), set QUIRE_CXX to the compiler"
 
     _COMMON: ClassVar[tuple[str, ...]] = (
-        "-O3",
-        "-std=c++17",
-        "-fPIC",
-        "-shared",
-        "-fopenmp",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-        "-fno-signed-zeros",
-        "-ffp-contract=fast",
-        "-fvisibility=hidden",
+        *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"),
+        *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast"),
     )
 
-    def places(self) -> Iterator[tuple[str, str | None, bool]]:
+    @classmethod
+    def places(cls) -> Iterator[tuple[str, str | None, bool]]:
         named = config.cxx()
         if named is not None:  # nothing else will do
             yield f"QUIRE_CXX={named}", shutil.which(named, path=config.search_path()), True
@@ -322,76 +277,29 @@ class Gxx(Toolchain):
         for name in ("g++", "c++"):
             yield f"{name} on PATH", shutil.which(name, path=config.search_path()), False
 
-    def _remedy(self) -> str:
-        return (
-            "Install g++ (`apt-get install g++`), set QUIRE_CXX to the compiler, "
-            "or install a prebuilt cache (quire-jit-cache, `quire cache import`), which needs no compiler."
-        )
+    def flags(self, target: str) -> tuple[str, ...]:
+        return (f"-march={HOST_TARGETS[target]}", *self._COMMON)
 
-    def flags(self, target: str, memory: Memory, *, ask: bool) -> tuple[str, ...]:
-        """`native` becomes the exact options that the compiler's driver expands it to on this processor."""
-        if target not in HOST_TARGETS:
-            raise UnsupportedError(f"{target!r} is not a host target; expected one of {', '.join(HOST_TARGETS)}")
-        machine = self._native(memory, ask=ask) if target == "native" else HOST_TARGETS[target]
-        return (*machine, *self._COMMON)
-
-    def parse_report(self, log: str) -> report.Report:
+    def read_report(self, log: str) -> report.Report:
         return report.parse_gxx(log)
 
-    def _native(self, memory: Memory, *, ask: bool) -> tuple[str, ...]:
-        """Resolved once per processor and compiler; without a compiler, the processor's last resolution stands."""
-        key = f"native:{cpu.fingerprint()}"
-        known = memory.get(key) or {}
-        compiler = self.find()
-        identity = self.recall(compiler, memory) if compiler is not None else None
-        if known and (compiler is None or not ask or known.get("identity") == identity):
-            return tuple(map(str, known["resolved"]))
-        if not ask:  # nothing may be asked, so nothing can match
-            return ("-march=unresolved",)
-        compiler = self.require()
-        identity = self.identify(compiler, memory)
-        if known.get("identity") == identity:
-            return tuple(map(str, known["resolved"]))
-        expanded = _ask([compiler.path, "-march=native", "-###", "-E", "-x", "c++", "/dev/null"])
-        resolved = _machine_options(expanded)
-        if not resolved:
-            raise CompileError(f"{compiler.path} does not say what -march=native means; use a named host target")
-        memory.set(key, {"identity": identity, "resolved": list(resolved)})
-        return resolved
-
-    def _interview(self, compiler: Compiler) -> tuple[str, list[str]]:
-        first = _ask([compiler.path, "--version"]).splitlines()[0]
-        machine = _ask([compiler.path, "-dumpmachine"])
-        inner = _ask([compiler.path, "-print-prog-name=cc1plus"])
+    def _ask_version(self) -> tuple[str, list[str]]:
+        first = _ask([self.path, "--version"])[0]
+        machine = _ask([self.path, "-dumpmachine"])[0]
+        inner = _ask([self.path, "-print-prog-name=cc1plus"])[0]
         # The first word is the name it was called by (g++, c++): the same compiler under another name is the same.
         passes = [str(Path(inner).resolve())] if Path(inner).is_absolute() else []
         return f"{first.partition(' ')[2] or first}\n{machine}", passes
 
 
-def _machine_options(expanded: str) -> tuple[str, ...]:
-    """The -m options and cache parameters in the output of `g++ -march=native -###`."""
-    import shlex
-
-    line = next((line for line in expanded.splitlines() if "cc1plus" in line and "-march=" in line), "")
-    words = shlex.split(line)
-    options: list[str] = []
-    for index, word in enumerate(words):
-        if word == "--param" and index + 1 < len(words):
-            options.append(f"--param={words[index + 1]}")
-        elif (word.startswith("-m") and word != "-march=native") or word.startswith("--param="):
-            options.append(word)
-    return tuple(options)
+#: Which toolchain builds which targets. A second toolchain of a target is another row.
+_BUILDS: tuple[tuple[type[Toolchain], Mapping[str, str]], ...] = ((Nvcc, CUDA_TARGETS), (Gxx, HOST_TARGETS))
 
 
-_NVCC = Nvcc()
-_GXX = Gxx()
-
-
-def for_target(target: str) -> Toolchain:
-    """The toolchain that builds `target`; UnsupportedError for a target that none builds."""
-    if target in CUDA_TARGETS:
-        return _NVCC
-    if target in HOST_TARGETS:
-        return _GXX
-    known = ", ".join((*CUDA_TARGETS, *HOST_TARGETS))
-    raise UnsupportedError(f"no toolchain builds for {target!r}; expected one of {known}")
+def for_target(target: str) -> type[Toolchain]:
+    """The kind of toolchain that builds `target`; UnsupportedError for a target that none builds."""
+    found = next((kind for kind, targets in _BUILDS if target in targets), None)
+    if found is None:
+        known = ", ".join((*CUDA_TARGETS, *HOST_TARGETS))
+        raise UnsupportedError(f"no toolchain builds for {target!r}; expected one of {known}")
+    return found

@@ -66,7 +66,7 @@ class TileShape(NamedTuple):
 
 
 #: What a GPU kernel tells of itself: threads of a CTA, CTAs that share an SM, bytes of dynamic shared memory.
-_FACTS = ("kThreads", "kMinCtas", "kSmemBytes")
+_EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class AttentionKernel:
                 ("kTileKv", tile.kv),
             ),
             asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
-            facts=_FACTS if key.target.startswith("sm") else (),
+            exports=_EXPORTS if key.target.startswith("sm") else (),
             warmup=key.slug,
         )
 

@@ -33,8 +33,8 @@ def bind(module: Module, params: int, device: torch.device, grid: int, *, pdl: b
     `pdl`: it may begin before its predecessor ends.
     """
     if isinstance(module, CudaModule):
-        facts = module.facts
-        return module.bind(params, grid, facts["kThreads"], facts["kSmemBytes"], device.index or 0, pdl=pdl).start
+        exports = module.exports
+        return module.bind(params, grid, exports["kThreads"], exports["kSmemBytes"], device.index or 0, pdl=pdl).start
     return lambda _: launch(module, params, device, grid=grid, block=1)
 
 

@@ -65,9 +65,9 @@ def _prepare(module: CudaModule, device: torch.device) -> int:
         raise PlanError(
             f"{module.slug} is not loaded on {device}, and a capture cannot: make this call once before it."
         )
-    facts = module.facts
-    module.prepare(device.index or 0, facts.get("kSmemBytes", 0))
-    return max_ctas(device, facts.get("kMinCtas", 1))
+    exports = module.exports
+    module.prepare(device.index or 0, exports.get("kSmemBytes", 0))
+    return max_ctas(device, exports.get("kMinCtas", 1))
 
 
 class _PlanTemplate(NamedTuple):

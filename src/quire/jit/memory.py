@@ -1,0 +1,93 @@
+"""Which version a compiler answered before, for as long as its files stay as they were.
+
+A hit must start no process, yet the version of the compiler is part of an entry's name. So an answer is kept in the
+cache (`compilers.json`) together with the path, size and time of each file that the compiler consists of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any, TypeAlias
+
+__all__ = ["Memory", "Stamp", "stamp_of"]
+
+Stamp: TypeAlias = list[list[Any]]  #: [path, size in bytes, time in ns] of each file
+
+
+def stamp_of(files: list[str]) -> Stamp | None:
+    """The present state of `files`, or None if one is gone."""
+    stamp: Stamp = []
+    for file in files:
+        if not os.path.exists(file):  # noqa: PTH110 - on every hit; pathlib doubles its cost
+            return None
+        status = os.stat(file)  # noqa: PTH116
+        stamp.append([os.path.realpath(file), status.st_size, status.st_mtime_ns])
+    return stamp
+
+
+def _is_answer(value: Any) -> bool:
+    """Whether `value` is what `Memory.set` writes."""
+    if not isinstance(value, dict) or not isinstance(value.get("version"), str):
+        return False
+    stamp = value.get("stamp")
+    return isinstance(stamp, list) and all(isinstance(f, list) and f and isinstance(f[0], str) for f in stamp)
+
+
+class Memory:
+    """path of a compiler -> {"stamp", "version"}. A missing, damaged or read-only file only costs asking again."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._answers: dict[str, dict[str, Any]] | None = None
+        self._unsaved = False
+        self._guard = threading.Lock()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            read = json.loads(self._path.read_bytes()) if self._path is not None else {}
+        except (OSError, ValueError, RecursionError):  # absent or damaged: there is nothing to recall
+            read = {}
+        return {path: answer for path, answer in read.items() if _is_answer(answer)} if isinstance(read, dict) else {}
+
+    def _all(self) -> dict[str, dict[str, Any]]:
+        if self._answers is None:
+            self._answers = self._read()
+        return self._answers
+
+    def knows(self, path: str) -> bool:
+        """Whether a compiler at this path was ever asked, in whatever state it was."""
+        with self._guard:
+            return path in self._all()
+
+    def version(self, path: str) -> str | None:
+        """What the compiler at `path` answered, if all its files are as they were then."""
+        with self._guard:
+            answer = self._all().get(path)
+        if answer is None:
+            return None
+        stamp: Stamp = answer["stamp"]
+        files = [file[0] for file in stamp]
+        if stamp_of([path]) != stamp[:1] or stamp_of(files) != stamp:
+            return None
+        return str(answer["version"])
+
+    def set(self, path: str, stamp: Stamp, version: str) -> None:
+        """Remember an answer, in this process and, if the cache can be written, for later ones."""
+        with self._guard:
+            self._all()[path] = {"stamp": stamp, "version": version}
+            self._unsaved = True
+        self.save()
+
+    def save(self) -> None:
+        """Write what is not yet written, if the directory exists by now and can be written."""
+        with self._guard:
+            if not self._unsaved or self._path is None or not os.access(self._path.parent, os.W_OK):
+                return
+            self._answers = {**self._read(), **self._all()}  # others may have written meanwhile
+            draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
+            draft.write_text(json.dumps(self._answers, indent=1, sort_keys=True))
+            draft.replace(self._path)
+            self._unsaved = False
