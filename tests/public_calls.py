@@ -239,7 +239,8 @@ CALLS = (
     Call(
         "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
         lambda: {
-            **_rows(5), **_shared(), **_cache(), **_tables(), "qo_indptr": ints(0, 3, 5), "float_workspace_buffer": workspace(),
+            **_rows(5), **_shared(), **_cache(), **_tables(), "qo_indptr": ints(0, 3, 5),
+            "float_workspace_buffer": workspace(),
         },
         _prefill_shared,
         ("qo_indptr", *_TABLES),
