@@ -1,0 +1,72 @@
+"""Tests in processes of their own: a crash or a hang fails one test and says which, instead of ending the run.
+
+A server process imports torch and Quire once, before either has started a thread, and forks for each test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import functools
+import importlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["torch", "quire", "pytest", "torch._subclasses.fake_tensor", "torch.fx.experimental.proxy_tensor"]
+)
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """An exit code in words; negative ones are signals."""
+    if exit_code is None:
+        return "is still running"
+    return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with status {exit_code}"
+
+
+def _call(sender: Connection, crash_log: str, module: str, name: str, args: Any, kwargs: Any) -> None:
+    with open(crash_log, "w") as log:  # noqa: PTH123  # faulthandler wants a descriptor that stays open
+        faulthandler.enable(log)
+        try:
+            getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
+        except BaseException:
+            sender.send(traceback.format_exc())
+        else:
+            sender.send("")
+        os._exit(0)  # without waiting for what libraries do at exit, which is no test's subject
+
+
+def isolated(seconds: float = 60.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test of plain arguments in a process of its own, which fails if it takes longer than `seconds`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def in_a_child(*args: Any, **kwargs: Any) -> None:
+            receiver, sender = SERVER.Pipe(duplex=False)
+            with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
+                child = SERVER.Process(
+                    target=_call, args=(sender, log.name, test.__module__, test.__name__, args, kwargs)
+                )
+                child.start()
+                sender.close()
+                try:
+                    failure = receiver.recv() if receiver.poll(seconds) else f"the process took over {seconds:.0f} s"
+                except EOFError:
+                    child.join()
+                    failure = f"the process {how_it_ended(child.exitcode)}\n{log.read()}"
+                child.kill()
+                child.join()
+            if failure:
+                pytest.fail(failure, pytrace=False)
+
+        return in_a_child
+
+    return decorate

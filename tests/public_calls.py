@@ -1,0 +1,305 @@
+"""One small call of every public function that computes, its tensors apart from the call: tests change a tensor or the
+environment and compare.
+
+Every tensor names its device and dtype, so that a test may make them under any default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import quire
+
+Tensors = dict[str, Tensor]
+Results = tuple[Tensor, ...]
+
+HEADS, KV_HEADS, DIM, PAGE = 4, 2, 64, 4
+KV_LENS = (9, 5)  #: tokens of the two requests of every batch; their pages are 0 to 4
+
+
+@dataclass(frozen=True)
+class Call:
+    """A public function on tensors that `make` draws anew, the same ones each time.
+
+    start: plans, if there is anything to plan, and gives back what runs. `planned` names what only plan() reads.
+    """
+
+    name: str
+    make: Callable[[], Tensors]
+    start: Callable[[Tensors], Callable[[Tensors], Results]]
+    planned: tuple[str, ...] = ()
+
+    def __call__(self, tensors: Tensors) -> Results:
+        return self.start(tensors)(tensors)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def floats(self) -> tuple[str, ...]:
+        """The floating-point tensors, which could require a gradient."""
+        return tuple(name for name, tensor in self.make().items() if tensor.is_floating_point())
+
+
+def _draw(**shapes: tuple[int, ...]) -> Tensors:
+    source = torch.Generator(device="cpu").manual_seed(7)
+    return {
+        name: torch.randn(shape, generator=source, dtype=torch.float32, device="cpu") for name, shape in shapes.items()
+    }
+
+
+def ints(*values: int) -> Tensor:
+    """int32 on the host."""
+    return torch.tensor(values, dtype=torch.int32, device="cpu")
+
+
+def workspace(num_bytes: int = 1 << 20) -> Tensor:
+    """Memory for partial results."""
+    return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu")
+
+
+def _tables() -> Tensors:
+    return {"kv_indptr": ints(0, 3, 5), "kv_indices": ints(4, 0, 2, 1, 3), "kv_last_page_len": ints(1, 1)}
+
+
+def _cache() -> Tensors:
+    pages = (5, PAGE, KV_HEADS, DIM)
+    return _draw(k_cache=pages, v_cache=pages)
+
+
+def _single(function: Callable[..., Tensor | Results], *names: str, **options: object) -> Callable[..., object]:
+    """A `start` for a function that plans nothing: `names` by position, the others by keyword."""
+
+    def run(t: Tensors) -> Results:
+        result = function(*(t[n] for n in names), **{n: t[n] for n in t if n not in names}, **options)
+        return result if isinstance(result, tuple) else (result,)
+
+    return lambda _: run
+
+
+def _ragged(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(t["float_workspace_buffer"])
+    wrapper.plan(t["qo_indptr"], t["kv_indptr"], HEADS, KV_HEADS, DIM, causal=True, q_data_type=torch.float32)
+    return lambda t: wrapper.run_return_lse(t["q"], t["k"], t["v"])
+
+
+def _paged(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(t["float_workspace_buffer"])
+    tables = (t["qo_indptr"], t["kv_indptr"], t["kv_indices"], t["kv_last_page_len"])
+    wrapper.plan(*tables, HEADS, KV_HEADS, DIM, PAGE, custom_mask=t["custom_mask"], q_data_type=torch.float32)
+    return lambda t: wrapper.run(
+        t["q"], (t["k_cache"], t["v_cache"]), out=t["out"], lse=t["lse"], sinks=t["sinks"], return_lse=True
+    )
+
+
+def _decode(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(t["float_workspace_buffer"])
+    tables = (t["kv_indptr"], t["kv_indices"], t["kv_last_page_len"])
+    wrapper.plan(*tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
+    return lambda t: wrapper.run_return_lse(t["q"], (t["k_cache"], t["v_cache"]))
+
+
+def _xqa(t: Tensors) -> Callable[[Tensors], Results]:
+    names = ("query", "workspace_buffer", "block_tables", "seq_lens")
+    return lambda t: (
+        quire.xqa_batch_decode_with_kv_cache(
+            kv_cache=(t["k_cache"], t["v_cache"]), max_seq_len=12, bmm1_scale=0.125, **{n: t[n] for n in names}
+        ),
+    )
+
+
+def _cascade(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(2, t["float_workspace_buffer"])
+    wrapper.plan(
+        [t["qo_indptr_shared"], t["qo_indptr"]], [t["kv_indptr_shared"], t["kv_indptr"]],
+        [t["kv_indices_shared"], t["kv_indices"]], [t["kv_last_page_len_shared"], t["kv_last_page_len"]],
+        HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32,
+    )  # fmt: skip
+    return lambda t: (wrapper.run(t["q"], (t["k_cache"], t["v_cache"])),)
+
+
+def _decode_shared(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(t["float_workspace_buffer"])
+    tables = (t["kv_indptr"], t["kv_indices"], t["kv_last_page_len"])
+    wrapper.begin_forward(*tables, HEADS, KV_HEADS, DIM, PAGE, data_type=torch.float32)
+    return lambda t: (wrapper.forward(t["q"], t["k_shared"], t["v_shared"], (t["k_cache"], t["v_cache"])),)
+
+
+def _prefill_shared(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(t["float_workspace_buffer"])
+    tables = (t["qo_indptr"], t["kv_indptr"], t["kv_indices"], t["kv_last_page_len"])
+    wrapper.begin_forward(*tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
+    return lambda t: (wrapper.forward(t["q"], t["k_shared"], t["v_shared"], (t["k_cache"], t["v_cache"])),)
+
+
+def _merge_in_place(t: Tensors) -> Callable[[Tensors], Results]:
+    def run(t: Tensors) -> Results:
+        quire.merge_state_in_place(t["v"], t["s"], t["v_other"], t["s_other"], mask=t["mask"])
+        return t["v"], t["s"]
+
+    return run
+
+
+def _append(t: Tensors) -> Callable[[Tensors], Results]:
+    names = ("append_key", "append_value", "batch_indices", "positions")
+
+    def run(t: Tensors) -> Results:
+        cache = (t["k_cache"], t["v_cache"])
+        tables = (t["kv_indices"], t["kv_indptr"], t["kv_last_page_len"])
+        quire.append_paged_kv_cache(*(t[n] for n in names), cache, *tables)
+        return cache
+
+    return run
+
+
+def _rows(n: int) -> Tensors:
+    return _draw(q=(n, HEADS, DIM))
+
+
+def _shared() -> Tensors:
+    return _draw(k_shared=(6, KV_HEADS, DIM), v_shared=(6, KV_HEADS, DIM))
+
+
+_KV = (sum(KV_LENS), KV_HEADS, DIM)
+_TABLES = ("kv_indptr", "kv_indices", "kv_last_page_len", "float_workspace_buffer")
+_STATE = (3, HEADS, DIM)
+
+CALLS = (
+    Call(
+        "single_prefill_with_kv_cache",
+        lambda: _draw(q=(5, HEADS, DIM), k=_KV, v=_KV),
+        _single(quire.single_prefill_with_kv_cache_return_lse, "q", "k", "v", causal=True),
+    ),
+    Call(
+        "single_prefill_with_kv_cache-custom_mask",
+        lambda: {**_draw(q=(5, HEADS, DIM), k=_KV, v=_KV), "custom_mask": _draw(m=(5, _KV[0]))["m"] > 0},
+        _single(quire.single_prefill_with_kv_cache_return_lse, "q", "k", "v"),
+    ),
+    Call(
+        "single_decode_with_kv_cache",
+        lambda: _draw(q=(HEADS, DIM), k=_KV, v=_KV),
+        _single(quire.single_decode_with_kv_cache, "q", "k", "v", return_lse=True),
+    ),
+    Call(
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        lambda: {
+            **_draw(q=(5, HEADS, DIM), k=_KV, v=_KV), "qo_indptr": ints(0, 3, 5), "kv_indptr": ints(0, 9, 14),
+            "float_workspace_buffer": workspace(),
+        },
+        _ragged,
+        ("qo_indptr", "kv_indptr", "float_workspace_buffer"),
+    ),
+    Call(
+        "BatchPrefillWithPagedKVCacheWrapper",
+        lambda: {
+            **_draw(q=(5, HEADS, DIM), out=(5, HEADS, DIM), lse=(5, HEADS), sinks=(HEADS,)), **_cache(), **_tables(),
+            "qo_indptr": ints(0, 3, 5), "custom_mask": _draw(m=(3 * 9 + 2 * 5,))["m"] > 0,
+            "float_workspace_buffer": workspace(),
+        },
+        _paged,
+        ("qo_indptr", "custom_mask", *_TABLES),
+    ),
+    Call(
+        "BatchDecodeWithPagedKVCacheWrapper",
+        lambda: {**_rows(2), **_cache(), **_tables(), "float_workspace_buffer": workspace()},
+        _decode,
+        _TABLES,
+    ),
+    Call(
+        "xqa_batch_decode_with_kv_cache",
+        lambda: {
+            **_draw(query=(2, HEADS, DIM)), **_cache(), "workspace_buffer": workspace(), "seq_lens": ints(*KV_LENS),
+            "block_tables": ints(4, 0, 2, 1, 3, 0).reshape(2, 3),
+        },
+        _xqa,
+    ),
+    Call(
+        "MultiLevelCascadeAttentionWrapper",
+        lambda: {
+            **_rows(2), **_cache(), "qo_indptr_shared": ints(0, 2), "kv_indptr_shared": ints(0, 1),
+            "kv_indices_shared": ints(3), "kv_last_page_len_shared": ints(4), "qo_indptr": ints(0, 1, 2),
+            "kv_indptr": ints(0, 2, 3), "kv_indices": ints(0, 1, 2), "kv_last_page_len": ints(3, 2),
+            "float_workspace_buffer": workspace(),
+        },
+        _cascade,
+        ("qo_indptr_shared", "kv_indptr_shared", "kv_indices_shared", "kv_last_page_len_shared", "qo_indptr", *_TABLES),
+    ),
+    Call(
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        lambda: {
+            **_rows(2), **_shared(), **_cache(), **_tables(), "float_workspace_buffer": workspace(),
+        },
+        _decode_shared,
+        _TABLES,
+    ),
+    Call(
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        lambda: {
+            **_rows(5), **_shared(), **_cache(), **_tables(), "qo_indptr": ints(0, 3, 5),
+            "float_workspace_buffer": workspace(),
+        },
+        _prefill_shared,
+        ("qo_indptr", *_TABLES),
+    ),
+    Call(
+        "batch_decode_with_shared_prefix_padded_kv_cache",
+        lambda: _draw(
+            q=(2, HEADS, DIM), k_shared=(6, KV_HEADS, DIM), v_shared=(6, KV_HEADS, DIM),
+            k_unique=(2, 3, KV_HEADS, DIM), v_unique=(2, 3, KV_HEADS, DIM),
+        ),
+        _single(
+            quire.batch_decode_with_shared_prefix_padded_kv_cache, "q", "k_shared", "v_shared", "k_unique", "v_unique"
+        ),
+    ),
+    Call(
+        "merge_state",
+        lambda: _draw(v_a=_STATE, s_a=_STATE[:2], v_b=_STATE, s_b=_STATE[:2]),
+        _single(quire.merge_state, "v_a", "s_a", "v_b", "s_b"),
+    ),
+    Call(
+        "merge_state_in_place",
+        lambda: {
+            **_draw(v=_STATE, s=_STATE[:2], v_other=_STATE, s_other=_STATE[:2]),
+            "mask": torch.tensor([True, False, True], device="cpu"),
+        },
+        _merge_in_place,
+    ),
+    Call(
+        "merge_states",
+        lambda: _draw(v=(3, 5, HEADS, DIM), s=(3, 5, HEADS)),
+        _single(quire.merge_states, "v", "s"),
+    ),
+    Call(
+        "append_paged_kv_cache",
+        lambda: {
+            **_draw(append_key=(3, KV_HEADS, DIM), append_value=(3, KV_HEADS, DIM)), **_cache(), **_tables(),
+            "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
+        },
+        _append,
+    ),
+    Call(
+        "get_seq_lens",
+        lambda: {"kv_indptr": ints(0, 3, 5), "kv_last_page_len": ints(1, 1)},
+        _single(quire.get_seq_lens, "kv_indptr", "kv_last_page_len", page_size=PAGE),
+    ),
+    Call(
+        "get_batch_indices_positions",
+        lambda: {
+            "append_indptr": ints(0, 1, 3), "seq_lens": ints(*KV_LENS), "batch_indices": ints(0, 0, 0, 0),
+            "positions": ints(0, 0, 0, 0),
+        },
+        _single(quire.get_batch_indices_positions, "append_indptr", "seq_lens", nnz=4),
+    ),
+    Call("packbits", lambda: {"x": _draw(x=(19,))["x"] > 0}, _single(quire.packbits, "x")),
+    Call(
+        "segment_packbits",
+        lambda: {"x": _draw(x=(19,))["x"] > 0, "indptr": ints(0, 3, 3, 19)},
+        _single(quire.segment_packbits, "x", "indptr", bitorder="little"),
+    ),
+)  # fmt: skip
+
+BY_NAME = {call.name: call for call in CALLS}
