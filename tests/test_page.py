@@ -86,6 +86,36 @@ def test_append_skips_negative_requests(device, dtype):
         assert torch.equal(bits(got), bits(truth))
 
 
+@pytest.mark.parametrize(
+    ("indices", "indptr", "batch", "position"),
+    [
+        pytest.param([0, 1], [0, 3], 0, 17, id="kv_indices is shorter than kv_indptr[-1]"),
+        pytest.param([0, 1], [0, 2], 0, 16, id="position is beyond the pages of the request"),
+        pytest.param([0, 1, 2], [-3, 3], 0, 3, id="kv_indptr is negative"),
+        pytest.param([0, 1, 2], [2**31 - 1, -1], 0, 3, id="kv_indptr descends"),
+        pytest.param([0, -1, 2], [0, 3], 0, 8, id="page number is negative"),
+        pytest.param([0, 4, 2], [0, 3], 0, 8, id="page number is too large"),
+        pytest.param([0, 1, 2], [0, 3], 1, 8, id="request does not exist"),
+        pytest.param([0, 1, 2], [0, 3], 0, -1, id="position is negative"),
+        pytest.param([], [0, 3], 0, 0, id="kv_indices is empty"),
+    ],
+)
+def test_append_stays_inside_the_cache(device, dtype, indices, indptr, batch, position):
+    """Index arrays that describe no place in the cache: the token is skipped, and memory beside the arrays is not read.
+
+    kv_indices is followed in memory by numbers of pages that exist: a kernel that reads on writes one of them.
+    """
+    pages = [torch.full((4, 8, 2, 64), 7.0, dtype=dtype, device=device) for _ in range(2)]
+    key = torch.randn(1, 2, 64).to(dtype).to(device)
+    kv_indices = ints([3, *indices, 3, 3, 3], device)[1 : 1 + len(indices)]
+    quire.append_paged_kv_cache(
+        key, key, ints([batch], device), ints([position], device), tuple(pages), kv_indices, ints(indptr, device),
+        ints([8], device),
+    )  # fmt: skip
+    for page in pages:
+        assert (page == 7.0).all()
+
+
 def test_append_nothing(device, dtype):
     p = Problem((1,), (20,), dtype=dtype, device=device)
     append_and_compare(p, p.paged(8), (0,))

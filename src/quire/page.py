@@ -43,7 +43,8 @@ def append_paged_kv_cache(
 
     Token i goes to position positions[i] of request batch_indices[i]; a negative request skips it. The pages must be
     allocated already: kv_indptr [batch_size + 1], kv_indices and kv_last_page_len [batch_size] describe the state after
-    appending. Positions without a page are never written. dtypes of cache and tokens must be equal.
+    appending. A token whose position is beyond the pages of its request, or whose page is beyond kv_indices or not in
+    the cache, is skipped. dtypes of cache and tokens must be equal.
     """
     layout = KVLayout.of(kv_layout)
     check_tensor(append_key, "append_key")
@@ -90,7 +91,8 @@ def _launch(
 ) -> None:
     params = AppendParams(
         key=key.data_ptr(), value=value.data_ptr(), k_cache=k.pointer, v_cache=v.pointer,
-        **{name: table.data_ptr() for name, table in tables.items()}, nnz=key.shape[0],
+        **{name: table.data_ptr() for name, table in tables.items()},
+        nnz=key.shape[0], num_indices=tables["kv_indices"].shape[0],
         key_token_stride=key.stride(0), key_head_stride=key.stride(1),
         value_token_stride=value.stride(0), value_head_stride=value.stride(1),
         k_page_stride=k.page_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride,

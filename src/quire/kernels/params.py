@@ -192,7 +192,7 @@ class AppendParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("key", "value", "k_cache", "v_cache")),
         *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),
-        ("nnz", c_int64),
+        *((name, c_int64) for name in ("nnz", "num_indices")),
         *((name, c_int64) for name in ("key_token_stride", "key_head_stride")),
         *((name, c_int64) for name in ("value_token_stride", "value_head_stride")),
         *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),

@@ -1,6 +1,7 @@
 // Writes new keys and values into a paged cache: token i of append_key goes to position positions[i] of request
-// batch_indices[i]. Bound by memory: each value is read and written once. One item is a pack of keys and the pack of
-// values beside it; both are asked for before their page is looked up, which takes three reads one after another.
+// batch_indices[i]. The kernel is bound by memory: each value is read and written once. A thread moves one vector of
+// keys and the vector of values beside it. It loads both before it resolves their page, because the page takes three
+// dependent reads. No index array can lead a write outside the cache or a read outside the arrays.
 #pragma once
 #include "quire/core/parallel.h"
 
@@ -13,82 +14,86 @@ struct AppendParams {
   void* v_cache;
   const int32_t* batch_indices;  // [nnz]; negative: skip the token
   const int32_t* positions;      // [nnz], in the request
-  const int32_t* kv_indices;
-  const int32_t* kv_indptr;  // [batch_size + 1] entries of kv_indices
+  const int32_t* kv_indices;     // [num_indices] page numbers
+  const int32_t* kv_indptr;      // [batch_size + 1] offsets into kv_indices
   int64_t nnz;
+  int64_t num_indices;
   int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
   int64_t k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride, v_head_stride;
   int32_t batch_size;
-  int32_t num_pages;  // pages of the cache: what kv_indices may name
+  int32_t num_pages;  // of the cache; valid page numbers are [0, num_pages)
   int32_t num_kv_heads;
   int32_t head_dim_k;
   int32_t head_dim_v;
   int32_t page_size;
 };
 
-template <bool kFirst, class A, class B>
-struct Choose {
-  using Type = A;
+// uint32_t where a vector of `bytes` bytes is a whole number of them, else T: one register a word, also for bytes.
+template <class T, bool kWholeWords>
+struct MoveWord {
+  using Type = uint32_t;
 };
-template <class A, class B>
-struct Choose<false, A, B> {
-  using Type = B;
+template <class T>
+struct MoveWord<T, false> {
+  using Type = T;
 };
 
 template <class Variant>
 struct AppendPaged {
-  using T = typename Variant::T;  // an unsigned integer of the element's size: values are moved, not computed with
+  using T = typename Variant::T;  // unsigned integer of the element's size: values are moved, not computed with
   static constexpr int kThreads = kParallelThreads, kMinCtas = kParallelCtas, kSmemBytes = 0;
-  static constexpr int kVec = Variant::kVec;
+  static constexpr int kVec = Variant::kVec, kVectorBytes = kVec * static_cast<int>(sizeof(T));
+  using Word = typename MoveWord<T, kVectorBytes % 4 == 0>::Type;
 
-  static constexpr int kPackBytes = kVec * static_cast<int>(sizeof(T));
-
-  // In words where it is whole ones: a register each, also of 16 single bytes.
-  struct alignas(kPackBytes) Words {
-    uint32_t x[max(kPackBytes / 4, 1)];
+  struct alignas(kVectorBytes) Vector {
+    Word x[kVectorBytes / sizeof(Word)];
   };
-  struct alignas(kPackBytes) Elements {
-    T x[kVec];
-  };
-  using Pack = typename Choose<kPackBytes % 4 == 0, Words, Elements>::Type;
 
   QUIRE_HD static int run(const AppendParams& p, unsigned char* = nullptr) {
-    const int packs = max(p.head_dim_k, p.head_dim_v) / kVec;
-    parallel_rows(p.nnz, p.num_kv_heads * packs, [&](int64_t token, int column) {
-      const unsigned head = static_cast<unsigned>(column) / static_cast<unsigned>(packs);
-      copy(p, token, head, (column - static_cast<int>(head) * packs) * kVec);
+    const int vectors = max(p.head_dim_k, p.head_dim_v) / kVec;
+    parallel_rows(p.nnz, p.num_kv_heads * vectors, [&](int64_t token, int column) {
+      const unsigned head = static_cast<unsigned>(column) / static_cast<unsigned>(vectors);
+      copy(p, token, head, (column - static_cast<int>(head) * vectors) * kVec);
     });
     return 0;
   }
 
  private:
-  QUIRE_HD static void copy(const AppendParams& p, int64_t token, int64_t head, int begin) {
-    const bool has_k = begin < p.head_dim_k, has_v = begin < p.head_dim_v;
-    Pack k, v;
-    if (has_k) k = *pack(p.key, token * p.key_token_stride + head * p.key_head_stride + begin);
-    if (has_v) v = *pack(p.value, token * p.value_token_stride + head * p.value_head_stride + begin);
-    int64_t page;
-    int at;
-    if (!find(p, token, page, at)) return;
-    if (has_k) *pack(p.k_cache, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + begin) = k;
-    if (has_v) *pack(p.v_cache, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + begin) = v;
+  struct Place {
+    int64_t page;  // -1: the token has no place in the cache
+    int token_in_page;
+  };
+
+  QUIRE_HD static void copy(const AppendParams& p, int64_t token, int64_t head, int dim) {
+    const bool has_k = dim < p.head_dim_k, has_v = dim < p.head_dim_v;
+    Vector k, v;
+    if (has_k) k = *vector_at(p.key, token * p.key_token_stride + head * p.key_head_stride + dim);
+    if (has_v) v = *vector_at(p.value, token * p.value_token_stride + head * p.value_head_stride + dim);
+    const auto [page, at] = resolve(p, token);
+    if (page < 0) return;
+    if (has_k) *vector_at(p.k_cache, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + dim) = k;
+    if (has_v) *vector_at(p.v_cache, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + dim) = v;
   }
 
-  QUIRE_HD static Pack* pack(void* from, int64_t element) {
-    return reinterpret_cast<Pack*>(static_cast<T*>(from) + element);
+  QUIRE_HD static Vector* vector_at(void* base, int64_t element) {
+    return reinterpret_cast<Vector*>(static_cast<T*>(base) + element);
   }
-  QUIRE_HD static const Pack* pack(const void* from, int64_t element) {
-    return reinterpret_cast<const Pack*>(static_cast<const T*>(from) + element);
+  QUIRE_HD static const Vector* vector_at(const void* base, int64_t element) {
+    return reinterpret_cast<const Vector*>(static_cast<const T*>(base) + element);
   }
 
-  // The page of a token and its place there; false if it has none: nothing outside a request is ever written.
-  QUIRE_HD static bool find(const AppendParams& p, int64_t token, int64_t& page, int& at) {
+  // Where a token goes. A token has no place if its request does not exist, its position is beyond the request's pages,
+  // the request's pages are beyond kv_indices, or its page number names no page of the cache.
+  QUIRE_HD static Place resolve(const AppendParams& p, int64_t token) {
+    constexpr Place kNowhere = {-1, 0};
     const int request = p.batch_indices[token], position = p.positions[token];
-    if (request < 0 || request >= p.batch_size || position < 0) return false;
-    const int of_request = position / p.page_size, first = p.kv_indptr[request];
-    if (of_request >= p.kv_indptr[request + 1] - first) return false;
-    page = p.kv_indices[first + of_request], at = position - of_request * p.page_size;
-    return page >= 0 && page < p.num_pages;
+    if (request < 0 || request >= p.batch_size || position < 0) return kNowhere;
+    const int page_of_request = position / p.page_size;
+    const int64_t begin = p.kv_indptr[request], end = min<int64_t>(p.kv_indptr[request + 1], p.num_indices);
+    if (begin < 0 || begin + page_of_request >= end) return kNowhere;
+    const int page = p.kv_indices[begin + page_of_request];
+    if (page < 0 || page >= p.num_pages) return kNowhere;
+    return {page, position - page_of_request * p.page_size};
   }
 };
 

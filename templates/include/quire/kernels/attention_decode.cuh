@@ -11,6 +11,7 @@
 // 2023) for equal partitions.
 #pragma once
 #include "quire/core/schedule.h"
+#include "quire/ptx/barrier.cuh"
 #include "quire/ptx/grid.cuh"
 #include "quire/tile/decode_fragments.cuh"
 #include "quire/tile/decode_merge.cuh"
@@ -62,7 +63,7 @@ struct AttentionDecode {
     if constexpr (Shape::kSplitWarps == 1)
       __syncwarp();
     else
-      ptx::named_barrier<Shape::kSplitWarps * 32>(1 + kv_split());
+      ptx::named_barrier_sync(1 + kv_split(), Shape::kSplitWarps * 32);
   }
 
   // Copying runs kStages kv tiles ahead of computing, also past the end of a work. The code of each step stands here

@@ -8,7 +8,6 @@
 // masking, and warps skip tiles of which their rows see nothing.
 // Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashAttention-4 for rescaling only when the maximum has grown.
 #pragma once
-#include "quire/core/logits.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/fa2_pipeline.cuh"

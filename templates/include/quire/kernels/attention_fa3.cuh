@@ -228,8 +228,8 @@ struct AttentionFa3 {
         ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
         const int token = static_cast<int>(slot.job.qo_begin) + p_.base.group.div(slot.job.work.tile.row_begin);
 #pragma unroll
-        for (int i = 0; i < TileQ::kPanels; ++i) {
-          ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kPanelBytes, &p_.tensor_q, barrier, i * 64, 0, token,
+        for (int i = 0; i < TileQ::kAtoms; ++i) {
+          ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
                            slot.job.work.kv_head);
         }
         stage.advance();
@@ -363,7 +363,7 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE TileDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.slot()).base, 16}; }
   QUIRE_DEVICE TileDescriptor values(RingPosition<kStages> at) const {
-    return {v_tile(at.slot()).base, TileV::kPanelBytes};
+    return {v_tile(at.slot()).base, TileV::kAtomBytes};
   }
 
   // The rightmost tile, whose S is under way: its softmax alone.

@@ -1,4 +1,4 @@
-// What orders launches and groups of warps: programmatic dependent launch, named barriers.
+// What orders launches: programmatic dependent launch.
 #pragma once
 #include "quire/core/types.h"
 
@@ -17,12 +17,6 @@ QUIRE_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
-}
-
-// Barrier `id` (1..15; 0 is __syncthreads) of kThreads threads, whole warps.
-template <int kThreads>
-QUIRE_DEVICE void named_barrier(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 }  // namespace quire::ptx

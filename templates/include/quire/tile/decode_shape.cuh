@@ -17,22 +17,6 @@ constexpr int kSmemOfSm = 100 * 1024;
 #endif
 constexpr int kSmemReservedOfCta = 1024;
 
-// kRows rows of kRowContent bytes in 16-byte chunks, laid out so that the eight rows that ldmatrix reads at a time fall
-// into different banks: permuted by XOR where a row is a multiple of 128 bytes, else padded to an odd number of chunks.
-template <int kRows_, int kRowContent>
-struct ByteTile {
-  static constexpr int kRows = kRows_, kChunks = kRowContent / 16;
-  static constexpr bool kSwizzled = kRowContent % 128 == 0;
-  static constexpr int kRowBytes = kSwizzled ? kRowContent : (kChunks | 1) * 16;
-  static constexpr int kBytes = ceil_div(kRows * kRowBytes, 128) * 128;
-
-  uint32_t base;
-
-  QUIRE_DEVICE uint32_t chunk(int row, int col) const {
-    return base + row * kRowBytes + ((kSwizzled ? col ^ (row & 7) : col) << 4);
-  }
-};
-
 template <class V>
 struct DecodeShape {
   using Kv = typename V::Kv;
@@ -51,8 +35,8 @@ struct DecodeShape {
   static constexpr int kTileKv = kWarps * kWarpTokens;
   static constexpr int kBlock = kM == 1 && kVo <= 192 ? min(kSlice, 32) : 16;  // keys of one softmax step
 
-  using TileK = ByteTile<kSlice, kQk* static_cast<int>(sizeof(Kv))>;
-  using TileV = ByteTile<kSlice, kVo* static_cast<int>(sizeof(Kv))>;
+  using TileK = SmemTile<kSlice, kQk, 8 * static_cast<int>(sizeof(Kv))>;
+  using TileV = SmemTile<kSlice, kVo, 8 * static_cast<int>(sizeof(Kv))>;
   // Blocks of 16 dims of q that a warp keeps in registers; the others it reads again for each block of keys.
   static constexpr int kWanted = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // registers of o, q and widening
   static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : kM == 2 ? 64 : 128);

@@ -9,7 +9,6 @@ namespace quire {
 // Accumulator [kM * 16, kN]: block (m, n) is 16 x 8.
 template <int kM, int kN>
 struct Accumulator {
-  static constexpr int kRowBlocks = kM, kColBlocks = kN / 8;
   float at[kM][kN / 8][4];
 
   QUIRE_DEVICE void clear() {

@@ -52,8 +52,8 @@ class KvLoader {
     if (lane_ != 0) return;
     ptx::mbarrier_arrive_expect(barrier, Tile::kBytes);
 #pragma unroll
-    for (int i = 0; i < Tile::kPanels; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes, map_, barrier, i * 64, job_.kv_first + token_,
+    for (int i = 0; i < Tile::kAtoms; ++i) {
+      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes, map_, barrier, i * 64, job_.kv_first + token_,
                        job_.work.kv_head, 0);
     }
   }
@@ -91,8 +91,8 @@ class KvLoader<V, KvPath::kPages> {
     __syncwarp();
     if (lane_ >= kBoxes) return;
 #pragma unroll
-    for (int i = 0; i < Tile::kPanels; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kPanelBytes + lane_ * kBoxRows * 128, map_, barrier, i * 64, row_,
+    for (int i = 0; i < Tile::kAtoms; ++i) {
+      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes + lane_ * kBoxRows * 128, map_, barrier, i * 64, row_,
                        job_.work.kv_head, page_);
     }
   }
@@ -175,9 +175,9 @@ class KvLoader<V, KvPath::kGather> {
         if (j * 32 + 31 >= V::kTileKv && row >= room) continue;
         const unsigned char* src = reinterpret_cast<const unsigned char*>(base_ + chunks * 16);
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        for (int panel = 0; panel < Tile::kAtoms; ++panel) {
           if ((panel + 1) * 8 > Tile::kChunks && panel * 8 + (lane_ & 7) >= Tile::kChunks) continue;
-          const uint32_t at = to + j * 32 * 128 + panel * Tile::kPanelBytes;
+          const uint32_t at = to + j * 32 * 128 + panel * Tile::kAtomBytes;
           if constexpr (kIsWhole) {
             ptx::cp_async_16(at, src + panel * 128);
           } else {

@@ -1,35 +1,47 @@
-// Tiles of 16-bit elements in shared memory, and the 16 x 16 blocks that one ldmatrix reads from them.
+// Tiles in shared memory, and the 16 x 16 blocks of 16-bit elements that one ldmatrix reads from them.
 #pragma once
 #include "quire/ptx/copy.cuh"
 
 namespace quire {
 
-// kRows x kCols elements. The eight rows that ldmatrix reads at a time must fall into different banks: where a row is a
-// multiple of 128 bytes its 16-byte chunks are permuted by the row (XOR), else rows are 16 bytes longer than their
-// content, which makes the row pitch an odd number of chunks.
-template <int kRows_, int kCols_>
+// How the rows of a tile lie in shared memory.
+// kRows: one row after another, as cp.async writes them and ldmatrix reads them.
+// kAtoms: swizzle atoms of 8 rows x 128 bytes, those of the same columns below each other, as the copy engine writes
+// them and wgmma reads them. Such a tile begins at a multiple of 1024 bytes.
+enum class TileLayout { kRows, kAtoms };
+
+// kRows x kCols elements of kBits bits, in chunks of 16 bytes. An instruction reads eight neighbouring rows of a chunk
+// at a time, so these fall into different banks: the chunks of a row of whole 128 bytes are permuted by the row (XOR,
+// the 128-byte swizzle), and any other row is padded to an odd number of chunks.
+template <int kRows_, int kCols_, int kBits = 16, TileLayout kLayout = TileLayout::kRows>
 struct SmemTile {
+  static constexpr bool kInAtoms = kLayout == TileLayout::kAtoms;
   static constexpr int kRows = kRows_, kCols = kCols_;
-  static constexpr bool kSwizzled = kCols % 64 == 0;
-  static constexpr int kChunks = kCols / 8;  // of 16 bytes, in a row
-  static constexpr int kRowBytes = kCols * 2 + (kSwizzled ? 0 : 16);
-  static constexpr int kBytes = kRows * kRowBytes;
-  static_assert(kCols % 16 == 0 && kRows % 16 == 0, "a tile is made of 16 x 16 blocks");
-  static_assert(kBytes % 128 == 0, "the permutation needs the next tile to begin at a multiple of 128 bytes");
+  static constexpr int kChunks = kCols * kBits / 128;  // of a row
+  static constexpr bool kSwizzled = kInAtoms || kChunks % 8 == 0;
+  static constexpr int kRowBytes = kInAtoms ? 128 : (kSwizzled ? kChunks : kChunks | 1) * 16;
+  // Atoms side by side; columns from kCols on in the last one are never read.
+  static constexpr int kAtoms = ceil_div(kChunks, 8), kAtomCols = 1024 / kBits, kAtomBytes = kRows * 128;
+  static constexpr int kBytes = kInAtoms ? kAtoms * kAtomBytes : kRows * kRowBytes;
+  static_assert(kRows % 16 == 0 && kCols % 16 == 0, "a tile is made of 16 x 16 blocks");
 
   uint32_t base;
 
   QUIRE_DEVICE uint32_t chunk(int row, int col) const {
+    if constexpr (kInAtoms) return base + (col >> 3) * kAtomBytes + row * 128 + (((col ^ row) & 7) << 4);
     return base + row * kRowBytes + ((kSwizzled ? col ^ (row & 7) : col) << 4);
   }
 };
 
-// In which order ldmatrix visits the 8 x 8 quarters of a 16 x 16 block: left half first, as operand A wants them (and
-// operand B from a transposed block), or top half first, as B wants them from rows of b^T. The registers of one
-// instruction's operand are then neighbours; if they were not, each would cost a move.
+template <int kRows, int kCols, int kBits = 16>
+using SwizzledTile = SmemTile<kRows, kCols, kBits, TileLayout::kAtoms>;
+
+// The order in which ldmatrix visits the 8 x 8 quarters of a 16 x 16 block. Left half first: as operand A wants them,
+// and operand B from a transposed block. Top half first: as operand B wants them from rows of b^T. The registers of one
+// instruction's operand are then neighbours; otherwise each would cost a move.
 enum class Quarters { kLeftFirst, kTopFirst };
 
-// One lane's view of a tile's 16 x 16 blocks: the row that it points ldmatrix at.
+// One lane's view of a tile's 16 x 16 blocks: the row that the lane points ldmatrix at.
 template <class Tile, Quarters kOrder = Quarters::kLeftFirst>
 struct BlockCursor {
   uint32_t lane_base;
@@ -38,7 +50,8 @@ struct BlockCursor {
       : lane_base(kOrder == Quarters::kLeftFirst ? tile.chunk(lane & 15, lane >> 4)
                                                  : tile.chunk((lane & 7) + (lane >> 4) * 8, (lane >> 3) & 1)) {}
 
-  // The XOR touches three bits, so two of a block's column bits pass through it and the others are added.
+  // The swizzle's XOR touches three bits of the address: two bits of a block's column pass through it, and the others
+  // are added.
   QUIRE_DEVICE uint32_t at(int row_block, int col_block) const {
     const uint32_t row = row_block * 16 * Tile::kRowBytes, col = col_block * 32;
     if constexpr (Tile::kSwizzled) return (lane_base ^ (col & 96)) + (col & ~127u) + row;
