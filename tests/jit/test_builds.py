@@ -401,6 +401,15 @@ def test_a_root_that_is_a_file_is_an_unwritable_root(templates: Path, fake: Fake
     assert jit.build(HOST, templates=templates)[0] == "built"
 
 
+def test_a_root_that_cannot_be_read_is_an_unwritable_root(
+    templates: Path, fake: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the home of another user, or a name that no file system takes."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / ("x" * 300)))
+    assert jit.build(HOST, templates=templates)[0] == "built"
+    assert jit.build(HOST, templates=templates)[0] == "hit"
+
+
 def test_a_library_that_cannot_be_loaded_says_why(templates: Path, fake: FakeCompiler) -> None:
     with pytest.raises(CacheError, match="cannot be loaded"):
         jit.get_module(HOST, templates=templates)

@@ -16,7 +16,7 @@ from scale import DEVICE, HOST, FakeCompiler
 
 from quire import jit
 from quire.errors import CacheMissError, CompileError
-from quire.jit import events, lock
+from quire.jit import events, lock, progress
 
 
 @pytest.fixture
@@ -191,6 +191,17 @@ def test_a_cold_build_speaks_and_a_warm_one_is_silent(
     assert lines[-1].startswith(f"quire: compiled {HOST.slug} in ")
     jit.build(HOST, templates=templates)
     assert capfd.readouterr().err == ""
+
+
+def test_warnings_are_remembered_up_to_a_limit(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.jit.progress._logger.hasHandlers", lambda: False)
+    monkeypatch.setattr(progress, "_MOST_WARNED", 10)
+    for number in range(50):
+        progress.warn_once(f"text {number // 2}")
+        assert len(progress._warned) <= 10
+    assert capfd.readouterr().err.splitlines() == [f"quire: text {number}" for number in range(25)]
 
 
 def test_other_ranks_are_silent(
