@@ -717,11 +717,11 @@ def test_tensors_that_a_kernel_does_not_reach(device, backend):
     wrapper = paged_wrapper(p, cache, backend)
     plan_paged(wrapper, p, cache)
     k_bytes, out_bytes = cache.kv[0].nbytes, p.q.nbytes
-    reach(wrapper, {"kv": k_bytes - 1})
+    reach(wrapper, {"k": k_bytes - 1})
     refused(lambda: wrapper.run(p.q, cache.kv), "paged_kv_cache (keys)")
-    reach(wrapper, {"kv": k_bytes, "out": out_bytes - 1})
+    reach(wrapper, {"k": k_bytes, "v": k_bytes, "o": out_bytes - 1})
     refused(lambda: wrapper.run(p.q, cache.kv), "out")
-    reach(wrapper, {"kv": k_bytes, "out": out_bytes})
+    reach(wrapper, {"k": k_bytes, "v": k_bytes, "o": out_bytes})
     p.check(wrapper.run(p.q, cache.kv))
 
 

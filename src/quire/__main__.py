@@ -12,10 +12,11 @@ from time import perf_counter
 from typing import Any
 
 from quire import config
-from quire.aot import PRESETS, Built, Selection, read_manifest, select, spec_of, warm
+from quire.aot import PRESETS, Built, Selection, families, read_manifest, select, spec_of, warm
 from quire.errors import QuireError, ValidationError
 from quire.jit import Spec, Store, explain_miss, host_target, prebuilt_stores, user_store
 from quire.kernels import KERNELS
+from quire.kernels.features import mask_words
 from quire.runtime.target import present_targets
 
 __all__ = ["main"]
@@ -66,6 +67,7 @@ def _add_warmup(commands: Any) -> None:
     )
     warmup.set_defaults(run=_warmup)
     warmup.add_argument("slugs", nargs="*", metavar="SLUG", help="variants by name, as error messages print them")
+    warmup.add_argument("--exact", action="store_true", help="of SLUG only itself, not what other lengths would take")
     warmup.add_argument("--manifest", type=Path, metavar="FILE", help="variants that QUIRE_RECORD or --json wrote")
     warmup.add_argument("--preset", type=_words, metavar="NAME", help=f"one or more of {', '.join(PRESETS)}")
     warmup.add_argument("--backend", type=_words, dest="backends", help="of " + ", ".join(k.backend for k in KERNELS))
@@ -73,7 +75,7 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("--page-size", type=_page_sizes, dest="page_sizes", help="of pages, or ragged (default both)")
     warmup.add_argument("--dtype", type=_words, dest="dtypes", help="of fp32, fp16, bf16 (default bf16)")
     warmup.add_argument("--kv-dtype", type=_words, dest="kv_dtypes", help="of the cache (default: as --dtype)")
-    warmup.add_argument("--mask", type=_words, dest="masks", help="of none, causal, custom, with +window, +cap")
+    warmup.add_argument("--mask", type=_words, dest="masks", help=mask_words())
     warmup.add_argument("--arch", type=config.parse_arch_list, help="GPU architectures, such as 8.0,9.0a")
     warmup.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: cores and memory decide)")
     warmup.add_argument("--store", type=Path, metavar="DIR", help="fill this directory instead of the user's cache")
@@ -124,7 +126,7 @@ def _warmup(options: argparse.Namespace) -> int:
 
 def _wanted(options: argparse.Namespace) -> list[Spec]:
     """Slugs and a manifest if given; else, or with options besides, the selection."""
-    specs = [spec_of(slug) for slug in options.slugs]
+    specs = [spec_of(slug) for slug in options.slugs] if options.exact else families(options.slugs)
     if options.manifest is not None:
         specs += read_manifest(options.manifest)
     chosen = _chosen(options)

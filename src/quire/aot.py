@@ -19,10 +19,22 @@ from quire.errors import CompileError, QuireError, ValidationError
 from quire.jit import Spec, Store, build, host_target, lookup
 from quire.jit.cpu import default_jobs
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
+from quire.kernels.features import read_mask
 from quire.kernels.operation import OPERATIONS, OperationKey
-from quire.types import MaskMode, dtype_of
+from quire.types import dtype_of
 
-__all__ = ["PRESETS", "Built", "Selection", "read_manifest", "select", "spec_of", "warm", "warmup"]
+__all__ = [
+    "PRESETS",
+    "Built",
+    "Selection",
+    "families",
+    "family",
+    "read_manifest",
+    "select",
+    "spec_of",
+    "warm",
+    "warmup",
+]
 
 
 @dataclass(frozen=True)
@@ -56,30 +68,19 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _mask(text: str) -> tuple[MaskMode, bool, bool]:
-    """ "causal+window+cap" -> (CAUSAL, True, True)."""
-    name, *flags = text.lower().split("+")
-    if name.upper() not in MaskMode.__members__ or set(flags) - {"window", "cap"}:
-        raise ValidationError(
-            f"mask: expected none, causal, custom or tree, with +window and +cap as wanted; got {text!r}."
-        )
-    return MaskMode[name.upper()], "window" in flags, "cap" in flags
-
-
 def _problems(s: Selection, target: str) -> Iterator[AttentionProblem]:
     for (qk, vo), page_size, dtype, mask in product(s.head_dims, s.page_sizes, s.dtypes, s.masks):
-        q = dtype_of(dtype, "dtype")
+        q, features = dtype_of(dtype, "dtype"), read_mask(mask)
         for kv in (q,) if not s.kv_dtypes else tuple(dtype_of(name, "kv_dtype") for name in s.kv_dtypes):
-            mode, window, cap = _mask(mask)
-            yield AttentionProblem(target, q, kv, q, qk, vo, page_size, mode, window, cap, rows=0)
+            yield AttentionProblem(target, q, kv, q, qk, vo, page_size, **features, rows=0)
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
-    """Every tile height: which one a call takes depends on its lengths. And what plan() launches for it."""
-    for tile in kernel.tiles(problem):
-        yield kernel.spec(kernel.key_with(problem, tile.rows))
-    if kernel.reads_block_mask and problem.mask is MaskMode.CUSTOM:
-        yield OperationKey("block_mask", problem.target).spec()
+    """Every tile height, because lengths decide which one a call takes; and the operation that plan() launches."""
+    for key in kernel.keys(problem):
+        yield kernel.spec(key)
+        if operation := kernel.operation(key):
+            yield operation.spec()
 
 
 def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) -> Iterator[Spec]:
@@ -89,9 +90,10 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
         yield OperationKey("schedule_lengths", target).spec()
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
-        yield from (OperationKey(name, target, dtype.slug, 8).spec() for name in ("merge", "merge_pair"))
+        for name in ("merge", "merge_pair"):
+            yield from (key.spec() for key in OperationKey(name, target, dtype.slug).family())
     for dtype in (dtype_of(name, "dtype") for name in (*dtypes, *kv_dtypes)):
-        yield OperationKey("append", target, f"u{8 * dtype.bytes}", 16 // dtype.bytes).spec()
+        yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
 
 
 def select(selection: Selection) -> list[Spec]:
@@ -106,7 +108,7 @@ def select(selection: Selection) -> list[Spec]:
             spec
             for problem in _problems(selection, target)
             for kernel in KERNELS
-            if kernel.backend in selection.backends and kernel.reject(problem) is None
+            if kernel.backend in selection.backends and kernel.refusal(problem) is None
             for spec in _attention(kernel, problem)
         ]
         if found:
@@ -121,18 +123,36 @@ def spec_of(slug: str) -> Spec:
         return OperationKey.parse(slug).spec()
     key = AttentionKey.parse(slug)
     kernel = kernel_of(key)
-    if reason := kernel.reject(key.problem()):
+    if reason := kernel.refusal(key.problem()):
         raise ValidationError(f"slug: {key.kernel} does not take {slug!r}: {reason}.")
     return kernel.spec(key)
 
 
+def family(slug: str) -> list[Spec]:
+    """The variant that a slug names, and those that other calls of the same kind take: all tile heights of an attention
+    kernel, which lengths decide, or all widths of an operation, which addresses decide.
+    """
+    first = spec_of(slug)
+    if slug.partition(".")[0] in OPERATIONS:
+        others = [key.spec() for key in OperationKey.parse(slug).family()]
+    else:
+        key = AttentionKey.parse(slug)
+        others = list(_attention(kernel_of(key), key.problem()))
+    return list({spec.slug: spec for spec in (first, *others)}.values())
+
+
+def families(slugs: Iterable[str]) -> list[Spec]:
+    """The variants of the families of `slugs`, each once."""
+    return list({spec.slug: spec for slug in slugs for spec in family(slug)}.values())
+
+
 def read_manifest(path: Path) -> list[Spec]:
-    """The variants of a manifest: what QUIRE_RECORD wrote (JSON lines), what `warmup --json` printed, or bare slugs."""
+    """The families of a manifest: what QUIRE_RECORD wrote (JSON lines), what `warmup --json` printed, or bare slugs."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ValidationError(f"manifest: {path} cannot be read: {error}.") from error
-    return list({slug: spec_of(slug) for slug in _slugs(text, path)}.values())
+    return families(_slugs(text, path))
 
 
 def _slugs(text: str, path: Path) -> Iterator[str]:
@@ -201,11 +221,11 @@ def warm(
 
 
 def warmup(variants: str | Path | Iterable[str]) -> list[Built]:
-    """Build what a manifest (a path) or slugs name, so that later calls compile nothing.
+    """Build the families of what a manifest (a path) or slugs name, so that later calls compile nothing.
 
     Raises CompileError naming the first variant that failed.
     """
-    specs = read_manifest(Path(variants)) if isinstance(variants, (str, Path)) else [spec_of(slug) for slug in variants]
+    specs = read_manifest(Path(variants)) if isinstance(variants, (str, Path)) else families(variants)
     results = warm(specs)
     for result in results:
         if result.status == "failed":

@@ -1,4 +1,4 @@
-"""The vocabulary that every floor partitions: number types, masks, layouts."""
+"""The vocabulary that every floor shares: number types, masks, layouts."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from quire.errors import ValidationError
 __all__ = ["DTYPES", "DType", "KVLayout", "MaskMode", "PosEncodingMode", "dtype_of"]
 
 
-@dataclass(frozen=True, eq=False)  # rows of DTYPES, so that a hash of many of them costs nothing
+@dataclass(frozen=True, eq=False)  # rows of DTYPES are compared and hashed by identity, which costs nothing
 class DType:
-    """A number type under its three names: torch's, C++'s, and the one in slugs."""
+    """A number type: its names in torch, in C++ and in slugs, its size, and what tensor maps call it."""
 
     torch: torch.dtype
     cxx: str
     slug: str
-    bytes: int
+    bits: int
+    tensor_map: str  #: the element type that describes it to Hopper's copy engine (TMA)
 
     def __str__(self) -> str:
         return self.slug
 
 
 DTYPES: tuple[DType, ...] = (
-    DType(torch.float32, "float", "fp32", 4),
-    DType(torch.float16, "fp16_t", "fp16", 2),
-    DType(torch.bfloat16, "bf16_t", "bf16", 2),
-    DType(torch.float8_e4m3fn, "e4m3_t", "e4m3", 1),  # keys and values only
-    DType(torch.float8_e5m2, "e5m2_t", "e5m2", 1),
+    DType(torch.float32, "float", "fp32", 32, "f32"),
+    DType(torch.float16, "fp16_t", "fp16", 16, "f16"),
+    DType(torch.bfloat16, "bf16_t", "bf16", 16, "bf16"),
+    DType(torch.float8_e4m3fn, "e4m3_t", "e4m3", 8, "u8"),  # 8 bits: keys and values only
+    DType(torch.float8_e5m2, "e5m2_t", "e5m2", 8, "u8"),
 )
 _BY_TORCH = {d.torch: d for d in DTYPES}
 _BY_NAME = {name: d for d in DTYPES for name in (d.slug, str(d.torch), str(d.torch).removeprefix("torch."))} | {
@@ -51,7 +52,7 @@ def dtype_of(value: str | torch.dtype | DType, name: str) -> DType:
 
 
 class MaskMode(IntEnum):
-    """Which keys a query may see; the numbers are Variant::kMask in C++."""
+    """Which keys a query sees; the numbers are Variant::kMask in C++."""
 
     NONE = 0
     CAUSAL = 1  #: key j is visible to query i if j <= i + kv_len - qo_len
@@ -77,7 +78,7 @@ class KVLayout(Enum):
 
 
 class PosEncodingMode(Enum):
-    """Position encodings that a kernel could apply by itself."""
+    """Position encodings that plan() can be asked for."""
 
     NONE = "NONE"
     ROPE_LLAMA = "ROPE_LLAMA"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.spec import Spec
 from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
@@ -45,9 +45,9 @@ class Verdict:
         return f"{self.kernel.name:<16} {self.reason or self.yields or 'accepts'}"
 
 
-@dataclass(frozen=True, eq=False)  # decide() gives the same one for the same problem: plans are looked up by it
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity: plans are looked up by it
 class Decision:
-    """The kernel that was chosen, and the whole trace that led to it."""
+    """The kernel that was chosen, and what each kernel of the device said."""
 
     problem: AttentionProblem
     kernel: AttentionKernel
@@ -69,23 +69,21 @@ def backends() -> tuple[str, ...]:
     return ("auto", *(kernel.backend for kernel in KERNELS))
 
 
-@lru_cache(maxsize=4096)
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     """The first kernel that accepts `problem` and does not yield to others, among those that `backend` allows.
 
-    Raises UnsupportedError with each kernel's reason if none does, ValidationError if `backend` is unknown.
+    Raises UnsupportedError with the reason of each kernel of the device if none does, ValidationError if `backend` is
+    unknown or if no kernel has its splits at multiples of `fixed_split_size`.
     """
     if backend not in backends():
         raise ValidationError(f"backend: expected one of {', '.join(backends())}, got {backend!r}.")
-    trace = tuple(Verdict(kernel, _reason(kernel, problem, backend), kernel.yields(problem)) for kernel in KERNELS)
+    here = [kernel for kernel in KERNELS if kernel.on_cuda == problem.on_cuda]
+    trace = tuple(Verdict(kernel, _reason(kernel, problem, backend), kernel.yields(problem)) for kernel in here)
     accepting = [verdict for verdict in trace if verdict.reason is None]
     if accepting:
         verdict = min(accepting, key=lambda v: v.yields is not None)  # the first of equals
         return Decision(problem, verdict.kernel, verdict.kernel.key(problem), trace)
-    reasons = "\n".join(f"  {verdict}" for verdict in trace)
-    if any(_allowed(kernel, backend) and kernel.reject(problem) is None for kernel in KERNELS):
-        raise ValidationError(f"fixed_split_size: no kernel cuts there\n{reasons}")
-    raise UnsupportedError(f"no kernel for attention {problem}\n{reasons}")
+    raise _refusal(problem, backend, trace)
 
 
 def _allowed(kernel: AttentionKernel, backend: str) -> bool:
@@ -99,10 +97,26 @@ def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) ->
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
-    step = kernel.tile(kernel.key(problem)).kv
-    if problem.fixed_split_size > 0 and problem.fixed_split_size % step:
-        return f"fixed_split_size={problem.fixed_split_size} is not a multiple of its kv tile, {step}"
+    """Why splits of the fixed size do not end where the kv tiles of this kernel end."""
+    step, size = kernel.tile(kernel.key(problem)).kv, problem.fixed_split_size
+    if size > 0 and size % step:
+        return f"its kv tile has {step} keys: pass fixed_split_size={-(-size // step) * step}"
     return None
+
+
+def _refusal(problem: AttentionProblem, backend: str, trace: tuple[Verdict, ...]) -> QuireError:
+    """The error of a problem that no kernel takes."""
+    allowed = [verdict for verdict in trace if _allowed(verdict.kernel, backend)]
+    if not allowed:
+        names = ", ".join(verdict.kernel.backend for verdict in trace)
+        return UnsupportedError(
+            f"backend={backend!r} does not run on {problem.target}; expected auto or one of {names}."
+        )
+    reasons = "".join(f"\n  {verdict}" for verdict in allowed)
+    if any(verdict.kernel.reject(problem) is None for verdict in allowed):
+        size = problem.fixed_split_size
+        return ValidationError(f"fixed_split_size: expected a multiple of a kernel's kv tile, got {size}:{reasons}")
+    return UnsupportedError(f"no kernel takes attention {problem}:{reasons}")
 
 
 def kernel_of(key: AttentionKey) -> AttentionKernel:

@@ -14,25 +14,23 @@ __all__ = ["KERNEL"]
 
 
 def _reject(problem: AttentionProblem) -> str | None:
-    if problem.on_cuda:
-        return f"target {problem.target} is a GPU"
-    if problem.q.bytes == 1:
-        return f"q dtype {problem.q} is not fp32, fp16 or bf16"
-    if problem.kv != problem.q and problem.kv.bytes > 1:
-        return f"kv dtype {problem.kv} is neither q's {problem.q} nor e4m3 or e5m2"
-    if problem.o.bytes == 1:
-        return f"o dtype {problem.o} is not fp32, fp16 or bf16"
+    for name, dtype in (("q", problem.q), ("o", problem.o)):
+        if dtype.bits < 16:
+            return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
+    if problem.kv != problem.q and problem.kv.bits != 8:
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q} and has not 8 bits"
     return head_dim_reason(problem)
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows hold a decode batch's requests. 192 rows read each copied key tile 3-10 % cheaper than 96 do, up to where
-    their scratch (540 KB at head_dim 256) outgrows a small L2 cache (2026-11-21, AVX-512, 2 threads)."""
+    """16 rows hold a decode batch's requests. 192 rows read each copied key tile cheaper than 96 do, up to where their
+    scratch (540 KB at head_dim 256) outgrows a small L2 cache.
+    """
     return (TileShape(16, 64), TileShape(192 if max(problem.head_dim_qk, problem.head_dim_vo) <= 128 else 96, 64))
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """The lowest tile that a typical request fills; always the lowest where neighbours must not have a say."""
+    """The lowest tile that holds a typical request; the lowest of all where neighbours must have no influence."""
     return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
 
 
@@ -41,6 +39,7 @@ KERNEL = AttentionKernel(
     backend="cpu",
     header="quire/kernels/attention_cpu.h",
     cxx="AttentionCpu",
+    on_cuda=False,
     reject=_reject,
     tiles=_tiles,
     choose_rows=_choose_rows,

@@ -7,7 +7,7 @@ from quire.kernels.attention import (
     AttentionProblem,
     TileShape,
     first_tile_that_holds,
-    head_dim_reason,
+    tensor_core_reason,
 )
 
 __all__ = ["KERNEL"]
@@ -17,19 +17,9 @@ _SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  #: 99 KB a CTA
 
 
 def _reject(problem: AttentionProblem) -> str | None:
-    if not problem.on_cuda:
-        return f"target {problem.target} is not a GPU"
-    if problem.target == "sm75":
-        return "target sm75 has no asynchronous copies"
-    if problem.q.slug not in ("fp16", "bf16"):
-        return f"q dtype {problem.q} is not fp16 or bf16"
-    if problem.kv != problem.q and problem.kv.slug not in ("e4m3", "e5m2"):
-        return f"kv dtype {problem.kv} is neither q's {problem.q} nor e4m3 or e5m2"
-    if problem.o != problem.q:
-        return f"o dtype {problem.o} differs from q dtype {problem.q}"
     if problem.fixed_split_size and not problem.uniform:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
-    if reason := head_dim_reason(problem):
+    if reason := tensor_core_reason(problem, takes_8_bit_kv=True):
         return reason
     most = _tiles(problem)[-1].rows
     return f"{problem.rows} rows (qo_len * group_size) are more than {most}" if problem.rows > most else None
@@ -45,18 +35,16 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _yields(problem: AttentionProblem) -> str | None:
-    """64 rows of wide heads are as many products as bytes: 8 queries of 8 heads on 64 x 8192 keys 637 us, with fa3 522;
-    on 8 x 8192 101 us, with fa3 79 (H200, 2026-11-21).
-    """
+    """64 rows of wide heads take as many products as bytes: fa3 is a fifth faster there (benchmarks/results)."""
     if problem.rows <= 32 or max(problem.head_dim_qk, problem.head_dim_vo) <= 64:
         return None
-    return f"{problem.rows} rows of wide heads are rather for tiles of more rows"
+    return f"{problem.rows} rows of wide heads are faster in tiles of more rows"
 
 
 def _row_blocks(problem: AttentionProblem, rows: int) -> int:
     """Blocks of 16 rows in a warp: two where the registers of o and q allow."""
     registers = 2 * (problem.head_dim_vo // 2 + problem.head_dim_qk // 4)
-    return 2 if rows > 16 and registers <= (96 if problem.kv.bytes == 1 else 192) else 1
+    return 2 if rows > 16 and registers <= (96 if problem.kv.bits == 8 else 192) else 1
 
 
 def _warps(problem: AttentionProblem, rows: int) -> int:
@@ -65,7 +53,7 @@ def _warps(problem: AttentionProblem, rows: int) -> int:
 
 
 def _token_bytes(problem: AttentionProblem) -> int:
-    return (problem.head_dim_qk + problem.head_dim_vo) * problem.kv.bytes
+    return (problem.head_dim_qk + problem.head_dim_vo) * problem.kv.bits // 8
 
 
 def _tile_kv(problem: AttentionProblem, rows: int) -> int:
@@ -84,6 +72,7 @@ KERNEL = AttentionKernel(
     backend="decode",
     header="quire/kernels/attention_decode.cuh",
     cxx="AttentionDecode",
+    on_cuda=True,
     reject=_reject,
     tiles=_tiles,
     choose_rows=first_tile_that_holds,  # with fixed splits all requests, and so all batches, have as many rows

@@ -7,22 +7,10 @@ from quire.kernels.attention import (
     AttentionProblem,
     TileShape,
     first_tile_that_holds,
-    head_dim_reason,
+    tensor_core_reason,
 )
 
 __all__ = ["KERNEL"]
-
-
-def _reject(problem: AttentionProblem) -> str | None:
-    if not problem.on_cuda:
-        return f"target {problem.target} is not a GPU"
-    if problem.q.slug not in ("fp16", "bf16"):
-        return f"q dtype {problem.q} is not fp16 or bf16"
-    if problem.kv != problem.q:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
-    if problem.o != problem.q:
-        return f"o dtype {problem.o} differs from q dtype {problem.q}"
-    return head_dim_reason(problem)
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
@@ -41,7 +29,8 @@ KERNEL = AttentionKernel(
     backend="fa2",
     header="quire/kernels/attention_fa2.cuh",
     cxx="AttentionFa2",
-    reject=_reject,
+    on_cuda=True,
+    reject=tensor_core_reason,
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
 )

@@ -3,98 +3,114 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
-from quire.kernels.attention import (
-    AttentionKernel,
-    AttentionKey,
-    AttentionProblem,
-    Geometry,
-    TensorCopy,
-    TileShape,
-    head_dim_reason,
-)
-from quire.kernels.params import AttentionFa3Params
+from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, tensor_core_reason
+from quire.kernels.features import ANY_PAGE_SIZE
+from quire.kernels.operands import TensorCopy, View
+from quire.kernels.operation import OperationKey
+from quire.kernels.params import AttentionFa3Params, BlockMaskParams, ScheduleParams
 from quire.types import MaskMode
 
 __all__ = ["KERNEL"]
 
-_PANEL = 64  #: columns of a 128-byte swizzled row
+_ATOM = 64  #: columns of a 128-byte swizzled row
+
+#: Keys and values in flight at a time. Of an H200's 50 MB of L2, 17 MB (2 of 8 heads of 2 x 8192 keys, 128 dims) is
+#: faster than the keys of 1, 4 or all heads.
+_L2_BYTES = 17 << 20
+
+_BLOCK_MASK_CTAS = 4  #: of each row tile
 
 
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.target != "sm90a":
         return f"target {problem.target} is not sm90a"
-    if problem.q.slug not in ("fp16", "bf16"):
-        return f"q dtype {problem.q} is not fp16 or bf16"
-    if problem.kv != problem.q:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}"
-    if problem.o != problem.q:
-        return f"o dtype {problem.o} differs from q dtype {problem.q}"
     if problem.mask is MaskMode.TREE:
         return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
-    return head_dim_reason(problem)
+    return tensor_core_reason(problem)
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """What fills registers and shared memory best and does not spill (H200, 2026-11-21), after what chunks take.
-
-    192 x 64 leaves room for four stages of keys and is ahead of 192 x 80 with three (causal 1412 us, 1442; 16 x 1024
-    255 us, 267).
-    """
+    """What fills registers and shared memory best and does not spill: figures in benchmarks/results."""
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
     plain = not (custom or problem.window or problem.soft_cap)  # what else a mask does takes registers
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
-        tall = plain and not _gathers(problem)
+        tall = plain and _page_size(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
-    if widest <= 128:  # 192 rows: 764 TFLOP/s causal with 80 keys, 670 with 128 x 128; a third less L2 traffic
+    if widest <= 128:  # 192 rows: a third less L2 traffic; 64 keys leave room for four stages
         return (TileShape(128, 128), TileShape(192, 64))
-    if widest <= 192:  # 192/128: 626 TFLOP/s, 588 with 192 x 80
+    if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 112),)
     return (TileShape(128, 64 if custom or (problem.window and problem.soft_cap) else 80),)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """Low tiles for chunks, whose ends waste less of them: 64 x 128 tokens 58.5 us, 59.1 with 192 rows; 512 tokens on
-    8192 700 TFLOP/s, 660 (group 4). Always low ones where neighbours must not have a say, or splits are fixed.
-    """
+    """Low tiles for chunks, whose ends waste less of them, and where neighbours must have no influence."""
     return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
 
 
-def _gathers(problem: AttentionProblem) -> bool:
-    """Pages that are not whole boxes are fetched row by row."""
-    return problem.paged and _page_size(problem) == 0
-
-
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others are gathered."""
-    return problem.page_size if problem.page_size % 8 == 0 else 0
+    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others are gathered by row."""
+    return problem.page_size if problem.page_size % 8 == 0 else ANY_PAGE_SIZE
 
 
-def _max_bytes(key: AttentionKey, tensor: str) -> int:
+def _max_bytes(key: AttentionKey, operand: str) -> int:
     """Rows that are gathered, and results, are found by 32-bit numbers of 16 bytes."""
-    gathers = key.paged and key.page_size == 0
-    return 1 << 36 if tensor == "out" or gathers else 0
+    gathered = operand in ("k", "v") and key.page_size == ANY_PAGE_SIZE
+    return 1 << 36 if operand == "o" or gathered else 0
 
 
-def _copies(key: AttentionKey, tile: TileShape, g: Geometry) -> tuple[TensorCopy, ...]:
+def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params_fa3.h."""
     copies = []
-    if tile.rows % g.group_size == 0 and g.nnz_qo:
-        token, head = g.q_strides
-        dims = (key.head_dim_qk, g.group_size, g.nnz_qo, g.num_kv_heads)
-        box = (_PANEL, g.group_size, tile.rows // g.group_size, 1)
-        copies.append(TensorCopy("tensor_q", "q", dims, (head, token, g.group_size * head), box))
-    for name, head_dim, strides in (("k", key.head_dim_qk, g.k_strides), ("v", key.head_dim_vo, g.v_strides)):
-        page, token, head = strides
-        if not key.paged and g.nnz_kv:
-            dims, box = (head_dim, g.nnz_kv, g.num_kv_heads, 1), (_PANEL, tile.kv, 1, 1)
+    (nnz_qo, num_qo_heads, head_dim), (token, head, _) = views["q"].sizes, views["q"].strides
+    num_kv_heads = views["k"].sizes[2]
+    group = num_qo_heads // num_kv_heads
+    if tile.rows % group == 0 and nnz_qo:
+        dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
+        copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
+    for name in ("k", "v"):
+        (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
+        if not key.paged and tokens:
+            dims, box = (head_dim, tokens, heads, 1), (_ATOM, tile.kv, 1, 1)
             copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 8), box))
-        elif key.page_size and g.num_pages:
-            dims = (head_dim, key.page_size, g.num_kv_heads, g.num_pages)
-            box = (_PANEL, math.gcd(key.page_size, tile.kv), 1, 1)
+        elif key.page_size > 0 and pages:
+            dims, box = (head_dim, tokens, heads, pages), (_ATOM, math.gcd(tokens, tile.kv), 1, 1)
             copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
     return tuple(copies)
+
+
+def _schedule_inputs(key: AttentionKey) -> Mapping[str, int]:
+    """CTAs may take tiles from a counter, those of a few kv heads at a time, whose keys and values stay in L2."""
+    token_bits = (key.head_dim_qk + key.head_dim_vo) * key.kv.bits
+    return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits)}
+
+
+def _unit_bytes(key: AttentionKey) -> int:
+    """One byte of block mask: whether the unit's keys are hidden, visible in part or visible in full."""
+    return int(key.mask is MaskMode.CUSTOM)
+
+
+def _operation(key: AttentionKey) -> OperationKey | None:
+    """Custom masks are classified while planning."""
+    return OperationKey("block_mask", key.target) if key.mask is MaskMode.CUSTOM else None
+
+
+def _fill(params: AttentionFa3Params, s: ScheduleParams, block_mask: int) -> tuple[BlockMaskParams, int] | None:
+    """For CUDA graphs and lengths on the device all kv heads are worked on at a time: no length may decide it."""
+    base = params.base
+    params.tile_counter = base.arrivals + 4 * s.num_counters
+    params.heads_per_l2_group = (0 if s.tile_capacity else s.heads_per_l2_group) or s.num_kv_heads
+    if not block_mask:
+        return None
+    params.block_mask = block_mask
+    mask = BlockMaskParams(
+        mask=base.mask, mask_indptr=base.mask_indptr, tiles=base.tiles, block_mask=block_mask, num_tiles=s.num_tiles,
+        tile_rows=s.tile_rows, tile_kv=s.tile_kv, group_size=s.group_size, window_left=s.window_left,
+    )  # fmt: skip
+    return mask, _BLOCK_MASK_CTAS * s.num_tiles
 
 
 KERNEL = AttentionKernel(
@@ -102,6 +118,7 @@ KERNEL = AttentionKernel(
     backend="fa3",
     header="quire/kernels/attention_fa3.cuh",
     cxx="AttentionFa3",
+    on_cuda=True,
     reject=_reject,
     tiles=_tiles,
     choose_rows=_choose_rows,
@@ -110,5 +127,8 @@ KERNEL = AttentionKernel(
     copies=_copies,
     max_bytes=_max_bytes,
     persistent=True,
-    reads_block_mask=True,
+    schedule_inputs=_schedule_inputs,
+    unit_bytes=_unit_bytes,
+    operation=_operation,
+    fill=_fill,
 )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
@@ -32,48 +33,39 @@ class Operation:
     header: str
     cxx: str
     params: type[ctypes.Structure]
-    types: tuple[str, ...]  #: element types by slug; () if the code does not depend on one
-    vectors: tuple[int, ...]  #: elements that one thread moves at a time
+    #: elements that a thread moves at a time, by the slug of their type ("" if the code does not depend on one); calls
+    #: choose by addresses and strides
+    widths: Mapping[str, tuple[int, ...]]
     on_cuda: bool = True
     on_host: bool = True
 
+
+def _header(name: str) -> str:
+    return f"quire/kernels/{name}"
+
+
+_ONE = {"": (1,)}
+_STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
+_BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
 OPERATIONS: dict[str, Operation] = {
     op.name: op
     for op in (
         Operation(
-            "schedule_attention",
-            "quire/kernels/schedule_attention.h",
-            "ScheduleAttention",
-            ScheduleParams,
-            (),
-            (1,),
+            "schedule_attention", _header("schedule_attention.h"), "ScheduleAttention", ScheduleParams, _ONE,
             on_cuda=False,
         ),
         Operation(
-            "schedule_lengths",
-            "quire/kernels/schedule_lengths.cuh",
-            "ScheduleLengths",
-            ScheduleLengthsParams,
-            (),
-            (1,),
+            "schedule_lengths", _header("schedule_lengths.cuh"), "ScheduleLengths", ScheduleLengthsParams, _ONE,
             on_host=False,
         ),
-        Operation(
-            "block_mask",
-            "quire/kernels/block_mask.cuh",
-            "BuildBlockMask",
-            BlockMaskParams,
-            (),
-            (1,),
-            on_host=False,
-        ),
-        Operation("merge", "quire/kernels/merge.h", "MergeStates", MergeParams, ("fp32", "fp16", "bf16"), (1, 8)),
-        Operation("merge_pair", "quire/kernels/merge.h", "MergePair", MergeParams, ("fp32", "fp16", "bf16"), (1, 8)),
-        Operation("append", "quire/kernels/append.h", "AppendPaged", AppendParams, ("u8", "u16", "u32"), (1, 4, 8, 16)),
-        Operation("packbits", "quire/kernels/packbits.h", "Packbits", PackbitsParams, (), (1,)),
+        Operation("block_mask", _header("block_mask.cuh"), "BuildBlockMask", BlockMaskParams, _ONE, on_host=False),
+        Operation("merge", _header("merge.h"), "MergeStates", MergeParams, _STATES),
+        Operation("merge_pair", _header("merge.h"), "MergePair", MergeParams, _STATES),
+        Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
+        Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
-}
+}  # fmt: skip
 _CXX = {"fp32": "float", "fp16": "fp16_t", "bf16": "bf16_t", "u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t"}
 
 
@@ -88,7 +80,7 @@ class OperationKey:
 
     def __post_init__(self) -> None:
         op = OPERATIONS.get(self.name)
-        known = op is not None and self.vector in op.vectors and self.type in (op.types or ("",))
+        known = op is not None and self.vector in op.widths.get(self.type, ())
         if op is None or not known or not (op.on_cuda if self.target.startswith("sm") else op.on_host):
             raise ValidationError(
                 f"operation: there is no {self.name!r} for {self.target} with {self.type!r} x {self.vector}."
@@ -110,7 +102,11 @@ class OperationKey:
             raise ValidationError(f"slug: {slug!r} does not name a variant; the nearest is {key.slug!r}.")
         return key
 
-    @cache  # a key is a value; calls of these operations look their module up by it  # noqa: B019
+    def family(self) -> list[OperationKey]:
+        """The keys of all widths that calls choose from."""
+        return [replace(self, vector=width) for width in OPERATIONS[self.name].widths[self.type]]
+
+    @lru_cache(maxsize=1024)  # calls of these operations look their module up by it  # noqa: B019
     def spec(self) -> Spec:
         """What the compiler is given."""
         op = OPERATIONS[self.name]

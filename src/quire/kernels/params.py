@@ -11,6 +11,7 @@ from functools import cache
 from typing import TypeVar
 
 from quire.jit.spec import Struct
+from quire.kernels.operands import ATTENTION_OPERANDS, operand_fields
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
@@ -45,7 +46,6 @@ class FastDivisor(ctypes.Structure):
     _fields_ = (("divisor", c_uint32), ("multiplier", c_uint32), ("shift", c_uint32))
 
     @classmethod
-    @cache
     def of(cls, divisor: int) -> FastDivisor:
         """Multiplier and shift such that umulhi(n, multiplier) >> shift == n // divisor for 0 <= n < 2**31."""
         if divisor == 1:
@@ -82,13 +82,10 @@ class AttentionParams(ctypes.Structure):
     """What an attention kernel is given; shapes stand in core/params.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("q", "k", "v", "o", "lse", "sinks", "logits_scale_by", "o_scale_by")),
+        *operand_fields(ATTENTION_OPERANDS),
+        *((name, c_void_p) for name in ("lse", "sinks", "logits_scale_by", "o_scale_by")),
         *((name, c_void_p) for name in ("kv_indices", "mask", "mask_indptr")),
         *((name, c_void_p) for name in ("tiles", "partitions", "partial_o", "partial_md", "arrivals")),
-        *((name, c_int64) for name in ("q_token_stride", "q_head_stride")),
-        *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
-        *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
-        *((name, c_int64) for name in ("o_token_stride", "o_head_stride")),
         ("group", FastDivisor),
         ("page", FastDivisor),
         *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
@@ -113,7 +110,7 @@ class AttentionFa3Params(ctypes.Structure):
         *((name, TensorMap) for name in ("tensor_q", "tensor_k", "tensor_v")),
         ("tile_counter", c_void_p),
         ("heads_per_l2_group", c_int32),
-        ("reserved", c_int32),
+        ("_to_8", c_int32),
         ("block_mask", c_void_p),
         ("_to_end", ctypes.c_char * 40),
     )

@@ -1,15 +1,19 @@
-"""What every attention wrapper does: plan on arguments, run on tensors. The public classes only translate spellings."""
+"""What every attention wrapper does: plan on arguments, run on tensors. The public classes only translate arguments."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.errors import PlanError, ValidationError
 from quire.kernels import AttentionProblem, Decision, decide, same_rows
+from quire.kernels.features import planned_features
+from quire.kernels.operands import Operand, View, with_scales
 from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
@@ -29,7 +33,7 @@ from quire.runtime.plan import AttentionPlan
 from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.target import on_cuda, target_of
-from quire.runtime.tensor_maps import Described
+from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.workspace import Workspace
 from quire.types import DType, KVLayout, MaskMode
 
@@ -47,31 +51,37 @@ Result = torch.Tensor | tuple[torch.Tensor, ...]
 Signature = list[tuple[Any, ...]]
 
 
-def _signature(tensors: tuple[Any, ...]) -> tuple[Signature | None, list[int]]:
-    """What decides whether tensors are right, all but where they lie; and where. None if one has no strides."""
+def _signature(tensors: Sequence[Any]) -> tuple[Signature | None, list[int]]:
+    """Everything about tensors that decides whether they are right, but where they lie; and where they lie. The first
+    is None if one of them is no strided tensor.
+    """
     signature, pointers = [], []
     try:
         for t in tensors:
             pointer = t.data_ptr()
-            signature.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.device, pointer % 16))
+            strides = t.is_contiguous() or t.stride()
+            with_grad = t.requires_grad and torch.is_grad_enabled()
+            signature.append(
+                (t.shape, strides, t.dtype, t.device, pointer % 16 if pointer else -1, with_grad, t.is_neg())
+            )
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
     return signature, pointers
 
 
-class _Checked(NamedTuple):
-    """Tensors that were found right, for the next plan of the same kernel and options."""
+class _CheckedTensors(NamedTuple):
+    """Tensors that run() has found right, for the next plan of the same kernel and options."""
 
     signature: Signature
-    out_shape: tuple[int, int, int]
-    host_buffer: int  #: pages of the cache, or tokens of ragged keys
+    nnz_qo: int
+    least_tokens: int  #: pages of the cache, or tokens of ragged keys and values
     v_offset: int  #: bytes from keys to values in a cache of one tensor
-    planned: tuple[bytes, Described | None]  #: what the plan keeps of them
+    planned: tuple[bytes, EncodedMaps | None]  #: what the plan keeps of them
 
 
 class AttentionSpec(NamedTuple):
-    """What plan() was told, in one spelling; `forward()` plans again with some of it replaced."""
+    """What plan() was told, in one spelling; `forward()` plans again with some of the options replaced."""
 
     indices: Indices | Lengths
     options: PlanOptions
@@ -89,9 +99,12 @@ class AttentionSpec(NamedTuple):
 
     @property
     def nnz_qo(self) -> int:
-        """Rows of q."""
+        """Rows of q, as the last of qo_indptr says, which the scheduler checks later."""
         qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
-        return self.indices.qo_len * self.indices.batch_size if qo_indptr is None else last_entry(qo_indptr)
+        nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else last_entry(qo_indptr)
+        if nnz < 0:
+            raise ValidationError(f"qo_indptr: expected to ascend from 0, got {nnz} as its last offset.")
+        return nnz
 
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
@@ -102,10 +115,12 @@ class AttentionSpec(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _decide(backend: str, device: torch.device, t: PlanOptions, mask: MaskMode, rows: int, uniform: bool) -> Decision:
+def _decide(
+    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
+) -> Decision:
     problem = AttentionProblem(
-        target_of(device), *t.types, t.head_dim_qk, t.head_dim_vo, t.page_size, mask, t.logits.window_left >= 0,
-        t.logits.logits_soft_cap > 0, rows, uniform, t.fixed_split_size,
+        target=target_of(device), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
+        fixed_split_size=options.fixed_split_size,
     )  # fmt: skip
     return decide(problem, backend)
 
@@ -132,38 +147,40 @@ def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: in
 
 
 class Attention:
-    """A plan and the tensors' contract that goes with it."""
+    """A plan, and what it expects of the tensors of run()."""
 
     def __init__(
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
-        self.spec = spec
         self._plan_options = spec.options
         self._layout = layout
         self._device = workspace.device
         self._on_cuda, self._index = on_cuda(self._device), self._device.index or 0
         self._graph = graph
-        self._is_fixed = graph is None and not isinstance(spec.indices, Lengths)  # to the lengths of this plan
+        self._has_fixed_lengths = graph is None and not isinstance(spec.indices, Lengths)
         if not isinstance(spec.indices, Lengths):
             refuse_capture("plan()", self._device)
         if graph is not None:
-            _fix(graph, spec)
+            _check_limits(graph, spec)
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
+        if spec.custom_mask is not None and isinstance(spec.indices, Indices):  # an eighth of the bytes
+            bits = pack_mask(spec.custom_mask, spec.indices, self._device)
+            spec = spec._replace(custom_mask=None, packed_custom_mask=bits)
+        self.spec = spec
         self._plan = self._make_plan(workspace)
-        if graph is not None:
-            graph.decision = self.decision
         schedule = self._plan.schedule
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.params.nnz_qo
-        self._out_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_vo)
+        self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_qk)
+        self._lock = Lock()
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
-        self._checked: _Checked | None = None  # by this plan or by one before it
-        if before is not None and graph is None and self._is_like(before):
+        self._checked: _CheckedTensors | None = None  # by this plan or by one before it
+        if before is not None and graph is None and self._takes_the_tensors_of(before):
             self._checked = before._checked
 
-    def _is_like(self, other: Attention) -> bool:
-        """Whether the same tensors are right for both, but for what their batches say."""
+    def _takes_the_tensors_of(self, other: Attention) -> bool:
+        """Whether the same tensors are right for both plans, but for what their batches say."""
         same = other.decision is self.decision and other._plan_options == self._plan_options
         return same and other._device == self._device and other._layout is self._layout
 
@@ -172,16 +189,14 @@ class Attention:
         if isinstance(s.indices, Lengths):
             return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
         bits = s.packed_custom_mask if s.tree_mask is None else s.tree_mask
-        if bits is None and s.custom_mask is not None:
-            bits = pack_mask(s.custom_mask, s.indices, self._device)
         return make_plan(self.decision, s.indices, s.options, workspace, bits, self._graph)
 
-    def with_changes(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
-        """This plan with other options; itself if they are the same."""
+    def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
+        """A plan of the same batch with other options; this one if they are the same."""
         spec, options = self.spec, self._plan_options._replace(**changes)
         if options == self._plan_options:
             return self
-        if isinstance(spec.indices, Indices):  # the caller may have written others since
+        if isinstance(spec.indices, Indices):  # as they were: the caller may have written others since
             spec = spec._replace(indices=self._plan.indices(spec.indices))
         return Attention(spec._replace(options=options), self._layout, workspace, backend, self._graph)
 
@@ -189,169 +204,177 @@ class Attention:
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
+        kv_scales: tuple[torch.Tensor, ...] = (),
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
 
         kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
-        multiplied by besides; paged keys only.
+        multiplied by besides; paged keys only. kv_scales: a tensor for each scale that the kernel's operands declare.
+        Runs of one plan from several threads follow one another.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
+        tensors = cache_tensors(kv)
+        nnz_qo = self._nnz_qo
         if self._graph is not None:
-            self._check_rows(self._graph, q)
-        elif stream and self._is_fixed and is_capturing(self._device):
+            nnz_qo = self._graph_rows(self._graph, q, tensors)
+        elif stream and self._has_fixed_lengths and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
-            out = torch.empty(self._out_shape, dtype=self._plan_options.types.o.torch, device=self._device)
-        tensors = cache_tensors(kv)
-        signature, pointers = _signature((q, out, *tensors))
-        if signature is None or signature != self._signature:
-            if not self._knows(signature):
-                self._check_signature(signature, q, out, tensors)
-            self._signature = signature
+            if nnz_qo != self._nnz_qo or getattr(q, "shape", None) != self._q_shape:
+                operand = self.decision.kernel.operands[0]  # checked before memory is asked for
+                self._check(operand, q, "q", self._view_of(operand, q, "q"), nnz_qo)
+            o_shape = (nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo)
+            out = torch.empty(o_shape, dtype=self._plan_options.types.o.torch, device=self._device)
         if window_left is not None and window_left != self._plan_options.logits.window_left:
             raise ValidationError(
                 f"window_left: expected {self._plan_options.logits.window_left} (fixed by plan()), got {window_left}."
             )
         if lse is not None or return_lse:
-            lse = self._lse(lse)
+            lse = self._lse(lse, nnz_qo)
         logits_scale = 1.0
         if q_scale is not None or k_scale is not None:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
             if not logits_scale > 0:  # kernels take the maximum before they scale
                 raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
-        if len(tensors) == 1:
-            pointers.append(pointers[-1] + self._v_offset)
-        q_at, o_at, k_at, v_at = pointers
-        self._plan.run(
-            stream, q_at, k_at, v_at, o_at,
-            None if lse is None else lse.data_ptr(), None if sinks is None else self._check_sinks(sinks).data_ptr(),
-            logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale"),
-            None if logits_scale_by is None else logits_scale_by.data_ptr(),
-            None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
-        )  # fmt: skip
+        signature, pointers = _signature((q, *tensors, out, *kv_scales))
+        with self._lock:
+            if signature is None or signature != self._signature:
+                if not self._checked_before(signature, nnz_qo):
+                    self._check_all(signature, q, tensors, out, kv_scales, nnz_qo)
+                self._signature = signature
+            if len(tensors) == 1:
+                pointers.insert(2, pointers[1] + self._v_offset)
+            self._plan.run(
+                stream, pointers, None if lse is None else lse.data_ptr(),
+                None if sinks is None else self._check_sinks(sinks).data_ptr(),
+                logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale"),
+                None if logits_scale_by is None else logits_scale_by.data_ptr(),
+                None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
+            )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out
 
-    def _check_rows(self, graph: GraphState, q: torch.Tensor) -> None:
-        """For CUDA graphs q may have more rows than this batch; in a capture, as many as any batch may have."""
+    def _graph_rows(self, graph: GraphState, q: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> int:
+        """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
+        must have room for any batch that a later plan() may bring.
+        """
         rows = check_tensor(q, "q").shape[0] if q.dim() == 3 else 0
-        self._out_shape = (max(rows, self._nnz_qo), *self._out_shape[1:])
-        if rows < graph.max_rows and is_capturing(self._device):
-            raise ValidationError(
-                f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
-            )
+        if (rows < graph.max_rows or not self._plan_options.page_size) and is_capturing(self._device):
+            if rows < graph.max_rows:
+                raise ValidationError(
+                    f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
+                )
+            if not self._plan_options.page_size:
+                self._ragged_views(kv, graph.max_tokens)
+        return max(rows, self._nnz_qo)
 
-    def _knows(self, signature: Signature | None) -> bool:
-        """Whether the plan before had such tensors, and they do for this batch; if so, they are as if checked."""
+    def _checked_before(self, signature: Signature | None, nnz_qo: int) -> bool:
+        """Whether a plan before this one had such tensors, and they do for this batch; they then count as checked."""
         known = self._checked
-        if known is None or signature != known.signature or known.out_shape != self._out_shape:
+        if known is None or signature != known.signature or known.nnz_qo != nnz_qo:
             return False
-        if known.host_buffer < (self._plan.largest_page + 1 if self._plan_options.page_size else self._plan.nnz_kv):
+        if known.least_tokens < (self._plan.largest_page + 1 if self._plan_options.page_size else self._plan.nnz_kv):
             return False
-        self._plan.take_signature(*known.planned)
+        self._plan.copy_signature(*known.planned)
         self._v_offset = known.v_offset
         return True
 
-    def _check_signature(
-        self, signature: Signature | None, q: torch.Tensor, out: torch.Tensor, kv: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
-        k, v = self._paged_views(kv) if self._plan_options.page_size else self._ragged_views(*kv)
-        self._check_q(q)
-        self._check_out(out)
-        self._plan.set_signature(q, k, v, out)
+    def _check_all(
+        self, signature: Signature | None, q: torch.Tensor, kv: tuple[torch.Tensor, ...], out: torch.Tensor,
+        kv_scales: tuple[torch.Tensor, ...], nnz_qo: int,
+    ) -> None:  # fmt: skip
+        """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
+        paged, kernel = self._plan_options.page_size > 0, self.decision.kernel
+        k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
+        given = {
+            "q": (q, "q"), "k": (k.tensor, "paged_kv_cache (keys)" if paged else "k"),
+            "v": (v.tensor, "paged_kv_cache (values)" if paged else "v"), "o": (out, "out"),
+        }  # fmt: skip
+        operands = with_scales(kernel.operands)
+        given |= {o.name: (t, o.name) for o, t in zip(operands[len(kernel.operands) :], kv_scales, strict=False)}
+        views = {"k": k.as_operand, "v": v.as_operand}
+        for operand in operands:
+            if operand.name in given:
+                tensor, name = given[operand.name]
+                view = views.get(operand.name) or self._view_of(operand, tensor, name)
+                views[operand.name] = self._check(operand, tensor, name, view, nnz_qo)
+        self._plan.set_signature(views)
         self._v_offset = v.pointer - k.pointer
         if signature is not None and self._graph is None:
-            sizes = (k.num_pages, v.num_pages) if self._plan_options.page_size else (k.num_tokens, v.num_tokens)
-            self._checked = _Checked(signature, self._out_shape, min(sizes), self._v_offset, self._plan.signature())
+            least = min((k.num_pages, v.num_pages) if paged else (k.num_tokens, v.num_tokens))
+            self._checked = _CheckedTensors(signature, nnz_qo, least, self._v_offset, self._plan.signature())
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
-        page_size = self._plan_options.page_size
-        k, v = cache_view(cache, self._layout, page_size)
-        self._check_kv(k, "paged_kv_cache (keys)", self._plan_options.head_dim_qk)
-        self._check_kv(v, "paged_kv_cache (values)", self._plan_options.head_dim_vo)
+        k, v = cache_view(cache, self._layout, self._plan_options.page_size)
         num_pages = min(k.num_pages, v.num_pages)
-        for view in (k, v):
-            if view.num_tokens != page_size:
-                raise ValidationError(f"paged_kv_cache: expected page_size={page_size}, got {view.num_tokens}.")
         if self._plan.largest_page >= num_pages:
             raise ValidationError(
                 f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._plan.largest_page}."
             )
         return k, v
 
-    def _ragged_views(self, k: torch.Tensor, v: torch.Tensor) -> tuple[KVView, KVView]:
-        k_view, v_view = ragged_view(k, "k", self._layout), ragged_view(v, "v", self._layout)
-        for view, name, head_dim in (
-            (k_view, "k", self._plan_options.head_dim_qk),
-            (v_view, "v", self._plan_options.head_dim_vo),
-        ):
-            self._check_kv(view, name, head_dim)
-            tokens = self._plan.nnz_kv
-            if self._graph is not None and is_capturing(self._device):
-                tokens = self._graph.max_tokens
-            if view.num_tokens < tokens:
+    def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[KVView, KVView]:
+        views = ragged_view(kv[0], "k", self._layout), ragged_view(kv[1], "v", self._layout)
+        least_tokens = max(least_tokens, self._plan.nnz_kv)
+        for view, name in zip(views, "kv", strict=True):
+            if view.num_tokens < least_tokens:
                 raise ValidationError(
-                    f"{name}: expected at least {tokens} tokens (kv_indptr[-1]; in a capture that of the first plan), "
-                    f"got {view.num_tokens}."
+                    f"{name}: expected at least {least_tokens} tokens (kv_indptr[-1]; in a capture that of the first "
+                    f"plan), got {view.num_tokens}."
                 )
-        return k_view, v_view
+        return views
 
-    def _check_q(self, q: torch.Tensor) -> None:
-        s = self._plan_options
-        check_tensor(q, "q")
-        shape = {"nnz_qo": self._out_shape[0], "num_qo_heads": s.num_qo_heads, "head_dim_qk": s.head_dim_qk}
-        check_shape(q, "q", shape)
-        check_dtype(q, "q", s.types.q)
-        check_same_device(q, "q", self._device)
-        check_contiguous_last(q, "q")
-        self._check_alignment(q.data_ptr(), q.stride()[:2], "q", s.types.q)
+    def _view_of(self, operand: Operand, tensor: torch.Tensor, name: str) -> View:
+        """Of a tensor that has the operand's dimensions, in the order of the plan's layout."""
+        check_tensor(tensor, name)
+        if "page_size" in operand.dims and self._layout is KVLayout.HND:
+            tensor = tensor.transpose(1, 2)
+        return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
 
-    def _check_out(self, out: torch.Tensor) -> None:
-        s = self._plan_options
-        check_tensor(out, "out")
-        shape = dict(zip(("nnz_qo", "num_qo_heads", "head_dim_vo"), self._out_shape, strict=True))
-        check_shape(out, "out", shape)
-        check_dtype(out, "out", s.types.o)
-        check_same_device(out, "out", self._device)
-        check_contiguous_last(out, "out")
-        self._check_alignment(out.data_ptr(), out.stride()[:2], "out", s.types.o)
-        self._check_reach(span_bytes(out.shape, out.stride(), out.dtype), "out", "out")
+    def _check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> View:
+        """Check a tensor against what the kernel declares; returns its view."""
+        dtype = self.decision.key.type_of(operand.type)
+        self._check_sizes(operand, name, view.sizes, nnz_qo)
+        check_dtype(tensor, name, dtype)
+        check_same_device(tensor, name, self._device)
+        if len(operand.strides) < len(operand.dims):
+            check_contiguous_last(tensor, name)
+        self._check_alignment(view, name, dtype)
+        self._check_reach(span_bytes(view.sizes, view.strides, tensor.dtype), name, operand.name)
+        return view
 
-    def _check_kv(self, view: KVView, name: str, head_dim: int) -> None:
-        s = self._plan_options
-        if view.num_heads != s.num_kv_heads or view.head_dim != head_dim:
-            raise ValidationError(
-                f"{name}: expected num_kv_heads={s.num_kv_heads} and head_dim={head_dim}, "
-                f"got {view.num_heads} and {view.head_dim} (kv_layout={self._layout.value})."
-            )
-        check_dtype(view.tensor, name, s.types.kv)
-        check_same_device(view.tensor, name, self._device)
-        self._check_alignment(view.pointer, (view.page_stride, view.token_stride, view.head_stride), name, s.types.kv)
-        self._check_reach(view.num_bytes, name, "kv")
+    def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
+        options = self._plan_options
+        expected = {**options._asdict(), "nnz_qo": nnz_qo, "num_pages": None, "page_size": options.page_size or None}
+        wanted = {dim: expected[dim] for dim in operand.dims}
+        if len(sizes) == len(wanted) and all(w in (None, s) for w, s in zip(wanted.values(), sizes, strict=True)):
+            return
+        dims = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in wanted.items())
+        layout = f" (dimensions in the order of NHD, kv_layout={self._layout.value})" if "page_size" in wanted else ""
+        raise ValidationError(f"{name}: expected [{dims}], got {list(sizes)}{layout}.")
 
-    def _check_alignment(self, pointer: int, strides: tuple[int, ...], name: str, dtype: DType) -> None:
+    def _check_alignment(self, view: View, name: str, dtype: DType) -> None:
         """GPU kernels load 16 bytes at a time."""
         if not self._on_cuda:
             return
-        step = 16 // dtype.bytes
-        if pointer % 16 or any(stride % step for stride in strides):
+        step = 128 // dtype.bits
+        if view.pointer % 16 or any(stride % step for stride in view.strides if stride != 1):
             raise ValidationError(
                 f"{name}: expected a 16-byte aligned tensor whose strides are multiples of {step} elements, "
-                f"got address {pointer:#x} and strides {list(strides)}; call .contiguous() on it."
+                f"got address {view.pointer:#x} and strides {list(view.strides)}; call .contiguous() on it."
             )
 
-    def _check_reach(self, num_bytes: int, name: str, tensor: str) -> None:
-        """Some kernels find rows by numbers that end somewhere."""
+    def _check_reach(self, num_bytes: int, name: str, operand: str) -> None:
+        """Some kernels find rows by numbers of 32 bits."""
         kernel = self.decision.kernel
-        most = kernel.max_bytes(self.decision.key, tensor)
+        most = kernel.max_bytes(self.decision.key, operand)
         if most and num_bytes > most:
             raise ValidationError(
                 f"{name}: expected at most {most} bytes from its first element to its last, which {kernel.name} "
                 f"reaches, got {num_bytes}; plan with another backend."
             )
 
-    def _lse(self, lse: torch.Tensor | None) -> torch.Tensor:
-        shape = self._out_shape[:2]
+    def _lse(self, lse: torch.Tensor | None, nnz_qo: int) -> torch.Tensor:
+        shape = (nnz_qo, self._plan_options.num_qo_heads)
         if lse is None:
             return torch.empty(shape, dtype=torch.float32, device=self._device)
         check_tensor(lse, "lse")
@@ -385,12 +408,12 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
     decision = None
     if graph is not None:
         graph, decision = copy(graph), graph.decision
-        _fix(graph, spec)
+        _check_limits(graph, spec)
     return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.options, device, graph)
 
 
-def _fix(graph: GraphState, spec: AttentionSpec) -> None:
-    """All of a spec but the lengths is as the first plan() had it, and the lengths are within its limits."""
+def _check_limits(graph: GraphState, spec: AttentionSpec) -> None:
+    """Check that all of `spec` but the lengths is as the first plan() had it, and the lengths within its limits."""
     indices, nnz = spec.indices, spec.nnz_qo
     assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:

@@ -1,8 +1,8 @@
 """CUDA-graph mode: what a captured call reads lies at fixed places, so that plan() can change lengths between replays.
 
-A graph keeps the launch that it captured: the grid, and the parameter struct by value. So the schedule always cuts its
-work into one partition for each resident CTA, and everything that depends on lengths lies in one buffer that each
-plan() fills anew. The first plan() fixes the rest; a later one that differs in it is an error.
+A graph keeps the launch that it captured: the grid, and the parameter struct by value. The schedule therefore always
+divides work into one partition for each resident CTA, and everything that depends on lengths lies in one buffer that
+each plan() fills anew. The first plan() that succeeds fixes the rest; a later one that differs in it is an error.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
-    """PlanError in a capture: a replay would read what `what` leaves behind, which may be gone by then."""
+    """PlanError in a capture of a CUDA graph: a replay would read what `what` made, which may be gone by then."""
     if is_capturing(device):
         raise PlanError(
             f"{what} cannot be captured in a CUDA graph: construct the wrapper with use_cuda_graph=True and its "
@@ -43,9 +43,10 @@ def refuse_capture(what: str, device: torch.device) -> None:
 
 
 class GraphState:
-    """What the plans of one wrapper share: the caller's buffers, and what the first plan() fixed.
+    """What the plans of one wrapper share: the caller's buffers, and what the first plan() that succeeded has fixed.
 
-    `batch_size` requests; `kv_indices` takes the page numbers (None: ragged), `mask` the bits of custom masks.
+    `batch_size` requests; `kv_indices` takes the page numbers (None: ragged), `mask` the bits of custom masks. Until a
+    plan() has succeeded (`keep`), each one sets the limits anew.
     """
 
     def __init__(self, batch_size: int, kv_indices: torch.Tensor | None, mask: torch.Tensor | None) -> None:
@@ -54,7 +55,7 @@ class GraphState:
         self.mask = mask
         self.decision: Decision | None = None
         self.max_rows = 0  #: rows of q of the first plan
-        self.max_tokens = 0  #: tokens of keys of the first plan, or that the page numbers' buffer has host_buffer for
+        self.max_tokens = 0  #: tokens of keys of the first plan, or of as many pages as kv_indices takes
         self._fixed: dict[str, Any] = {}
         self._buffer: torch.Tensor | None = None
         self._partials: torch.Tensor | None = None
@@ -62,11 +63,11 @@ class GraphState:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the first plan() was made."""
-        return self._buffer is not None
+        """Whether a plan() has succeeded."""
+        return bool(self._params)
 
     def fix(self, **values: Any) -> None:
-        """These are as the first plan() had them; PlanError otherwise."""
+        """Check that these are as the first plan() had them; PlanError otherwise."""
         if not self.is_planned:
             self._fixed = values
         for name, value in values.items():
@@ -77,30 +78,30 @@ class GraphState:
                 )
 
     def tile_capacity(self, batch_size: int, qo_len: int, group_size: int, tile_rows: int, split: int) -> int:
-        """Row tiles that any batch within the limits has; `split`: tokens between cuts made in advance, or 0."""
+        """Row tiles of the largest batch within the limits; `split`: tokens of a fixed split, or 0."""
         whole = batch_size * -(-qo_len * group_size // tile_rows)
         if qo_len == 0:
             whole = self.max_rows * group_size // tile_rows + batch_size
         return whole * (self.max_tokens // split + 1) + batch_size if split else whole
 
     def unit_capacity(self, tile: TileShape, group_size: int, tile_capacity: int) -> int:
-        """Work units of a kv head that any masks within the limits make: sum(ceil(rows / tile.rows) * ceil(kv_len /
-        tile.kv)) over requests, of which custom_mask_buf limits sum(qo_len * kv_len).
+        """Work units of a kv head that masks within the limits make at most: the sum of ceil(rows / tile.rows) *
+        ceil(kv_len / tile.kv) over the requests, where custom_mask_buf limits the sum of qo_len * kv_len.
         """
         bits = 8 * self.mask.numel() if self.mask is not None else 0
         return -(-bits * (group_size + tile.rows) // (tile.rows * tile.kv)) + tile_capacity
 
     def upload(self, filled: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """The buffer of schedules, which begins with `filled` once the copy is done."""
-        if self._buffer is None:
+        """The buffer of schedules, `num_bytes` long, which begins with `filled` once the copy is done."""
+        if self._buffer is None or not self.is_planned:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._buffer[: filled.numel()].copy_(filled, non_blocking=True)
         return self._buffer
 
-    def keep(self, partials: torch.Tensor, params: ctypes.Structure) -> None:
-        """`params` is all that a graph holds by value: proves that it is what the first plan() had."""
-        if not self._params:
-            self._params, self._partials = bytes(params), partials
+    def keep(self, decision: Decision, partials: torch.Tensor, params: ctypes.Structure) -> None:
+        """End a plan(). `params` is all that a graph holds by value: it must be what the first plan() had."""
+        if not self.is_planned:
+            self.decision, self._partials, self._params = decision, partials, bytes(params)
         elif bytes(params) != self._params:
             raise PlanError("plan(): a parameter that a captured graph holds by value has changed; please report this.")
 
@@ -125,10 +126,10 @@ def _copied(name: str, buffer: torch.Tensor, source: torch.Tensor) -> torch.Tens
 
 
 def graph_state(use_cuda_graph: bool, device: torch.device, **buffers: torch.Tensor | None) -> GraphState | None:
-    """The state of a wrapper with `use_cuda_graph`, from its constructor's buffers by name; else None.
+    """The state of a wrapper with `use_cuda_graph`, from the buffers of its constructor by name; None without.
 
-    The lengths of the index arrays' buffers fix the batch size: the arrays themselves travel in the plan's own buffer.
-    Page numbers and masks are copied into the caller's.
+    The lengths of the index arrays' buffers fix the batch size; the arrays themselves are copied into a buffer of
+    GraphState. Page numbers and masks are copied into the caller's buffers.
     """
     if not use_cuda_graph:
         refuse(**buffers)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from quire.errors import ValidationError
+from quire.kernels.operands import View
 from quire.runtime.checks import check_contiguous_last, check_tensor
 from quire.types import KVLayout
 
@@ -37,10 +38,16 @@ class KVView:
     head_stride: int
 
     @property
+    def as_operand(self) -> View:
+        """Dimensions in the order of kernels/operands.py."""
+        sizes = self.num_pages, self.num_tokens, self.num_heads, self.head_dim
+        return View(self.pointer, sizes, (self.page_stride, self.token_stride, self.head_stride, 1))
+
+    @property
     def num_bytes(self) -> int:
         """From the first element to the end of the last."""
-        sizes = self.num_pages, self.num_tokens, self.num_heads, self.head_dim
-        return span_bytes(sizes, (self.page_stride, self.token_stride, self.head_stride, 1), self.tensor.dtype)
+        view = self.as_operand
+        return span_bytes(view.sizes, view.strides, self.tensor.dtype)
 
 
 def span_bytes(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:

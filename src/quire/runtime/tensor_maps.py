@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import torch
 
 from quire.jit.driver import encode_tensor_map, move_tensor_map
 from quire.kernels import Decision
-from quire.kernels.attention import Geometry
+from quire.kernels.operands import View
 from quire.kernels.params import TensorMap
 
-__all__ = ["Described", "Pointers", "TensorMaps"]
-
-Pointers = tuple[int, int, int]  #: of q, k and v
+__all__ = ["EncodedMaps", "TensorMaps"]
 
 
-class Described(NamedTuple):
-    """Descriptors that any parameter struct of a kernel may hold."""
+class EncodedMaps(NamedTuple):
+    """Tensor maps that any parameter struct of the same kernel may hold."""
 
-    maps: tuple[tuple[int, int, bytes], ...]  #: offset in the struct, which of the tensors, the descriptor
-    at: Pointers  #: where the tensors were
+    maps: tuple[tuple[int, int, bytes], ...]  #: offset in the struct, index of the operand, the map
+    pointers: tuple[int, ...]  #: where the operands lay
 
 
 class TensorMaps:
@@ -31,39 +28,44 @@ class TensorMaps:
         self._decision = decision
         self._params = params
         self._address = ctypes.addressof(params)
-        self._maps: list[tuple[int, int]] = []  # offset of the descriptor, which of the tensors
-        self._at: Pointers = (0, 0, 0)  # where the tensors are that the descriptors describe
+        self._maps: list[tuple[int, int]] = []  # offset of each map in the struct, index of its operand
+        self._pointers: tuple[int, ...] = ()  # of the operands that the maps describe
 
-    def encode(self, geometry: Geometry, pointers: Pointers) -> None:
-        """Describe tensors of this geometry at these addresses."""
+    def encode(self, views: Mapping[str, View]) -> None:
+        """Describe these operands."""
         kernel, key = self._decision.kernel, self._decision.key
         assert kernel.copies is not None
-        self._maps, self._at = [], pointers
-        for copy in kernel.copies(key, kernel.tile(key), geometry):
-            dtype = key.q if copy.tensor == "q" else key.kv
-            offset = getattr(type(self._params), copy.field).offset
-            strides = [stride * dtype.bytes for stride in copy.strides]
-            name, which = "bf16" if dtype.torch is torch.bfloat16 else "f16", "qkv".index(copy.tensor)
-            encode_tensor_map(self._address + offset, name, pointers[which], copy.dims, strides, copy.box)
-            self._maps.append((offset, which))
+        names = [operand.name for operand in kernel.operands]
+        self._maps, self._pointers = [], tuple(views[name].pointer for name in names)
+        for copy in kernel.copies(key, kernel.tile(key), views):
+            index = names.index(copy.operand)
+            dtype = key.type_of(kernel.operands[index].type)
+            offset, strides = (
+                getattr(type(self._params), copy.field).offset,
+                [s * dtype.bits // 8 for s in copy.strides],
+            )
+            pointer = self._pointers[index]
+            encode_tensor_map(self._address + offset, dtype.tensor_map, pointer, copy.dims, strides, copy.box)
+            self._maps.append((offset, index))
 
-    def described(self) -> Described:
-        """A copy of the descriptors."""
+    def encoded(self) -> EncodedMaps:
+        """A copy of the maps."""
         size = ctypes.sizeof(TensorMap)
-        maps = ((offset, which, ctypes.string_at(self._address + offset, size)) for offset, which in self._maps)
-        return Described(tuple(maps), self._at)
+        maps = ((offset, index, ctypes.string_at(self._address + offset, size)) for offset, index in self._maps)
+        return EncodedMaps(tuple(maps), self._pointers)
 
-    def take(self, described: Described) -> None:
-        """The descriptors of another plan of the same kernel, for tensors of the same geometry."""
-        for offset, _, descriptor in described.maps:
-            ctypes.memmove(self._address + offset, descriptor, len(descriptor))
-        self._maps, self._at = [(offset, which) for offset, which, _ in described.maps], described.at
+    def copy_from(self, encoded: EncodedMaps) -> None:
+        """Take the maps of another plan of the same kernel, for operands of the same signature."""
+        for offset, _, tensor_map in encoded.maps:
+            ctypes.memmove(self._address + offset, tensor_map, len(tensor_map))
+        self._maps, self._pointers = [(offset, index) for offset, index, _ in encoded.maps], encoded.pointers
 
-    def move(self, pointers: Pointers) -> None:
-        """The same tensors at other addresses."""
-        if pointers == self._at:
+    def move(self, pointers: Sequence[int]) -> None:
+        """Describe the same operands at other addresses."""
+        pointers = tuple(pointers)
+        if pointers == self._pointers:
             return
-        for offset, which in self._maps:
-            if self._at[which] != pointers[which]:
-                move_tensor_map(self._address + offset, pointers[which])
-        self._at = pointers
+        for offset, index in self._maps:
+            if self._pointers[index] != pointers[index]:
+                move_tensor_map(self._address + offset, pointers[index])
+        self._pointers = pointers

@@ -92,7 +92,7 @@ class AttentionWrapper:
         attention = planned(self._attention)
         head_dim = attention.spec.options.head_dim_qk
         logits = logits_options(head_dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-        self._attention = attention.with_changes(self._workspace, self._backend, logits=logits, **changes)
+        self._attention = attention.replan(self._workspace, self._backend, logits=logits, **changes)
 
     # Serving engines check these after plan() (vLLM) or hand them on (SGLang).
 

@@ -1,4 +1,5 @@
-// What an attention kernel is given: one struct, the same for every backend. Mirrored by quire.planner.AttentionParams;
+// What an attention kernel is given: one struct, the same for every backend. Mirrored by
+// AttentionParams in quire/kernels/params.py;
 // the rendered unit asserts each offset.
 #pragma once
 #include "quire/core/types.h"
@@ -42,12 +43,19 @@ struct Partition {
 };
 
 struct AttentionParams {
-  // Tensors; run() refreshes these and nothing else.
+  // The operands, as the kernel's row of the catalogue declares them (kernels/operands.py): addresses, then strides in
+  // elements. The last dimension is contiguous.
   const void* q;  // [nnz_qo, num_qo_heads, head_dim_qk], by strides
   // ragged [nnz_kv, num_kv_heads, head_dim_qk] or pages [num_pages, page_size, num_kv_heads, head_dim_qk]
   const void* k;
   const void* v;       // the same with head_dim_vo
   void* o;             // [nnz_qo, num_qo_heads, head_dim_vo], by strides
+  int64_t q_token_stride, q_head_stride;
+  int64_t k_page_stride, k_token_stride, k_head_stride;  // page stride 0 when ragged
+  int64_t v_page_stride, v_token_stride, v_head_stride;
+  int64_t o_token_stride, o_head_stride;
+
+  // What else run() sets.
   float* lse;          // [nnz_qo, num_qo_heads] contiguous, base 2; or null
   const float* sinks;  // [num_qo_heads] natural-log logits that join each denominator; or null
   // One number each that only a GPU knows, which multiply logits_scale and o_scale, with paged keys; or null.
@@ -64,12 +72,6 @@ struct AttentionParams {
   float* partial_o;    // [num_partials, kTileRows, head_dim_vo], not normalised
   float* partial_md;   // [num_partials, kTileRows, 2]: row maximum (base 2, scaled) and denominator
   uint32_t* arrivals;  // [num_counters], 0 between launches: the last arriver of a group resets its counter
-
-  // Strides in elements; the last dimension is contiguous.
-  int64_t q_token_stride, q_head_stride;
-  int64_t k_page_stride, k_token_stride, k_head_stride;  // page stride 0 when ragged
-  int64_t v_page_stride, v_token_stride, v_head_stride;
-  int64_t o_token_stride, o_head_stride;
 
   FastDivisor group;  // group_size = num_qo_heads / num_kv_heads
   FastDivisor page;   // page_size, 1 when ragged

@@ -1,5 +1,5 @@
 // What the fa3 kernels are given: the parameters of every attention kernel, and the maps that the copy engine reads.
-// Mirrored by quire.planner.AttentionFa3Params.
+// Mirrored by AttentionFa3Params in quire/kernels/params.py.
 #pragma once
 #include "quire/core/params.h"
 
@@ -26,7 +26,6 @@ struct AttentionFa3Params {
   uint32_t* tile_counter;
   // Whole tiles: kv heads that are worked on at a time, a divisor of num_kv_heads: their keys and values stay in L2.
   int32_t heads_per_l2_group;
-  int32_t reserved;
   // A custom mask's: [work units of one kv head] kBlockVisible and kBlockFull of each, a tile's from its work_begin on.
   const uint8_t* block_mask;
 };

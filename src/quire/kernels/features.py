@@ -1,0 +1,154 @@
+"""What a variant of an attention kernel is compiled for: one table, with a row for each feature.
+
+A row is a field of `Features`: its name and type, its members of Variant in C++, and its words. Problems and keys
+inherit the fields. Slugs and their inverse, the constants of the rendered unit, the words of `quire warmup --mask` and
+those of messages are made from the rows: a new feature is one more row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_type_hints
+
+from quire.errors import ValidationError
+from quire.types import DTYPES, DType, MaskMode, dtype_of
+
+__all__ = ["ANY_PAGE_SIZE", "Feature", "Features", "mask_words", "planned_features", "read_mask", "rows_of"]
+
+#: page_size of a key whose code takes pages of any size.
+ANY_PAGE_SIZE = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Feature:
+    """One row: how the values of a field are spelled."""
+
+    members: Mapping[str, Callable[[Any], int | str]]  #: of Variant: an int is a constant, a string names a type
+    words: Mapping[str, Any]  #: values by their words; slugs leave out the value whose word is ""
+    number: str = ""  #: how any other value, a number, is spelled: "d{}"; "" if there is none
+    separator: str = "-"  #: what stands before the word in a slug
+    planned: Callable[[Any], Any] | None = None  #: the value that plan options say; None: the option of the same name
+    name: str = ""  #: the field's
+
+    def word(self, value: Any) -> str:
+        """The word of `value` in slugs, without the separator."""
+        by_value = {known: word for word, known in self.words.items()}
+        return by_value[value] if value in by_value else self.number.format(value)
+
+    def spell(self, value: Any) -> str:
+        """What `value` adds to a slug."""
+        word = self.word(value)
+        return self.separator + word if word else ""
+
+    @property
+    def pattern(self) -> str:
+        """A regular expression of what spell() gives; its group has the field's name."""
+        words = [re.escape(word) for word in self.words if word] + [self.number.format(r"\d+")] * bool(self.number)
+        return f"(?:{re.escape(self.separator)}(?P<{self.name}>{'|'.join(words)})){'?' * ('' in self.words)}"
+
+    def read(self, word: str) -> Any:
+        """The value of a word that `pattern` matches."""
+        return self.words[word] if word in self.words else int(re.sub(r"\D", "", word))
+
+    def describe(self, value: Any) -> str:
+        """`value` in a message."""
+        return ("no", "yes")[value] if isinstance(value, bool) else self.word(value) if self.words else str(value)
+
+
+def _number_type(alias: str, planned: Callable[[Any], DType], separator: str = "-") -> Feature:
+    types = {dtype.slug: dtype for dtype in DTYPES}
+    return Feature({alias: lambda dtype: dtype.cxx}, types, separator=separator, planned=planned)
+
+
+def _number(constant: str, number: str, separator: str = ".") -> Feature:
+    return Feature({constant: int}, {}, number, separator)
+
+
+def _flag(constant: str, word: str, planned: Callable[[Any], bool]) -> Feature:
+    return Feature({constant: int}, {"": False, word: True}, planned=planned)
+
+
+_PAGE_SIZE = Feature(
+    {"kPaged": lambda size: int(size != 0), "kPageSize": lambda size: max(size, 0)},
+    {"ragged": 0, "paged": ANY_PAGE_SIZE}, "paged{}", ".",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Features:
+    """The table. Fields from `mask` on are words of the command line's --mask."""
+
+    target: str  #: what the code is compiled for: "sm90a", "x86-64-v4", ...
+    q: Annotated[DType, _number_type("Q", lambda options: options.types.q, ".")]
+    kv: Annotated[DType, _number_type("Kv", lambda options: options.types.kv)]
+    o: Annotated[DType, _number_type("O", lambda options: options.types.o)]
+    head_dim_qk: Annotated[int, _number("kHeadDimQk", "d{}")]
+    head_dim_vo: Annotated[int, _number("kHeadDimVo", "{}", "-")]
+    page_size: Annotated[int, _PAGE_SIZE]  #: tokens of a page; 0: ragged
+    mask: Annotated[MaskMode, Feature({"kMask": int}, {mode.slug: mode for mode in MaskMode}, separator=".")]
+    window: Annotated[bool, _flag("kWindow", "window", lambda options: options.logits.window_left >= 0)]
+    soft_cap: Annotated[bool, _flag("kSoftCap", "cap", lambda options: options.logits.logits_soft_cap > 0)]
+
+    @property
+    def paged(self) -> bool:
+        return self.page_size != 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.target.startswith("sm")
+
+    def type_of(self, name: str) -> DType:
+        """The number type of an operand: one of the features, or a type's slug."""
+        return getattr(self, name) if name in ("q", "kv", "o") else dtype_of(name, "type")
+
+    @property
+    def fields(self) -> tuple[tuple[str, str], ...]:
+        """(name, value) of each row, for messages."""
+        return tuple((name, row.describe(getattr(self, name))) for name, row in rows_of(type(self)).items())
+
+
+def rows_of(cls: type[Features]) -> dict[str, Feature]:
+    """The rows of `cls`, by the names of their fields."""
+    return _ROWS.get(cls) or _ROWS.setdefault(cls, _read_rows(cls))
+
+
+_ROWS: dict[type[Features], dict[str, Feature]] = {}
+
+
+def _read_rows(cls: type[Features]) -> dict[str, Feature]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: replace(h.__metadata__[0], name=name) for name, h in hints.items() if hasattr(h, "__metadata__")}
+
+
+_NAMES = list(rows_of(Features))
+#: The rows whose words `quire warmup --mask` takes.
+MASK_FEATURES = tuple(rows_of(Features)[name] for name in _NAMES[_NAMES.index("mask") :])
+
+
+def planned_features(options: Any) -> dict[str, Any]:
+    """The fields of Features that follow from plan options: all but the target and the mask."""
+    return {
+        name: row.planned(options) if row.planned else getattr(options, name)
+        for name, row in rows_of(Features).items()
+        if name != "mask"
+    }
+
+
+def mask_words() -> str:
+    """What read_mask() takes, in words."""
+    first, *rest = ([word for word in row.words if word] for row in MASK_FEATURES)
+    return f"of {', '.join(first)}, with {', '.join(f'+{word}' for words in rest for word in words)}"
+
+
+def read_mask(text: str) -> dict[str, Any]:
+    """The fields that the command line's "causal+window+cap" sets."""
+    left, values = text.lower().split("+"), {}
+    for row in MASK_FEATURES:
+        word = next((word for word in left if word and word in row.words), "")
+        left = [other for other in left if not word or other != word]
+        values[row.name] = row.words.get(word)
+    if left or None in values.values():
+        raise ValidationError(f"mask: expected one {mask_words()} as wanted; got {text!r}.")
+    return values

@@ -1,0 +1,72 @@
+"""The tensors that a kernel reads and writes, as its row of the catalogue declares them.
+
+What run() checks, which strides it writes into the parameter struct, and where addresses lie there follow from the
+declarations. The struct begins with the block that `operand_fields` makes: an address for each operand, then the
+strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from typing import Any, NamedTuple
+
+__all__ = ["ATTENTION_OPERANDS", "Operand", "TensorCopy", "View", "operand_fields", "with_scales"]
+
+#: The stride over a dimension, by the dimension's size. Dimensions that are not here are contiguous.
+_STRIDES = {
+    "nnz_qo": "token", "num_qo_heads": "head", "num_pages": "page", "page_size": "token", "num_kv_heads": "head",
+}  # fmt: skip
+
+
+class Operand(NamedTuple):
+    """One tensor, of which the parameter struct has the address `<name>` and a `<name>_<dimension>_stride` each."""
+
+    name: str
+    dims: tuple[str, ...]  #: names of its sizes, in the order of NHD; a plan option where there is one
+    type: str  #: the feature that is its number type, or the slug of one: "q", "kv", "fp32"
+    scales: Operand | None = None  #: what its numbers are multiplied by, if the call has any
+
+    @property
+    def strides(self) -> tuple[str, ...]:
+        """Names of its strides in the parameter struct."""
+        return tuple(f"{self.name}_{_STRIDES[dim]}_stride" for dim in self.dims if dim in _STRIDES)
+
+
+class View(NamedTuple):
+    """Where a tensor lies and how: sizes and strides in elements, dimensions as its operand declares them."""
+
+    pointer: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class TensorCopy(NamedTuple):
+    """What one tensor map lets the copy engine move; dimensions innermost first."""
+
+    field: str  #: of the parameter struct
+    operand: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]  #: in elements, of all but the innermost dimension
+    box: tuple[int, ...]
+
+
+#: Queries, keys, values and the result. Keys and values are pages; ragged ones are a single page.
+ATTENTION_OPERANDS = (
+    Operand("q", ("nnz_qo", "num_qo_heads", "head_dim_qk"), "q"),
+    Operand("k", ("num_pages", "page_size", "num_kv_heads", "head_dim_qk"), "kv"),
+    Operand("v", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
+    Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
+)
+
+
+def with_scales(operands: Sequence[Operand]) -> tuple[Operand, ...]:
+    """The operands, and then the scales of those that have some."""
+    return (*operands, *(operand.scales for operand in operands if operand.scales is not None))
+
+
+def operand_fields(operands: Sequence[Operand]) -> tuple[tuple[str, Any], ...]:
+    """The block of a parameter struct that holds these operands."""
+    operands = with_scales(operands)
+    strides = (name for operand in operands for name in operand.strides)
+    return (*((operand.name, c_void_p) for operand in operands), *((name, c_int64) for name in strides))
