@@ -14,6 +14,8 @@ from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
     check_dtype,
+    check_no_grad,
+    check_output,
     check_same_device,
     check_shape,
     check_tensor,
@@ -43,12 +45,12 @@ __all__ = [
     "workspace_bytes_of",
 ]
 
-Result = torch.Tensor | tuple[torch.Tensor, ...]
+Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 Signature = list[tuple[Any, ...]]
 
 
 def _signature(tensors: tuple[Any, ...]) -> tuple[Signature | None, list[int]]:
-    """What decides whether tensors are right, all but where they lie; and where. None if one has no strides."""
+    """What decides whether tensors are right, all but where they lie; and where. None if one has no strides or memory."""
     signature, pointers = [], []
     try:
         for t in tensors:
@@ -57,7 +59,7 @@ def _signature(tensors: tuple[Any, ...]) -> tuple[Signature | None, list[int]]:
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
-    return signature, pointers
+    return None if 0 in pointers else signature, pointers
 
 
 class _Checked(NamedTuple):
@@ -208,6 +210,7 @@ class Attention:
             if not self._knows(signature):
                 self._check_signature(signature, q, out, tensors)
             self._signature = signature
+        check_no_grad((q, out, *tensors))
         if window_left is not None and window_left != self._plan_options.logits.window_left:
             raise ValidationError(
                 f"window_left: expected {self._plan_options.logits.window_left} (fixed by plan()), got {window_left}."
@@ -217,8 +220,8 @@ class Attention:
         logits_scale = 1.0
         if q_scale is not None or k_scale is not None:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
-            if not logits_scale > 0:  # kernels take the maximum before they scale
-                raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
+            product = logits_scale * self._plan_options.logits.sm_scale
+            scalar(product, "q_scale * k_scale * sm_scale", positive=True)  # kernels take the maximum before they scale
         if len(tensors) == 1:
             pointers.append(pointers[-1] + self._v_offset)
         q_at, o_at, k_at, v_at = pointers
@@ -308,7 +311,7 @@ class Attention:
 
     def _check_out(self, out: torch.Tensor) -> None:
         s = self._plan_options
-        check_tensor(out, "out")
+        check_output(out, "out")
         shape = dict(zip(("nnz_qo", "num_qo_heads", "head_dim_vo"), self._out_shape, strict=True))
         check_shape(out, "out", shape)
         check_dtype(out, "out", s.types.o)
@@ -354,7 +357,7 @@ class Attention:
         shape = self._out_shape[:2]
         if lse is None:
             return torch.empty(shape, dtype=torch.float32, device=self._device)
-        check_tensor(lse, "lse")
+        check_output(lse, "lse")
         check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
         check_same_device(lse, "lse", self._device)
         if lse.dtype is not torch.float32 or not lse.is_contiguous():
