@@ -68,7 +68,7 @@ def append_paged_kv_cache(
     }
     _table(kv_last_page_len, "kv_last_page_len", batch, device)
     if device.type == "cpu":
-        _check_tables(batch, k.num_pages, **tables)
+        _check_tables(batch, k.num_pages, tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
     if nnz and batch and k.num_pages:
         _launch(append_key, append_value, k, v, tables, batch)
 
@@ -89,9 +89,8 @@ def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[KVView, KVView]:
 
 
 def _check_tables(
-    batch: int, num_pages: int, batch_indices: torch.Tensor, positions: torch.Tensor, kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-) -> None:  # fmt: skip
+    batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
+) -> None:
     """Tables on the host: nothing is written unless all of them are right."""
     _check_offsets(kv_indptr, "kv_indptr")
     used = int(kv_indptr[-1])

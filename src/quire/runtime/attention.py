@@ -50,7 +50,7 @@ Signature = list[tuple[Any, ...]]
 
 
 def _signature(tensors: tuple[Any, ...]) -> tuple[Signature | None, list[int]]:
-    """What decides whether tensors are right, all but where they lie; and where. None if one has no strides or memory."""
+    """What decides whether tensors are right, all but where they lie; and where. None if one has no memory."""
     signature, pointers = [], []
     try:
         for t in tensors:

@@ -26,6 +26,7 @@ __all__ = [
     "check_tensor",
     "has_memory",
     "host_indices",
+    "host_offsets",
     "last_entry",
     "refuse",
     "scalar",
@@ -51,8 +52,8 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
         raise ValidationError(f"{name}: expected numbers as they lie in memory, got a negated view: .resolve_neg() it.")
     if not has_memory(value):
         raise ValidationError(
-            f"{name}: expected a tensor with memory of its own, got {type(value).__name__} {list(value.shape)} without: "
-            f"its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
+            f"{name}: expected a tensor with memory of its own, got {type(value).__name__} {list(value.shape)} without "
+            f"any: its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
         )
     return value
 
@@ -163,6 +164,14 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
         wanted = "1-D" if length is None else f"[{length}]"
         raise ValidationError(f"{name}: expected a tensor of shape {wanted}, got {list(tensor.shape)}.")
     return to_int32(tensor, name).cpu().contiguous()
+
+
+def host_offsets(value: torch.Tensor | Sequence[int], name: str) -> tuple[torch.Tensor, int]:
+    """Offsets [batch_size + 1] as host_indices() gives them, and batch_size."""
+    offsets = host_indices(value, name)
+    if offsets.shape[0] == 0:
+        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got none.")
+    return offsets, offsets.shape[0] - 1
 
 
 def last_entry(indices: torch.Tensor) -> int:

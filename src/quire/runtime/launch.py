@@ -32,7 +32,7 @@ def launch(
 ) -> None:
     """Run `module` on the parameter struct at address `params`."""
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
-        raise PlanError(f"{module.slug}: torch is tracing this call (make_fx), and would not record it; call it eagerly.")
+        raise PlanError(f"{module.slug}: torch (make_fx) traces this call and would not record it; call it eagerly.")
     if isinstance(module, CudaModule):
         index = device.index or 0
         stream = torch._C._cuda_getCurrentRawStream(index)
