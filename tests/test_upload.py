@@ -55,16 +55,16 @@ class Driver:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """The staging of a stream over a driver that this test plays, and the current stream, which it may change."""
+    """The uploader of a stream over a driver that this test plays, and the current stream, which it may change."""
     driver, stream, empty = Driver(), [7], torch.empty
     monkeypatch.setattr(upload, "driver", lambda: driver)
-    monkeypatch.setattr(upload, "_stagings", {})
+    monkeypatch.setattr(upload, "_uploaders", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype))
     return upload.uploader_of(torch.device("cuda")), driver, stream
 
 
-def test_a_room_is_taken_again_once_it_was_read(gpu):
+def test_a_host_buffer_is_taken_again_once_it_was_read(gpu):
     there, driver, _ = gpu
     first = there.take()
     first.tensor[:4] = torch.arange(4, dtype=torch.uint8)
@@ -78,7 +78,7 @@ def test_a_room_is_taken_again_once_it_was_read(gpu):
     assert there.take() is first and there.take() is second
 
 
-def test_rooms_grow(gpu):
+def test_host_buffers_grow(gpu):
     there, _, _ = gpu
     there.release(there.take())
     large = there.take(1 << 20)
@@ -89,9 +89,9 @@ def test_rooms_grow(gpu):
 
 def test_a_plan_that_fails_leaks_no_event(gpu):
     there, _, _ = gpu
-    room = there.take()
-    event = room.event
-    del room  # it was never sent
+    buffer = there.take()
+    event = buffer.event
+    del buffer  # it was never sent
     assert there.take().event == event
 
 

@@ -1,14 +1,16 @@
 """Cascade attention: requests that share prefixes read each shared part once.
 
 Each level (or the shared prefix, and the rest) is an attention call of its own that returns its log-sum-exp; the states
-are then merged. Keys that several requests share are read once for all of their queries.
+are then merged. Keys that several requests share are read once for all of their queries. The surface is FlashInfer's
+(https://docs.flashinfer.ai/api/cascade.html).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -39,8 +41,21 @@ __all__ = [
 class MultiLevelCascadeAttentionWrapper:
     """Attention over a tree of shared prefixes in one paged cache: level 0 is shared by most, the last by none.
 
-    `num_levels` levels; `float_workspace_buffer`, `kv_layout` and `backend` as in BatchPrefillWithPagedKVCacheWrapper.
-    So are `use_cuda_graph` and the buffers, one a level.
+    num_levels: how many. float_workspace_buffer, kv_layout, use_cuda_graph and backend are as in
+    BatchPrefillWithPagedKVCacheWrapper; so are the buffers, one a level.
+
+    >>> wrapper = quire.MultiLevelCascadeAttentionWrapper(2, torch.empty(1 << 20, dtype=torch.uint8))
+    >>> int32 = {"dtype": torch.int32}
+    >>> wrapper.plan(
+    ...     [torch.tensor([0, 2], **int32), torch.tensor([0, 1, 2], **int32)],  # both queries, then one each
+    ...     [torch.tensor([0, 3], **int32), torch.tensor([0, 1, 2], **int32)],  # 3 pages for both, 1 for each
+    ...     [torch.tensor([0, 1, 2], **int32), torch.tensor([3, 4], **int32)],  # which pages
+    ...     [torch.tensor([16], **int32), torch.tensor([7, 9], **int32)],  # tokens of the last ones
+    ...     num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=16, q_data_type=torch.bfloat16,
+    ... )
+    >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    >>> wrapper.run(q, torch.randn(5, 2, 16, 2, 64, dtype=torch.bfloat16)).shape
+    torch.Size([2, 8, 64])
     """
 
     def __init__(
@@ -54,15 +69,13 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
             "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
         }  # fmt: skip
-        for name, array in arrays.items():
-            if array is not None and len(array) != count:
-                raise ValidationError(f"{name}: expected num_levels={count} tensors, got {len(array)}.")
+        buffers = _of_levels({name: array for name, array in arrays.items() if array is not None}, count)
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
-                **{name.removesuffix("_arr"): None if array is None else array[i] for name, array in arrays.items()},
+                **{name.removesuffix("_arr"): buffer for name, buffer in of_level.items()},
             )
-            for i in range(count)
+            for of_level in buffers
         ]  # fmt: skip
 
     def reset_workspace_buffer(
@@ -87,29 +100,31 @@ class MultiLevelCascadeAttentionWrapper:
 
         The entries of a level are groups of requests that share its pages: qo_indptr_arr[i] bounds their query rows.
         `causal` holds for the last level, whose keys end where the queries stand; all earlier keys are visible.
+
+        Raises what that plan() raises. The levels then are as they were planned before.
         """
-        arrays = {
-            "qo_indptr_arr": qo_indptr_arr, "paged_kv_indptr_arr": paged_kv_indptr_arr,
-            "paged_kv_indices_arr": paged_kv_indices_arr, "paged_kv_last_page_len": paged_kv_last_page_len,
-        }  # fmt: skip
-        for name, array in arrays.items():
-            if len(array) != len(self._levels):
-                raise ValidationError(f"{name}: expected num_levels={len(self._levels)} tensors, got {len(array)}.")
+        options = dict(locals())
+        arrays = {name: options.pop(name) for name in ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr")}
+        arrays["paged_kv_last_page_len"] = options.pop("paged_kv_last_page_len")
+        del options["self"], options["causal"]
+        levels = [copy(level) for level in self._levels]
+        tables = _of_levels(arrays, len(levels))
         check_flags(causal=causal)
-        if window_left != -1 and len(self._levels) > 1:
+        if window_left != -1 and len(levels) > 1:
             raise UnsupportedError(
                 f"window_left: expected -1 with several levels, got {window_left}: a level does not know how far its "
                 f"keys are from the queries."
             )
-        for i, level in enumerate(self._levels):
-            level.plan(
-                qo_indptr_arr[i], paged_kv_indptr_arr[i], paged_kv_indices_arr[i], paged_kv_last_page_len[i],
-                num_qo_heads, num_kv_heads, head_dim, page_size, causal=causal and i == len(self._levels) - 1,
-                pos_encoding_mode=pos_encoding_mode, use_fp16_qk_reduction=use_fp16_qk_reduction, sm_scale=sm_scale,
-                window_left=window_left, logits_soft_cap=logits_soft_cap, rope_scale=rope_scale,
-                rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
-                allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-            )  # fmt: skip
+        calls = [
+            (level, [*of_level.values()], {**options, "causal": causal and level is levels[-1]})
+            for level, of_level in zip(levels, tables, strict=True)
+        ]
+        for level, indices, kwargs in calls:
+            if level.is_cuda_graph_enabled:  # plan() of one of these writes what its graph reads: look at all first
+                level.workspace_size(*indices, **kwargs)
+        for level, indices, kwargs in calls:
+            level.plan(*indices, **kwargs)
+        self._levels = levels
 
     begin_forward = plan
 
@@ -118,7 +133,7 @@ class MultiLevelCascadeAttentionWrapper:
         o, lse = self._levels[0].run_return_lse(q, paged_kv_cache)
         for level in self._levels[1:]:
             merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache))
-        return o
+        return cast(torch.Tensor, o)
 
     forward = run
 
@@ -126,19 +141,64 @@ class MultiLevelCascadeAttentionWrapper:
         """Nothing to do: plans are released with the wrapper or by the next plan()."""
 
 
-class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
-    """Decode attention of requests that begin with the same keys: those in plain tensors, the rest in a paged cache."""
+def _of_levels(arrays: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The tensors of each level by name."""
+    for name, array in arrays.items():
+        if not isinstance(array, Sequence) or len(array) != count:
+            got = len(array) if isinstance(array, Sequence) else type(array).__name__
+            raise ValidationError(f"{name}: expected a list of num_levels={count} tensors, got {got}.")
+    return [{name: array[i] for name, array in arrays.items()} for i in range(count)]
+
+
+class _SharedPrefixWrapper:
+    """Requests that begin with the same keys: `_unique` is what each has of its own, in a paged cache.
+
+    float_workspace_buffer, kv_layout, backend: see quire.runtime.wrapper.AttentionWrapper.
+    """
+
+    _kind: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
+    _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
-        self._kv_layout = kv_layout
-        self._backend = backend
-        self._unique = BatchDecodeWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
+        self._kv_layout, self._backend = kv_layout, backend
+        self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend)
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
         """Use another buffer from the next begin_forward() on."""
         self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+
+    def _attend(
+        self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
+        sm_scale: float | None, **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        shared = single_prefill_with_kv_cache(
+            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, backend=self._backend, return_lse=True
+        )
+        o, lse = self._unique.forward_return_lse(q, unique_kv_cache, sm_scale=sm_scale, **options)
+        merge_state_in_place(o, lse, *shared)
+        return cast(torch.Tensor, o)
+
+    def end_forward(self) -> None:
+        """Nothing to do: a plan is released with its wrapper or by the next begin_forward()."""
+
+
+class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+    """Decode attention of requests that begin with the same keys: those in plain tensors, the rest in a paged cache.
+
+    The constructor's arguments are those of BatchDecodeWithPagedKVCacheWrapper.
+
+    >>> wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> indptr, indices = torch.tensor([0, 1, 2], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+    >>> wrapper.begin_forward(indptr, indices, torch.tensor([7, 9], dtype=torch.int32), 8, 2, 64, 16)
+    >>> q, k, v, cache = (torch.randn(*n, 64).half() for n in ((2, 8), (100, 2), (100, 2), (2, 2, 16, 2)))
+    >>> wrapper.forward(q, k, v, cache).shape
+    torch.Size([2, 8, 64])
+    """
+
+    _kind = BatchDecodeWithPagedKVCacheWrapper
+    _unique: BatchDecodeWithPagedKVCacheWrapper
 
     def begin_forward(
         self, unique_kv_indptr: torch.Tensor, unique_kv_indices: torch.Tensor, unique_kv_last_page_len: torch.Tensor,
@@ -161,31 +221,19 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         """
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        shared = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, backend=self._backend, return_lse=True
-        )
-        o, lse = self._unique.forward_return_lse(q, unique_kv_cache, sm_scale=sm_scale)
-        merge_state_in_place(o, lse, *shared)
-        return o
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan is released with its wrapper or by the next begin_forward()."""
+        return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale)
 
 
-class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
-    """Prefill attention of requests that begin with the same keys: those in tensors, the rest in a paged cache."""
+class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
+    """Prefill attention of requests that begin with the same keys: those in tensors, the rest in a paged cache.
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
-        self._kv_layout = kv_layout
-        self._backend = backend
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
-        self._planned: partial[None] | None = None  # plan() less the page size, until that is known
+    The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper; see also
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper.
+    """
 
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
-    ) -> None:
-        """Use another buffer from the next begin_forward() on."""
-        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
+    _kind = BatchPrefillWithPagedKVCacheWrapper
+    _unique: BatchPrefillWithPagedKVCacheWrapper
+    _planned: partial[None] | None = None  # plan() less the page size, until that is known
 
     def begin_forward(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
@@ -196,19 +244,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
         Without `page_size`, forward() takes it from the cache.
         """
-        self._planned = partial(
+        plan = partial(
             self._unique.plan, host_indices(qo_indptr, "qo_indptr").clone(),
             host_indices(paged_kv_indptr, "paged_kv_indptr").clone(), page_indices(paged_kv_indices).clone(),
             host_indices(paged_kv_last_page_len, "paged_kv_last_page_len").clone(),
             num_qo_heads, num_kv_heads, head_dim, q_data_type=q_data_type,
         )  # fmt: skip
         if page_size is not None:
-            self._plan(page_size, causal=True)
-
-    def _plan(self, page_size: int, causal: bool) -> None:
-        if self._planned is not None:
-            self._planned(page_size=page_size, causal=causal)
-            self._planned = None
+            plan(page_size=page_size, causal=True)
+        self._planned = plan if page_size is None else None
 
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
@@ -223,16 +267,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
         if self._planned is not None:
-            self._plan(page_size_of(unique_kv_cache, KVLayout.of(self._kv_layout)), causal)
-        shared = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, backend=self._backend, return_lse=True
-        )
-        o, lse = self._unique.forward_return_lse(q, unique_kv_cache, causal, sm_scale=sm_scale)
-        merge_state_in_place(o, lse, *shared)
-        return o
-
-    def end_forward(self) -> None:
-        """Nothing to do: a plan is released with its wrapper or by the next begin_forward()."""
+            self._planned(page_size=page_size_of(unique_kv_cache, KVLayout.of(self._kv_layout)), causal=causal)
+            self._planned = None
+        return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, causal=causal)
 
 
 def batch_decode_with_shared_prefix_padded_kv_cache(
@@ -243,6 +280,11 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     """Decode attention with a shared prefix and padded suffixes: q [batch_size, num_qo_heads, head_dim], k_shared,
     v_shared [shared_len, num_kv_heads, head_dim], k_unique, v_unique [batch_size, unique_len, num_kv_heads, head_dim]
     (HND: heads before tokens). Returns o like q.
+
+    >>> q, k, v = torch.randn(2, 8, 64), torch.randn(100, 2, 64), torch.randn(100, 2, 64)
+    >>> k_unique, v_unique = torch.randn(2, 2, 5, 2, 64)
+    >>> quire.batch_decode_with_shared_prefix_padded_kv_cache(q, k, v, k_unique, v_unique).shape
+    torch.Size([2, 8, 64])
     """
     check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
     refuse(rope_scale=rope_scale, rope_theta=rope_theta)
@@ -251,7 +293,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
             raise ValidationError(f"{name}: expected 4 dimensions, batch_size first, got {list(tensor.shape)}.")
     token, head = (1, 2) if KVLayout.of(kv_layout) is KVLayout.NHD else (2, 1)
     batch, unique_len, num_kv_heads = k_unique.shape[0], k_unique.shape[token], k_unique.shape[head]
-    rows = torch.arange(batch + 1, dtype=torch.int32)
+    rows = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
     unique = BatchPrefillWithRaggedKVCacheWrapper(_scratch(q), "NHD", backend=backend)
     unique.plan(
         rows, rows * unique_len, q.shape[1], num_kv_heads, q.shape[2], v_unique.shape[3], sm_scale=sm_scale,
@@ -263,7 +305,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         q, k_shared, v_shared, kv_layout=kv_layout, sm_scale=sm_scale, backend=backend, return_lse=True
     )
     merge_state_in_place(o, lse, *shared)
-    return o
+    return cast(torch.Tensor, o)
 
 
 def _scratch(q: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ def merge_state(
     """The merged (v, s) of two states. A state whose s is -inf had no keys and does not count."""
     _state(v_a, s_a, "v_a", "s_a")
     _same(v_b, s_b, v_a, "v_b", "s_b")
-    v, s = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device), torch.empty(s_a.shape, device=s_a.device)
+    v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
+    s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
     _launch(_pair(v_a, s_a, v_b, s_b), v, s, None)
     return v, s
 
@@ -51,9 +52,8 @@ def merge_state_in_place(
         if mask.dtype not in (torch.bool, torch.uint8):
             raise ValidationError(f"mask: expected dtype torch.bool or torch.uint8, got {mask.dtype}.")
         mask = mask.contiguous()
-    merged = s.clone()  # the kernel reads s for every part of a row, so it must not write it
-    _launch(_pair(v, s, v_other, s_other), v, merged, mask)
-    s.copy_(merged)
+    before = s.clone()  # threads of a row read it after another one has written s
+    _launch(_pair(v, before, v_other, s_other), v, s, mask)
 
 
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
 from quire.runtime.checks import (
     check_contiguous_last,
+    check_output,
     check_positive,
     check_same_device,
     check_shape,
@@ -23,6 +25,7 @@ from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, 
 from quire.runtime.target import target_of
 from quire.types import KVLayout
 
+_LEAST, _MOST = -(2**31), 2**31 - 1  #: of int32
 _STRIDES = tuple(field[0] for field in AppendParams._fields_ if field[0].endswith("_stride"))
 
 __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
@@ -46,11 +49,9 @@ def append_paged_kv_cache(
     appending. A token whose position is beyond the pages of its request, or whose page is beyond kv_indices or not in
     the cache, is skipped. dtypes of cache and tokens must be equal.
     """
-    layout = KVLayout.of(kv_layout)
-    check_tensor(append_key, "append_key")
-    k, v = cache_view(cache_tensors(paged_kv_cache), layout, page_size_of(paged_kv_cache, layout))
+    k, v = _cache_views(paged_kv_cache, KVLayout.of(kv_layout))
     device = k.tensor.device
-    nnz = append_key.shape[0] if append_key.dim() else 0
+    nnz = append_key.shape[0] if check_tensor(append_key, "append_key").dim() else 0
     for tensor, name, view in ((append_key, "append_key", k), (append_value, "append_value", v)):
         check_tensor(tensor, name)
         check_shape(tensor, name, {"nnz": nnz, "num_kv_heads": view.num_heads, "head_dim": view.head_dim})
@@ -66,9 +67,51 @@ def append_paged_kv_cache(
         "kv_indptr": _table(kv_indptr, "kv_indptr", None, device),
     }
     _table(kv_last_page_len, "kv_last_page_len", batch, device)
-    if nnz == 0 or batch <= 0:
-        return
-    _launch(append_key, append_value, k, v, tables, batch)
+    if device.type == "cpu":
+        _check_tables(batch, k.num_pages, tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
+    if nnz and batch and k.num_pages:
+        _launch(append_key, append_value, k, v, tables, batch)
+
+
+def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[KVView, KVView]:
+    """Keys and values of a cache that is written: the kernel finds both by one page number and one head."""
+    k, v = cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
+    sizes = [(view.num_pages, view.num_tokens, view.num_heads) for view in (k, v)]
+    if sizes[0] != sizes[1] or k.tensor.dtype is not v.tensor.dtype:
+        raise ValidationError(
+            f"paged_kv_cache: expected as many pages, tokens a page and heads of values as of keys, of one dtype; got "
+            f"{sizes[0]} {k.tensor.dtype} of keys and {sizes[1]} {v.tensor.dtype} of values."
+        )
+    for view in (k, v):
+        check_output(view.tensor, "paged_kv_cache")
+        check_same_device(view.tensor, "paged_kv_cache", k.tensor.device)
+    return k, v
+
+
+def _check_tables(
+    batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
+) -> None:
+    """Tables on the host: nothing is written unless all of them are right."""
+    _check_offsets(kv_indptr, "kv_indptr")
+    used = int(kv_indptr[-1])
+    if used > kv_indices.shape[0]:
+        raise ValidationError(
+            f"kv_indices: expected at least kv_indptr[-1]={used} page numbers, got {kv_indices.shape[0]}."
+        )
+    _check_range(kv_indices[:used], "kv_indices", 0, num_pages - 1, f"page numbers below num_pages={num_pages}")
+    _check_range(batch_indices, "batch_indices", _LEAST, batch - 1, f"requests below batch_size={batch}")
+
+
+def _check_offsets(indptr: torch.Tensor, name: str) -> None:
+    if int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
+        raise ValidationError(f"{name}: expected ascending offsets that begin with 0, got {indptr[:8].tolist()}...")
+
+
+def _check_range(values: torch.Tensor, name: str, low: int, high: int, what: str) -> None:
+    if values.numel():
+        least, most = (int(bound) for bound in values.aminmax())
+        if least < low or most > high:
+            raise ValidationError(f"{name}: expected {what}, got {least}..{most}.")
 
 
 def _batch_size(indptr: torch.Tensor, name: str) -> int:
@@ -118,12 +161,18 @@ def _vector(params: AppendParams, size: int) -> int:
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
     """Tokens of each request [batch_size], from its pages and the fill of its last one; 0 without pages."""
-    batch = _batch_size(kv_indptr, "kv_indptr")
+    batch, size = _batch_size(kv_indptr, "kv_indptr"), check_positive(page_size, "page_size")
     check_tensor(kv_last_page_len, "kv_last_page_len")
     check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": batch})
-    pages = to_int32(kv_indptr, "kv_indptr").diff()
-    size = check_positive(page_size, "page_size")
-    return torch.where(pages > 0, (pages - 1) * size + to_int32(kv_last_page_len, "kv_last_page_len"), 0)
+    check_same_device(kv_last_page_len, "kv_last_page_len", kv_indptr.device)
+    indptr, last = to_int32(kv_indptr, "kv_indptr"), to_int32(kv_last_page_len, "kv_last_page_len")
+    pages = indptr.long().diff()
+    lens = torch.where(pages > 0, (pages - 1) * size + last, 0)
+    if lens.is_cpu:
+        _check_offsets(indptr, "kv_indptr")
+        _check_range(last[pages > 0], "kv_last_page_len", 1, size, f"1..page_size={size}")
+        _check_range(lens, "kv_indptr", 0, _MOST, f"requests of less than 2^31 tokens with page_size={size}")
+    return lens.int()
 
 
 def get_batch_indices_positions(
@@ -144,25 +193,33 @@ def get_batch_indices_positions(
     check_tensor(seq_lens, "seq_lens")
     check_shape(seq_lens, "seq_lens", {"batch_size": batch})
     check_same_device(seq_lens, "seq_lens", indptr.device)
-    if isinstance(nnz, bool) or not isinstance(nnz, int) or nnz < 0:
-        raise ValidationError(f"nnz: expected 0 or more, got {nnz!r}.")
-    token = torch.arange(nnz, device=indptr.device, dtype=indptr.dtype)
+    lens = to_int32(seq_lens, "seq_lens")
+    if isinstance(nnz, bool) or not isinstance(nnz, int) or not 0 <= nnz <= _MOST:
+        raise ValidationError(f"nnz: expected a number of tokens below 2^31, got {nnz!r}.")
+    for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
+        _check_into(out, name, nnz, indptr.device)
+    if indptr.is_cpu:
+        _check_offsets(indptr, "append_indptr")
+        _check_range(lens.long() - indptr.diff(), "seq_lens", 0, _MOST, "at least as many tokens as are appended")
+    token = torch.arange(nnz, device=indptr.device, dtype=torch.int32)
     request = torch.searchsorted(indptr, token, right=True) - 1
-    valid = (request >= 0) & (request < seq_lens.shape[0])
-    if seq_lens.shape[0] == 0:
+    if batch == 0:
         result = torch.full((2, nnz), -1, dtype=torch.int32, device=indptr.device)
     else:
-        at = request.clamp(0, seq_lens.shape[0] - 1)
-        position = seq_lens[at].to(indptr.dtype) - (indptr[at + 1] - token)
+        valid, at = (request >= 0) & (request < batch), request.clamp(0, batch - 1)
+        position = lens[at] - (indptr[at + 1] - token)
         result = torch.stack((torch.where(valid, request, -1), torch.where(valid, position, 0))).to(torch.int32)
-    return _into(result[0], batch_indices, "batch_indices"), _into(result[1], positions, "positions")
+    return _into(result[0], batch_indices), _into(result[1], positions)
 
 
-def _into(values: torch.Tensor, out: torch.Tensor | None, name: str) -> torch.Tensor:
-    if out is None:
-        return values
-    check_tensor(out, name)
-    check_shape(out, name, {"nnz": values.shape[0]})
-    if out.dtype is not torch.int32:
-        raise ValidationError(f"{name}: expected dtype torch.int32, got {out.dtype}.")
-    return out.copy_(values)
+def _check_into(out: Any, name: str, nnz: int, device: torch.device) -> None:
+    if out is not None:
+        check_output(out, name)
+        check_shape(out, name, {"nnz": nnz})
+        check_same_device(out, name, device)
+        if out.dtype is not torch.int32:
+            raise ValidationError(f"{name}: expected dtype torch.int32, got {out.dtype}.")
+
+
+def _into(values: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return values if out is None else out.copy_(values)

@@ -1,9 +1,10 @@
 """Prefill and append attention: one request, or a batch over paged or ragged keys and values.
 
 A wrapper's plan() takes the index arrays of a batch and picks, compiles and schedules a kernel; run() is then called
-once per layer. The spellings of both FlashInfer generations are taken: `head_dim` and `head_dim_qk`, `qk_indptr_buf`
-and `mask_indptr_buf`, `allow_fp16_qk_reduction` and `use_fp16_qk_reduction` (permissions, not orders: logits are always
-reduced in float32), `begin_forward` and `forward`. `non_blocking` is a permission too: plans never wait for the device.
+once per layer. The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), in the spellings of both
+its generations: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and `mask_indptr_buf`, `allow_fp16_qk_reduction` and
+`use_fp16_qk_reduction` (permissions, not orders: logits are always reduced in float32), `begin_forward` and `forward`.
+`non_blocking` is a permission too: plans never wait for the device.
 """
 
 from __future__ import annotations
@@ -16,17 +17,26 @@ import torch
 
 from quire.errors import ValidationError
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
-from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
+from quire.runtime.checks import (
+    check_flags,
+    check_positive,
+    check_shape,
+    check_tensor,
+    host_indices,
+    host_offsets,
+    refuse,
+)
 from quire.runtime.layout import PagedCache
-from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.runtime.options import LogitsOptions, PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import OwnWorkspace
-from quire.runtime.wrapper import AttentionWrapper
+from quire.runtime.wrapper import AttentionWrapper, takes_arguments
 from quire.types import KVLayout
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "attend_one",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]
@@ -43,15 +53,16 @@ def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | 
     return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
 
 
+@takes_arguments
 @memoised
 def _plan_options(
-    num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None,
-    paged: bool, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
+    paged: bool, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None,
+    head_dim: int | None, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
     pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
     use_fp16_qk_reduction: bool, allow_fp16_qk_reduction: bool, non_blocking: bool, fixed_split_size: int | None,
     disable_split_kv: bool, rope_scale: Any, rope_theta: Any, prefix_len_ptr: Any, token_pos_in_items_ptr: Any,
-    token_pos_in_items_len: int, max_item_len_ptr: Any, seq_lens: Any = None, seq_lens_q: Any = None,
-    block_tables: Any = None, max_token_per_sequence: Any = None, max_sequence_kv: Any = None,
+    token_pos_in_items_len: int, max_item_len_ptr: Any, seq_lens: Any, seq_lens_q: Any, block_tables: Any,
+    max_token_per_sequence: Any, max_sequence_kv: Any,
 ) -> PlanOptions:  # fmt: skip
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
@@ -95,35 +106,44 @@ def _older_order(position: int) -> Callable[[Callable[P, None]], Callable[P, Non
 
 
 class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
-    """Attention of a batch of requests over a paged cache.
+    """Attention of a batch of requests, each with any number of queries, over a paged cache.
 
-    `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device. `kv_layout` is the
-    order inside a page: "NHD" or "HND". `backend` is "auto" or one of `quire.backends()`.
-
-    With `use_cuda_graph`, run() may be captured and plan() called again before each replay. The buffers are then
-    needed, on the device: their lengths fix the batch size, page numbers are copied into paged_kv_indices_buf and the
-    bits of a custom mask into custom_mask_buf. The first plan() fixes everything but lengths, and the most rows.
+    float_workspace_buffer, kv_layout, backend: see quire.runtime.wrapper.AttentionWrapper; 128 MiB of any dtype on the
+        device of the calls, "NHD" or "HND", and "auto".
+    use_cuda_graph: run() may be captured, and plan() called again before each replay. The buffers are then needed, on
+        the device: qo_indptr_buf and paged_kv_indptr_buf int32 [batch_size + 1], paged_kv_last_page_len_buf int32
+        [batch_size], paged_kv_indices_buf int32 [most pages], into which page numbers are copied, and with a custom
+        mask custom_mask_buf uint8 [most bytes], into which its bits are. The first plan() fixes everything but lengths,
+        and the most rows.
 
     plan() looks at the bits of a custom mask, to know which tiles of keys need them: plan again once they change.
+
+    >>> wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
+    >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 queries
+    >>> kv_indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1
+    >>> kv_indices = torch.tensor([4, 0, 2], dtype=torch.int32)  # which pages
+    >>> kv_last_page_len = torch.tensor([5, 16], dtype=torch.int32)  # so 21 and 16 tokens
+    >>> wrapper.plan(
+    ...     qo_indptr, kv_indptr, kv_indices, kv_last_page_len, num_qo_heads=8, num_kv_heads=2, head_dim_qk=64,
+    ...     page_size=16, causal=True, q_data_type=torch.bfloat16,
+    ... )
+    >>> q = torch.randn(5, 8, 64, dtype=torch.bfloat16)
+    >>> cache = torch.randn(6, 2, 16, 2, 64, dtype=torch.bfloat16)  # [num_pages, 2, page_size, num_kv_heads, head_dim]
+    >>> wrapper.run(q, cache).shape
+    torch.Size([5, 8, 64])
+    >>> o, lse = wrapper.run(q, cache, return_lse=True)
+    >>> lse.shape
+    torch.Size([5, 8])
     """
 
     def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indptr_buf: torch.Tensor | None = None,
-        paged_kv_indices_buf: torch.Tensor | None = None,
-        paged_kv_last_page_len_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
-        *,
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None, paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
         qk_indptr_buf: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
@@ -134,101 +154,74 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
     @_older_order(8)
     def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int | None = None,
-        page_size: int | None = None,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        seq_lens: torch.Tensor | None = None,
-        seq_lens_q: torch.Tensor | None = None,
-        block_tables: torch.Tensor | None = None,
-        max_token_per_sequence: int | None = None,
-        max_sequence_kv: int | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        *,
-        head_dim: int | None = None,
-        allow_fp16_qk_reduction: bool = False,
-    ) -> None:
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None = None,
+        page_size: int | None = None, head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None, non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None, seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
+        head_dim: int | None = None, allow_fp16_qk_reduction: bool = False,
+    ) -> None:  # fmt: skip
         """Plan a batch.
 
-        qo_indptr [batch_size + 1] and paged_kv_indptr [batch_size + 1] are offsets into the rows of q and into
-        paged_kv_indices; paged_kv_last_page_len [batch_size] counts the tokens of each last page (1..page_size). Host
-        arrays plan without a synchronisation; device arrays are copied first. custom_mask is a flat bool tensor of
-        sum(qo_len * kv_len) values and replaces `causal`; packed_custom_mask holds its bits, little-endian, each
-        request from a byte of its own on. sm_scale defaults to 1 / sqrt(head_dim_qk); window_left counts the keys to
-        the left of the diagonal that stay visible (-1: all); logits_soft_cap c gives c * tanh(logit / c), None or 0
-        nothing.
-        fixed_split_size (tokens) or disable_split_kv make a request's result independent of its neighbours.
+        qo_indptr, paged_kv_indptr: int32 [batch_size + 1], offsets into the rows of q and into paged_kv_indices.
+        paged_kv_indices: int32, page numbers. Those on the host are copied. Those on a device are read by each run()
+            where they lie: they are the caller's to keep, and what is written there counts from the next run() on.
+        paged_kv_last_page_len: int32 [batch_size], tokens of each last page, 1..page_size. Host arrays plan without a
+            synchronisation; device arrays are copied to the host first.
+        custom_mask: bool, flat, of sum(qo_len * kv_len) values: which keys each query sees. It replaces `causal`.
+            packed_custom_mask: uint8, its bits, little-endian, each request from a byte of its own on.
+        causal: query i of a request sees keys up to i + kv_len - qo_len; with more queries than keys the first ones
+            see none, and their results are 0.
+        sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
+        window_left: how many keys to the left of the diagonal stay visible; -1: all.
+        logits_soft_cap: c gives c * tanh(logit / c); None or 0: no cap.
+        q_data_type, kv_data_type, o_data_type: torch dtypes or their names. q's default is float16; keys, values and
+            results have q's if not said.
+        fixed_split_size (tokens), disable_split_kv: a request's result does not depend on its neighbours, bit for bit.
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        options = _plan_options(
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, True, page_size, q_data_type, kv_data_type,
-            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
-            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens, seq_lens_q,
-            block_tables, max_token_per_sequence, max_sequence_kv,
-        )  # fmt: skip
-        qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
-        batch = qo_indptr_host.shape[0] - 1
+        paged = True
+        options = _plan_options(locals())
+        qo_indptr_host, batch = host_offsets(qo_indptr, "qo_indptr")
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
         last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, options.page_size)
         pages = page_indices(paged_kv_indices)
         indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, options.page_size)
-        mask = None if packed_custom_mask is not None else custom_mask
-        self._set_plan(AttentionSpec(indices, options, mask, packed_custom_mask))
+        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 
     begin_forward = plan
 
     def run(
-        self,
-        q: torch.Tensor,
-        paged_kv_cache: PagedCache,
-        *scales: float | None,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
-        kv_cache_sf: Any = None,
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
         skip_softmax_threshold_scale_factor: float | None = None,
-    ) -> Result:
-        """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over the cache; returns o [nnz_qo, num_qo_heads,
-        head_dim_vo], or (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2.
+    ) -> Result:  # fmt: skip
+        """Attention of q over the cache, as planned.
 
-        The cache is a tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (NHD; HND swaps page_size and
-        num_kv_heads) or a pair of such tensors without the second dimension; only the last one must be contiguous.
-        k_scale and q_scale multiply the logits, v_scale the output; `sinks` [num_qo_heads] float32 are logits that join
-        each denominator. `out` and `lse` are written if given. `enable_pdl` lets a
-        kernel that can be launched before its predecessor ends, and wait for it by itself (None: where that helps).
+        q: [nnz_qo, num_qo_heads, head_dim_qk].
+        paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND swaps page_size and num_kv_heads), or a
+            pair of such tensors without the second dimension; only the last one must be contiguous.
+        q_scale, k_scale: multiply the logits; their product is positive. v_scale multiplies the result.
+        out, lse: written if given. They have the shapes of what is returned.
+        enable_pdl: whether the kernel may be launched before the one ahead of it ends, and wait for it by itself
+            (programmatic dependent launch); None: where that helps.
+        window_left: that of plan(), if given.
+        sinks: float32 [num_qo_heads], natural-log logits that join each denominator.
+
+        Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with return_lse=True, lse [nnz_qo, num_qo_heads] in
+        float32, base 2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan or
+        require grad.
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
@@ -253,11 +246,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         allow_fp16_qk_reduction: bool = False,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
-        check_flags(
-            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
-        )  # fmt: skip
-        refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        self._replan(pos_encoding_mode, sm_scale, window_left, logits_soft_cap, causal=causal)
+        self._replan(locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
@@ -268,24 +257,25 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     """Attention of a batch of requests over ragged keys and values: one tensor each, requests one after another.
 
-    The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper.
+    The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper, with kv_indptr_buf int32
+    [batch_size + 1] in place of the buffers of pages.
+
+    >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 queries
+    >>> kv_indptr = torch.tensor([0, 10, 14], dtype=torch.int32)  # 10 and 4 keys
+    >>> wrapper.plan(qo_indptr, kv_indptr, num_qo_heads=8, num_kv_heads=2, head_dim_qk=64, q_data_type=torch.bfloat16)
+    >>> q, k, v = (torch.randn(n, heads, 64, dtype=torch.bfloat16) for n, heads in ((5, 8), (14, 2), (14, 2)))
+    >>> wrapper.run(q, k, v).shape
+    torch.Size([5, 8, 64])
     """
 
     def __init__(
-        self,
-        float_workspace_buffer: torch.Tensor,
-        kv_layout: str = "NHD",
-        use_cuda_graph: bool = False,
-        qo_indptr_buf: torch.Tensor | None = None,
-        kv_indptr_buf: torch.Tensor | None = None,
-        custom_mask_buf: torch.Tensor | None = None,
-        mask_indptr_buf: torch.Tensor | None = None,
-        backend: str = "auto",
-        jit_args: Any = None,
-        jit_kwargs: Any = None,
-        *,
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None, kv_indptr_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
         qk_indptr_buf: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
@@ -295,74 +285,39 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
 
     @_older_order(5)
     def plan(
-        self,
-        qo_indptr: torch.Tensor,
-        kv_indptr: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int | None = None,
-        head_dim_vo: int | None = None,
-        custom_mask: torch.Tensor | None = None,
-        packed_custom_mask: torch.Tensor | None = None,
-        causal: bool = False,
-        pos_encoding_mode: str = "NONE",
-        use_fp16_qk_reduction: bool = False,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        sm_scale: float | None = None,
-        rope_scale: float | None = None,
-        rope_theta: float | None = None,
-        q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None,
-        o_data_type: str | torch.dtype | None = None,
-        non_blocking: bool = True,
-        prefix_len_ptr: torch.Tensor | None = None,
-        token_pos_in_items_ptr: torch.Tensor | None = None,
-        token_pos_in_items_len: int = 0,
-        max_item_len_ptr: torch.Tensor | None = None,
-        fixed_split_size: int | None = None,
-        disable_split_kv: bool = False,
-        *,
-        head_dim: int | None = None,
+        self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim_qk: int | None = None, head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None, non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False, *, head_dim: int | None = None,
         allow_fp16_qk_reduction: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
         The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
         logits_soft_cap before sm_scale here). Raises ValidationError or UnsupportedError.
         """
-        options = _plan_options(
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, False, None, q_data_type, kv_data_type,
-            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
-            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr,
-        )  # fmt: skip
-        qo_indptr_host = _at_least_one(host_indices(qo_indptr, "qo_indptr"), "qo_indptr")
-        batch = qo_indptr_host.shape[0] - 1
+        paged = False
+        page_size = seq_lens = seq_lens_q = block_tables = max_token_per_sequence = max_sequence_kv = None
+        options = _plan_options(locals())
+        qo_indptr_host, batch = host_offsets(qo_indptr, "qo_indptr")
         indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
-        mask = None if packed_custom_mask is not None else custom_mask
-        self._set_plan(AttentionSpec(indices, options, mask, packed_custom_mask))
+        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 
     begin_forward = plan
 
     def run(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        q_scale: float | None = None,
-        k_scale: float | None = None,
-        v_scale: float | None = None,
-        o_scale: float | None = None,
-        out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None,
-        return_lse: bool = False,
-        enable_pdl: bool | None = None,
-        window_left: int | None = None,
-        sinks: torch.Tensor | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
+        enable_pdl: bool | None = None, window_left: int | None = None, sinks: torch.Tensor | None = None,
         kv_cache_sf: Any = None,
-    ) -> Result:
+    ) -> Result:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k [nnz_kv, num_kv_heads, head_dim_qk] and
         v [nnz_kv, num_kv_heads, head_dim_vo] (HND: heads first); returns o [nnz_qo, num_qo_heads, head_dim_vo], or
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run().
@@ -384,11 +339,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         return_lse: bool = False, allow_fp16_qk_reduction: bool = False,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
-        check_flags(
-            causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
-        )  # fmt: skip
-        refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        self._replan(pos_encoding_mode, sm_scale, window_left, logits_soft_cap, causal=causal)
+        self._replan(locals())
         return self.run(q, k, v, return_lse=return_lse)
 
     def forward_return_lse(
@@ -396,12 +347,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     ) -> Result:
         """forward() with return_lse=True."""
         return self.forward(q, k, v, *args, **options, return_lse=True)
-
-
-def _at_least_one(indptr: torch.Tensor, name: str) -> torch.Tensor:
-    if indptr.shape[0] == 0:
-        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got none.")
-    return indptr
 
 
 def _positional_scales(
@@ -414,36 +359,27 @@ def _positional_scales(
 
 
 def single_prefill_with_kv_cache(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale_q: torch.Tensor | None = None,
-    scale_k: torch.Tensor | None = None,
-    scale_v: torch.Tensor | None = None,
-    o_dtype: torch.dtype | None = None,
-    custom_mask: torch.Tensor | None = None,
-    packed_custom_mask: torch.Tensor | None = None,
-    causal: bool = False,
-    kv_layout: str = "NHD",
-    pos_encoding_mode: str = "NONE",
-    use_fp16_qk_reduction: bool = False,
-    sm_scale: float | None = None,
-    window_left: int = -1,
-    logits_soft_cap: float | None = None,
-    rope_scale: float | None = None,
-    rope_theta: float | None = None,
-    backend: str = "auto",
-    return_lse: bool = False,
-    kv_cache_sf: Any = None,
-    k_scale: float | None = None,
-    v_scale: float | None = None,
-    *,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+    scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: torch.dtype | None = None,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None, causal: bool = False,
+    kv_layout: str = "NHD", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
+    rope_scale: float | None = None, rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
+    kv_cache_sf: Any = None, k_scale: float | None = None, v_scale: float | None = None, *,
     allow_fp16_qk_reduction: bool = False,
-) -> Result:
-    """Attention of one request: q [qo_len, num_qo_heads, head_dim_qk] over k [kv_len, num_kv_heads, head_dim_qk] and
-    v [kv_len, num_kv_heads, head_dim_vo] (HND: heads first). custom_mask is a bool tensor [qo_len, kv_len].
+) -> Result:  # fmt: skip
+    """Attention of one request, without a plan.
 
-    Returns o [qo_len, num_qo_heads, head_dim_vo], or (o, lse) with lse [qo_len, num_qo_heads] float32, base 2.
+    q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
+    first). custom_mask: bool [qo_len, kv_len]. The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan() and run().
+
+    Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
+    [qo_len, num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or UnsupportedError with each
+    kernel's reason.
+
+    >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> quire.single_prefill_with_kv_cache(q, k, v, causal=True).shape
+    torch.Size([3, 8, 64])
     """
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
@@ -452,26 +388,36 @@ def single_prefill_with_kv_cache(
         scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, rope_scale=rope_scale,
         rope_theta=rope_theta,
     )  # fmt: skip
+    check_shape(check_tensor(q, "q"), "q", {"qo_len": None, "num_qo_heads": None, "head_dim_qk": None})
+    logits = logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+    return attend_one(
+        q, k, v, logits, kv_layout=kv_layout, backend=backend, return_lse=return_lse, k_scale=k_scale, v_scale=v_scale,
+        o_dtype=o_dtype, causal=causal, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
+    )  # fmt: skip
+
+
+def attend_one(
+    q: torch.Tensor, k: Any, v: Any, logits: LogitsOptions, *, kv_layout: str, backend: str, return_lse: bool,
+    q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, o_dtype: Any = None, causal: bool = False,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Attention of one request: q, which was checked, [qo_len, num_qo_heads, head_dim_qk]."""
     layout = KVLayout.of(kv_layout)
-    for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
-        if check_tensor(tensor, name).dim() != 3:
-            raise ValidationError(f"{name}: expected 3 dimensions, got {list(tensor.shape)}.")
     token, head = (0, 1) if layout is KVLayout.NHD else (1, 0)
-    qo, kv = heads(q.shape[1], k.shape[head])
-    if v.shape[token] != k.shape[token]:
-        raise ValidationError(f"v: expected kv_len={k.shape[token]} tokens as in k, got {v.shape[token]}.")
-    indices = Indices(
-        1, torch.tensor([0, q.shape[0]], dtype=torch.int32), 0, torch.tensor([0, k.shape[token]], dtype=torch.int32),
-        None, None, 1,
-    )  # fmt: skip
+    sizes: dict[str, int | None] = dict.fromkeys(("kv_len", "num_kv_heads") if head else ("num_kv_heads", "kv_len"))
+    check_shape(check_tensor(k, "k"), "k", {**sizes, "head_dim_qk": q.shape[2]})
+    check_shape(check_tensor(v, "v"), "v", {**sizes, "kv_len": k.shape[token], "head_dim_vo": None})
+    if v.dtype is not k.dtype:
+        raise ValidationError(f"v: expected the dtype of k, {k.dtype}, got {v.dtype}.")
+    kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32, device="cpu")
     options = PlanOptions(
-        qo, kv, q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype),
-        logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal, page_size=0,
+        *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype), logits, causal,
+        page_size=0,
     )  # fmt: skip
-    mask = None if packed_custom_mask is not None else custom_mask
-    spec = AttentionSpec(indices, options, mask, packed_custom_mask)
+    indices = Indices(1, None, q.shape[0], kv_indptr, None, None, 1)
+    spec = AttentionSpec(indices, options, custom_mask, packed_custom_mask)
     return Attention(spec, layout, OwnWorkspace(q.device), backend).run(
-        q, (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=None, k_scale=k_scale,
+        q, (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale, window_left=None, enable_pdl=None,
     )  # fmt: skip
 

@@ -31,10 +31,11 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
     check_tensor(x, "x")
     if x.dim() != 1:
         raise ValidationError(f"x: expected a 1-D tensor, got {list(x.shape)}.")
+    check_tensor(indptr, "indptr")
     segments: list[int] = host_indices(indptr, "indptr").tolist()
     if not segments or segments[0] != 0 or segments != sorted(segments) or segments[-1] > x.shape[0]:
         raise ValidationError(
             f"indptr: expected ascending offsets from 0 to at most {x.shape[0]}, got {segments[:8]}..."
         )
-    offsets = byte_offsets(segments)
-    return pack_bits(x, segments, bitorder), torch.tensor(offsets, dtype=indptr.dtype, device=indptr.device)
+    offsets = torch.tensor(byte_offsets(segments), dtype=indptr.dtype, device=indptr.device)
+    return pack_bits(x, segments, bitorder), offsets

@@ -18,6 +18,7 @@ from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
     check_dtype,
+    check_output,
     check_same_device,
     check_shape,
     check_tensor,
@@ -47,7 +48,7 @@ __all__ = [
     "workspace_bytes_of",
 ]
 
-Result = torch.Tensor | tuple[torch.Tensor, ...]
+Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 Signature = list[tuple[Any, ...]]
 
 
@@ -67,7 +68,7 @@ def _signature(tensors: Sequence[Any]) -> tuple[Signature | None, list[int]]:
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
-    return signature, pointers
+    return None if 0 in pointers else signature, pointers
 
 
 class _CheckedTensors(NamedTuple):
@@ -234,8 +235,8 @@ class Attention:
         logits_scale = 1.0
         if q_scale is not None or k_scale is not None:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
-            if not logits_scale > 0:  # kernels take the maximum before they scale
-                raise ValidationError(f"q_scale, k_scale: expected a positive product, got {logits_scale}.")
+            product = logits_scale * self._plan_options.logits.sm_scale
+            scalar(product, "q_scale * k_scale * sm_scale", positive=True)  # kernels take the maximum before they scale
         signature, pointers = _signature((q, *tensors, out, *kv_scales))
         with self._lock:
             if signature is None or signature != self._signature:
@@ -325,7 +326,7 @@ class Attention:
 
     def _view_of(self, operand: Operand, tensor: torch.Tensor, name: str) -> View:
         """Of a tensor that has the operand's dimensions, in the order of the plan's layout."""
-        check_tensor(tensor, name)
+        (check_output if operand.name == "o" else check_tensor)(tensor, name)
         if "page_size" in operand.dims and self._layout is KVLayout.HND:
             tensor = tensor.transpose(1, 2)
         return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
@@ -377,7 +378,7 @@ class Attention:
         shape = (nnz_qo, self._plan_options.num_qo_heads)
         if lse is None:
             return torch.empty(shape, dtype=torch.float32, device=self._device)
-        check_tensor(lse, "lse")
+        check_output(lse, "lse")
         check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
         check_same_device(lse, "lse", self._device)
         if lse.dtype is not torch.float32 or not lse.is_contiguous():

@@ -1,4 +1,4 @@
-"""Packing booleans into bits: the signature in which the kernels read custom masks."""
+"""Packs booleans into bits, as which the kernels read custom masks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.runtime.target import target_of
 
 __all__ = ["byte_offsets", "pack_bits", "pack_mask"]
 
-_BYTES_A_CTA = 1024  #: two for each of kChunk in kernels/packbits.h
+_BYTES_A_CTA = 1024  #: of the result: two for each of the kChunk items in kernels/packbits.h
 
 
 def pack_mask(mask: torch.Tensor, indices: Indices, device: torch.device) -> torch.Tensor:
@@ -50,7 +50,7 @@ def _kv_lens(indices: Indices) -> list[int]:
 
 
 def byte_offsets(segments: list[int]) -> list[int]:
-    """Where the bits of each segment begin, in bytes: each segment begins a byte."""
+    """The byte at which the bits of each segment begin, and the number of bytes in all."""
     offsets = [0]
     for begin, end in pairwise(segments):
         offsets.append(offsets[-1] + (end - begin + 7) // 8)
@@ -58,7 +58,7 @@ def byte_offsets(segments: list[int]) -> list[int]:
 
 
 def pack_bits(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "x") -> torch.Tensor:
-    """Eight booleans to a byte, each segment from a byte of its own on: uint8 [byte_offsets(segments)[-1]]."""
+    """Eight booleans to a byte: uint8 [byte_offsets(segments)[-1]]. Each segment begins with a byte of its own."""
     if bitorder not in ("big", "little"):
         raise ValidationError(f"bitorder: expected 'big' or 'little', got {bitorder!r}.")
     if x.dtype not in (torch.bool, torch.uint8):
@@ -73,7 +73,7 @@ def pack_bits(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "
         little=int(bitorder == "little"),
     )  # fmt: skip
     if segments != [0, x.shape[0]]:
-        index = torch.tensor([segments, offsets], dtype=torch.int64, pin_memory=x.device.type == "cuda")
+        index = torch.tensor([segments, offsets], dtype=torch.int64, device="cpu", pin_memory=x.is_cuda)
         sent = index.to(x.device, non_blocking=True)
         params.segment_begin, params.byte_begin = sent.data_ptr(), sent.data_ptr() + 8 * len(segments)
     module = get_module(OperationKey("packbits", target_of(x.device)).spec())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
 from ctypes import c_int32
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,28 +18,77 @@ __all__ = [
     "check_contiguous_last",
     "check_dtype",
     "check_flags",
+    "check_no_grad",
+    "check_output",
     "check_positive",
     "check_same_device",
     "check_shape",
     "check_tensor",
+    "has_memory",
     "host_indices",
+    "host_offsets",
     "last_entry",
     "refuse",
     "scalar",
+    "to_int32",
 ]
 
 _INT32_MAX = 2**31 - 1
+_LARGEST = torch.finfo(torch.float32).max / 2  # kernels multiply scales by log2(e)
+_SMALLEST = torch.finfo(torch.float32).tiny
 
 
 def check_tensor(value: Any, name: str) -> torch.Tensor:
-    """`value`, which must be a strided tensor."""
+    """`value`, which must be a tensor of real numbers that lie in memory as they are, and need no gradient."""
     if not isinstance(value, torch.Tensor):
         raise ValidationError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
-    if value.layout is not torch.strided or value.device.type == "meta":
+    if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
+        kind = "nested" if value.is_nested else value.layout
+        raise ValidationError(f"{name}: expected a dense tensor with data, got {kind} {value.dtype} on {value.device}.")
+    check_no_grad((value,), name)
+    if value.is_complex():
+        raise ValidationError(f"{name}: expected real numbers, got {value.dtype}; pass torch.view_as_real() of it.")
+    if value.is_neg():
+        raise ValidationError(f"{name}: expected numbers as they lie in memory, got a negated view: .resolve_neg() it.")
+    if not has_memory(value):
         raise ValidationError(
-            f"{name}: expected a dense tensor with data, got layout {value.layout} on {value.device}."
+            f"{name}: expected a tensor with memory of its own, got {type(value).__name__} {list(value.shape)} without "
+            f"any: its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
         )
     return value
+
+
+def check_no_grad(tensors: Sequence[torch.Tensor], name: str = "q, k, v, out") -> None:
+    """None of `tensors` needs a gradient: Quire computes none, and a result without one would train nothing."""
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor.requires_grad:
+                raise ValidationError(
+                    f"{name}: expected no tensor that requires grad, as Quire is for inference only; call it under "
+                    f"torch.no_grad() or torch.inference_mode(), or pass tensor.detach()."
+                )
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a kernel can read `tensor`, or has nothing to read."""
+    try:
+        return tensor.data_ptr() != 0 or tensor.numel() == 0
+    except RuntimeError:  # torch: there is no storage
+        return False
+
+
+def check_output(tensor: Any, name: str) -> torch.Tensor:
+    """`tensor`, which must be one that check_tensor() takes and in which no two elements share memory."""
+    check_tensor(tensor, name)
+    end = 1  # of the elements that the dimensions so far reach
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride < end and tensor.numel():
+            raise ValidationError(
+                f"{name}: expected a place of its own for each element, as results are written there; got shape "
+                f"{list(tensor.shape)} with strides {tensor.stride()}; pass a copy (.contiguous())."
+            )
+        end += (size - 1) * stride
+    return tensor  # type: ignore[no-any-return]
 
 
 def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | None]) -> None:
@@ -52,7 +104,9 @@ def check_dtype(tensor: torch.Tensor, name: str, expected: DType) -> None:
     """`tensor` holds what plan() was told."""
     if tensor.dtype is not expected.torch:
         raise ValidationError(
-            f"{name}: expected dtype {expected.torch}, got {tensor.dtype} (the dtype was fixed by plan())."
+            f"{name}: expected dtype {expected.torch}, as planned (plan()'s default is torch.float16), got "
+            f"{tensor.dtype}; call plan(..., q_data_type={tensor.dtype}), or kv_data_type or o_data_type if only keys "
+            f"and values or out differ."
         )
 
 
@@ -82,11 +136,12 @@ def check_positive(value: Any, name: str) -> int:
     """`value`, which must be a positive integer."""
     if type(value) is int and 1 <= value <= _INT32_MAX:
         return value
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValidationError(f"{name}: expected a positive integer, got {value!r}.")
-    number = int(value.__index__())
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):
+        number = 0
     if not 1 <= number <= _INT32_MAX:
-        raise ValidationError(f"{name}: expected a positive integer below 2^31, got {number}.")
+        raise ValidationError(f"{name}: expected a positive integer below 2^31, got {value!r}.")
     return number
 
 
@@ -97,16 +152,26 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     """
     if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu:
         shape = value.shape
-        if len(shape) == 1 and (length is None or shape[0] == length) and value.is_contiguous():
+        fits = len(shape) == 1 and (length is None or shape[0] == length)
+        if fits and has_memory(value) and value.is_contiguous():
             return value
     try:
-        tensor = torch.as_tensor(value)
+        tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValidationError(f"{name}: expected a 1-D integer tensor, got {type(value).__name__}.") from error
+    check_tensor(tensor, name)
     if tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
         wanted = "1-D" if length is None else f"[{length}]"
         raise ValidationError(f"{name}: expected a tensor of shape {wanted}, got {list(tensor.shape)}.")
     return to_int32(tensor, name).cpu().contiguous()
+
+
+def host_offsets(value: torch.Tensor | Sequence[int], name: str) -> tuple[torch.Tensor, int]:
+    """Offsets [batch_size + 1] as host_indices() gives them, and batch_size."""
+    offsets = host_indices(value, name)
+    if offsets.shape[0] == 0:
+        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got none.")
+    return offsets, offsets.shape[0] - 1
 
 
 def last_entry(indices: torch.Tensor) -> int:
@@ -115,26 +180,41 @@ def last_entry(indices: torch.Tensor) -> int:
 
 
 def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor` as int32; int64 is taken if it fits."""
+    """`tensor` as int32; int64 is taken where its values fit, which is checked on the host alone."""
     if tensor.dtype is torch.int32:
         return tensor
     if tensor.dtype is not torch.int64:
         raise ValidationError(f"{name}: expected dtype torch.int32, got {tensor.dtype}.")
-    if tensor.device.type == "cpu" and tensor.numel() and int(tensor.abs().max()) > _INT32_MAX:
-        raise ValidationError(f"{name}: expected values that fit 32 bits, got {int(tensor.abs().max())}.")
+    if tensor.is_cpu and tensor.numel():
+        low, high = (int(bound) for bound in tensor.aminmax())
+        if low < -_INT32_MAX - 1 or high > _INT32_MAX:
+            raise ValidationError(f"{name}: expected values that fit 32 bits, got {low}..{high}.")
     return tensor.to(torch.int32)
 
 
-def scalar(value: float | torch.Tensor | None, name: str) -> float:
-    """A scale as a float; None is 1. A one-element tensor is taken (on a device, reading it waits for it)."""
+def scalar(value: Any, name: str, *, positive: bool = False) -> float:
+    """A scale as a number that float32 holds; None is 1. A tensor of one element on a device is waited for."""
     if value is None:
         return 1.0
-    if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValidationError(f"{name}: expected a number or a tensor of one element, got shape {list(value.shape)}.")
+    number = value if type(value) is float else _number(value, name)
+    if not (_SMALLEST if positive else -_LARGEST) <= number <= _LARGEST:
+        kind = f"a positive number ({_SMALLEST:.3g}" if positive else f"a finite number ({-_LARGEST:.3g}"
+        raise ValidationError(f"{name}: expected {kind} to {_LARGEST:.3g}, as float32 holds), got {number}.")
+    return number
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, torch.Tensor):
+        if check_tensor(value, name).numel() != 1:
+            raise ValidationError(
+                f"{name}: expected a number or a tensor of one element, got shape {list(value.shape)}."
+            )
+    elif not isinstance(value, Real):
+        raise ValidationError(f"{name}: expected a number, got {value!r}.")
     try:
         return float(value)
-    except (TypeError, ValueError) as error:
-        raise ValidationError(f"{name}: expected a number, got {value!r}.") from error
+    except OverflowError:
+        return math.inf
 
 
 def refuse(**arguments: Any) -> None:

@@ -2,29 +2,66 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import torch
 
-from quire.errors import QuireError
+from quire.errors import PlanError, QuireError
 from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
 
 __all__ = ["bind", "launch", "row_grid"]
+
+_STATUSES = {1: "out of memory: no thread got memory to compute with; nothing was written"}
+_thread: ThreadPoolExecutor | None = None  # in a forked process: calls kernels of the host for the thread that forked
+
+
+def _after_fork() -> None:
+    global _thread
+    _thread = ThreadPoolExecutor(1, "quire")
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def launch(
     module: Module, params: int, device: torch.device, *, grid: int, block: int, smem: int = 0, enable_pdl: bool = False
 ) -> None:
     """Run `module` on the parameter struct at address `params`."""
+    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
+        raise PlanError(f"{module.slug}: torch (make_fx) traces this call and would not record it; call it eagerly.")
     if isinstance(module, CudaModule):
         index = device.index or 0
         stream = torch._C._cuda_getCurrentRawStream(index)
         module.launch(params, grid=grid, block=block, smem=smem, stream=stream, device=index, pdl=enable_pdl)
         return
     assert isinstance(module, HostModule)
-    if status := module.function(params):
-        raise QuireError(f"{module.slug}: the kernel returned {status}: out of memory.")
+    if status := _call(module.function, params):
+        meaning = _STATUSES.get(status, "a status that this version does not know; please report it")
+        raise QuireError(f"{module.slug}: the kernel returned {status}: {meaning}.")
+
+
+def _call(function: Callable[[int], int], params: int) -> int:
+    """A kernel on the host, on OpenMP's threads.
+
+    OpenMP (libgomp) keeps the threads that it started for a thread. A fork copies what it keeps, but not the threads,
+    so that the thread that forked would wait for them for ever: there another thread calls the kernel.
+    """
+    if _thread is None or threading.current_thread() is not threading.main_thread() or torch.get_num_threads() == 1:
+        return function(params)
+    call = _thread.submit(_call_with_threads, torch.get_num_threads(), function, params)
+    try:
+        return call.result()
+    finally:
+        wait((call,))  # also after Ctrl-C: the kernel works on memory of the caller
+
+
+def _call_with_threads(count: int, function: Callable[[int], int], params: int) -> int:
+    torch.set_num_threads(count)  # OpenMP has a number of its own for each thread
+    return function(params)
 
 
 def bind(module: Module, params: int, device: torch.device, grid: int, *, pdl: bool) -> Callable[[int], None]:

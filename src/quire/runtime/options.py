@@ -117,12 +117,12 @@ def logits_options(
             f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
             f"and pass 'NONE'."
         )
-    scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale")
+    scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale", positive=True)
     cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
-    if not (math.isfinite(scale) and scale > 0) or not (math.isfinite(cap) and cap >= 0):
-        raise ValidationError(
-            f"sm_scale, logits_soft_cap: expected a positive and a non-negative finite number, got {scale}, {cap}."
-        )
+    if cap < 0:
+        raise ValidationError(f"logits_soft_cap: expected a positive number, or None or 0 for none, got {cap}.")
+    if cap:
+        scalar(scale / cap, "sm_scale / logits_soft_cap", positive=True)
     if isinstance(window_left, bool) or not isinstance(window_left, int) or not -1 <= window_left < 2**31:
         raise ValidationError(
             f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."

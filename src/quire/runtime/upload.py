@@ -1,8 +1,14 @@
-"""Host memory that a schedule is written into: a plan's own, or pinned on its way to a GPU."""
+"""Sends schedules to a GPU: through pinned memory on the host, into device memory that plans pass on to each other.
+
+Whoever plans on a stream that is not torch's own (torch.cuda.ExternalStream) keeps it alive until its work is done, as
+for torch's allocator: bytes are passed on by a stream's handle, and a stream that was destroyed while its kernels still
+ran may leave its handle to another one, which does not wait for them.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from ctypes import byref, c_void_p
 from typing import TypeVar
 
@@ -21,83 +27,88 @@ _LEAST_BYTES = 1 << 16
 
 
 class HostBuffer:
-    """Bytes on the host, 16-byte aligned. With an `event`, a CUevent, they are pinned, and free once it is done; when
-    they are gone, `spare` has it.
+    """Bytes on the host, 16-byte aligned.
+
+    With an `event`, a CUevent, they are pinned, and may be written again once the event is done. When this object is
+    gone, its event is appended to `spare_events`.
     """
 
-    __slots__ = ("_spare", "address", "event", "num_bytes", "tensor")
+    _spare_events: list[int] | None = None
 
-    def __init__(self, num_bytes: int, event: int = 0, spare: list[int] | None = None) -> None:
-        self.event, self._spare = event, spare
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=event != 0)
+    def __init__(self, num_bytes: int, event: int = 0, spare_events: list[int] | None = None) -> None:
+        self.event = event
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=event != 0)
         self.address = self.tensor.data_ptr()
         self.num_bytes = num_bytes
+        self._spare_events = spare_events
 
     def __del__(self) -> None:
-        if self._spare is not None:
-            self._spare.append(self.event)
+        if self._spare_events is not None:
+            self._spare_events.append(self.event)
 
 
 class DeviceBuffer:
-    """Bytes on a GPU that belong to one plan. Once it is gone, the next one on its stream has them: what that one sends
-    there comes after all that this one launched.
+    """Bytes on a GPU that belong to one plan.
+
+    When the plan is gone, `spare_tensors` has them for the next plan of the same stream. The copy of that plan is
+    enqueued behind all launches of this one, so that nothing is overwritten while a kernel reads it.
     """
 
-    __slots__ = ("_home", "address", "stream", "tensor")
+    _spare_tensors: list[torch.Tensor] | None = None
 
-    def __init__(self, tensor: torch.Tensor, stream: int, home: list[torch.Tensor]) -> None:
+    def __init__(self, tensor: torch.Tensor, stream: int, spare_tensors: list[torch.Tensor]) -> None:
         self.tensor = tensor
         self.address = tensor.data_ptr()
         self.stream = stream
-        self._home: list[torch.Tensor] | None = home
+        self._spare_tensors = spare_tensors
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
-        """A launch on another stream reads this: torch's allocator waits for it, and nobody else has the bytes."""
+        """A launch on another stream reads these bytes: they go back to torch's allocator, which waits for it."""
         self.tensor.record_stream(stream)
-        self._home = None
+        self._spare_tensors = None
 
     def copy(self, begin: int, end: int) -> torch.Tensor:
-        """These bytes, in memory of their own."""
+        """Bytes [begin, end), in memory of their own."""
         return self.tensor[begin:end].clone()
 
     def __del__(self) -> None:
-        if self._home is not None:
-            self._home.append(self.tensor)
+        if self._spare_tensors is not None:
+            self._spare_tensors.append(self.tensor)
 
 
 class Uploader:
-    """The way to a GPU on one stream, for plans from any thread. Pinned rooms wait in a queue until they are read.
+    """Copies to a GPU on one stream, for plans from any thread, and waits for nothing.
 
-    torch's pinned memory and `.to` take 10.6 us, this 4 (H200's host, 2026-11-21).
+    A host buffer waits in a queue until its copy is done. Torch's own way (pinned memory and Tensor.to) takes more than
+    twice the time on the host: see benchmarks/results/notes-upload.md.
     """
 
     def __init__(self, device: int, stream: int) -> None:
         self._driver = driver()
         self._device, self._stream = device, stream
-        self._waiting: deque[HostBuffer] = deque()  # in the stream's order; appending and popping are atomic
-        self._spare: list[int] = []  # events of rooms that are gone
-        self._left: list[torch.Tensor] = []  # of plans that are gone
-        self._least_bytes = _LEAST_BYTES  # that a host_buffer has from now on
+        self._in_use: deque[HostBuffer] = deque()  # in the stream's order; appending and popping are atomic
+        self._spare_events: list[int] = []
+        self._spare_tensors: list[torch.Tensor] = []
+        self._num_bytes = _LEAST_BYTES  # of a new host buffer
         names = "cuCtxGetCurrent", "cuEventQuery", "cuEventRecord", "cuMemcpyHtoDAsync_v2"
         self._get_current, self._query, self._record, self._copy = map(self._driver.function, names)
 
     def take(self, num_bytes: int = 0) -> HostBuffer:
-        """A host_buffer that is as large as the largest that was asked for."""
-        while self._least_bytes < num_bytes:
-            self._least_bytes *= 2
-        try:
-            host_buffer = self._waiting.popleft()
-        except IndexError:
+        """A host buffer of at least `num_bytes`, and of as many as anybody has asked for."""
+        while self._num_bytes < num_bytes:
+            self._num_bytes *= 2
+        oldest = _taken(self._in_use.popleft)
+        if oldest is None:
             return self._new()
-        if code := self._query(host_buffer.event):
-            self._waiting.appendleft(host_buffer)
+        if code := self._query(oldest.event):
+            self._in_use.appendleft(oldest)
             if code != _NOT_READY:
                 self._driver.check(code, "cuEventQuery")
             return self._new()
-        return host_buffer if host_buffer.num_bytes >= self._least_bytes else self._new()
+        return oldest if oldest.num_bytes >= self._num_bytes else self._new()
 
     def _new(self) -> HostBuffer:
-        return HostBuffer(self._least_bytes, _popped(self._spare) or self._new_event(), self._spare)
+        return HostBuffer(self._num_bytes, _taken(self._spare_events.pop) or self._new_event(), self._spare_events)
 
     def _new_event(self) -> int:
         event = c_void_p()
@@ -106,17 +117,17 @@ class Uploader:
         return event.value or 0
 
     def send(self, host_buffer: HostBuffer, num_bytes: int, more: int = 0) -> DeviceBuffer:
-        """Copy the first `num_bytes` to the GPU, with capacity for `more` behind them; wait for nothing."""
-        tensor = _popped(self._left)
+        """Enqueue a copy of the first `num_bytes` into a device buffer that has `more` bytes behind them."""
+        tensor = _taken(self._spare_tensors.pop)
         if tensor is None or tensor.shape[0] < num_bytes + more:
             size = max(host_buffer.num_bytes, num_bytes + more)
             tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
-        sent = DeviceBuffer(tensor, self._stream, self._left)
+        sent = DeviceBuffer(tensor, self._stream, self._spare_tensors)
         self._enqueue(host_buffer, sent.address, num_bytes)
         return sent
 
     def release(self, host_buffer: HostBuffer) -> None:
-        """Others have copied from it, on this stream."""
+        """Take `host_buffer` back, from which others have enqueued copies on this stream."""
         self._enqueue(host_buffer, 0, 0)
 
     def _enqueue(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> None:
@@ -129,22 +140,22 @@ class Uploader:
                 code = self._copy_and_record(host_buffer, target, num_bytes)
         if code:
             self._driver.check(code, "the copy of a plan", f"{num_bytes} bytes to device {self._device}")
-        self._waiting.append(host_buffer)
+        self._in_use.append(host_buffer)
 
     def _copy_and_record(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> int:
         code = self._copy(target, host_buffer.address, num_bytes, self._stream) if num_bytes else 0
         return code or self._record(host_buffer.event, self._stream)
 
 
-def _popped(items: list[_Item]) -> _Item | None:
-    """The last item; None if there is none, which another thread may see to at any time."""
+def _taken(pop: Callable[[], _Item]) -> _Item | None:
+    """The item that `pop` removes from a list or queue; None if there is none, as another thread may have taken it."""
     try:
-        return items.pop()
+        return pop()
     except IndexError:
         return None
 
 
-_stagings: dict[tuple[int, int], Uploader] = {}
+_uploaders: dict[tuple[int, int], Uploader] = {}
 
 
 def uploader_of(device: torch.device) -> Uploader | None:
@@ -153,4 +164,4 @@ def uploader_of(device: torch.device) -> Uploader | None:
         return None
     index = device.index or 0
     key = index, torch._C._cuda_getCurrentRawStream(index)
-    return _stagings.get(key) or _stagings.setdefault(key, Uploader(*key))
+    return _uploaders.get(key) or _uploaders.setdefault(key, Uploader(*key))

@@ -1,4 +1,10 @@
-"""The scratch memory of partial results: the caller's, or our own where a call has none."""
+"""The memory of partial results: the caller's workspace, or torch's allocator where a call has none.
+
+Any number of wrappers may share one workspace on a GPU as long as all of their runs are on one stream: a run's partial
+results are dead when it ends, and runs on two streams at once would overwrite each other's. Wrappers that run on
+several streams, or from several threads on streams of their own, need a workspace each. On the CPU each wrapper has
+memory of its own, so that wrappers of several threads may share a workspace.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +21,17 @@ _ALIGNMENT = 16
 
 
 def partials_bytes(num_partials: int, tile_rows: int, head_dim_vo: int) -> int:
-    """Bytes of the partial results of a plan: a float32 row of o and (m, d) for each row of each slot."""
+    """Bytes of the partial results of a plan: a float32 row of o and (m, d) for each row of each of them."""
     return num_partials * tile_rows * (head_dim_vo + 2) * 4
 
 
 class UserWorkspace:
-    """The buffer that the caller reserved; its device is the device of the call."""
+    """The buffer that the caller reserved; its device is the device of the call, its size a limit also on the CPU."""
 
     def __init__(self, buffer: Any, name: str) -> None:
         self._name = name
         self._buffer = self._as_bytes(buffer)
+        self._own = self._buffer[:0]  # on the CPU: what the largest plan took
 
     def _as_bytes(self, buffer: Any) -> torch.Tensor:
         tensor = check_tensor(buffer, self._name)
@@ -40,13 +47,17 @@ class UserWorkspace:
         return self._buffer.device
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """The first `num_bytes` of it; ValidationError if it is smaller."""
+        """At least `num_bytes`: the buffer, on the CPU memory of our own; ValidationError if the buffer is smaller."""
         if num_bytes > self._buffer.numel():
             raise ValidationError(
                 f"{self._name}: expected at least {num_bytes} bytes for the partial results of this batch, "
                 f"got {self._buffer.numel()}; reserve more, or plan with disable_split_kv=True."
             )
-        return self._buffer
+        if self._buffer.is_cuda:
+            return self._buffer
+        if num_bytes > self._own.numel():
+            self._own = OwnWorkspace(self.device).take(num_bytes)
+        return self._own
 
 
 class OwnWorkspace:

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from copy import copy
-from typing import Any
+from inspect import signature
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import torch
 
 from quire.errors import PlanError
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
-from quire.runtime.checks import check_flags, check_tensor
+from quire.runtime.checks import check_flags, check_tensor, refuse
 from quire.runtime.graph import GraphState, graph_state
 from quire.runtime.options import logits_options
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout
 
-__all__ = ["AttentionWrapper"]
+__all__ = ["AttentionWrapper", "takes_arguments"]
+
+_Returned = TypeVar("_Returned")
+
+
+def takes_arguments(function: Callable[..., _Returned]) -> Callable[[Mapping[str, Any]], _Returned]:
+    """`function`, whose parameters are taken by their names from the locals() of the method that calls it.
+
+    A plan() of thirty arguments so hands each of them on under its own name.
+    """
+    values_of = itemgetter(*signature(function).parameters)
+    return lambda arguments: function(*values_of(arguments))
 
 
 class AttentionWrapper:
     """plan() sets the current Attention, run() uses it. Subclasses translate the surface's spellings and nothing else.
 
-    `float_workspace_buffer` (uint8, 128 MiB is plenty) holds partial results and decides the device; `kv_layout` is
-    "NHD" or "HND"; `backend` is "auto" or one of `quire.backends()`.
+    float_workspace_buffer: any dtype, contiguous, 16-byte aligned; its device is that of all calls. It holds partial
+        results; 128 MiB is plenty, and workspace_size() says how much. Wrappers may share one if their runs are on one
+        stream: see runtime/workspace.py. Runs of one wrapper must not overlap.
+    kv_layout: the order inside a page, or of ragged keys and values: "NHD" [tokens, heads, head_dim] or "HND".
+    backend: "auto" or one of `quire.backends()`.
     """
 
     def __init__(
@@ -84,14 +101,15 @@ class AttentionWrapper:
             return
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
 
-    def _replan(
-        self, pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
-        **changes: Any,
-    ) -> None:  # fmt: skip
-        """forward() carries arguments of plan(): plan again where they differ from what was planned."""
+    def _replan(self, arguments: Mapping[str, Any]) -> None:
+        """forward() has arguments of plan(), here by name: plan again where they differ from what was planned."""
+        flags = ("causal", "use_fp16_qk_reduction", "allow_fp16_qk_reduction")
+        check_flags(**{name: arguments[name] for name in flags if name in arguments})
+        refuse(rope_scale=arguments["rope_scale"], rope_theta=arguments["rope_theta"])
         attention = planned(self._attention)
+        changes = {name: arguments[name] for name in ("causal",) if name in arguments}
         head_dim = attention.spec.options.head_dim_qk
-        logits = logits_options(head_dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
+        logits = logits_options(head_dim, *_logits_arguments(arguments))
         self._attention = attention.replan(self._workspace, self._backend, logits=logits, **changes)
 
     # Serving engines check these after plan() (vLLM) or hand them on (SGLang).
@@ -118,3 +136,6 @@ class AttentionWrapper:
             return self._graph.kv_indices
         indices = planned(self._attention).spec.indices
         return indices.kv_indices if isinstance(indices, Indices) else None
+
+
+_logits_arguments = itemgetter("sm_scale", "window_left", "logits_soft_cap", "pos_encoding_mode")
