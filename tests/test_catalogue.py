@@ -86,6 +86,16 @@ def test_a_fixed_split_is_a_multiple_of_the_tile_that_runs():
         decide(replace(lower, rows=64), "decode")
 
 
+@pytest.mark.parametrize(
+    ("target", "tiles"), [("sm90a", [(16, 64), (32, 64), (64, 64)]), ("sm89", [(16, 32), (32, 32)])]
+)
+def test_decode_tiles_of_wide_heads_fit_shared_memory(target, tiles):
+    """Rows of o, four bytes a number, take the place of 8-bit keys when a work tile ends: on sm89 two stages of 64 keys
+    did not compile."""
+    wide = replace(_DECODE, target=target, kv=_E4M3, head_dim_qk=256, head_dim_vo=256)
+    assert list(decide(wide, "decode").kernel.tiles(wide)) == tiles
+
+
 @pytest.mark.parametrize(("page_size", "most"), [(0, 0), (16, 0), (1, 1 << 36), (12, 1 << 36)])
 def test_what_fa3_finds_by_32_bits(page_size, most):
     """Boxes are found by the copy engine; rows that are gathered, and results, by their number of 16 bytes."""

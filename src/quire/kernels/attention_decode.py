@@ -13,7 +13,6 @@ from quire.kernels.attention import (
 __all__ = ["KERNEL"]
 
 _WARP_BYTES = 8192  #: of keys and values that a warp copies at a time, where 16 tokens are not more
-_SMALL_SMEM = ("sm86", "sm89", "sm120", "sm121")  #: 99 KB a CTA
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -26,45 +25,46 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """What the warps of a CTA copy at a time; the kernel states the same numbers in tile/decode_shape.cuh.
+    """16 rows serve any group of up to 16 heads at one query: what the tensor cores waste costs no time here.
 
-    16 rows serve any group of up to 16 heads at one query: the tensor cores' waste costs no time here. 32 and 64 are
-    for speculative queries, so that their keys are still read once.
+    32 and 64 rows are for speculative queries, so that their keys are still read once.
     """
     return tuple(TileShape(rows, _tile_kv(problem, rows)) for rows in (16, 32, 64) if _fits(problem, rows))
 
 
 def _yields(problem: AttentionProblem) -> str | None:
-    """64 rows of wide heads take as many products as bytes: fa3 is a fifth faster there (benchmarks/results)."""
+    """More than 32 rows of wide heads are bound by the tensor cores as much as by memory, where fa3 is faster."""
     if problem.rows <= 32 or max(problem.head_dim_qk, problem.head_dim_vo) <= 64:
         return None
     return f"{problem.rows} rows of wide heads are faster in tiles of more rows"
 
 
-def _row_blocks(problem: AttentionProblem, rows: int) -> int:
-    """Blocks of 16 rows in a warp: two where the registers of o and q allow."""
-    registers = 2 * (problem.head_dim_vo // 2 + problem.head_dim_qk // 4)
-    return 2 if rows > 16 and registers <= (96 if problem.kv.bits == 8 else 192) else 1
+def _tile_kv(problem: AttentionProblem, rows: int) -> int:
+    """Four warps copy 32 or 16 tokens each: at most 8 KB. Two warps copy 16 tokens each where these are more than 8 KB.
+
+    64 rows need the registers of four warps. tile/decode_shape.cuh derives warps and tokens from this number.
+    """
+    token_bytes = _token_bytes(problem)
+    # When a work tile ends, 16 rows of o of each warp take the place of its 16 tokens, where shared memory is small.
+    most = max(token_bytes, 4 * problem.head_dim_vo) if _has_small_smem(problem) else token_bytes
+    if rows < 64 and 16 * most > _WARP_BYTES:
+        return 32
+    return 128 if 32 * token_bytes <= _WARP_BYTES else 64
 
 
-def _warps(problem: AttentionProblem, rows: int) -> int:
-    """Four, or two where 16 tokens a warp are more than 8 KB; at least what it takes to hold the rows."""
-    return max(rows // (16 * _row_blocks(problem, rows)), 2 if 16 * _token_bytes(problem) > _WARP_BYTES else 4)
+def _fits(problem: AttentionProblem, rows: int) -> bool:
+    """Whether two stages of a ring fit; 64 rows of o, four bytes a number, must fit a stage."""
+    tile_kv = _tile_kv(problem, rows)
+    stage_bytes = max(tile_kv * _token_bytes(problem), 256 * problem.head_dim_vo if rows == 64 else 0)
+    return not _has_small_smem(problem) or 2 * stage_bytes <= 80 * 1024
 
 
 def _token_bytes(problem: AttentionProblem) -> int:
     return (problem.head_dim_qk + problem.head_dim_vo) * problem.kv.bits // 8
 
 
-def _tile_kv(problem: AttentionProblem, rows: int) -> int:
-    return _warps(problem, rows) * (32 if 32 * _token_bytes(problem) <= _WARP_BYTES else 16)
-
-
-def _fits(problem: AttentionProblem, rows: int) -> bool:
-    """A ring of two stages takes at most 64 KB, but 128 KB for 64 rows of wide heads."""
-    if problem.target.rstrip("af") not in _SMALL_SMEM:
-        return True
-    return 2 * _tile_kv(problem, rows) * _token_bytes(problem) <= 80 * 1024
+def _has_small_smem(problem: AttentionProblem) -> bool:
+    return problem.target.rstrip("af") in ("sm86", "sm89", "sm120", "sm121")  # 99 KB a CTA
 
 
 KERNEL = AttentionKernel(

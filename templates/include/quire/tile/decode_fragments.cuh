@@ -148,39 +148,21 @@ struct QueryFragments {
   QUIRE_DEVICE static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 };
 
-template <class T, int kM, int kN, int kQk, class Query, class Cursor>
-QUIRE_DEVICE void mma_wide_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block) {
-#pragma unroll
-  for (int k = 0; k < kQk / 16; ++k) {
-    uint32_t rows[kM][4];
-    q.get(k, rows);
-#pragma unroll
-    for (int n = 0; n < kN / 16; ++n) {
-      uint32_t x[4];
-      ptx::ldmatrix_x4(x, keys.at(block * (kN / 16) + n, k));
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        ptx::mma_m16n8k16(T{}, s.at[m][2 * n], rows[m], x[0], x[1]);
-        ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], rows[m], x[2], x[3]);
-      }
-    }
-  }
-}
-
 // One ldmatrix brings 16 keys x 32 dims: {keys 0..7, 8..15} x {chunk 0, 1}. Of an odd number of chunks the last is read
 // twice.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
 QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
+  s.clear();
 #pragma unroll
   for (int k = 0; k < kQk / 16; k += 2) {
-    const bool single = k + 1 == kQk / 16;
+    const bool is_single = k + 1 == kQk / 16;
     uint32_t x[kN / 16][4];
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
-      ptx::ldmatrix_x4(x[n], keys.at(block * (kN / 16) + n, k / 2) - (single ? ((lane >> 3) & 1) * 16 : 0));
+      ptx::ldmatrix_x4(x[n], keys.at(block * (kN / 16) + n, k / 2) - (is_single ? ((lane >> 3) & 1) * 16 : 0));
     }
 #pragma unroll
-    for (int j = 0; j < (single ? 1 : 2); ++j) {
+    for (int j = 0; j < (is_single ? 1 : 2); ++j) {
       uint32_t rows[kM][4];
       q.get(k + j, rows);
 #pragma unroll
@@ -195,46 +177,47 @@ QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const 
   q.undo(s);
 }
 
+// One ldmatrix brings 16 tokens x 32 dims: tokens 0..7 chunk 0, tokens 8..15 chunk 0, then chunk 1. A word is {token
+// 2c, dim 2g}, {2c, 2g + 1}, {2c + 1, 2g}, {2c + 1, 2g + 1}.
+template <class T, class Kv, int kM, int kVo, class Cursor>
+QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values,
+                                    int block, int lane) {
+#pragma unroll
+  for (int n = 0; n < kVo / 16; n += 2) {
+    const bool is_single = n + 1 == kVo / 16;
+    uint32_t x[4];
+    ptx::ldmatrix_x4_trans(x, values.at(block, n / 2) - (is_single ? (lane >> 4) * 16 : 0));
+#pragma unroll
+    for (int j = 0; j < (is_single ? 1 : 2); ++j) {
+      uint32_t even[2], odd[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) ptx::widen(Kv{}, __byte_perm(x[2 * j + i], 0, 0x3120), even[i], odd[i]);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16(T{}, o.at[m][2 * (n + j)], p[m], even[0], even[1]);
+        ptx::mma_m16n8k16(T{}, o.at[m][2 * (n + j) + 1], p[m], odd[0], odd[1]);
+      }
+    }
+  }
+}
+
 // s [kM * 16, kN] = q * k^T for keys kN * block .. of the tile behind `keys`.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
 QUIRE_DEVICE void mma_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
-  s.clear();
   if constexpr (sizeof(Kv) == 1)
     mma_narrow_keys<T, Kv, kM, kN, kQk>(s, q, keys, block, lane);
   else
-    mma_wide_keys<T, kM, kN, kQk>(s, q, keys, block);
+    mma_ABt<T>(s, q, keys, block);
 }
 
 // o [kM * 16, kVo] += p * v for values 16 * block .. of the tile behind `values`; p [kM * 16, 16] in fragments.
 template <class T, class Kv, int kM, int kVo, class Cursor>
 QUIRE_DEVICE void mma_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values, int block,
                              int lane) {
-  constexpr bool kNarrow = sizeof(Kv) == 1;
-  constexpr int kDimsAtOnce = kNarrow ? 32 : 16, kSteps = ceil_div(kVo, kDimsAtOnce);
-#pragma unroll
-  for (int n = 0; n < kSteps; ++n) {
-    const bool half = (n + 1) * kDimsAtOnce > kVo;
-    uint32_t x[4];  // tokens 0..7 chunk 0, tokens 8..15 chunk 0, then chunk 1
-    ptx::ldmatrix_x4_trans(x, values.at(block, n) - (half ? (lane >> 4) * 16 : 0));
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      if constexpr (kNarrow) {  // a word is {token 2c, dim 2g}, {2c, 2g + 1}, {2c + 1, 2g}, {2c + 1, 2g + 1}
-        if (half && j == 1) continue;
-        const int b = min(2 * n + j, kVo / 16 - 1);
-        uint32_t even[2], odd[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) ptx::widen(Kv{}, __byte_perm(x[2 * j + i], 0, 0x3120), even[i], odd[i]);
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          ptx::mma_m16n8k16(T{}, o.at[m][2 * b], p[m], even[0], even[1]);
-          ptx::mma_m16n8k16(T{}, o.at[m][2 * b + 1], p[m], odd[0], odd[1]);
-        }
-      } else {
-#pragma unroll
-        for (int m = 0; m < kM; ++m) ptx::mma_m16n8k16(T{}, o.at[m][2 * n + j], p[m], x[2 * j], x[2 * j + 1]);
-      }
-    }
-  }
+  if constexpr (sizeof(Kv) == 1)
+    mma_narrow_values<T, Kv>(o, p, values, block, lane);
+  else
+    mma_AB_step<T, 0>(o, p, values, block);
 }
 
 }  // namespace quire

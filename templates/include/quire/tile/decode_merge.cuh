@@ -156,8 +156,7 @@ QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeWork& job, i
   }
 }
 
-// Ends a work. Where shared memory is short, in the stage of the ring that no copy is under way to; a work without
-// keys has no such stage, and nothing to put there.
+// Ends a work tile.
 template <class V>
 class DecodeEnding {
   using Shape = DecodeShape<V>;
@@ -165,35 +164,31 @@ class DecodeEnding {
 
  public:
   const AttentionParams& p_;
-  unsigned char* smem_;
-  int slot_at_;  // byte offset of that stage in a KV split's ring, where o has no place of its own
+  typename Shape::SharedMemory& smem_;
+  int stage_;  // of each KV split's ring, that no copy is under way to: o goes there where it has no spill area
   int warp_, lane_;
 
   QUIRE_DEVICE void run(const DecodeWork& job, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
-    const bool whole = job.work.group.num_parts == 1, empty = job.work.kv_begin == job.work.kv_end;
+    const bool whole = job.work.group.num_parts == 1;
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      if (!empty) spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(smem_) + spill_at(warp_)}, o, m, lane_);
+      spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(spill_of(warp_))}, o, m, lane_);
       __syncthreads();
-      merge_splits(job, m, whole, empty);
+      merge_splits(job, m, whole);
       if (m + 1 < kM) __syncthreads();
     }
     if (whole) {
       __syncthreads();
-    } else if (arrives_last(p_, job.work.group, reinterpret_cast<uint32_t*>(smem_ + Shape::kFlagAt))) {
+    } else if (arrives_last(p_, job.work.group, &smem_.fixed.is_last)) {
       merge_parts<V, Shape::kWarps>(p_, job, warp_, lane_);
     }
   }
 
  private:
-  QUIRE_DEVICE int spill_at(int warp) const {
-    if constexpr (Shape::kOwnSpill) return Shape::kSpillAt + warp * Shape::kSpillBytes;
-    return warp / Shape::kSplitWarps * Shape::kStages * Shape::kSlotBytes + slot_at_ +
-           warp % Shape::kSplitWarps * Shape::kSpillBytes;
-  }
-  QUIRE_DEVICE float2* states() const {
-    return reinterpret_cast<float2*>(smem_ + Shape::kStatesAt);  // [kWarps, kM * 16]
+  QUIRE_DEVICE unsigned char* spill_of(int warp) const {
+    if constexpr (Shape::kHasSpill) return smem_.fixed.spill[warp];
+    return smem_.ring[warp / Shape::kSplitWarps][stage_] + warp % Shape::kSplitWarps * Shape::kSpillBytes;
   }
 
   QUIRE_DEVICE void put_states(const SoftmaxRows<kM>& softmax) const {
@@ -202,20 +197,20 @@ class DecodeEnding {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        states()[(warp_ * kM + m) * 16 + h * 8 + lane_ / 4] = {softmax.m[m][h], softmax.d[m][h]};
+        smem_.fixed.states[warp_][m * 16 + h * 8 + lane_ / 4] = {softmax.m[m][h], softmax.d[m][h]};
       }
     }
   }
 
   // Rows of block m of every warp of a KV split, four columns a thread, the KV splits in order.
-  QUIRE_DEVICE void merge_splits(const DecodeWork& job, int m, bool whole, bool empty) const {
+  QUIRE_DEVICE void merge_splits(const DecodeWork& job, int m, bool whole) const {
     const int row_begin = job.work.tile.row_begin;
     const int64_t slot = static_cast<int64_t>(job.work.group.slot(job.work.part)) * V::kTileRows;
     for (int i = static_cast<int>(threadIdx.x); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;
       if (row_begin + row >= job.row_end) continue;
-      const RowQuad sum = empty ? RowQuad{kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}} : merge_row(member, m, r % 16, quad);
+      const RowQuad sum = merge_row(member, m, r % 16, quad);
       if (whole) {
         store_quad<typename V::O>(p_, job, row_begin + row, quad * 4, sum);
       } else {
@@ -230,15 +225,15 @@ class DecodeEnding {
     RowQuad sum = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
     for (int t = 0; t < Shape::kKvSplits; ++t) {
-      md[t] = states()[((t * Shape::kSplitWarps + member) * kM + m) * 16 + row];
+      md[t] = smem_.fixed.states[t * Shape::kSplitWarps + member][m * 16 + row];
       sum.m = fmaxf(sum.m, md[t].x);
     }
 #pragma unroll
     for (int t = 0; t < Shape::kKvSplits; ++t) {
-      const SpillTile<kVo> tile = {static_cast<uint32_t>(spill_at(t * Shape::kSplitWarps + member))};
+      const unsigned char* spilled = spill_of(t * Shape::kSplitWarps + member);
       const float weight = ptx::ex2(md[t].x - sum.m);
       sum.d = fmaf(weight, md[t].y, sum.d);
-      scale_add(sum.o, weight, *reinterpret_cast<const float4*>(smem_ + tile.pair(row, 2 * quad)));
+      scale_add(sum.o, weight, *reinterpret_cast<const float4*>(spilled + SpillTile<kVo>{0}.pair(row, 2 * quad)));
     }
     return sum;
   }

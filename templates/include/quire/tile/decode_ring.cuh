@@ -1,9 +1,8 @@
-// Keys and values on their way into shared memory. Each warp copies its own tokens with cp.async and runs ahead of the
-// arithmetic by a ring of stages, across the ends of work tiles: the memory system never hears that a request has
-// ended.
+// Copies keys and values into the rings of decode. Each warp copies its own tokens with cp.async, and copies run ahead
+// of the arithmetic by a ring of stages, across the ends of work tiles: the memory system does not notice that a
+// request has ended.
 #pragma once
 #include "quire/tile/decode_shape.cuh"
-#include "quire/tile/decode_scheduler.cuh"
 
 namespace quire {
 
@@ -11,21 +10,22 @@ template <class V>
 class DecodeLoader {
   using Shape = DecodeShape<V>;
   using Kv = typename V::Kv;
-  static constexpr int kLookedUp = 32 / Shape::kWarpTokens;  // kv tiles, side by side, by the lanes of a warp together
+  // KV tiles whose tokens the lanes of a warp look up together, one lane a token.
+  static constexpr int kTilesAtOnce = 32 / Shape::kWarpTokens;
 
  public:
   QUIRE_DEVICE DecodeLoader(const AttentionParams& p, const Walk& walk, int warp, int lane)
-      : p_(p), walk_(walk), at_(0), end_(0), warp_(warp), lane_(lane) {}
+      : p_(p), walk_(walk), tile_(0), end_(0), warp_(warp), lane_(lane) {}
 
-  // Copies this warp's tokens of a kv tile into its rows of `k` and `v` and moves on to the next. The first call has
-  // nothing to copy yet. True if it is to be looked up where the next tile's tokens are.
-  QUIRE_DEVICE bool issue(TileWindow& window, typename Shape::TileK k, typename Shape::TileV v) {
-    if (at_ < end_) copy_tile(k, v);
-    return seek(window);
+  // Copies this warp's tokens of the KV tile at hand into the warp's rows of `k` and `v`, and moves on to the next KV
+  // tile. The first call has no KV tile at hand yet. True if the pages of the next KV tile are not known:
+  // prefetch_pages() must follow.
+  QUIRE_DEVICE bool load(TileWindow& window, typename Shape::TileK k, typename Shape::TileV v) {
+    if (tile_ < end_) copy_tile(k, v);
+    return advance(window);
   }
 
-  // Begins to look up where the next tile's tokens are, and those of its neighbour where there are lanes for both: the
-  // second stage's copies then need no trip to memory (B 1, 2048 keys: 7.1 instead of 7.7 us; H200, 2026-11-21).
+  // Starts to read the page of this lane's token. The second stage's copies then need no trip to memory.
   QUIRE_DEVICE void prefetch_pages() {
     if constexpr (V::kPaged) {
       const int token = token_of_lane();
@@ -35,47 +35,45 @@ class DecodeLoader {
 
  private:
   QUIRE_DEVICE void copy_tile(typename Shape::TileK k, typename Shape::TileV v) {
-    const int count = kv_len_ - (at_ * Shape::kTileKv + warp_ * Shape::kWarpTokens);
+    const int count = kv_len_ - (tile_ * V::kTileKv + warp_ * Shape::kWarpTokens);
     const char *k_row, *v_row;
     rows_of(token_of_lane(), k_row, v_row);
     copy(k, k_row, count);
     copy(v, v_row, count);
-    ++at_;
+    ++tile_;
   }
 
-  QUIRE_DEVICE bool seek(TileWindow& window) {
-    bool is_new = false;
-    while (at_ == end_) {
-      if (walk_.left <= 0) return false;
-      enter(window.get(walk_, lane_));
-      is_new = true;
-    }
-    return is_new || at_ % kLookedUp == 0;
+  QUIRE_DEVICE bool advance(TileWindow& window) {
+    if (tile_ < end_) return tile_ % kTilesAtOnce == 0;
+    if (walk_.left <= 0) return false;
+    start(window.get(walk_, lane_));
+    return true;
   }
 
   // The token that this lane looks up.
   QUIRE_DEVICE int token_of_lane() const {
-    const int tile = at_ / kLookedUp * kLookedUp + lane_ / Shape::kWarpTokens;
-    return tile * Shape::kTileKv + warp_ * Shape::kWarpTokens + lane_ % Shape::kWarpTokens;
+    const int tile = tile_ / kTilesAtOnce * kTilesAtOnce + lane_ / Shape::kWarpTokens;
+    return tile * V::kTileKv + warp_ * Shape::kWarpTokens + lane_ % Shape::kWarpTokens;
   }
 
-  QUIRE_DEVICE void enter(const RowTile& next) {
+  // Starts a work tile. One without keys has a KV tile, too, whose tokens become zeros.
+  QUIRE_DEVICE void start(const RowTile& next) {
     const int units = walk_.units(next);
-    at_ = next.kv_begin + walk_.offset;
-    end_ = min(at_ + units, next.kv_end);
+    tile_ = next.kv_begin + walk_.offset;
+    end_ = tile_ + units;
     kv_first_ = next.kv_first, kv_len_ = next.kv_len;
     k_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.k) + walk_.kv_head * p_.k_head_stride);
     v_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.v) + walk_.kv_head * p_.v_head_stride);
     walk_.next(p_, units);
   }
 
-  // Where this lane's token is; anywhere valid if it does not exist.
+  // Where this lane's token is. A token that does not exist gets an address that is not read.
   QUIRE_DEVICE void rows_of(int token, const char*& k, const char*& v) const {
     constexpr int kBytes = static_cast<int>(sizeof(Kv));
     if constexpr (V::kPaged) {
-      const int slot = p_.page.mod(token);
-      k = k_ + (page_ * p_.k_page_stride + slot * p_.k_token_stride) * kBytes;
-      v = v_ + (page_ * p_.v_page_stride + slot * p_.v_token_stride) * kBytes;
+      const int token_in_page = p_.page.mod(token);
+      k = k_ + (page_ * p_.k_page_stride + token_in_page * p_.k_token_stride) * kBytes;
+      v = v_ + (page_ * p_.v_page_stride + token_in_page * p_.v_token_stride) * kBytes;
     } else {
       const int64_t row = kv_first_ + static_cast<int64_t>(min(token, kv_len_ - 1));
       k = k_ + row * p_.k_token_stride * kBytes;
@@ -83,8 +81,8 @@ class DecodeLoader {
     }
   }
 
-  // Eight neighbours read 128 bytes of a row; `mine` is the row of this lane's token. Tokens from `count` on
-  // become zeros and are not read, whatever is there: 0 * NaN is NaN.
+  // Copies the rows of a warp's tokens; `mine` is the row of this lane's token. Eight neighbouring lanes read 128 bytes
+  // of a row. Tokens from `count` on become zeros and are not read, whatever their memory holds: 0 * NaN is NaN.
   template <class Tile>
   QUIRE_DEVICE void copy(Tile dst, const char* mine, int count) const {
     constexpr int kLanes = Tile::kChunks > 4 ? 8 : Tile::kChunks > 2 ? 4 : 2;
@@ -92,7 +90,7 @@ class DecodeLoader {
     const int col = lane_ % kLanes, row_of_warp = warp_ % Shape::kSplitWarps * Shape::kWarpTokens;
 #pragma unroll
     for (int i = 0; i < Shape::kWarpTokens; i += kRowsAtOnce) {
-      const int row = i + lane_ / kLanes, holder = at_ % kLookedUp * Shape::kWarpTokens + row;
+      const int row = i + lane_ / kLanes, holder = tile_ % kTilesAtOnce * Shape::kWarpTokens + row;
       const char* src =
           reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(mine), holder)) + col * 16;
 #pragma unroll
@@ -107,10 +105,10 @@ class DecodeLoader {
 
   const AttentionParams& p_;
   Walk walk_;
-  int at_, end_;  // kv tiles of the work
+  int tile_, end_;  // KV tiles [tile_, end_) of the work tile at hand are still to be copied
   int warp_, lane_;
   int kv_first_, kv_len_, page_;
-  const char *k_, *v_;  // token 0 (page 0) of the kv head
+  const char *k_, *v_;  // token 0 (page 0) of the KV head
 };
 
 }  // namespace quire

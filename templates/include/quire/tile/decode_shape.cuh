@@ -1,6 +1,8 @@
-// How decode cuts a kv tile: KV splits of warps, each with keys, a ring and a softmax of its own. A KV split is one
-// warp unless the rows are too many for one warp's registers; then its warps share the KV split's keys and split the
-// rows.
+// How a CTA of decode is cut into warps, and what lies in its shared memory.
+//
+// The warps of a CTA form KV splits: each KV split computes some of the keys of a KV tile, with a ring of stages and a
+// softmax of its own. A KV split is one warp, unless the rows are too many for the registers of one warp. Then the
+// warps of a KV split share its keys, and each computes some of the rows.
 #pragma once
 #include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/smem.cuh"
@@ -19,66 +21,84 @@ constexpr int kSmemReservedOfCta = 1024;
 
 template <class V>
 struct DecodeShape {
+  using Q = typename V::Q;
   using Kv = typename V::Kv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kRows = V::kTileRows;
-  static constexpr bool kNarrow = sizeof(Kv) == 1;  // 8-bit keys and values, widened to fp16 on their way to the mma
-  static constexpr int kTokenBytes = (kQk + kVo) * static_cast<int>(sizeof(Kv));
+  static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
+  static constexpr bool kNarrow = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
 
-  // Two blocks of 16 rows a warp where o and q then take at most 192 registers, or 96 if widening needs some too.
-  static constexpr int kM = kRows > 16 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
-  static constexpr int kSplitWarps = kRows / (16 * kM);  // warps
-  // A warp copies some 8 KB at a time: enough that few bytes are loop overhead, little enough for a ring of stages.
-  static constexpr int kWarpTokens = 32 * kTokenBytes <= 8192 ? 32 : 16;
-  static constexpr int kWarps = max(kSplitWarps, 16 * kTokenBytes > 8192 ? 2 : 4);
-  static constexpr int kKvSplits = kWarps / kSplitWarps;
-  static constexpr int kSlice = kSplitWarps * kWarpTokens;  // tokens of a KV split in a kv tile
-  static constexpr int kTileKv = kWarps * kWarpTokens;
-  static constexpr int kBlock = kM == 1 && kVo <= 192 ? min(kSlice, 32) : 16;  // keys of one softmax step
+  // Blocks of 16 rows in a warp: two where o and q then take at most 192 registers, or 96 if widening needs some too.
+  // Heads of more than 512 bytes have one: their KV tiles are cut for one (kernels/attention_decode.py).
+  static constexpr int kM =
+      kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
+  static constexpr int kSplitWarps = kRows / (16 * kM);           // warps of a KV split
+  static constexpr int kWarps = V::kTileKv == 32 ? 2 : 4;         // of a CTA
+  static constexpr int kWarpTokens = V::kTileKv / kWarps;         // tokens of a KV tile that a warp copies
+  static constexpr int kSplitTokens = kSplitWarps * kWarpTokens;  // tokens of a KV tile that a KV split computes
+  static constexpr int kKvSplits = kWarps / kSplitWarps, kThreads = kWarps * 32;
+  static constexpr int kBlock = kM == 1 && kVo <= 192 ? min(kSplitTokens, 32) : 16;  // tokens of one softmax step
+  static_assert(kWarps % kSplitWarps == 0, "the KV tile has too few warps for the rows");
+  static_assert(kWarpTokens == 16 || kWarpTokens == 32, "a warp copies 16 or 32 tokens of a KV tile");
 
-  using TileK = SmemTile<kSlice, kQk, 8 * static_cast<int>(sizeof(Kv))>;
-  using TileV = SmemTile<kSlice, kVo, 8 * static_cast<int>(sizeof(Kv))>;
-  // Blocks of 16 dims of q that a warp keeps in registers; the others it reads again for each block of keys.
-  static constexpr int kWanted = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // registers of o, q and widening
-  static constexpr int kHeldQ = kQk / (kWanted <= 160 ? 16 : kWanted <= 176 ? 32 : kM == 2 ? 64 : 128);
-  static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // of a warp's rows
-  static constexpr int kStatesBytes = kWarps * kM * 16 * 8;
-  static constexpr int kJobBytes = 96;  // of a warp
-  static constexpr int kBaseBytes =
-      kSplitWarps * kQueryBytes + kStatesBytes + kWarps * (kJobBytes + TileWindow::kBytes) + 16;  // and a flag
-  static constexpr int kSmemOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta, kRingBytes = 64 * 1024;
+  // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
+  static constexpr int kRegisters = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
+  static constexpr int kHeldQ = kQk / (kRegisters <= 160 ? 16 : kRegisters <= 176 ? 32 : kM == 2 ? 64 : 128);
+  static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows
 
-  // Where two CTAs then still fit an SM, o has a place of its own when a work ends, and the ring goes on being filled.
+  using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;
+  using TileV = SmemTile<kSplitTokens, kVo, kKvBits>;
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
-  static constexpr int kSpillBytes = 16 * kVo * 4;  // 16 rows of o of a warp
-  static constexpr bool kOwnSpill =
-      max(kRingBytes, 2 * kKvSplits * kTileBytes) + kBaseBytes + kWarps * kSpillBytes <= kSmemOfTwo;
-  static constexpr int kSlotBytes = kOwnSpill ? kTileBytes : max(kTileBytes, kSplitWarps* kSpillBytes);
-  static constexpr int kFixedBytes = kBaseBytes + (kOwnSpill ? kWarps * kSpillBytes : 0);
-  static constexpr int kStageBytes = kKvSplits * kSlotBytes;
-  // Two CTAs an SM, so that one streams while the other ends a work, and 64 KB for the ring of each: with more bytes
-  // under way the memory serves them more slowly (192 KB an SM 488 us, 128 KB 480 us for 2.15 GB; H200, 2026-11-21).
-  // One where a ring of two stages leaves no room for two.
-  static constexpr bool kTwoFit = 2 * kStageBytes <= kRingBytes && 2 * kStageBytes + kFixedBytes <= kSmemOfTwo;
+  static constexpr int kSpillBytes = 16 * kVo * 4;  // 16 rows of o of one warp
+
+  // What one warp keeps about the work tile at hand.
+  struct WarpState {
+    DecodeWork work;
+    // Kept here because another read of global memory would wait for all the keys that are under way.
+    Cut cut;
+  };
+
+  // Shared memory beside the ring and the first queries.
+  template <bool kHasSpill>
+  struct Fixed {
+    unsigned char spill[kHasSpill ? kWarps : 0][kSpillBytes];  // o of each warp, at the end of a work tile
+    unsigned char query[kSplitWarps][kQueryBytes];             // fragments of q that registers do not hold
+    float2 states[kWarps][kM * 16];                            // maximum and denominator of each row
+    WarpState warps[kWarps];
+    RowTile tiles[kWarps][TileWindow::kTiles];
+    alignas(16) uint32_t is_last;  // this CTA is the last of a merge group to arrive
+  };
+
+  // Two CTAs share an SM, so that one streams while the other ends a work tile. Each has 64 KB for its ring: with more
+  // bytes under way the memory serves them more slowly. One CTA has the SM where two rings of two stages do not fit.
+  static constexpr int kRingTarget = 64 * 1024, kBudgetOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta;
+  // Where two CTAs still fit with it, o has a spill area of its own, and the ring is filled while a work tile ends.
+  // Elsewhere o goes to a stage of the ring.
+  static constexpr bool kHasSpill =
+      max(kRingTarget, 2 * kKvSplits * kTileBytes) + static_cast<int>(sizeof(Fixed<true>)) <= kBudgetOfTwo;
+  static constexpr int kFixedBytes = static_cast<int>(sizeof(Fixed<kHasSpill>));
+  static constexpr int kStageBytes = kHasSpill ? kTileBytes : max(kTileBytes, kSplitWarps* kSpillBytes);
+  static constexpr int kKvTileBytes = kKvSplits * kStageBytes;  // a stage of each KV split
+  static constexpr bool kTwoFit = 2 * kKvTileBytes <= kRingTarget && 2 * kKvTileBytes + kFixedBytes <= kBudgetOfTwo;
   static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
-  static constexpr int kSmemOfCta = kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kSmemOfTwo;
-  static constexpr int kRoom = (kSmemOfCta - kFixedBytes) / kStageBytes;
-  static constexpr int kStages = min(kRoom, min(8, max(2, kRingBytes / kStageBytes)));
+  static constexpr int kBudget = kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kBudgetOfTwo;
+  static constexpr int kStages =
+      min((kBudget - kFixedBytes) / kKvTileBytes, min(8, max(2, kRingTarget / kKvTileBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
-  // Shared memory: the KV splits' rings, o at the end of a work, q, row states, the warps' jobs and tiles, the flag,
-  // and the first work's queries as they are in memory, where there is room.
-  static constexpr int kSpillAt = kStages * kStageBytes;
-  static constexpr int kQueryAt = kSpillAt + (kOwnSpill ? kWarps * kSpillBytes : 0),
-                       kStatesAt = kQueryAt + kSplitWarps * kQueryBytes;
-  static constexpr int kJobsAt = kStatesAt + kStatesBytes;
-  static constexpr int kTilesAt = kJobsAt + kWarps * kJobBytes;
-  static constexpr int kFlagAt = kTilesAt + kWarps * TileWindow::kBytes;
-  static constexpr int kFirstQueryAt = kFlagAt + 16, kFirstQueryRoom = kSmemOfCta - kFirstQueryAt;
-  static constexpr int kFirstQueryBytes = kRows <= 32 && kRows * kQk * 2 <= kFirstQueryRoom ? kRows * kQk * 2 : 0;
-  // At least so much that kMinCtas CTAs fit an SM and not one more: a dependent launch fills SMs as they come free, and
-  // where three CTAs fit, some SMs got three and others one (621 instead of 487 us; H200, 2026-11-21).
+  // Whether the first work tile's queries are copied to shared memory ahead of its keys.
+  static constexpr bool kHasFirstQuery =
+      kRows <= 32 && kStages * kKvTileBytes + kFixedBytes + kRows * kQk * static_cast<int>(sizeof(Q)) <= kBudget;
+
+  struct SharedMemory {
+    unsigned char ring[kKvSplits][kStages][kStageBytes];
+    Fixed<kHasSpill> fixed;
+    Q first_query[kHasFirstQuery ? kRows * kQk : 0];  // [rows, head_dim_qk]
+  };
+  static_assert(sizeof(SharedMemory) <= kBudget, "shared memory of kMinCtas CTAs fits an SM");
+
+  // At least so much that kMinCtas CTAs fit an SM and not one more. A dependent launch fills SMs as they come free:
+  // where three CTAs fit, some SMs get three and others one.
   static constexpr int kSmemBytes =
-      max(kFirstQueryAt + kFirstQueryBytes, kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
-  static constexpr int kThreads = kWarps * 32;
+      max(static_cast<int>(sizeof(SharedMemory)), kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
 };
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// Matrix products of one warp, accumulators in registers: kM blocks of 16 rows, so that each block of B that ldmatrix
-// fetches serves kM instructions. With one block of rows shared memory, not the tensor cores, would set the pace.
+// Matrix products of one warp, with accumulators in registers. They have kM blocks of 16 rows, so that each block of B
+// that ldmatrix reads serves kM instructions: with one block of rows, shared memory would set the pace.
 #pragma once
 #include "quire/ptx/mma.cuh"
 #include "quire/tile/smem.cuh"
@@ -23,20 +23,20 @@ struct Accumulator {
   }
 };
 
-// s = a * b^T; a [kM * 16, kCols] and b [kN, kCols] in shared memory.
-template <class T, int kM, int kN, class TileA, class TileB>
-QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, BlockCursor<TileA> a, BlockCursor<TileB, Quarters::kTopFirst> b) {
-  static_assert(TileA::kCols == TileB::kCols && TileB::kRows == kN, "a b^T needs rows of equal length");
+// s = a * b[block * kN .. block * kN + kN - 1, :]^T. a [kM * 16, kCols] gives its fragments by get(), b [.., kCols]
+// lies in shared memory.
+template <class T, int kM, int kN, class A, class TileB>
+QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, const A& a, BlockCursor<TileB, Quarters::kTopFirst> b,
+                          int block = 0) {
   s.clear();
 #pragma unroll
   for (int k = 0; k < TileB::kCols / 16; ++k) {
     uint32_t rows[kM][4];
-#pragma unroll
-    for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(rows[m], a.at(m, k));
+    a.get(k, rows);
 #pragma unroll
     for (int n = 0; n < kN / 16; ++n) {
       uint32_t keys[4];
-      ptx::ldmatrix_x4(keys, b.at(n, k));
+      ptx::ldmatrix_x4(keys, b.at(block * (kN / 16) + n, k));
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
         ptx::mma_m16n8k16(T{}, s.at[m][2 * n], rows[m], keys[0], keys[1]);
@@ -46,8 +46,8 @@ QUIRE_DEVICE void mma_ABt(Accumulator<kM, kN>& s, BlockCursor<TileA> a, BlockCur
   }
 }
 
-// o += p * b[16 * k .. 16 * k + 15, :]; p [kM * 16, 16] in fragments, b [.., kN] in shared memory. kAtOnce: how many of
-// its blocks ptxas may fetch ahead of their use, four registers each (it moves no load across a __syncwarp); 0: all.
+// o += p * b[16 * k .. 16 * k + 15, :]; p [kM * 16, 16] in fragments, b [.., kN] in shared memory. kAtOnce: how many
+// blocks of b ptxas may load ahead of their use, four registers each (ptxas moves no load across a __syncwarp); 0: all.
 template <class T, int kAtOnce, int kM, int kN, class TileB>
 QUIRE_DEVICE void mma_AB_step(Accumulator<kM, kN>& o, const uint32_t (&p)[kM][4], BlockCursor<TileB> b, int k) {
   static_assert(TileB::kCols == kN, "o and b have the same columns");

@@ -57,6 +57,13 @@ struct BlockCursor {
     if constexpr (Tile::kSwizzled) return (lane_base ^ (col & 96)) + (col & ~127u) + row;
     return lane_base + col + row;
   }
+
+  // Block k of the first kM blocks of rows, as operand A.
+  template <int kM>
+  QUIRE_DEVICE void get(int k, uint32_t (&a)[kM][4]) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(a[m], at(m, k));
+  }
 };
 
 // How kThreads threads copy rows of kChunks chunks: kLanes neighbours share a row, a power of two so that no division
