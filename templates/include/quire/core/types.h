@@ -48,6 +48,15 @@ struct is_same<A, A> {
   static constexpr bool value = true;
 };
 
+template <bool kFirst, class A, class B>
+struct conditional {
+  using type = A;
+};
+template <class A, class B>
+struct conditional<false, A, B> {
+  using type = B;
+};
+
 // Division by a run-time divisor as one multiplication (Granlund and Montgomery, PLDI 1994), exact for 0 <= n < 2^31.
 // The multiplier and shift are computed in plan(): see quire.planner.fast_divisor.
 struct FastDivisor {

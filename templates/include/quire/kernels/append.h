@@ -28,22 +28,13 @@ struct AppendParams {
   int32_t page_size;
 };
 
-// uint32_t where a vector of `bytes` bytes is a whole number of them, else T: one register a word, also for bytes.
-template <class T, bool kWholeWords>
-struct MoveWord {
-  using Type = uint32_t;
-};
-template <class T>
-struct MoveWord<T, false> {
-  using Type = T;
-};
-
 template <class Variant>
 struct AppendPaged {
   using T = typename Variant::T;  // unsigned integer of the element's size: values are moved, not computed with
   static constexpr int kThreads = kParallelThreads, kMinCtas = kParallelCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec, kVectorBytes = kVec * static_cast<int>(sizeof(T));
-  using Word = typename MoveWord<T, kVectorBytes % 4 == 0>::Type;
+  // Words of 32 bits where a vector is a whole number of them: one register a word, also for bytes.
+  using Word = typename conditional<kVectorBytes % 4 == 0, uint32_t, T>::type;
 
   struct alignas(kVectorBytes) Vector {
     Word x[kVectorBytes / sizeof(Word)];

@@ -27,13 +27,14 @@ template <class V>
 class AttentionDecode {
   using Shape = DecodeShape<V>;
   using SharedMemory = typename Shape::SharedMemory;
-  using T = typename MmaType<typename V::Q, typename V::Kv>::Type;
+  using T = typename conditional<Shape::kNarrow, fp16_t, typename V::Q>::type;  // of the matrix products
 
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = Shape::kThreads, kMinCtas = Shape::kMinCtas, kSmemBytes = Shape::kSmemBytes;
 
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
+  static_assert(Shape::kNarrow || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
   static_assert(V::kHeadDimQk % 16 == 0 && V::kHeadDimVo % 16 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 256,
                 "head dims are multiples of 16 up to 256");
 

@@ -163,13 +163,13 @@ struct AttentionFa2 {
           mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
           if (kOrder.end_late && k == kSteps - 1) more = i + 1 < job_.work.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
-          if (k == 0) rows.fetch(i + kTableSlots);
+          if (k == 0) rows.prefetch_pages(i + kTableSlots);
           if (k == kOrder.keys_after && !kEager) copy_keys(rows, i + 1);
           if (k == kOrder.keys_after + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
         if constexpr (kOrder.end_late) more = i + 1 < job_.work.kv_end;
-        rows.fetch(i + kTableSlots);
+        rows.prefetch_pages(i + kTableSlots);
         if constexpr (!kEager) copy_keys(rows, i + 1);
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
       }
@@ -177,7 +177,7 @@ struct AttentionFa2 {
         __syncthreads();  // all are done with v of tile i
         copy_values(rows, i + 2);
       }
-      rows.publish(i + kTableSlots);
+      rows.publish_offsets(i + kTableSlots);
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();

@@ -1,7 +1,7 @@
-// Matrix fragments of decode: q in registers, keys and values from shared memory, 8-bit ones widened to fp16 on the
-// way. Where keys are 8-bit, a lane receives four neighbouring dims with one 32-bit word. The order of the dims in a
-// product over dims is free, so q takes the same order: k16 block b gives lane c dims 16 b + 4 c + {0, 1} and {2, 3}
-// instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in the same order.
+// Matrix fragments of decode: q in registers, keys and values from shared memory. 8-bit keys and values are widened to
+// fp16 on the way: a lane then receives four neighbouring dims with one 32-bit word. The order of the dims in a product
+// over dims is free, so q has the same order: block b of 16 dims gives lane c dims 16 b + 4 c + {0, 1} and {2, 3}
+// instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in that order, too.
 #pragma once
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
@@ -12,22 +12,8 @@
 
 namespace quire {
 
-template <class Q, class Kv>
-struct MmaType {
-  static_assert(is_same<Q, Kv>::value, "16-bit keys have the dtype of q");
-  using Type = Q;
-};
-template <class Q>
-struct MmaType<Q, e4m3_t> {
-  using Type = fp16_t;
-};
-template <class Q>
-struct MmaType<Q, e5m2_t> {
-  using Type = fp16_t;
-};
-
-// A warp's rows of q: kM blocks of 16 rows, all of kQk. The first kHeld blocks of 16 dims stay in registers; the rest
-// lies in shared memory as fragments, one copy for all KV splits.
+// A warp's rows of q: kM blocks of 16 rows of kQk dims. The first kHeld blocks of 16 dims stay in registers. The others
+// lie in shared memory as fragments, one copy for all KV splits.
 template <class Q, bool kNarrow, int kM, int kQk, int kHeld>
 struct QueryFragments {
   static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
@@ -45,8 +31,8 @@ struct QueryFragments {
     }
   }
 
-  // Rows past the request's last become zeros. `rows`: the tile's, if they are in shared memory. One of the KV splits
-  // `writes` what all hold there; a barrier must follow.
+  // Rows past the request's last become zeros. `rows`: all rows of the row tile, if they are in shared memory. One of
+  // the KV splits `writes` the fragments in shared memory; a barrier must follow.
   QUIRE_DEVICE void load(const AttentionParams& p, const DecodeWork& job, int row_begin, int lane, bool writes,
                          const Q* rows) {
     uint32_t x[kBlocks][kM][4];
@@ -64,7 +50,7 @@ struct QueryFragments {
 #pragma unroll
           for (int k = 0; k < kBlocks; ++k) x[k][m][h] = x[k][m][h + 2] = 0;
         }
-        if constexpr (kRescaled) fit(x, m, h);
+        if constexpr (kRescaled) scale_to_fp16(x, m, h);
       }
 #pragma unroll
       for (int k = 0; k < kBlocks; ++k) {
@@ -92,7 +78,7 @@ struct QueryFragments {
   }
 
   template <int kN>
-  QUIRE_DEVICE void undo(Accumulator<kM, kN>& s) const {
+  QUIRE_DEVICE void unscale(Accumulator<kM, kN>& s) const {
     if constexpr (kRescaled) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -123,9 +109,9 @@ struct QueryFragments {
     }
   }
 
-  // bf16 reaches further than fp16: brings a row's largest magnitude to 2^14..2^15 by a power of two, then rounds. What
-  // is 2^28 times smaller than that loses bits.
-  QUIRE_DEVICE void fit(Words& x, int m, int h) {
+  // Scales a row by a power of two, so that its largest magnitude is in 2^14..2^15, and rounds it to fp16: the range of
+  // bf16 is wider. Numbers 2^28 times smaller than the largest lose bits.
+  QUIRE_DEVICE void scale_to_fp16(Words& x, int m, int h) {
     float top = 0.f;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
@@ -148,7 +134,7 @@ struct QueryFragments {
   QUIRE_DEVICE static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 };
 
-// One ldmatrix brings 16 keys x 32 dims: {keys 0..7, 8..15} x {chunk 0, 1}. Of an odd number of chunks the last is read
+// One ldmatrix reads 16 keys x 32 dims: {keys 0..7, 8..15} x {chunk 0, 1}. The last of an odd number of chunks is read
 // twice.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
 QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
@@ -174,10 +160,10 @@ QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const 
       }
     }
   }
-  q.undo(s);
+  q.unscale(s);
 }
 
-// One ldmatrix brings 16 tokens x 32 dims: tokens 0..7 chunk 0, tokens 8..15 chunk 0, then chunk 1. A word is {token
+// One ldmatrix reads 16 tokens x 32 dims: tokens 0..7 chunk 0, tokens 8..15 chunk 0, then chunk 1. A word is {token
 // 2c, dim 2g}, {2c, 2g + 1}, {2c + 1, 2g}, {2c + 1, 2g + 1}.
 template <class T, class Kv, int kM, int kVo, class Cursor>
 QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values,

@@ -1,4 +1,4 @@
-// Keys and values on their way into shared memory. Tokens from kv_len on arrive as zeros and are never read, whatever
+// Copies keys and values into shared memory for fa2. Tokens from kv_len on become zeros and are never read, whatever
 // their memory holds (0 * NaN is NaN): a copy of no bytes touches no address.
 #pragma once
 #include "quire/tile/job.cuh"
@@ -6,8 +6,8 @@
 
 namespace quire {
 
-// Calls copy(row, chunk, offset) for each 16-byte chunk that this thread brings of a tile: from the thread's first row
-// on it is `row` rows (a constant), from its first chunk `offset` elements further.
+// Calls copy(row, chunk, offset) for each 16-byte chunk of a tile that this thread copies. `row` is counted from the
+// thread's first row and is a constant; `offset` is counted in elements from the thread's first chunk.
 template <int kThreads, class Tile, class Copy>
 QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
   using Split = RowSplit<kThreads, Tile::kChunks>;
@@ -23,12 +23,12 @@ QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
   }
 }
 
-// Rows of k and v of one request, copied by kThreads threads, tile after tile from the work's first. A copy has no
-// branch, so that it can hide among matrix instructions; beyond the work's last tile it reads nothing and writes
-// zeros. kOf: 0 k, 1 v.
+// Rows of k and v of one request, copied by kThreads threads, one KV tile after the other. A copy has no branch, so
+// that it can hide among matrix instructions. Beyond the last KV tile of the work tile it reads nothing and writes
+// zeros. kOf: 0 k, 1 v. kTiles: KV tiles whose pages are known ahead.
 //
-// Ragged: token t is row t. Each thread's next addresses wait in shared memory, where they cost no registers.
-template <class V, int kThreads, int kSlots, bool kPaged = V::kPaged != 0>
+// Ragged: token t is row t. Each thread's next addresses lie in shared memory, where they cost no registers.
+template <class V, int kThreads, int kTiles, bool kPaged = V::kPaged != 0>
 class KvRows {
  public:
   using T = typename V::Kv;
@@ -41,8 +41,8 @@ class KvRows {
     next_[0] = first<V::kHeadDimQk>(p_.k, p_.k_token_stride, p_.k_head_stride, tile);
     next_[1] = first<V::kHeadDimVo>(p_.v, p_.v_token_stride, p_.v_head_stride, tile);
   }
-  QUIRE_DEVICE void fetch(int) {}
-  QUIRE_DEVICE void publish(int) {}
+  QUIRE_DEVICE void prefetch_pages(int) {}
+  QUIRE_DEVICE void publish_offsets(int) {}
 
   template <int kOf, class Tile>
   QUIRE_DEVICE void copy(Tile dst, int tile) const {
@@ -72,28 +72,28 @@ class KvRows {
   int thread_;
 };
 
-// Paged: one thread looks a token up for all threads that copy parts of its row. The page number of tile i + kSlots is
-// fetched before tile i is computed and its offset published in shared memory after it, so that no copy waits for a
-// lookup.
-template <class V, int kThreads, int kSlots>
-class KvRows<V, kThreads, kSlots, true> {
+// Paged: one thread reads the page number of a token for all threads that copy parts of its row. The read for KV tile
+// i + kTiles starts before KV tile i is computed. After it, the token's offset is published in shared memory, so that
+// no copy waits for a page number.
+template <class V, int kThreads, int kTiles>
+class KvRows<V, kThreads, kTiles, true> {
  public:
   struct Offset {
     int64_t at[2];  // of k and of v, in elements; -1: no such token
   };
-  static constexpr int kTableBytes = kSlots * V::kTileKv * static_cast<int>(sizeof(Offset));
+  static constexpr int kTableBytes = kTiles * V::kTileKv * static_cast<int>(sizeof(Offset));
 
   QUIRE_DEVICE KvRows(const AttentionParams& p, const Job& job, unsigned char* table, int thread)
       : p_(p), job_(job), table_(reinterpret_cast<Offset*>(table)), thread_(thread) {}
 
-  // Publishes the work's first tiles, for all threads.
+  // Publishes the offsets of the first KV tiles, for all threads.
   QUIRE_DEVICE void begin(int tile) {
 #pragma unroll
-    for (int i = 0; i < kSlots; ++i) fetch(tile + i), publish(tile + i);
+    for (int i = 0; i < kTiles; ++i) prefetch_pages(tile + i), publish_offsets(tile + i);
     __syncthreads();
   }
 
-  QUIRE_DEVICE void fetch(int tile) {
+  QUIRE_DEVICE void prefetch_pages(int tile) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       const int token = tile * V::kTileKv + i * kThreads + thread_;
@@ -102,24 +102,24 @@ class KvRows<V, kThreads, kSlots, true> {
     }
   }
 
-  QUIRE_DEVICE void publish(int tile) {
+  QUIRE_DEVICE void publish_offsets(int tile) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       if (!owns(i)) continue;
-      const int slot = p_.page.mod(tile * V::kTileKv + i * kThreads + thread_);
+      const int token_in_page = p_.page.mod(tile * V::kTileKv + i * kThreads + thread_);
       const int64_t head = job_.work.kv_head;
       Offset offset = {-1, -1};
       if (page_[i] >= 0) {
-        offset.at[0] = page_[i] * p_.k_page_stride + slot * p_.k_token_stride + head * p_.k_head_stride;
-        offset.at[1] = page_[i] * p_.v_page_stride + slot * p_.v_token_stride + head * p_.v_head_stride;
+        offset.at[0] = page_[i] * p_.k_page_stride + token_in_page * p_.k_token_stride + head * p_.k_head_stride;
+        offset.at[1] = page_[i] * p_.v_page_stride + token_in_page * p_.v_token_stride + head * p_.v_head_stride;
       }
-      table_[tile % kSlots * V::kTileKv + i * kThreads + thread_] = offset;
+      table_[tile % kTiles * V::kTileKv + i * kThreads + thread_] = offset;
     }
   }
 
   template <int kOf, class Tile>
   QUIRE_DEVICE void copy(Tile dst, int tile) const {
-    const Offset* table = table_ + tile % kSlots * V::kTileKv;
+    const Offset* table = table_ + tile % kTiles * V::kTileKv;
     const RowSplit<kThreads, Tile::kChunks> split(thread_);
     const typename V::Kv* base = static_cast<const typename V::Kv*>(kOf == 0 ? p_.k : p_.v) + split.lane * 8;
     for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
@@ -129,7 +129,7 @@ class KvRows<V, kThreads, kSlots, true> {
   }
 
  private:
-  static constexpr int kTokens = ceil_div(V::kTileKv, kThreads);  // that a thread looks up
+  static constexpr int kTokens = ceil_div(V::kTileKv, kThreads);  // whose pages a thread reads
 
   QUIRE_DEVICE bool owns(int i) const {
     return (i + 1) * kThreads <= V::kTileKv || i * kThreads + thread_ < V::kTileKv;
