@@ -1,4 +1,4 @@
-// Conversions between float and the 16-bit types, host and device, round to nearest even.
+// Conversions between float and the 16-bit types, on host and device; they round to nearest even.
 #pragma once
 #include "quire/core/types.h"
 
