@@ -79,10 +79,12 @@ __all__ = [
     "get_module",
     "host_target",
     "import_entries",
+    "is_recording",
     "load",
     "lookup",
     "prebuilt_stores",
     "record",
+    "record_use",
     "seal",
     "sealed",
     "supported_cuda_targets",
@@ -307,7 +309,7 @@ def get_module(spec: Spec, *, templates: Path | None = None) -> Module:
         fresh = load(entry)
         with _guard:
             module = _modules.setdefault(key, fresh)
-        _record(spec)
+        record_use(spec)
     return module
 
 
@@ -326,10 +328,16 @@ def record(path: str | Path | None) -> None:
     _record_to = None if path is None else Path(path).expanduser().absolute()
     if _record_to is not None:
         for spec, _ in list(_modules):
-            _record(spec)
+            record_use(spec)
 
 
-def _record(spec: Spec) -> None:
+def is_recording() -> bool:
+    """Whether the variants that this process uses are recorded."""
+    return (_record_to or config.record_path()) is not None
+
+
+def record_use(spec: Spec) -> None:
+    """Record a variant, if variants are recorded: one that is used, or that a call of the same kind may use."""
     path = _record_to or config.record_path()
     if path is None:
         return

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.spec import Spec
@@ -20,6 +22,7 @@ __all__ = [
     "Verdict",
     "backends",
     "decide",
+    "family",
     "kernel_of",
     "same_rows",
 ]
@@ -53,6 +56,7 @@ class Decision:
     kernel: AttentionKernel
     key: AttentionKey
     trace: tuple[Verdict, ...]
+    templates: dict[Any, Any] = field(default_factory=dict)  #: of plans, by what they depend on besides (planner.py)
 
     @cached_property
     def spec(self) -> Spec:
@@ -84,6 +88,15 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
         verdict = min(accepting, key=lambda v: v.yields is not None)  # the first of equals
         return Decision(problem, verdict.kernel, verdict.kernel.key(problem), trace)
     raise _refusal(problem, backend, trace)
+
+
+def family(problem: AttentionProblem, backend: str) -> list[Spec]:
+    """The variants that `backend` takes for `problem` with any number of rows."""
+    decisions = []
+    for rows in (*range(0, 257, 16), 512, 1024, 2048, 4096):  # all that same_rows() tells apart
+        with suppress(UnsupportedError, ValidationError):
+            decisions.append(decide(replace(problem, rows=rows), backend))
+    return list(dict.fromkeys(decision.spec for decision in decisions))
 
 
 def _allowed(kernel: AttentionKernel, backend: str) -> bool:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
-from quire.kernels.operands import ATTENTION_OPERANDS, Operand, TensorCopy, View
+from quire.kernels.operands import ATTENTION_OPERANDS, Operand, TensorCopy, View, with_scales
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleParams, struct_of
 
@@ -130,10 +130,20 @@ class AttentionKernel:
     #: plan memory of its own, in bytes for each work unit of a kv head, and the operation that fills it in plan()
     unit_bytes: Callable[[AttentionKey], int] = lambda _: 0
     operation: Callable[[AttentionKey], OperationKey | None] = lambda _: None
-    #: fills the fields of `params` that only this kernel has, from the schedule and the address of that memory;
-    #: returns the parameters of the operation, and its CTAs
-    fill: Callable[[Any, ScheduleParams, int], tuple[ctypes.Structure, int] | None] = lambda *_: None
+    #: fills the fields of `params` that only this kernel has, from the schedule and the address of that memory; returns
+    #: the parameters of the operation, and its CTAs
+    fill: Callable[[Any, ScheduleParams, int], tuple[ctypes.Structure | None, int]] | None = None
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
+
+    @cached_property
+    def tensors(self) -> tuple[Operand, ...]:
+        """The operands and their scales, in the order of the parameter struct."""
+        return with_scales(self.operands)
+
+    @cached_property
+    def pointers(self) -> type[ctypes.Array[ctypes.c_uint64]]:
+        """Their addresses, with which the parameter struct begins."""
+        return ctypes.c_uint64 * len(self.tensors)
 
     def refusal(self, problem: AttentionProblem) -> str | None:
         """Why it does not take `problem`, on whatever device; None if it does."""
@@ -178,7 +188,7 @@ class AttentionKernel:
             asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
             exports=_EXPORTS if self.on_cuda else (),
             warmup=key.slug,
-            fields=(*key.fields, ("tile_rows", str(key.tile_rows))),
+            fields=key.fields,
         )
 
 

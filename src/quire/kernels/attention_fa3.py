@@ -39,7 +39,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
         tall = plain and _page_size(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
-    if widest <= 128:  # 192 rows: a third less L2 traffic; 64 keys leave room for four stages
+    if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 112),)
@@ -98,13 +98,13 @@ def _operation(key: AttentionKey) -> OperationKey | None:
     return OperationKey("block_mask", key.target) if key.mask is MaskMode.CUSTOM else None
 
 
-def _fill(params: AttentionFa3Params, s: ScheduleParams, block_mask: int) -> tuple[BlockMaskParams, int] | None:
+def _fill(params: AttentionFa3Params, s: ScheduleParams, block_mask: int) -> tuple[BlockMaskParams | None, int]:
     """For CUDA graphs and lengths on the device all kv heads are worked on at a time: no length may decide it."""
     base = params.base
     params.tile_counter = base.arrivals + 4 * s.num_counters
     params.heads_per_l2_group = (0 if s.tile_capacity else s.heads_per_l2_group) or s.num_kv_heads
     if not block_mask:
-        return None
+        return None, 0
     params.block_mask = block_mask
     mask = BlockMaskParams(
         mask=base.mask, mask_indptr=base.mask_indptr, tiles=base.tiles, block_mask=block_mask, num_tiles=s.num_tiles,

@@ -1,4 +1,4 @@
-"""What every attention wrapper does: plan on arguments, run on tensors. The public classes only translate arguments."""
+"""What every attention wrapper does: plan on arguments, run on tensors. The wrappers only translate arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.errors import PlanError, ValidationError
-from quire.kernels import AttentionProblem, Decision, decide, same_rows
+from quire.jit import is_recording, record_use
+from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
-from quire.kernels.operands import Operand, View, with_scales
+from quire.kernels.operands import Operand, View
 from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
@@ -60,11 +61,9 @@ def _signature(tensors: Sequence[Any]) -> tuple[Signature | None, list[int]]:
     try:
         for t in tensors:
             pointer = t.data_ptr()
-            strides = t.is_contiguous() or t.stride()
-            with_grad = t.requires_grad and torch.is_grad_enabled()
-            signature.append(
-                (t.shape, strides, t.dtype, t.device, pointer % 16 if pointer else -1, with_grad, t.is_neg())
-            )
+            at = pointer % 16 if pointer else None
+            unusable = t.is_neg() or (t.requires_grad and torch.is_grad_enabled())
+            signature.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), at, unusable))
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
@@ -123,7 +122,11 @@ def _decide(
         target=target_of(device), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
         fixed_split_size=options.fixed_split_size,
     )  # fmt: skip
-    return decide(problem, backend)
+    decision = decide(problem, backend)
+    if is_recording():  # with what other lengths take, so that a process that is sealed later has it
+        for spec in family(problem, backend):
+            record_use(spec)
+    return decision
 
 
 def page_indices(indices: Any) -> torch.Tensor:
@@ -177,13 +180,8 @@ class Attention:
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
         self._checked: _CheckedTensors | None = None  # by this plan or by one before it
-        if before is not None and graph is None and self._takes_the_tensors_of(before):
-            self._checked = before._checked
-
-    def _takes_the_tensors_of(self, other: Attention) -> bool:
-        """Whether the same tensors are right for both plans, but for what their batches say."""
-        same = other.decision is self.decision and other._plan_options == self._plan_options
-        return same and other._device == self._device and other._layout is self._layout
+        if before is not None and graph is None and before.decision is self.decision and before._layout is layout:
+            self._checked = before._checked  # equal options and device: the same tensors are right, but for lengths
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
@@ -237,8 +235,9 @@ class Attention:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
             product = logits_scale * self._plan_options.logits.sm_scale
             scalar(product, "q_scale * k_scale * sm_scale", positive=True)  # kernels take the maximum before they scale
-        signature, pointers = _signature((q, *tensors, out, *kv_scales))
-        with self._lock:
+        signature, pointers = _signature([q, *tensors, out, *kv_scales])
+        self._lock.acquire()  # half the time of a with statement
+        try:
             if signature is None or signature != self._signature:
                 if not self._checked_before(signature, nnz_qo):
                     self._check_all(signature, q, tensors, out, kv_scales, nnz_qo)
@@ -252,11 +251,13 @@ class Attention:
                 None if logits_scale_by is None else logits_scale_by.data_ptr(),
                 None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
             )  # fmt: skip
+        finally:
+            self._lock.release()
         return (out, lse) if return_lse and lse is not None else out
 
     def _graph_rows(self, graph: GraphState, q: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> int:
         """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
-        must have room for any batch that a later plan() may bring.
+        must be as long as any batch that a later plan() may bring.
         """
         rows = check_tensor(q, "q").shape[0] if q.dim() == 3 else 0
         if (rows < graph.max_rows or not self._plan_options.page_size) and is_capturing(self._device):
@@ -290,7 +291,7 @@ class Attention:
             "q": (q, "q"), "k": (k.tensor, "paged_kv_cache (keys)" if paged else "k"),
             "v": (v.tensor, "paged_kv_cache (values)" if paged else "v"), "o": (out, "out"),
         }  # fmt: skip
-        operands = with_scales(kernel.operands)
+        operands = kernel.tensors
         given |= {o.name: (t, o.name) for o, t in zip(operands[len(kernel.operands) :], kv_scales, strict=False)}
         views = {"k": k.as_operand, "v": v.as_operand}
         for operand in operands:

@@ -11,7 +11,7 @@ import torch
 
 from quire.jit import Module
 from quire.kernels import Decision
-from quire.kernels.operands import View, with_scales
+from quire.kernels.operands import View
 from quire.kernels.params import AttentionParams
 from quire.runtime.launch import bind
 from quire.runtime.options import LogitsOptions
@@ -33,7 +33,7 @@ class AttentionPlan:
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
-        grid: int, tensors: tuple[torch.Tensor, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
+        grid: int, tensors: tuple[torch.Tensor | None, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
         sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         self.schedule = schedule  #: None where only the device knows the lengths
@@ -44,14 +44,13 @@ class AttentionPlan:
         self._uses_pdl = uses_pdl  # programmatic dependent launch, if the caller has no wish
         self._params = base_of(params)
         self._struct = params
-        self._operands = with_scales(decision.kernel.operands)
-        self._pointers = (ctypes.c_uint64 * len(self._operands)).from_address(ctypes.addressof(params))
-        self._strides = b""  # of the operands, as they stand in the parameter struct
+        self._kernel = decision.kernel
         self._logits = logits
         self._tensors = tensors  # what the parameter struct points into
         self._streams = {_current_stream(device)}  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
+        self._is_empty = self._params.num_ctas == 0
         self._extras: tuple[object, ...] = ()  # what run() was given beside the operands last time
 
     @property
@@ -76,7 +75,7 @@ class AttentionPlan:
     def set_signature(self, views: Mapping[str, View]) -> None:
         """Take the strides of the operands, and describe them to the copy engine."""
         strides: list[int] = []
-        for operand in self._operands:
+        for operand in self._kernel.tensors:
             count = len(operand.strides)
             strides += views[operand.name].strides[:count] if operand.name in views else (0,) * count
         self._set_strides(struct.pack(f"{len(strides)}q", *strides))
@@ -94,8 +93,10 @@ class AttentionPlan:
             self._maps.copy_from(maps)
 
     def _set_strides(self, strides: bytes) -> None:
-        self._strides = strides
-        ctypes.memmove(ctypes.addressof(self._pointers) + 8 * len(self._pointers), strides, len(strides))
+        """Write the operands' block of the parameter struct: strides now, addresses in run()."""
+        at = ctypes.addressof(self._struct)
+        self._pointers, self._strides = self._kernel.pointers.from_address(at), strides
+        ctypes.memmove(at + ctypes.sizeof(self._pointers), strides, len(strides))
 
     def run(
         self, stream: int, pointers: list[int], lse: int | None, sinks: int | None, logits_scale: float,
@@ -105,7 +106,6 @@ class AttentionPlan:
 
         `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only.
         """
-        p = self._params
         self._pointers[:] = pointers  # type: ignore[assignment]
         extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by
         if extras != self._extras:
@@ -115,7 +115,7 @@ class AttentionPlan:
             self._maps.move(pointers)
         if stream not in self._streams:
             self._use_on(stream)
-        if p.num_ctas:
+        if not self._is_empty:
             pdl = self._may_use_pdl and (self._uses_pdl if enable_pdl is None else enable_pdl)
             launch = self._launches.get(pdl) or self._bind(pdl)
             launch(stream)
@@ -137,7 +137,8 @@ class AttentionPlan:
         if self._sent is not None:
             self._sent.used_on(current)
         for tensor in self._tensors:
-            tensor.record_stream(current)
+            if tensor is not None:
+                tensor.record_stream(current)
         self._streams.add(stream)
 
     def _bind(self, pdl: bool) -> Callable[[int], None]:

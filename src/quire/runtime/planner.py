@@ -91,8 +91,15 @@ class _PlanTemplate(NamedTuple):
         return partials
 
 
-@lru_cache(maxsize=1024)
 def _plan_template(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int = 0) -> _PlanTemplate:
+    """Made once for a decision, which is one for equal options."""
+    template = decision.templates.get((ctas, tile_capacity))
+    if template is None:
+        template = decision.templates[ctas, tile_capacity] = _new_template(decision, options, ctas, tile_capacity)
+    return template
+
+
+def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int) -> _PlanTemplate:
     kernel, key = decision.kernel, decision.key
     tile = kernel.tile(key)
     params = kernel.params()
@@ -138,8 +145,7 @@ def make_plan(
     """
     device, kernel = workspace.device, decision.kernel
     module, template = _template_for(decision, indices, options, device, graph)
-    operation = kernel.operation(decision.key)
-    fills = None if operation is None else _load(operation.spec(), device)[0]
+    operation = _load_operation(decision, device) if template.unit_bytes else None
     uploader = uploader_of(device)
     schedule = make_schedule(indices, template.inputs, uploader)
     s = schedule.params
@@ -149,28 +155,25 @@ def make_plan(
     partials = template.set_partials(base, workspace, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    own_bytes = _own_bytes(template, s, graph)
+    own_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
     at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes)
     base.mask = address_of(bits)
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
     _set_schedule(base, s, at)
-    own = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0
-    todo = kernel.fill(params, s, own)
-    if todo is not None and fills is not None and todo[1]:
-        launch(fills, ctypes.addressof(todo[0]), device, grid=todo[1], block=PARALLEL_THREADS)
+    if kernel.fill is not None:
+        own = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0
+        todo, ctas = kernel.fill(params, s, own)
+        if operation is not None and todo is not None and ctas:
+            launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
         base.num_tiles = s.tile_capacity
         graph.keep(decision, partials, params)
     grid = min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas
     return AttentionPlan(
-        decision, module, params, options.logits, device, grid, _present(bits, partials, pages),
+        decision, module, params, options.logits, device, grid, (bits, partials, pages),
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages,
     )  # fmt: skip
-
-
-def _present(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _send(
@@ -195,12 +198,15 @@ def _send(
     return sent.address, sent, pages
 
 
-def _own_bytes(template: _PlanTemplate, s: ScheduleParams, graph: GraphState | None) -> int:
-    """Plan memory of the kernel's own; with a graph, as much as any batch within the limits takes."""
-    if not template.unit_bytes:
-        return 0
-    units = s.work_per_head if graph is None else graph.unit_capacity(template.tile, s.group_size, s.tile_capacity)
-    return template.unit_bytes * units
+def _load_operation(decision: Decision, device: torch.device) -> Module | None:
+    """The operation that fills the kernel's own plan memory."""
+    operation = decision.kernel.operation(decision.key)
+    return None if operation is None else _load(operation.spec(), device)[0]
+
+
+def _most_units(template: _PlanTemplate, s: ScheduleParams, graph: GraphState | None) -> int:
+    """Work units of a kv head; with a graph, as many as any batch within the limits has."""
+    return s.work_per_head if graph is None else graph.unit_capacity(template.tile, s.group_size, s.tile_capacity)
 
 
 def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
@@ -237,7 +243,8 @@ def make_plan_on_device(
     base.num_tiles, base.num_ctas = num_tiles, ctas
     schedule = ScheduleParams.from_buffer_copy(template.inputs)
     schedule.num_counters = ctas
-    decision.kernel.fill(params, schedule, 0)
+    if decision.kernel.fill is not None:
+        decision.kernel.fill(params, schedule, 0)
     partials = template.set_partials(base, workspace, 2 * ctas)
     p = ScheduleLengthsParams(
         kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, partitions=base.partitions, arrivals=base.arrivals,
@@ -247,7 +254,7 @@ def make_plan_on_device(
         window_left=options.logits.window_left, max_ctas=ctas,
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
-    tensors = _present(buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
+    tensors = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
     return AttentionPlan(decision, module, params, options.logits, device, ctas, tensors, uses_pdl=True)
 
 
