@@ -329,7 +329,7 @@ def test_operators_pass_the_checks_of_torch(name):
 def test_the_single_operator_passes_the_checks_of_torch():
     options = {
         "decode": False, "kv_layout": "NHD", "pos_encoding_mode": "NONE", "window_left": -1, "logits_soft_cap": None,
-        "sm_scale": None, "k_scale": None, "v_scale": None, "backend": "auto",
+        "sm_scale": None, "q_scale": None, "k_scale": None, "v_scale": None, "backend": "auto",
     }  # fmt: skip
     args = rows(5), rows(9, KV_HEADS), rows(9, KV_HEADS), rows(5), torch.randn(5, HEADS)
     torch.library.opcheck(torch.ops.quire.single.default, args, options)
