@@ -124,7 +124,8 @@ class MultiLevelCascadeAttentionWrapper:
                 level.workspace_size(*indices, **kwargs)
         for level, indices, kwargs in calls:
             level.plan(*indices, **kwargs)
-        self._levels = levels
+        for level, twin in zip(self._levels, levels, strict=True):  # the same wrappers: graphs know them
+            level._attention = twin._attention
 
     begin_forward = plan
 

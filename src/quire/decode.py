@@ -13,7 +13,7 @@ from quire.block_table_decode import xqa_batch_decode_with_kv_cache
 from quire.errors import ValidationError
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
-from quire.runtime.checks import check_flags, check_positive, check_shape, check_tensor, host_offsets, refuse
+from quire.runtime.checks import check_flags, check_positive, host_offsets, refuse
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.schedule import Indices
@@ -141,12 +141,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        attention = planned(self._attention)
-        if q_len_per_req is not None and q_len_per_req != attention.spec.indices.qo_len:
-            raise ValidationError(
-                f"q_len_per_req: expected {attention.spec.indices.qo_len} (fixed by plan()), got {q_len_per_req}."
-            )
-        return attention.run(
+        if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):
+            raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
+        return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
@@ -224,10 +221,8 @@ def single_decode_with_kv_cache(
     """
     check_flags(use_tensor_cores=use_tensor_cores)
     refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-    check_shape(check_tensor(q, "q"), "q", {"num_qo_heads": None, "head_dim": None})
-    logits = logits_options(q.shape[1], sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
-    result = attend_one(
-        q.unsqueeze(0), k, v, logits, kv_layout=kv_layout, backend=backend, return_lse=return_lse, q_scale=q_scale,
-        k_scale=k_scale, v_scale=v_scale,
+    return attend_one(
+        q, k, v, return_lse=return_lse, decode=True, sm_scale=sm_scale, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
     )  # fmt: skip
-    return tuple(part[0] for part in result) if return_lse else result[0]

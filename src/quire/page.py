@@ -22,6 +22,7 @@ from quire.runtime.checks import (
 )
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, page_size_of
+from quire.runtime.ops import operator
 from quire.runtime.target import target_of
 from quire.types import KVLayout
 
@@ -49,7 +50,24 @@ def append_paged_kv_cache(
     appending. A token whose position is beyond the pages of its request, or whose page is beyond kv_indices or not in
     the cache, is skipped. dtypes of cache and tokens must be equal.
     """
-    k, v = _cache_views(paged_kv_cache, KVLayout.of(kv_layout))
+    k_cache, *v_cache = cache_tensors(paged_kv_cache)
+    _append(
+        append_key, append_value, batch_indices, positions, k_cache, v_cache[0] if v_cache else None, kv_indices,
+        kv_indptr, kv_last_page_len, kv_layout,
+    )  # fmt: skip
+
+
+@operator(
+    """append_paged_kv_cache(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions,
+       Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len,
+       str kv_layout) -> ()"""
+)
+def _append(
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    k_cache: torch.Tensor, v_cache: torch.Tensor | None, kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor, kv_layout: str,
+) -> None:  # fmt: skip
+    k, v = _cache_views(k_cache if v_cache is None else (k_cache, v_cache), KVLayout.of(kv_layout))
     device = k.tensor.device
     nnz = append_key.shape[0] if check_tensor(append_key, "append_key").dim() else 0
     for tensor, name, view in ((append_key, "append_key", k), (append_value, "append_value", v)):

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec
 import torch
 
 from quire.errors import ValidationError
-from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices, planned
+from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices
 from quire.runtime.checks import (
     check_flags,
     check_positive,
@@ -27,7 +27,8 @@ from quire.runtime.checks import (
     refuse,
 )
 from quire.runtime.layout import PagedCache
-from quire.runtime.options import LogitsOptions, PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, new_results, operator
+from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper, takes_arguments
@@ -227,7 +228,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if scales:
             k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
-        return planned(self._attention).run(
+        return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
@@ -323,7 +324,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run().
         """
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
-        return planned(self._attention).run(
+        return self._runner().run(
             q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
@@ -388,20 +389,36 @@ def single_prefill_with_kv_cache(
         scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, rope_scale=rope_scale,
         rope_theta=rope_theta,
     )  # fmt: skip
-    check_shape(check_tensor(q, "q"), "q", {"qo_len": None, "num_qo_heads": None, "head_dim_qk": None})
-    logits = logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode)
     return attend_one(
-        q, k, v, logits, kv_layout=kv_layout, backend=backend, return_lse=return_lse, k_scale=k_scale, v_scale=v_scale,
-        o_dtype=o_dtype, causal=causal, custom_mask=custom_mask, packed_custom_mask=packed_custom_mask,
+        q, k, v, return_lse=return_lse, o_dtype=o_dtype, decode=False, sm_scale=sm_scale, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
+        q_scale=None, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
+        packed_custom_mask=packed_custom_mask,
     )  # fmt: skip
 
 
 def attend_one(
-    q: torch.Tensor, k: Any, v: Any, logits: LogitsOptions, *, kv_layout: str, backend: str, return_lse: bool,
-    q_scale: Any = None, k_scale: Any = None, v_scale: Any = None, o_dtype: Any = None, causal: bool = False,
-    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, o_dtype: Any = None, **options: Any
+) -> Result:
+    """Attention of one request: q [qo_len, num_qo_heads, head_dim_qk], or with decode=True its only row."""
+    if not is_tracing():
+        return _attend_one(q, k, v, None, None, return_lse, o_dtype, **options)
+    out, lse = new_results(q, v, o_dtype, None, None, return_lse)
+    _attend_one_into(q, k, v, out, lse, **options)
+    return out if lse is None else (out, lse)
+
+
+def _attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None, lse: torch.Tensor | None,
+    return_lse: bool, o_dtype: Any, *, decode: bool, sm_scale: float | None, window_left: int,
+    logits_soft_cap: float | None, pos_encoding_mode: str, kv_layout: str, backend: str, q_scale: Any, k_scale: Any,
+    v_scale: Any, causal: bool = False, custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of one request: q, which was checked, [qo_len, num_qo_heads, head_dim_qk]."""
+    rows = {} if decode else {"qo_len": None}
+    check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
+    if decode:
+        q, out, lse = (tensor if tensor is None else tensor.unsqueeze(0) for tensor in (q, out, lse))  # type: ignore[assignment]
     layout = KVLayout.of(kv_layout)
     token, head = (0, 1) if layout is KVLayout.NHD else (1, 0)
     sizes: dict[str, int | None] = dict.fromkeys(("kv_len", "num_kv_heads") if head else ("num_kv_heads", "kv_len"))
@@ -411,15 +428,32 @@ def attend_one(
         raise ValidationError(f"v: expected the dtype of k, {k.dtype}, got {v.dtype}.")
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32, device="cpu")
     options = PlanOptions(
-        *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2], Types.of(q.dtype, k.dtype, o_dtype), logits, causal,
-        page_size=0,
+        *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2],
+        Types.of(q.dtype, k.dtype, o_dtype if out is None else out.dtype),
+        logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal, page_size=0,
     )  # fmt: skip
     indices = Indices(1, None, q.shape[0], kv_indptr, None, None, 1)
     spec = AttentionSpec(indices, options, custom_mask, packed_custom_mask)
-    return Attention(spec, layout, OwnWorkspace(q.device), backend).run(
-        q, (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
+    result = Attention(spec, layout, OwnWorkspace(q.device), backend).run(
+        q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
         v_scale=v_scale, window_left=None, enable_pdl=None,
     )  # fmt: skip
+    if not decode:
+        return result
+    return tuple(part[0] for part in result) if isinstance(result, tuple) else result[0]
+
+
+@operator(
+    """single(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, *, bool decode, float? sm_scale,
+       int window_left, float? logits_soft_cap, str pos_encoding_mode, str kv_layout, str backend, float? q_scale,
+       float? k_scale, float? v_scale, bool causal=False, Tensor? custom_mask=None,
+       Tensor? packed_custom_mask=None) -> ()""",
+    tags=NOT_CAPTURABLE,
+)
+def _attend_one_into(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, **options: Any
+) -> None:
+    _attend_one(q, k, v, out, lse, False, None, **options)
 
 
 single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)

@@ -158,6 +158,7 @@ class Attention:
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
         self._plan_options = spec.options
+        self.o_dtype = spec.options.types.o.torch
         self._layout = layout
         self._device = workspace.device
         self._on_cuda, self._index = on_cuda(self._device), self._device.index or 0

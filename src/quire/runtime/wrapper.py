@@ -14,6 +14,7 @@ from quire.errors import PlanError
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
 from quire.runtime.checks import check_flags, check_tensor, refuse
 from quire.runtime.graph import GraphState, graph_state
+from quire.runtime.ops import TracedRun, handle_of, is_tracing
 from quire.runtime.options import logits_options
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import UserWorkspace
@@ -49,6 +50,7 @@ class AttentionWrapper:
     ) -> None:  # fmt: skip
         self._layout = KVLayout.of(kv_layout)
         self._backend = backend
+        self._handle = handle_of(self)  # by which an operator finds this wrapper
         self._attention: Attention | None = None
         self._graph: GraphState | None = None
         self._sizes: list[int] | None = None  # of workspace_size(), which only looks at what plan() would do
@@ -94,6 +96,10 @@ class AttentionWrapper:
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """Plan a batch; each wrapper takes its own arguments."""
         raise NotImplementedError
+
+    def _runner(self) -> Attention | TracedRun:
+        """What run() calls: the plan, or the operator that stands for it while torch traces."""
+        return TracedRun(self) if is_tracing() else planned(self._attention)
 
     def _set_plan(self, spec: AttentionSpec) -> None:
         if self._sizes is not None:

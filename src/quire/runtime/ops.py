@@ -1,0 +1,161 @@
+"""Calls as torch operators: what torch.compile, torch.export, make_fx and FakeTensorMode record instead of a launch.
+
+An operator does what the eager call does, into tensors that the graph allocates. Eager calls never enter the
+dispatcher. A planned wrapper is an integer in a graph, its handle: plan() may be called again between runs of the
+graph, and the wrapper must live as long as the graph, in the process that traced it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from itertools import count
+from typing import Any, ParamSpec, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
+from torch._C import _functorch
+from torch.compiler import is_dynamo_compiling
+
+from quire.errors import PlanError, ValidationError
+from quire.runtime.attention import planned
+from quire.runtime.layout import PagedCache, cache_tensors
+
+__all__ = ["NOT_CAPTURABLE", "TracedRun", "handle_of", "is_tracing", "new_results", "operator"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_torch_library: Any = torch.library  # has types in some releases of torch only
+_LIBRARY = _torch_library.Library("quire", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order))
+#: Tags of a call that a CUDA graph cannot hold: torch.compile(mode="reduce-overhead") runs it between its graphs.
+NOT_CAPTURABLE = tuple(filter(None, [getattr(torch.Tag, "cudagraph_unsafe", None)]))
+
+_wrappers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+_handles = count(2)  # torch.compile makes graphs of their own for integers 0 and 1
+
+
+def handle_of(wrapper: Any) -> int:
+    """A new handle of `wrapper`, which stays the same when it is planned again."""
+    handle = next(_handles)
+    _wrappers[handle] = wrapper
+    return handle
+
+
+def is_tracing() -> bool:
+    """Whether calls are recorded or transformed by torch, so that tensors may have no memory."""
+    return (
+        is_dynamo_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or _functorch.peek_interpreter_stack() is not None
+    )
+
+
+def operator(
+    schema: str, fake: Callable[..., Any] = lambda *_, **__: None, tags: tuple[torch.Tag, ...] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Registers a function as the torch operator quire::`schema`, which takes its place while torch traces.
+
+    `fake` makes the results on tensors without memory; an operator that writes into its arguments has none.
+    """
+    name = schema.partition("(")[0]
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        _LIBRARY.define(schema, tags=(*_TAGS, *tags))
+        op = getattr(torch.ops.quire, name).default
+
+        def without_gradients(*args: Any, **kwargs: Any) -> Any:
+            if not is_tracing() and type(args[1]) is torch.Tensor:
+                return function(*args, **kwargs)  # one call into Python instead of two; it refuses gradients itself
+            inputs = (*args, *kwargs.values())
+            if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs):
+                raise ValidationError(
+                    f"quire::{name}: inference only, but an input requires grad; call it under torch.no_grad() or "
+                    f"on detached tensors."
+                )
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)
+
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, function, key)
+        _LIBRARY.impl(name, without_gradients, "Autograd")
+        _torch_library.register_fake(f"quire::{name}", fake, lib=_LIBRARY)
+
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return _record(op, *args, **kwargs) if is_tracing() else function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def _record(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `op`; for torch.func.functionalize, which takes no operator that writes, its functional twin."""
+    level = None if is_dynamo_compiling() else _functorch.peek_interpreter_stack()
+    if level is None or level.key() != _functorch.TransformType.Functionalize or not op._schema.is_mutable:
+        return op(*args, **kwargs)
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized
+
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    written = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    for name, result in zip(written, auto_functionalized(op, **given)[1:], strict=True):
+        if result is not None:
+            given[name].copy_(result)
+    return None
+
+
+def new_results(
+    q: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None, out: torch.Tensor | None, lse: torch.Tensor | None,
+    return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The tensors that a traced call writes, `out` and `lse` where they are given."""
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    if lse is None and return_lse:
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    return out, lse
+
+
+#: `v` is None where one tensor `k` is the cache of keys and values.
+_RUN = """(SymInt wrapper, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
+           float? q_scale, float? k_scale, float? v_scale, int? window_left, bool? enable_pdl) -> ()"""
+
+
+def _run(
+    wrapper: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, out: torch.Tensor,
+    lse: torch.Tensor | None, sinks: torch.Tensor | None, q_scale: float | None, k_scale: float | None,
+    v_scale: float | None, window_left: int | None, enable_pdl: bool | None,
+) -> None:  # fmt: skip
+    found = _wrappers.get(wrapper)
+    if found is None:
+        raise PlanError("run(): the wrapper that was traced is gone; keep it for as long as the graph is used.")
+    planned(found._attention).run(
+        q, k if v is None else (k, v), out=out, lse=lse, return_lse=False, sinks=sinks, q_scale=q_scale,
+        k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+    )  # fmt: skip
+
+
+_run_eagerly = operator("run" + _RUN, tags=NOT_CAPTURABLE)(_run)
+_run_captured = operator("run_captured" + _RUN)(_run)  # of a wrapper with use_cuda_graph=True
+
+
+class TracedRun:
+    """run() of a planned wrapper while torch traces."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def run(
+        self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
+        sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
+        enable_pdl: bool | None,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
+        """run() of the plan that the wrapper has when the graph runs."""
+        wrapper, tensors = self._wrapper, cache_tensors(kv)
+        out, lse = new_results(q, tensors[-1], planned(wrapper._attention).o_dtype, out, lse, return_lse)
+        call = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly
+        v = tensors[1] if len(tensors) == 2 else None
+        call(wrapper._handle, q, tensors[0], v, out, lse, sinks, q_scale, k_scale, v_scale, window_left, enable_pdl)
+        return (out, lse) if return_lse and lse is not None else out
