@@ -6,21 +6,16 @@ asks for `device` alone runs once per device.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Generator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import wraps
 
 import pytest
 import torch
+from hypothesis import reject
 
-#: What the suite compiles stays here, in the checkout, so that a second run finds it; `make clean` empties it. Entries are
-#: named by all that they were made from: one of an older run never stands in for changed code. Subprocesses inherit it.
-CACHE = Path(__file__).resolve().parent.parent / "build" / "tests"
-os.environ["QUIRE_CACHE_DIR"] = str(CACHE)
-for name in ("QUIRE_JIT", "QUIRE_RECORD"):  # those of the user's session are not the suite's
-    os.environ.pop(name, None)
+import own_cache  # noqa: F401  # before Quire is
+from limits import is_expected, limit
 
 
 @dataclass(frozen=True)
@@ -37,14 +32,6 @@ CPU = Target("cpu", "cpu", (torch.float32, torch.float16, torch.bfloat16))
 #: Backends and the oldest GPU that runs them. Add one here and the whole suite runs on it.
 CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
 
-#: Limits that a backend has and others have not, in its own words: cases beyond them are skipped.
-LIMITS = {
-    "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)",
-}
-
-#: The tests that have cases beyond the limits of a backend. In any other test a refusal is a failure.
-BEYOND_LIMITS: dict[str, frozenset[str]] = {"decode": frozenset()}
-
 
 def targets() -> list[Target]:
     """The backends that this machine can run."""
@@ -57,22 +44,34 @@ def targets() -> list[Target]:
     return [CPU, *(Target("cuda:0", name, (torch.float16, torch.bfloat16)) for name in names)]
 
 
-def is_beyond_limits(backend: object, test: str, error: BaseException) -> bool:
-    """Whether `error` says that a case of `test` is beyond what this backend takes, and was expected to say so."""
-    known = isinstance(error, NotImplementedError) and test in BEYOND_LIMITS.get(str(backend), ())
-    return known and re.search(LIMITS[str(backend)], str(error)) is not None
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """Skips a case that is beyond its backend's limits: decide(), which the call went through, knows them."""
+    """Skips what a backend refuses where that is expected (limits.py); elsewhere a refusal is a failure."""
+    _draw_within_limits(pyfuncitem)
     try:
         return (yield)
     except NotImplementedError as error:
-        backend = pyfuncitem.callspec.params.get("backend") if hasattr(pyfuncitem, "callspec") else None
-        if is_beyond_limits(backend, pyfuncitem.originalname, error):
-            pytest.skip(f"backend={backend}: {str(error).splitlines()[1].strip()}")
+        if is_expected(error, pyfuncitem.originalname):
+            pytest.skip(": ".join(limit(error) or ()))
         raise
+
+
+def _draw_within_limits(test: pytest.Function) -> None:
+    """An example of hypothesis that its backend refuses is none: another one is drawn, and too few are a failure."""
+    if not hasattr(test.obj, "hypothesis"):
+        return
+    examine = test.obj.hypothesis.inner_test
+
+    @wraps(examine)
+    def within_limits(*args: object, **kwargs: object) -> None:
+        try:
+            examine(*args, **kwargs)
+        except NotImplementedError as error:
+            if is_expected(error, test.originalname):
+                reject()
+            raise
+
+    test.obj.hypothesis.inner_test = within_limits
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

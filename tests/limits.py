@@ -1,0 +1,52 @@
+"""Cases that one backend does not take and others do: skipped where that was expected, and failures elsewhere."""
+
+from __future__ import annotations
+
+import re
+
+#: The limits that a backend has and others have not, in the words of its refusal.
+LIMITS = {
+    "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)",
+}
+
+#: The tests that have cases beyond a backend's limits.
+BEYOND = {
+    "decode": frozenset(
+        {
+            "test_a_wrapper_is_planned_again_and_again",
+            "test_any_draft_bits",
+            "test_any_paged_batch",
+            "test_any_prefill",
+            "test_any_ragged_batch",
+            "test_batch_invariance",
+            "test_decode_with_shared_prefix_padded",
+            "test_draft_chains",
+            "test_draft_trees",
+            "test_group_sizes",
+            "test_lengths",
+            "test_paged_prefill",
+            "test_prefill_lengths",
+            "test_ragged_prefill",
+            "test_splits_do_not_change_the_answer",
+            "test_which_keys_are_seen",
+            "test_workspace_that_is_too_small",
+        }
+    ),
+}
+
+
+def limit(error: BaseException) -> tuple[str, str] | None:
+    """The backend that an error is a refusal of, and what it said; None if it is anything else."""
+    if not isinstance(error, NotImplementedError):  # which UnsupportedError is
+        return None
+    for backend, words in LIMITS.items():
+        found = re.search(words + ".*", str(error))
+        if found and f"backend={backend!r} was asked for" in str(error):
+            return backend, found.group()
+    return None
+
+
+def is_expected(error: BaseException, test: str) -> bool:
+    """Whether `error` is a refusal that `test` is known to meet."""
+    refusal = limit(error)
+    return refusal is not None and test in BEYOND[refusal[0]]

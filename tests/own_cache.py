@@ -1,0 +1,16 @@
+"""Import this before anything of the suite runs: Quire's cache is then one of the checkout's own.
+
+It stays between runs, so that a second one compiles nothing; `make clean` empties it. Entries are named by all that
+they were made from: one of an older run never stands in for changed code. Subprocesses inherit it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parent.parent / "build" / "tests"
+
+os.environ["QUIRE_CACHE_DIR"] = str(CACHE)
+for name in ("QUIRE_JIT", "QUIRE_RECORD"):  # those of the user's session are not the suite's
+    os.environ.pop(name, None)

@@ -1,0 +1,93 @@
+"""The matrix of backends that the suite runs on, and what one of them may refuse."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import conftest
+import quire
+from limits import BEYOND, LIMITS, is_expected, limit
+from quire.kernels import backends, decide
+from test_catalogue import _DECODE
+
+HERE = Path(__file__).resolve().parent
+
+
+def names_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> list[str]:
+    """The backends of the matrix on a GPU of this capability."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    return [target.backend for target in conftest.targets()]
+
+
+def test_every_backend_is_in_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(names_on(monkeypatch, (9, 0))) == set(backends())
+
+
+def test_older_and_newer_gpus_run_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_on(monkeypatch, (8, 0)) == ["cpu", "decode", "fa2", "auto"]
+    assert names_on(monkeypatch, (10, 0)) == ["cpu", "decode", "fa2", "auto"]
+    assert names_on(monkeypatch, (7, 5)) == ["cpu"]
+
+
+def refusal(backend: str = "decode", **changes: object) -> quire.UnsupportedError:
+    """What a backend says to a decode problem that was changed."""
+    with pytest.raises(quire.UnsupportedError) as caught:
+        decide(replace(_DECODE, **changes), backend)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rows": 80},
+        {"rows": 4096},
+        {"uniform": False, "fixed_split_size": -1},
+        {"uniform": False, "fixed_split_size": 640},
+    ],
+)
+def test_limits_of_decode_are_known(changes: dict[str, object]) -> None:
+    error = refusal(**changes)
+    assert (limit(error) or ("",))[0] == "decode"
+    assert is_expected(error, "test_lengths")
+    assert not is_expected(error, "test_split_decode"), "only where it is expected"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes"),
+    [
+        ("decode", {"head_dim_qk": 24}),
+        ("decode", {"target": "x86-64-v4"}),
+        ("fa2", {"head_dim_qk": 24, "rows": 80}),
+        ("cpu", {"rows": 80}),
+    ],
+)
+def test_other_refusals_are_failures(kernel: str, changes: dict[str, object]) -> None:
+    error = refusal(kernel, **changes)
+    assert limit(error) is None and not is_expected(error, "test_lengths")
+
+
+def test_other_errors_are_failures() -> None:
+    assert limit(NotImplementedError("attention_decode 80 rows (qo_len * group_size) are more than 64")) is None
+    assert limit(quire.PlanError("rows")) is None
+
+
+def test_each_expected_test_exists() -> None:
+    assert set(BEYOND) == set(LIMITS) <= set(conftest.CUDA_BACKENDS)
+    defined = {
+        name for path in HERE.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    for names in BEYOND.values():
+        assert names <= defined, sorted(names - defined)
+
+
+def test_the_suite_has_a_cache_of_its_own() -> None:
+    """In the checkout, and not the one that the user's programs share."""
+    from quire import config
+
+    assert config.cache_root() == HERE.parent / "build" / "tests"
