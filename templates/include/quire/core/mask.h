@@ -28,6 +28,21 @@ struct KeyRange {
   QUIRE_HD KeyRange within(KeyRange other) const { return {max(begin, other.begin), min(end, other.end)}; }
 };
 
+// The keys that query `qo_idx` sees, before bits hide some of them. window_left: -1 is no window.
+QUIRE_HD KeyRange visible_to(int mask_mode, int window_left, int qo_len, int kv_len, int qo_idx) {
+  KeyRange range = {0, kv_len};
+  const int position = qo_idx + (kv_len - qo_len);
+  if (mask_mode == kMaskCausal) range.end = max(0, min(kv_len, position + 1));
+  if (window_left >= 0 && position > window_left) range.begin = position - window_left;
+  return range;
+}
+
+// The keys that at least one query of [first, last] sees: both ends of a query's range move right with the query.
+QUIRE_HD KeyRange visible_to_any(int mask_mode, int window_left, int qo_len, int kv_len, int first, int last) {
+  return {visible_to(mask_mode, window_left, qo_len, kv_len, first).begin,
+          visible_to(mask_mode, window_left, qo_len, kv_len, last).end};
+}
+
 template <int kMask, bool kWindow>
 struct Mask {
   static_assert(kMask >= kMaskNone && kMask <= kMaskTree, "kMask is none, causal, custom or tree");
@@ -47,15 +62,9 @@ struct Mask {
     return {tile.qo_len, tile.kv_len, p.window_left, bits};
   }
 
-  // The keys that the query sees, what the bits hide apart.
+  // The keys that the query sees, before bits hide some of them.
   QUIRE_HD KeyRange visible(int qo_idx) const {
-    KeyRange range = {0, kv_len};
-    const int position = qo_idx + (kv_len - qo_len);
-    if constexpr (kMask == kMaskCausal) range.end = max(0, min(kv_len, position + 1));
-    if constexpr (kWindow) {
-      if (window_left >= 0 && position > window_left) range.begin = position - window_left;
-    }
-    return range;
+    return visible_to(kMask, kWindow ? window_left : -1, qo_len, kv_len, qo_idx);
   }
 
   // The keys that some query of [first, last] sees, and those that all of them see whatever the bits say: both ends
