@@ -1,4 +1,5 @@
-"""The schedule: every piece of work is done exactly once, by partitions that are equal, within a bound that is known.
+"""The schedule: every unit is computed exactly once, by partitions of equal cost, within a bound that is known, and the
+merge table names each partial result once.
 
 The plan is walked here from its documentation in core/schedule.h, not through the code that kernels walk it with.
 """
@@ -6,8 +7,9 @@ The plan is walked here from its documentation in core/schedule.h, not through t
 from __future__ import annotations
 
 import itertools
+import time
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 import pytest
@@ -19,7 +21,7 @@ import oracle
 from quire.errors import ValidationError
 from quire.kernels import TileShape
 from quire.runtime.graph import GraphState
-from quire.runtime.schedule import Indices, make_schedule, schedule_inputs
+from quire.runtime.schedule import Indices, Lengths, make_schedule, num_row_tiles, schedule_input
 from quire.types import MaskMode
 
 
@@ -40,6 +42,7 @@ class Batch:
     page_size: int = 0  #: 0: ragged
     tile_capacity: int = 0  #: of a CUDA graph
     l2_tokens: int = 0  #: of a kernel that takes tiles from a counter
+    start_cost: int = 0  #: sixteenths of a unit
 
     def schedule(self):
         """The schedule of quire.runtime.schedule."""
@@ -54,7 +57,7 @@ class Batch:
             kv_indices=None,
             page_size=self.page_size or 1,
         )
-        inputs = schedule_inputs(
+        given = schedule_input(
             num_kv_heads=self.num_kv_heads,
             group_size=self.group_size,
             page_size=indices.page_size,
@@ -65,8 +68,9 @@ class Batch:
             fixed_split_size=self.fixed_split_size,
             tile_capacity=self.tile_capacity,
             l2_tokens=self.l2_tokens,
+            start_cost=self.start_cost,
         )
-        return make_schedule(indices, inputs)
+        return make_schedule(indices, given)
 
     def work(self):
         """Per (request, first row): the range of kv tiles with a visible key, from the definition of the masks."""
@@ -88,29 +92,38 @@ def units_of(tile):
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What a CTA does of one tile and kv head."""
+class Work:
+    """A work tile: what a CTA does of one row tile and KV head."""
 
     cta: int
     tile: int
     kv_head: int
-    begin: int  #: units from the start of the tile
+    begin: int  #: units from the start of the row tile
     end: int
+    partial: int  #: -1: it is the whole row tile
+    group: int
 
 
 def walk(schedule, num_kv_heads):
-    """All pieces, CTA by CTA."""
-    p, tiles, partitions = schedule.params, list(schedule.tiles), list(schedule.partitions)
-    if not p.is_partitioned or p.is_dynamic:
-        for cta in range(p.num_tiles * num_kv_heads):
-            tile, kv_head = divmod(cta, num_kv_heads)
-            yield Piece(cta, tile, kv_head, 0, units_of(tiles[tile]))
+    """All work tiles, CTA by CTA, from the documentation of RowTile and Partition."""
+    sizes, tiles = schedule.sizes, list(schedule.tiles)
+    if not sizes.is_partitioned or sizes.is_dynamic:
+        for number in range(sizes.num_tiles * num_kv_heads):
+            tile, kv_head = divmod(number, num_kv_heads)
+            yield planned(number, tiles, tile, kv_head)
         return
-    for cta, partition in enumerate(partitions):
+    for cta, partition in enumerate(schedule.partitions):
         tile, kv_head, at, left = partition.tile, partition.kv_head, partition.offset, partition.units
         while left:
-            count = min(left, units_of(tiles[tile]) - at)
-            yield Piece(cta, tile, kv_head, at, at + count)
+            size = units_of(tiles[tile])
+            count = min(left, size - at)
+            if count == size:
+                yield planned(cta, tiles, tile, kv_head)
+            else:
+                following = int(at == 0)
+                yield Work(
+                    cta, tile, kv_head, at, at + count, partition.partial + following, partition.group + following
+                )
             left -= count
             at = 0
             tile += 1
@@ -118,17 +131,25 @@ def walk(schedule, num_kv_heads):
                 tile, kv_head = 0, kv_head + 1
 
 
+def planned(cta, tiles, tile, kv_head):
+    """A whole entry of the row tiles, which a fixed split may have made."""
+    t = tiles[tile]
+    partial, group = (t.partial + kv_head * t.num_parts, t.group + kv_head) if t.partial >= 0 else (-1, -1)
+    return Work(cta, tile, kv_head, 0, units_of(t), partial, group)
+
+
 def check_everything(batch):
     """All the promises of one schedule."""
     schedule = batch.schedule()
-    p, tiles = schedule.params, list(schedule.tiles)
-    pieces = list(walk(schedule, batch.num_kv_heads))
+    sizes, tiles = schedule.sizes, list(schedule.tiles)
+    work = list(walk(schedule, batch.num_kv_heads))
     check_tiles(batch, tiles)
-    check_coverage(batch, tiles, pieces)
-    if p.is_partitioned:
-        check_shares(batch, p, tiles, pieces)
+    check_coverage(batch, tiles, work)
+    check_merge_table(batch, schedule, tiles, work)
+    if sizes.is_partitioned:
+        check_partitions(batch, sizes, tiles, work)
     else:
-        check_whole(batch, p, tiles)
+        check_whole(batch, sizes, tiles)
     check_arrays(batch, schedule)
 
 
@@ -153,13 +174,13 @@ def check_tiles(batch, tiles):
         assert all(begin < end for begin, end in ranges)
 
 
-def check_coverage(batch, tiles, pieces):
-    """Every unit of every tile and kv head is in exactly one piece."""
+def check_coverage(batch, tiles, work):
+    """Every unit of every tile and kv head is in exactly one work tile."""
     done = defaultdict(int)
-    for piece in pieces:
-        assert 0 <= piece.begin < piece.end <= units_of(tiles[piece.tile])
-        for unit in range(piece.begin, piece.end):
-            done[piece.tile, piece.kv_head, unit] += 1
+    for w in work:
+        assert 0 <= w.begin < w.end <= units_of(tiles[w.tile])
+        for unit in range(w.begin, w.end):
+            done[w.tile, w.kv_head, unit] += 1
     every = {
         (i, head, unit)
         for i, t in enumerate(tiles)
@@ -170,58 +191,69 @@ def check_coverage(batch, tiles, pieces):
     assert set(done.values()) <= {1}
 
 
-def check_shares(batch, p, tiles, pieces):
-    """Shares are equal within one unit; a CTA leaves at most a head and a tail; slots are its own and within bounds."""
-    assert 0 < p.num_ctas <= batch.max_ctas
-    assert p.num_partials == 2 * p.num_ctas <= 2 * batch.max_ctas
-    load = defaultdict(int)
-    parts = defaultdict(list)
-    for piece in pieces:
-        load[piece.cta] += piece.end - piece.begin
-        parts[piece.tile, piece.kv_head].append(piece)
-    assert max(load.values()) - min(load.values()) <= 1
-    assert len(load) == p.num_ctas
-    slots = set()
-    partials = defaultdict(int)
-    for group in parts.values():
-        ctas = [piece.cta for piece in group]
-        assert ctas == list(range(ctas[0], ctas[0] + len(ctas))), "the parts of a tile belong to consecutive CTAs"
-        if len(group) == 1:
+def check_merge_table(batch, schedule, tiles, work):
+    """The partials of a group are those of one row tile and KV head, side by side in the order of their keys; each
+    partial is in one group; nothing has arrived.
+    """
+    rows = defaultdict(list)
+    for w in work:
+        t = tiles[w.tile]
+        rows[t.request, t.row_begin, w.kv_head].append((t.kv_begin + w.begin, w))
+    partials, groups = set(), set()
+    for (request, row_begin, _), parts in rows.items():
+        parts = [w for _, w in sorted(parts, key=lambda part: part[0])]
+        if len(parts) == 1:
+            assert parts[0].partial == parts[0].group == -1
             continue
-        for part, piece in enumerate(group):
-            slot = piece.cta + (part == 0) * p.num_ctas  # a tile begun is the CTA's tail, a tile taken over is its head
-            assert slot not in slots and slot < p.num_partials
-            slots.add(slot)
-            partials[piece.cta] += 1
-    assert all(n <= 2 for n in partials.values())
-    assert p.num_counters == p.num_ctas  # a group counts at its first CTA, and a CTA begins at most one group
-    assert [t.partial for t in tiles] == [-1] * len(tiles)
+        assert len({w.group for w in parts}) == 1 and parts[0].group not in groups
+        groups.add(parts[0].group)
+        group = schedule.groups[parts[0].group]
+        numbers = [w.partial for w in parts]
+        assert numbers == list(range(numbers[0], numbers[0] + len(parts)))
+        assert (group.row_begin, group.row_end) == (
+            numbers[0] * batch.tile_rows,
+            (numbers[-1] + 1) * batch.tile_rows,
+        )
+        assert group.num_rows == min(batch.tile_rows, batch.qo_lens[request] * batch.group_size - row_begin)
+        assert group.num_arrived == 0
+        assert not partials & set(numbers)
+        partials.update(numbers)
+    assert len(groups) <= schedule.sizes.num_groups and max(groups, default=-1) < schedule.sizes.num_groups
+    assert max(partials, default=-1) < schedule.sizes.num_partials
+    if batch.fixed_split_size > 0 and not batch.tile_capacity:
+        assert (len(groups), len(partials)) == (schedule.sizes.num_groups, schedule.sizes.num_partials)
 
 
-def check_whole(batch, p, tiles):
-    """One tile a CTA, the longest first; with fixed splits each group has contiguous slots of its own."""
-    assert p.num_ctas == len(tiles) * batch.num_kv_heads
+def check_partitions(batch, sizes, tiles, work):
+    """Partitions are runs of equal cost; a CTA leaves at most two partials."""
+    assert 0 < sizes.num_ctas <= batch.max_ctas
+    if batch.fixed_split_size:
+        assert all(w.end - w.begin == units_of(tiles[w.tile]) for w in work), "divided in advance and nowhere else"
+        return
+    assert sizes.num_partials == 2 * sizes.num_ctas and sizes.num_groups == sizes.num_ctas
+    count = num_partitions(batch, sizes) if batch.tile_capacity else sizes.num_ctas
+    units, cost, partials = [0] * count, [0] * count, [0] * count
+    for w in work:
+        size = units_of(tiles[w.tile])
+        units[w.cta] += w.end - w.begin
+        cost[w.cta] += (w.end - w.begin) * (16 * size + batch.start_cost) / size
+        partials[w.cta] += w.partial >= 0
+        if w.end - w.begin < size:
+            assert 16 * min(part for part in (w.begin, size - w.end, size) if part) > batch.start_cost
+    assert max(partials) <= 2
+    if batch.start_cost == 0:
+        assert max(units) - min(units) <= 1
+    # Where a run ends moves by half a unit to get to a unit's end, or to the row tile's end, if that is not farther
+    # away than a start costs; to the nearest of both ends of a row tile that is too short to be divided.
+    farthest = max(16, 2 * batch.start_cost) + batch.start_cost
+    assert max(abs(c - sum(cost) / count) for c in cost) <= 2 * farthest
+
+
+def check_whole(batch, sizes, tiles):
+    """One tile a CTA, the longest first."""
+    assert sizes.num_ctas == len(tiles) * batch.num_kv_heads
     lengths = [units_of(t) for t in tiles]
     assert lengths == sorted(lengths, reverse=True)
-    groups = defaultdict(list)
-    for t in tiles:
-        assert 0 <= t.part < t.num_parts
-        groups[t.request, t.row_begin].append(t)
-    slots = set()
-    for group in groups.values():
-        group.sort(key=lambda t: t.part)
-        assert [t.part for t in group] == list(range(group[0].num_parts))
-        assert len({t.partial for t in group}) == 1
-        assert [t.kv_begin for t in group] == sorted(t.kv_begin for t in group), "parts are in the order of keys"
-        if len(group) == 1:
-            assert group[0].partial == -1
-            continue
-        for head in range(batch.num_kv_heads):
-            for t in group:
-                slot = head * p.partials_per_head + t.partial + t.part
-                assert slot not in slots and slot < p.num_partials
-                slots.add(slot)
-    assert len(slots) == p.num_partials == p.partials_per_head * batch.num_kv_heads
 
 
 def ints_at(schedule, offset, count, dtype=torch.int32):
@@ -232,19 +264,20 @@ def ints_at(schedule, offset, count, dtype=torch.int32):
 
 def check_arrays(batch, schedule):
     """The packed buffer's arrays are aligned, apart, inside, and say what the batch says."""
-    p, n = schedule.params, len(batch.qo_lens)
+    p, n = schedule.sizes, len(batch.qo_lens)
     sizes = [
         (p.tiles_offset, 48 * p.num_tiles),
         (p.partitions_offset, 32 * p.num_ctas * p.is_partitioned),
         (p.mask_indptr_offset, 8 * n * (batch.mask is MaskMode.CUSTOM)),
-        (p.arrivals_offset, 4 * p.num_counters),
+        (p.groups_offset, 16 * p.num_groups),
+        (p.tile_counter_offset, 4),
     ]
     assert all(offset % 16 == 0 for offset, _ in sizes)
     spans = sorted((offset, offset + size) for offset, size in sizes if size)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
     assert not spans or spans[-1][1] <= p.filled_bytes <= schedule.buffer.numel()
     assert p.filled_bytes <= p.buffer_bytes
-    assert ints_at(schedule, p.arrivals_offset, p.num_counters) == [0] * p.num_counters
+    assert ints_at(schedule, p.tile_counter_offset, 1) == [0]
     assert p.kv_tokens == sum(batch.kv_lens)
     if batch.mask is MaskMode.CUSTOM:
         sizes = [-(-q * k // 8) for q, k in zip(batch.qo_lens, batch.kv_lens, strict=True)]
@@ -273,6 +306,7 @@ def batches(draw, fixed=False):
         max_ctas=draw(st.sampled_from([1, 2, 13, 132, 264])),
         fixed_split_size=split,
         page_size=draw(st.sampled_from([0, 1, 16])),
+        start_cost=draw(st.sampled_from([0, 0, 8, 16, 24, 40])),
     )
 
 
@@ -300,23 +334,23 @@ def test_extremes(lens, max_ctas):
 @settings(max_examples=60, deadline=None)
 @given(batch=batches())
 def test_the_workspace_does_not_depend_on_lengths(batch):
-    assert batch.schedule().params.num_partials <= 2 * batch.max_ctas
+    assert batch.schedule().sizes.num_partials <= 2 * batch.max_ctas
 
 
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(fixed=True), alone=st.integers(0, 5))
 def test_fixed_splits_do_not_depend_on_neighbours(batch, alone):
-    """A request is cut at the same keys whether it is alone or in a batch, on a small machine or a big one."""
+    """A request is divided at the same keys whether it is alone or in a batch, on a small machine or a big one."""
     at = alone % len(batch.qo_lens)
     changes = {"qo_lens": (batch.qo_lens[at],), "kv_lens": (batch.kv_lens[at],), "max_ctas": batch.max_ctas + 50}
     single = Batch(**{**batch.__dict__, **changes})
 
-    def cuts(schedule, request):
-        fields = ("row_begin", "kv_begin", "kv_end", "part", "num_parts")
+    def parts(schedule, request):
+        fields = ("row_begin", "kv_begin", "kv_end", "num_parts")
         return sorted(tuple(getattr(t, f) for f in fields) for t in schedule.tiles if t.request == request)
 
     together, apart = batch.schedule(), single.schedule()
-    assert cuts(together, at) == cuts(apart, 0)
+    assert parts(together, at) == parts(apart, 0)
 
 
 @settings(max_examples=60, deadline=None)
@@ -328,11 +362,13 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
         assert all(t.num_parts == 1 for t in schedule.tiles)
         return
     step = batch.fixed_split_size // batch.tile_kv
+    firsts = {}
     for t in schedule.tiles:
+        at = t.request, t.row_begin
+        firsts[at] = min(t.kv_begin, firsts.get(at, t.kv_begin))
         if t.kv_begin < t.kv_end:
             assert t.kv_begin // step == (t.kv_end - 1) // step
-        if t.part > 0:
-            assert t.kv_begin % step == 0
+    assert all(t.kv_begin % step == 0 for t in schedule.tiles if t.kv_begin > firsts[t.request, t.row_begin])
 
 
 @settings(max_examples=150, deadline=None)
@@ -343,31 +379,25 @@ def test_any_schedule_for_a_graph(batch, fixed, dynamic):
     changes = {"fixed_split_size": split, "l2_tokens": 500 * dynamic, "tile_capacity": 10_000}
     graph = Batch(**{**batch.__dict__, **changes})
     schedule = graph.schedule()
-    p, tiles = schedule.params, list(schedule.tiles)
-    assert p.num_ctas == batch.max_ctas and len(schedule.partitions) == p.num_ctas
+    sizes, tiles = schedule.sizes, list(schedule.tiles)
+    assert sizes.num_ctas == batch.max_ctas and len(schedule.partitions) == sizes.num_ctas
     check_tiles(graph, tiles)
     check_arrays(graph, schedule)
-    pieces = list(walk(schedule, batch.num_kv_heads))
-    check_coverage(graph, tiles, pieces)
-    empty = Batch(**{**graph.__dict__, "qo_lens": (0,) * len(batch.qo_lens)}).schedule().params
-    for name in ("arrivals_offset", "partitions_offset", "mask_indptr_offset", "tiles_offset", "buffer_bytes"):
-        assert getattr(p, name) == getattr(empty, name)
-    assert (p.num_partials, p.num_counters, p.partials_per_head) == (
-        empty.num_partials,
-        empty.num_counters,
-        empty.partials_per_head,
-    )
+    work = list(walk(schedule, batch.num_kv_heads))
+    check_coverage(graph, tiles, work)
+    check_merge_table(graph, schedule, tiles, work)
+    empty = Batch(**{**graph.__dict__, "qo_lens": (0,) * len(batch.qo_lens)}).schedule().sizes
+    for name in ("groups", "partitions", "mask_indptr", "tiles"):
+        assert getattr(sizes, f"{name}_offset") == getattr(empty, f"{name}_offset")
+    for name in ("buffer_bytes", "num_partials", "num_groups"):
+        assert getattr(sizes, name) == getattr(empty, name)
     for partition in schedule.partitions:
-        assert (partition.num_tiles, partition.work_per_head) == (p.num_tiles, p.work_per_head)
-        if p.is_dynamic:
-            assert (partition.units, partition.offset, partition.tile) == (
-                -1,
-                p.num_tiles * p.num_kv_heads,
-                p.heads_per_l2_group,
-            )
-    assert p.is_dynamic <= dynamic and p.num_kv_heads % p.heads_per_l2_group == 0
-    if not p.is_dynamic:
-        check_cuts(graph, p, pieces, tiles)
+        assert partition.num_tiles == sizes.num_tiles
+        assert partition.heads_per_l2_group == (sizes.heads_per_l2_group if sizes.is_dynamic else 0)
+        assert partition.units == 0 or not sizes.is_dynamic
+    assert sizes.is_dynamic <= dynamic and batch.num_kv_heads % sizes.heads_per_l2_group == 0
+    if not sizes.is_dynamic and work:
+        check_partitions(graph, sizes, tiles, work)
 
 
 @settings(max_examples=100, deadline=None)
@@ -375,33 +405,21 @@ def test_any_schedule_for_a_graph(batch, fixed, dynamic):
 def test_a_graph_has_room_for_the_units_of_any_mask(batch, fixed):
     """The capacity follows from the buffer that holds the bits, whatever the lengths."""
     split = 3 * batch.tile_kv if fixed else 0
-    p = Batch(**{**batch.__dict__, "fixed_split_size": split, "mask": MaskMode.CUSTOM}).schedule().params
+    p = Batch(**{**batch.__dict__, "fixed_split_size": split, "mask": MaskMode.CUSTOM}).schedule().sizes
     graph = GraphState(len(batch.qo_lens), None, torch.empty(max(1, p.mask_bytes), dtype=torch.uint8))
     tile = TileShape(batch.tile_rows, batch.tile_kv)
     assert p.work_per_head <= graph.unit_capacity(tile, batch.group_size, p.num_tiles)
 
 
-def num_partitions(p, total):
-    """The fewest that are not longer, of two units or more where tiles are cut, as many a tile if that loses little."""
-    if total == 0:
-        return 1
-    longest = max(-(-total // min(p.max_ctas, total)), 1 + (p.work_per_head > p.num_tiles))
+def num_partitions(batch, sizes):
+    """The fewest that are not longer, of two units or more where tiles are divided, as many a tile if that loses
+    little.
+    """
+    total = sizes.work_per_head * batch.num_kv_heads
+    longest = max(-(-total // min(batch.max_ctas, total)), 1 + (sizes.work_per_head > sizes.num_tiles))
     count = -(-total // longest)
-    even = count - count % (p.num_tiles * p.num_kv_heads)
+    even = count - count % (sizes.num_tiles * batch.num_kv_heads)
     return even if 16 * (count - even) <= count else count
-
-
-def check_cuts(batch, p, pieces, tiles):
-    """Each CTA finds who else has a part of its tile from what all partitions have in common."""
-    total = p.work_per_head * p.num_kv_heads
-    each, longer = divmod(total, num_partitions(p, total))
-    starts = [c * each + min(c, longer) for c in range(batch.max_ctas + 1)]
-    if batch.fixed_split_size != 0:
-        assert all(piece.end - piece.begin == units_of(tiles[piece.tile]) for piece in pieces)
-        return
-    for piece in pieces:
-        unit = p.work_per_head * piece.kv_head + tiles[piece.tile].work_begin + piece.begin
-        assert starts[piece.cta] <= unit < starts[piece.cta + 1]
 
 
 def test_more_tiles_than_a_graph_has_room_for():
@@ -409,36 +427,36 @@ def test_more_tiles_than_a_graph_has_room_for():
         Batch((64, 64), (10, 10), tile_capacity=3, tile_rows=16).schedule()
 
 
-def test_tiles_and_shares_keep_their_memory():
+def test_arrays_keep_their_memory():
     """They are views of the packed buffer: it must live as long as they do."""
-    for name in ("tiles", "partitions"):
+    for name in ("tiles", "partitions", "groups"):
         schedule = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule()
         buffer, view = weakref.ref(schedule.host_buffer.tensor), getattr(schedule, name)
         del schedule
         assert len(view) and buffer() is not None
 
 
-def test_plenty_of_work_is_not_cut():
-    """Cutting costs a merge; with a hundred equal tiles a CTA there is nothing to gain."""
-    p = Batch((1,) * 1000, (640,) * 1000, max_ctas=20).schedule().params
+def test_plenty_of_work_is_not_divided():
+    """Dividing costs a merge; with a hundred equal tiles a CTA there is nothing to gain."""
+    p = Batch((1,) * 1000, (640,) * 1000, max_ctas=20).schedule().sizes
     assert not p.is_partitioned and p.num_partials == 0
 
 
-def test_little_work_is_cut():
+def test_little_work_is_divided():
     """One long request must not keep the machine waiting."""
-    p = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule().params
+    p = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule().sizes
     assert p.is_partitioned and p.num_ctas == 125  # 500 units: with 132 CTAs the longest partition would be no shorter
 
 
-def test_shares_end_with_tiles_that_are_alike():
+def test_partitions_end_with_tiles_that_are_alike():
     """A head more or less of which one CTA does the rest would be merged for nothing."""
-    p = Batch((1,), (131_072,), num_kv_heads=8, tile_kv=64, max_ctas=264).schedule().params
+    p = Batch((1,), (131_072,), num_kv_heads=8, tile_kv=64, max_ctas=264).schedule().sizes
     assert p.is_partitioned and p.num_ctas == 256
 
 
 def test_tiles_of_one_unit_are_runs():
-    """They cannot be cut; CTAs that stay read ahead."""
-    p = Batch((1,) * 100, (64,) * 100, tile_kv=64, num_kv_heads=8, max_ctas=264).schedule().params
+    """They cannot be divided; CTAs that stay read ahead."""
+    p = Batch((1,) * 100, (64,) * 100, tile_kv=64, num_kv_heads=8, max_ctas=264).schedule().sizes
     assert p.is_partitioned and p.num_ctas == 200
 
 
@@ -450,7 +468,8 @@ BAD = [
     ({"kv_last_page_len": [17, 1]}, "last_page_len"),
     ({"kv_last_page_len": [0, 1]}, "last_page_len"),
     ({"kv_last_page_len": [-3, 1]}, "last_page_len"),
-    ({"kv_indptr": [0, 1 << 30, (1 << 30) + 1]}, "too large"),
+    ({"kv_indptr": [0, 1 << 30, (1 << 30) + 1]}, "fewer than 2..31 tokens"),
+    ({"qo_indptr": [0, 1, 2**31 - 1]}, "at most 2..23 row tiles times 1 KV heads"),
 ]
 
 
@@ -460,15 +479,78 @@ def test_bad_index_arrays(change, word):
     arrays = {"qo_indptr": [0, 1, 2], "kv_indptr": [0, 2, 3], "kv_last_page_len": [16, 1], **change}
     tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in arrays.items()}
     indices = Indices(batch_size=2, qo_len=0, kv_indices=None, page_size=16, **tensors)
-    inputs = schedule_inputs(
-        num_kv_heads=1,
-        group_size=1,
-        page_size=16,
-        tile=TileShape(16, 64),
-        mask=MaskMode.NONE,
-        window_left=-1,
-        max_ctas=4,
-        fixed_split_size=0,
-    )
     with pytest.raises(ValidationError, match=word):
-        make_schedule(indices, inputs)
+        make_schedule(indices, template(page_size=16))
+
+
+def template(**changes):
+    """The scheduler's input for one query head and KV head."""
+    values = {"num_kv_heads": 1, "group_size": 1, "page_size": 1, "tile": TileShape(128, 64), "fixed_split_size": 0}
+    return schedule_input(mask=MaskMode.NONE, window_left=-1, max_ctas=4, **{**values, **changes})
+
+
+def ragged(qo_lens, kv_lens, qo_len=0):
+    """Index arrays of ragged keys; qo_lens=None: qo_len rows each."""
+    qo_indptr = None if qo_lens is None else torch.tensor(oracle.indptr_of(qo_lens), dtype=torch.int32)
+    kv_indptr = torch.tensor(oracle.indptr_of(kv_lens), dtype=torch.int32)
+    return Indices(len(kv_lens), qo_indptr, qo_len, kv_indptr, None, None, 1)
+
+
+TOO_LARGE = [
+    (ragged((2**31 - 2,), (5,)), {}, "2..23 row tiles"),
+    (ragged((1, 2**31 - 2), (5, 5)), {}, "2..23 row tiles.*at request 1"),
+    (ragged(None, (5, 5), qo_len=2**30), {}, "query tokens times query heads per KV head below 2..31"),
+    (ragged(None, (5,), qo_len=2**30), {"group_size": 3}, "query tokens times query heads"),
+    (ragged((1,), (5,)), {"num_kv_heads": 2**31 - 1}, "times 2147483647 KV heads"),
+    (ragged((1,), (5,)), {"group_size": 2**31 - 1}, "2..23 row tiles"),
+    (ragged((1,), (2**31 - 1,)), {"fixed_split_size": 64}, "each fixed split counts"),
+    (ragged((1,), (2**31 - 1,)), {"num_kv_heads": 64}, "2..31 KV tiles of 64 tokens"),
+]
+
+
+@pytest.mark.parametrize(("indices", "changes", "words"), TOO_LARGE, ids=range(len(TOO_LARGE)))
+def test_a_batch_that_is_too_large(indices, changes, words):
+    """Counted, not walked: the error comes before a loop over row tiles."""
+    begin = time.process_time()
+    with pytest.raises(ValidationError, match=words):
+        make_schedule(indices, template(**changes))
+    assert time.process_time() - begin < 2
+
+
+def test_a_batch_that_is_too_large_on_a_gpu():
+    """Only shapes are known there."""
+    lengths = Lengths(torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), 1 << 20, 64)
+    assert num_row_tiles(lengths, template()) == 2 << 13
+    for changes in (
+        {"group_size": 1 << 10},
+        {"num_kv_heads": 1 << 10},
+        {"tile": TileShape(16, 16), "num_kv_heads": 65},
+    ):
+        with pytest.raises(ValidationError, match="2 requests of 1048576 query tokens"):
+            num_row_tiles(lengths, template(**changes))
+
+
+def test_an_empty_batch_begins_with_0():
+    with pytest.raises(ValidationError, match="kv_indptr: expected to begin with 0"):
+        make_schedule(Indices(0, None, 1, torch.tensor([5], dtype=torch.int32), None, None, 1), template())
+    assert make_schedule(ragged((), ()), template()).sizes.num_ctas == 0
+
+
+def test_a_start_counts():
+    """70 short requests side by side are 70 starts to one CTA, which then gets fewer units of long ones."""
+    most = []
+    for start_cost in (0, 16):
+        batch = Batch((1,) * 128, (8192,) * 58 + (64,) * 70, num_kv_heads=8, max_ctas=264, start_cost=start_cost)
+        check_everything(batch)
+        units_and_starts = Counter()
+        for w in walk(batch.schedule(), 8):
+            units_and_starts[w.cta] += w.end - w.begin + 1
+        most.append(max(units_and_starts.values()) / (sum(units_and_starts.values()) / 264))
+    assert most[0] > 1.25 and most[1] < 1.03
+
+
+def test_row_tiles_too_short_to_divide():
+    """256 requests of 5 units: every partition is 7 or 8 of them, and nothing is merged."""
+    work = list(walk(Batch((1,) * 256, (300,) * 256, num_kv_heads=8, max_ctas=264, start_cost=48).schedule(), 8))
+    assert all(w.partial < 0 for w in work)
+    assert set(Counter(w.cta for w in work).values()) <= {7, 8}

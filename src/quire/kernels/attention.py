@@ -15,7 +15,7 @@ from quire.jit.spec import Spec
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
 from quire.kernels.operands import ATTENTION_OPERANDS, Operand, TensorCopy, View, with_scales
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import AttentionParams, ScheduleParams, struct_of
+from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
 
 __all__ = ["AttentionKernel", "AttentionKey", "AttentionProblem", "TileShape", "same_rows"]
 
@@ -126,13 +126,13 @@ class AttentionKernel:
     )
     max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: of an operand, from end to end; 0: any
     persistent: bool = False  #: its CTAs stay: never more of them are launched than run at the same time
-    schedule_inputs: Callable[[AttentionKey], Mapping[str, int]] = lambda _: {}  #: what it asks of the scheduler
+    schedule_input: Callable[[AttentionKey], Mapping[str, int]] = lambda _: {}  #: what it asks of the scheduler
     #: plan memory of its own, in bytes for each work unit of a kv head, and the operation that fills it in plan()
     unit_bytes: Callable[[AttentionKey], int] = lambda _: 0
     operation: Callable[[AttentionKey], OperationKey | None] = lambda _: None
-    #: fills the fields of `params` that only this kernel has, from the schedule and the address of that memory; returns
-    #: the parameters of the operation, and its CTAs
-    fill: Callable[[Any, ScheduleParams, int], tuple[ctypes.Structure | None, int]] | None = None
+    #: fills the fields of `params` that only this kernel has, from the scheduler's input and output and where the
+    #: schedule and that memory lie; returns the parameters of the operation, and its CTAs
+    fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
 
     @cached_property

@@ -9,7 +9,7 @@ from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProb
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import AttentionFa3Params, BlockMaskParams, ScheduleParams
+from quire.kernels.params import AttentionFa3Params, BlockMaskParams, ScheduleInput, ScheduleOutput
 from quire.types import MaskMode
 
 __all__ = ["KERNEL"]
@@ -82,7 +82,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     return tuple(copies)
 
 
-def _schedule_inputs(key: AttentionKey) -> Mapping[str, int]:
+def _schedule_input(key: AttentionKey) -> Mapping[str, int]:
     """CTAs may take tiles from a counter, those of a few kv heads at a time, whose keys and values stay in L2."""
     token_bits = (key.head_dim_qk + key.head_dim_vo) * key.kv.bits
     return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits)}
@@ -98,17 +98,19 @@ def _operation(key: AttentionKey) -> OperationKey | None:
     return OperationKey("block_mask", key.target) if key.mask is MaskMode.CUSTOM else None
 
 
-def _fill(params: AttentionFa3Params, s: ScheduleParams, block_mask: int) -> tuple[BlockMaskParams | None, int]:
-    """For CUDA graphs and lengths on the device all kv heads are worked on at a time: no length may decide it."""
+def _fill(
+    params: AttentionFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, block_mask: int
+) -> tuple[BlockMaskParams | None, int]:
+    """For CUDA graphs and lengths on the device, partitions say how many kv heads are worked on at a time."""
     base = params.base
-    params.tile_counter = base.arrivals + 4 * s.num_counters
-    params.heads_per_l2_group = (0 if s.tile_capacity else s.heads_per_l2_group) or s.num_kv_heads
+    params.tile_counter = at + s.tile_counter_offset
+    params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
     if not block_mask:
         return None, 0
     params.block_mask = block_mask
     mask = BlockMaskParams(
         mask=base.mask, mask_indptr=base.mask_indptr, tiles=base.tiles, block_mask=block_mask, num_tiles=s.num_tiles,
-        tile_rows=s.tile_rows, tile_kv=s.tile_kv, group_size=s.group_size, window_left=s.window_left,
+        tile_rows=given.tile_rows, tile_kv=given.tile_kv, group_size=given.group_size, window_left=given.window_left,
     )  # fmt: skip
     return mask, _BLOCK_MASK_CTAS * s.num_tiles
 
@@ -127,7 +129,7 @@ KERNEL = AttentionKernel(
     copies=_copies,
     max_bytes=_max_bytes,
     persistent=True,
-    schedule_inputs=_schedule_inputs,
+    schedule_input=_schedule_input,
     unit_bytes=_unit_bytes,
     operation=_operation,
     fill=_fill,

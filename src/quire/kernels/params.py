@@ -6,6 +6,7 @@ Each rendered unit asserts these layouts, so a mirror that drifts from its C++ s
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import TypeVar
@@ -21,11 +22,14 @@ __all__ = [
     "AttentionParams",
     "BlockMaskParams",
     "FastDivisor",
+    "MergeGroup",
     "MergeParams",
     "PackbitsParams",
     "Partition",
     "RowTile",
+    "ScheduleInput",
     "ScheduleLengthsParams",
+    "ScheduleOutput",
     "ScheduleParams",
     "TensorMap",
     "aligned_copy",
@@ -36,8 +40,19 @@ __all__ = [
 @cache
 def struct_of(cls: type[ctypes.Structure]) -> Struct:
     """The layout of a mirror, for the assertions in the rendered unit."""
-    names = [field[0] for field in cls._fields_ if not field[0].startswith("_")]  # the rest is padding
-    return Struct(cls.__name__, ctypes.sizeof(cls), tuple((name, getattr(cls, name).offset) for name in names))
+    return Struct(cls.__name__, ctypes.sizeof(cls), tuple(_offsets(cls)))
+
+
+def _offsets(cls: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
+    """Each field's name and offset; those of a struct inside by their path."""
+    for name, kind, *_ in cls._fields_:
+        offset = getattr(cls, name).offset
+        if name.startswith("_"):  # padding
+            continue
+        if issubclass(kind, ctypes.Structure):
+            yield from ((f"{name}.{inner}", offset + at) for inner, at in _offsets(kind))
+        else:
+            yield name, offset
 
 
 class FastDivisor(ctypes.Structure):
@@ -60,22 +75,28 @@ class RowTile(ctypes.Structure):
     _fields_ = tuple(
         (name, c_int32)
         for name in (
-            *("request", "row_begin", "kv_begin", "kv_end", "work_begin", "partial", "part", "num_parts"),
+            *("request", "row_begin", "kv_begin", "kv_end", "work_begin", "partial", "num_parts", "group"),
             *("kv_first", "kv_len", "qo_begin", "qo_len"),
         )
     )
 
 
 class Partition(ctypes.Structure):
-    """The contiguous run of work units of one CTA."""
+    """What one CTA computes."""
 
     _fields_ = tuple(
         (name, c_int32)
         for name in (
             *("kv_head", "tile", "offset", "units"),
-            *("num_tiles", "work_per_head", "units_each", "num_longer"),
+            *("partial", "group", "num_tiles", "heads_per_l2_group"),
         )
     )
+
+
+class MergeGroup(ctypes.Structure):
+    """The partials of one row tile and KV head, counted in rows."""
+
+    _fields_ = (*((name, c_int32) for name in ("row_begin", "row_end", "num_rows")), ("num_arrived", c_uint32))
 
 
 class AttentionParams(ctypes.Structure):
@@ -85,11 +106,11 @@ class AttentionParams(ctypes.Structure):
         *operand_fields(ATTENTION_OPERANDS),
         *((name, c_void_p) for name in ("lse", "sinks", "logits_scale_by", "o_scale_by")),
         *((name, c_void_p) for name in ("kv_indices", "mask", "mask_indptr")),
-        *((name, c_void_p) for name in ("tiles", "partitions", "partial_o", "partial_md", "arrivals")),
+        *((name, c_void_p) for name in ("tiles", "partitions", "groups", "partial_o", "partial_md")),
         ("group", FastDivisor),
         ("page", FastDivisor),
         *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
-        *((name, c_int32) for name in ("partials_per_head", "window_left")),
+        ("window_left", c_int32),
         *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
         ("plan_is_resident", c_int32),
     )
@@ -130,36 +151,48 @@ def _memory(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
     return ctypes.c_char * num_bytes
 
 
-class ScheduleParams(ctypes.Structure):
-    """What the host planner is given and gives; see kernels/schedule_attention.h."""
+class ScheduleInput(ctypes.Structure):
+    """What the host's scheduler is given; see kernels/schedule_attention.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")),
         *((name, c_void_p) for name in ("kept", "buffer")),
         *((name, c_int64) for name in ("capacity", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
-        *((name, c_int32) for name in ("tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
-        *(
-            (name, c_int32)
-            for name in ("fixed_split_size", "has_mask", "has_tile_counter", "l2_tokens", "tile_capacity")
-        ),
-        *((name, c_int32) for name in ("error", "error_request", "num_tiles", "num_ctas", "is_partitioned")),
-        *((name, c_int32) for name in ("is_dynamic", "heads_per_l2_group", "work_per_head")),
-        *((name, c_int32) for name in ("partials_per_head", "nnz_qo")),
-        *((name, c_int64) for name in ("nnz_kv", "num_partials", "num_counters", "mask_bytes", "kv_tokens")),
+        *((name, c_int32) for name in ("tile_rows", "tile_kv", "mask_mode", "window_left", "start_cost", "max_ctas")),
+        *((name, c_int32) for name in ("fixed_split_size", "has_tile_counter", "l2_tokens", "tile_capacity")),
+    )
+
+
+class ScheduleOutput(ctypes.Structure):
+    """What the host's scheduler gives."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("error", "error_request", "has_kept", "num_tiles", "num_ctas")),
+        *((name, c_int32) for name in ("is_partitioned", "is_dynamic", "heads_per_l2_group", "work_per_head")),
+        ("nnz_qo", c_int32),
+        *((name, c_int64) for name in ("nnz_kv", "num_partials", "num_groups", "mask_bytes", "kv_tokens")),
         *((name, c_int32) for name in ("least_page", "largest_page")),
-        *((name, c_int64) for name in ("arrivals_offset", "partitions_offset", "mask_indptr_offset", "tiles_offset")),
+        *((name, c_int64) for name in ("tile_counter_offset", "groups_offset", "partitions_offset")),
+        *((name, c_int64) for name in ("mask_indptr_offset", "tiles_offset")),
         *((name, c_int64) for name in ("buffer_bytes", "filled_bytes", "staged_bytes")),
     )
 
 
+class ScheduleParams(ctypes.Structure):
+    """One call of the host's scheduler."""
+
+    _fields_ = (("input", ScheduleInput), ("output", ScheduleOutput))
+
+
 class ScheduleLengthsParams(ctypes.Structure):
-    """What the planner on the device is given; see kernels/schedule_lengths.cuh."""
+    """What the scheduler on the device is given; see kernels/schedule_lengths.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("kv_lens", "tiles", "partitions", "arrivals")),
+        *((name, c_void_p) for name in ("kv_lens", "tiles", "partitions", "groups", "tile_counter")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "max_kv_len", "pages_per_request", "num_kv_heads")),
-        *((name, c_int32) for name in ("group_size", "tile_rows", "tile_kv", "causal", "window_left", "max_ctas")),
+        *((name, c_int32) for name in ("group_size", "tile_rows", "tile_kv", "mask_mode", "window_left")),
+        *((name, c_int32) for name in ("start_cost", "max_ctas")),
     )
 
 

@@ -175,7 +175,7 @@ class Attention:
         self.spec = spec
         self._plan = self._make_plan(workspace)
         schedule = self._plan.schedule
-        self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.params.nnz_qo
+        self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.sizes.nnz_qo
         self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_qk)
         self._lock = Lock()
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right

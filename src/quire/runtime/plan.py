@@ -56,19 +56,19 @@ class AttentionPlan:
     @property
     def nnz_kv(self) -> int:
         """Rows of k, or page numbers; 0 where only the device knows."""
-        return self.schedule.params.nnz_kv if self.schedule else 0
+        return self.schedule.sizes.nnz_kv if self.schedule else 0
 
     @property
     def largest_page(self) -> int:
         """The largest page number; -1 where only the device knows."""
-        return self.schedule.params.largest_page if self.schedule else -1
+        return self.schedule.sizes.largest_page if self.schedule else -1
 
     def indices(self, given: Indices) -> Indices:
         """The index arrays as plan() read them, whatever the caller has written into his since."""
         assert self.schedule is not None
         pages = self._pages
         if pages is None and given.kv_indices is not None:
-            begin, end = self.schedule.params.filled_bytes, self.schedule.params.staged_bytes
+            begin, end = self.schedule.sizes.filled_bytes, self.schedule.sizes.staged_bytes
             pages = self.schedule.pages if self._sent is None else self._sent.copy(begin, end).view(torch.int32)
         return self.schedule.indices(given, pages)
 

@@ -16,10 +16,12 @@ from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import (
     AttentionParams,
     FastDivisor,
+    MergeGroup,
     Partition,
     RowTile,
+    ScheduleInput,
     ScheduleLengthsParams,
-    ScheduleParams,
+    ScheduleOutput,
     aligned_copy,
 )
 from quire.runtime.checks import check_same_device, check_shape, check_tensor
@@ -34,7 +36,8 @@ from quire.runtime.schedule import (
     address_of,
     make_schedule,
     measure_schedule,
-    schedule_inputs,
+    num_row_tiles,
+    schedule_input,
 )
 from quire.runtime.target import max_ctas
 from quire.runtime.upload import DeviceBuffer, Uploader, uploader_of
@@ -67,7 +70,7 @@ class _PlanTemplate(NamedTuple):
     """What plans of the same options on the same kernel have in common."""
 
     params: ctypes.Structure  #: of the kernel, with all that no schedule decides
-    inputs: ScheduleParams
+    schedule: ScheduleInput
     tile: TileShape
     row_bytes: int  #: of a partial result
     ctas: int  #: that run at the same time
@@ -107,13 +110,13 @@ def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capa
     base.num_qo_heads, base.num_kv_heads = options.num_qo_heads, options.num_kv_heads
     base.group, base.page = FastDivisor.of(options.group_size), FastDivisor.of(options.page_size or 1)
     base.window_left, base.logits_cap = options.logits.window_left, options.logits.logits_soft_cap * LOG2E
-    inputs = schedule_inputs(
+    schedule = schedule_input(
         num_kv_heads=options.num_kv_heads, group_size=options.group_size, page_size=options.page_size or 1, tile=tile,
         mask=key.mask, window_left=options.logits.window_left, max_ctas=ctas, fixed_split_size=options.fixed_split_size,
-        tile_capacity=tile_capacity, **kernel.schedule_inputs(key),
+        tile_capacity=tile_capacity, **kernel.schedule_input(key),
     )  # fmt: skip
     row_bytes = partials_bytes(1, 1, key.head_dim_vo)
-    return _PlanTemplate(params, inputs, tile, row_bytes, ctas, kernel.unit_bytes(key))
+    return _PlanTemplate(params, schedule, tile, row_bytes, ctas, kernel.unit_bytes(key))
 
 
 def _template_for(
@@ -132,7 +135,7 @@ def workspace_bytes(
 ) -> int:
     """What make_plan() with these arguments takes of its workspace, to the byte."""
     _, template = _template_for(decision, indices, options, device, graph)
-    return template.partials_bytes(measure_schedule(indices, template.inputs).num_partials)
+    return template.partials_bytes(measure_schedule(indices, template.schedule).num_partials)
 
 
 def make_plan(
@@ -147,8 +150,8 @@ def make_plan(
     module, template = _template_for(decision, indices, options, device, graph)
     operation = _load_operation(decision, device) if template.unit_bytes else None
     uploader = uploader_of(device)
-    schedule = make_schedule(indices, template.inputs, uploader)
-    s = schedule.params
+    schedule = make_schedule(indices, template.schedule, uploader)
+    s = schedule.sizes
     params = template.new_params()
     base = base_of(params)
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
@@ -163,11 +166,11 @@ def make_plan(
     _set_schedule(base, s, at)
     if kernel.fill is not None:
         own = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0
-        todo, ctas = kernel.fill(params, s, own)
+        todo, ctas = kernel.fill(params, template.schedule, s, at, own)
         if operation is not None and todo is not None and ctas:
             launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
-        base.num_tiles = s.tile_capacity
+        base.num_tiles = template.schedule.tile_capacity
         graph.keep(decision, partials, params)
     grid = min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas
     return AttentionPlan(
@@ -183,7 +186,7 @@ def _send(
     """Where the schedule lies on the device, with page numbers of the host and `own_bytes` of the kernel behind it; who
     holds it there; and the page numbers, if they lie elsewhere.
     """
-    s, host_buffer, pages = schedule.params, schedule.host_buffer, indices.kv_indices
+    s, host_buffer, pages = schedule.sizes, schedule.host_buffer, indices.kv_indices
     if graph is not None:
         if pages is not None:
             pages = graph.pages(schedule.pages if pages.is_cpu else pages, s.nnz_kv)
@@ -204,16 +207,18 @@ def _load_operation(decision: Decision, device: torch.device) -> Module | None:
     return None if operation is None else _load(operation.spec(), device)[0]
 
 
-def _most_units(template: _PlanTemplate, s: ScheduleParams, graph: GraphState | None) -> int:
+def _most_units(template: _PlanTemplate, s: ScheduleOutput, graph: GraphState | None) -> int:
     """Work units of a kv head; with a graph, as many as any batch within the limits has."""
-    return s.work_per_head if graph is None else graph.unit_capacity(template.tile, s.group_size, s.tile_capacity)
+    given = template.schedule
+    units: int = s.work_per_head
+    return units if graph is None else graph.unit_capacity(template.tile, given.group_size, given.tile_capacity)
 
 
-def _set_schedule(p: AttentionParams, s: ScheduleParams, sent: int) -> None:
+def _set_schedule(p: AttentionParams, s: ScheduleOutput, sent: int) -> None:
     """What the schedule decides; `sent` is where its buffer lies on the device."""
-    p.tiles, p.mask_indptr, p.arrivals = sent + s.tiles_offset, sent + s.mask_indptr_offset, sent + s.arrivals_offset
+    p.tiles, p.mask_indptr, p.groups = sent + s.tiles_offset, sent + s.mask_indptr_offset, sent + s.groups_offset
     p.partitions = sent + s.partitions_offset if s.is_partitioned else None
-    p.num_tiles, p.num_ctas, p.partials_per_head = s.num_tiles, s.num_ctas, s.partials_per_head
+    p.num_tiles, p.num_ctas = s.num_tiles, s.num_ctas
     p.plan_is_resident = 1
 
 
@@ -225,33 +230,31 @@ def make_plan_on_device(
     """
     device, group_size, num_kv_heads = workspace.device, options.group_size, options.num_kv_heads
     module, ctas = _load(decision.spec, device)
-    num_tiles = lengths.batch_size * -(-lengths.qo_len * group_size // decision.key.tile_rows)
     pages = lengths.page_table.shape[1]
     template = _plan_template(decision, options, ctas)
+    num_tiles = num_row_tiles(lengths, template.schedule)
     planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile = template.tile
-    arrivals_bytes = -(-4 * (ctas + 1) // 16) * 16
-    partitions_bytes = ctas * ctypes.sizeof(Partition)
-    buffer = torch.empty(
-        arrivals_bytes + partitions_bytes + num_tiles * ctypes.sizeof(RowTile), dtype=torch.uint8, device=device
-    )
+    groups_bytes, partitions_bytes = ctas * ctypes.sizeof(MergeGroup), ctas * ctypes.sizeof(Partition)
+    num_bytes = 16 + groups_bytes + partitions_bytes + num_tiles * ctypes.sizeof(RowTile)
+    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    tile_counter = buffer.data_ptr()
     params = template.new_params()
     base = base_of(params)
     base.kv_indices, base.mask = lengths.page_table.data_ptr(), address_of(mask_bits)
-    base.arrivals, base.partitions = buffer.data_ptr(), buffer.data_ptr() + arrivals_bytes
+    base.groups, base.partitions = tile_counter + 16, tile_counter + 16 + groups_bytes
     base.tiles = base.partitions + partitions_bytes
     base.num_tiles, base.num_ctas = num_tiles, ctas
-    schedule = ScheduleParams.from_buffer_copy(template.inputs)
-    schedule.num_counters = ctas
     if decision.kernel.fill is not None:
-        decision.kernel.fill(params, schedule, 0)
+        decision.kernel.fill(params, template.schedule, ScheduleOutput(), tile_counter, 0)
     partials = template.set_partials(base, workspace, 2 * ctas)
     p = ScheduleLengthsParams(
-        kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, partitions=base.partitions, arrivals=base.arrivals,
-        batch_size=lengths.batch_size, qo_len=lengths.qo_len, max_kv_len=min(pages * lengths.page_size, 2**31 - 1),
+        kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, partitions=base.partitions, groups=base.groups,
+        tile_counter=tile_counter, batch_size=lengths.batch_size, qo_len=lengths.qo_len,
+        max_kv_len=min(pages * lengths.page_size, 2**31 - 1),
         pages_per_request=lengths.page_table.stride(0), num_kv_heads=num_kv_heads, group_size=group_size,
-        tile_rows=tile.rows, tile_kv=tile.kv, causal=int(decision.key.mask is MaskMode.CAUSAL),
-        window_left=options.logits.window_left, max_ctas=ctas,
+        tile_rows=tile.rows, tile_kv=tile.kv, mask_mode=int(decision.key.mask),
+        window_left=options.logits.window_left, start_cost=template.schedule.start_cost, max_ctas=ctas,
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     tensors = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)

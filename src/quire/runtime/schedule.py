@@ -1,4 +1,4 @@
-"""Who does what: index arrays on the host become row tiles and partitions of work in one packed buffer."""
+"""Who does what: index arrays on the host become row tiles, partitions and a merge table in one packed buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.errors import ValidationError
 from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import Partition, RowTile, ScheduleParams
+from quire.kernels.params import MergeGroup, Partition, RowTile, ScheduleInput, ScheduleOutput, ScheduleParams
 from quire.runtime.upload import HostBuffer, Uploader
 from quire.types import MaskMode
 
@@ -23,7 +23,8 @@ __all__ = [
     "address_of",
     "make_schedule",
     "measure_schedule",
-    "schedule_inputs",
+    "num_row_tiles",
+    "schedule_input",
 ]
 
 _Array = TypeVar("_Array", bound=ctypes.Array[Any])
@@ -55,21 +56,21 @@ class Lengths(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A filled schedule: sizes in `params`, arrays in a host_buffer on the host, page numbers behind them."""
+    """A filled schedule: its arrays lie one after another in pinned or plain host memory, page numbers behind them."""
 
-    params: ScheduleParams
+    sizes: ScheduleOutput
     host_buffer: HostBuffer
     kept: bytearray  #: int32: the index arrays that were planned on, one after another
 
     @property
     def buffer(self) -> torch.Tensor:
         """What is filled, as bytes."""
-        return self.host_buffer.tensor[: self.params.filled_bytes]
+        return self.host_buffer.tensor[: self.sizes.filled_bytes]
 
     @property
     def pages(self) -> torch.Tensor:
         """The copied page numbers."""
-        return self.host_buffer.tensor[self.params.filled_bytes : self.params.staged_bytes].view(torch.int32)
+        return self.host_buffer.tensor[self.sizes.filled_bytes : self.sizes.staged_bytes].view(torch.int32)
 
     def indices(self, planned: Indices, pages: torch.Tensor | None) -> Indices:
         """The index arrays as they were planned on, whoever has written them since, with these page numbers."""
@@ -82,14 +83,18 @@ class Schedule(NamedTuple):
     @property
     def tiles(self) -> ctypes.Array[RowTile]:
         """The row tiles, in the order in which they are worked off."""
-        return self._view(RowTile * int(self.params.num_tiles), self.params.tiles_offset)
+        return self._view(RowTile * int(self.sizes.num_tiles), self.sizes.tiles_offset)
 
     @property
     def partitions(self) -> ctypes.Array[Partition]:
-        """One contiguous run of work a CTA; empty when each CTA does one whole tile."""
-        return self._view(
-            Partition * int(self.params.num_ctas if self.params.is_partitioned else 0), self.params.partitions_offset
-        )
+        """One contiguous run of work a CTA; empty when each CTA has one whole row tile."""
+        count = int(self.sizes.num_ctas if self.sizes.is_partitioned else 0)
+        return self._view(Partition * count, self.sizes.partitions_offset)
+
+    @property
+    def groups(self) -> ctypes.Array[MergeGroup]:
+        """The merge table; what lies behind the last group that is used is undefined."""
+        return self._view(MergeGroup * int(self.sizes.num_groups), self.sizes.groups_offset)
 
     def _view(self, array: type[_Array], offset: int) -> _Array:
         view = array.from_address(self.host_buffer.address + offset)
@@ -111,70 +116,75 @@ _ERRORS = {
     4: "{kv}_indptr: expected to ascend, but it falls after request {request}.",
     5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), "
     "got {last} at request {request}.",
-    6: "the batch is too large: a count of rows, tokens or tiles does not fit 31 bits (request {request}).",
+    6: "the batch is too large: expected query tokens times query heads per KV head below 2**31, got more at request "
+    "{request}; call with fewer requests or tokens at a time.",
     7: "the batch is larger than what the first plan() fixed for a CUDA graph: {tiles} row tiles, not {capacity}.",
     8: "out of memory while planning.",
     9: "paged_kv_indices: expected at least paged_kv_indptr[-1]={nnz} entries, got {pages}.",
+    10: "the batch is too large: expected at most 2**23 row tiles times {heads} KV heads (a row is a query token and a "
+    "query head of the KV head; a row tile holds {tile_rows} of one request; each fixed split counts), got more at "
+    "request {request}; call with fewer requests or tokens at a time.",
+    11: "the batch is too large: expected fewer than 2**31 KV tiles of {tile_kv} tokens, counted for each row tile of "
+    "{tile_rows} rows and each of {heads} KV heads; call with fewer requests at a time.",
+    12: "{kv}_indptr: expected fewer than 2**31 tokens in each request, got more at request {request}.",
 }
 
 
-def _raise(params: ScheduleParams, indices: Indices) -> None:
-    request = params.error_request
-    last = indices.kv_last_page_len
-    text = _ERRORS[params.error].format(
+def _raise(p: ScheduleParams, indices: Indices) -> None:
+    given, sizes, last = p.input, p.output, indices.kv_last_page_len
+    request = sizes.error_request
+    text = _ERRORS[sizes.error].format(
         qo="qo", kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
-        last=None if last is None else int(last[request]), tiles=params.num_tiles, capacity=params.tile_capacity,
-        nnz=params.nnz_kv, pages=params.num_pages,
+        last=None if last is None else int(last[request]), tiles=sizes.num_tiles, capacity=given.tile_capacity,
+        nnz=sizes.nnz_kv, pages=given.num_pages, tile_rows=given.tile_rows, tile_kv=given.tile_kv,
+        heads=given.num_kv_heads,
     )  # fmt: skip
     raise ValidationError(text)
 
 
-def schedule_inputs(
+def schedule_input(
     *, num_kv_heads: int, group_size: int, page_size: int, tile: TileShape, mask: MaskMode, window_left: int,
-    max_ctas: int, fixed_split_size: int, l2_tokens: int = 0, tile_capacity: int = 0,
-) -> ScheduleParams:  # fmt: skip
-    """The scheduler's inputs that do not depend on the batch. `fixed_split_size`: 0 automatic, -1 never split a row
-    tile, else tokens of a split. `l2_tokens`: tokens of one kv head that may lie in L2 at a time, for a kernel whose
-    CTAs take tiles from a counter.
+    max_ctas: int, fixed_split_size: int, start_cost: int = 0, l2_tokens: int = 0, tile_capacity: int = 0,
+) -> ScheduleInput:  # fmt: skip
+    """The scheduler's input that does not depend on the batch. `fixed_split_size`: 0 automatic, -1 never divide a row
+    tile, else tokens of a split. `start_cost`: what a work tile costs beside its KV tiles, in sixteenths of one.
+    `l2_tokens`: tokens of one KV head that may lie in L2 at a time, for a kernel whose CTAs take row tiles from a
+    counter.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
-    tiles that there are, but offsets and counts are those of the capacity.
+    row tiles that there are, but offsets and counts are those of the capacity.
     """
-    return ScheduleParams(
+    return ScheduleInput(
         num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
-        causal=int(mask is MaskMode.CAUSAL), window_left=window_left, max_ctas=max_ctas,
-        fixed_split_size=fixed_split_size, has_mask=int(mask is MaskMode.CUSTOM), tile_capacity=tile_capacity,
-        has_tile_counter=int(l2_tokens > 0), l2_tokens=l2_tokens,
+        mask_mode=int(mask), window_left=window_left, start_cost=start_cost, max_ctas=max_ctas,
+        fixed_split_size=fixed_split_size, has_tile_counter=int(l2_tokens > 0), l2_tokens=l2_tokens,
+        tile_capacity=tile_capacity,
     )  # fmt: skip
 
 
-def measure_schedule(indices: Indices, inputs: ScheduleParams) -> ScheduleParams:
+def measure_schedule(indices: Indices, template: ScheduleInput) -> ScheduleOutput:
     """The sizes of a schedule."""
-    p, _ = _started(indices, inputs)
-    _work(p, indices)
-    return p
+    p, _ = _started(indices, template)
+    return _work(p, indices)
 
 
-def make_schedule(indices: Indices, inputs: ScheduleParams, uploader: Uploader | None = None) -> Schedule:
-    """Plan on the host, into a host_buffer of `uploader` or one of its own. Page numbers on the host travel along."""
-    p, kept = _started(indices, inputs)
-    host_buffer = None
-    if uploader is not None:
-        host_buffer = uploader.take()
-        p.buffer, p.capacity = host_buffer.address, host_buffer.num_bytes
-    _work(p, indices)
-    if host_buffer is None or p.staged_bytes > p.capacity:
-        host_buffer = HostBuffer(p.staged_bytes) if uploader is None else uploader.take(p.staged_bytes)
-        p.buffer, p.capacity = host_buffer.address, host_buffer.num_bytes
-        _work(p, indices)
-    if p.least_page < 0:
-        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {p.least_page}.")
-    return Schedule(p, host_buffer, kept)
+def make_schedule(indices: Indices, template: ScheduleInput, uploader: Uploader | None = None) -> Schedule:
+    """Plan on the host, into a buffer of `uploader` or one of its own. Page numbers on the host travel along."""
+    p, kept = _started(indices, template)
+    host_buffer = None if uploader is None else uploader.take()
+    sizes = _work(p, indices, host_buffer)
+    if host_buffer is None or sizes.staged_bytes > host_buffer.num_bytes:
+        host_buffer = HostBuffer(sizes.staged_bytes) if uploader is None else uploader.take(sizes.staged_bytes)
+        _work(p, indices, host_buffer)
+    if sizes.least_page < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {sizes.least_page}.")
+    return Schedule(sizes, host_buffer, kept)
 
 
-def _started(indices: Indices, inputs: ScheduleParams) -> tuple[ScheduleParams, bytearray]:
+def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams, bytearray]:
     """The parameters of a plan, and where its index arrays will lie."""
-    p = ScheduleParams.from_buffer_copy(inputs)
+    params = ScheduleParams(template)
+    p = params.input
     batch, qo_indptr, last, pages = indices.batch_size, indices.qo_indptr, indices.kv_last_page_len, indices.kv_indices
     p.batch_size, p.qo_len, p.kv_indptr, p.num_pages = batch, indices.qo_len, indices.kv_indptr.data_ptr(), -1
     num_kept = batch + 1
@@ -188,12 +198,30 @@ def _started(indices: Indices, inputs: ScheduleParams) -> tuple[ScheduleParams, 
             p.kv_indices = pages.data_ptr()
     kept = bytearray(4 * num_kept)
     p.kept = ctypes.addressof(ctypes.c_char.from_buffer(kept))
-    return p, kept
+    return params, kept
 
 
-def _work(p: ScheduleParams, indices: Indices) -> None:
+def _work(p: ScheduleParams, indices: Indices, host_buffer: HostBuffer | None = None) -> ScheduleOutput:
+    if host_buffer is not None:
+        p.input.buffer, p.input.capacity = host_buffer.address, host_buffer.num_bytes
     if _scheduler().function(ctypes.addressof(p)):
         _raise(p, indices)
+    output: ScheduleOutput = p.output
+    return output
+
+
+def num_row_tiles(lengths: Lengths, template: ScheduleInput) -> int:
+    """Row tiles of a batch that is planned on a GPU; ValidationError where its longest lengths are too many."""
+    p, batch, tokens = template, lengths.batch_size, lengths.page_table.shape[1] * lengths.page_size
+    rows = lengths.qo_len * p.group_size
+    num_tiles = batch * -(-rows // p.tile_rows)
+    work = num_tiles * p.num_kv_heads
+    if batch * rows < 2**31 and work <= 2**23 and work * -(-tokens // p.tile_kv) < 2**31:
+        return num_tiles
+    raise ValidationError(
+        f"the batch is too large: {batch} requests of {lengths.qo_len} query tokens, {p.group_size} query heads for "
+        f"each of {p.num_kv_heads} KV heads, pages for {tokens} tokens each; call with fewer requests at a time."
+    )
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:

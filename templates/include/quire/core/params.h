@@ -6,40 +6,55 @@
 
 namespace quire {
 
-// One row tile of one request, for every kv head alike. Rows are packed: row = qo position * group_size + head in
-// group, so that all query heads of a kv head share its keys and values. It carries what a kernel needs to know about
-// its request: one trip to memory instead of two. Arrays of it lie at multiples of 16 bytes.
-struct RowTile {
+// One row tile of one request, for every KV head alike. Rows are packed: row = qo position * group_size + head in
+// group, so that all query heads of a KV head share its keys and values. A row tile carries what a kernel needs to know
+// about its request: one trip to memory instead of two.
+struct alignas(16) RowTile {
   int32_t request;
   int32_t row_begin;  // first packed row
-  int32_t kv_begin;   // kv tiles [kv_begin, kv_end), in units of Variant::kTileKv; may be empty
+  int32_t kv_begin;   // KV tiles [kv_begin, kv_end), in units of Variant::kTileKv; may be empty
   int32_t kv_end;
-  int32_t work_begin;  // work units of all earlier tiles, of one kv head; a tile is max(1, kv_end - kv_begin) units
-  int32_t partial;     // fixed splits: first partial of this tile's group, within one kv head; else -1
-  int32_t part;        // fixed splits: which part of its group this is
-  int32_t num_parts;
-  int32_t kv_first;  // ragged: the request's first row of k; paged: its first entry of kv_indices
-  int32_t kv_len;    // its tokens
-  int32_t qo_begin;  // its first row of q
+  int32_t work_begin;  // work units of all earlier row tiles, of one KV head; see tile_units()
+  // Fixed splits: of KV head 0; KV head h has partial + h * num_parts and group + h. Else -1, 1 and -1.
+  int32_t partial;
+  int32_t num_parts;  // that the rows' KV tiles are divided into; this is one of them
+  int32_t group;      // merge group
+  int32_t kv_first;   // ragged: the request's first row of k; paged: its first entry of kv_indices
+  int32_t kv_len;     // its tokens
+  int32_t qo_begin;   // its first row of q
   int32_t qo_len;
 };
 
-// A contiguous run of work units: what one CTA does when tiles are cut (stream-K). All work is cut into runs of
-// units_each units, the first num_longer of them one longer. It carries the schedule's size, which may change between
-// replays of a CUDA graph while parameters do not. Arrays of it lie at multiples of 16 bytes.
-struct Partition {
+// What one CTA computes: a contiguous run of work units. It carries the schedule's size, which may change between
+// replays of a CUDA graph while parameters do not.
+struct alignas(16) Partition {
   int32_t kv_head;
   int32_t tile;
-  int32_t offset;  // units of the first tile that an earlier CTA does
-  int32_t units;   // units in all; the run may go on into the next tiles and kv heads; 0: nothing to do; kDynamic
-  int32_t num_tiles;
-  int32_t work_per_head;  // work units of one kv head
-  int32_t units_each;
-  int32_t num_longer;
+  int32_t offset;  // units of the first row tile that earlier partitions compute
+  int32_t units;   // in all; the run may go on into the next row tiles and KV heads; 0: none
+  // Of the first work tile, if an earlier partition begins its row tile (offset > 0). The next partial and group are
+  // those of the last work tile, if a later partition ends its row tile.
+  int32_t partial, group;
+  int32_t num_tiles;  // row tiles of the schedule
+  // Not 0: no units. CTAs take whole row tiles from the tile counter, so many KV heads at a time, as
+  // AttentionFa3Params::heads_per_l2_group says where there are no partitions. For CUDA graphs, where one plan may
+  // divide row tiles and the next may not.
+  int32_t heads_per_l2_group;
+};
 
-  // Tiles are whole after all, and CTAs that stay take queue for them (tile/sm90_scheduler.cuh): `offset` work tiles of
-  // work in all, `tile` kv heads at a time. For CUDA graphs, where the way of sharing may change between replays.
-  static constexpr int32_t kDynamic = -1;
+// One entry of the merge table: the partials of one row tile and KV head, and how many have arrived. Partials are
+// counted in rows here, so that a group may take some rows of a partial. Part i of the group begins at row
+// row_begin + i * kTileRows.
+struct alignas(16) MergeGroup {
+  int32_t row_begin;
+  int32_t row_end;       // row_begin + parts * kTileRows
+  int32_t num_rows;      // of each part; these are the output's rows
+  uint32_t num_arrived;  // 0 between launches: the last CTA to arrive resets it
+
+  template <int kTileRows>
+  QUIRE_HD int num_parts() const {
+    return (row_end - row_begin) / kTileRows;
+  }
 };
 
 struct AttentionParams {
@@ -48,8 +63,8 @@ struct AttentionParams {
   const void* q;  // [nnz_qo, num_qo_heads, head_dim_qk], by strides
   // ragged [nnz_kv, num_kv_heads, head_dim_qk] or pages [num_pages, page_size, num_kv_heads, head_dim_qk]
   const void* k;
-  const void* v;       // the same with head_dim_vo
-  void* o;             // [nnz_qo, num_qo_heads, head_dim_vo], by strides
+  const void* v;  // the same with head_dim_vo
+  void* o;        // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   int64_t q_token_stride, q_head_stride;
   int64_t k_page_stride, k_token_stride, k_head_stride;  // page stride 0 when ragged
   int64_t v_page_stride, v_token_stride, v_head_stride;
@@ -67,23 +82,22 @@ struct AttentionParams {
   const uint8_t* mask;         // custom mask, bits little-endian, each request from its own byte on; or null
   const int64_t* mask_indptr;  // [batch_size] first byte of each request's [qo_len, kv_len] bits
   const RowTile* tiles;        // [num_tiles]
-  // [num_ctas] when tiles are cut, else null: CTA i does tile i / num_kv_heads of kv head i % num_kv_heads
+  // [num_ctas] when work is partitioned, else null: CTA i has row tile i / num_kv_heads of KV head i % num_kv_heads
   const Partition* partitions;
+  MergeGroup* groups;  // the merge table; [0 and more]
   float* partial_o;    // [num_partials, kTileRows, head_dim_vo], not normalised
   float* partial_md;   // [num_partials, kTileRows, 2]: row maximum (base 2, scaled) and denominator
-  uint32_t* arrivals;  // [num_counters], 0 between launches: the last arriver of a group resets its counter
 
   FastDivisor group;  // group_size = num_qo_heads / num_kv_heads
   FastDivisor page;   // page_size, 1 when ragged
   int32_t num_qo_heads;
   int32_t num_kv_heads;
-  int32_t num_tiles;          // of whole tiles; in partitions at least Partition::num_tiles
-  int32_t num_ctas;           // partitions, or whole tiles times kv heads
-  int32_t partials_per_head;  // fixed splits: partial slots of one kv head
-  int32_t window_left;        // keys further left than this many from the diagonal are hidden; -1: none
-  float logits_scale;         // without soft cap: sm_scale * log2(e); with it: sm_scale / cap
-  float logits_cap;           // with soft cap: cap * log2(e)
-  float o_scale;              // multiplies the output (v_scale)
+  int32_t num_tiles;    // row tiles; with partitions at least Partition::num_tiles
+  int32_t num_ctas;     // partitions, or row tiles times KV heads
+  int32_t window_left;  // keys further left than this many from the diagonal are hidden; -1: none
+  float logits_scale;   // without soft cap: sm_scale * log2(e); with it: sm_scale / cap
+  float logits_cap;     // with soft cap: cap * log2(e)
+  float o_scale;        // multiplies the output (v_scale)
   // Tiles and partitions were copied to the device before the launch ahead of this one began: they may be read while
   // that one runs. 0: a kernel ahead may have written them.
   int32_t plan_is_resident;

@@ -1,57 +1,109 @@
 // Who does what: the one schedule of prefill, append and decode on every backend.
 //
-// Work is (request, row tile, kv head, kv tile range). When there are plenty of tiles, each CTA does one whole tile,
-// the longest first. When there are few, all work units in order are cut into one contiguous partition per CTA
-// (stream-K), so a CTA leaves at most two partial results: a head (a tile that an earlier CTA began) and a tail (a tile
-// that a later CTA ends). The workspace therefore has 2 * num_ctas slots whatever the lengths are. With fixed splits,
-// tiles are cut at multiples of fixed_split_size in advance, so a request's result does not depend on its neighbours.
-// The last CTA to arrive at a group of partial results merges them in order: the result does not depend on timing.
+// A work unit is one KV tile of one row tile and one KV head. A CTA computes work tiles one at a time: runs of units of
+// one row tile and KV head. When there are plenty of row tiles, each work tile is a whole row tile, and the longest
+// come first. When there are few, all units in order are divided among the CTAs (stream-K): each gets a partition, a
+// contiguous run of units. With fixed splits, row tiles are divided at multiples of fixed_split_size in advance, so
+// that a request's result does not depend on its neighbours.
+//
+// A work tile that does not cover its row tile leaves a partial result. The scheduler numbers the partials in the order
+// of their units, so that those of one row tile and KV head, a merge group, lie side by side. The last CTA to arrive at
+// a group merges its partials in this order: the result does not depend on timing.
 #pragma once
+#include "quire/core/mask.h"
 #include "quire/core/params.h"
 
 namespace quire {
 
-// The partial results of one row tile and kv head, in order.
-struct PartialGroup {
-  int32_t first_partial;  // slot of part 0
-  int32_t next_partial;   // slot of part 1, after which come those of the others
-  int32_t num_parts;      // 1: the tile is whole, nothing to merge
-  int32_t counter;        // index into AttentionParams::arrivals
+QUIRE_HD int tile_units(const RowTile& tile) { return max(1, tile.kv_end - tile.kv_begin); }
 
-  QUIRE_HD int slot(int part) const { return part == 0 ? first_partial : next_partial + part - 1; }
-};
+// The KV tiles that a row tile's rows can see. p: the mask and the tile's size, as schedulers are given them.
+template <class Params>
+QUIRE_HD void set_kv_range(const Params& p, RowTile& tile) {
+  const int last_row = min(tile.row_begin + p.tile_rows, tile.qo_len * p.group_size) - 1;
+  const KeyRange keys = visible_to_any(p.mask_mode, p.window_left, tile.qo_len, tile.kv_len,
+                                       tile.row_begin / p.group_size, last_row / p.group_size);
+  tile.kv_begin = keys.begin / p.tile_kv;
+  tile.kv_end = keys.empty() ? tile.kv_begin : (keys.end - 1) / p.tile_kv + 1;
+}
 
-// What a CTA does at a time: a run of kv tiles of one row tile and kv head.
+// What a CTA computes at a time, and its request.
 struct WorkTile {
   RowTile tile;
   int32_t kv_head;
-  int32_t kv_begin, kv_end;  // kv tiles
-  int32_t part;              // which part of `group` this is
-  PartialGroup group;
+  int32_t kv_begin, kv_end;  // KV tiles
+  int32_t kv_limit;          // first token that this work tile does not read
+  int32_t row_end;           // one past the request's last packed row
+  int32_t partial;           // number of its partial result; -1: it covers its row tile
+  int32_t group;             // merge group of that
+
+  QUIRE_HD bool is_whole() const { return partial < 0; }
+
+  // Where a packed row is in q, o and lse.
+  struct Place {
+    int64_t token;
+    int32_t head;
+  };
+  QUIRE_HD Place place(const FastDivisor& group_size, int row) const {
+    const int size = static_cast<int>(group_size.divisor), qo_idx = group_size.div(row);
+    return {tile.qo_begin + static_cast<int64_t>(qo_idx), kv_head * size + row - qo_idx * size};
+  }
 };
 
-QUIRE_HD int tile_units(const RowTile& tile) { return max(1, tile.kv_end - tile.kv_begin); }
+// Goes through a CTA's work tiles, in order.
+struct WorkCursor {
+  Partition left;  // what is still to do; units counts down to 0
 
-// The kv tiles that a tile's rows can see. p: the masks' parameters and the tile's size, as schedulers are given them.
-template <class Params>
-QUIRE_HD void set_kv_range(const Params& p, RowTile& tile) {
-  const int row_end = min(tile.row_begin + p.tile_rows, tile.qo_len * p.group_size);
-  const int diagonal = tile.kv_len - tile.qo_len;  // key that query 0 stands at
-  int begin = 0, end = tile.kv_len;
-  if (p.causal) end = min(end, (row_end - 1) / p.group_size + diagonal + 1);
-  if (p.window_left >= 0) {
-    const int64_t first = static_cast<int64_t>(tile.row_begin / p.group_size) + diagonal - p.window_left;
-    begin = static_cast<int>(max<int64_t>(first, 0));
+  static constexpr int32_t kAllUnits = INT32_MAX;  // of one row tile
+
+  QUIRE_HD static WorkCursor of_row_tile(int tile, int kv_head) { return {{kv_head, tile, 0, kAllUnits, 0, 0, 0, 0}}; }
+
+  // CTA `cta`'s partition; where each CTA computes one row tile, CTA i has tile i / num_kv_heads.
+  QUIRE_HD static WorkCursor of_cta(const AttentionParams& p, int cta) {
+    if (p.partitions != nullptr) return {p.partitions[cta]};
+    const int tile = cta / p.num_kv_heads;
+    return of_row_tile(tile, cta - tile * p.num_kv_heads);
   }
-  tile.kv_begin = begin / p.tile_kv;
-  tile.kv_end = end <= begin ? tile.kv_begin : ceil_div(end, p.tile_kv);
-}
 
-// How many partitions: the fewest that are no longer than max_partitions would be, because the fewer there are, the
-// fewer partial results (B 1, 32768 keys, 8 kv heads: 256 partitions 40.1 us, 264 partitions 42.3 us). Where tiles are
-// cut at all, a partition is at least two units: merging costs more than a unit (B 1, 2048 keys: 9.0 instead of 9.8
-// us). Where one in sixteen or less is lost, as many for each tile, so that tiles that are alike end with a partition
-// (B 1, 131072 keys: 256 partitions 132.5 us, 264 partitions 138.0 us). H200, 2026-11-21.
+  QUIRE_HD bool exists() const { return left.units > 0; }
+
+  // The work tile at the cursor, which then moves on. `tile` is the row tile that `left` names.
+  QUIRE_HD WorkTile take(const AttentionParams& p, const RowTile& tile, int tile_kv) {
+    const int size = tile_units(tile), units = min(left.units, size - left.offset);
+    WorkTile work;
+    work.tile = tile;
+    work.kv_head = left.kv_head;
+    work.kv_begin = tile.kv_begin + left.offset;
+    work.kv_end = min(work.kv_begin + units, tile.kv_end);
+    work.kv_limit = static_cast<int>(min<uint32_t>(tile.kv_len, static_cast<uint32_t>(work.kv_end) * tile_kv));
+    work.row_end = tile.qo_len * static_cast<int>(p.group.divisor);
+    work.partial = tile.partial < 0 ? -1 : tile.partial + left.kv_head * tile.num_parts;
+    work.group = tile.group + left.kv_head;
+    if (units < size) {
+      const int is_next = left.offset == 0;
+      work.partial = left.partial + is_next, work.group = left.group + is_next;
+    }
+    advance(units);
+    return work;
+  }
+
+  QUIRE_HD void advance(int units) {
+    left.units = left.units == kAllUnits ? 0 : left.units - units;
+    left.offset = 0;
+    if (++left.tile == left.num_tiles) left.tile = 0, ++left.kv_head;
+  }
+
+  // False when nothing is left.
+  QUIRE_HD bool next(const AttentionParams& p, int tile_kv, WorkTile& work) {
+    if (!exists()) return false;
+    work = take(p, p.tiles[left.tile], tile_kv);
+    return true;
+  }
+};
+
+// How many partitions: the fewest that are no longer than max_partitions would be, because fewer leave fewer partials.
+// Where row tiles are divided at all, a partition has at least two units: merging costs more than a unit. Where one in
+// sixteen or less is lost, each row tile gets as many, so that row tiles that are alike end with a partition.
 QUIRE_HD int num_partitions(int num_tiles, int work_per_head, int total_units, int max_partitions) {
   if (total_units == 0) return 1;
   const int longest = ceil_div(total_units, min(max_partitions, total_units));
@@ -60,100 +112,109 @@ QUIRE_HD int num_partitions(int num_tiles, int work_per_head, int total_units, i
   return 16 * (count - even) <= count ? even : count;
 }
 
-// What all partitions of a schedule have in common.
-QUIRE_HD Partition cut_into_partitions(int num_tiles, int work_per_head, int total_units, int max_partitions) {
-  const int count = num_partitions(num_tiles, work_per_head, total_units, max_partitions);
-  return {0, 0, 0, 0, num_tiles, work_per_head, total_units / count, total_units % count};
-}
+// All work units in order, and where partitions of equal cost begin among them. A work tile costs its units and a
+// start: queries, page numbers and an end with a merge come with each work tile, however short it is. Costs are in
+// sixteenths of a unit.
+struct WorkLine {
+  static constexpr int kUnitCost = 16;
 
-// All units of a schedule are fewer than 2^31, so that these divisions are short.
-QUIRE_HD int partition_begin(const Partition& all, int cta) { return all.units_each * cta + min(cta, all.num_longer); }
+  const RowTile* tiles;
+  int num_tiles, num_kv_heads;
+  int work_per_head;   // units of one KV head
+  int start_cost;      // of a work tile, in sixteenths of a unit
+  bool may_divide;     // false: a row tile belongs to one partition
+  int num_partitions;  // with work; those from there on are empty
 
-// The CTA whose partition holds `unit`.
-QUIRE_HD int partition_of(const Partition& all, int unit) {
-  const uint32_t longer = all.units_each + 1, in_longer = all.num_longer * longer;
-  const uint32_t u = static_cast<uint32_t>(unit);
-  return static_cast<int>(u < in_longer ? u / longer : all.num_longer + (u - in_longer) / all.units_each);
-}
-
-// The partial results of a tile that was cut in advance; its parts lie side by side.
-QUIRE_HD PartialGroup planned_group(const AttentionParams& p, const RowTile& tile, int kv_head) {
-  const int slot = kv_head * p.partials_per_head + tile.partial;
-  return {slot, slot + 1, tile.num_parts, slot};
-}
-
-QUIRE_HD WorkTile whole_work_tile(const AttentionParams& p, int cta) {
-  WorkTile work;
-  const int tile = cta / p.num_kv_heads;
-  work.tile = p.tiles[tile];
-  work.kv_head = cta - tile * p.num_kv_heads;
-  work.kv_begin = work.tile.kv_begin;
-  work.kv_end = work.tile.kv_end;
-  work.part = work.tile.part;
-  work.group = planned_group(p, work.tile, work.kv_head);
-  return work;
-}
-
-// `units` of a tile from `offset` on. `partition` says how all work is cut; where it stands does not matter.
-QUIRE_HD WorkTile partition_work_tile(const AttentionParams& p, int cta, const Partition& partition,
-                                      const RowTile& tile, int kv_head, int offset, int units) {
-  WorkTile work;
-  work.tile = tile;
-  work.kv_head = kv_head;
-  work.kv_begin = tile.kv_begin + offset;
-  work.kv_end = min(work.kv_begin + units, tile.kv_end);
-  const int size = tile_units(tile);
-  if (units == size) {
-    work.part = tile.part;
-    work.group = planned_group(p, tile, kv_head);
-    return work;
-  }
-  const int begin = partition.work_per_head * kv_head + tile.work_begin;
-  const int first = offset == 0 ? cta : partition_of(partition, begin);
-  const int last = partition_of(partition, begin + size - 1);
-  work.part = cta - first;
-  // WorkStage c: head of CTA c; num_ctas + c: its tail.
-  work.group = {p.num_ctas + first, first + 1, last - first + 1, first};
-  return work;
-}
-
-// Walks the work tiles of one CTA, in order.
-struct WorkCursor {
-  Partition left;  // what is still to do; units counts down to 0
-  bool is_whole;
-
-  // Of one whole tile.
-  QUIRE_HD static WorkCursor of_tile() { return {{0, 0, 0, 1, 0, 0, 0, 0}, true}; }
-  // Of CTA `cta`'s partition, or of its tile where tiles are whole.
-  QUIRE_HD static WorkCursor of_cta(const AttentionParams& p, int cta) {
-    return p.partitions == nullptr ? of_tile() : WorkCursor{p.partitions[cta], false};
+  QUIRE_HD static WorkLine of(const RowTile* tiles, int num_tiles, int num_kv_heads, int work_per_head, int start_cost,
+                              bool may_divide, int max_partitions) {
+    const int count = quire::num_partitions(num_tiles, work_per_head, work_per_head * num_kv_heads, max_partitions);
+    return {tiles, num_tiles, num_kv_heads, work_per_head, start_cost, may_divide, num_tiles == 0 ? 0 : count};
   }
 
-  // False when nothing is left.
-  QUIRE_HD bool next(const AttentionParams& p, int cta, WorkTile& work) {
-    if (left.units <= 0) return false;
-    if (is_whole) {
-      work = whole_work_tile(p, cta);
-      left.units = 0;
-      return true;
+  // A place between two units.
+  struct Place {
+    int kv_head, tile;
+    int offset;  // units of the row tile that lie before
+
+    QUIRE_HD bool shares_tile(const Place& other) const { return kv_head == other.kv_head && tile == other.tile; }
+  };
+
+  QUIRE_HD int64_t cost_before(int tile, int units) const {
+    return static_cast<int64_t>(kUnitCost) * units + static_cast<int64_t>(start_cost) * tile;
+  }
+
+  // Where partition `i` begins. A row tile that is divided costs each partition its part of the start. `near`: a row
+  // tile at or before that one, if it is of the same KV head, from where to search in steps of 1, 2, 4...; -1: unknown.
+  QUIRE_HD Place begin_of(int i, const Place& near = {-1, 0, 0}) const {
+    if (i >= num_partitions) return {num_kv_heads, 0, 0};
+    const int64_t head_cost = cost_before(num_tiles, work_per_head),
+                  at = i * (head_cost * num_kv_heads) / num_partitions;
+    const int kv_head = static_cast<int>(at / head_cost);
+    const int64_t rest = at - kv_head * head_cost;
+    const int tile =
+        near.kv_head < 0 ? tile_at(rest, 0, 1 << 30) : tile_at(rest, near.kv_head == kv_head ? near.tile : 0, 1);
+    const int units = tile_units(tiles[tile]);
+    const int64_t cost = cost_before(1, units), into = rest - cost_before(tile, tiles[tile].work_begin);
+    const int offset = nearest_end(static_cast<int>((2 * into * units + cost) / (2 * cost)), units);
+    if (offset < units) return {kv_head, tile, offset};
+    return tile + 1 < num_tiles ? Place{kv_head, tile + 1, 0} : Place{kv_head + 1, 0, 0};
+  }
+
+  // The last row tile whose cost begins at or before `cost`, which row tile `low` does.
+  QUIRE_HD int tile_at(int64_t cost, int low, int step) const {
+    const auto is_before = [&](int tile) {
+      return tile < num_tiles && cost_before(tile, tiles[tile].work_begin) <= cost;
+    };
+    for (; is_before(low + step); step *= 2) low += step;
+    for (; step > 0; step /= 2) {
+      if (is_before(low + step)) low += step;
     }
-    const RowTile tile = p.tiles[left.tile];
-    const int units = min(left.units, tile_units(tile) - left.offset);
-    work = partition_work_tile(p, cta, left, tile, left.kv_head, left.offset, units);
-    left.units -= units;
-    left.offset = 0;
-    if (++left.tile == left.num_tiles) left.tile = 0, ++left.kv_head;
-    return true;
+    return low;
+  }
+
+  // A row tile is not divided where one side would cost less than the start that the division adds.
+  QUIRE_HD int nearest_end(int offset, int units) const {
+    const int side = min(offset, units - offset);
+    if (may_divide && side * kUnitCost > start_cost) return offset;
+    return 2 * offset < units ? 0 : units;
+  }
+
+  QUIRE_HD int units_before(const Place& at) const {
+    return work_per_head * at.kv_head + (at.kv_head < num_kv_heads ? tiles[at.tile].work_begin + at.offset : 0);
+  }
+
+  // What lies between two places. Before it there are `partials` partial results, and `groups` merge groups have begun.
+  QUIRE_HD Partition between(const Place& begin, const Place& end, int partials, int groups) const {
+    const int units = units_before(end) - units_before(begin);
+    return {begin.kv_head, begin.tile, begin.offset, units, partials - (begin.offset == 0), groups - 1, num_tiles, 0};
   }
 };
 
-// Calls body(const WorkTile&) for each work of CTA `cta`, in order. There is one call of body, because kernels inline
-// it.
-template <class Body>
-QUIRE_HD void for_each_work_tile(const AttentionParams& p, int cta, Body&& body) {
-  WorkCursor cursor = WorkCursor::of_cta(p, cta);
-  WorkTile work;
-  while (cursor.next(p, cta, work)) body(work);
-}
+// What a partition adds to the merge table. Its first work tile goes on with a group if an earlier partition begins its
+// row tile; its last work tile begins a group if a later partition ends its row tile.
+struct PartialsOfPartition {
+  bool continues, ends, begins;
+
+  QUIRE_HD PartialsOfPartition(const WorkLine::Place& begin, const WorkLine::Place& end) {
+    const bool is_inside = begin.offset > 0 && end.offset > 0 && begin.shares_tile(end);
+    continues = begin.offset > 0 && !(is_inside && begin.offset == end.offset);
+    ends = continues && !is_inside;
+    begins = end.offset > 0 && !is_inside;
+  }
+
+  QUIRE_HD int count() const { return continues + begins; }
+
+  // Writes what is known here of the groups: the first rows where a group begins, the end where one ends.
+  QUIRE_HD void write(const WorkLine& line, const Partition& partition, const WorkLine::Place& end, int tile_rows,
+                      int group_size, MergeGroup* groups) const {
+    if (ends) groups[partition.group].row_end = (partition.partial + 1) * tile_rows;
+    if (!begins) return;
+    MergeGroup& group = groups[partition.group + 1];
+    const RowTile& tile = line.tiles[end.tile];
+    group.row_begin = (partition.partial + 1) * tile_rows;
+    group.num_rows = min(tile_rows, tile.qo_len * group_size - tile.row_begin);
+    group.num_arrived = 0;
+  }
+};
 
 }  // namespace quire

@@ -28,7 +28,8 @@ struct AttentionCpu {
       while (scratch != nullptr) {
         const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
         if (cta >= p.num_ctas) break;
-        for_each_work_tile(p, cta, [&](const WorkTile& work) { attend(p, work, *scratch); });
+        WorkCursor cursor = WorkCursor::of_cta(p, cta);
+        for (WorkTile work; cursor.next(p, kTileKv, work);) attend(p, work, *scratch);
       }
       free(scratch);
     }
@@ -73,7 +74,7 @@ struct AttentionCpu {
   };
 
   static void attend(const AttentionParams& p, const WorkTile& work, Scratch& scratch) {
-    const cpu::Rows rows(p, work.tile, work.kv_head, kTileRows);
+    const cpu::Rows rows(p, work, kTileRows);
     const Context c = {p,
                        rows,
                        Mask<V::kMask, V::kWindow != 0>::of(p, work.tile),
@@ -86,7 +87,7 @@ struct AttentionCpu {
     } else {
       panel_work_tile(c, work);
     }
-    cpu::finish_work_tile<V>(rows, work, scratch.o, scratch.m, scratch.d);
+    cpu::finish_work_tile<V>(rows, scratch.o, scratch.m, scratch.d);
   }
 
   static void clear(Scratch& state, int count) {

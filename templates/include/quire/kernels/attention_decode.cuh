@@ -40,8 +40,7 @@ class AttentionDecode {
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     if (!p.plan_is_resident) ptx::wait_for_predecessor();
-    const Partition partition = partition_of_cta(p, static_cast<int>(blockIdx.x));
-    AttentionDecode(p, *reinterpret_cast<SharedMemory*>(smem), partition).compute_partition();
+    AttentionDecode(p, *reinterpret_cast<SharedMemory*>(smem)).compute_partition();
   }
 
  private:
@@ -75,7 +74,7 @@ class AttentionDecode {
       if (!is_filled) continue;
       if (Shape::kHasSpill && phase == Phase::kFinish) finish(stage);
       if (phase != Phase::kCompute) {
-        if (walk_.left <= 0) break;
+        if (!cursor_.exists()) break;
         start(phase == Phase::kFill);
       }
       compute(stage);
@@ -91,7 +90,7 @@ class AttentionDecode {
     const bool needs_pages = loader_.load(window_, k_tile(stage), v_tile(stage));
     if (is_first) ptx::wait_for_predecessor();
     if (needs_pages) loader_.prefetch_pages();
-    if (Shape::kHasFirstQuery && is_first && walk_.left > 0) load_first_query();
+    if (Shape::kHasFirstQuery && is_first && cursor_.exists()) load_first_query();
     ptx::cp_async_commit();
   }
 
@@ -99,11 +98,12 @@ class AttentionDecode {
   QUIRE_DEVICE void load_first_query() {
     using Q = typename V::Q;
     constexpr int kChunks = kQk / 8;  // of 16 bytes, in a row
-    const DecodeWork work(p_, window_.get(walk_, lane_), walk_.kv_head);
-    const int row_begin = work.work.tile.row_begin, rows = min(kTileRows, work.row_end - row_begin);
+    WorkCursor cursor = cursor_;
+    const WorkTile work = cursor.take(p_, window_.get(cursor, lane_), kTileKv);
+    const int row_begin = work.tile.row_begin, rows = min(kTileRows, work.row_end - row_begin);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows * kChunks; i += kThreads) {
-      const DecodeWork::Place at = work.place(p_.group, row_begin + i / kChunks);
+      const WorkTile::Place at = work.place(p_.group, row_begin + i / kChunks);
       const Q* src = static_cast<const Q*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
       ptx::cp_async_16(ptx::smem_address(smem_.first_query) + i * 16, src + i % kChunks * 8);
     }
@@ -118,14 +118,13 @@ class AttentionDecode {
       ptx::cp_async_wait<kStages>();  // the first load; kStages of keys are under way
       __syncthreads();
     }
-    DecodeWork next(p_, window_.get(walk_, lane_), walk_.kv_head);
+    const WorkTile next = cursor_.take(p_, window_.get(cursor_, lane_), kTileKv);
     q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
     q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query : nullptr);
-    next.complete(p_, state().cut, walk_);
     __syncwarp();  // every lane is done with the work tile before
-    if (lane_ == 0) state().work = next;
+    if (lane_ == 0) work() = next;
     keys_ = visible(next);
-    tile_ = next.work.kv_begin, kv_end_ = next.work.kv_end;
+    tile_ = next.kv_begin, kv_end_ = next.kv_end;
     o_.clear();
     softmax_.clear();
     if constexpr (Shape::kQueryBytes > 0)
@@ -153,7 +152,7 @@ class AttentionDecode {
       mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
       const float scale = apply_cap(s);
       if (!keys_.all.covers({key, key + kBlock})) {
-        hide_keys(s, keys_.mask, p_.group, row_begin(state().work), key, lane_);
+        hide_keys(s, keys_.mask, p_.group, row_begin(work()), key, lane_);
       }
       softmax_.raise_max(s, scale, o_);
 #pragma unroll
@@ -169,7 +168,7 @@ class AttentionDecode {
   // this CTA is the last to arrive. `stage`: where o goes if it has no spill area; no copy is under way to it.
   QUIRE_DEVICE void finish(int stage) {
     softmax_.reduce();
-    DecodeEnding<V>{p_, smem_, stage, warp_, lane_}.run(state().work, o_, softmax_);
+    DecodeEnding<V>{p_, smem_, stage, warp_, lane_}.run(work(), o_, softmax_);
     reset();
   }
 
@@ -195,8 +194,8 @@ class AttentionDecode {
     return p_.logits_cap;
   }
 
-  QUIRE_DEVICE Visible visible(const DecodeWork& work) const {
-    const auto mask = Mask<V::kMask, V::kWindow != 0>::of(p_, work.work.tile);
+  QUIRE_DEVICE Visible visible(const WorkTile& work) const {
+    const auto mask = Mask<V::kMask, V::kWindow != 0>::of(p_, work.tile);
     const int begin = row_begin(work);
     if (begin >= work.row_end) return {mask, {0, 0}, {0, 0}};
     const int first = p_.group.div(begin), last = p_.group.div(min(begin + kM * 16, work.row_end) - 1);
@@ -204,11 +203,12 @@ class AttentionDecode {
   }
 
   // This warp's first packed row.
-  QUIRE_DEVICE int row_begin(const DecodeWork& work) const {
-    return work.work.tile.row_begin + warp_ % Shape::kSplitWarps * kM * 16;
+  QUIRE_DEVICE int row_begin(const WorkTile& work) const {
+    return work.tile.row_begin + warp_ % Shape::kSplitWarps * kM * 16;
   }
   QUIRE_DEVICE int kv_split() const { return warp_ / Shape::kSplitWarps; }
-  QUIRE_DEVICE typename Shape::WarpState& state() const { return smem_.fixed.warps[warp_]; }
+  // The work tile at hand, a copy for each warp.
+  QUIRE_DEVICE WorkTile& work() const { return smem_.fixed.work[warp_]; }
 
   QUIRE_DEVICE uint32_t stage_at(int stage) const { return ptx::smem_address(smem_.ring[kv_split()][stage]); }
   QUIRE_DEVICE typename Shape::TileK k_tile(int stage) const { return {stage_at(stage)}; }
@@ -221,23 +221,21 @@ class AttentionDecode {
       ptx::named_barrier_sync(1 + kv_split(), Shape::kSplitWarps * 32);  // barrier 0 is __syncthreads
   }
 
-  QUIRE_DEVICE AttentionDecode(const AttentionParams& p, SharedMemory& smem, const Partition& partition)
+  QUIRE_DEVICE AttentionDecode(const AttentionParams& p, SharedMemory& smem)
       : p_(p),
         smem_(smem),
         warp_(threadIdx.x / 32),
         lane_(threadIdx.x % 32),
-        walk_(partition),
-        window_(p, walk_, reinterpret_cast<unsigned char*>(smem.fixed.tiles[warp_]), lane_),
-        loader_(p, walk_, warp_, lane_) {
-    if (lane_ == 0) state().cut = {partition.work_per_head, partition.units_each, partition.num_longer};
-    __syncwarp();
+        cursor_(WorkCursor::of_cta(p, static_cast<int>(blockIdx.x))),
+        window_(p, cursor_, smem.fixed.tiles[warp_], lane_),
+        loader_(p, cursor_, warp_, lane_) {
     reset();
   }
 
   const AttentionParams& p_;
   SharedMemory& smem_;
   int warp_, lane_;
-  Walk walk_;               // the next work tile to start
+  WorkCursor cursor_;       // the next work tile to start
   TileWindow window_;       // row tiles around it
   DecodeLoader<V> loader_;  // the next KV tile to load
 

@@ -62,14 +62,14 @@ struct AttentionFa2 {
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kRingAt = kWarps * kWarpBytes;
   static constexpr int kTableAt = kRingAt + kStages * kStageBytes;
-  static constexpr int kJobAt = kTableAt + Rows::kTableBytes;
+  static constexpr int kCurrentAt = kTableAt + Rows::kTableBytes;
 
   // Key tiles that some row of a warp sees, and those that each of its rows sees whole. Kept in shared memory too.
   struct WarpTiles {
     KeyRange any, all;
   };
-  static constexpr int kWarpTilesAt = kJobAt + 192;
-  static_assert(sizeof(Job) <= 192 && sizeof(WarpTiles) == 16, "places in shared memory");
+  static constexpr int kWarpTilesAt = kCurrentAt + static_cast<int>(sizeof(CurrentWork));
+  static_assert(sizeof(WarpTiles) == 16, "a place in shared memory");
 
  public:
   static constexpr int kSmemBytes = kWarpTilesAt + 64;
@@ -77,26 +77,26 @@ struct AttentionFa2 {
   static_assert(kSmemBytes <= 99 * 1024, "a CTA fits every GPU from sm_80 on");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
-    Job& job = *reinterpret_cast<Job*>(smem + kJobAt);
-    const int cta = static_cast<int>(blockIdx.x);
-    if (threadIdx.x == 0) job.cursor = WorkCursor::of_cta(p, cta);
+    CurrentWork& current = *reinterpret_cast<CurrentWork*>(smem + kCurrentAt);
+    if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
     for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work before
-      if (threadIdx.x == 0) job.next(p, cta, kTileKv);
+      __syncthreads();  // all of shared memory may still be in use for the work tile before
+      if (threadIdx.x == 0) current.exists = current.cursor.next(p, kTileKv, current.work);
       __syncthreads();
-      if (!job.exists) return;
-      AttentionFa2(p, job, smem).attend();
+      if (!current.exists) return;
+      AttentionFa2(p, current, smem).attend();
     }
   }
 
  private:
   const AttentionParams& p_;
-  Job& job_;
+  CurrentWork& current_;
+  const WorkTile& work_;
   unsigned char* smem_;
   int thread_, lane_;
 
-  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, Job& job, unsigned char* smem)
-      : p_(p), job_(job), smem_(smem), thread_(threadIdx.x), lane_(threadIdx.x % 32) {}
+  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, CurrentWork& current, unsigned char* smem)
+      : p_(p), current_(current), work_(current.work), smem_(smem), thread_(threadIdx.x), lane_(threadIdx.x % 32) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE uint32_t warp_at() const { return smem_at(thread_ / 32 * kWarpBytes); }
@@ -106,18 +106,18 @@ struct AttentionFa2 {
     return *reinterpret_cast<WarpTiles*>(smem_ + kWarpTilesAt + thread_ / 32 * 16);
   }
   // This warp's first packed row.
-  QUIRE_DEVICE int row_begin() const { return job_.work.tile.row_begin + thread_ / 32 * kWarpRows; }
+  QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + thread_ / 32 * kWarpRows; }
   QUIRE_DEVICE bool owns_rows() const {
     if constexpr (kThreads == kWarps * 32) return true;
     return thread_ < kWarps * 32;
   }
   QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask() const {
-    return Mask<V::kMask, V::kWindow != 0>::of(p_, job_.work.tile);
+    return Mask<V::kMask, V::kWindow != 0>::of(p_, work_.tile);
   }
 
   QUIRE_DEVICE void attend() {
-    const int kv_begin = job_.work.kv_begin;
-    Rows rows(p_, job_, smem_ + kTableAt, thread_);
+    const int kv_begin = work_.kv_begin;
+    Rows rows(p_, work_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
     copy_keys(rows, kv_begin);
@@ -132,13 +132,13 @@ struct AttentionFa2 {
     if (lane_ == 0) warp_tiles() = find_tiles();
     __syncwarp();
 
-    bool more = kv_begin < job_.work.kv_end;
+    bool more = kv_begin < work_.kv_end;
 #pragma unroll 1
     for (int i = kv_begin; more; ++i) {
       // Asked before the barrier: behind it each answer from shared memory would be waited for.
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
-      if constexpr (!kOrder.end_late) more = i + 1 < job_.work.kv_end;
+      if constexpr (!kOrder.end_late) more = i + 1 < work_.kv_end;
       ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
@@ -161,14 +161,14 @@ struct AttentionFa2 {
           uint32_t weights[kM][4];
           softmax.template exponentiate<T>(s, scale, k, weights);
           mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
-          if (kOrder.end_late && k == kSteps - 1) more = i + 1 < job_.work.kv_end;
+          if (kOrder.end_late && k == kSteps - 1) more = i + 1 < work_.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
           if (k == 0) rows.prefetch_pages(i + kTableSlots);
           if (k == kOrder.keys_after && !kEager) copy_keys(rows, i + 1);
           if (k == kOrder.keys_after + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
-        if constexpr (kOrder.end_late) more = i + 1 < job_.work.kv_end;
+        if constexpr (kOrder.end_late) more = i + 1 < work_.kv_end;
         rows.prefetch_pages(i + kTableSlots);
         if constexpr (!kEager) copy_keys(rows, i + 1);
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
@@ -181,12 +181,14 @@ struct AttentionFa2 {
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();
-    if (job_.work.group.num_parts == 1) {
+    if (work_.is_whole()) {
       store(o, softmax);
     } else {
+      const MergeGroup group = p_.groups[work_.group];
       store_partial(o, softmax);
-      if (is_last_arriver(p_, job_, thread_)) {
-        merge_partials<T, kTileRows, kVo, kThreads>(p_, job_, thread_);
+      if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, current_.is_last,
+                       [] { __syncthreads(); })) {
+        merge_partials<V, kThreads / 32>(p_, work_, group, thread_ / 32, lane_);
       }
     }
   }
@@ -203,12 +205,12 @@ struct AttentionFa2 {
 
   QUIRE_DEVICE WarpTiles find_tiles() const {
     WarpTiles tiles = {{0, 0}, {0, 0}};
-    if (row_begin() >= job_.row_end) return tiles;
+    if (row_begin() >= work_.row_end) return tiles;
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return tiles;
     }
     const auto mask = this->mask();
-    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, job_.row_end) - 1);
+    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, work_.row_end) - 1);
     const KeyRange any = mask.any(first, last), all = mask.all(first, last);
     tiles.any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
     if constexpr (V::kMask != kMaskCustom) tiles.all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
@@ -241,12 +243,12 @@ struct AttentionFa2 {
 #pragma unroll 4
     for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
       const int row = row_begin() + r;
-      const Job::Place at = job_.place(p_.group, min(row, job_.row_end - 1));
+      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
       const T* src = static_cast<const T*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < job_.row_end ? 16 : 0);
+        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
       }
     }
   }
@@ -263,7 +265,7 @@ struct AttentionFa2 {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int r = m * 16 + h * 8 + lane_ / 4, row = row_begin() + r;
-        const Job::Place at = job_.place(p_.group, min(row, job_.row_end - 1));
+        const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
         const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
         const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
 #pragma unroll
@@ -271,7 +273,7 @@ struct AttentionFa2 {
           ptx::st_shared(tile.chunk(r, n) + 4 * (lane_ % 4),
                          ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
         }
-        if (p_.lse != nullptr && lane_ % 4 == 0 && row < job_.row_end) {
+        if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) {
           p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
         }
       }
@@ -285,8 +287,8 @@ struct AttentionFa2 {
     const Split split(ptx::lane_id());
 #pragma unroll 4
     for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
-      if (row_begin() + r >= job_.row_end) break;
-      const Job::Place at = job_.place(p_.group, row_begin() + r);
+      if (row_begin() + r >= work_.row_end) break;
+      const WorkTile::Place at = work_.place(p_.group, row_begin() + r);
       T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
@@ -296,19 +298,19 @@ struct AttentionFa2 {
     }
   }
 
-  // partial_o [slot, kTileRows, kVo] and partial_md [slot, kTileRows, 2], rows that exist.
+  // Rows of partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2] that exist.
   QUIRE_DEVICE void store_partial(const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
     }
-    const int64_t slot = static_cast<int64_t>(job_.work.group.slot(job_.work.part)) * kTileRows;
+    const int64_t partial_row = static_cast<int64_t>(work_.partial) * kTileRows;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
-        if (row >= job_.row_end) continue;
-        const int64_t at = slot + row - job_.work.tile.row_begin;
+        if (row >= work_.row_end) continue;
+        const int64_t at = partial_row + row - work_.tile.row_begin;
         float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo) + lane_ % 4;
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};

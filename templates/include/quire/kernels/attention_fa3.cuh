@@ -152,8 +152,8 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE void schedule(int lane) const {
     RingPosition<kWorkStages> at;
-    int work = 0;
-    if (lane == 0) WorkList::begin(p_, stages_[kWorkStages - 1].job, work);
+    int number = 0;
+    if (lane == 0) WorkList::begin(p_, stages_[kWorkStages - 1].cursor, number);
     bool exists = true, is_short = true;
     for (; exists; at.advance()) {
       work_.wait_empty(at);
@@ -163,11 +163,11 @@ struct AttentionFa3 {
       Stage& slot = stages_[at.slot()];
       if (lane == 0) {
         const Stage& before = stages_[at.before().slot()];
-        WorkList::next(p_, before.job.cursor, slot.job, work, kTileKv);
+        WorkList::next(p_, before.cursor, slot, number, kTileKv);
       }
       __syncwarp();
-      exists = slot.job.exists;
-      is_short = slot.job.work.kv_end - slot.job.work.kv_begin <= kShortTiles;
+      exists = slot.exists;
+      is_short = slot.work.kv_end - slot.work.kv_begin <= kShortTiles;
       if (exists) slot.prefetch_pages(p_, lane);
       if (lane == 0) work_.arrive_full(at);
     }
@@ -180,7 +180,7 @@ struct AttentionFa3 {
     for (;;) {
       work_.wait_full(at);
       Stage& slot = stages_[at.slot()];
-      if (!slot.job.exists) return;
+      if (!slot.exists) return;
       body(slot, at);
       at.advance();
     }
@@ -192,7 +192,7 @@ struct AttentionFa3 {
     RingPosition<kStages> stage;
     for_each_work_stage([&](const Stage& slot, RingPosition<kWorkStages> at) {
       TileWalk<V> walk(slot);
-      Loader next(p_.base, from, slot.job, lane);
+      Loader next(p_.base, from, slot.work, lane);
       bool is_landing = false;
       if (walk.exists()) next.fetch(walk.tile());
 #pragma unroll 1
@@ -226,11 +226,11 @@ struct AttentionFa3 {
         q_.wait_empty(stage);
         const uint32_t barrier = q_.full(stage.slot());
         ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
-        const int token = static_cast<int>(slot.job.qo_begin) + p_.base.group.div(slot.job.work.tile.row_begin);
+        const int token = slot.work.tile.qo_begin + p_.base.group.div(slot.work.tile.row_begin);
 #pragma unroll
         for (int i = 0; i < TileQ::kAtoms; ++i) {
           ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
-                           slot.job.work.kv_head);
+                           slot.work.kv_head);
         }
         stage.advance();
       }
@@ -264,12 +264,12 @@ struct AttentionFa3 {
     RingPosition<kWorkStages> at;
     for (;;) {
       work_.wait_full(at);
-      if (!ptx::uniform(stages_[at.slot()].job.exists)) break;
+      if (!ptx::uniform(stages_[at.slot()].exists)) break;
       Rows rows;
       rows.clear();
       if (ptx::uniform(TileWalk<V>(stages_[at.slot()]).exists())) attend_work_tiles(rows, at, rings);
       Stage& slot = stages_[at.slot()];
-      store(rows, slot.job);
+      store(rows, slot);
       leave(at);
     }
   }
@@ -296,10 +296,10 @@ struct AttentionFa3 {
       const auto last = rings.k.before();
       v_.wait_full(last);
       const auto next = at.after();
-      bool goes_on = kIsEarly && ptx::uniform(slot.job.work.group.num_parts) == 1;
+      bool goes_on = kIsEarly && ptx::uniform(slot.work.is_whole());
       if (goes_on) {
         work_.wait_full(next);
-        goes_on = ptx::uniform(stages_[next.slot()].job.exists && TileWalk<V>(stages_[next.slot()]).exists());
+        goes_on = ptx::uniform(stages_[next.slot()].exists && TileWalk<V>(stages_[next.slot()]).exists());
       }
       if (!goes_on) {
         start_AB<T, TileV>(rows.o, rows.p, values(last));
@@ -316,7 +316,7 @@ struct AttentionFa3 {
       ptx::pin(rows.o);
       if (is_leader()) v_.arrive_empty(last);
       rows.softmax.reduce();
-      store_whole(rows, slot.job, lane_row(ptx::lane_id()), ptx::lane_id());
+      store_whole(rows, slot.work, lane_row(ptx::lane_id()), ptx::lane_id());
       leave(at);
       rows.clear();
     }
@@ -331,7 +331,7 @@ struct AttentionFa3 {
     if (q_by_tma()) {
       q_.wait_full(rings.q);
     } else {
-      copy_q(q_tile(rings.q.slot()), slot.job);
+      copy_q(q_tile(rings.q.slot()), slot.work);
     }
     k_.wait_full(rings.k);
   }
@@ -340,7 +340,7 @@ struct AttentionFa3 {
   // s: scores of the first tile, under way.
   QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, Rings& rings, int turn) const {
     TileWalk<V> walk(slot);
-    const WholeTiles<V> whole(p_.base, slot, slot.job.work.tile.row_begin + turn * 64);
+    const WholeTiles<V> whole(p_.base, slot, slot.work.tile.row_begin + turn * 64);
     const TileDescriptor q = queries(rings.q, turn);
     first_tile(rows, s, slot, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
@@ -377,7 +377,7 @@ struct AttentionFa3 {
     apply_softmax<true>(rows, s, slot, tile, mask);
     round_weights<T>(s, rows.p);
     // Values from kv_len on may be anything, and 0 * NaN is NaN. The gather has put zeros there.
-    const int valid = slot.job.kv_len - tile * kTileKv;
+    const int valid = slot.work.tile.kv_len - tile * kTileKv;
     if (!kIsGathered && valid < kTileKv) clear_values(rings.k.before(), valid);
   }
 
@@ -412,8 +412,8 @@ struct AttentionFa3 {
 
   // Bits of a mask travel while the tensor cores work.
   QUIRE_DEVICE void look(RowMask<V>& mask, const Stage& slot, int tile) const {
-    const int row = slot.job.work.tile.row_begin + lane_row(ptx::lane_id());
-    mask.look(p_.base, slot.job, slot.bits(), row, tile * kTileKv);
+    const int row = slot.work.tile.row_begin + lane_row(ptx::lane_id());
+    mask.look(p_.base, slot.work, slot.bits(), row, tile * kTileKv);
   }
 
   template <bool kMasked>
@@ -421,8 +421,8 @@ struct AttentionFa3 {
                                   const RowMask<V>& mask) const {
     const float scale = apply_cap(s);
     if constexpr (kMasked) {
-      const int lane = ptx::lane_id(), row = slot.job.work.tile.row_begin + lane_row(lane);
-      mask.hide(s, p_.base, slot.job, row, tile * kTileKv, lane);
+      const int lane = ptx::lane_id(), row = slot.work.tile.row_begin + lane_row(lane);
+      mask.hide(s, p_.base, slot.work, row, tile * kTileKv, lane);
     }
     rows.softmax.raise_max(s, scale);
     rows.softmax.exponentiate(s, scale);
@@ -455,18 +455,18 @@ struct AttentionFa3 {
   }
 
   // This warpgroup's rows of q, where a tile may begin amid a token's heads; rows that do not exist become zeros.
-  QUIRE_DEVICE void copy_q(TileQ q, const Job& job) const {
+  QUIRE_DEVICE void copy_q(TileQ q, const WorkTile& work) const {
     using Split = RowSplit<128, TileQ::kChunks>;
     const Split split(ptx::thread_id() % 128);
     for (int r = split.row; r < 64; r += Split::kRowsAtOnce) {
-      const int row = job.work.tile.row_begin + warpgroup() * 64 + r;
-      const Job::Place at = job.place(p_.base.group, min(row, job.row_end - 1));
+      const int row = work.tile.row_begin + warpgroup() * 64 + r;
+      const WorkTile::Place at = work.place(p_.base.group, min(row, work.row_end - 1));
       const T* src =
           static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(q.chunk(warpgroup() * 64 + r, chunk), src + chunk * 8, row < job.row_end ? 16 : 0);
+        ptx::cp_async_16(q.chunk(warpgroup() * 64 + r, chunk), src + chunk * 8, row < work.row_end ? 16 : 0);
       }
     }
     ptx::cp_async_commit();
@@ -475,50 +475,53 @@ struct AttentionFa3 {
     ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
   }
 
-  QUIRE_DEVICE void store(Rows& rows, Job& job) const {
+  QUIRE_DEVICE void store(Rows& rows, Stage& stage) const {
     rows.softmax.reduce();
     const int lane = ptx::lane_id(), row = lane_row(lane);
-    if (job.work.group.num_parts == 1) {
-      store_whole(rows, job, row, lane);
+    if (stage.work.is_whole()) {
+      store_whole(rows, stage.work, row, lane);
     } else {
-      store_partial(rows, job, row, lane);
+      store_partial(rows, stage, row, lane);
     }
   }
 
-  QUIRE_DEVICE void store_whole(const Rows& rows, const Job& job, int tile_row, int lane) const {
+  QUIRE_DEVICE void store_whole(const Rows& rows, const WorkTile& work, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
     float scale[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = job.work.tile.row_begin + tile_row + 8 * h;
-      const Job::Place at = job.place(p.group, min(row, job.row_end - 1));
+      const int row = work.tile.row_begin + tile_row + 8 * h;
+      const WorkTile::Place at = work.place(p.group, min(row, work.row_end - 1));
       const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
       const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, output_scale(p));
       scale[h] = result.scale;
-      if (p.lse != nullptr && lane % 4 == 0 && row < job.row_end) {
+      if (p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
         p.lse[at.token * p.num_qo_heads + at.head] = result.lse;
       }
       if constexpr (!kIsStaged) {
         T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
-        store_row(dst, rows.o, h, result.scale, row < job.row_end, lane);
+        store_row(dst, rows.o, h, result.scale, row < work.row_end, lane);
       }
     }
     if constexpr (kIsStaged) {
-      const int warp = ptx::thread_id() / 32 - 4, first = job.work.tile.row_begin + warp * 16;
-      const Job::Place at = job.place(p.group, min(first + lane % 16, job.row_end - 1));
+      const int warp = ptx::thread_id() / 32 - 4, first = work.tile.row_begin + warp * 16;
+      const WorkTile::Place at = work.place(p.group, min(first + lane % 16, work.row_end - 1));
       const int64_t begin = at.token * p.o_token_stride + at.head * p.o_head_stride;  // a multiple of 8
       const StagedRows<kVo> staged = {smem_ + kStagedAt + warp * StagedRows<kVo>::kBytes};
-      staged.store(static_cast<T*>(p.o), static_cast<uint32_t>(begin >> 3), job.row_end - first, rows.o, scale, lane);
+      staged.store(static_cast<T*>(p.o), static_cast<uint32_t>(begin >> 3), work.row_end - first, rows.o, scale, lane);
     }
   }
 
-  QUIRE_DEVICE void store_partial(const Rows& rows, Job& job, int tile_row, int lane) const {
+  QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
+    const WorkTile& work = stage.work;
+    const MergeGroup group = p.groups[work.group];
     const int thread = ptx::thread_id() - 128;
-    store_partial_rows<kTileRows>(p, job.work.group.slot(job.work.part), rows.o, rows.softmax.m, rows.softmax.d,
-                                  tile_row, job.row_end - job.work.tile.row_begin, lane);
-    if (is_last_of_group<kConsumers>(p, job, thread, kAllConsumers)) {
-      merge_partials<T, kTileRows, kVo, kConsumers>(p, job, thread);
+    store_partial_rows<kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d, tile_row,
+                                  work.row_end - work.tile.row_begin, lane);
+    if (arrives_last(p.groups + work.group, group.num_parts<kTileRows>(), thread == 0, stage.is_last,
+                     [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); })) {
+      merge_partials<V, kConsumers / 32>(p, work, group, thread / 32, lane);
     }
   }
 };

@@ -14,21 +14,23 @@ enum class ScheduleError : int32_t {
   kQoIndptrOrder,  // qo_indptr decreases at `error_request`
   kKvIndptrStart,
   kKvIndptrOrder,
-  kLastPageLen,  // kv_last_page_len[error_request] not in 1..page_size (0 is allowed for a request without pages)
-  kTooLong,      // a count exceeds 2^31 - 1
-  kCapacity,     // more tiles than tile_capacity
-  kMemory,
-  kPages,  // fewer page numbers than kv_indptr[batch_size]
+  kLastPageLen,   // kv_last_page_len[error_request] not in 1..page_size (0 is allowed for a request without pages)
+  kTooManyRows,   // query tokens times group_size exceed 2^31 - 1 with error_request
+  kCapacity,      // more row tiles than tile_capacity
+  kMemory,        // malloc failed
+  kPages,         // fewer page numbers than kv_indptr[batch_size]
+  kTooManyTiles,  // row tiles times KV heads exceed kMaxTiles with error_request
+  kTooManyUnits,  // work units, or rows of partial results, exceed 2^31 - 1
+  kTooLong,       // error_request has more than 2^31 - 1 tokens of keys
 };
 
-struct ScheduleParams {
-  // in
-  const int32_t* qo_indptr;         // [batch_size + 1]; null: one row per request
+struct ScheduleInput {
+  const int32_t* qo_indptr;         // [batch_size + 1]; null: qo_len rows per request
   const int32_t* kv_indptr;         // [batch_size + 1] tokens, or pages with kv_last_page_len
   const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
   const int32_t* kv_indices;        // [nnz_kv] page numbers that travel in the buffer; null: none do
-  int32_t* kept;                    // room for all but kv_indices, one after another; from then on they lie there
-  void* buffer;                     // filled if it has room for staged_bytes
+  int32_t* kept;                    // capacity for the arrays above but kv_indices, one after another
+  void* buffer;                     // filled if it holds staged_bytes
   int64_t capacity;                 // bytes of it
   int64_t num_pages;                // page numbers that there are, here or on the device; -1: ragged
   int32_t batch_size;
@@ -36,264 +38,292 @@ struct ScheduleParams {
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t page_size;
-  int32_t tile_rows;         // packed rows of a tile
-  int32_t tile_kv;           // tokens of a kv tile
-  int32_t causal;            // bottom-right
+  int32_t tile_rows;  // packed rows of a row tile
+  int32_t tile_kv;    // tokens of a KV tile
+  int32_t mask_mode;
   int32_t window_left;       // -1: none
-  int32_t max_ctas;          // CTAs that fill the machine: the number of partitions when tiles are cut
-  int32_t fixed_split_size;  // tokens, a multiple of tile_kv: cut there and nowhere else; 0: automatic; -1: never cut
-  int32_t has_mask;
-  int32_t has_tile_counter;  // CTAs stay, and take whole tiles as they get to them
-  int32_t l2_tokens;         // with queue: tokens of one kv head that may lie in L2 at a time
+  int32_t start_cost;        // of a work tile, in sixteenths of a unit; see WorkLine
+  int32_t max_ctas;          // CTAs that fill the machine: as many partitions at most
+  int32_t fixed_split_size;  // tokens, a multiple of tile_kv: row tiles are divided there and nowhere else; 0:
+                             // automatic; -1: never divided
+  int32_t has_tile_counter;  // CTAs stay, and take whole row tiles as they get to them
+  int32_t l2_tokens;         // with tile counter: tokens of one KV head that may lie in L2 at a time
   int32_t tile_capacity;     // 0: exact; else for a CUDA graph: max_ctas partitions and arrays at fixed places, always
-  // out
+};
+
+struct ScheduleOutput {
   int32_t error;  // ScheduleError
   int32_t error_request;
+  int32_t has_kept;  // the index arrays lie in `kept`
   int32_t num_tiles;
-  int32_t num_ctas;            // partitions, or whole tiles times kv heads
-  int32_t is_partitioned;      // there are partitions: tiles are cut, unless is_dynamic
-  int32_t is_dynamic;          // partitions that say that tiles are whole
-  int32_t heads_per_l2_group;  // with queue: kv heads whose keys and values stay in L2 meanwhile, a divisor of all
-  int32_t work_per_head;
-  int32_t partials_per_head;
+  int32_t num_ctas;            // partitions, or row tiles times KV heads
+  int32_t is_partitioned;      // there are partitions
+  int32_t is_dynamic;          // they say that CTAs take whole row tiles from the tile counter
+  int32_t heads_per_l2_group;  // with tile counter: KV heads whose keys and values stay in L2, a divisor of all
+  int32_t work_per_head;       // work units of one KV head
   int32_t nnz_qo;
-  int64_t nnz_kv;        // ragged: rows of k; paged: entries of kv_indices
-  int64_t num_partials;  // partial results
-  int64_t num_counters;
-  int64_t mask_bytes;    // bytes of the packed custom mask
-  int64_t kv_tokens;     // tokens in all
+  int64_t nnz_kv;  // ragged: rows of k; paged: entries of kv_indices
+  int64_t num_partials;
+  int64_t num_groups;  // merge groups
+  int64_t mask_bytes;  // of the packed custom mask
+  int64_t kv_tokens;
   int32_t least_page;    // of kv_indices; 0 without any
   int32_t largest_page;  // of kv_indices; -1 without any
-  // the packed buffer: byte offsets of its arrays, its size, how much of that is filled, and with page numbers behind
-  // it
-  int64_t arrivals_offset, partitions_offset, mask_indptr_offset, tiles_offset;
+  // The packed buffer: byte offsets of its arrays, its size, how much of that is filled, and with page numbers behind
+  // it.
+  int64_t tile_counter_offset, groups_offset, partitions_offset, mask_indptr_offset, tiles_offset;
   int64_t buffer_bytes, filled_bytes, staged_bytes;
+};
+
+struct ScheduleParams {
+  ScheduleInput input;
+  ScheduleOutput output;
 };
 
 template <class Variant>
 struct ScheduleAttention {
   static int run(ScheduleParams& p) {
-    keep_arrays(p);
-    p.error = static_cast<int32_t>(check(p));
-    if (p.error != 0) return p.error;
-    measure(p);
-    return p.error != 0 || p.staged_bytes > p.capacity ? p.error : fill(p);
+    ScheduleAttention scheduler(p);
+    scheduler.keep_arrays();
+    scheduler.fail(scheduler.check());
+    if (p.output.error == 0) scheduler.measure();
+    if (p.output.error == 0 && p.output.staged_bytes <= p.input.capacity) scheduler.fill();
+    return p.output.error;
   }
 
  private:
-  static void keep_arrays(ScheduleParams& p) {
-    if (p.kept == nullptr) return;
-    const auto keep = [&p](const int32_t*& array, int64_t n) {
-      if (array != nullptr) array = static_cast<int32_t*>(memcpy(p.kept, array, n * sizeof(int32_t))), p.kept += n;
+  // Row tiles times KV heads. A schedule of so many takes 400 MB and some 100 ms.
+  static constexpr int64_t kMaxTiles = 1 << 23;
+
+  ScheduleInput in_;  // with the index arrays as they were kept
+  ScheduleOutput& out_;
+
+  explicit ScheduleAttention(ScheduleParams& p) : in_(p.input), out_(p.output) {}
+
+  void fail(ScheduleError error) { out_.error = static_cast<int32_t>(error); }
+
+  void keep_arrays() {
+    const auto keep = [this](const int32_t*& array, int64_t n) {
+      if (array == nullptr) return;
+      if (!out_.has_kept) memcpy(in_.kept, array, n * sizeof(int32_t));
+      array = in_.kept, in_.kept += n;
     };
-    keep(p.qo_indptr, p.batch_size + 1), keep(p.kv_indptr, p.batch_size + 1);
-    keep(p.kv_last_page_len, p.batch_size);
-    p.kept = nullptr;
+    keep(in_.qo_indptr, in_.batch_size + 1), keep(in_.kv_indptr, in_.batch_size + 1);
+    keep(in_.kv_last_page_len, in_.batch_size);
+    out_.has_kept = 1;
   }
 
-  static int qo_begin(const ScheduleParams& p, int b) { return p.qo_indptr ? p.qo_indptr[b] : b * p.qo_len; }
+  int64_t qo_begin(int b) const { return in_.qo_indptr ? in_.qo_indptr[b] : static_cast<int64_t>(b) * in_.qo_len; }
 
-  static int kv_length(const ScheduleParams& p, int b) {
-    const int n = p.kv_indptr[b + 1] - p.kv_indptr[b];
-    if (p.kv_last_page_len == nullptr) return n;
-    return n == 0 ? 0 : (n - 1) * p.page_size + p.kv_last_page_len[b];
+  int qo_length(int b) const { return static_cast<int>(qo_begin(b + 1) - qo_begin(b)); }
+
+  int kv_length(int b) const {
+    const int n = in_.kv_indptr[b + 1] - in_.kv_indptr[b];
+    if (in_.kv_last_page_len == nullptr) return n;
+    return n == 0 ? 0 : (n - 1) * in_.page_size + in_.kv_last_page_len[b];
   }
 
-  static ScheduleError check(ScheduleParams& p) {
-    p.error_request = 0;
-    if (qo_begin(p, 0) != 0) return ScheduleError::kQoIndptrStart;
-    if (p.kv_indptr[0] != 0) return ScheduleError::kKvIndptrStart;
-    int64_t tokens = 0;
-    for (int b = 0; b < p.batch_size; ++b) {
-      p.error_request = b;
-      if (qo_begin(p, b + 1) < qo_begin(p, b)) return ScheduleError::kQoIndptrOrder;
-      const int64_t pages = static_cast<int64_t>(p.kv_indptr[b + 1]) - p.kv_indptr[b];
-      if (pages < 0) return ScheduleError::kKvIndptrOrder;
-      if (p.kv_last_page_len != nullptr) {
-        const int last = p.kv_last_page_len[b];
-        if (last < (pages == 0 ? 0 : 1) || last > p.page_size) return ScheduleError::kLastPageLen;
-        if (pages * p.page_size > INT32_MAX) return ScheduleError::kTooLong;
-      }
-      if (static_cast<int64_t>(qo_begin(p, b + 1)) * p.group_size > INT32_MAX) return ScheduleError::kTooLong;
-      tokens += kv_length(p, b);
+  ScheduleError check() {
+    out_.error_request = 0;
+    if (qo_begin(0) != 0) return ScheduleError::kQoIndptrStart;
+    if (in_.kv_indptr[0] != 0) return ScheduleError::kKvIndptrStart;
+    out_.kv_tokens = 0;
+    int64_t tiles = 0;
+    for (int b = 0; b < in_.batch_size; ++b) {
+      out_.error_request = b;
+      if (const ScheduleError error = check_request(b); error != ScheduleError::kNone) return error;
+      out_.kv_tokens += kv_length(b);
+      const int64_t rows = static_cast<int64_t>(qo_length(b)) * in_.group_size;
+      tiles += ceil_div(rows, static_cast<int64_t>(in_.tile_rows)) * max_parts(b);
+      if (tiles * in_.num_kv_heads > kMaxTiles) return ScheduleError::kTooManyTiles;
     }
-    p.kv_tokens = tokens;
-    p.nnz_qo = qo_begin(p, p.batch_size);
-    p.nnz_kv = p.kv_indptr[p.batch_size];
-    return p.num_pages >= 0 && p.num_pages < p.nnz_kv ? ScheduleError::kPages : ScheduleError::kNone;
+    out_.nnz_qo = static_cast<int32_t>(qo_begin(in_.batch_size));
+    out_.nnz_kv = in_.kv_indptr[in_.batch_size];
+    return in_.num_pages >= 0 && in_.num_pages < out_.nnz_kv ? ScheduleError::kPages : ScheduleError::kNone;
   }
 
-  // Calls emit(RowTile&) for each tile, in order of requests and rows.
+  ScheduleError check_request(int b) const {
+    if (qo_begin(b + 1) < qo_begin(b)) return ScheduleError::kQoIndptrOrder;
+    const int64_t pages = static_cast<int64_t>(in_.kv_indptr[b + 1]) - in_.kv_indptr[b];
+    if (pages < 0) return ScheduleError::kKvIndptrOrder;
+    if (in_.kv_last_page_len != nullptr) {
+      const int last = in_.kv_last_page_len[b];
+      if (last < (pages == 0 ? 0 : 1) || last > in_.page_size) return ScheduleError::kLastPageLen;
+      if (pages * in_.page_size > INT32_MAX) return ScheduleError::kTooLong;
+    }
+    return qo_begin(b + 1) * in_.group_size > INT32_MAX ? ScheduleError::kTooManyRows : ScheduleError::kNone;
+  }
+
+  // Parts of each row tile of a request, at most.
+  int64_t max_parts(int b) const { return in_.fixed_split_size > 0 ? kv_length(b) / in_.fixed_split_size + 1 : 1; }
+
+  // Calls emit(RowTile&) for each row tile, in order of requests and rows.
   template <class Emit>
-  static void for_each_tile(const ScheduleParams& p, Emit&& emit) {
-    int slot = 0;
-    for (int b = 0; b < p.batch_size; ++b) {
-      const int qo_len = qo_begin(p, b + 1) - qo_begin(p, b), kv_len = kv_length(p, b), rows = qo_len * p.group_size;
-      for (int row = 0; row < rows; row += p.tile_rows) {
-        RowTile tile = {b, row, 0, 0, 0, -1, 0, 1, p.kv_indptr[b], kv_len, qo_begin(p, b), qo_len};
-        set_kv_range(p, tile);
-        emit_parts(p, tile, slot, emit);
+  void for_each_tile(Emit&& emit) const {
+    int partials = 0, groups = 0;  // of one KV head, so far
+    for (int b = 0; b < in_.batch_size; ++b) {
+      const int qo_len = qo_length(b), rows = qo_len * in_.group_size;
+      for (int row = 0; row < rows; row += in_.tile_rows) {
+        const int first = in_.kv_indptr[b], begin = static_cast<int>(qo_begin(b));
+        RowTile tile = {b, row, 0, 0, 0, -1, 1, -1, first, kv_length(b), begin, qo_len};
+        set_kv_range(in_, tile);
+        emit_parts(tile, partials, groups, emit);
       }
     }
   }
 
-  // Cuts a tile at multiples of fixed_split_size counted from key 0, never from the tile's own first key: where a
-  // window begins must not move the cuts.
+  // Divides a row tile at multiples of fixed_split_size counted from key 0, never from the row tile's own first key:
+  // where a window begins must not move the places.
   template <class Emit>
-  static void emit_parts(const ScheduleParams& p, const RowTile& tile, int& slot, Emit& emit) {
-    const int step = p.fixed_split_size > 0 ? p.fixed_split_size / p.tile_kv : 0;
+  void emit_parts(RowTile tile, int& partials, int& groups, Emit& emit) const {
+    const int step = in_.fixed_split_size > 0 ? in_.fixed_split_size / in_.tile_kv : 0;
     const int first = step ? tile.kv_begin / step : 0,
               last = step ? (max(tile.kv_end, tile.kv_begin + 1) - 1) / step : 0;
-    const int num_parts = last - first + 1;
-    for (int i = 0; i < num_parts; ++i) {
-      RowTile part = tile;
-      part.part = i, part.num_parts = num_parts;
-      if (num_parts > 1) {
-        part.partial = slot;
-        part.kv_begin = max(tile.kv_begin, (first + i) * step);
-        part.kv_end = min(tile.kv_end, (first + i + 1) * step);
-      }
-      emit(part);
+    if (first == last) return emit(tile);
+    const int kv_begin = tile.kv_begin, kv_end = tile.kv_end;
+    tile.num_parts = last - first + 1, tile.group = groups++ * in_.num_kv_heads;
+    for (int i = first; i <= last; ++i) {
+      tile.partial = partials * in_.num_kv_heads + i - first;
+      tile.kv_begin = max(kv_begin, i * step), tile.kv_end = min(kv_end, (i + 1) * step);
+      emit(tile);
     }
-    if (num_parts > 1) slot += num_parts;
+    partials += tile.num_parts;
   }
 
-  static void measure(ScheduleParams& p) {
-    int64_t tiles = 0, units = 0, slots = 0;
+  void measure() {
+    int64_t tiles = 0, units = 0, partials = 0, groups = 0;
     int longest = 0;
-    for_each_tile(p, [&](const RowTile& t) {
+    for_each_tile([&](const RowTile& t) {
       ++tiles, units += tile_units(t), longest = max(longest, tile_units(t));
-      if (t.partial >= 0) slots = t.partial + t.num_parts;
+      if (t.partial >= 0) groups = t.group + in_.num_kv_heads, ++partials;
     });
-    const int64_t all = units * p.num_kv_heads;
-    if (tiles * p.num_kv_heads > INT32_MAX || all > INT32_MAX || slots * p.num_kv_heads > INT32_MAX) {
-      p.error = static_cast<int32_t>(ScheduleError::kTooLong);
-      return;
-    }
-    p.num_tiles = static_cast<int32_t>(tiles);
-    p.work_per_head = static_cast<int32_t>(units);
-    p.partials_per_head = static_cast<int32_t>(slots);
-    const bool whole = p.fixed_split_size != 0 || whole_tiles_suffice(p, longest, all);
-    p.is_partitioned = !whole;
-    p.is_dynamic = 0;
-    p.num_ctas =
-        static_cast<int32_t>(whole ? tiles * p.num_kv_heads
-                                   : num_partitions(p.num_tiles, p.work_per_head, static_cast<int>(all), p.max_ctas));
-    p.heads_per_l2_group = heads_per_l2_group(p);
-    if (p.tile_capacity > 0) measure_for_graph(p, whole);
-    const bool cut_in_advance = p.fixed_split_size != 0;
-    p.num_partials = cut_in_advance     ? static_cast<int64_t>(p.partials_per_head) * p.num_kv_heads
-                     : p.is_partitioned ? 2 * static_cast<int64_t>(p.num_ctas)
-                                        : 0;
-    p.num_counters = cut_in_advance ? p.num_partials : p.is_partitioned ? p.num_ctas : 0;
-    lay_out(p);
+    const int64_t all = units * in_.num_kv_heads;
+    partials *= in_.num_kv_heads;
+    if (max(all, partials * in_.tile_rows) > INT32_MAX) return fail(ScheduleError::kTooManyUnits);
+    out_.num_tiles = static_cast<int32_t>(tiles);
+    out_.work_per_head = static_cast<int32_t>(units);
+    const bool whole = in_.fixed_split_size != 0 || whole_tiles_suffice(longest, all);
+    out_.is_partitioned = !whole;
+    out_.is_dynamic = 0;
+    out_.num_ctas = static_cast<int32_t>(
+        whole ? tiles * in_.num_kv_heads
+              : num_partitions(out_.num_tiles, out_.work_per_head, static_cast<int>(all), in_.max_ctas));
+    out_.heads_per_l2_group = heads_per_l2_group();
+    if (in_.tile_capacity > 0) measure_for_graph(whole, partials, groups);
+    const bool is_automatic = in_.fixed_split_size == 0 && out_.is_partitioned;
+    out_.num_partials = is_automatic ? 2 * static_cast<int64_t>(out_.num_ctas) : partials;
+    out_.num_groups = is_automatic ? out_.num_ctas : groups;
+    lay_out();
   }
 
-  static int heads_per_l2_group(const ScheduleParams& p) {
-    for (int heads = p.num_kv_heads; heads > 1; --heads) {
-      if (p.num_kv_heads % heads == 0 && heads * p.kv_tokens <= p.l2_tokens) return heads;
+  int heads_per_l2_group() const {
+    for (int heads = in_.num_kv_heads; heads > 1; --heads) {
+      if (in_.num_kv_heads % heads == 0 && heads * out_.kv_tokens <= in_.l2_tokens) return heads;
     }
     return 1;
   }
 
   // What a launch is given, and where in the buffer arrays lie, must not depend on lengths.
-  static void measure_for_graph(ScheduleParams& p, bool whole) {
-    if (p.num_tiles > p.tile_capacity) p.error = static_cast<int32_t>(ScheduleError::kCapacity);
-    p.is_dynamic = p.has_tile_counter && whole && p.num_tiles > 0;
-    p.is_partitioned = 1;
-    p.num_ctas = p.max_ctas;
-    p.partials_per_head = p.fixed_split_size > 0 ? p.tile_capacity : 0;
+  void measure_for_graph(bool whole, int64_t& partials, int64_t& groups) {
+    if (out_.num_tiles > in_.tile_capacity) fail(ScheduleError::kCapacity);
+    out_.is_dynamic = in_.has_tile_counter && whole && out_.num_tiles > 0;
+    out_.is_partitioned = 1;
+    out_.num_ctas = in_.max_ctas;
+    partials = in_.fixed_split_size > 0 ? static_cast<int64_t>(in_.tile_capacity) * in_.num_kv_heads : 0;
+    groups = partials / 2;
   }
 
-  // Whole tiles when the longest is at most a quarter of a CTA's fair partition (longest first, the tail is then
-  // short), or when waves of longest tiles waste less than merging would: a chunk of 3.9 waves took 1673 us whole, 1748
-  // us in partitions (H200, 2026-11-21). Tiles of one unit cannot be cut: partitions of them are runs of whole tiles,
-  // and a CTA that stays reads ahead (window 128, B 128: 19.5 instead of 22.3 us). WorkQueue do as well.
-  static bool whole_tiles_suffice(const ScheduleParams& p, int longest, int64_t all) {
-    if (longest <= 1) return all == 0 || p.has_tile_counter != 0;
-    const int64_t wave = static_cast<int64_t>(longest) * p.max_ctas;
+  // Whole row tiles when the longest is at most a quarter of a CTA's fair part (longest first, the tail is then short),
+  // or when waves of longest ones waste less than merging would. Not where starts have a price: a CTA that has several
+  // row tiles reads the next one's keys while it ends one, and a CTA that has one does not. Nor where row tiles have
+  // one unit and no tile counter hands them to CTAs that stay.
+  bool whole_tiles_suffice(int longest, int64_t all) const {
+    if (in_.start_cost > 0 || longest <= 1) return all == 0 || in_.has_tile_counter != 0;
+    const int64_t wave = static_cast<int64_t>(longest) * in_.max_ctas;
     return 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
   }
 
-  // Tiles come last, so that what is filled leads.
-  static void lay_out(ScheduleParams& p) {
+  // Row tiles come last, so that what is filled leads.
+  void lay_out() {
     int64_t at = 0;
     const auto place = [&at](int64_t& offset, int64_t bytes) { offset = at, at = round_up(at + bytes, 16); };
-    place(p.arrivals_offset, (p.num_counters + 1) * static_cast<int64_t>(sizeof(uint32_t)));  // and a tile_counter
-    place(p.partitions_offset, p.is_partitioned ? p.num_ctas * static_cast<int64_t>(sizeof(Partition)) : 0);
-    place(p.mask_indptr_offset, p.has_mask ? p.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
-    place(p.tiles_offset, p.num_tiles * static_cast<int64_t>(sizeof(RowTile)));
-    p.filled_bytes = p.staged_bytes = at;
-    if (p.kv_indices != nullptr) p.staged_bytes += p.nnz_kv * static_cast<int64_t>(sizeof(int32_t));
-    p.buffer_bytes = max(at, p.tiles_offset + p.tile_capacity * static_cast<int64_t>(sizeof(RowTile)));
-    p.mask_bytes = 0;
-    for (int b = 0; p.has_mask && b < p.batch_size; ++b) p.mask_bytes += mask_bytes(p, b);
+    const bool has_mask = in_.mask_mode == kMaskCustom;
+    place(out_.tile_counter_offset, sizeof(uint32_t));
+    place(out_.groups_offset, out_.num_groups * static_cast<int64_t>(sizeof(MergeGroup)));
+    place(out_.partitions_offset, out_.is_partitioned ? out_.num_ctas * static_cast<int64_t>(sizeof(Partition)) : 0);
+    place(out_.mask_indptr_offset, has_mask ? in_.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
+    place(out_.tiles_offset, out_.num_tiles * static_cast<int64_t>(sizeof(RowTile)));
+    out_.filled_bytes = out_.staged_bytes = at;
+    if (in_.kv_indices != nullptr) out_.staged_bytes += out_.nnz_kv * static_cast<int64_t>(sizeof(int32_t));
+    out_.buffer_bytes = max(at, out_.tiles_offset + in_.tile_capacity * static_cast<int64_t>(sizeof(RowTile)));
+    out_.mask_bytes = 0;
+    for (int b = 0; has_mask && b < in_.batch_size; ++b) out_.mask_bytes += mask_bytes(b);
   }
 
-  static int64_t mask_bytes(const ScheduleParams& p, int b) {
-    return ceil_div(static_cast<int64_t>(qo_begin(p, b + 1) - qo_begin(p, b)) * kv_length(p, b), int64_t{8});
-  }
+  int64_t mask_bytes(int b) const { return ceil_div(static_cast<int64_t>(qo_length(b)) * kv_length(b), int64_t{8}); }
 
   template <class T>
-  static T* at(const ScheduleParams& p, int64_t offset) {
-    return reinterpret_cast<T*>(static_cast<char*>(p.buffer) + offset);
+  T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(in_.buffer) + offset);
   }
 
-  static int fill(ScheduleParams& p) {
-    RowTile* tiles = at<RowTile>(p, p.tiles_offset);
+  void fill() {
+    RowTile* tiles = at<RowTile>(out_.tiles_offset);
     int n = 0, work = 0;
-    for_each_tile(p, [&](RowTile& t) { t.work_begin = work, work += tile_units(t), tiles[n++] = t; });
-    if ((!p.is_partitioned || p.is_dynamic) && !sort_longest_first(tiles, n)) {
-      return p.error = static_cast<int32_t>(ScheduleError::kMemory);
-    }
-    if (p.is_partitioned) fill_partitions(p, tiles);
-    int64_t* mask_indptr = at<int64_t>(p, p.mask_indptr_offset);
+    for_each_tile([&](RowTile& t) { t.work_begin = work, work += tile_units(t), tiles[n++] = t; });
+    *at<uint32_t>(out_.tile_counter_offset) = 0;
+    if (in_.fixed_split_size > 0) fill_groups(tiles);
+    if (out_.is_partitioned) fill_partitions(tiles);
+    if ((!out_.is_partitioned || out_.is_dynamic) && !sort_longest_first(tiles, n)) fail(ScheduleError::kMemory);
+    int64_t* mask_indptr = at<int64_t>(out_.mask_indptr_offset);
     int64_t mask = 0;
-    for (int b = 0; p.has_mask && b < p.batch_size; ++b) mask_indptr[b] = mask, mask += mask_bytes(p, b);
-    memset(at<uint32_t>(p, p.arrivals_offset), 0, (p.num_counters + 1) * sizeof(uint32_t));
-    copy_pages(p);
-    return 0;
+    for (int b = 0; in_.mask_mode == kMaskCustom && b < in_.batch_size; ++b)
+      mask_indptr[b] = mask, mask += mask_bytes(b);
+    copy_pages();
   }
 
-  static void copy_pages(ScheduleParams& p) {
-    int32_t* pages = at<int32_t>(p, p.filled_bytes);
+  void copy_pages() {
+    int32_t* pages = at<int32_t>(out_.filled_bytes);
     int32_t least = INT32_MAX, largest = -1;
-    const int64_t n = p.kv_indices == nullptr ? 0 : p.nnz_kv;
+    const int64_t n = in_.kv_indices == nullptr ? 0 : out_.nnz_kv;
     for (int64_t i = 0; i < n; ++i) {
-      const int32_t page = p.kv_indices[i];
+      const int32_t page = in_.kv_indices[i];
       least = min(least, page), largest = max(largest, page), pages[i] = page;
     }
-    p.least_page = n == 0 ? 0 : least, p.largest_page = largest;
+    out_.least_page = n == 0 ? 0 : least, out_.largest_page = largest;
   }
 
-  // One pass over the tiles: a partition begins in the tile where the last one ended. Tiles that were cut in advance
-  // are not cut again: a partition begins at the first of them that begins within its run.
-  static void fill_partitions(const ScheduleParams& p, const RowTile* tiles) {
-    Partition* partitions = at<Partition>(p, p.partitions_offset);
-    const int total = p.work_per_head * p.num_kv_heads;
-    const Partition all = cut_into_partitions(p.num_tiles, p.work_per_head, total, p.max_ctas);
-    int tile = 0, kv_head = 0;
-    const auto unit = [&] { return p.work_per_head * kv_head + tiles[tile].work_begin; };
-    const auto advance = [&] {
-      if (++tile == p.num_tiles) tile = 0, ++kv_head;
-    };
-    for (int c = 0; c < p.num_ctas; ++c) {
-      Partition& partition = partitions[c] = all;
-      if (p.is_dynamic) {
-        partition.units = Partition::kDynamic, partition.offset = p.num_tiles * p.num_kv_heads,
-        partition.tile = p.heads_per_l2_group;
+  // The merge groups of fixed splits: one for each KV head of each row tile that is divided.
+  void fill_groups(const RowTile* tiles) const {
+    MergeGroup* groups = at<MergeGroup>(out_.groups_offset);
+    for (int i = 0; i < out_.num_tiles; i += tiles[i].num_parts) {
+      const RowTile& t = tiles[i];
+      const int num_rows = min(in_.tile_rows, t.qo_len * in_.group_size - t.row_begin);
+      for (int head = 0; t.partial >= 0 && head < in_.num_kv_heads; ++head) {
+        const int begin = (t.partial + head * t.num_parts) * in_.tile_rows;
+        groups[t.group + head] = {begin, begin + t.num_parts * in_.tile_rows, num_rows, 0};
+      }
+    }
+  }
+
+  void fill_partitions(const RowTile* tiles) const {
+    Partition* partitions = at<Partition>(out_.partitions_offset);
+    MergeGroup* groups = at<MergeGroup>(out_.groups_offset);
+    const WorkLine line = WorkLine::of(tiles, out_.num_tiles, in_.num_kv_heads, out_.work_per_head, in_.start_cost,
+                                       in_.fixed_split_size == 0, in_.max_ctas);
+    int num_partials = 0, num_groups = 0;
+    WorkLine::Place begin = line.begin_of(0);
+    for (int i = 0; i < out_.num_ctas; ++i) {
+      if (out_.is_dynamic) {
+        partitions[i] = {0, 0, 0, 0, 0, 0, out_.num_tiles, out_.heads_per_l2_group};
         continue;
       }
-      const int begin = min(partition_begin(all, c), total), end = min(partition_begin(all, c + 1), total);
-      if (begin == end) continue;  // there may be no tile at all
-      if (p.fixed_split_size != 0) {
-        partition.kv_head = kv_head, partition.tile = tile;
-        for (; kv_head < p.num_kv_heads && unit() < end; advance()) partition.units += tile_units(tiles[tile]);
-        continue;
-      }
-      while (unit() + tile_units(tiles[tile]) <= begin) advance();
-      partition.kv_head = kv_head, partition.tile = tile, partition.offset = begin - unit(),
-      partition.units = end - begin;
+      const WorkLine::Place end = line.begin_of(i + 1, begin);
+      const PartialsOfPartition adds(begin, end);
+      partitions[i] = line.between(begin, end, num_partials, num_groups);
+      adds.write(line, partitions[i], end, in_.tile_rows, in_.group_size, groups);
+      num_partials += adds.count(), num_groups += adds.begins;
+      begin = end;
     }
   }
 

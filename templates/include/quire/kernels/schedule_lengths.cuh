@@ -1,5 +1,5 @@
 // Plans on the device, from lengths that the host does not know: as many query rows in each request, keys in pages. One
-// CTA, a few microseconds; may be captured in a CUDA graph whose lengths change. Work is always cut into partitions.
+// CTA, a few microseconds; may be captured in a CUDA graph whose lengths change. Work is always partitioned.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
@@ -9,19 +9,21 @@ namespace quire {
 
 struct ScheduleLengthsParams {
   const int32_t* kv_lens;  // [batch_size]
-  RowTile* tiles;          // [batch_size * tiles of a request]
+  RowTile* tiles;          // [batch_size * row tiles of a request]
   Partition* partitions;   // [max_ctas]
-  uint32_t* arrivals;      // [max_ctas + 1]
+  MergeGroup* groups;      // [max_ctas]
+  uint32_t* tile_counter;
   int32_t batch_size;
   int32_t qo_len;
-  int32_t max_kv_len;         // longer requests are cut off there: there are no pages beyond
+  int32_t max_kv_len;         // longer requests end there: there are no pages beyond
   int32_t pages_per_request;  // entries of kv_indices from one request's first to the next one's
   int32_t num_kv_heads;
   int32_t group_size;
   int32_t tile_rows;
   int32_t tile_kv;
-  int32_t causal;
+  int32_t mask_mode;
   int32_t window_left;
+  int32_t start_cost;  // of a work tile, in sixteenths of a unit; see WorkLine
   int32_t max_ctas;
 };
 
@@ -34,7 +36,7 @@ struct ScheduleLengths {
     ptx::launch_dependents();
     const int work_per_head = write_tiles(p);
     write_partitions(p, work_per_head);
-    for (int i = threadIdx.x; i <= p.max_ctas; i += kThreads) p.arrivals[i] = 0;
+    if (threadIdx.x == 0) *p.tile_counter = 0;
   }
 
  private:
@@ -42,7 +44,7 @@ struct ScheduleLengths {
     return ceil_div(p.qo_len * p.group_size, p.tile_rows);
   }
 
-  // Returns the work units of one kv head.
+  // Returns the work units of one KV head.
   QUIRE_DEVICE static int write_tiles(const ScheduleLengthsParams& p) {
     const int per_request = tiles_of_request(p), count = p.batch_size * per_request;
     int work = 0;
@@ -56,13 +58,14 @@ struct ScheduleLengths {
       if (i < count) p.tiles[i] = tile;
       work += total;
     }
-    __syncthreads();  // the tiles are read again below
+    __syncthreads();  // the row tiles are read again below
     return work;
   }
 
   QUIRE_DEVICE static RowTile make_tile(const ScheduleLengthsParams& p, int request, int tile_of_request) {
     RowTile tile = {};
-    tile.request = request, tile.row_begin = tile_of_request * p.tile_rows, tile.partial = -1, tile.num_parts = 1;
+    tile.request = request, tile.row_begin = tile_of_request * p.tile_rows;
+    tile.partial = tile.group = -1, tile.num_parts = 1;
     tile.kv_first = request * p.pages_per_request, tile.kv_len = max(0, min(p.kv_lens[request], p.max_kv_len));
     tile.qo_begin = request * p.qo_len, tile.qo_len = p.qo_len;
     set_kv_range(p, tile);
@@ -93,34 +96,23 @@ struct ScheduleLengths {
     return before + sum - x;
   }
 
+  // A thread a partition. Partials and groups are counted in one sum, groups in the upper half.
   QUIRE_DEVICE static void write_partitions(const ScheduleLengthsParams& p, int work_per_head) {
-    const int num_tiles = p.batch_size * tiles_of_request(p), total = work_per_head * p.num_kv_heads;
-    const Partition all = cut_into_partitions(num_tiles, work_per_head, total, p.max_ctas);
-    for (int c = threadIdx.x; c < p.max_ctas; c += kThreads) {
-      Partition partition = all;
-      const int begin = min(partition_begin(all, c), total), end = min(partition_begin(all, c + 1), total);
-      if (begin < end) {
-        partition.kv_head = begin / work_per_head;
-        const int unit = begin - partition.kv_head * work_per_head;
-        partition.tile = tile_of_unit(p.tiles, num_tiles, unit);
-        partition.offset = unit - p.tiles[partition.tile].work_begin, partition.units = end - begin;
-      }
-      p.partitions[c] = partition;
+    const WorkLine line = WorkLine::of(p.tiles, p.batch_size * tiles_of_request(p), p.num_kv_heads, work_per_head,
+                                       p.start_cost, true, p.max_ctas);
+    int counted = 0;
+    for (int first = 0; first < p.max_ctas; first += kThreads) {
+      const int i = first + static_cast<int>(threadIdx.x);
+      const WorkLine::Place begin = line.begin_of(i), end = line.begin_of(i + 1);
+      const PartialsOfPartition adds(begin, end);
+      int total;
+      const int before = counted + sum_before(adds.count() + (adds.begins << 16), total);
+      counted += total;
+      if (i >= p.max_ctas) continue;
+      const Partition partition = line.between(begin, end, before & 0xffff, before >> 16);
+      p.partitions[i] = partition;
+      adds.write(line, partition, end, p.tile_rows, p.group_size, p.groups);
     }
-  }
-
-  // The last tile that begins at or before `unit`.
-  QUIRE_DEVICE static int tile_of_unit(const RowTile* tiles, int count, int unit) {
-    int low = 0, high = count - 1;
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (tiles[middle].work_begin <= unit) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
   }
 };
 

@@ -1,4 +1,4 @@
-// The rows of a row tile and their running softmax: what both ways of computing partition, and how a work ends.
+// The rows of a work tile and their running softmax: what both ways of computing share, and how a work tile ends.
 //
 // o is [kTileRows, kHeadDimVo] floats, not normalised; m and d are each row's maximum and denominator, base 2.
 #pragma once
@@ -8,33 +8,30 @@
 
 namespace quire::cpu {
 
-// The packed rows [row_begin, row_begin + count) of one request and kv head.
+// The packed rows of a work tile.
 struct Rows {
   const AttentionParams& p;
-  int32_t row_begin;
+  const WorkTile& work;
   int32_t count;
-  int32_t head_begin;  // first query head of the kv head
-  int64_t token_begin;
-  int32_t qo_len;
 
-  Rows(const AttentionParams& p, const RowTile& tile, int kv_head, int tile_rows)
-      : p(p), row_begin(tile.row_begin), head_begin(kv_head * static_cast<int>(p.group.divisor)) {
-    token_begin = tile.qo_begin, qo_len = tile.qo_len;
-    count = min(tile_rows, qo_len * static_cast<int>(p.group.divisor) - row_begin);
-  }
+  Rows(const AttentionParams& p, const WorkTile& work, int tile_rows)
+      : p(p), work(work), count(min(tile_rows, work.row_end - work.tile.row_begin)) {}
 
-  int qo_idx(int row) const { return p.group.div(row_begin + row); }
-  int head(int row) const { return head_begin + p.group.mod(row_begin + row); }
+  int qo_idx(int row) const { return p.group.div(work.tile.row_begin + row); }
+  WorkTile::Place place(int row) const { return work.place(p.group, work.tile.row_begin + row); }
+  int head(int row) const { return place(row).head; }
 
   template <class Q>
   const Q* q(int row) const {
-    return static_cast<const Q*>(p.q) + (token_begin + qo_idx(row)) * p.q_token_stride + head(row) * p.q_head_stride;
+    const WorkTile::Place at = place(row);
+    return static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
   }
   template <class O>
   O* o(int row) const {
-    return static_cast<O*>(p.o) + (token_begin + qo_idx(row)) * p.o_token_stride + head(row) * p.o_head_stride;
+    const WorkTile::Place at = place(row);
+    return static_cast<O*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
   }
-  float* lse(int row) const { return p.lse + (token_begin + qo_idx(row)) * p.num_qo_heads + head(row); }
+  float* lse(int row) const { return p.lse + place(row).token * p.num_qo_heads + head(row); }
 };
 
 // Normalises row `row` of a finished tile and writes it. A sink joins the denominator, with no value of its own. A row
@@ -56,48 +53,48 @@ inline void finish_row(const Rows& rows, int row, const float* o, float m, float
   if (rows.p.lse != nullptr) *rows.lse(row) = d == 0.0f ? -kInfinity : m + log2f(d);
 }
 
-// Merges the partial results of a group, always from the first part to the last, and finishes its rows.
+// Merges the partials of a group, always from the first part to the last, and finishes its rows.
 template <class V>
-inline void merge_rows(const Rows& rows, const PartialGroup& group) {
+inline void merge_partials(const Rows& rows, const MergeGroup& group) {
   const AttentionParams& p = rows.p;
-  const auto md = [&](int part, int row) {
-    return p.partial_md + (static_cast<int64_t>(group.slot(part)) * V::kTileRows + row) * 2;
-  };
-  for (int row = 0; row < rows.count; ++row) {
+  for (int row = 0; row < group.num_rows; ++row) {
+    const auto md = [&](int64_t part_begin) { return p.partial_md + (part_begin + row) * 2; };
     float m = -kInfinity, d = 0.0f;
-    for (int part = 0; part < group.num_parts; ++part) m = max(m, md(part, row)[0]);
+    for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) m = max(m, md(at)[0]);
     const float base = m == -kInfinity ? 0.0f : m;
     float o[V::kHeadDimVo] = {};
-    for (int part = 0; part < group.num_parts; ++part) {
-      const float weight = exp2(md(part, row)[0] - base);
-      if (md(part, row)[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
-      const float* from = p.partial_o + (static_cast<int64_t>(group.slot(part)) * V::kTileRows + row) * V::kHeadDimVo;
-      d += weight * md(part, row)[1];
+    for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) {
+      const float weight = exp2(md(at)[0] - base);
+      if (md(at)[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
+      const float* from = p.partial_o + (at + row) * V::kHeadDimVo;
+      d += weight * md(at)[1];
       for (int i = 0; i < V::kHeadDimVo; i += kLanes) store(o + i, load(o + i) + load(from + i) * weight);
     }
     finish_row<V>(rows, row, o, m, d);
   }
 }
 
-// Ends a work: a whole tile is written; a part is left in its slot, and the last part to arrive merges all.
+// Ends a work tile: one that covers its row tile is written; another leaves its partial, and the last one of a group to
+// arrive merges all.
 template <class V>
-inline void finish_work_tile(const Rows& rows, const WorkTile& work, const float* o, const float* m, const float* d) {
-  if (work.group.num_parts == 1) {
+inline void finish_work_tile(const Rows& rows, const float* o, const float* m, const float* d) {
+  const WorkTile& work = rows.work;
+  if (work.is_whole()) {
     for (int row = 0; row < rows.count; ++row) finish_row<V>(rows, row, o + row * V::kHeadDimVo, m[row], d[row]);
     return;
   }
   const AttentionParams& p = rows.p;
-  const int64_t at = static_cast<int64_t>(work.group.slot(work.part)) * V::kTileRows;
+  const int64_t at = static_cast<int64_t>(work.partial) * V::kTileRows;
   memcpy(p.partial_o + at * V::kHeadDimVo, o, sizeof(float) * rows.count * V::kHeadDimVo);
   for (int row = 0; row < rows.count; ++row) {
     p.partial_md[(at + row) * 2] = m[row];
     p.partial_md[(at + row) * 2 + 1] = d[row];
   }
-  uint32_t* arrivals = p.arrivals + work.group.counter;
-  const uint32_t before = __atomic_fetch_add(arrivals, 1u, __ATOMIC_ACQ_REL);
-  if (before + 1 != static_cast<uint32_t>(work.group.num_parts)) return;
-  __atomic_store_n(arrivals, 0u, __ATOMIC_RELAXED);
-  merge_rows<V>(rows, work.group);
+  MergeGroup& group = p.groups[work.group];
+  const uint32_t before = __atomic_fetch_add(&group.num_arrived, 1u, __ATOMIC_ACQ_REL);
+  if (static_cast<int>(before) + 1 != group.num_parts<V::kTileRows>()) return;
+  __atomic_store_n(&group.num_arrived, 0u, __ATOMIC_RELAXED);
+  merge_partials<V>(rows, group);
 }
 
 }  // namespace quire::cpu

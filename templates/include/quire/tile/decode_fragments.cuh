@@ -33,7 +33,7 @@ struct QueryFragments {
 
   // Rows past the request's last become zeros. `rows`: all rows of the row tile, if they are in shared memory. One of
   // the KV splits `writes` the fragments in shared memory; a barrier must follow.
-  QUIRE_DEVICE void load(const AttentionParams& p, const DecodeWork& job, int row_begin, int lane, bool writes,
+  QUIRE_DEVICE void load(const AttentionParams& p, const WorkTile& work, int row_begin, int lane, bool writes,
                          const Q* rows) {
     uint32_t x[kBlocks][kM][4];
 #pragma unroll
@@ -41,10 +41,10 @@ struct QueryFragments {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = row_begin + m * 16 + h * 8 + lane / 4;
-        if (row < job.row_end) {
-          const DecodeWork::Place at = job.place(p.group, row);
+        if (row < work.row_end) {
+          const WorkTile::Place at = work.place(p.group, row);
           const Q* src = static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
-          if (rows != nullptr) src = rows + (row - job.work.tile.row_begin) * kQk;
+          if (rows != nullptr) src = rows + (row - work.tile.row_begin) * kQk;
           load_row(x, m, h, src, lane % 4);
         } else {
 #pragma unroll

@@ -1,11 +1,10 @@
-// The end of a work: the KV splits' results are merged through shared memory, and the CTAs' partial results by the last
-// CTA to arrive, each in fixed order.
+// The end of a work tile: the KV splits' results are merged through shared memory, in fixed order, and become rows of
+// the output or a partial result.
 #pragma once
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/tile/decode_shape.cuh"
-#include "quire/tile/decode_scheduler.cuh"
-#include "quire/tile/softmax.cuh"
+#include "quire/tile/partial.cuh"
 
 namespace quire {
 
@@ -41,121 +40,6 @@ QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m
   }
 }
 
-// Four columns of a row: o not normalised, with the row's reference maximum and denominator.
-struct RowQuad {
-  float m, d;
-  float4 o;
-};
-
-QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
-  o.x = fmaf(weight, x.x, o.x), o.y = fmaf(weight, x.y, o.y);
-  o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
-}
-
-// Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
-template <class O>
-QUIRE_DEVICE void store_quad(const AttentionParams& p, const DecodeWork& job, int row, int col, const RowQuad& quad) {
-  const DecodeWork::Place to = job.place(p.group, row);
-  const RowResult result =
-      finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
-  const uint2 packed = {ptx::pack(O{}, quad.o.x * result.scale, quad.o.y * result.scale),
-                        ptx::pack(O{}, quad.o.z * result.scale, quad.o.w * result.scale)};
-  O* dst = static_cast<O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
-  *reinterpret_cast<uint2*>(dst) = packed;
-  if (col == 0 && p.lse != nullptr) p.lse[to.token * p.num_qo_heads + to.head] = result.lse;
-}
-
-// True in every thread of the CTA that arrives last: all parts are then visible to it and the counter is 0 again. The
-// barrier hands every thread's writes to thread 0, whose atomic releases them.
-QUIRE_DEVICE bool arrives_last(const AttentionParams& p, const PartialGroup& group, uint32_t* flag) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    const uint32_t last = group.num_parts - 1;
-    *flag = ptx::atomic_inc_acq_rel(p.arrivals + group.counter, last) == last;
-  }
-  __syncthreads();
-  return *flag != 0;
-}
-
-// Where the last CTA of a group stands: a row, its columns, its parts.
-struct PartCursor {
-  int row, col, part;
-};
-
-// kParts parts of a row on their way from L2: four columns a lane, and the states, one a lane, repeated. Reads go past
-// L1, which may hold what another CTA has written since.
-template <class V>
-struct PartBatch {
-  static constexpr int kParts = 8, kVo = V::kHeadDimVo;
-
-  float2 md;
-  float4 o[kParts];
-
-  // `col` is this lane's first column. Parts that do not exist weigh nothing.
-  QUIRE_DEVICE void load(const AttentionParams& p, const PartialGroup& group, PartCursor at, int col, int lane) {
-    constexpr int64_t kSlotSize = V::kTileRows * kVo;
-    const int count = group.num_parts - at.part, first = group.slot(at.part), part = lane % kParts;
-    const float2* states = reinterpret_cast<const float2*>(p.partial_md) + at.row;
-    md = {kNoLogit, 0.f};
-    if (part < count) md = __ldcg(states + static_cast<int64_t>(group.slot(at.part + part)) * V::kTileRows);
-    const float* columns = p.partial_o + at.row * kVo + col;
-    const float* others = columns + (group.next_partial + at.part - 1) * kSlotSize;
-    o[0] = __ldcg(reinterpret_cast<const float4*>(columns + first * kSlotSize));
-#pragma unroll
-    for (int i = 1; i < kParts; ++i) {
-      o[i] = {0.f, 0.f, 0.f, 0.f};
-      if (i < count) o[i] = __ldcg(reinterpret_cast<const float4*>(others + i * kSlotSize));
-    }
-  }
-
-  // d is the sum over this lane's parts until `finish`.
-  QUIRE_DEVICE void add_to(RowQuad& sum) const {
-    float top = md.x;
-#pragma unroll
-    for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-    top = fmaxf(top, sum.m);
-    const float keep = ptx::ex2(sum.m - top), weight = ptx::ex2(md.x - top);
-    sum.m = top, sum.d = fmaf(sum.d, keep, weight * md.y);
-    sum.o.x *= keep, sum.o.y *= keep, sum.o.z *= keep, sum.o.w *= keep;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) scale_add(sum.o, __shfl_sync(0xffffffffu, weight, i), o[i]);
-  }
-
-  QUIRE_DEVICE static void finish(RowQuad& sum) {
-#pragma unroll
-    for (int i = 1; i < kParts; i *= 2) sum.d += __shfl_xor_sync(0xffffffffu, sum.d, i);
-  }
-};
-
-// The last CTA of a group: a warp a row, four columns a lane. While a batch of parts is added the next one, of this row
-// or another, is under way. What an SM reads from L2 bounds it: 32 parts of 8 rows, 128 KB, take 3.6 us, in one batch
-// of 32 parts as in four of 8 (H200, 2026-11-21).
-template <class V, int kWarps>
-QUIRE_DEVICE void merge_parts(const AttentionParams& p, const DecodeWork& job, int warp, int lane) {
-  constexpr RowQuad kNothing = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
-  const PartialGroup group = job.work.group;
-  const int row_begin = job.work.tile.row_begin, rows = min(V::kTileRows, job.row_end - row_begin);
-  const auto column = [&](PartCursor at) { return min(at.col + lane * 4, V::kHeadDimVo - 4); };
-  PartCursor next = {warp, 0, 0};
-  if (next.row >= rows) return;
-  RowQuad sum = kNothing;
-  PartBatch<V> batch, ahead;
-  ahead.load(p, group, next, column(next), lane);
-#pragma unroll 1
-  while (next.row < rows) {
-    const PartCursor at = next;
-    batch = ahead;
-    if ((next.part += batch.kParts) >= group.num_parts) next.part = 0, next.col += 128;
-    if (next.col >= V::kHeadDimVo) next.col = 0, next.row += kWarps;
-    if (next.row < rows) ahead.load(p, group, next, column(next), lane);
-    batch.add_to(sum);
-    if (next.part > 0) continue;
-    batch.finish(sum);
-    if (at.col + lane * 4 < V::kHeadDimVo) store_quad<typename V::O>(p, job, row_begin + at.row, column(at), sum);
-    sum = kNothing;
-  }
-}
-
 // Ends a work tile.
 template <class V>
 class DecodeEnding {
@@ -168,20 +52,22 @@ class DecodeEnding {
   int stage_;  // of each KV split's ring, that no copy is under way to: o goes there where it has no spill area
   int warp_, lane_;
 
-  QUIRE_DEVICE void run(const DecodeWork& job, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
-    const bool whole = job.work.group.num_parts == 1;
+  QUIRE_DEVICE void run(const WorkTile& work, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
+    MergeGroup group = {};
+    if (!work.is_whole()) group = p_.groups[work.group];  // arrives while the KV splits are merged
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(spill_of(warp_))}, o, m, lane_);
       __syncthreads();
-      merge_splits(job, m, whole);
+      merge_splits(work, m);
       if (m + 1 < kM) __syncthreads();
     }
-    if (whole) {
+    if (work.is_whole()) {
       __syncthreads();
-    } else if (arrives_last(p_, job.work.group, &smem_.fixed.is_last)) {
-      merge_parts<V, Shape::kWarps>(p_, job, warp_, lane_);
+    } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), threadIdx.x == 0,
+                            smem_.fixed.is_last, [] { __syncthreads(); })) {
+      merge_partials<V, Shape::kWarps>(p_, work, group, warp_, lane_);
     }
   }
 
@@ -203,26 +89,26 @@ class DecodeEnding {
   }
 
   // Rows of block m of every warp of a KV split, four columns a thread, the KV splits in order.
-  QUIRE_DEVICE void merge_splits(const DecodeWork& job, int m, bool whole) const {
-    const int row_begin = job.work.tile.row_begin;
-    const int64_t slot = static_cast<int64_t>(job.work.group.slot(job.work.part)) * V::kTileRows;
+  QUIRE_DEVICE void merge_splits(const WorkTile& work, int m) const {
+    const int row_begin = work.tile.row_begin;
+    const int64_t partial_row = static_cast<int64_t>(work.partial) * V::kTileRows;
     for (int i = static_cast<int>(threadIdx.x); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;
-      if (row_begin + row >= job.row_end) continue;
+      if (row_begin + row >= work.row_end) continue;
       const RowQuad sum = merge_row(member, m, r % 16, quad);
-      if (whole) {
-        store_quad<typename V::O>(p_, job, row_begin + row, quad * 4, sum);
+      if (work.is_whole()) {
+        store_quad<typename V::O>(p_, work, row_begin + row, quad * 4, sum);
       } else {
-        *reinterpret_cast<float4*>(p_.partial_o + (slot + row) * kVo + quad * 4) = sum.o;
-        if (quad == 0) reinterpret_cast<float2*>(p_.partial_md)[slot + row] = {sum.m, sum.d};
+        *reinterpret_cast<float4*>(p_.partial_o + (partial_row + row) * kVo + quad * 4) = sum.o;
+        if (quad == 0) reinterpret_cast<float2*>(p_.partial_md)[partial_row + row] = {sum.m, sum.d};
       }
     }
   }
 
   QUIRE_DEVICE RowQuad merge_row(int member, int m, int row, int quad) const {
     float2 md[Shape::kKvSplits];
-    RowQuad sum = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
+    RowQuad sum = kNoKeys;
 #pragma unroll
     for (int t = 0; t < Shape::kKvSplits; ++t) {
       md[t] = smem_.fixed.states[t * Shape::kSplitWarps + member][m * 16 + row];

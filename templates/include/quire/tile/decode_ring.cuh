@@ -14,8 +14,8 @@ class DecodeLoader {
   static constexpr int kTilesAtOnce = 32 / Shape::kWarpTokens;
 
  public:
-  QUIRE_DEVICE DecodeLoader(const AttentionParams& p, const Walk& walk, int warp, int lane)
-      : p_(p), walk_(walk), tile_(0), end_(0), warp_(warp), lane_(lane) {}
+  QUIRE_DEVICE DecodeLoader(const AttentionParams& p, const WorkCursor& cursor, int warp, int lane)
+      : p_(p), cursor_(cursor), tile_(0), end_(0), warp_(warp), lane_(lane) {}
 
   // Copies this warp's tokens of the KV tile at hand into the warp's rows of `k` and `v`, and moves on to the next KV
   // tile. The first call has no KV tile at hand yet. True if the pages of the next KV tile are not known:
@@ -45,8 +45,8 @@ class DecodeLoader {
 
   QUIRE_DEVICE bool advance(TileWindow& window) {
     if (tile_ < end_) return tile_ % kTilesAtOnce == 0;
-    if (walk_.left <= 0) return false;
-    start(window.get(walk_, lane_));
+    if (!cursor_.exists()) return false;
+    start(cursor_.take(p_, window.get(cursor_, lane_), V::kTileKv));
     return true;
   }
 
@@ -57,14 +57,11 @@ class DecodeLoader {
   }
 
   // Starts a work tile. One without keys has a KV tile, too, whose tokens become zeros.
-  QUIRE_DEVICE void start(const RowTile& next) {
-    const int units = walk_.units(next);
-    tile_ = next.kv_begin + walk_.offset;
-    end_ = tile_ + units;
-    kv_first_ = next.kv_first, kv_len_ = next.kv_len;
-    k_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.k) + walk_.kv_head * p_.k_head_stride);
-    v_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.v) + walk_.kv_head * p_.v_head_stride);
-    walk_.next(p_, units);
+  QUIRE_DEVICE void start(const WorkTile& next) {
+    tile_ = next.kv_begin, end_ = max(next.kv_end, tile_ + 1);
+    kv_first_ = next.tile.kv_first, kv_len_ = next.tile.kv_len;
+    k_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.k) + next.kv_head * p_.k_head_stride);
+    v_ = reinterpret_cast<const char*>(static_cast<const Kv*>(p_.v) + next.kv_head * p_.v_head_stride);
   }
 
   // Where this lane's token is. A token that does not exist gets an address that is not read.
@@ -104,7 +101,7 @@ class DecodeLoader {
   }
 
   const AttentionParams& p_;
-  Walk walk_;
+  WorkCursor cursor_;
   int tile_, end_;  // KV tiles [tile_, end_) of the work tile at hand are still to be copied
   int warp_, lane_;
   int kv_first_, kv_len_, page_;

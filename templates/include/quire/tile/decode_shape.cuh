@@ -50,20 +50,13 @@ struct DecodeShape {
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
   static constexpr int kSpillBytes = 16 * kVo * 4;  // 16 rows of o of one warp
 
-  // What one warp keeps about the work tile at hand.
-  struct WarpState {
-    DecodeWork work;
-    // Kept here because another read of global memory would wait for all the keys that are under way.
-    Cut cut;
-  };
-
   // Shared memory beside the ring and the first queries.
   template <bool kHasSpill>
   struct Fixed {
     unsigned char spill[kHasSpill ? kWarps : 0][kSpillBytes];  // o of each warp, at the end of a work tile
     unsigned char query[kSplitWarps][kQueryBytes];             // fragments of q that registers do not hold
     float2 states[kWarps][kM * 16];                            // maximum and denominator of each row
-    WarpState warps[kWarps];
+    WorkTile work[kWarps];
     RowTile tiles[kWarps][TileWindow::kTiles];
     alignas(16) uint32_t is_last;  // this CTA is the last of a merge group to arrive
   };

@@ -1,7 +1,7 @@
 // Copies keys and values into shared memory for fa2. Tokens from kv_len on become zeros and are never read, whatever
 // their memory holds (0 * NaN is NaN): a copy of no bytes touches no address.
 #pragma once
-#include "quire/tile/job.cuh"
+#include "quire/tile/current_work.cuh"
 #include "quire/tile/smem.cuh"
 
 namespace quire {
@@ -34,8 +34,8 @@ class KvRows {
   using T = typename V::Kv;
   static constexpr int kTableBytes = kThreads * 2 * static_cast<int>(sizeof(T*));
 
-  QUIRE_DEVICE KvRows(const AttentionParams& p, const Job& job, unsigned char* table, int thread)
-      : p_(p), job_(job), next_(reinterpret_cast<const T**>(table) + 2 * thread), thread_(thread) {}
+  QUIRE_DEVICE KvRows(const AttentionParams& p, const WorkTile& work, unsigned char* table, int thread)
+      : p_(p), work_(work), next_(reinterpret_cast<const T**>(table) + 2 * thread), thread_(thread) {}
 
   QUIRE_DEVICE void begin(int tile) {
     next_[0] = first<V::kHeadDimQk>(p_.k, p_.k_token_stride, p_.k_head_stride, tile);
@@ -48,7 +48,7 @@ class KvRows {
   QUIRE_DEVICE void copy(Tile dst, int tile) const {
     using Split = RowSplit<kThreads, Tile::kChunks>;
     const int64_t stride = kOf == 0 ? p_.k_token_stride : p_.v_token_stride;
-    const int begin = Split(thread_).row, left = job_.kv_limit - tile * Tile::kRows - begin;
+    const int begin = Split(thread_).row, left = work_.kv_limit - tile * Tile::kRows - begin;
     const T *src = next_[kOf], *row_src = src;
     int at = 0;
     for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
@@ -62,12 +62,12 @@ class KvRows {
   template <int kHeadDim>
   QUIRE_DEVICE const T* first(const void* base, int64_t stride, int64_t head_stride, int tile) const {
     const RowSplit<kThreads, kHeadDim / 8> split(thread_);
-    const int64_t row = job_.kv_first + tile * V::kTileKv + split.row;
-    return static_cast<const T*>(base) + row * stride + job_.work.kv_head * head_stride + split.lane * 8;
+    const int64_t row = work_.tile.kv_first + tile * V::kTileKv + split.row;
+    return static_cast<const T*>(base) + row * stride + work_.kv_head * head_stride + split.lane * 8;
   }
 
   const AttentionParams& p_;
-  const Job& job_;
+  const WorkTile& work_;
   const T** next_;
   int thread_;
 };
@@ -83,8 +83,8 @@ class KvRows<V, kThreads, kTiles, true> {
   };
   static constexpr int kTableBytes = kTiles * V::kTileKv * static_cast<int>(sizeof(Offset));
 
-  QUIRE_DEVICE KvRows(const AttentionParams& p, const Job& job, unsigned char* table, int thread)
-      : p_(p), job_(job), table_(reinterpret_cast<Offset*>(table)), thread_(thread) {}
+  QUIRE_DEVICE KvRows(const AttentionParams& p, const WorkTile& work, unsigned char* table, int thread)
+      : p_(p), work_(work), table_(reinterpret_cast<Offset*>(table)), thread_(thread) {}
 
   // Publishes the offsets of the first KV tiles, for all threads.
   QUIRE_DEVICE void begin(int tile) {
@@ -98,7 +98,7 @@ class KvRows<V, kThreads, kTiles, true> {
     for (int i = 0; i < kTokens; ++i) {
       const int token = tile * V::kTileKv + i * kThreads + thread_;
       page_[i] = -1;
-      if (owns(i) && token < job_.kv_limit) page_[i] = p_.kv_indices[job_.kv_first + p_.page.div(token)];
+      if (owns(i) && token < work_.kv_limit) page_[i] = p_.kv_indices[work_.tile.kv_first + p_.page.div(token)];
     }
   }
 
@@ -107,7 +107,7 @@ class KvRows<V, kThreads, kTiles, true> {
     for (int i = 0; i < kTokens; ++i) {
       if (!owns(i)) continue;
       const int token_in_page = p_.page.mod(tile * V::kTileKv + i * kThreads + thread_);
-      const int64_t head = job_.work.kv_head;
+      const int64_t head = work_.kv_head;
       Offset offset = {-1, -1};
       if (page_[i] >= 0) {
         offset.at[0] = page_[i] * p_.k_page_stride + token_in_page * p_.k_token_stride + head * p_.k_head_stride;
@@ -136,7 +136,7 @@ class KvRows<V, kThreads, kTiles, true> {
   }
 
   const AttentionParams& p_;
-  const Job& job_;
+  const WorkTile& work_;
   Offset* table_;
   int thread_;
   int page_[kTokens];

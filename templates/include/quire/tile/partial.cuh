@@ -1,50 +1,126 @@
-// Partial results: what a CTA leaves of a row tile that it did not see whole, and their merging by the last to arrive.
+// Partial results: what a CTA leaves of a row tile that its work tile does not cover, and their merging by the last CTA
+// to arrive at the merge group.
 #pragma once
-#include "quire/tile/job.cuh"
+#include "quire/core/schedule.h"
 #include "quire/tile/softmax.cuh"
 
 namespace quire {
 
-// True in every thread of the CTA that arrives last at the job's group: all parts are then visible to it, and the
-// counter is 0 again.
-QUIRE_DEVICE bool is_last_arriver(const AttentionParams& p, Job& job, int thread) {
-  __threadfence();
-  __syncthreads();
-  if (thread == 0) {
-    const uint32_t last = job.work.group.num_parts - 1;
-    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.work.group.counter, last) == last;
-  }
-  __syncthreads();
-  return job.is_last;
+// Four columns of a row: o not normalised, with the row's reference maximum and denominator.
+struct RowQuad {
+  float m, d;
+  float4 o;
+};
+
+constexpr RowQuad kNoKeys = {kNoLogit, 0.f, {0.f, 0.f, 0.f, 0.f}};
+
+QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
+  o.x = fmaf(weight, x.x, o.x), o.y = fmaf(weight, x.y, o.y);
+  o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
 }
 
-// Adds the parts up in order, four columns a thread, and writes o and lse of the rows that exist. Reads go past
-// the L1 cache, which may hold what another CTA has written since.
-template <class T, int kRows, int kVo, int kThreads>
-QUIRE_DEVICE void merge_partials(const AttentionParams& p, const Job& job, int thread) {
-  constexpr int kQuads = kVo / 4;
-  const PartialGroup group = job.work.group;
-  const int row_begin = job.work.tile.row_begin, count = min(kRows, job.row_end - row_begin) * kQuads;
-  for (int i = thread; i < count; i += kThreads) {
-    const int row = i / kQuads, col = (i - row * kQuads) * 4;
-    float m = kNoLogit, d = 0.f, o[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 4
-    for (int part = 0; part < group.num_parts; ++part) {
-      const int64_t at = static_cast<int64_t>(group.slot(part)) * kRows + row;
-      const float2 md = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + at);
-      const float4 x = __ldcg(reinterpret_cast<const float4*>(p.partial_o + at * kVo + col));
-      const float top = fmaxf(m, md.x), keep = ptx::ex2(m - top), join = ptx::ex2(md.x - top);
-      m = top, d = d * keep + md.y * join;
-      o[0] = o[0] * keep + x.x * join, o[1] = o[1] * keep + x.y * join;
-      o[2] = o[2] * keep + x.z * join, o[3] = o[3] * keep + x.w * join;
+// Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
+template <class O>
+QUIRE_DEVICE void store_quad(const AttentionParams& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
+  const WorkTile::Place to = work.place(p.group, row);
+  const RowResult result =
+      finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
+  const uint2 packed = {ptx::pack(O{}, quad.o.x * result.scale, quad.o.y * result.scale),
+                        ptx::pack(O{}, quad.o.z * result.scale, quad.o.w * result.scale)};
+  O* dst = static_cast<O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
+  *reinterpret_cast<uint2*>(dst) = packed;
+  if (col == 0 && p.lse != nullptr) p.lse[to.token * p.num_qo_heads + to.head] = result.lse;
+}
+
+// True in every thread of the CTA that arrives last at a group of `num_parts`: all partials are then visible to it, and
+// the group's counter is 0 again. `sync` is a barrier of all threads that have stored partials and will merge: it hands
+// their writes to the leader, whose atomic releases them.
+template <class Flag, class Sync>
+QUIRE_DEVICE bool arrives_last(MergeGroup* group, int num_parts, bool is_leader, Flag& flag, Sync&& sync) {
+  sync();
+  if (is_leader) {
+    const uint32_t last = num_parts - 1;
+    flag = ptx::atomic_inc_acq_rel(&group->num_arrived, last) == last;
+  }
+  sync();
+  return flag;
+}
+
+// Where the last CTA of a group stands: a row, its columns, its parts.
+struct PartCursor {
+  int row, col, part;
+};
+
+// kParts partials of a row on their way from L2: four columns a lane, and the states, one a lane, repeated. Reads go
+// past L1, which may hold what another CTA has written since.
+template <int kTileRows, int kVo>
+struct PartBatch {
+  static constexpr int kParts = 8;
+
+  float2 md;
+  float4 o[kParts];
+
+  // `col` is this lane's first column. Parts that do not exist weigh nothing.
+  QUIRE_DEVICE void load(const AttentionParams& p, const MergeGroup& group, PartCursor at, int col, int lane) {
+    const int count = group.num_parts<kTileRows>() - at.part;
+    const int64_t row = group.row_begin + at.part * kTileRows + at.row;
+    md = {kNoLogit, 0.f};
+    if (lane % kParts < count)
+      md = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + row + lane % kParts * kTileRows);
+    const float* columns = p.partial_o + row * kVo + col;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      o[i] = {0.f, 0.f, 0.f, 0.f};
+      if (i < count) o[i] = __ldcg(reinterpret_cast<const float4*>(columns + i * kTileRows * kVo));
     }
-    const Job::Place to = job.place(p.group, row_begin + row);
-    const RowResult result = finish_row(m, d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
-    const uint2 packed = {ptx::pack(T{}, o[0] * result.scale, o[1] * result.scale),
-                          ptx::pack(T{}, o[2] * result.scale, o[3] * result.scale)};
-    T* dst = static_cast<T*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
-    *reinterpret_cast<uint2*>(dst) = packed;
-    if (col == 0 && p.lse != nullptr) p.lse[to.token * p.num_qo_heads + to.head] = result.lse;
+  }
+
+  // d is the sum over this lane's parts until `finish`.
+  QUIRE_DEVICE void add_to(RowQuad& sum) const {
+    float top = md.x;
+#pragma unroll
+    for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+    top = fmaxf(top, sum.m);
+    const float keep = ptx::ex2(sum.m - top), weight = ptx::ex2(md.x - top);
+    sum.m = top, sum.d = fmaf(sum.d, keep, weight * md.y);
+    sum.o.x *= keep, sum.o.y *= keep, sum.o.z *= keep, sum.o.w *= keep;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) scale_add(sum.o, __shfl_sync(0xffffffffu, weight, i), o[i]);
+  }
+
+  QUIRE_DEVICE static void finish(RowQuad& sum) {
+#pragma unroll
+    for (int i = 1; i < kParts; i *= 2) sum.d += __shfl_xor_sync(0xffffffffu, sum.d, i);
+  }
+};
+
+// The last CTA of a group, in kWarps warps: a warp a row, four columns a lane, parts in order. While a batch of parts
+// is added the next one, of this row or another, is under way: what an SM reads from L2 bounds it.
+template <class V, int kWarps>
+QUIRE_DEVICE void merge_partials(const AttentionParams& p, const WorkTile& work, const MergeGroup& group, int warp,
+                                 int lane) {
+  constexpr int kVo = V::kHeadDimVo;
+  const int num_parts = group.num_parts<V::kTileRows>();
+  const auto column = [&](PartCursor at) { return min(at.col + lane * 4, kVo - 4); };
+  PartCursor next = {warp, 0, 0};
+  if (next.row >= group.num_rows) return;
+  RowQuad sum = kNoKeys;
+  PartBatch<V::kTileRows, kVo> batch, ahead;
+  ahead.load(p, group, next, column(next), lane);
+#pragma unroll 1
+  while (next.row < group.num_rows) {
+    const PartCursor at = next;
+    batch = ahead;
+    if ((next.part += batch.kParts) >= num_parts) next.part = 0, next.col += 128;
+    if (next.col >= kVo) next.col = 0, next.row += kWarps;
+    if (next.row < group.num_rows) ahead.load(p, group, next, column(next), lane);
+    batch.add_to(sum);
+    if (next.part > 0) continue;
+    batch.finish(sum);
+    if (at.col + lane * 4 < kVo) {
+      store_quad<typename V::O>(p, work, work.tile.row_begin + at.row, column(at), sum);
+    }
+    sum = kNoKeys;
   }
 }
 

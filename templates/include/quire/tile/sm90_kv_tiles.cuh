@@ -7,10 +7,9 @@
 
 namespace quire {
 
-// A work of work as the scheduling warp hands it on.
+// A work tile as the scheduling warp hands it on.
 template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
-struct WorkStage {
-  Job job;
+struct WorkStage : CurrentWork {
   QUIRE_DEVICE void prefetch_pages(const AttentionFa3Params&, int) {}
   QUIRE_DEVICE const uint8_t* bits() const { return nullptr; }
 };
@@ -18,9 +17,8 @@ struct WorkStage {
 // With its request's bits and the block_mask of its tiles, a bit each. The block_mask of the first kWords * 32 tiles
 // lie here, because each of the warps would wait for the others a trip to memory long.
 template <class V>
-struct WorkStage<V, true> {
+struct WorkStage<V, true> : CurrentWork {
   static constexpr int kWords = 32;
-  Job job;
   const uint8_t* mask_bits;
   const uint8_t* block_mask;
   uint32_t seen[kWords], whole[kWords];
@@ -29,7 +27,6 @@ struct WorkStage<V, true> {
 
   // One warp.
   QUIRE_DEVICE void prefetch_pages(const AttentionFa3Params& p, int lane) {
-    const WorkTile& work = job.work;
     const uint8_t* first = p.block_mask + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
     const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
     if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[work.tile.request], block_mask = first;
@@ -44,7 +41,7 @@ struct WorkStage<V, true> {
   // The block_mask of 32 tiles from tile 32 * i of the work on. Whole warps.
   QUIRE_DEVICE void vote(const uint8_t* first, int i, uint32_t& seen_bits, uint32_t& whole_bits, int lane) const {
     const int at = 32 * i + lane;
-    const int found = at < job.work.kv_end - job.work.kv_begin ? __ldg(first + at) : 0;
+    const int found = at < work.kv_end - work.kv_begin ? __ldg(first + at) : 0;
     seen_bits = __ballot_sync(0xffffffffu, found & kBlockVisible);
     whole_bits = __ballot_sync(0xffffffffu, found & kBlockFull);
   }
@@ -54,8 +51,7 @@ struct WorkStage<V, true> {
 template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
 class TileWalk {
  public:
-  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot)
-      : begin_(slot.job.work.kv_begin), tile_(slot.job.work.kv_end - 1) {}
+  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot) : begin_(slot.work.kv_begin), tile_(slot.work.kv_end - 1) {}
 
   QUIRE_DEVICE bool exists() const { return tile_ >= begin_; }
   QUIRE_DEVICE int tile() const { return tile_; }
@@ -70,8 +66,8 @@ class TileWalk {
 template <class V>
 class TileWalk<V, true> {
  public:
-  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot) : slot_(slot), begin_(ptx::uniform(slot.job.work.kv_begin)) {
-    const int last = ptx::uniform(slot.job.work.kv_end) - begin_ - 1;
+  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot) : slot_(slot), begin_(ptx::uniform(slot.work.kv_begin)) {
+    const int last = ptx::uniform(slot.work.kv_end) - begin_ - 1;
     word_ = last >> 5;  // -1 where there is no tile
     read();
     advance();
@@ -110,9 +106,9 @@ class WholeTiles {
  public:
   QUIRE_DEVICE WholeTiles(const AttentionParams& p, const WorkStage<V>& slot, int row) : tiles_{0, 0} {
     if constexpr (V::kMask == kMaskCustom) return;
-    const int end = slot.job.row_end;
+    const int end = slot.work.row_end;
     const int first = p.group.div(min(row, end - 1)), last = p.group.div(min(row + 64, end) - 1);
-    const Mask<V::kMask, V::kWindow != 0> mask = {slot.job.qo_len, slot.job.kv_len, p.window_left, nullptr};
+    const Mask<V::kMask, V::kWindow != 0> mask = {slot.work.tile.qo_len, slot.work.tile.kv_len, p.window_left, nullptr};
     const KeyRange keys = mask.all(first, last);
     tiles_ = {ptx::uniform(ceil_div(keys.begin, V::kTileKv)), ptx::uniform(keys.end / V::kTileKv)};
   }

@@ -4,7 +4,7 @@
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/tma.cuh"
-#include "quire/tile/job.cuh"
+#include "quire/tile/current_work.cuh"
 #include "quire/tile/sm90_tile.cuh"
 
 namespace quire {
@@ -41,8 +41,8 @@ class KvLoader {
  public:
   static constexpr int kArrivals = 1;
 
-  QUIRE_DEVICE KvLoader(const AttentionParams&, const KvSource& from, const Job& job, int lane)
-      : map_(from.map), job_(job), lane_(lane) {}
+  QUIRE_DEVICE KvLoader(const AttentionParams&, const KvSource& from, const WorkTile& work, int lane)
+      : map_(from.map), work_(work), lane_(lane) {}
 
   QUIRE_DEVICE void fetch(int i) { token_ = i * V::kTileKv; }
   QUIRE_DEVICE void locate() {}
@@ -53,14 +53,14 @@ class KvLoader {
     ptx::mbarrier_arrive_expect(barrier, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kAtoms; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes, map_, barrier, i * 64, job_.kv_first + token_,
-                       job_.work.kv_head, 0);
+      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes, map_, barrier, i * 64, work_.tile.kv_first + token_,
+                       work_.kv_head, 0);
     }
   }
 
  private:
   const TensorMap* map_;
-  const Job& job_;
+  const WorkTile& work_;
   int lane_, token_;
 };
 
@@ -74,14 +74,14 @@ class KvLoader<V, KvPath::kPages> {
   static constexpr int kBoxes = V::kTileKv / kBoxRows;
   static_assert(kBoxRows % 8 == 0 && kBoxes <= 32, "one lane copies one box, and a box keeps the swizzle's period");
 
-  QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const Job& job, int lane)
-      : p_(p), map_(from.map), job_(job), lane_(lane) {}
+  QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
+      : p_(p), map_(from.map), work_(work), lane_(lane) {}
 
   QUIRE_DEVICE void fetch(int i) {
     const int token = i * V::kTileKv + lane_ * kBoxRows;
     row_ = token % V::kPageSize;
     page_ = -1;
-    if (lane_ < kBoxes && token < job_.kv_len) page_ = p_.kv_indices[job_.kv_first + token / V::kPageSize];
+    if (lane_ < kBoxes && token < work_.tile.kv_len) page_ = p_.kv_indices[work_.tile.kv_first + token / V::kPageSize];
   }
   QUIRE_DEVICE void locate() {}
 
@@ -93,14 +93,14 @@ class KvLoader<V, KvPath::kPages> {
 #pragma unroll
     for (int i = 0; i < Tile::kAtoms; ++i) {
       ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes + lane_ * kBoxRows * 128, map_, barrier, i * 64, row_,
-                       job_.work.kv_head, page_);
+                       work_.kv_head, page_);
     }
   }
 
  private:
   const AttentionParams& p_;
   const TensorMap* map_;
-  const Job& job_;
+  const WorkTile& work_;
   int lane_, row_, page_;
 };
 
@@ -111,9 +111,9 @@ class KvLoader<V, KvPath::kGather> {
  public:
   static constexpr int kArrivals = 32;
 
-  QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const Job& job, int lane)
-      : p_(p), from_(from), job_(job), lane_(lane) {
-    base_ = reinterpret_cast<uint64_t>(from.base) + job.work.kv_head * from.head_stride * 2 + (lane & 7) * 16;
+  QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
+      : p_(p), from_(from), work_(work), lane_(lane) {
+    base_ = reinterpret_cast<uint64_t>(from.base) + work.kv_head * from.head_stride * 2 + (lane & 7) * 16;
     asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
   }
 
@@ -121,9 +121,9 @@ class KvLoader<V, KvPath::kGather> {
     token_ = i * V::kTileKv;
 #pragma unroll
     for (int j = 0; j < kLookups; ++j) {
-      const int token = min(token_ + j * 32 + lane_, job_.kv_len - 1), index = p_.page.div(token);
+      const int token = min(token_ + j * 32 + lane_, work_.tile.kv_len - 1), index = p_.page.div(token);
       row_[j] = token - index * static_cast<int>(p_.page.divisor);
-      page_[j] = p_.kv_indices[job_.kv_first + index];
+      page_[j] = p_.kv_indices[work_.tile.kv_first + index];
     }
   }
 
@@ -138,7 +138,7 @@ class KvLoader<V, KvPath::kGather> {
 
   template <class Tile>
   QUIRE_DEVICE void load(Tile dst, uint32_t) const {
-    const int left = job_.kv_len - token_;
+    const int left = work_.tile.kv_len - token_;
     if (left >= V::kTileKv) {
       copy<true>(dst, left);
     } else {
@@ -190,7 +190,7 @@ class KvLoader<V, KvPath::kGather> {
 
   const AttentionParams& p_;
   const KvSource& from_;
-  const Job& job_;
+  const WorkTile& work_;
   uint64_t base_;  // this lane's column of the head
   int lane_, token_;
   int page_[kLookups], row_[kLookups];

@@ -4,7 +4,7 @@
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/wgmma.cuh"
-#include "quire/tile/job.cuh"
+#include "quire/tile/current_work.cuh"
 
 namespace quire {
 
@@ -57,68 +57,60 @@ struct RingBarriers {
   QUIRE_DEVICE void arrive_empty(RingPosition<kSlots> at) const { ptx::mbarrier_arrive(empty(at.slot())); }
 };
 
-// The work of one CTA: its partition, or whole tiles that it takes as it gets to them. One thread's; where it is
-// between work tiles stands in the jobs in shared memory, because the loading warps have few registers.
+// The work tiles of one CTA: its partition's, or whole row tiles that it takes as it gets to them. One thread's; where
+// it is between work tiles stands in shared memory, because the loading warps have few registers.
 struct WorkList {
-  // The first job's beginning, before any work of it.
-  QUIRE_DEVICE static void begin(const AttentionFa3Params& p, Job& job, int& work) {
-    work = static_cast<int>(blockIdx.x);
-    const WorkQueue queue(p);
-    if (work < queue.count) job.cursor = cursor(p, queue);
+  // Before the first call of next(). `number`: of the last whole row tile that was taken.
+  QUIRE_DEVICE static void begin(const AttentionFa3Params& p, WorkCursor& cursor, int& number) {
+    number = -1;
+    cursor = {};
+    if (p.base.partitions != nullptr) cursor.left = p.base.partitions[blockIdx.x];
   }
 
-  // Fills in `job`, which follows the one that left `cursor`; job.exists is false when nothing is left.
-  QUIRE_DEVICE static void next(const AttentionFa3Params& p, const WorkCursor& cursor_before, Job& job, int& work,
+  // Fills in `next`, which follows the one that left `cursor`.
+  QUIRE_DEVICE static void next(const AttentionFa3Params& p, const WorkCursor& cursor, CurrentWork& next, int& number,
                                 int tile_kv) {
-    const WorkQueue queue(p);
-    job.cursor = cursor_before;
-    job.exists = false;
-    while (work < queue.count) {
-      job.next(p.base, queue.place(p, work), tile_kv);
-      if (job.exists) return;
-      work = queue.take(p, work);
-      if (work < queue.count) job.cursor = cursor(p, queue);
+    next.cursor = cursor;
+    if (!next.cursor.exists()) {
+      const CountedTiles tiles(p);
+      if (tiles.count > 0) number = tiles.take(p, number);
+      if (number < tiles.count) next.cursor = tiles.cursor(number);
     }
+    next.exists = next.cursor.next(p.base, tile_kv, next.work);
   }
 
  private:
-  // How many work tiles of work there are to begin with: partitions, or whole tiles of each kv head.
-  struct WorkQueue {
+  // Whole row tiles of each KV head, longest first.
+  struct CountedTiles {
+    int num_tiles, heads_per_l2_group;  // a divisor of num_kv_heads
     int count;
-    int heads_per_l2_group;  // whole tiles: a divisor of num_kv_heads; 0: partitions
-    int num_tiles;
 
-    QUIRE_DEVICE explicit WorkQueue(const AttentionFa3Params& p) {
-      count = p.base.num_ctas, heads_per_l2_group = 0, num_tiles = p.base.num_tiles;
-      if (p.base.partitions == nullptr) {
-        heads_per_l2_group = p.heads_per_l2_group;
-      } else if (const Partition partition = p.base.partitions[blockIdx.x]; partition.units == Partition::kDynamic) {
-        count = partition.offset, heads_per_l2_group = partition.tile, num_tiles = partition.num_tiles;
+    QUIRE_DEVICE explicit CountedTiles(const AttentionFa3Params& p)
+        : num_tiles(p.base.num_tiles), heads_per_l2_group(p.heads_per_l2_group) {
+      if (p.base.partitions != nullptr) {
+        const Partition partition = p.base.partitions[blockIdx.x];
+        num_tiles = partition.num_tiles, heads_per_l2_group = partition.heads_per_l2_group;
       }
+      count = heads_per_l2_group == 0 ? -1 : num_tiles * p.base.num_kv_heads;
     }
 
-    // A CTA's first work costs no tile_counter. A launch takes one for each of the rest and one a CTA that fails, count
-    // in all: then the counter is 0 again.
-    QUIRE_DEVICE int take(const AttentionFa3Params& p, int work) const {
+    // A CTA's first row tile is not counted. A launch counts each of the rest and one a CTA that gets none, `count` in
+    // all: then the counter is 0 again.
+    QUIRE_DEVICE int take(const AttentionFa3Params& p, int number) const {
       const int grid = static_cast<int>(gridDim.x);
-      if (p.tile_counter == nullptr || heads_per_l2_group == 0) return work + grid;
+      if (number < 0) return static_cast<int>(blockIdx.x);
+      if (p.tile_counter == nullptr) return number + grid;
       return min(grid, count) + static_cast<int>(atomicInc(p.tile_counter, count - 1));
     }
 
-    // Whole tiles in order of head sections first. The schedule counts (tile, head) with heads inside.
-    QUIRE_DEVICE int place(const AttentionFa3Params& p, int work) const {
-      if (heads_per_l2_group == 0 || heads_per_l2_group >= p.base.num_kv_heads) return work;
+    // The heads of one group first, a row tile of each in turn.
+    QUIRE_DEVICE WorkCursor cursor(int number) const {
       const int section_size = heads_per_l2_group * num_tiles;
-      const int section = work / section_size, in_section = work - section * section_size;
-      const int tile = in_section / heads_per_l2_group, head = in_section - tile * heads_per_l2_group;
-      return tile * p.base.num_kv_heads + section * heads_per_l2_group + head;
+      const int section = number / section_size, in_section = number - section * section_size;
+      const int tile = in_section / heads_per_l2_group;
+      return WorkCursor::of_row_tile(tile, section * heads_per_l2_group + in_section - tile * heads_per_l2_group);
     }
   };
-
-  QUIRE_DEVICE static WorkCursor cursor(const AttentionFa3Params& p, const WorkQueue& queue) {
-    return queue.heads_per_l2_group != 0 ? WorkCursor::of_tile()
-                                         : WorkCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
-  }
 };
 
 }  // namespace quire

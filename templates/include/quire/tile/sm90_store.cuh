@@ -81,34 +81,21 @@ QUIRE_DEVICE void store_row(T* dst, const float (&o)[n], int half, float scale, 
   }
 }
 
-// partial_o [slot, kRows, 2 * n / 4] and partial_md [slot, kRows, 2]: this lane's two rows, the first being `row` of
-// the tile. `rows` of the tile exist.
+// Rows of partial_o [num_partials, kRows, 2 * n / 4] and partial_md [num_partials, kRows, 2]: this lane's two, the
+// first being `row` of the row tile. `rows` of the row tile exist.
 template <int kRows, int n>
-QUIRE_DEVICE void store_partial_rows(const AttentionParams& p, int slot, const float (&o)[n], const float (&m)[2],
+QUIRE_DEVICE void store_partial_rows(const AttentionParams& p, int partial, const float (&o)[n], const float (&m)[2],
                                      const float (&d)[2], int row, int rows, int lane) {
   constexpr int kVo = n * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (row + 8 * h >= rows) continue;
-    const int64_t at = static_cast<int64_t>(slot) * kRows + row + 8 * h;
+    const int64_t at = static_cast<int64_t>(partial) * kRows + row + 8 * h;
     float2* dst = reinterpret_cast<float2*>(p.partial_o + at * kVo) + (lane & 3);
 #pragma unroll
     for (int i = 0; i < n; i += 4) dst[i] = {o[i + 2 * h], o[i + 2 * h + 1]};
     if ((lane & 3) == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
   }
-}
-
-// As is_last_arriver, for the kThreads threads that compute: named barrier `id` is theirs.
-template <int kThreads>
-QUIRE_DEVICE bool is_last_of_group(const AttentionParams& p, Job& job, int thread, int id) {
-  __threadfence();
-  ptx::named_barrier_sync(id, kThreads);
-  if (thread == 0) {
-    const uint32_t last = job.work.group.num_parts - 1;
-    job.is_last = ptx::atomic_inc_acq_rel(p.arrivals + job.work.group.counter, last) == last;
-  }
-  ptx::named_barrier_sync(id, kThreads);
-  return job.is_last;
 }
 
 }  // namespace quire
