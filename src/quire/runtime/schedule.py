@@ -214,7 +214,7 @@ def num_row_tiles(lengths: Lengths, template: ScheduleInput) -> int:
     """Row tiles of a batch that is planned on a GPU; ValidationError where its longest lengths are too many."""
     p, batch, tokens = template, lengths.batch_size, lengths.page_table.shape[1] * lengths.page_size
     rows = lengths.qo_len * p.group_size
-    num_tiles = batch * -(-rows // p.tile_rows)
+    num_tiles: int = batch * -(-rows // p.tile_rows)
     work = num_tiles * p.num_kv_heads
     if batch * rows < 2**31 and work <= 2**23 and work * -(-tokens // p.tile_kv) < 2**31:
         return num_tiles
