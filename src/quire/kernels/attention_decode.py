@@ -77,6 +77,6 @@ KERNEL = AttentionKernel(
     tiles=_tiles,
     choose_rows=first_tile_that_holds,  # with fixed splits all requests, and so all batches, have as many rows
     yields=_yields,
-    schedule_input=lambda _: {"start_cost": 16},
+    schedule_input=lambda _: {"start_cost": 20},
     pdl=True,
 )

@@ -202,7 +202,7 @@ struct ScheduleAttention {
     if (max(all, partials * in_.tile_rows) > INT32_MAX) return fail(ScheduleError::kTooManyUnits);
     out_.num_tiles = static_cast<int32_t>(tiles);
     out_.work_per_head = static_cast<int32_t>(units);
-    const bool whole = in_.fixed_split_size != 0 || whole_tiles_suffice(longest, all);
+    const bool whole = in_.fixed_split_size != 0 || whole_tiles_suffice(tiles, units, longest);
     out_.is_partitioned = !whole;
     out_.is_dynamic = 0;
     out_.num_ctas = static_cast<int32_t>(
@@ -234,12 +234,12 @@ struct ScheduleAttention {
   }
 
   // Whole row tiles when the longest is at most a quarter of a CTA's fair part (longest first, the tail is then short),
-  // or when waves of longest ones waste less than merging would. Not where starts have a price: a CTA that has several
-  // row tiles reads the next one's keys while it ends one, and a CTA that has one does not. Nor where row tiles have
-  // one unit and no tile counter hands them to CTAs that stay.
-  bool whole_tiles_suffice(int longest, int64_t all) const {
-    if (in_.start_cost > 0 || longest <= 1) return all == 0 || in_.has_tile_counter != 0;
-    const int64_t wave = static_cast<int64_t>(longest) * in_.max_ctas;
+  // or when waves of longest ones waste less than merging would. Not where row tiles are short, because a CTA that has
+  // several reads the keys of the next while it ends one: of one unit, or of so few that a start is a 16th of their
+  // cost. A tile counter does as well.
+  bool whole_tiles_suffice(int64_t tiles, int64_t units, int longest) const {
+    if (units <= tiles * max(1, in_.start_cost)) return units == 0 || in_.has_tile_counter != 0;
+    const int64_t all = units * in_.num_kv_heads, wave = static_cast<int64_t>(longest) * in_.max_ctas;
     return 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
   }
 
