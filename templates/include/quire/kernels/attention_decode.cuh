@@ -64,7 +64,7 @@ class AttentionDecode {
   // here once, because a launch in which a CTA computes one work tile spends much of its time on fetching instructions.
   QUIRE_DEVICE void compute_partition() {
     Phase phase = Phase::kFill;
-    int stage = -1;  // to load: an empty one, then the one that was computed last. -1: no KV tile is known yet
+    int stage = -1;  // to load: an empty stage, later the one computed last; -1: the first load has no KV tile yet
 #pragma unroll 1
     for (;;) {
       if (!Shape::kHasSpill && phase == Phase::kFinish) finish(stage);  // o goes to the stage, so before it is loaded
@@ -125,7 +125,7 @@ class AttentionDecode {
     if (lane_ == 0) work() = next;
     keys_ = visible(next);
     tile_ = next.kv_begin, kv_end_ = next.kv_end;
-    o_.clear();
+    o_.clear();  // again, so that zeros take no registers while queries are loaded
     softmax_.clear();
     if constexpr (Shape::kQueryBytes > 0)
       __syncthreads();
