@@ -8,8 +8,12 @@ from itertools import product
 import pytest
 
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels import AttentionProblem, decide, same_rows
-from quire.types import MaskMode, dtype_of
+from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, family, same_rows
+from quire.kernels.features import ANY_PAGE_SIZE, Features, mask_words, read_mask, rows_of
+from quire.kernels.operands import Operand, operand_fields, with_scales
+from quire.kernels.operation import OPERATIONS, OperationKey
+from quire.kernels.params import FastDivisor
+from quire.types import DTYPES, MaskMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
 
@@ -102,3 +106,162 @@ def test_what_fa3_finds_by_32_bits(page_size, most):
     decision = decide(replace(_DECODE, page_size=page_size), "fa3")
     assert decision.kernel.max_bytes(decision.key, "k") == decision.kernel.max_bytes(decision.key, "v") == most
     assert decision.kernel.max_bytes(decision.key, "o") == 1 << 36
+
+
+# Features: one table
+
+
+def example(**changes: object) -> AttentionKey:
+    """A key with other values of some fields."""
+    q = dtype_of("bfloat16", "q")
+    key = AttentionKey("sm90a", q, q, q, 128, 128, 16, MaskMode.CAUSAL, False, False, "attention_fa3", 128)
+    return replace(key, **changes)
+
+
+def values_of(name: str) -> list[object]:
+    """Every value that has a word, and a few numbers where the feature takes some."""
+    row = rows_of(AttentionKey)[name]
+    return [*row.words.values(), *((8, 96, 256) if row.number else ())]
+
+
+@pytest.mark.parametrize("name", rows_of(AttentionKey))
+def test_a_slug_spells_each_value_and_parses_back(name):
+    keys = [example(**{name: value}) for value in values_of(name)]
+    assert len({key.slug for key in keys}) == len(keys)
+    for key in keys:
+        assert AttentionKey.parse(key.slug) == key
+        assert {type(value) for value in key.members.values()} <= {int, str}
+
+
+@pytest.mark.parametrize(
+    ("changes", "slug"),
+    [
+        ({}, "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128"),
+        ({"page_size": ANY_PAGE_SIZE}, "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged.causal.m128"),
+        (
+            {"page_size": 0, "head_dim_qk": 192, "window": True, "soft_cap": True, "mask": MaskMode.NONE},
+            "attention_fa3.sm90a.bf16-bf16-bf16.d192-128.ragged.none-window-cap.m128",
+        ),
+    ],
+    ids=str,
+)
+def test_spelling(changes, slug):
+    assert example(**changes).slug == slug
+
+
+@pytest.mark.parametrize(
+    "slug",
+    [
+        "",
+        "attention_fa3",
+        "attention_fa3.sm90a.bf16-bf16.d128-128.paged16.causal.m128",
+        "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged016.causal.m128",
+        "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal-cap-window.m128",
+        "attention_fa3.sm90a.bf16-bf16-bf17.d128-128.paged16.causal.m128",
+    ],
+)
+def test_what_is_no_slug(slug):
+    with pytest.raises(ValidationError, match="slug: "):
+        AttentionKey.parse(slug)
+
+
+def test_a_variant_is_described_in_the_words_of_its_user():
+    fields = dict(example(soft_cap=True, page_size=0).fields)
+    assert (fields["mask"], fields["soft_cap"], fields["window"]) == ("causal", "yes", "no")
+    assert (fields["page_size"], fields["head_dim_qk"], fields["kv"]) == ("ragged", "128", "bf16")
+
+
+def test_masks_of_the_command_line():
+    assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True}
+    assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False}
+    for bad in ("", "window", "causal+tree", "causal+", "causal+wide"):
+        with pytest.raises(ValidationError, match="none, causal, custom, tree"):
+            read_mask(bad)
+    assert all(f"+{word}" in mask_words() for word in ("window", "cap"))
+
+
+def test_problems_and_keys_have_the_features():
+    names = set(rows_of(Features))
+    assert names < set(AttentionProblem.__dataclass_fields__) & set(AttentionKey.__dataclass_fields__)
+
+
+# Operands: declared by a kernel's row
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_the_parameter_struct_begins_with_the_operands(kernel):
+    base = dict(kernel.params._fields_).get("base", kernel.params)
+    names = [name for name, _ in operand_fields(kernel.operands)]
+    assert [name for name, _ in base._fields_][: len(names)] == names
+    assert [getattr(base, name).offset for name in names] == [8 * i for i in range(len(names))]
+    for operand in with_scales(kernel.operands):
+        assert operand.type in rows_of(Features) or dtype_of(operand.type, "type") in DTYPES
+
+
+def test_scales_are_operands_behind_the_others():
+    k = Operand("k", ("num_pages", "page_size", "num_kv_heads", "head_dim_qk"), "kv")
+    scaled = k._replace(scales=Operand("k_scales", ("num_pages", "page_size", "num_kv_heads"), "fp32"))
+    names = [name for name, _ in operand_fields((scaled, k._replace(name="v")))]
+    assert names[:3] == ["k", "v", "k_scales"]
+    assert names[-3:] == ["k_scales_page_stride", "k_scales_token_stride", "k_scales_head_stride"]
+
+
+def test_a_number_type_says_what_tensor_maps_call_it():
+    """An 8-bit type described as f16 would be read as other numbers."""
+    assert {d.slug: d.tensor_map for d in DTYPES if d.bits == 8} == {"e4m3": "u8", "e5m2": "u8"}
+    assert all(d.bits == 8 * d.torch.itemsize for d in DTYPES)
+
+
+# What other lengths take
+
+
+def test_a_family_is_all_that_plan_may_choose_for_other_lengths():
+    slugs = [spec.slug for spec in family(replace(_DECODE, rows=8, mask=MaskMode.CAUSAL), "auto")]
+    heights = [slug.rpartition(".m")[2] for slug in slugs if slug.startswith("attention_decode")]
+    assert heights == ["16", "32"], "64 rows of wide heads are fa3's"
+    assert [slug for slug in slugs if slug.startswith("attention_fa3")] == [
+        f"attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m{rows}" for rows in (128, 192)
+    ]
+    assert len(family(_DECODE, "fa2")) == 3
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_family_of_an_operation_is_all_its_widths(name):
+    operation = OPERATIONS[name]
+    target = "sm90a" if operation.on_cuda else "x86-64-v4"
+    for element, widths in operation.widths.items():
+        keys = OperationKey(name, target, element, widths[-1]).family()
+        assert [key.vector for key in keys] == list(widths) and widths[0] == 1
+        assert [OperationKey.parse(key.slug) for key in keys] == keys
+
+
+# What is said
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim_qk": 72}, "head_dim_qk=72: .*pad with zeros to 80 and pass sm_scale=0.1179"),
+        ({"head_dim_qk": 576, "head_dim_vo": 512}, "576/512: MLA is not supported by this wrapper"),
+        ({"head_dim_vo": 512}, "head_dim_vo=512: expected at most 256"),
+        ({"head_dim_qk": 8}, "pad with zeros to 32"),
+    ],
+    ids=str,
+)
+def test_a_refusal_says_what_to_do(changes, words):
+    for target in ("sm90a", "x86-64-v4"):
+        with pytest.raises(UnsupportedError, match=words) as caught:
+            decide(replace(_DECODE, target=target, **changes))
+        others = [kernel.name for kernel in KERNELS if kernel.on_cuda != (target == "sm90a")]
+        assert not any(name in str(caught.value) for name in others), "kernels of another device have no say"
+
+
+def test_a_backend_of_another_device():
+    with pytest.raises(UnsupportedError, match="backend='cpu' does not run on sm90a; expected auto or one of decode"):
+        decide(_DECODE, "cpu")
+
+
+def test_divisors_are_not_shared():
+    first = FastDivisor.of(7)
+    first.divisor = 1
+    assert FastDivisor.of(7).divisor == 7

@@ -16,6 +16,7 @@ from torch import Tensor
 import quire
 from calls import capture, outputs, plan_decode, plan_paged, plan_ragged
 from problems import PagedCache, Problem, ints, workspace
+from quire.runtime import attention, graph, planner
 
 NUM_PAGES, PAGE_SIZE = 300, 16
 
@@ -294,6 +295,40 @@ def test_buffers_without_graphs():
         quire.BatchDecodeWithPagedKVCacheWrapper(
             workspace("cpu"), paged_kv_indptr_buffer=torch.zeros(3, dtype=torch.int32)
         )
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_capture_is_checked_whatever_was_run_before(monkeypatch, layout):
+    """Keys that do for this batch, and were run before, do not do for a replay after a later plan()."""
+    more = {"num_qo_heads": 8, "num_kv_heads": 2, "dtype": torch.float32, "device": "cpu"}
+    first, short = Problem((4,), (1000,), **more), Problem((4,), (100,), **more)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), layout, True, *buffers("cpu", 2, 2))
+    plan_ragged(wrapper, first)
+    plan_ragged(wrapper, short)
+    k, v = (t if layout == "NHD" else t.transpose(0, 1) for t in (short.k, short.v))
+    short.check(wrapper.run(short.q, k, v))
+    monkeypatch.setattr(attention, "is_capturing", lambda device: True)
+    with pytest.raises(quire.ValidationError, match="k: expected at least 1000 tokens"):
+        wrapper.run(short.q, k, v)
+    long_k, long_v = (t if layout == "NHD" else t.transpose(0, 1) for t in (first.k, first.v))
+    with pytest.raises(quire.ValidationError, match="v: expected at least 1000 tokens"):
+        wrapper.run(short.q, long_k, v)
+    wrapper.run(short.q, long_k, long_v)
+
+
+def test_a_first_plan_that_fails_late_leaves_nothing(monkeypatch, dtype):
+    """The last step of a plan, after its arrays were copied: limits and buffers are those of the next plan."""
+    wrapper = graph_decode("cpu")
+    p, longer = decode_problem((3, 4), dtype, "cpu"), decode_problem((30, 90), dtype, "cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(planner, "AttentionPlan", None)
+        patch.setattr(graph.GraphState, "keep", lambda *_: (_ for _ in ()).throw(quire.PlanError("injected")))
+        with pytest.raises(quire.PlanError, match="injected"):
+            plan_decode(wrapper, p, p.paged(PAGE_SIZE))
+    wrapper.reset_workspace_buffer(workspace("cpu"))
+    plan_decode(wrapper, longer, longer.paged(PAGE_SIZE), plan={"window_left": 40})
+    with pytest.raises(quire.QuireError):
+        wrapper.reset_workspace_buffer(workspace("cpu"))
 
 
 @pytest.mark.gpu

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
 from quire.kernels import AttentionProblem, decide
+from quire.runtime import plan as plan_module
 from quire.runtime import planner
 from quire.runtime.options import LogitsOptions, PlanOptions, Types
 from quire.runtime.schedule import Indices, Lengths
@@ -45,3 +47,22 @@ def test_what_a_kernel_plans_may_not(problem):
     lengths = Lengths(torch.tensor([2048]), torch.arange(128, dtype=torch.int32)[None], 1, 16)
     plan = planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
     assert plan._params.plan_is_resident == 0
+
+
+def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch):
+    """Once: its tensors must not be given to others while that stream still reads them."""
+    told = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.append((tensor.data_ptr(), stream)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another stream")
+    monkeypatch.setattr(plan_module, "bind", lambda *args, **options: lambda stream: None)
+    decision, options = problem
+    decision = decide(replace(decision.problem, mask=MaskMode.CUSTOM), "decode")
+    last, indptr = torch.tensor([16], dtype=torch.int32), torch.tensor([0, 128], dtype=torch.int32)
+    indices = Indices(1, None, 1, indptr, last, torch.arange(128, dtype=torch.int32), 16)
+    bits = torch.zeros(256, dtype=torch.uint8)
+    plan = planner.make_plan(decision, indices, options, OwnWorkspace(torch.device("cpu")), bits, None)
+    plan.copy_signature(b"", None)
+    for stream in (0, 5, 5, 0):
+        plan.run(stream, [0, 0, 0, 0], None, None, 1.0, 1.0, None, None, None)
+    assert [stream for _, stream in told] == ["another stream"] * 2
+    assert {pointer for pointer, _ in told} == {bits.data_ptr(), plan._params.partial_o}

@@ -44,7 +44,7 @@ def dtype_of(value: str | torch.dtype | DType, name: str) -> DType:
     """The DType that `value` (a torch dtype or one of its spellings) names; `name` is the argument's."""
     if isinstance(value, DType):
         return value
-    found = _BY_TORCH.get(value) if isinstance(value, torch.dtype) else _BY_NAME.get(value)
+    found = _BY_TORCH.get(value) if isinstance(value, torch.dtype) else _BY_NAME.get(str(value))
     if found is None:
         known = ", ".join(str(d.torch).removeprefix("torch.") for d in DTYPES)
         raise ValidationError(f"{name}: expected one of {known}, got {value!r}.")
@@ -72,7 +72,7 @@ class KVLayout(Enum):
 
     @classmethod
     def of(cls, value: str) -> KVLayout:
-        if value in cls.__members__:
+        if str(value) in cls.__members__:
             return cls[value]
         raise ValidationError(f"kv_layout: expected 'NHD' or 'HND', got {value!r}.")
 
@@ -86,6 +86,6 @@ class PosEncodingMode(Enum):
 
     @classmethod
     def of(cls, value: str) -> PosEncodingMode:
-        if value in cls.__members__:
+        if str(value) in cls.__members__:
             return cls[value]
         raise ValidationError(f"pos_encoding_mode: expected 'NONE', 'ROPE_LLAMA' or 'ALIBI', got {value!r}.")

@@ -54,8 +54,8 @@ Signature = list[tuple[Any, ...]]
 
 
 def _signature(tensors: Sequence[Any]) -> tuple[Signature | None, list[int]]:
-    """Everything about tensors that decides whether they are right, but where they lie; and where they lie. The first
-    is None if one of them is no strided tensor.
+    """What decides whether tensors are right, all but their addresses; and the addresses. The first is None if one of
+    them is no strided tensor.
     """
     signature, pointers = [], []
     try:
@@ -67,7 +67,7 @@ def _signature(tensors: Sequence[Any]) -> tuple[Signature | None, list[int]]:
             pointers.append(pointer)
     except (AttributeError, RuntimeError):
         return None, pointers
-    return None if 0 in pointers else signature, pointers
+    return signature, pointers
 
 
 class _CheckedTensors(NamedTuple):
@@ -111,7 +111,7 @@ class AttentionSpec(NamedTuple):
         batch_size, options = self.indices.batch_size, self.options
         rows = -(-self.nnz_qo // batch_size) * options.group_size if batch_size else 0  # of a typical request: the mean
         uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
-        return _decide(backend, device, options, self.mask, same_rows(rows), uniform)
+        return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 
 
 @lru_cache(maxsize=4096)
@@ -177,6 +177,7 @@ class Attention:
         schedule = self._plan.schedule
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.sizes.nnz_qo
         self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_qk)
+        self._num_operands = len(self.decision.kernel.tensors)
         self._lock = Lock()
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
@@ -243,8 +244,8 @@ class Attention:
                 if not self._checked_before(signature, nnz_qo):
                     self._check_all(signature, q, tensors, out, kv_scales, nnz_qo)
                 self._signature = signature
-            if len(tensors) == 1:
-                pointers.insert(2, pointers[1] + self._v_offset)
+            if len(pointers) != self._num_operands:
+                self._complete(pointers, len(tensors))
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
                 None if sinks is None else self._check_sinks(sinks).data_ptr(),
@@ -255,6 +256,12 @@ class Attention:
         finally:
             self._lock.release()
         return (out, lse) if return_lse and lse is not None else out
+
+    def _complete(self, pointers: list[int], num_tensors: int) -> None:
+        """Add the address of the values in a cache of one tensor, and no address for scales that were not given."""
+        if num_tensors == 1:
+            pointers.insert(2, pointers[1] + self._v_offset)
+        pointers.extend([0] * (self._num_operands - len(pointers)))
 
     def _graph_rows(self, graph: GraphState, q: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> int:
         """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
@@ -286,20 +293,21 @@ class Attention:
         kv_scales: tuple[torch.Tensor, ...], nnz_qo: int,
     ) -> None:  # fmt: skip
         """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
-        paged, kernel = self._plan_options.page_size > 0, self.decision.kernel
+        paged, operands = self._plan_options.page_size > 0, self.decision.kernel.tensors
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
+        views = {"k": k.as_operand, "v": v.as_operand}
         given = {
             "q": (q, "q"), "k": (k.tensor, "paged_kv_cache (keys)" if paged else "k"),
             "v": (v.tensor, "paged_kv_cache (values)" if paged else "v"), "o": (out, "out"),
         }  # fmt: skip
-        operands = kernel.tensors
-        given |= {o.name: (t, o.name) for o, t in zip(operands[len(kernel.operands) :], kv_scales, strict=False)}
-        views = {"k": k.as_operand, "v": v.as_operand}
+        scales = operands[len(self.decision.kernel.operands) :] if kv_scales else ()
+        given |= {operand.name: (t, operand.name) for operand, t in zip(scales, kv_scales, strict=True)}
         for operand in operands:
             if operand.name in given:
                 tensor, name = given[operand.name]
                 view = views.get(operand.name) or self._view_of(operand, tensor, name)
-                views[operand.name] = self._check(operand, tensor, name, view, nnz_qo)
+                self._check(operand, tensor, name, view, nnz_qo)
+                views[operand.name] = view
         self._plan.set_signature(views)
         self._v_offset = v.pointer - k.pointer
         if signature is not None and self._graph is None:
@@ -333,8 +341,8 @@ class Attention:
             tensor = tensor.transpose(1, 2)
         return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
 
-    def _check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> View:
-        """Check a tensor against what the kernel declares; returns its view."""
+    def _check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> None:
+        """Check a tensor against what the kernel declares."""
         dtype = self.decision.key.type_of(operand.type)
         self._check_sizes(operand, name, view.sizes, nnz_qo)
         check_dtype(tensor, name, dtype)
@@ -343,17 +351,18 @@ class Attention:
             check_contiguous_last(tensor, name)
         self._check_alignment(view, name, dtype)
         self._check_reach(span_bytes(view.sizes, view.strides, tensor.dtype), name, operand.name)
-        return view
 
     def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
         options = self._plan_options
-        expected = {**options._asdict(), "nnz_qo": nnz_qo, "num_pages": None, "page_size": options.page_size or None}
-        wanted = {dim: expected[dim] for dim in operand.dims}
-        if len(sizes) == len(wanted) and all(w in (None, s) for w, s in zip(wanted.values(), sizes, strict=True)):
+        known = {**options._asdict(), "nnz_qo": nnz_qo, "num_pages": None, "page_size": options.page_size or None}
+        wanted = [known[dim] for dim in operand.dims]
+        if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
             return
-        dims = ", ".join(dim if size is None else f"{dim}={size}" for dim, size in wanted.items())
-        layout = f" (dimensions in the order of NHD, kv_layout={self._layout.value})" if "page_size" in wanted else ""
-        raise ValidationError(f"{name}: expected [{dims}], got {list(sizes)}{layout}.")
+        dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(operand.dims, wanted, strict=True)]
+        if dims[0] == "num_pages" and not options.page_size:
+            dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
+        layout = f" (sizes in the order of NHD; kv_layout={self._layout.value})" if operand.type == "kv" else ""
+        raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.")
 
     def _check_alignment(self, view: View, name: str, dtype: DType) -> None:
         """GPU kernels load 16 bytes at a time."""
@@ -380,29 +389,21 @@ class Attention:
         shape = (nnz_qo, self._plan_options.num_qo_heads)
         if lse is None:
             return torch.empty(shape, dtype=torch.float32, device=self._device)
-        check_output(lse, "lse")
+        self._check_floats(check_output(lse, "lse"), "lse")
         check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
-        check_same_device(lse, "lse", self._device)
-        if lse.dtype is not torch.float32 or not lse.is_contiguous():
-            raise ValidationError(
-                f"lse: expected a contiguous float32 tensor, got {lse.dtype}, strides {tuple(lse.stride())}."
-            )
         return lse
 
     def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        check_tensor(sinks, "sinks")
-        check_same_device(sinks, "sinks", self._device)
-        if (
-            sinks.numel() != self._plan_options.num_qo_heads
-            or sinks.dtype is not torch.float32
-            or not sinks.is_contiguous()
-        ):
-            raise ValidationError(
-                f"sinks: expected a contiguous float32 tensor of "
-                f"num_qo_heads={self._plan_options.num_qo_heads} elements, "
-                f"got {sinks.dtype} {list(sinks.shape)}."
-            )
+        self._check_floats(check_tensor(sinks, "sinks"), "sinks")
+        check_shape(sinks.view(-1), "sinks", {"num_qo_heads": self._plan_options.num_qo_heads})
         return sinks
+
+    def _check_floats(self, tensor: torch.Tensor, name: str) -> None:
+        check_same_device(tensor, name, self._device)
+        if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+            raise ValidationError(
+                f"{name}: expected a contiguous float32 tensor, got {tensor.dtype}, strides {tuple(tensor.stride())}."
+            )
 
 
 def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:

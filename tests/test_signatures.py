@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -28,7 +30,7 @@ def knows(wrapper: object) -> object:
 
 
 @pytest.mark.parametrize("signature", FORMS)
-def test_other_tensors_of_the_same_form(device, backend, dtype, signature):
+def test_other_tensors_of_the_same_signature(device, backend, dtype, signature):
     wrapper, known = None, None
     for seed in range(3):
         p = problem(device, dtype, seed)
@@ -41,7 +43,7 @@ def test_other_tensors_of_the_same_form(device, backend, dtype, signature):
         assert known and knows(wrapper) is known, "checked again"
 
 
-def test_other_forms(device, backend, dtype):
+def test_other_signatures(device, backend, dtype):
     """In turn, so that a plan always finds what does not fit it."""
     p = problem(device, dtype)
     caches = [p.paged(16, signature=signature) for signature in FORMS]
@@ -93,3 +95,38 @@ def test_fewer_ragged_tokens_than_this_batch_has(device, backend):
     with pytest.raises(quire.ValidationError, match="tokens"):
         wrapper.run(p.q, p.k, p.v)
     more.check(wrapper.run(more.q, more.k, more.v))
+
+
+def test_a_plan_keeps_the_bits_of_a_mask_and_not_its_bools(device, backend):
+    """Which are eight times as many bytes."""
+    p = problem(device, any_dtype(device)).random_mask()
+    cache = p.paged(16)
+    wrapper = paged_wrapper(p, cache, backend)
+    mask = p.mask.clone()
+    plan_paged(wrapper, p, cache, plan={"custom_mask": mask})
+    kept = weakref.ref(mask)
+    del mask
+    gc.collect()
+    assert kept() is None
+    p.check(wrapper.run(p.q, cache.kv))
+
+
+@pytest.mark.parametrize("change", ["requires_grad", "negated", "freed"])
+def test_a_tensor_that_became_unusable_is_seen(change):
+    """Its shape and strides are those of the run before."""
+    p = problem("cpu", torch.float32)
+    cache = p.paged(16)
+    wrapper = paged_wrapper(p, cache, "cpu")
+    plan_paged(wrapper, p, cache)
+    q, out = p.q.clone(), torch.empty_like(p.q)
+    p.check(wrapper.run(q, cache.kv, out=out))
+    if change == "requires_grad":
+        q.requires_grad_()
+    elif change == "negated":
+        q = torch._neg_view(q)
+    else:
+        q.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(quire.ValidationError, match="q: "):
+            wrapper.run(q, cache.kv, out=out)
+    p.check(wrapper.run(p.q, cache.kv, out=out))
