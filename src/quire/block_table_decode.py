@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.checks import (
     check_flags,
+    check_output,
     check_positive,
     check_same_device,
     check_shape,
@@ -50,9 +50,9 @@ def xqa_batch_decode_with_kv_cache(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Attention of the last q_len_per_req tokens of each request over its pages.
+    """Attention of the last q_len_per_req tokens of each request over its pages, as FlashInfer's function of this name.
 
-    query [batch_size * q_len_per_req, num_qo_heads, head_dim] in float16 or bfloat16 (on the CPU also float32).
+    query: [batch_size * q_len_per_req, num_qo_heads, head_dim] in float16 or bfloat16 (on the CPU also float32).
     kv_cache: one tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens; with 1 instead of
     2, keys are the values too), or a pair of such 4-D tensors; in query's dtype, float8_e4m3fn or float8_e5m2, with any
     strides but a contiguous last dimension. block_tables [batch_size, pages] int32; what lies beyond a request's last
@@ -60,10 +60,11 @@ def xqa_batch_decode_with_kv_cache(
     ones among them; a request without tokens gives zeros. On a GPU both are read there alone: the call neither waits
     nor looks at them, so that it may be captured in a CUDA graph and lengths may change between replays.
 
-    max_seq_len bounds seq_lens, and is checked where they lie on the host. bmm1_scale multiplies q . k and is all of
-    the softmax scale (1 / sqrt(head_dim) is the caller's) and positive, bmm2_scale the result; either may be a tensor
-    of one element, which on a GPU is read there, as the rest. window_left: keys to the left of its own that a query
-    sees; -1: all. sinks: float32 natural-log logits, one a query head, that join the denominators.
+    max_seq_len bounds seq_lens: longer ones are refused where they lie on the host, and on a GPU cut off at the end of
+    the page that holds token max_seq_len - 1. bmm1_scale multiplies q . k and is all of the softmax scale (1 /
+    sqrt(head_dim) is the caller's) and positive, bmm2_scale the result; either may be a tensor of one element, which on
+    a GPU is read there, as the rest. window_left: keys to the left of its own that a query sees; -1: all. sinks:
+    float32 natural-log logits, one a query head, that join the denominators.
 
     With q_len_per_req > 1 queries are causal, or `mask` says which of the new tokens each of them sees, in a chain or a
     tree: uint16 [batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2], bit j of a row (16 in each word, lowest
@@ -74,6 +75,15 @@ def xqa_batch_decode_with_kv_cache(
 
     Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], `out` if that is given. Raises ValidationError naming
     the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
+
+    >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    >>> cache = torch.randn(6, 2, 16, 2, 64, dtype=torch.bfloat16)  # [num_pages, 2, page_size, num_kv_heads, head_dim]
+    >>> block_tables = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
+    >>> quire.xqa_batch_decode_with_kv_cache(
+    ...     query, cache, torch.empty(1 << 20, dtype=torch.uint8), block_tables,
+    ...     seq_lens=torch.tensor([21, 16], dtype=torch.int32), max_seq_len=32, bmm1_scale=64**-0.5,
+    ... ).shape
+    torch.Size([2, 8, 64])
     """
     refuse(kv_cache_sf=kv_cache_sf)
     check_flags(enable_pdl=enable_pdl)
@@ -95,7 +105,7 @@ def xqa_batch_decode_with_kv_cache(
     )  # fmt: skip
     spec = AttentionSpec(
         tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")), options,
-        tree_mask=None if mask is None else _draft_bits(mask, tables.batch_size, q_len, workspace.device),
+        tree_mask=None if mask is None else _tree_mask_bits(mask, tables.batch_size, q_len, workspace.device),
     )  # fmt: skip
     if tables.batch_size:
         Attention(spec, layout, workspace, backend).run(
@@ -177,17 +187,17 @@ class _Tables(NamedTuple):
     def indices(self, q_len: int, page_size: int, max_seq_len: int) -> Indices | Lengths:
         """What the planner is given: on a GPU the tables as they are, on the host their used entries."""
         if self.seq_lens.device.type != "cpu":
-            return Lengths(self.seq_lens, self.pages, q_len, page_size)
-        room = min(max_seq_len, self.pages.shape[1] * page_size)
-        if self.batch_size and not 0 <= int(self.seq_lens.min()) <= int(self.seq_lens.max()) <= room:
+            return Lengths(self.seq_lens, self.pages[:, : -(-max_seq_len // page_size)], q_len, page_size)
+        longest = min(max_seq_len, self.pages.shape[1] * page_size)
+        if self.batch_size and not 0 <= int(self.seq_lens.min()) <= int(self.seq_lens.max()) <= longest:
             raise ValidationError(
-                f"seq_lens: expected 0..{room} (max_seq_len={max_seq_len}, and {self.pages.shape[1]} pages of "
+                f"seq_lens: expected 0..{longest} (max_seq_len={max_seq_len}, and {self.pages.shape[1]} pages of "
                 f"{page_size} tokens in block_tables), got {int(self.seq_lens.min())}..{int(self.seq_lens.max())}."
             )
         counts = (self.seq_lens + (page_size - 1)) // page_size
-        indptr = torch.zeros(self.batch_size + 1, dtype=torch.int32)
+        indptr = torch.zeros(self.batch_size + 1, dtype=torch.int32, device="cpu")
         torch.cumsum(counts, 0, out=indptr[1:])
-        used = torch.arange(self.pages.shape[1]) < counts[:, None]
+        used = torch.arange(self.pages.shape[1], device="cpu") < counts[:, None]
         last = self.seq_lens - (counts - 1).clamp_(min=0) * page_size
         return Indices(self.batch_size, None, q_len, indptr, last, self.pages[used], page_size)
 
@@ -202,12 +212,11 @@ class _Target(NamedTuple):
     def of(cls, out: torch.Tensor | None, query: torch.Tensor, head_dim_vo: int, o_scale: Any) -> _Target:
         """`out`, or a new tensor; beside an `out` of 8 bits one of query's dtype."""
         shape = (query.shape[0], query.shape[1], head_dim_vo)
-        narrow = out is not None and check_tensor(out, "out").dtype is torch.float8_e4m3fn
-        scale = scalar(o_scale, "o_scale")
-        if not (math.isfinite(scale) and scale > 0) or (scale != 1.0 and not narrow):
+        narrow = out is not None and check_output(out, "out").dtype is torch.float8_e4m3fn
+        scale = scalar(o_scale, "o_scale", positive=True)
+        if scale != 1.0 and not narrow:
             raise ValidationError(
-                f"o_scale: expected {'a positive number' if narrow else '1 where out is not float8_e4m3fn'}, got "
-                f"{scale}; bmm2_scale is what multiplies the result."
+                f"o_scale: expected 1 where out is not float8_e4m3fn, got {scale}; bmm2_scale multiplies the result."
             )
         if out is not None:
             names = ("batch_size * q_len_per_req", "num_qo_heads", "head_dim")
@@ -236,21 +245,17 @@ class _Scale(NamedTuple):
     def of(cls, value: Any, name: str, device: torch.device) -> _Scale:
         """A number or a tensor of one element; on a GPU nobody looks at its value here."""
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-            check_same_device(value, name, device)
+            check_same_device(check_tensor(value, name), name, device)
             if value.numel() != 1 or not value.is_floating_point():
                 raise ValidationError(
                     f"{name}: expected a number or a floating-point tensor of one element, got {value.dtype} "
                     f"{list(value.shape)}."
                 )
             return cls(1.0, value.to(torch.float32))
-        number = scalar(value, name)
-        positive = name == "bmm1_scale"  # kernels take the maximum before they scale
-        if not math.isfinite(number) or (positive and number <= 0):
-            raise ValidationError(f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}.")
-        return cls(number)
+        return cls(scalar(value, name, positive=name == "bmm1_scale"))  # kernels take the maximum before they scale
 
 
-def _draft_bits(mask: Any, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
+def _tree_mask_bits(mask: Any, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
     """The bytes of a tree mask, at a multiple of 4."""
     words = check_tensor(mask, "mask")
     if words.dtype is not torch.uint16:

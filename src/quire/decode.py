@@ -168,8 +168,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
-    """The decode wrapper with use_cuda_graph=True: indptr_buffer [batch_size + 1], indices_buffer [most pages] and
-    last_page_len_buffer [batch_size], int32 on the device.
+    """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True: indptr_buffer [batch_size + 1], indices_buffer
+    [most pages] and last_page_len_buffer [batch_size], int32 on the device.
     """
 
     def __init__(
@@ -192,9 +192,10 @@ def fast_decode_plan(
     non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
     q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """plan() of a decode wrapper as SGLang binds it; `global_override_indptr_cpu` is a host copy of `indptr`.
+    """plan() of a BatchDecodeWithPagedKVCacheWrapper as SGLang binds it.
 
-    plan() itself is fast with host arrays; this only keeps the name.
+    global_override_indptr_cpu: a host copy of `indptr`. plan() itself is fast with host arrays; this only keeps the
+    name.
     """
     arguments = dict(locals())
     wrapper, on_host = arguments.pop("self"), arguments.pop("global_override_indptr_cpu")

@@ -1,6 +1,8 @@
 """Merging attention states: results (v, s) over disjoint sets of keys become the result over all of them.
 
-v [num_tokens, num_heads, head_dim] is the normalised output and s [num_tokens, num_heads] its log-sum-exp, base 2.
+v [num_tokens, num_heads, head_dim] (float32, float16 or bfloat16) is the normalised output and s [num_tokens,
+num_heads] (float32) its log-sum-exp, base 2: what run(..., return_lse=True) returns. The surface is FlashInfer's
+(https://docs.flashinfer.ai/api/cascade.html). Each function raises ValidationError naming the argument.
 """
 
 from __future__ import annotations
@@ -30,7 +32,15 @@ __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merged (v, s) of two states. A state whose s is -inf had no keys and does not count."""
+    """The merged (v, s) of two states. A state whose s is -inf had no keys and does not count.
+
+    >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> first = quire.single_prefill_with_kv_cache(q, k[:4], v[:4], return_lse=True)
+    >>> rest = quire.single_prefill_with_kv_cache(q, k[4:], v[4:], return_lse=True)
+    >>> o, lse = quire.merge_state(*first, *rest)
+    >>> torch.allclose(o, quire.single_prefill_with_kv_cache(q, k, v), atol=1e-5)
+    True
+    """
     _state(v_a, s_a, "v_a", "s_a")
     _same(v_b, s_b, v_a, "v_b", "s_b")
     v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
@@ -45,7 +55,10 @@ def merge_state(
 def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
-    """Merge (v_other, s_other) into (v, s). `mask` [num_tokens] bool or uint8: tokens with 0 stay as they are."""
+    """Merge (v_other, s_other) into (v, s), which are contiguous; both are written, or in case of an error neither.
+
+    mask: bool or uint8 [num_tokens]; tokens with 0 stay as they are. See merge_state() for an example.
+    """
     _state(v, s, "v", "s")
     _same(v_other, s_other, v, "v_other", "s_other")
     for tensor, name in ((v, "v"), (s, "s")):
@@ -69,7 +82,12 @@ def merge_state_in_place(
     lambda v, s: (v.new_empty((v.shape[0], *v.shape[2:])), s.new_empty((s.shape[0], *s.shape[2:]))),
 )
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads]."""
+    """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads].
+
+    >>> v, s = quire.merge_states(torch.randn(3, 5, 8, 64), torch.randn(3, 5, 8))
+    >>> v.shape, s.shape
+    (torch.Size([3, 8, 64]), torch.Size([3, 8]))
+    """
     check_tensor(v, "v")
     if v.dim() != 4:
         raise ValidationError(f"v: expected [num_tokens, num_states, num_heads, head_dim], got {list(v.shape)}.")

@@ -1,4 +1,9 @@
-"""The paged cache: appending to it, and the index arrays that describe it."""
+"""The paged cache: appending to it, and the index arrays that describe it.
+
+The surface is FlashInfer's (https://docs.flashinfer.ai/api/page.html). Index arrays are int32; int64 is taken where the
+values fit. On the host all of them are checked before anything is written. On a device nobody waits for them: there a
+token that has no place in the cache is skipped, and lengths that do not fit 32 bits come out wrong.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +50,28 @@ def append_paged_kv_cache(
 ) -> None:
     """Write append_key, append_value [nnz, num_kv_heads, head_dim] into the cache.
 
-    Token i goes to position positions[i] of request batch_indices[i]; a negative request skips it. The pages must be
-    allocated already: kv_indptr [batch_size + 1], kv_indices and kv_last_page_len [batch_size] describe the state after
-    appending. A token whose position is beyond the pages of its request, or whose page is beyond kv_indices or not in
-    the cache, is skipped. dtypes of cache and tokens must be equal.
+    batch_indices, positions: [nnz]; token i goes to position positions[i] of request batch_indices[i]. A negative
+        request skips it. A position beyond the pages of its request is skipped too.
+    paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens) or a pair of such
+        tensors without the second dimension, in the tokens' dtype. No two of its elements share memory.
+    kv_indices, kv_indptr [batch_size + 1], kv_last_page_len [batch_size]: the state after appending, so that the pages
+        are allocated already.
+
+    Raises ValidationError naming the argument; nothing is written then.
+
+    >>> cache = torch.zeros(4, 2, 16, 2, 64)
+    >>> int32 = {"dtype": torch.int32}
+    >>> indptr, seq_lens = torch.tensor([0, 1, 3], **int32), torch.tensor([16, 18], **int32)  # 1 new token, then 2
+    >>> batch_indices, positions = quire.get_batch_indices_positions(indptr, seq_lens, nnz=3)
+    >>> positions.tolist()
+    [15, 16, 17]
+    >>> kv_indices, kv_indptr = torch.tensor([2, 0, 3], **int32), torch.tensor([0, 1, 3], **int32)
+    >>> quire.append_paged_kv_cache(
+    ...     torch.ones(3, 2, 64), torch.ones(3, 2, 64), batch_indices, positions, cache, kv_indices, kv_indptr,
+    ...     kv_last_page_len=torch.tensor([16, 2], **int32),
+    ... )
+    >>> int(cache[2, 0, 15, 0, 0]), int(cache[3, 1, 1, 1, 5])
+    (1, 1)
     """
     k_cache, *v_cache = cache_tensors(paged_kv_cache)
     _append(
@@ -178,7 +201,15 @@ def _vector(params: AppendParams, size: int) -> int:
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request [batch_size], from its pages and the fill of its last one; 0 without pages."""
+    """Tokens of each request, int32 [batch_size], from its pages and the fill of its last one; 0 without pages.
+
+    kv_indptr: [batch_size + 1], offsets into page numbers; kv_last_page_len: [batch_size], 1..page_size. Raises
+    ValidationError naming the argument.
+
+    >>> kv_indptr, kv_last_page_len = torch.tensor([0, 2, 3]), torch.tensor([5, 16])
+    >>> quire.get_seq_lens(kv_indptr, kv_last_page_len, page_size=16)
+    tensor([21, 16], dtype=torch.int32)
+    """
     batch, size = _batch_size(kv_indptr, "kv_indptr"), check_positive(page_size, "page_size")
     check_tensor(kv_last_page_len, "kv_last_page_len")
     check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": batch})
@@ -203,8 +234,9 @@ def get_batch_indices_positions(
     """For each of `nnz` appended tokens, its request and its position there, int32 [nnz].
 
     append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending,
-    so that the new tokens of request b end at position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1.
-    Nothing waits for the device. The two outputs are written into `batch_indices` and `positions` if given.
+    so that the new tokens of request b end at position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1,
+    which append_paged_kv_cache() skips. The outputs are written into `batch_indices` and `positions` if given. See
+    append_paged_kv_cache() for an example. Raises ValidationError naming the argument.
     """
     batch = _batch_size(append_indptr, "append_indptr")
     indptr = to_int32(append_indptr, "append_indptr")

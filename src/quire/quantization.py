@@ -1,4 +1,4 @@
-"""Packing booleans into bits, as FlashInfer's quantization module does."""
+"""Packing booleans into bits, as FlashInfer's quantization module does (https://docs.flashinfer.ai/api)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ __all__ = ["packbits", "segment_packbits"]
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """Eight booleans to a byte: x [n] -> uint8 [ceil(n / 8)]; the rest of the last byte is 0.
+    """Eight booleans to a byte: x [n], bool or uint8, -> uint8 [ceil(n / 8)]; the rest of the last byte is 0.
 
-    bitorder "big" puts the first element into the highest bit, "little" into the lowest.
+    bitorder "big" puts the first element into the highest bit, "little" into the lowest. Raises ValidationError naming
+    the argument.
+
+    >>> quire.packbits(torch.tensor([True, False, True]), "little")
+    tensor([5], dtype=torch.uint8)
     """
     check_tensor(x, "x")
     if x.dim() != 1:
@@ -25,8 +29,12 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
     """packbits() of each segment x[indptr[i]:indptr[i + 1]], each from a byte of its own on.
 
-    Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`). A device `indptr` is copied
-    to the host first, which waits for it.
+    indptr: int32 or int64 [num_segments + 1], offsets into x; one on a device is copied to the host first, which waits
+    for it. Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`). Raises
+    ValidationError naming the argument.
+
+    >>> quire.segment_packbits(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 5]), "little")
+    (tensor([3, 7], dtype=torch.uint8), tensor([0, 1, 2]))
     """
     check_tensor(x, "x")
     if x.dim() != 1:

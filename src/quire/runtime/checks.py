@@ -18,13 +18,11 @@ __all__ = [
     "check_contiguous_last",
     "check_dtype",
     "check_flags",
-    "check_no_grad",
     "check_output",
     "check_positive",
     "check_same_device",
     "check_shape",
     "check_tensor",
-    "has_memory",
     "host_indices",
     "host_offsets",
     "last_entry",
@@ -45,12 +43,16 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else value.layout
         raise ValidationError(f"{name}: expected a dense tensor with data, got {kind} {value.dtype} on {value.device}.")
-    check_no_grad((value,), name)
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValidationError(
+            f"{name}: expected a tensor that requires no grad, as Quire is for inference only; call it under "
+            f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()."
+        )
     if value.is_complex():
         raise ValidationError(f"{name}: expected real numbers, got {value.dtype}; pass torch.view_as_real() of it.")
     if value.is_neg():
         raise ValidationError(f"{name}: expected numbers as they lie in memory, got a negated view: .resolve_neg() it.")
-    if not has_memory(value):
+    if not _has_memory(value):
         raise ValidationError(
             f"{name}: expected a tensor with memory of its own, got {type(value).__name__} {list(value.shape)} without "
             f"any: its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
@@ -58,18 +60,7 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
     return value
 
 
-def check_no_grad(tensors: Sequence[torch.Tensor], name: str = "q, k, v, out") -> None:
-    """None of `tensors` needs a gradient: Quire computes none, and a result without one would train nothing."""
-    if torch.is_grad_enabled():
-        for tensor in tensors:
-            if tensor.requires_grad:
-                raise ValidationError(
-                    f"{name}: expected no tensor that requires grad, as Quire is for inference only; call it under "
-                    f"torch.no_grad() or torch.inference_mode(), or pass tensor.detach()."
-                )
-
-
-def has_memory(tensor: torch.Tensor) -> bool:
+def _has_memory(tensor: torch.Tensor) -> bool:
     """Whether a kernel can read `tensor`, or has nothing to read."""
     try:
         return tensor.data_ptr() != 0 or tensor.numel() == 0
@@ -153,7 +144,7 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu:
         shape = value.shape
         fits = len(shape) == 1 and (length is None or shape[0] == length)
-        if fits and has_memory(value) and value.is_contiguous():
+        if fits and _has_memory(value) and value.is_contiguous():
             return value
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
@@ -198,8 +189,10 @@ def scalar(value: Any, name: str, *, positive: bool = False) -> float:
         return 1.0
     number = value if type(value) is float else _number(value, name)
     if not (_SMALLEST if positive else -_LARGEST) <= number <= _LARGEST:
-        kind = f"a positive number ({_SMALLEST:.3g}" if positive else f"a finite number ({-_LARGEST:.3g}"
-        raise ValidationError(f"{name}: expected {kind} to {_LARGEST:.3g}, as float32 holds), got {number}.")
+        raise ValidationError(
+            f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}; kernels take "
+            f"{_SMALLEST if positive else -_LARGEST:.3g} to {_LARGEST:.3g}, in float32."
+        )
     return number
 
 
