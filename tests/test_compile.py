@@ -343,3 +343,19 @@ def test_eager_calls_do_not_enter_the_dispatcher(case, monkeypatch):
 
     monkeypatch.setattr("quire.runtime.ops._record", refuse)
     call(*args)
+
+
+def test_profiles_name_eager_calls_and_operators():
+    wrapper, q, kv_cache = prefill(), rows(8), cache()
+    with torch.profiler.profile() as profile:
+        wrapper.run(q, kv_cache)
+        quire.merge_state(q, q[..., 0].contiguous(), q, q[..., 0].contiguous())
+    names = {event.name for event in profile.events()}
+    assert any(name.startswith("quire::attention_cpu.") for name in names), names
+    assert any(name.startswith("quire::merge_pair.") for name in names), names
+    assert "quire::run" not in names
+    compiled = torch.compile(wrapper.run, backend="eager", fullgraph=True)
+    compiled(q, kv_cache)
+    with torch.profiler.profile() as profile:
+        compiled(q, kv_cache)
+    assert "quire::run" in {event.name for event in profile.events()}

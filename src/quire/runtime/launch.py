@@ -6,14 +6,17 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
 
 import torch
+from torch._C._autograd import _profiler_enabled as is_profiling
+from torch.autograd.profiler import record_function
 
 from quire.errors import PlanError, QuireError
 from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
 
-__all__ = ["bind", "launch", "row_grid"]
+__all__ = ["bind", "is_profiling", "launch", "profiled", "row_grid"]
 
 _STATUSES = {1: "out of memory: no thread got memory to compute with; nothing was written"}
 _thread: ThreadPoolExecutor | None = None  # in a forked process: calls kernels of the host for the thread that forked
@@ -27,16 +30,27 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def launch(
-    module: Module, params: int, device: torch.device, *, grid: int, block: int, smem: int = 0, enable_pdl: bool = False
-) -> None:
+def launch(module: Module, params: int, device: torch.device, *, grid: int, block: int) -> None:
     """Run `module` on the parameter struct at address `params`."""
+    if is_profiling():
+        profiled(module, _launch, module, params, device, grid, block)
+    else:
+        _launch(module, params, device, grid, block)
+
+
+def profiled(module: Module, start: Callable[..., None], *args: Any) -> None:
+    """start(*args), which launches `module`; torch's profiler shows it as quire::NAME, the name being the variant's."""
+    with record_function(f"quire::{module.slug}"):
+        start(*args)
+
+
+def _launch(module: Module, params: int, device: torch.device, grid: int, block: int) -> None:
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
         raise PlanError(f"{module.slug}: torch (make_fx) traces this call and would not record it; call it eagerly.")
     if isinstance(module, CudaModule):
         index = device.index or 0
         stream = torch._C._cuda_getCurrentRawStream(index)
-        module.launch(params, grid=grid, block=block, smem=smem, stream=stream, device=index, pdl=enable_pdl)
+        module.launch(params, grid=grid, block=block, smem=0, stream=stream, device=index, pdl=False)
         return
     assert isinstance(module, HostModule)
     if status := _call(module.function, params):
@@ -72,7 +86,7 @@ def bind(module: Module, params: int, device: torch.device, grid: int, *, pdl: b
     if isinstance(module, CudaModule):
         exports = module.exports
         return module.bind(params, grid, exports["kThreads"], exports["kSmemBytes"], device.index or 0, pdl=pdl).start
-    return lambda _: launch(module, params, device, grid=grid, block=1)
+    return lambda _: _launch(module, params, device, grid, 1)
 
 
 def row_grid(rows: int, columns: int) -> int:

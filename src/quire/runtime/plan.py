@@ -13,7 +13,7 @@ from quire.jit import Module
 from quire.kernels import Decision
 from quire.kernels.operands import View
 from quire.kernels.params import AttentionParams
-from quire.runtime.launch import bind
+from quire.runtime.launch import bind, is_profiling, profiled
 from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Schedule
 from quire.runtime.target import has_dependent_launch, on_cuda
@@ -118,7 +118,10 @@ class AttentionPlan:
         if not self._is_empty:
             pdl = self._may_use_pdl and (self._uses_pdl if enable_pdl is None else enable_pdl)
             launch = self._launches.get(pdl) or self._bind(pdl)
-            launch(stream)
+            if is_profiling():
+                profiled(self._module, launch, stream)
+            else:
+                launch(stream)
 
     def _set(
         self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,

@@ -99,7 +99,7 @@ class AttentionWrapper:
 
     def _runner(self) -> Attention | TracedRun:
         """What run() calls: the plan, or the operator that stands for it while torch traces."""
-        return TracedRun(self) if is_tracing() else planned(self._attention)
+        return TracedRun(self) if is_tracing() else self._attention or planned(None)
 
     def _set_plan(self, spec: AttentionSpec) -> None:
         if self._sizes is not None:
