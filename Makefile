@@ -1,9 +1,12 @@
-# Two commands, from a fresh clone, with Python >= 3.10, g++ and make on the machine:
+# Commands, from a fresh clone, with Python >= 3.10, g++ and make on the machine:
 #
-#   make demo     install into .venv and run the main job
-#   make test     install into .venv and run the tests
+#   make demo       install into .venv and run the main job
+#   make test       install into .venv and run the tests, but for the slow ones
+#   make test-slow  the slow ones: .ci/run runs them too
+#   make test-all   both
 #
-# Both may be repeated; the installation is redone only after pyproject.toml or constraints-dev.txt changed.
+# All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
+# compiled stays in build/ until `make clean`.
 #   PYTHON=python3.12   the interpreter to start from. If it already has a torch that sees a GPU, that torch is used.
 #   VENV=.venv          where the environment lies
 
@@ -14,15 +17,25 @@ STAMP := $(VENV)/.installed
 # No example or test fetches anything: the only model weights come in a package.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
-.PHONY: demo test venv ci lint format clean
+.PHONY: demo test test-slow test-all venv ci lint format clean
 
+demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
-	$(OFFLINE) $(BIN)/python examples/embed.py
-	$(OFFLINE) $(BIN)/python examples/generate.py
-	$(OFFLINE) $(BIN)/python examples/paged_prefill.py
+	@echo "== 1 of 3: sentence embeddings without padding (examples/embed.py)"
+	@$(OFFLINE) $(BIN)/python examples/embed.py
+	@echo "== 2 of 3: a language model that serves requests as they come (examples/generate.py)"
+	@$(OFFLINE) $(BIN)/python examples/generate.py
+	@echo "== 3 of 3: paged prefill of a whole model, and under a custom mask (examples/paged_prefill.py)"
+	@$(OFFLINE) $(BIN)/python examples/paged_prefill.py
+	@echo "== done; compiled kernels are in build/demo, where the next run finds them"
 
 test: $(STAMP)
-	$(OFFLINE) $(BIN)/python -m pytest
+	$(OFFLINE) $(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP)
+	$(OFFLINE) $(BIN)/python -m pytest -m slow
+
+test-all: test test-slow
 
 venv: $(STAMP)
 

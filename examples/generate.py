@@ -385,5 +385,4 @@ if __name__ == "__main__":
     if first_call.FLAG in sys.argv:
         first_call.answer(attend_once)
     else:
-        with first_call.empty_cache():
-            main()
+        main()

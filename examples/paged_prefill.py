@@ -146,5 +146,4 @@ if __name__ == "__main__":
     if arguments.first_call:
         first_call.answer(attend_once)
     else:
-        with first_call.empty_cache():
-            main(arguments.layers)
+        main(arguments.layers)

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -38,6 +38,7 @@ from isolation import SERVER, how_it_ended
 from mutations import mutate
 
 SECONDS = 10.0  #: that a call may take
+COMPILING = ("begin", "wait")  #: events after which a compiler runs, whose time is not the call's
 GOOD_CHANCE = 0.3  #: of a call that nothing is wrong with
 WARM_CHANCE = 0.3  #: of a bad call after a good one of the same wrapper
 FINE = ("right", "refused")
@@ -73,11 +74,13 @@ class Planned:
     grad_mode: bool
 
 
-def draw(seed: str, only: str | None = None) -> Planned:
+Generators = tuple[Callable[[random.Random], Case], ...]
+
+
+def draw(seed: str, generators: Generators = GENERATORS) -> Planned:
     """The call that a seed stands for."""
     rng = random.Random(seed)
     torch.manual_seed(rng.randrange(2**31))
-    generators = [g for g in GENERATORS if only is None or only in g.__name__]
     case = rng.choice(generators)(rng)
     args, changes = dict(case.args), []
     for _ in range(0 if rng.random() < GOOD_CHANCE else rng.choice((1, 1, 1, 2))):
@@ -162,14 +165,15 @@ def _place(error: BaseException) -> str:
 # Workers
 
 
-def _work(pipe: Connection, crash_log: str, only: str | None) -> None:
+def _work(pipe: Connection, crash_log: str, generators: Generators) -> None:
     """Make calls as their seeds come; tell when a compiler runs, whose time is not the call's."""
     torch.set_num_threads(2)
-    quire.events.subscribe(lambda event: pipe.send(event.kind) if event.kind in ("begin", "end", "wait") else None)
+    quire.events.subscribe(lambda event: pipe.send(event.kind) if event.kind in (*COMPILING, "end") else None)
     with open(crash_log, "w") as log:  # noqa: PTH123  # faulthandler wants a descriptor that stays open
         faulthandler.enable(log)
+        pipe.send("ready")
         while seed := pipe.recv():
-            planned = draw(seed, only)
+            planned = draw(seed, generators)
             try:
                 verdict = make(planned)
             except Exception as error:
@@ -182,21 +186,22 @@ def _work(pipe: Connection, crash_log: str, only: str | None) -> None:
 class Worker:
     """A process that makes calls, one after another, until one is its last."""
 
-    def __init__(self, only: str | None = None) -> None:
+    def __init__(self, generators: Generators = GENERATORS) -> None:
         self._log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115
         self._pipe, theirs = SERVER.Pipe()
-        self._process = SERVER.Process(target=_work, args=(theirs, self._log.name, only), daemon=True)
+        self._process = SERVER.Process(target=_work, args=(theirs, self._log.name, generators), daemon=True)
         self._process.start()
         theirs.close()
-        self._only = only
+        self._generators = generators
+        self._pipe.recv()  # it is ready
 
     def make(self, seed: str) -> Verdict:
         """Make a call; the worker is of no more use where that is a signal or a hang."""
         try:
             self._pipe.send(seed)
-            message: Any = "begin"
+            message: Any = "call"
             while not isinstance(message, Verdict):
-                if not self._waits(60.0 if message in ("begin", "wait") else SECONDS):
+                if not self._waits(60.0 if message in COMPILING else SECONDS):
                     return self._lost(seed, "hang", f"over {SECONDS:.0f} s")
                 message = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -223,7 +228,7 @@ class Worker:
 
     def _lost(self, seed: str, kind: str, detail: str) -> Verdict:
         self.end()
-        planned = draw(seed, self._only)
+        planned = draw(seed, self._generators)
         return Verdict(kind, planned.case.name, ", ".join(planned.changes), detail)
 
     def end(self) -> None:
@@ -233,17 +238,17 @@ class Worker:
         self._log.close()
 
 
-def run(calls: int, seed: int, only: str | None = None) -> Iterator[tuple[str, Verdict]]:
+def run(calls: int, seed: int, generators: Generators = GENERATORS) -> Iterator[tuple[str, Verdict]]:
     """Each call's seed and verdict. A call that ended its worker is made again by a new one, alone."""
-    worker = Worker(only)
+    worker = Worker(generators)
     try:
         for i in range(calls):
             verdict = worker.make(f"{seed}:{i}")
             if verdict.kind in ("signal", "hang"):
-                worker = Worker(only)
+                worker = Worker(generators)
                 again = worker.make(f"{seed}:{i}")
                 if again.kind in ("signal", "hang"):
-                    worker = Worker(only)
+                    worker = Worker(generators)
                 if again.kind != verdict.kind:
                     verdict = Verdict(
                         verdict.kind, verdict.name, verdict.change,
@@ -285,8 +290,8 @@ def failures(verdicts: list[tuple[str, Verdict]], each: int = 3) -> str:
     return "\n".join(lines)
 
 
-def _show(seed: str, only: str | None) -> Verdict:
-    planned = draw(seed, only)
+def _show(seed: str, generators: Generators) -> Verdict:
+    planned = draw(seed, generators)
     print(f"{planned.case.name}, changed: {', '.join(planned.changes) or 'nothing'}")
     print(f"tensors against the {'upper' if planned.upper else 'lower'} guard, after a good call: {planned.warm}")
     for name, value in planned.args.items():
@@ -296,7 +301,7 @@ def _show(seed: str, only: str | None) -> Verdict:
             print(f"  {name}: {text} {value.tolist() if small else ''}")
         else:
             print(f"  {name}: {value!r}")
-    return Worker(only).make(seed)
+    return Worker(generators).make(seed)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -306,12 +311,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--call", metavar="SEED:NUMBER", help="make this one call again")
     parser.add_argument("--only", metavar="NAME", help="generators whose name contains this")
     options = parser.parse_args(arguments)
+    generators = tuple(g for g in GENERATORS if (options.only or "") in g.__name__)
     if options.call:
-        verdict = _show(options.call, options.only)
+        verdict = _show(options.call, generators)
         print(f"{verdict.kind}: {verdict.detail}")
         return 0 if verdict.is_fine else 1
     verdicts, began = [], time.monotonic()
-    for seed, verdict in run(options.calls, options.seed, options.only):
+    for seed, verdict in run(options.calls, options.seed, generators):
         verdicts.append((seed, verdict))
         if len(verdicts) % 200 == 0:
             bad = sum(not v.is_fine for _, v in verdicts)

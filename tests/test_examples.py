@@ -12,9 +12,9 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
-def run(script: str, *arguments: str) -> str:
-    """The output of `python examples/script`; fails with all of it if the example does."""
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+def run(cache: Path, script: str, *arguments: str) -> str:
+    """The output of `python examples/script` on a cache; fails with all of it if the example does."""
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "QUIRE_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / script), *arguments], capture_output=True, text=True, env=offline, timeout=600
     )
@@ -38,13 +38,23 @@ def line(output: str, label: str) -> str:
         ("paged_prefill.py", ("--layers", "2"), "torch"),
     ],
 )
-def test_example(script: str, arguments: tuple[str, ...], package: str) -> None:
+def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], package: str) -> None:
+    """On an empty cache the first call compiles."""
     pytest.importorskip(package)
-    output = run(script, *arguments)
+    output = run(tmp_path, script, *arguments)
     assert not line(output, "cold first call").endswith(" 0 compiled")
     assert line(output, "warm first call").endswith(" 0 compiled")
     assert line(output, "job").endswith(" 0 compiled")
     assert line(output, "largest error")
+
+
+@pytest.mark.slow
+def test_a_repeated_example_compiles_nothing(tmp_path: Path) -> None:
+    outputs = [run(tmp_path, "paged_prefill.py", "--layers", "1") for _ in range(2)]
+    assert "cold first call" in outputs[0] and "cold first call" not in outputs[1]
+    for output in outputs:
+        assert line(output, "warm first call").endswith(" 0 compiled")
+        assert line(output, "cache").endswith(str(tmp_path))
 
 
 def test_each_example_is_run_here() -> None:

@@ -59,11 +59,12 @@ assert not writes, writes
 """
 
 TIMED = """
-import sys, time
+import time
+began = time.process_time()
 import torch
-start = time.perf_counter()
+between = time.process_time()
 import quire
-print(time.perf_counter() - start)
+print((time.process_time() - between) / (between - began))
 """
 
 
@@ -97,9 +98,9 @@ def test_import_needs_no_writable_home():
 
 
 def test_import_is_quick():
-    """Beyond torch itself, 150 ms."""
-    seconds = statistics.median(float(run_python(TIMED)) for _ in range(5))
-    assert seconds <= 0.150, f"import quire took {1e3 * seconds:.0f} ms"
+    """At most an eighth of what torch's own import takes, in CPU time: other programs on the machine do not count."""
+    ratio = statistics.median(float(run_python(TIMED)) for _ in range(3))
+    assert ratio <= 1 / 8, f"import quire took {100 * ratio:.0f} % of what import torch took"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pending(n)) for n in NAMES])
