@@ -3,6 +3,10 @@
 An operator does what the eager call does, into tensors that the graph allocates. Eager calls never enter the
 dispatcher. A planned wrapper is an integer in a graph, its handle: plan() may be called again between runs of the
 graph, and the wrapper must live as long as the graph, in the process that traced it.
+
+With torch.compile(mode="reduce-overhead"), run() of a wrapper with use_cuda_graph=True becomes part of a CUDA graph;
+other wrappers and single calls run between the graphs, as their plans hold for one batch. Such a graph copies its
+inputs at each call, unless they are marked: torch._dynamo.mark_static_address(paged_kv_cache).
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import torch
 from torch._C import _functorch
 from torch.compiler import is_dynamo_compiling
 
-from quire.errors import PlanError, ValidationError
+from quire.errors import PlanError
 from quire.runtime.attention import planned
+from quire.runtime.checks import check_no_grad
 from quire.runtime.layout import PagedCache, cache_tensors
 
 __all__ = ["NOT_CAPTURABLE", "TracedRun", "handle_of", "is_tracing", "new_results", "operator"]
@@ -68,11 +73,7 @@ def operator(
             if not is_tracing() and type(args[1]) is torch.Tensor:
                 return function(*args, **kwargs)  # one call into Python instead of two; it refuses gradients itself
             inputs = (*args, *kwargs.values())
-            if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs):
-                raise ValidationError(
-                    f"quire::{name}: inference only, but an input requires grad; call it under torch.no_grad() or "
-                    f"on detached tensors."
-                )
+            check_no_grad([value for value in inputs if isinstance(value, torch.Tensor)], f"quire::{name}")
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
 
