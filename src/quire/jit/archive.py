@@ -26,10 +26,10 @@ _LARGEST_FILE = 1 << 30
 
 def export_entries(entries: Iterable[Entry], path: Path) -> int:
     """Write `entries` to the archive `path`; the number of entries written."""
-    draft = path.with_name(f"{path.name}.part")
+    unfinished = path.with_name(f"{path.name}.part")
     count = 0
     with (
-        draft.open("wb") as raw,
+        unfinished.open("wb") as raw,
         gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed,
         tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
@@ -40,7 +40,7 @@ def export_entries(entries: Iterable[Entry], path: Path) -> int:
                 member.size, member.mode = len(data), 0o644
                 tar.addfile(member, io.BytesIO(data))
             count += 1
-    draft.replace(path)
+    unfinished.replace(path)
     return count
 
 

@@ -87,7 +87,7 @@ class Memory:
             if not self._unsaved or self._path is None or not os.access(self._path.parent, os.W_OK):
                 return
             self._answers = {**self._read(), **self._all()}  # others may have written meanwhile
-            draft = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
-            draft.write_text(json.dumps(self._answers, indent=1, sort_keys=True))
-            draft.replace(self._path)
+            unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
+            unfinished.write_text(json.dumps(self._answers, indent=1, sort_keys=True))
+            unfinished.replace(self._path)
             self._unsaved = False

@@ -136,7 +136,7 @@ struct WorkLine {
     int kv_head, tile;
     int offset;  // units of the row tile that lie before
 
-    QUIRE_HD bool shares_tile(const Place& other) const { return kv_head == other.kv_head && tile == other.tile; }
+    QUIRE_HD bool is_in_tile_of(const Place& other) const { return kv_head == other.kv_head && tile == other.tile; }
   };
 
   QUIRE_HD int64_t cost_before(int tile, int units) const {
@@ -196,7 +196,7 @@ struct PartialsOfPartition {
   bool continues, ends, begins;
 
   QUIRE_HD PartialsOfPartition(const WorkLine::Place& begin, const WorkLine::Place& end) {
-    const bool is_inside = begin.offset > 0 && end.offset > 0 && begin.shares_tile(end);
+    const bool is_inside = begin.offset > 0 && end.offset > 0 && begin.is_in_tile_of(end);
     continues = begin.offset > 0 && !(is_inside && begin.offset == end.offset);
     ends = continues && !is_inside;
     begins = end.offset > 0 && !is_inside;

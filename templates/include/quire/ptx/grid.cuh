@@ -12,7 +12,7 @@ QUIRE_DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// From here on the next launch may take what room there is; it waits for our results itself.
+// The next launch may start from here on, as far as the SM has capacity. It waits for the results of this one itself.
 QUIRE_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
