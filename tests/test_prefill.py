@@ -122,6 +122,29 @@ def test_masks(device, backend, dtype, kind, mask, window_left, soft_cap):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_soft_cap_has_one_precision(device, backend, dtype, kind):
+    """Of one key the lse is the capped logit itself: on every backend tanh is within 1e-5, also where it is 1."""
+    p = Problem((60,) * 64, (1,) * 64, 1, 1, dtype=dtype, device=device, soft_cap=1.0, sm_scale=1.0)
+    logits = torch.linspace(-12.0, 12.0, p.q.shape[0])
+    logits[::100] *= 1000.0
+    p.q.zero_()
+    p.k.zero_()
+    p.q[:, 0, 0], p.k[:, 0, 0] = logits.to(p.q), 1.0
+    _, lse = prefill(p, kind, backend)
+    truth = torch.tanh(p.q[:, 0, 0].cpu().double()) * math.log2(math.e)
+    assert (lse[:, 0].cpu().double() - truth).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_soft_cap_keeps_nan_to_those_who_see_it(device, backend, dtype, kind):
+    p = Problem((17, 40), (150, 40), dtype=dtype, device=device, causal=True, soft_cap=5.0)
+    p.k[150 + 25 :] = math.nan  # queries 25 on of the second request see some of these
+    out, lse = prefill(p, kind, backend)
+    assert torch.isfinite(out[: 17 + 25]).all() and torch.isfinite(lse[: 17 + 25]).all()
+    assert torch.isnan(out[17 + 25 :]).all() and torch.isnan(lse[17 + 25 :]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_mask_that_hides_whole_rows_and_tiles(device, backend, dtype, kind):
     """Rows that see nothing, rows that see one key at either end, and stretches of keys that nobody sees."""
     p = Problem((6, 40), (300, 200), dtype=dtype, device=device)

@@ -43,7 +43,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 112),)
-    return (TileShape(128, 64 if custom or (problem.window and problem.soft_cap) else 80),)
+    return (TileShape(128, 64 if custom or problem.soft_cap else 80),)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

@@ -1,7 +1,9 @@
-// Which keys a query sees. One place for every backend: causal is bottom-right (query qo_idx stands at key
-// qo_idx + kv_len - qo_len), a window keeps window_left keys to the left of that and the key itself, a custom mask
-// replaces causal and still obeys the window, a tree mask is a custom mask of the last qo_len keys alone (the draft of
-// speculative decoding; all keys before them are seen), and no key at or beyond kv_len exists.
+// Which keys a query sees, for every backend and for the scheduler.
+//   causal: bottom-right; query qo_idx stands at key qo_idx + kv_len - qo_len and sees the keys up to that one
+//   window: a query sees window_left keys to the left of where it stands, and the key where it stands
+//   custom: bits for all queries and keys; replaces causal, and the window still holds
+//   tree:   bits for the last qo_len keys (draft tokens of speculative decoding); every query sees all keys before them
+// No query sees a key at or beyond kv_len.
 #pragma once
 #include "quire/core/params.h"
 
@@ -14,8 +16,9 @@ constexpr int kMaskTree = 3;
 
 QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || mask == kMaskTree; }
 
-// What the rows of a tile see of a tile of keys under a custom mask; neither bit: nothing.
-constexpr uint8_t kBlockVisible = 1;  // some row sees some key
+// Block mask: what the rows of a row tile see of a KV tile under a custom mask. Empty: 0; partial: kBlockVisible; full:
+// both.
+constexpr uint8_t kBlockVisible = 1;  // at least one row sees at least one key
 constexpr uint8_t kBlockFull = 2;     // all rows see all keys
 
 // Keys [begin, end); empty when end <= begin.
@@ -28,10 +31,10 @@ struct KeyRange {
   QUIRE_HD KeyRange within(KeyRange other) const { return {max(begin, other.begin), min(end, other.end)}; }
 };
 
-// The keys that query `qo_idx` sees, before bits hide some of them. window_left: -1 is no window.
-QUIRE_HD KeyRange visible_to(int mask_mode, int window_left, int qo_len, int kv_len, int qo_idx) {
+// The keys that a query sees which stands at key `position`, before bits hide some of them. window_left: -1 is no
+// window.
+QUIRE_HD KeyRange visible_from(int mask_mode, int window_left, int kv_len, int position) {
   KeyRange range = {0, kv_len};
-  const int position = qo_idx + (kv_len - qo_len);
   if (mask_mode == kMaskCausal) range.end = max(0, min(kv_len, position + 1));
   if (window_left >= 0 && position > window_left) range.begin = position - window_left;
   return range;
@@ -39,8 +42,9 @@ QUIRE_HD KeyRange visible_to(int mask_mode, int window_left, int qo_len, int kv_
 
 // The keys that at least one query of [first, last] sees: both ends of a query's range move right with the query.
 QUIRE_HD KeyRange visible_to_any(int mask_mode, int window_left, int qo_len, int kv_len, int first, int last) {
-  return {visible_to(mask_mode, window_left, qo_len, kv_len, first).begin,
-          visible_to(mask_mode, window_left, qo_len, kv_len, last).end};
+  const int diagonal = kv_len - qo_len;  // where query 0 stands
+  return {visible_from(mask_mode, window_left, kv_len, first + diagonal).begin,
+          visible_from(mask_mode, window_left, kv_len, last + diagonal).end};
 }
 
 template <int kMask, bool kWindow>
@@ -64,11 +68,11 @@ struct Mask {
 
   // The keys that the query sees, before bits hide some of them.
   QUIRE_HD KeyRange visible(int qo_idx) const {
-    return visible_to(kMask, kWindow ? window_left : -1, qo_len, kv_len, qo_idx);
+    return visible_from(kMask, kWindow ? window_left : -1, kv_len, qo_idx + (kv_len - qo_len));
   }
 
-  // The keys that some query of [first, last] sees, and those that all of them see whatever the bits say: both ends
-  // move right with qo_idx.
+  // The keys that at least one query of [first, last] sees, and those that all of them see whatever the bits are: both
+  // ends of a query's range move right with the query.
   QUIRE_HD KeyRange any(int first, int last) const { return {visible(first).begin, visible(last).end}; }
   QUIRE_HD KeyRange all(int first, int last) const {
     if constexpr (kMask == kMaskCustom) return {0, 0};
@@ -82,34 +86,34 @@ struct Mask {
     return all(first, last).covers(keys);
   }
 
-  // Bits of keys [key, key + 32) of a query, key at bit 0; 0 from kv_len on. Reads no byte that holds none of them.
+  // The first key that has a bit: every query sees the keys before it. All later keys have bits.
+  QUIRE_HD int first_key_with_bit() const { return kMask == kMaskTree ? max(0, kv_len - qo_len) : 0; }
+
+  // Where in `bits` the bit of a query and a key stands.
+  QUIRE_HD int64_t bit_of(int qo_idx, int key) const {
+    if constexpr (kMask == kMaskTree)
+      return static_cast<int64_t>(qo_idx) * (32 * tree_words(qo_len)) + (key - (kv_len - qo_len));
+    return static_cast<int64_t>(qo_idx) * kv_len + key;
+  }
+
+  // Bits of keys [key, key + 32) of a query, key at bit 0; 0 from kv_len on. The host's reader: it reads no byte that
+  // holds none of them. A GPU's is visible_word (tile/mask_bits.cuh).
   QUIRE_HD uint32_t word(int qo_idx, int key) const {
-    const int count = min(32, kv_len - key);
-    if (count <= 0) return 0;
-    if constexpr (kMask == kMaskTree) return tree_word(qo_idx, key - (kv_len - qo_len));
-    const int64_t at = static_cast<int64_t>(qo_idx) * kv_len + key;
+    const int first = max(key, first_key_with_bit()), skipped = min(32, first - key);
+    const int count = min(32 - skipped, kv_len - first);
+    const uint64_t without_bit = (uint64_t{1} << skipped) - 1;
+    if (count <= 0) return static_cast<uint32_t>(without_bit);
+    const int64_t at = bit_of(qo_idx, first);
     const uint8_t* byte = bits + (at >> 3);
     const int shift = static_cast<int>(at & 7), num_bytes = (shift + count + 7) >> 3;
-    uint64_t word = 0;
-    for (int i = 0; i < num_bytes; ++i) word |= static_cast<uint64_t>(byte[i]) << (8 * i);
-    return static_cast<uint32_t>(word >> shift) & (0xffffffffu >> (32 - count));
+    uint64_t found = 0;
+    for (int i = 0; i < num_bytes; ++i) found |= static_cast<uint64_t>(byte[i]) << (8 * i);
+    found = (found >> shift) & (0xffffffffu >> (32 - count));
+    return static_cast<uint32_t>(found << skipped | without_bit);
   }
 
  private:
   QUIRE_HD static int tree_words(int qo_len) { return ceil_div(qo_len, 32); }
-
-  // Bits of draft keys [at, at + 32), those before the first of them set; at < qo_len.
-  QUIRE_HD uint32_t tree_word(int qo_idx, int at) const {
-    if (at <= -32) return 0xffffffffu;
-    const int num_words = tree_words(qo_len), first = max(at, 0) / 32;
-    const uint32_t* row = reinterpret_cast<const uint32_t*>(bits) + static_cast<int64_t>(qo_idx) * num_words;
-    const uint64_t low = row[first], high = first + 1 < num_words ? row[first + 1] : 0;
-    // The row's last word may be filled up with anything: what lies beyond the draft is not there.
-    const int left = qo_len - 32 * first;
-    const uint64_t found = (low | high << 32) & (left >= 64 ? ~uint64_t{0} : (uint64_t{1} << left) - 1);
-    if (at >= 0) return static_cast<uint32_t>(found >> (at % 32));
-    return static_cast<uint32_t>(found << -at) | ((1u << -at) - 1);
-  }
 };
 
 }  // namespace quire

@@ -52,24 +52,22 @@ struct AttentionCpu {
     float q[kFewRows * kQk], s_rows[cpu::kStreamRows * kTileKv];
 
     float qt[kPaddedRows * kQk], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
-    int32_t begin[cpu::kPanel], end[cpu::kPanel];
-    uint32_t words[kTileKv / 32 * cpu::kPanel];
+    cpu::PanelRows<cpu::kPanel, kTileKv> panel;
   };
 
   // What every kv tile of a work needs.
   struct Context {
     const AttentionParams& p;
     const cpu::Rows& rows;
-    Mask<V::kMask, V::kWindow != 0> mask;
-    Logits<V::kSoftCap != 0> logits;
+    cpu::LogitsTile<V> logits;
     cpu::Keys<V> keys;
     Scratch& scratch;
 
-    KeyRange seen(int first_row, int last_row, KeyRange tile) const {
-      return mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
+    KeyRange visible(int first_row, int last_row, KeyRange tile) const {
+      return logits.mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
     }
     bool full(int first_row, int last_row, KeyRange keys) const {
-      return mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
+      return logits.mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
     }
   };
 
@@ -77,8 +75,8 @@ struct AttentionCpu {
     const cpu::Rows rows(p, work, kTileRows);
     const Context c = {p,
                        rows,
-                       Mask<V::kMask, V::kWindow != 0>::of(p, work.tile),
-                       Logits<V::kSoftCap != 0>(p),
+                       {rows, work.tile.request, Mask<V::kMask, V::kWindow != 0>::of(p, work.tile),
+                        LogitsTransform<V, cpu::Math>(p)},
                        cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
                        scratch};
     clear(scratch, rows.count);
@@ -102,18 +100,19 @@ struct AttentionCpu {
 
   static void stream_work_tile(const Context& c, const WorkTile& work) {
     Scratch& x = c.scratch;
+    const float scale = c.logits.q_scale();
     for (int row = 0; row < c.rows.count; ++row) {
       const auto* q = c.rows.template q<typename V::Q>(row);
-      for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(x.q + row * kQk + d, cpu::load(q + d) * c.logits.scale);
+      for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(x.q + row * kQk + d, cpu::load(q + d) * scale);
     }
-    const auto locate = [&](int kv) {
-      const KeyRange keys = c.seen(0, c.rows.count - 1, tile_keys(kv));
-      if (kv < work.kv_end && !keys.empty()) c.keys.locate(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
+    const auto resolve = [&](int kv) {
+      const KeyRange keys = c.visible(0, c.rows.count - 1, tile_keys(kv));
+      if (kv < work.kv_end && !keys.empty()) c.keys.resolve(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
       return kv < work.kv_end ? keys : KeyRange{0, 0};
     };
-    KeyRange keys = locate(work.kv_begin);
+    KeyRange keys = resolve(work.kv_begin);
     for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
-      const KeyRange next = locate(kv + 1);
+      const KeyRange next = resolve(kv + 1);
       if (!keys.empty()) stream_tile(c, kv, keys, next);
       keys = next;
     }
@@ -143,29 +142,20 @@ struct AttentionCpu {
       cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s_rows, x.q + row * kQk, k_rows, v_rows, count);
     }
     for (int i = 0; i < kRows; ++i) {
-      x.alpha[i] = cpu::stream_softmax<V>(
-          x.s_rows + i * kTileKv, count, c.logits, [&](int key) { return shown(c, row + i, keys, key); }, x.m[row + i],
-          x.d[row + i]);
+      const auto score = [&](cpu::Floats s, int at) {
+        return cpu::score_logits<true>(c.logits, s, cpu::KeyLanes<V>{c.logits, row + i, keys.begin + at, keys.end});
+      };
+      x.alpha[i] = cpu::stream_softmax(x.s_rows + i * kTileKv, count, score, x.m[row + i], x.d[row + i]);
     }
     float* o = x.o + row * kVo;
     if (c.full(row, row + kRows - 1, keys)) {
-      const cpu::Fetch<Kv> fetch = {x.k_rows[(kv + 1) & 1], row == 0 ? next.end - next.begin : 0};
-      cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s_rows, x.alpha, v_rows, count, fetch);
+      const cpu::Prefetch<Kv> prefetch = {x.k_rows[(kv + 1) & 1], row == 0 ? next.end - next.begin : 0};
+      cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s_rows, x.alpha, v_rows, count, prefetch);
     } else {
       for (int i = 0; i < kRows; ++i) {
-        cpu::stream_seen_values<kVo>(o + i * kVo, x.s_rows + i * kTileKv, x.alpha[i], v_rows, count);
+        cpu::stream_visible_values<kVo>(o + i * kVo, x.s_rows + i * kTileKv, x.alpha[i], v_rows, count);
       }
     }
-  }
-
-  // Which of the kLanes keys from keys.begin + at on a row sees.
-  static cpu::Ints shown(const Context& c, int row, KeyRange keys, int at) {
-    const int qo_idx = c.rows.qo_idx(row), key = keys.begin + at;
-    const KeyRange sees = c.mask.visible(qo_idx).within(keys);
-    const cpu::Ints lane = cpu::iota();
-    cpu::Ints shown = (lane >= sees.begin - key) & (lane < sees.end - key);
-    if constexpr (mask_has_bits(V::kMask)) shown &= ((c.mask.word(qo_idx, key) >> (cpu::Words)lane) & 1u) != 0u;
-    return shown;
   }
 
   // ---- many rows ----
@@ -177,10 +167,10 @@ struct AttentionCpu {
       const int count = min(cpu::kLanes, c.rows.count - row);
       for (int i = 0; i < count; ++i) q[i] = c.rows.template q<typename V::Q>(row + i);
       float* to = x.qt + row / cpu::kPanel * (kQk * cpu::kPanel) + row % cpu::kPanel;
-      cpu::transpose_rows<kQk>(to, q, count, c.logits.scale);
+      cpu::transpose_rows<kQk>(to, q, count, c.logits.q_scale());
     }
     for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
-      const KeyRange tile = tile_keys(kv), keys = c.seen(0, c.rows.count - 1, tile);
+      const KeyRange tile = tile_keys(kv), keys = c.visible(0, c.rows.count - 1, tile);
       if (keys.empty()) continue;
       stage(c, keys, tile.begin);
       const bool finite =
@@ -197,7 +187,7 @@ struct AttentionCpu {
     const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
     const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
     const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
-    c.keys.locate(keys, k_rows, v_rows);
+    c.keys.resolve(keys, k_rows, v_rows);
     memset(x.k + block_begin * kQk, 0, sizeof(float) * (begin - block_begin) * kQk);
     cpu::widen_rows<kQk>(x.k + begin * kQk, k_rows, count);
     memset(x.k + end * kQk, 0, sizeof(float) * (block_end - end) * kQk);
@@ -208,21 +198,21 @@ struct AttentionCpu {
   static void panel_tile(const Context& c, int row, KeyRange tile, bool finite) {
     Scratch& x = c.scratch;
     const int count = min(cpu::kPanel, c.rows.count - row);
-    const KeyRange seen = c.seen(row, row + count - 1, tile);
-    if (seen.empty()) return;
-    const KeyRange keys = {seen.begin - tile.begin, seen.end - tile.begin};
+    const KeyRange visible = c.visible(row, row + count - 1, tile);
+    if (visible.empty()) return;
+    const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin};
     score(x, row, keys, count);
-    if (c.full(row, row + count - 1, seen)) {
-      soften<false>(c, row, keys, count);
-      cpu::accumulate_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
-      return;
+    describe_panel(c, row, tile, count);
+    const bool full = c.full(row, row + count - 1, visible);
+    if (full) {
+      softmax_panel<false>(c, row, keys, tile.begin, count);
+    } else {
+      softmax_panel<true>(c, row, keys, tile.begin, count);
     }
-    prepare_mask(c, row, tile, count);
-    soften<true>(c, row, keys, count);
-    if (finite) {
+    if (full || finite) {
       cpu::accumulate_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
     } else {
-      cpu::accumulate_seen_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
+      cpu::accumulate_visible_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
     }
   }
 
@@ -239,26 +229,27 @@ struct AttentionCpu {
   }
 
   template <bool kMasked>
-  static void soften(const Context& c, int row, KeyRange keys, int count) {
+  static void softmax_panel(const Context& c, int row, KeyRange keys, int tile_begin, int count) {
     Scratch& x = c.scratch;
     for (int i = 0; i < count; i += cpu::kLanes) {
-      const cpu::PanelMask mask = {x.begin + i, x.end + i, x.words + i};
-      const cpu::Floats alpha =
-          cpu::softmax_rows<V, kMasked>(x.s + i, keys, mask, c.logits, x.m + row + i, x.d + row + i);
-      cpu::store(x.alpha + i, alpha);
+      const auto score = [&](cpu::Floats s, int at) {
+        return cpu::score_logits<kMasked>(c.logits, s,
+                                          cpu::RowLanes<V, decltype(x.panel)>{c.logits, x.panel, i, tile_begin, at});
+      };
+      cpu::store(x.alpha + i, cpu::softmax_rows(x.s + i, keys, score, x.m + row + i, x.d + row + i));
     }
   }
 
-  static void prepare_mask(const Context& c, int row, KeyRange tile, int count) {
-    Scratch& x = c.scratch;
+  // What softmax has to know of each row.
+  static void describe_panel(const Context& c, int row, KeyRange tile, int count) {
+    auto& panel = c.scratch.panel;
     for (int i = 0; i < count; ++i) {
       const int qo_idx = c.rows.qo_idx(row + i);
-      const KeyRange sees = c.mask.visible(qo_idx);
-      x.begin[i] = sees.begin - tile.begin, x.end[i] = sees.end - tile.begin;
+      const KeyRange keys = c.logits.mask.visible(qo_idx);
+      panel.q_idx[i] = qo_idx, panel.head[i] = c.rows.head(row + i);
+      panel.begin[i] = keys.begin - tile.begin, panel.end[i] = keys.end - tile.begin;
       if constexpr (mask_has_bits(V::kMask)) {
-        for (int w = 0; w < kTileKv / 32; ++w) {
-          x.words[w * cpu::kPanel + i] = c.mask.word(qo_idx, tile.begin + 32 * w);
-        }
+        for (int w = 0; w < kTileKv / 32; ++w) panel.words[w][i] = c.logits.mask.word(qo_idx, tile.begin + 32 * w);
       }
     }
   }

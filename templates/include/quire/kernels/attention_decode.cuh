@@ -19,7 +19,7 @@
 #include "quire/tile/decode_fragments.cuh"
 #include "quire/tile/decode_merge.cuh"
 #include "quire/tile/decode_ring.cuh"
-#include "quire/tile/mask.cuh"
+#include "quire/tile/logits.cuh"
 
 namespace quire {
 
@@ -150,9 +150,12 @@ class AttentionDecode {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;
       Accumulator<kM, kBlock> s;
       mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
-      const float scale = apply_cap(s);
-      if (!keys_.all.covers({key, key + kBlock})) {
-        hide_keys(s, keys_.mask, p_.group, row_begin(work()), key, lane_);
+      const FragmentTransform<V> transform(p_);
+      const float scale = transform.factor;
+      if (keys_.all.covers({key, key + kBlock})) {
+        score_logits<false>(s, transform, logits_tile(key));
+      } else {
+        score_logits<true>(s, transform, logits_tile(key));
       }
       softmax_.raise_max(s, scale, o_);
 #pragma unroll
@@ -179,19 +182,9 @@ class AttentionDecode {
     softmax_.clear();
   }
 
-  // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
-  QUIRE_DEVICE float apply_cap(Accumulator<kM, kBlock>& s) const {
-    if constexpr (!V::kSoftCap) return logits_scale<V>(p_);
-    const float scale = logits_scale<V>(p_) * (2.f * kLog2e);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kBlock / 8; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s.at[m][n][i] = tanh_from_exp2(s.at[m][n][i] * scale);
-      }
-    }
-    return p_.logits_cap;
+  // The logits of keys [key, key + kBlock).
+  QUIRE_DEVICE LogitsTile<V> logits_tile(int key) const {
+    return {keys_.mask, p_.group, work().tile.request, work().kv_head, row_begin(work()) + lane_ / 4, key, lane_};
   }
 
   QUIRE_DEVICE Visible visible(const WorkTile& work) const {

@@ -12,7 +12,7 @@
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/fa2_pipeline.cuh"
 #include "quire/tile/kv_ring.cuh"
-#include "quire/tile/mask.cuh"
+#include "quire/tile/logits.cuh"
 #include "quire/tile/partial.cuh"
 #include "quire/tile/softmax.cuh"
 
@@ -115,6 +115,10 @@ struct AttentionFa2 {
     return Mask<V::kMask, V::kWindow != 0>::of(p_, work_.tile);
   }
 
+  QUIRE_DEVICE LogitsTile<V> logits_tile(int i) const {
+    return {mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv, lane_};
+  }
+
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin;
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
@@ -152,8 +156,13 @@ struct AttentionFa2 {
       if constexpr (kStages == 1) ptx::cp_async_wait<0>();
       if constexpr (kEager || kStages == 1) __syncthreads();  // v of tile i is there, all are done with its k
       if (some) {
-        const float scale = apply_cap(s);
-        if (!every) hide_keys(s, mask(), p_.group, row_begin(), i * kTileKv, lane_);
+        const FragmentTransform<V> transform(p_);
+        const float scale = transform.factor;
+        if (every) {
+          score_logits<false>(s, transform, logits_tile(i));
+        } else {
+          score_logits<true>(s, transform, logits_tile(i));
+        }
         softmax.raise_max(s, scale, o);
         const CursorV v(v_tile(i), lane_);
 #pragma unroll
@@ -215,21 +224,6 @@ struct AttentionFa2 {
     tiles.any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
     if constexpr (V::kMask != kMaskCustom) tiles.all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
     return tiles;
-  }
-
-  // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
-  QUIRE_DEVICE float apply_cap(Accumulator<kM, kTileKv>& s) const {
-    if constexpr (!V::kSoftCap) return logits_scale<V>(p_);
-    const float scale = logits_scale<V>(p_) * (2.f * kLog2e);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kTileKv / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) s.at[m][n][j] = tanh_from_exp2(s.at[m][n][j] * scale);
-      }
-    }
-    return p_.logits_cap;
   }
 
   // Each warp its own rows of q; rows that do not exist become zeros.

@@ -368,8 +368,8 @@ struct AttentionFa3 {
 
   // The rightmost tile, whose S is under way: its softmax alone.
   QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, Rings& rings, int tile) const {
-    RowMask<V> mask;
-    look(mask, slot, tile);
+    TileBits<V, 2> mask;
+    mask.read(logits_tile(slot, tile));
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
@@ -388,8 +388,8 @@ struct AttentionFa3 {
     // All that can be looked up and waited for comes before the turn: tensor cores are idle from hand-over to product.
     const auto before = rings.k.before();
     const TileDescriptor k = keys(rings.k), v = values(before);
-    RowMask<V> mask;
-    if constexpr (kMasked) look(mask, slot, tile);
+    TileBits<V, 2> mask;
+    if constexpr (kMasked) mask.read(logits_tile(slot, tile));
     v_.wait_full(before);
     k_.wait_full(rings.k);
     if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + turn, 256);
@@ -410,34 +410,27 @@ struct AttentionFa3 {
     rows.softmax.rescale(rows.o);
   }
 
-  // Bits of a mask travel while the tensor cores work.
-  QUIRE_DEVICE void look(RowMask<V>& mask, const Stage& slot, int tile) const {
-    const int row = slot.work.tile.row_begin + lane_row(ptx::lane_id());
-    mask.look(p_.base, slot.work, slot.bits(), row, tile * kTileKv);
+  // The logits of this lane.
+  QUIRE_DEVICE LogitsTile<V> logits_tile(const Stage& stage, int tile) const {
+    const WorkTile& work = stage.work;
+    const int lane = ptx::lane_id(), row = work.tile.row_begin + lane_row(lane);
+    return {{work.tile.qo_len, work.tile.kv_len, p_.base.window_left, stage.bits()},
+            p_.base.group,
+            work.tile.request,
+            work.kv_head,
+            row,
+            tile * kTileKv,
+            lane};
   }
 
+  // From q . k to weights. Here a variant's transform and mask come in.
   template <bool kMasked>
-  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, int tile,
-                                  const RowMask<V>& mask) const {
-    const float scale = apply_cap(s);
-    if constexpr (kMasked) {
-      const int lane = ptx::lane_id(), row = slot.work.tile.row_begin + lane_row(lane);
-      mask.hide(s, p_.base, slot.work, row, tile * kTileKv, lane);
-    }
-    rows.softmax.raise_max(s, scale);
-    rows.softmax.exponentiate(s, scale);
-  }
-
-  // Logits before scaling become logits after the cap; returns the factor to a base-2 exponent that is left.
-  QUIRE_DEVICE float apply_cap(float (&s)[kTileKv / 2]) const {
-    if constexpr (V::kSoftCap) {
-      const float scale = logits_scale<V>(p_.base);
-#pragma unroll
-      for (int i = 0; i < kTileKv / 2; ++i) s[i] = ptx::tanh_approx(s[i] * scale);
-      return p_.base.logits_cap;
-    } else {
-      return logits_scale<V>(p_.base);
-    }
+  QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
+                                  const TileBits<V, 2>& bits) const {
+    const FragmentTransform<V> transform(p_.base);
+    score_logits<kMasked>(s, transform, logits_tile(stage, tile), bits);
+    rows.softmax.raise_max(s, transform.factor);
+    rows.softmax.exponentiate(s, transform.factor);
   }
 
   // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.

@@ -22,10 +22,15 @@ QUIRE_DEVICE float rcp(float x) {
   return y;
 }
 
-// Within 2^-11 of the result, relatively.
-QUIRE_DEVICE float tanh_approx(float x) {
+// The lesser and the greater of two numbers; NaN if one is.
+QUIRE_DEVICE float min_nan(float a, float b) {
   float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+QUIRE_DEVICE float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 

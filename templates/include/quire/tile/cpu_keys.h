@@ -29,18 +29,18 @@ struct Keys {
   }
 
   // k_rows[i], v_rows[i]: the key and value of token keys.begin + i.
-  void locate(KeyRange keys, const Kv** k_rows, const Kv** v_rows) const {
+  void resolve(KeyRange keys, const Kv** k_rows, const Kv** v_rows) const {
     if constexpr (V::kPaged == 0) {
       run(k + keys.begin * p.k_token_stride, v + keys.begin * p.v_token_stride, keys.end - keys.begin, k_rows, v_rows);
     } else {
-      int page = p.page.div(keys.begin), slot = p.page.mod(keys.begin);
+      int page = p.page.div(keys.begin), token_in_page = p.page.mod(keys.begin);
       for (int key = keys.begin; key < keys.end;) {
-        const int count = min(static_cast<int>(p.page.divisor) - slot, keys.end - key);
+        const int count = min(static_cast<int>(p.page.divisor) - token_in_page, keys.end - key);
         const int64_t number = pages[page];
-        run(k + number * p.k_page_stride + slot * p.k_token_stride,
-            v + number * p.v_page_stride + slot * p.v_token_stride, count, k_rows, v_rows);
+        run(k + number * p.k_page_stride + token_in_page * p.k_token_stride,
+            v + number * p.v_page_stride + token_in_page * p.v_token_stride, count, k_rows, v_rows);
         k_rows += count, v_rows += count, key += count;
-        ++page, slot = 0;
+        ++page, token_in_page = 0;
       }
     }
   }

@@ -5,8 +5,8 @@
 // lanes, and P V reads s again one number at a time beside rows of V. A register tile is kKeyBlock x kPanelVectors
 // for scores, kRowBlock x kValueVectors for values: 24 accumulators of 32 registers, 12 of 16.
 #pragma once
-#include "quire/core/logits.h"
 #include "quire/tile/cpu_keys.h"
+#include "quire/tile/cpu_logits.h"
 
 namespace quire::cpu {
 
@@ -71,43 +71,23 @@ inline void value_block(float* o, const float* s, const float* v, const float* a
   }
 }
 
-// How a panel masks one kv tile.
-struct PanelMask {
-  const int32_t* begin;   // [kPanel] first visible key of each row, counted from the kv tile's own first
-  const int32_t* end;     // [kPanel]
-  const uint32_t* words;  // [kTileKv / 32, kPanel] bits of the mask; or null
-};
-
-// Softmax over keys [keys.begin, keys.end) of one vector of rows, in place: s becomes p. Returns by how much what was
-// summed before has to shrink.
-template <class V, bool kMasked>
-inline Floats softmax_rows(float* s, KeyRange keys, const PanelMask& mask, const Logits<V::kSoftCap != 0>& logits,
-                           float* m_at, float* d_at) {
+// Softmax over keys [keys.begin, keys.end) of one vector of rows, in place: s becomes p. score(x, key): what becomes of
+// these rows' q . k. Returns the factor of what was summed before.
+template <class Score>
+inline Floats softmax_rows(float* s, KeyRange keys, Score&& score, float* m_at, float* d_at) {
   const Floats before = load(m_at);
-  Floats m = before;
-  Ints begin = {}, end = {};
-  if constexpr (kMasked) begin = load(mask.begin), end = load(mask.end);
-  for (int key = keys.begin; key < keys.end; ++key) {
-    if constexpr (!kMasked && V::kSoftCap == 0) {
-      m = maximum(m, load(s + key * kPanel));
-      continue;
-    }
-    Floats x = logits.apply_scaled(load(s + key * kPanel), [](Floats y) { return tanh(y); });
-    if constexpr (kMasked) {
-      Ints shown = (key >= begin) & (key < end);
-      if constexpr (mask_has_bits(V::kMask)) shown &= ((load(mask.words + key / 32 * kPanel) >> (key & 31)) & 1u) != 0u;
-      x = shown ? x : broadcast(-kInfinity);
-    }
-    store(s + key * kPanel, x);
+  Floats m = before, sum = {};
+  for_each_logit(s, keys, 1, kPanel, [&](Floats x, int key) {
+    x = score(x, key);
     m = maximum(m, x);
-  }
+    return x;
+  });
   const Floats base = m == -kInfinity ? Floats{} : m;
-  Floats sum = {};
-  for (int key = keys.begin; key < keys.end; ++key) {
-    const Floats weight = exp2(load(s + key * kPanel) - base);
-    store(s + key * kPanel, weight);
-    sum += weight;
-  }
+  for_each_logit(s, keys, 1, kPanel, [&](Floats x, int) {
+    x = exp2(x - base);
+    sum += x;
+    return x;
+  });
   const Floats alpha = exp2(before - base);
   store(m_at, m);
   store(d_at, load(d_at) * alpha + sum);
@@ -133,7 +113,7 @@ inline void accumulate_values(float* o, const float* s, const float* v, const fl
 
 // The same where a value is infinite or NaN and some rows must not see it: 0 * NaN is NaN, so a weight of 0 is skipped.
 template <int kDim>
-inline void accumulate_seen_values(float* o, const float* s, const float* v, const float* alpha, KeyRange keys,
+inline void accumulate_visible_values(float* o, const float* s, const float* v, const float* alpha, KeyRange keys,
                                    int count) {
   for (int row = 0; row < count; ++row, o += kDim) {
     for (int d = 0; d < kDim; d += kLanes) store(o + d, load(o + d) * alpha[row]);

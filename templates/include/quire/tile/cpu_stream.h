@@ -2,8 +2,8 @@
 // lanes. Bound by memory at decode, so what matters is that the next rows are on their way: while scores are computed
 // the values of the same kv tile are fetched, while values are summed the next kv tile's keys are.
 #pragma once
-#include "quire/core/logits.h"
 #include "quire/tile/cpu_keys.h"
+#include "quire/tile/cpu_logits.h"
 
 namespace quire::cpu {
 
@@ -11,8 +11,8 @@ constexpr int kStreamRows = kVectorRegisters == 32 ? 4 : 2;  // rows at a time: 
 constexpr int kStreamKeys = 4;
 
 // s[kRows][keys] = q[kRows][kDim] . k_rows[key], for count keys; s has kStride numbers a row and room for whole blocks.
-template <int kDim, int kRows, int kStride, bool kFetch, class Kv>
-inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, const Kv* const* fetch, int count) {
+template <int kDim, int kRows, int kStride, bool kPrefetch, class Kv>
+inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, const Kv* const* prefetch, int count) {
   for (int key = 0; key < count; key += kStreamKeys) {
     const Kv* k[kStreamKeys];
 #pragma GCC unroll 4
@@ -30,8 +30,8 @@ inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, con
         for (int j = 0; j < kStreamKeys; ++j) sum[j][i] += x[j] * y;
       }
     }
-    if constexpr (kFetch) {
-      for (int j = key; j < min(key + kStreamKeys, count); ++j) prefetch_row<kDim>(fetch[j]);
+    if constexpr (kPrefetch) {
+      for (int j = key; j < min(key + kStreamKeys, count); ++j) prefetch_row<kDim>(prefetch[j]);
     }
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
@@ -43,16 +43,16 @@ inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, con
 
 // The rows that a pass over values brings in besides, for the next kv tile.
 template <class Kv>
-struct Fetch {
+struct Prefetch {
   const Kv* const* rows;
   int count;
 };
 
 // o[kRows][kVectors * kLanes of kDim] = alpha[row] * o + sum over keys of s[row][key] v_rows[key][from d on]. One row
-// of kFetchDim numbers is fetched beside each value.
-template <int kDim, int kRows, int kVectors, int kStride, int kFetchDim, class Kv>
+// of kPrefetchDim numbers is fetched beside each value.
+template <int kDim, int kRows, int kVectors, int kStride, int kPrefetchDim, class Kv>
 inline void stream_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int d, int count,
-                          Fetch<Kv> fetch) {
+                          Prefetch<Kv> prefetch) {
   Floats sum[kRows][kVectors];
 #pragma GCC unroll 4
   for (int i = 0; i < kRows; ++i) {
@@ -61,7 +61,7 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
   }
 #pragma GCC unroll 1
   for (int key = 0; key < count; ++key) {
-    if (key < fetch.count) prefetch_row<kFetchDim>(fetch.rows[key]);
+    if (key < prefetch.count) prefetch_row<kPrefetchDim>(prefetch.rows[key]);
     const Kv* v = v_rows[key] + d;
     Floats x[kVectors];
 #pragma GCC unroll 4
@@ -80,23 +80,23 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
   }
 }
 
-template <int kDim, int kRows, int kStride, int kFetchDim, class Kv>
+template <int kDim, int kRows, int kStride, int kPrefetchDim, class Kv>
 inline void stream_all_values(float* o, const float* s, const float* alpha, const Kv* const* v_rows, int count,
-                              Fetch<Kv> fetch) {
+                              Prefetch<Kv> prefetch) {
   constexpr int kVectors = 4, kStep = kVectors * kLanes, kWhole = kDim / kStep * kStep;
   for (int d = 0; d < kWhole; d += kStep) {
-    stream_values<kDim, kRows, kVectors, kStride, kFetchDim>(o, s, alpha, v_rows, d, count, fetch);
-    fetch.count = 0;
+    stream_values<kDim, kRows, kVectors, kStride, kPrefetchDim>(o, s, alpha, v_rows, d, count, prefetch);
+    prefetch.count = 0;
   }
   if constexpr (kWhole < kDim) {
     constexpr int kRest = (kDim - kWhole) / kLanes;
-    stream_values<kDim, kRows, kRest, kStride, kFetchDim>(o, s, alpha, v_rows, kWhole, count, fetch);
+    stream_values<kDim, kRows, kRest, kStride, kPrefetchDim>(o, s, alpha, v_rows, kWhole, count, prefetch);
   }
 }
 
 // The same for one row that must not see every value: 0 * NaN is NaN, so a weight of 0 is skipped.
 template <int kDim, class Kv>
-inline void stream_seen_values(float* o, const float* s, float alpha, const Kv* const* v_rows, int count) {
+inline void stream_visible_values(float* o, const float* s, float alpha, const Kv* const* v_rows, int count) {
   Floats sum[kDim / kLanes];
   for (int d = 0; d < kDim; d += kLanes) sum[d / kLanes] = load(o + d) * alpha;
   for (int key = 0; key < count; ++key) {
@@ -107,25 +107,22 @@ inline void stream_seen_values(float* o, const float* s, float alpha, const Kv* 
   for (int d = 0; d < kDim; d += kLanes) store(o + d, sum[d / kLanes]);
 }
 
-// Softmax over s[0, count) of one row, in place: s becomes p. `shown(key)` tells which of the kLanes keys from `key` on
-// the row sees. Returns by how much what was summed before has to shrink.
-template <class V, class Shown>
-inline float stream_softmax(float* s, int count, const Logits<V::kSoftCap != 0>& logits, Shown&& shown, float& m,
-                            float& d) {
-  Floats top = broadcast(m);
-  for (int key = 0; key < count; key += kLanes) {
-    Floats x = logits.apply_scaled(load(s + key), [](Floats y) { return tanh(y); });
-    x = shown(key) ? x : broadcast(-kInfinity);
-    store(s + key, x);
+// Softmax over s[0, count) of one row, in place: s becomes p. score(x, at): what becomes of the row's q . k for the keys
+// from `at` on, a vector of them. Returns the factor of what was summed before.
+template <class Score>
+inline float stream_softmax(float* s, int count, Score&& score, float& m, float& d) {
+  Floats top = broadcast(m), sum = {};
+  for_each_logit(s, {0, count}, kLanes, 1, [&](Floats x, int at) {
+    x = score(x, at);
     top = maximum(top, x);
-  }
+    return x;
+  });
   const float after = max_lanes(top), base = after == -kInfinity ? 0.0f : after;
-  Floats sum = {};
-  for (int key = 0; key < count; key += kLanes) {
-    const Floats weight = exp2(load(s + key) - base);
-    store(s + key, weight);
-    sum += weight;
-  }
+  for_each_logit(s, {0, count}, kLanes, 1, [&](Floats x, int) {
+    x = exp2(x - base);
+    sum += x;
+    return x;
+  });
   const float alpha = exp2(m - base);
   m = after;
   d = d * alpha + sum_lanes(sum);

@@ -1,4 +1,5 @@
-// Bits of a custom mask: aligned words now, bits in place when they are wanted.
+// Bits of a mask in aligned words. The loads start where the bits are asked for; the bits are shifted into place where
+// they are used.
 #pragma once
 #include "quire/core/mask.h"
 #include "quire/ptx/copy.cuh"
@@ -27,5 +28,15 @@ struct MaskBits {
   // Bits 32 * i to 32 * i + 31.
   QUIRE_DEVICE uint32_t word(int i) const { return __funnelshift_r(words[i], words[i + 1], shift); }
 };
+
+// Bits of keys [key, key + 32) of a query; anything from kv_len on.
+template <int kMask, bool kWindow>
+QUIRE_DEVICE uint32_t visible_word(const Mask<kMask, kWindow>& mask, int qo_idx, int key) {
+  const int first = max(key, mask.first_key_with_bit()), skipped = first - key, count = mask.kv_len - first;
+  if (skipped >= 32 || count <= 0) return 0xffffffffu;
+  MaskBits<1> found;
+  found.read(mask.bits, mask.bit_of(qo_idx, first), min(32 - skipped, count));
+  return found.word(0) << skipped | low_bits(skipped);
+}
 
 }  // namespace quire

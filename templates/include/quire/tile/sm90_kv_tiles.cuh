@@ -3,7 +3,7 @@
 #pragma once
 #include "quire/tile/sm90_scheduler.cuh"
 #include "quire/ptx/wgmma.cuh"
-#include "quire/tile/sm90_mask.cuh"
+#include "quire/tile/logits.cuh"
 
 namespace quire {
 

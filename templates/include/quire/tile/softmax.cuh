@@ -24,9 +24,6 @@ QUIRE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// tanh within 2e-7 absolutely, from exp2 and a reciprocal; `twice_log2e_x` is 2 * log2(e) * x.
-QUIRE_DEVICE float tanh_from_exp2(float twice_log2e_x) { return 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(twice_log2e_x)); }
-
 // What the output of a row is multiplied by, and its lse (base 2).
 struct RowResult {
   float scale, lse;

@@ -1,0 +1,167 @@
+// The logits that a lane holds of a tile. One visitor goes through them, row by row, with what is known of each row and
+// key: the transform (core/logits.h) and the mask (core/mask.h) reach logits here and nowhere else.
+// mma.m16n8k16 and wgmma leave logits in the same places, so the visitor is the same for both.
+#pragma once
+#include "quire/core/logits.h"
+#include "quire/tile/gemm.cuh"
+#include "quire/tile/mask_bits.cuh"
+#include "quire/tile/tanh.cuh"
+
+namespace quire {
+
+// The functions that transforms are written with.
+template <class V>
+struct FragmentMath {
+  // Heads of 256 leave no registers to share a reciprocal, and so much work to the tensor cores that none is needed.
+  static constexpr bool kIsShared = V::kHeadDimVo <= 128;
+
+  QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) {
+    if constexpr (kIsShared) return tanh_of_four(x, scale);
+    return tanh_by_exp2(x, scale);
+  }
+};
+template <class V>
+using FragmentTransform = LogitsTransform<V, FragmentMath<V>>;
+
+// What a lane's logits belong to.
+template <class V>
+struct LogitsTile {
+  Mask<V::kMask, V::kWindow != 0> mask;  // of the request
+  const FastDivisor& group;
+  int request, kv_head;
+  int row;  // the lane's first packed row; rows past the request's last repeat its last query
+  int key;  // the tile's first key
+  int lane;
+
+  // The query of the lane's row i, which is 8 * i below its first.
+  QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
+};
+
+// Four logits of one row, for transforms and masks: those of keys kv_begin, + 1, + 8 and + 9.
+template <class V>
+struct LogitsPlace {
+  const LogitsTile<V>& tile;
+  int i, qo_idx, kv_begin;
+
+  QUIRE_DEVICE int q_idx() const { return qo_idx; }
+  QUIRE_DEVICE Four<int> kv_idx() const { return {kv_begin, kv_begin + 1, kv_begin + 8, kv_begin + 9}; }
+  QUIRE_DEVICE int head() const {
+    return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
+  }
+  QUIRE_DEVICE int request() const { return tile.request; }
+};
+
+// Which of a tile's keys a row's query sees. Keys are counted from the lane's first.
+template <class V>
+class VisibleKeys {
+ public:
+  static constexpr bool kHasBits = mask_has_bits(V::kMask);
+
+  QUIRE_DEVICE VisibleKeys(const LogitsTile<V>& tile, int qo_idx) : col_(2 * (tile.lane & 3)) {
+    const KeyRange keys = tile.mask.visible(qo_idx);
+    const int first = tile.key | (kHasBits ? 0 : col_);  // a tile begins at a multiple of 8 keys
+    keys_ = {keys.begin - first, keys.end - first};
+  }
+
+  // The mask's bits of the tile's keys [at, at + 32), at a multiple of 32.
+  QUIRE_DEVICE void set_bits(uint32_t bits, int at) {
+    bits &= low_bits(keys_.end - at);
+    if constexpr (V::kWindow != 0) bits &= ~low_bits(keys_.begin - at);
+    bits_ = bits >> col_;
+  }
+
+  QUIRE_DEVICE bool contains(int at) const {
+    if constexpr (kHasBits) return (bits_ >> at % 32 & 1) != 0;
+    return at < keys_.end && (V::kWindow == 0 || at >= keys_.begin);
+  }
+
+  // `x` becomes `hidden` where the query does not see the key; the first key is `at`.
+  QUIRE_DEVICE void hide(Four<float>& x, int at, float hidden) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (!contains(at + j / 2 * 8 + j % 2)) x.at[j] = hidden;
+    }
+  }
+
+ private:
+  int col_;
+  KeyRange keys_;
+  uint32_t bits_;
+};
+
+// A mask's bits for a lane's kRows rows of a tile, read ahead of their use.
+template <class V, int kRows>
+struct TileBits {
+  MaskBits<ceil_div(V::kTileKv, 32)> rows[kRows];
+
+  QUIRE_DEVICE void read(const LogitsTile<V>& tile) {
+    if constexpr (!mask_has_bits(V::kMask)) return;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows[i].read(tile.mask.bits, tile.mask.bit_of(tile.qo_idx(i), tile.key),
+                   min(V::kTileKv, tile.mask.kv_len - tile.key));
+    }
+  }
+  QUIRE_DEVICE uint32_t operator()(int i, int, int at) const { return rows[i].word(at / 32); }
+};
+
+// Fragments of logits: blocks of 16 rows x 8 keys, of which a lane holds two keys of an upper and of a lower row.
+template <class S>
+struct Fragment;
+template <int kM, int kN>
+struct Fragment<Accumulator<kM, kN>> {
+  static constexpr int kRows = 2 * kM, kBlocks = kN / 8;  // rows of a lane, blocks side by side
+  QUIRE_DEVICE static float* block(Accumulator<kM, kN>& s, int m, int n) { return s.at[m][n]; }
+};
+template <int size>
+struct Fragment<float[size]> {
+  static constexpr int kRows = 2, kBlocks = size / 4;
+  QUIRE_DEVICE static float* block(float (&s)[size], int, int n) { return s + 4 * n; }
+};
+
+// Calls visit(x, visible, place, at) for each four logits x of a lane, rows first. bits(i, qo_idx, at): the mask's bits
+// of row i for the tile's keys [at, at + 32).
+template <bool kMasked, class V, class S, class Bits, class Visit>
+QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, Visit&& visit) {
+  using F = Fragment<S>;
+  static_assert(F::kBlocks % 2 == 0, "logits are visited in pairs of blocks of 8 keys");
+#pragma unroll
+  for (int i = 0; i < F::kRows; ++i) {
+    const int qo_idx = tile.qo_idx(i), h = 2 * (i % 2);
+    VisibleKeys<V> visible(tile, qo_idx);
+#pragma unroll
+    for (int n = 0; n < F::kBlocks; n += 2) {
+      const int at = 8 * n;
+      if (kMasked && VisibleKeys<V>::kHasBits && at % 32 == 0) visible.set_bits(bits(i, qo_idx, at), at);
+      float *left = F::block(s, i / 2, n) + h, *right = F::block(s, i / 2, n + 1) + h;
+      Four<float> x = {left[0], left[1], right[0], right[1]};
+      visit(x, visible, LogitsPlace<V>{tile, i, qo_idx, tile.key + 2 * (tile.lane & 3) + at}, at);
+      left[0] = x.at[0], left[1] = x.at[1], right[0] = x.at[2], right[1] = x.at[3];
+    }
+  }
+}
+
+// q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
+template <bool kMasked, class V, class S, class Bits>
+QUIRE_DEVICE void score_logits(S& s, const FragmentTransform<V>& transform,
+                               const LogitsTile<V>& tile, Bits&& bits) {
+  constexpr bool kIsIdentity = FragmentTransform<V>::kIsIdentity;
+  if constexpr (kIsIdentity && !kMasked) return;
+  for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
+    if constexpr (!kIsIdentity) {
+      if constexpr (kMasked) visible.hide(x, at, 0.f);  // tanh_of_four would let a NaN through to the other three
+      x = transform.score(x, place);
+    }
+    if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
+  });
+}
+
+// The same with bits that are read where they are used.
+template <bool kMasked, class V, class S>
+QUIRE_DEVICE void score_logits(S& s, const FragmentTransform<V>& transform, const LogitsTile<V>& tile) {
+  score_logits<kMasked>(s, transform, tile, [&](int, int qo_idx, int at) {
+    return visible_word(tile.mask, qo_idx, tile.key + at);
+  });
+}
+
+}  // namespace quire
