@@ -30,26 +30,13 @@ __all__ = ["xqa_batch_decode_with_kv_cache"]
 
 
 def xqa_batch_decode_with_kv_cache(
-    query: torch.Tensor,
-    kv_cache: PagedCache,
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_layout: str = "NHD",
-    enable_pdl: bool | None = None,
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: torch.Tensor | None = None,
-    kv_cache_sf: Any = None,
-    *,
-    backend: str = "auto",
-) -> torch.Tensor:
+    query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
+    seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0, window_left: int = -1, out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None, kv_layout: str = "NHD", enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1, o_scale: float | None = 1.0, mask: torch.Tensor | None = None,
+    kv_cache_sf: Any = None, *, backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
     """Attention of the last q_len_per_req tokens of each request over its pages, as FlashInfer's function of this name.
 
     query: [batch_size * q_len_per_req, num_qo_heads, head_dim] in float16 or bfloat16 (on the CPU also float32).
@@ -92,12 +79,12 @@ def xqa_batch_decode_with_kv_cache(
     cache = _Cache.of(kv_cache, layout)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
     tables = _Tables.of(block_tables, seq_lens, workspace.device)
-    _check_query(query, tables.batch_size * q_len, cache.head_dim_qk, workspace.device)
+    rows = {"batch_size * q_len_per_req": tables.batch_size * q_len, "num_qo_heads": None}
+    check_shape(check_tensor(query, "query"), "query", {**rows, "head_dim": cache.head_dim_qk})
+    check_same_device(query, "query", workspace.device)
     target = _Target.of(out, query, cache.head_dim_vo, o_scale)
-    logits_scale, v_scale = (
-        _Scale.of(value, name, workspace.device)
-        for value, name in ((bmm1_scale, "bmm1_scale"), (bmm2_scale, "bmm2_scale"))
-    )
+    logits_scale = _Scale.of(bmm1_scale, "bmm1_scale", workspace.device)
+    v_scale = _Scale.of(bmm2_scale, "bmm2_scale", workspace.device)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
@@ -114,13 +101,6 @@ def xqa_batch_decode_with_kv_cache(
             logits_scale_by=logits_scale.tensor, o_scale_by=v_scale.tensor,
         )  # fmt: skip
     return target.finish()
-
-
-def _check_query(query: Any, num_tokens: int, head_dim: int, device: torch.device) -> None:
-    check_tensor(query, "query")
-    shape = {"batch_size * q_len_per_req": num_tokens, "num_qo_heads": None, "head_dim": head_dim}
-    check_shape(query, "query", shape)
-    check_same_device(query, "query", device)
 
 
 class _Cache(NamedTuple):

@@ -8,7 +8,6 @@ num_heads] (float32) its log-sum-exp, base 2: what run(..., return_lse=True) ret
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
 
 import torch
 
@@ -41,11 +40,11 @@ def merge_state(
     >>> torch.allclose(o, quire.single_prefill_with_kv_cache(q, k, v), atol=1e-5)
     True
     """
-    _state(v_a, s_a, "v_a", "s_a")
-    _same(v_b, s_b, v_a, "v_b", "s_b")
+    _check_state(v_a, s_a, "v_a", "s_a")
+    _check_state(v_b, s_b, "v_b", "s_b", v_a)
     v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
     s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
-    _launch(_pair(v_a, s_a, v_b, s_b), v, s, None)
+    _merge_pair(v_a, s_a, v_b, s_b, v, s, None)
     return v, s
 
 
@@ -59,8 +58,8 @@ def merge_state_in_place(
 
     mask: bool or uint8 [num_tokens]; tokens with 0 stay as they are. See merge_state() for an example.
     """
-    _state(v, s, "v", "s")
-    _same(v_other, s_other, v, "v_other", "s_other")
+    _check_state(v, s, "v", "s")
+    _check_state(v_other, s_other, "v_other", "s_other", v)
     for tensor, name in ((v, "v"), (s, "s")):
         if not tensor.is_contiguous():
             raise ValidationError(
@@ -74,7 +73,7 @@ def merge_state_in_place(
             raise ValidationError(f"mask: expected dtype torch.bool or torch.uint8, got {mask.dtype}.")
         mask = mask.contiguous()
     before = s.clone()  # threads of a row read it after another one has written s
-    _launch(_pair(v, before, v_other, s_other), v, s, mask)
+    _merge_pair(v, before, v_other, s_other, v, s, mask)
 
 
 @operator(
@@ -88,67 +87,40 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     >>> v.shape, s.shape
     (torch.Size([3, 8, 64]), torch.Size([3, 8]))
     """
-    check_tensor(v, "v")
-    if v.dim() != 4:
-        raise ValidationError(f"v: expected [num_tokens, num_states, num_heads, head_dim], got {list(v.shape)}.")
+    _check_state(v, s, "v", "s", dims=("num_tokens", "num_states", "num_heads"))
     tokens, states, num_heads, head_dim = v.shape
-    check_tensor(s, "s")
-    check_shape(s, "s", {"num_tokens": tokens, "num_states": states, "num_heads": num_heads})
-    check_same_device(s, "s", v.device)
-    out = torch.empty((tokens, num_heads, head_dim), dtype=v.dtype, device=v.device)
-    lse = torch.empty((tokens, num_heads), dtype=torch.float32, device=v.device)
-    _scores(s, "s")
-    _launch(_stacked(v, s), out, lse, None)
-    return out, lse
-
-
-def _state(v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str) -> None:
-    check_tensor(v, v_name)
-    if v.dim() != 3:
-        raise ValidationError(f"{v_name}: expected [num_tokens, num_heads, head_dim], got {list(v.shape)}.")
-    check_tensor(s, s_name)
-    check_shape(s, s_name, {"num_tokens": v.shape[0], "num_heads": v.shape[1]})
-    check_same_device(s, s_name, v.device)
-    _scores(s, s_name)
-
-
-def _same(v: torch.Tensor, s: torch.Tensor, like: torch.Tensor, v_name: str, s_name: str) -> None:
-    _state(v, s, v_name, s_name)
-    if v.shape != like.shape or v.dtype is not like.dtype:
-        raise ValidationError(f"{v_name}: expected {like.dtype} {list(like.shape)}, got {v.dtype} {list(v.shape)}.")
-    check_same_device(v, v_name, like.device)
-
-
-def _scores(s: torch.Tensor, name: str) -> None:
-    if s.dtype is not torch.float32:
-        raise ValidationError(f"{name}: expected dtype torch.float32, got {s.dtype}.")
-
-
-class _States(NamedTuple):
-    """Where states are: the first one's v and s, and the bytes from token to token and from state to state."""
-
-    v: torch.Tensor
-    s: torch.Tensor
-    v_token_bytes: int
-    v_state_bytes: int
-    s_token_bytes: int
-    s_state_bytes: int
-    num_states: int
-    other: tuple[torch.Tensor, ...]  #: the tensors of the second state, where it has its own
-
-
-def _stacked(v: torch.Tensor, s: torch.Tensor) -> _States:
-    """States along dimension 1."""
+    v_out = torch.empty((tokens, num_heads, head_dim), dtype=v.dtype, device=v.device)
+    s_out = torch.empty((tokens, num_heads), dtype=torch.float32, device=v.device)
     v, s = _dense(v, 2), _dense(s, 1)
-    return _States(v, s, _bytes(v, 0), _bytes(v, 1), _bytes(s, 0), _bytes(s, 1), v.shape[1], ())
+    _launch(v, s, _bytes(v, 1), _bytes(s, 1), states, v_out, s_out, None)
+    return v_out, s_out
 
 
-def _pair(v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor) -> _States:
+def _check_state(
+    v: torch.Tensor, s: torch.Tensor, v_name: str, s_name: str, like: torch.Tensor | None = None,
+    dims: tuple[str, ...] = ("num_tokens", "num_heads"),
+) -> None:  # fmt: skip
+    """v and s of one state, or of several; `like`: the v of another state to merge it with."""
+    check_shape(check_tensor(v, v_name), v_name, dict.fromkeys((*dims, "head_dim")))
+    check_shape(check_tensor(s, s_name), s_name, dict(zip(dims, v.shape, strict=False)))
+    check_same_device(s, s_name, v.device)
+    if s.dtype is not torch.float32:
+        raise ValidationError(f"{s_name}: expected dtype torch.float32, got {s.dtype}.")
+    if like is not None and (v.shape != like.shape or v.dtype is not like.dtype or v.device != like.device):
+        raise ValidationError(
+            f"{v_name}: expected {like.dtype} {list(like.shape)} on {like.device}, got {v.dtype} {list(v.shape)} on "
+            f"{v.device}."
+        )
+
+
+def _merge_pair(
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, v_out: torch.Tensor,
+    s_out: torch.Tensor, mask: torch.Tensor | None,
+) -> None:  # fmt: skip
     """Two states, the second as far from the first as their tensors are."""
     v, v_other = _alike(v, v_other, 2)
     s, s_other = _alike(s, s_other, 1)
-    v_apart, s_apart = v_other.data_ptr() - v.data_ptr(), s_other.data_ptr() - s.data_ptr()
-    return _States(v, s, _bytes(v, 0), v_apart, _bytes(s, 0), s_apart, 2, (v_other, s_other))
+    _launch(v, s, v_other.data_ptr() - v.data_ptr(), s_other.data_ptr() - s.data_ptr(), 2, v_out, s_out, mask)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,21 +143,23 @@ def _bytes(tensor: torch.Tensor, dim: int) -> int:
     return tensor.stride(dim) * tensor.element_size()
 
 
-def _launch(states: _States, v_out: torch.Tensor, s_out: torch.Tensor, mask: torch.Tensor | None) -> None:
-    v, s = states.v, states.s
+def _launch(
+    v: torch.Tensor, s: torch.Tensor, v_state_bytes: int, s_state_bytes: int, num_states: int, v_out: torch.Tensor,
+    s_out: torch.Tensor, mask: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """v, s: of the first state; the others follow at so many bytes from one to the next."""
     dtype = dtype_of(v.dtype, "v")
     if v_out.numel() == 0:
         return
     tokens, num_heads, head_dim = v_out.shape
-    places = (v.data_ptr(), v_out.data_ptr(), states.v_token_bytes, states.v_state_bytes)
+    places = (v.data_ptr(), v_out.data_ptr(), _bytes(v, 0), v_state_bytes)
     vector = 8 if head_dim % 8 == 0 and all(place % 16 == 0 for place in places) else 1
     params = MergeParams(
         v=v.data_ptr(), s=s.data_ptr(), v_out=v_out.data_ptr(), s_out=s_out.data_ptr(),
-        mask=None if mask is None else mask.data_ptr(), num_tokens=tokens,
-        v_token_bytes=states.v_token_bytes, v_state_bytes=states.v_state_bytes, s_token_bytes=states.s_token_bytes,
-        s_state_bytes=states.s_state_bytes, num_states=states.num_states, num_heads=num_heads, head_dim=head_dim,
+        mask=None if mask is None else mask.data_ptr(), num_tokens=tokens, v_token_bytes=_bytes(v, 0),
+        v_state_bytes=v_state_bytes, s_token_bytes=_bytes(s, 0), s_state_bytes=s_state_bytes, num_states=num_states,
+        num_heads=num_heads, head_dim=head_dim,
     )  # fmt: skip
-    name = "merge_pair" if states.num_states == 2 else "merge"
-    module = get_module(OperationKey(name, target_of(v.device), dtype.slug, vector).spec())
+    key = OperationKey("merge_pair" if num_states == 2 else "merge", target_of(v.device), dtype.slug, vector)
     grid = row_grid(tokens, num_heads * (head_dim // vector))
-    launch(module, ctypes.addressof(params), v.device, grid=grid, block=PARALLEL_THREADS)
+    launch(get_module(key.spec()), ctypes.addressof(params), v.device, grid=grid, block=PARALLEL_THREADS)

@@ -38,16 +38,10 @@ __all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens
 
 
 def append_paged_kv_cache(
-    append_key: torch.Tensor,
-    append_value: torch.Tensor,
-    batch_indices: torch.Tensor,
-    positions: torch.Tensor,
-    paged_kv_cache: PagedCache,
-    kv_indices: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
+    append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    paged_kv_cache: PagedCache, kv_indices: torch.Tensor, kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor,
     kv_layout: str = "NHD",
-) -> None:
+) -> None:  # fmt: skip
     """Write append_key, append_value [nnz, num_kv_heads, head_dim] into the cache.
 
     batch_indices, positions: [nnz]; token i goes to position positions[i] of request batch_indices[i]. A negative
@@ -225,12 +219,9 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
 
 def get_batch_indices_positions(
-    append_indptr: torch.Tensor,
-    seq_lens: torch.Tensor,
-    nnz: int,
-    batch_indices: torch.Tensor | None = None,
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """For each of `nnz` appended tokens, its request and its position there, int32 [nnz].
 
     append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending,
