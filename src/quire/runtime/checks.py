@@ -18,6 +18,7 @@ __all__ = [
     "check_contiguous_last",
     "check_dtype",
     "check_flags",
+    "check_no_grad",
     "check_output",
     "check_positive",
     "check_same_device",
@@ -43,11 +44,7 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
         kind = "nested" if value.is_nested else value.layout
         raise ValidationError(f"{name}: expected a dense tensor with data, got {kind} {value.dtype} on {value.device}.")
-    if value.requires_grad and torch.is_grad_enabled():
-        raise ValidationError(
-            f"{name}: expected a tensor that requires no grad, as Quire is for inference only; call it under "
-            f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()."
-        )
+    check_no_grad((value,), name)
     if value.is_complex():
         raise ValidationError(f"{name}: expected real numbers, got {value.dtype}; pass torch.view_as_real() of it.")
     if value.is_neg():
@@ -58,6 +55,15 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
             f"any: its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
         )
     return value
+
+
+def check_no_grad(tensors: Sequence[torch.Tensor], name: str) -> None:
+    """None of `tensors` needs a gradient: Quire computes none, and a result without one would train nothing."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValidationError(
+            f"{name}: expected no tensor that requires grad, as Quire is for inference only; call it under "
+            f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()."
+        )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
