@@ -135,7 +135,7 @@ def _raise(p: ScheduleParams, indices: Indices) -> None:
     request = sizes.error_request
     text = _ERRORS[sizes.error].format(
         qo="qo", kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
-        last=None if last is None else int(last[request]), tiles=sizes.num_tiles, capacity=given.tile_capacity,
+        last=int(last[request]) if last is not None and sizes.error == 5 else None, tiles=sizes.num_tiles, capacity=given.tile_capacity,
         nnz=sizes.nnz_kv, pages=given.num_pages, tile_rows=given.tile_rows, tile_kv=given.tile_kv,
         heads=given.num_kv_heads,
     )  # fmt: skip

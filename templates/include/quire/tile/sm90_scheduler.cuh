@@ -8,53 +8,53 @@
 
 namespace quire {
 
-// A position in a ring of kSlots, and the parity of its present round. One register where kSlots is a power of two.
-template <int kSlots, bool kIsPowerOfTwo = (kSlots & (kSlots - 1)) == 0>
+// A position in a ring of kStages, and the parity of its present round. One register where kStages is a power of two.
+template <int kStages, bool kIsPowerOfTwo = (kStages & (kStages - 1)) == 0>
 struct RingPosition {
   int count = 0;
 
-  QUIRE_DEVICE int slot() const { return count & (kSlots - 1); }
-  QUIRE_DEVICE int parity() const { return static_cast<uint32_t>(count) / kSlots & 1; }
+  QUIRE_DEVICE int slot() const { return count & (kStages - 1); }
+  QUIRE_DEVICE int parity() const { return static_cast<uint32_t>(count) / kStages & 1; }
   QUIRE_DEVICE void advance() { ++count; }
   QUIRE_DEVICE RingPosition before() const { return {count - 1}; }
   QUIRE_DEVICE RingPosition after() const { return {count + 1}; }
   QUIRE_DEVICE RingPosition uniform() const { return {ptx::uniform(count)}; }
 };
 
-template <int kSlots>
-struct RingPosition<kSlots, false> {
+template <int kStages>
+struct RingPosition<kStages, false> {
   int at = 0, round = 0;
 
   QUIRE_DEVICE int slot() const { return at; }
   QUIRE_DEVICE int parity() const { return round; }
   QUIRE_DEVICE void advance() {
-    if (++at == kSlots) at = 0, round ^= 1;
+    if (++at == kStages) at = 0, round ^= 1;
   }
   QUIRE_DEVICE RingPosition before() const {
-    return at == 0 ? RingPosition{kSlots - 1, round ^ 1} : RingPosition{at - 1, round};
+    return at == 0 ? RingPosition{kStages - 1, round ^ 1} : RingPosition{at - 1, round};
   }
   QUIRE_DEVICE RingPosition uniform() const { return {ptx::uniform(at), ptx::uniform(round)}; }
 };
 
-// Pairs of mbarriers in shared memory, "full" and "empty", for a ring of kSlots.
-template <int kSlots>
+// Pairs of mbarriers in shared memory, "full" and "empty", for a ring of kStages.
+template <int kStages>
 struct RingBarriers {
-  static constexpr int kBytes = 16 * kSlots;
+  static constexpr int kBytes = 16 * kStages;
   uint32_t base;
 
   QUIRE_DEVICE void init(int full_count, int empty_count) const {
-    for (int i = 0; i < kSlots; ++i) {
+    for (int i = 0; i < kStages; ++i) {
       ptx::mbarrier_init(full(i), full_count);
       ptx::mbarrier_init(empty(i), empty_count);
     }
   }
   QUIRE_DEVICE uint32_t full(int slot) const { return base + 8 * slot; }
-  QUIRE_DEVICE uint32_t empty(int slot) const { return base + 8 * (kSlots + slot); }
+  QUIRE_DEVICE uint32_t empty(int slot) const { return base + 8 * (kStages + slot); }
 
-  QUIRE_DEVICE void wait_full(RingPosition<kSlots> at) const { ptx::mbarrier_wait(full(at.slot()), at.parity()); }
-  QUIRE_DEVICE void wait_empty(RingPosition<kSlots> at) const { ptx::mbarrier_wait(empty(at.slot()), at.parity() ^ 1); }
-  QUIRE_DEVICE void arrive_full(RingPosition<kSlots> at) const { ptx::mbarrier_arrive(full(at.slot())); }
-  QUIRE_DEVICE void arrive_empty(RingPosition<kSlots> at) const { ptx::mbarrier_arrive(empty(at.slot())); }
+  QUIRE_DEVICE void wait_full(RingPosition<kStages> at) const { ptx::mbarrier_wait(full(at.slot()), at.parity()); }
+  QUIRE_DEVICE void wait_empty(RingPosition<kStages> at) const { ptx::mbarrier_wait(empty(at.slot()), at.parity() ^ 1); }
+  QUIRE_DEVICE void arrive_full(RingPosition<kStages> at) const { ptx::mbarrier_arrive(full(at.slot())); }
+  QUIRE_DEVICE void arrive_empty(RingPosition<kStages> at) const { ptx::mbarrier_arrive(empty(at.slot())); }
 };
 
 // The work tiles of one CTA: its partition's, or whole row tiles that it takes as it gets to them. One thread's; where
