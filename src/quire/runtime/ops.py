@@ -21,9 +21,8 @@ import torch
 from torch._C import _functorch
 from torch.compiler import is_dynamo_compiling
 
-from quire.errors import PlanError
+from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import planned
-from quire.runtime.checks import check_no_grad
 from quire.runtime.layout import PagedCache, cache_tensors
 
 __all__ = ["NOT_CAPTURABLE", "TracedRun", "handle_of", "is_tracing", "new_results", "operator"]
@@ -73,7 +72,11 @@ def operator(
             if not is_tracing() and type(args[1]) is torch.Tensor:
                 return function(*args, **kwargs)  # one call into Python instead of two; it refuses gradients itself
             inputs = (*args, *kwargs.values())
-            check_no_grad([value for value in inputs if isinstance(value, torch.Tensor)], f"quire::{name}")
+            if torch.is_grad_enabled() and any(getattr(value, "requires_grad", False) for value in inputs):
+                raise ValidationError(
+                    f"quire::{name}: expected no tensor that requires grad, as Quire is for inference only; call it "
+                    f"under torch.no_grad() or torch.inference_mode(), or detach its inputs."
+                )
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
 
