@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from dataclasses import replace
 from itertools import product
 
@@ -10,9 +12,9 @@ import pytest
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, family, same_rows
 from quire.kernels.features import ANY_PAGE_SIZE, Features, mask_words, read_mask, rows_of
-from quire.kernels.operands import Operand, operand_fields, with_scales
+from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields
 from quire.kernels.operation import OPERATIONS, OperationKey
-from quire.kernels.params import FastDivisor
+from quire.kernels.params import FastDivisor, params_with
 from quire.types import DTYPES, MaskMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
@@ -191,19 +193,28 @@ def test_problems_and_keys_have_the_features():
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_the_parameter_struct_begins_with_the_operands(kernel):
     base = dict(kernel.params._fields_).get("base", kernel.params)
-    names = [name for name, _ in operand_fields(kernel.operands)]
+    names = [name for name, _ in operand_fields(ATTENTION_OPERANDS)]
     assert [name for name, _ in base._fields_][: len(names)] == names
     assert [getattr(base, name).offset for name in names] == [8 * i for i in range(len(names))]
-    for operand in with_scales(kernel.operands):
+    for operand in kernel.tensors:
         assert operand.type in rows_of(Features) or dtype_of(operand.type, "type") in DTYPES
 
 
 def test_scales_are_operands_behind_the_others():
     k = Operand("k", ("num_pages", "page_size", "num_kv_heads", "head_dim_qk"), "kv")
     scaled = k._replace(scales=Operand("k_scales", ("num_pages", "page_size", "num_kv_heads"), "fp32"))
-    names = [name for name, _ in operand_fields((scaled, k._replace(name="v")))]
-    assert names[:3] == ["k", "v", "k_scales"]
-    assert names[-3:] == ["k_scales_page_stride", "k_scales_token_stride", "k_scales_head_stride"]
+    q, _, *rest = ATTENTION_OPERANDS
+    kernel = replace(KERNELS[0], operands=(q, scaled, *rest), params=params_with("ScaledParams", (q, scaled, *rest)))
+    assert [operand.name for operand in kernel.tensors] == ["q", "k", "v", "o", "k_scales"]
+    params = kernel.params()
+    strides = struct.pack("13q", *range(1, 14))
+    pointers, scales = (block.write(ctypes.addressof(params), strides) for block in kernel.blocks)
+    pointers[:], scales[:] = [100, 200, 300, 400], [500]
+    base = params.base
+    assert (base.q, base.k, base.v, base.o, params.k_scales) == (100, 200, 300, 400, 500)
+    assert (base.q_token_stride, base.o_head_stride) == (1, 10)
+    names = ("k_scales_page_stride", "k_scales_token_stride", "k_scales_head_stride")
+    assert [getattr(params, name) for name in names] == [11, 12, 13]
 
 
 def test_a_number_type_says_what_tensor_maps_call_it():

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
-from quire.kernels.operands import ATTENTION_OPERANDS, Operand, TensorCopy, View, with_scales
+from quire.kernels.operands import ATTENTION_OPERANDS, Operand, OperandBlock, TensorCopy, View, with_scales
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
 
@@ -119,7 +119,7 @@ class AttentionKernel:
     #: the page size that its code is made for
     page_size: Callable[[AttentionProblem], int] = lambda problem: ANY_PAGE_SIZE if problem.paged else 0
     operands: tuple[Operand, ...] = ATTENTION_OPERANDS
-    #: its parameter struct: the block of its operands, then what every attention kernel is given, here or in `base`
+    #: its parameter struct: AttentionParams, or another that begins with it as `base`
     params: type[ctypes.Structure] = AttentionParams
     copies: Callable[[AttentionKey, TileShape, Mapping[str, View]], tuple[TensorCopy, ...]] | None = (
         None  #: tensor maps
@@ -141,9 +141,12 @@ class AttentionKernel:
         return with_scales(self.operands)
 
     @cached_property
-    def pointers(self) -> type[ctypes.Array[ctypes.c_uint64]]:
-        """Their addresses, with which the parameter struct begins."""
-        return ctypes.c_uint64 * len(self.tensors)
+    def blocks(self) -> tuple[OperandBlock, ...]:
+        """Where they lie in the parameter struct: ATTENTION_OPERANDS first, then the others."""
+        count = len(ATTENTION_OPERANDS)
+        first, more = self.tensors[:count], self.tensors[count:]
+        blocks = (OperandBlock(0, first),)
+        return (*blocks, OperandBlock(getattr(self.params, more[0].name).offset, more, first)) if more else blocks
 
     def refusal(self, problem: AttentionProblem) -> str | None:
         """Why it does not take `problem`, on whatever device; None if it does."""

@@ -1,17 +1,18 @@
 """The tensors that a kernel reads and writes, as its row of the catalogue declares them.
 
-What run() checks, which strides it writes into the parameter struct, and where addresses lie there follow from the
-declarations. The struct begins with the block that `operand_fields` makes: an address for each operand, then the
-strides.
+What run() checks, the strides that it writes into the parameter struct, and where addresses lie there follow from the
+declarations. A block of the struct, made by `operand_fields`, holds the addresses of some operands and then their
+strides. AttentionParams begins with the block of ATTENTION_OPERANDS; a kernel with more of them, or with scales, has a
+struct of its own in which their block follows `base`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_int64, c_void_p
+from ctypes import Array, c_int64, c_uint64, c_void_p, memmove, sizeof
 from typing import Any, NamedTuple
 
-__all__ = ["ATTENTION_OPERANDS", "Operand", "TensorCopy", "View", "operand_fields", "with_scales"]
+__all__ = ["ATTENTION_OPERANDS", "Operand", "OperandBlock", "TensorCopy", "View", "operand_fields", "with_scales"]
 
 #: The stride over a dimension, by the dimension's size. Dimensions that are not here are contiguous.
 _STRIDES = {
@@ -31,6 +32,24 @@ class Operand(NamedTuple):
     def strides(self) -> tuple[str, ...]:
         """Names of its strides in the parameter struct."""
         return tuple(f"{self.name}_{_STRIDES[dim]}_stride" for dim in self.dims if dim in _STRIDES)
+
+
+class OperandBlock:
+    """Where some operands lie in a parameter struct: their addresses, then their strides."""
+
+    def __init__(self, offset: int, operands: Sequence[Operand], skipped: Sequence[Operand] = ()) -> None:
+        """`skipped`: operands of earlier blocks."""
+        begin, size = (8 * sum(len(operand.strides) for operand in some) for some in (skipped, operands))
+        self._offset, self._strides = offset, slice(begin, begin + size)
+        self._pointers = c_uint64 * len(operands)
+
+    def write(self, params: int, strides: bytes) -> Array[c_uint64]:
+        """Write the strides, of the operands of all blocks, into the struct at address `params`; returns where the
+        addresses of this block's operands are to be written.
+        """
+        pointers, own = self._pointers.from_address(params + self._offset), strides[self._strides]
+        memmove(params + self._offset + sizeof(pointers), own, len(own))
+        return pointers
 
 
 class View(NamedTuple):
@@ -67,6 +86,5 @@ def with_scales(operands: Sequence[Operand]) -> tuple[Operand, ...]:
 
 def operand_fields(operands: Sequence[Operand]) -> tuple[tuple[str, Any], ...]:
     """The block of a parameter struct that holds these operands."""
-    operands = with_scales(operands)
     strides = (name for operand in operands for name in operand.strides)
     return (*((operand.name, c_void_p) for operand in operands), *((name, c_int64) for name in strides))

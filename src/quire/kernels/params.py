@@ -6,13 +6,13 @@ Each rendered unit asserts these layouts, so a mirror that drifts from its C++ s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache
 from typing import TypeVar
 
 from quire.jit.spec import Struct
-from quire.kernels.operands import ATTENTION_OPERANDS, operand_fields
+from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields, with_scales
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
@@ -33,6 +33,7 @@ __all__ = [
     "ScheduleParams",
     "TensorMap",
     "aligned_copy",
+    "params_with",
     "struct_of",
 ]
 
@@ -114,6 +115,12 @@ class AttentionParams(ctypes.Structure):
         *((name, c_float) for name in ("logits_scale", "logits_cap", "o_scale")),
         ("plan_is_resident", c_int32),
     )
+
+
+def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure]:
+    """The parameter struct `name` of a kernel that has more operands than ATTENTION_OPERANDS."""
+    more = operand_fields(with_scales(operands)[len(ATTENTION_OPERANDS) :])
+    return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *more)})
 
 
 class TensorMap(ctypes.Structure):

@@ -93,10 +93,8 @@ class AttentionPlan:
             self._maps.copy_from(maps)
 
     def _set_strides(self, strides: bytes) -> None:
-        """Write the operands' block of the parameter struct: strides now, addresses in run()."""
-        at = ctypes.addressof(self._struct)
-        self._pointers, self._strides = self._kernel.pointers.from_address(at), strides
-        ctypes.memmove(at + ctypes.sizeof(self._pointers), strides, len(strides))
+        self._strides, address = strides, ctypes.addressof(self._struct)
+        self._pointers, *self._more = [block.write(address, strides) for block in self._kernel.blocks]
 
     def run(
         self, stream: int, pointers: list[int], lse: int | None, sinks: int | None, logits_scale: float,
@@ -106,7 +104,9 @@ class AttentionPlan:
 
         `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only.
         """
-        self._pointers[:] = pointers  # type: ignore[assignment]
+        if self._more:  # operands beside q, k, v and o
+            self._more[0][:] = pointers[len(self._pointers) :]  # type: ignore[assignment]
+        self._pointers[:] = pointers[: len(self._pointers)] if self._more else pointers  # type: ignore[assignment]
         extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by
         if extras != self._extras:
             self._set(*extras)

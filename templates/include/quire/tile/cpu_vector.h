@@ -75,13 +75,13 @@ QUIRE_CPU Floats widen(Halves h) {
 
 QUIRE_CPU Floats load(const fp16_t* from) { return widen(load_as<Halves>(from)); }
 
-QUIRE_CPU Floats load(const e5m2_t* from) { return widen(__builtin_convertvector(load_as<Bytes>(from), Halves) << 8); }
-
-// As the fp16 of the same exponent field, which is 2^8 times smaller; the one NaN becomes one there.
-QUIRE_CPU Floats load(const e4m3_t* from) {
+// 8-bit numbers: see core/types.h.
+template <class T, int = T::kShift>
+QUIRE_CPU Floats load(const T* from) {
   const Halves x = __builtin_convertvector(load_as<Bytes>(from), Halves);
-  const Halves magnitude = (x & 0x7f) << 7, nan = (magnitude == 0x7f << 7) & 0x4000;
-  return widen(magnitude | nan | ((x & 0x80) << 8)) * 0x1p8f;
+  Halves y = (x & 0x7f) << T::kShift | (x & 0x80) << 8;
+  if constexpr (T::kNanMask != 0) y |= ((x & T::kNanMask) == T::kNan) & 0x7e00;
+  return T::kScale == 1.0f ? widen(y) : widen(y) * T::kScale;
 }
 
 QUIRE_CPU void store(float* to, Floats x) { memcpy(to, &x, sizeof(x)); }
