@@ -150,7 +150,7 @@ class AttentionDecode {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;
       Accumulator<kM, kBlock> s;
       mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
-      const FragmentTransform<V> transform(p_);
+      const LogitsTransform<V, FragmentMath<false>> transform(p_);
       const float scale = transform.factor;
       if (keys_.all.covers({key, key + kBlock})) {
         score_logits<false>(s, transform, logits_tile(key));

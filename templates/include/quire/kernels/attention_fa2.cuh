@@ -156,7 +156,7 @@ struct AttentionFa2 {
       if constexpr (kStages == 1) ptx::cp_async_wait<0>();
       if constexpr (kEager || kStages == 1) __syncthreads();  // v of tile i is there, all are done with its k
       if (some) {
-        const FragmentTransform<V> transform(p_);
+        const LogitsTransform<V, FragmentMath<false>> transform(p_);
         const float scale = transform.factor;
         if (every) {
           score_logits<false>(s, transform, logits_tile(i));

@@ -427,7 +427,8 @@ struct AttentionFa3 {
   template <bool kMasked>
   QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
                                   const TileBits<V, 2>& bits) const {
-    const FragmentTransform<V> transform(p_.base);
+    // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
+    const LogitsTransform<V, FragmentMath<kVo <= 128>> transform(p_.base);
     score_logits<kMasked>(s, transform, logits_tile(stage, tile), bits);
     rows.softmax.raise_max(s, transform.factor);
     rows.softmax.exponentiate(s, transform.factor);

@@ -22,15 +22,10 @@ QUIRE_DEVICE float rcp(float x) {
   return y;
 }
 
-// The lesser and the greater of two numbers; NaN if one is.
+// The lesser of two numbers; NaN if one is.
 QUIRE_DEVICE float min_nan(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-QUIRE_DEVICE float max_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 

@@ -9,19 +9,12 @@
 
 namespace quire {
 
-// The functions that transforms are written with.
-template <class V>
+// The functions that transforms are written with. kPairs: see tanh_of_four.
+template <bool kPairs_>
 struct FragmentMath {
-  // Heads of 256 leave no registers to share a reciprocal, and so much work to the tensor cores that none is needed.
-  static constexpr bool kIsShared = V::kHeadDimVo <= 128;
-
-  QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) {
-    if constexpr (kIsShared) return tanh_of_four(x, scale);
-    return tanh_by_exp2(x, scale);
-  }
+  static constexpr bool kPairs = kPairs_;
+  QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) { return tanh_of_four<kPairs>(x, scale); }
 };
-template <class V>
-using FragmentTransform = LogitsTransform<V, FragmentMath<V>>;
 
 // What a lane's logits belong to.
 template <class V>
@@ -142,14 +135,15 @@ QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, V
 }
 
 // q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
-template <bool kMasked, class V, class S, class Bits>
-QUIRE_DEVICE void score_logits(S& s, const FragmentTransform<V>& transform,
-                               const LogitsTile<V>& tile, Bits&& bits) {
-  constexpr bool kIsIdentity = FragmentTransform<V>::kIsIdentity;
+template <bool kMasked, class V, class Math, class S, class Bits>
+QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile,
+                               Bits&& bits) {
+  constexpr bool kIsIdentity = LogitsTransform<V, Math>::kIsIdentity;
   if constexpr (kIsIdentity && !kMasked) return;
   for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
     if constexpr (!kIsIdentity) {
-      if constexpr (kMasked) visible.hide(x, at, 0.f);  // tanh_of_four would let a NaN through to the other three
+      // Memory beyond the keys may hold a NaN, which must not reach the other logit of its pair.
+      if constexpr (kMasked && Math::kPairs) visible.hide(x, at, 0.f);
       x = transform.score(x, place);
     }
     if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
@@ -157,11 +151,10 @@ QUIRE_DEVICE void score_logits(S& s, const FragmentTransform<V>& transform,
 }
 
 // The same with bits that are read where they are used.
-template <bool kMasked, class V, class S>
-QUIRE_DEVICE void score_logits(S& s, const FragmentTransform<V>& transform, const LogitsTile<V>& tile) {
-  score_logits<kMasked>(s, transform, tile, [&](int, int qo_idx, int at) {
-    return visible_word(tile.mask, qo_idx, tile.key + at);
-  });
+template <bool kMasked, class V, class Math, class S>
+QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
+  score_logits<kMasked>(s, transform, tile,
+                        [&](int, int qo_idx, int at) { return visible_word(tile.mask, qo_idx, tile.key + at); });
 }
 
 }  // namespace quire
