@@ -12,7 +12,7 @@ QUIRE_DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// From here on the next launch may take what room there is; it waits for our results itself.
+// From here on CTAs of the next launch may start where an SM has space; they wait for our results themselves.
 QUIRE_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
