@@ -12,7 +12,7 @@ QUIRE_DEVICE void wait_for_predecessor() {
 #endif
 }
 
-// The next launch may start from here on, as far as the SM has capacity. It waits for the results of this one itself.
+// From here on CTAs of the next launch may start where an SM has space; they wait for our results themselves.
 QUIRE_DEVICE void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
