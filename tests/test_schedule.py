@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import weakref
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 import oracle
 from quire.errors import ValidationError
 from quire.kernels import TileShape
+from quire.kernels.params import MergeGroup, Partition, RowTile
 from quire.runtime.graph import GraphState
 from quire.runtime.schedule import Indices, Lengths, make_schedule, num_row_tiles, schedule_input
 from quire.types import MaskMode
@@ -86,6 +86,22 @@ class Batch:
         return out
 
 
+def array_of(schedule, cls, offset, count):
+    """`count` structs of the packed buffer."""
+    return list((cls * count).from_buffer_copy(schedule.buffer.numpy().tobytes(), offset))
+
+
+def tiles_of(schedule):
+    """The row tiles, in the order in which they are worked off."""
+    return array_of(schedule, RowTile, schedule.sizes.tiles_offset, schedule.sizes.num_tiles)
+
+
+def partitions_of(schedule):
+    """One contiguous run of work a CTA; none when each CTA has one whole row tile."""
+    sizes = schedule.sizes
+    return array_of(schedule, Partition, sizes.partitions_offset, sizes.num_ctas * sizes.is_partitioned)
+
+
 def units_of(tile):
     """Work units: an empty tile costs one, for its rows must be written."""
     return max(1, tile.kv_end - tile.kv_begin)
@@ -106,13 +122,13 @@ class Work:
 
 def walk(schedule, num_kv_heads):
     """All work tiles, CTA by CTA, from the documentation of RowTile and Partition."""
-    sizes, tiles = schedule.sizes, list(schedule.tiles)
+    sizes, tiles = schedule.sizes, tiles_of(schedule)
     if not sizes.is_partitioned or sizes.is_dynamic:
         for number in range(sizes.num_tiles * num_kv_heads):
             tile, kv_head = divmod(number, num_kv_heads)
             yield planned(number, tiles, tile, kv_head)
         return
-    for cta, partition in enumerate(schedule.partitions):
+    for cta, partition in enumerate(partitions_of(schedule)):
         tile, kv_head, at, left = partition.tile, partition.kv_head, partition.offset, partition.units
         while left:
             size = units_of(tiles[tile])
@@ -141,7 +157,7 @@ def planned(cta, tiles, tile, kv_head):
 def check_everything(batch):
     """All the promises of one schedule."""
     schedule = batch.schedule()
-    sizes, tiles = schedule.sizes, list(schedule.tiles)
+    sizes, tiles = schedule.sizes, tiles_of(schedule)
     work = list(walk(schedule, batch.num_kv_heads))
     check_tiles(batch, tiles)
     check_coverage(batch, tiles, work)
@@ -199,6 +215,7 @@ def check_merge_table(batch, schedule, tiles, work):
     for w in work:
         t = tiles[w.tile]
         rows[t.request, t.row_begin, w.kv_head].append((t.kv_begin + w.begin, w))
+    table = array_of(schedule, MergeGroup, schedule.sizes.groups_offset, schedule.sizes.num_groups)
     partials, groups = set(), set()
     for (request, row_begin, _), parts in rows.items():
         parts = [w for _, w in sorted(parts, key=lambda part: part[0])]
@@ -207,7 +224,7 @@ def check_merge_table(batch, schedule, tiles, work):
             continue
         assert len({w.group for w in parts}) == 1 and parts[0].group not in groups
         groups.add(parts[0].group)
-        group = schedule.groups[parts[0].group]
+        group = table[parts[0].group]
         numbers = [w.partial for w in parts]
         assert numbers == list(range(numbers[0], numbers[0] + len(parts)))
         assert (group.row_begin, group.row_end) == (
@@ -347,7 +364,7 @@ def test_fixed_splits_do_not_depend_on_neighbours(batch, alone):
 
     def parts(schedule, request):
         fields = ("row_begin", "kv_begin", "kv_end", "num_parts")
-        return sorted(tuple(getattr(t, f) for f in fields) for t in schedule.tiles if t.request == request)
+        return sorted(tuple(getattr(t, f) for f in fields) for t in tiles_of(schedule) if t.request == request)
 
     together, apart = batch.schedule(), single.schedule()
     assert parts(together, at) == parts(apart, 0)
@@ -359,16 +376,16 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
     """Where a window begins must not move the cuts: the same key is added in the same order at every step of decode."""
     schedule = batch.schedule()
     if batch.fixed_split_size < 0:
-        assert all(t.num_parts == 1 for t in schedule.tiles)
+        assert all(t.num_parts == 1 for t in tiles_of(schedule))
         return
     step = batch.fixed_split_size // batch.tile_kv
     firsts = {}
-    for t in schedule.tiles:
+    for t in tiles_of(schedule):
         at = t.request, t.row_begin
         firsts[at] = min(t.kv_begin, firsts.get(at, t.kv_begin))
         if t.kv_begin < t.kv_end:
             assert t.kv_begin // step == (t.kv_end - 1) // step
-    assert all(t.kv_begin % step == 0 for t in schedule.tiles if t.kv_begin > firsts[t.request, t.row_begin])
+    assert all(t.kv_begin % step == 0 for t in tiles_of(schedule) if t.kv_begin > firsts[t.request, t.row_begin])
 
 
 @settings(max_examples=150, deadline=None)
@@ -379,8 +396,8 @@ def test_any_schedule_for_a_graph(batch, fixed, dynamic):
     changes = {"fixed_split_size": split, "l2_tokens": 500 * dynamic, "tile_capacity": 10_000}
     graph = Batch(**{**batch.__dict__, **changes})
     schedule = graph.schedule()
-    sizes, tiles = schedule.sizes, list(schedule.tiles)
-    assert sizes.num_ctas == batch.max_ctas and len(schedule.partitions) == sizes.num_ctas
+    sizes, tiles = schedule.sizes, tiles_of(schedule)
+    assert sizes.num_ctas == batch.max_ctas and len(partitions_of(schedule)) == sizes.num_ctas
     check_tiles(graph, tiles)
     check_arrays(graph, schedule)
     work = list(walk(schedule, batch.num_kv_heads))
@@ -391,7 +408,7 @@ def test_any_schedule_for_a_graph(batch, fixed, dynamic):
         assert getattr(sizes, f"{name}_offset") == getattr(empty, f"{name}_offset")
     for name in ("buffer_bytes", "num_partials", "num_groups"):
         assert getattr(sizes, name) == getattr(empty, name)
-    for partition in schedule.partitions:
+    for partition in partitions_of(schedule):
         assert partition.num_tiles == sizes.num_tiles
         assert partition.heads_per_l2_group == (sizes.heads_per_l2_group if sizes.is_dynamic else 0)
         assert partition.units == 0 or not sizes.is_dynamic
@@ -425,15 +442,6 @@ def num_partitions(batch, sizes):
 def test_more_tiles_than_a_graph_has_room_for():
     with pytest.raises(ValidationError, match="larger than what the first plan"):
         Batch((64, 64), (10, 10), tile_capacity=3, tile_rows=16).schedule()
-
-
-def test_arrays_keep_their_memory():
-    """They are views of the packed buffer: it must live as long as they do."""
-    for name in ("tiles", "partitions", "groups"):
-        schedule = Batch((1,), (64_000,), num_kv_heads=1, max_ctas=132).schedule()
-        buffer, view = weakref.ref(schedule.host_buffer.tensor), getattr(schedule, name)
-        del schedule
-        assert len(view) and buffer() is not None
 
 
 def test_plenty_of_work_is_not_divided():

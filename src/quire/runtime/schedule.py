@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +12,7 @@ from quire.errors import ValidationError
 from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import MergeGroup, Partition, RowTile, ScheduleInput, ScheduleOutput, ScheduleParams
+from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams
 from quire.runtime.upload import HostBuffer, Uploader
 from quire.types import MaskMode
 
@@ -26,8 +26,6 @@ __all__ = [
     "num_row_tiles",
     "schedule_input",
 ]
-
-_Array = TypeVar("_Array", bound=ctypes.Array[Any])
 
 
 class Indices(NamedTuple):
@@ -80,27 +78,6 @@ class Schedule(NamedTuple):
         last = None if planned.kv_last_page_len is None else arrays[count:]
         return planned._replace(qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages)
 
-    @property
-    def tiles(self) -> ctypes.Array[RowTile]:
-        """The row tiles, in the order in which they are worked off."""
-        return self._view(RowTile * int(self.sizes.num_tiles), self.sizes.tiles_offset)
-
-    @property
-    def partitions(self) -> ctypes.Array[Partition]:
-        """One contiguous run of work a CTA; empty when each CTA has one whole row tile."""
-        count = int(self.sizes.num_ctas if self.sizes.is_partitioned else 0)
-        return self._view(Partition * count, self.sizes.partitions_offset)
-
-    @property
-    def groups(self) -> ctypes.Array[MergeGroup]:
-        """The merge table; what lies behind the last group that is used is undefined."""
-        return self._view(MergeGroup * int(self.sizes.num_groups), self.sizes.groups_offset)
-
-    def _view(self, array: type[_Array], offset: int) -> _Array:
-        view = array.from_address(self.host_buffer.address + offset)
-        view.host_buffer = self.host_buffer  # type: ignore[attr-defined]  # the view keeps its memory alive
-        return view
-
 
 @cache
 def _scheduler() -> HostModule:
@@ -110,8 +87,8 @@ def _scheduler() -> HostModule:
 
 
 _ERRORS = {
-    1: "{qo}_indptr: expected to begin with 0.",
-    2: "{qo}_indptr: expected to ascend, but it falls after request {request}.",
+    1: "qo_indptr: expected to begin with 0.",
+    2: "qo_indptr: expected to ascend, but it falls after request {request}.",
     3: "{kv}_indptr: expected to begin with 0.",
     4: "{kv}_indptr: expected to ascend, but it falls after request {request}.",
     5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), "
@@ -134,10 +111,10 @@ def _raise(p: ScheduleParams, indices: Indices) -> None:
     given, sizes, last = p.input, p.output, indices.kv_last_page_len
     request = sizes.error_request
     text = _ERRORS[sizes.error].format(
-        qo="qo", kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
-        last=int(last[request]) if last is not None and sizes.error == 5 else None, tiles=sizes.num_tiles, capacity=given.tile_capacity,
-        nnz=sizes.nnz_kv, pages=given.num_pages, tile_rows=given.tile_rows, tile_kv=given.tile_kv,
-        heads=given.num_kv_heads,
+        kv="kv" if last is None else "paged_kv", request=request, page_size=indices.page_size,
+        last=int(last[request]) if last is not None and sizes.error == 5 else None, tiles=sizes.num_tiles,
+        capacity=given.tile_capacity, nnz=sizes.nnz_kv, pages=given.num_pages, tile_rows=given.tile_rows,
+        tile_kv=given.tile_kv, heads=given.num_kv_heads,
     )  # fmt: skip
     raise ValidationError(text)
 

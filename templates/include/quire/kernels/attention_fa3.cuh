@@ -159,10 +159,10 @@ struct AttentionFa3 {
       work_.wait_empty(at);
       // Taken too early, long work tiles would make the end of the launch uneven: one of them ahead is enough.
       const auto two_before = at.before().before();
-      if (!is_short) ptx::mbarrier_wait(work_.empty(two_before.slot()), two_before.parity());
-      Stage& slot = stages_[at.slot()];
+      if (!is_short) ptx::mbarrier_wait(work_.empty(two_before.stage()), two_before.parity());
+      Stage& slot = stages_[at.stage()];
       if (lane == 0) {
-        const Stage& before = stages_[at.before().slot()];
+        const Stage& before = stages_[at.before().stage()];
         WorkList::next(p_, before.cursor, slot, number, kTileKv);
       }
       __syncwarp();
@@ -179,7 +179,7 @@ struct AttentionFa3 {
     RingPosition<kWorkStages> at;
     for (;;) {
       work_.wait_full(at);
-      Stage& slot = stages_[at.slot()];
+      Stage& slot = stages_[at.stage()];
       if (!slot.exists) return;
       body(slot, at);
       at.advance();
@@ -202,15 +202,15 @@ struct AttentionFa3 {
         walk.advance();
         if (walk.exists()) next.fetch(walk.tile());
         ring.wait_empty(stage);
-        loader.load(tile_at(stage.slot()), ring.full(stage.slot()));
+        loader.load(tile_at(stage.stage()), ring.full(stage.stage()));
         if constexpr (kIsGathered) {
-          if (is_landing) Loader::template land<1>(ring.full(stage.before().slot()));
+          if (is_landing) Loader::template land<1>(ring.full(stage.before().stage()));
           is_landing = true;
         }
         stage.advance();
       }
       if constexpr (kIsGathered) {
-        if (is_landing) Loader::template land<0>(ring.full(stage.before().slot()));
+        if (is_landing) Loader::template land<0>(ring.full(stage.before().stage()));
       }
       __syncwarp();
       if (lane == 0) work_.arrive_empty(at);
@@ -224,12 +224,12 @@ struct AttentionFa3 {
       const bool has_tiles = TileWalk<V>(slot).exists();
       if (lane == 0 && q_by_tma() && has_tiles) {
         q_.wait_empty(stage);
-        const uint32_t barrier = q_.full(stage.slot());
+        const uint32_t barrier = q_.full(stage.stage());
         ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
         const int token = slot.work.tile.qo_begin + p_.base.group.div(slot.work.tile.row_begin);
 #pragma unroll
         for (int i = 0; i < TileQ::kAtoms; ++i) {
-          ptx::tma_load_4d(q_tile(stage.slot()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
+          ptx::tma_load_4d(q_tile(stage.stage()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
                            slot.work.kv_head);
         }
         stage.advance();
@@ -264,11 +264,11 @@ struct AttentionFa3 {
     RingPosition<kWorkStages> at;
     for (;;) {
       work_.wait_full(at);
-      if (!ptx::uniform(stages_[at.slot()].exists)) break;
+      if (!ptx::uniform(stages_[at.stage()].exists)) break;
       Rows rows;
       rows.clear();
-      if (ptx::uniform(TileWalk<V>(stages_[at.slot()]).exists())) attend_work_tiles(rows, at, rings);
-      Stage& slot = stages_[at.slot()];
+      if (ptx::uniform(TileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
+      Stage& slot = stages_[at.stage()];
       store(rows, slot);
       leave(at);
     }
@@ -286,12 +286,12 @@ struct AttentionFa3 {
   QUIRE_DEVICE void attend_work_tiles(Rows& rows, RingPosition<kWorkStages>& at, Rings& rings) const {
     const int turn = ptx::uniform(warpgroup());
     float s[kTileKv / 2];
-    wait_work_tile(stages_[at.slot()], rings);
+    wait_work_tile(stages_[at.stage()], rings);
     start_ABt<T, TileQ, TileK>(s, queries(rings.q, turn), keys(rings.k));
 #pragma unroll 1
     for (;;) {
       if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
-      Stage& slot = stages_[at.slot()];
+      Stage& slot = stages_[at.stage()];
       attend(rows, s, slot, rings, turn);
       const auto last = rings.k.before();
       v_.wait_full(last);
@@ -299,7 +299,7 @@ struct AttentionFa3 {
       bool goes_on = kIsEarly && ptx::uniform(slot.work.is_whole());
       if (goes_on) {
         work_.wait_full(next);
-        goes_on = ptx::uniform(stages_[next.slot()].exists && TileWalk<V>(stages_[next.slot()]).exists());
+        goes_on = ptx::uniform(stages_[next.stage()].exists && TileWalk<V>(stages_[next.stage()]).exists());
       }
       if (!goes_on) {
         start_AB<T, TileV>(rows.o, rows.p, values(last));
@@ -308,7 +308,7 @@ struct AttentionFa3 {
         if (is_leader()) v_.arrive_empty(last);
         return;
       }
-      wait_work_tile(stages_[next.slot()], rings);
+      wait_work_tile(stages_[next.stage()], rings);
       const TileDescriptor q = queries(rings.q, turn), k = keys(rings.k), v = values(last);
       start_AB<T, TileV>(rows.o, rows.p, v);
       start_ABt<T, TileQ, TileK>(s, q, k);
@@ -323,7 +323,7 @@ struct AttentionFa3 {
   }
 
   QUIRE_DEVICE TileDescriptor queries(RingPosition<kQStages> at, int turn) const {
-    return {q_tile(at.slot()).base + turn * 64 * 128, 16};
+    return {q_tile(at.stage()).base + turn * 64 * 128, 16};
   }
 
   // Until the queries and first keys of a work are there.
@@ -331,7 +331,7 @@ struct AttentionFa3 {
     if (q_by_tma()) {
       q_.wait_full(rings.q);
     } else {
-      copy_q(q_tile(rings.q.slot()), slot.work);
+      copy_q(q_tile(rings.q.stage()), slot.work);
     }
     k_.wait_full(rings.k);
   }
@@ -361,9 +361,9 @@ struct AttentionFa3 {
   // This lane's upper row in the tile.
   QUIRE_DEVICE static int lane_row(int lane) { return (ptx::thread_id() - 128) / 32 * 16 + lane / 4; }
 
-  QUIRE_DEVICE TileDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.slot()).base, 16}; }
+  QUIRE_DEVICE TileDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.stage()).base, 16}; }
   QUIRE_DEVICE TileDescriptor values(RingPosition<kStages> at) const {
-    return {v_tile(at.slot()).base, TileV::kAtomBytes};
+    return {v_tile(at.stage()).base, TileV::kAtomBytes};
   }
 
   // The rightmost tile, whose S is under way: its softmax alone.
@@ -437,7 +437,7 @@ struct AttentionFa3 {
   // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.
   QUIRE_DEVICE void clear_values(RingPosition<kStages> at, int valid) const {
     v_.wait_full(at);
-    const TileV v = v_tile(at.slot());
+    const TileV v = v_tile(at.stage());
     for (int i = ptx::thread_id() % 128; i < (kTileKv - valid) * TileV::kChunks; i += 128) {
       const int row = i / TileV::kChunks;
       const uint32_t chunk = v.chunk(valid + row, i - row * TileV::kChunks);

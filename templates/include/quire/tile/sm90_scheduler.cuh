@@ -13,7 +13,7 @@ template <int kStages, bool kIsPowerOfTwo = (kStages & (kStages - 1)) == 0>
 struct RingPosition {
   int count = 0;
 
-  QUIRE_DEVICE int slot() const { return count & (kStages - 1); }
+  QUIRE_DEVICE int stage() const { return count & (kStages - 1); }
   QUIRE_DEVICE int parity() const { return static_cast<uint32_t>(count) / kStages & 1; }
   QUIRE_DEVICE void advance() { ++count; }
   QUIRE_DEVICE RingPosition before() const { return {count - 1}; }
@@ -25,7 +25,7 @@ template <int kStages>
 struct RingPosition<kStages, false> {
   int at = 0, round = 0;
 
-  QUIRE_DEVICE int slot() const { return at; }
+  QUIRE_DEVICE int stage() const { return at; }
   QUIRE_DEVICE int parity() const { return round; }
   QUIRE_DEVICE void advance() {
     if (++at == kStages) at = 0, round ^= 1;
@@ -48,13 +48,15 @@ struct RingBarriers {
       ptx::mbarrier_init(empty(i), empty_count);
     }
   }
-  QUIRE_DEVICE uint32_t full(int slot) const { return base + 8 * slot; }
-  QUIRE_DEVICE uint32_t empty(int slot) const { return base + 8 * (kStages + slot); }
+  QUIRE_DEVICE uint32_t full(int stage) const { return base + 8 * stage; }
+  QUIRE_DEVICE uint32_t empty(int stage) const { return base + 8 * (kStages + stage); }
 
-  QUIRE_DEVICE void wait_full(RingPosition<kStages> at) const { ptx::mbarrier_wait(full(at.slot()), at.parity()); }
-  QUIRE_DEVICE void wait_empty(RingPosition<kStages> at) const { ptx::mbarrier_wait(empty(at.slot()), at.parity() ^ 1); }
-  QUIRE_DEVICE void arrive_full(RingPosition<kStages> at) const { ptx::mbarrier_arrive(full(at.slot())); }
-  QUIRE_DEVICE void arrive_empty(RingPosition<kStages> at) const { ptx::mbarrier_arrive(empty(at.slot())); }
+  QUIRE_DEVICE void wait_full(RingPosition<kStages> at) const { ptx::mbarrier_wait(full(at.stage()), at.parity()); }
+  QUIRE_DEVICE void wait_empty(RingPosition<kStages> at) const {
+    ptx::mbarrier_wait(empty(at.stage()), at.parity() ^ 1);
+  }
+  QUIRE_DEVICE void arrive_full(RingPosition<kStages> at) const { ptx::mbarrier_arrive(full(at.stage())); }
+  QUIRE_DEVICE void arrive_empty(RingPosition<kStages> at) const { ptx::mbarrier_arrive(empty(at.stage())); }
 };
 
 // The work tiles of one CTA: its partition's, or whole row tiles that it takes as it gets to them. One thread's; where

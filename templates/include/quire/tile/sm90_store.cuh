@@ -1,4 +1,4 @@
-// Results of a warpgroup on their way out, 16 bytes a lane: by way of shared memory where there is room for that, and
+// Results of a warpgroup on their way out, 16 bytes a lane: by way of shared memory where that takes no stage away, and
 // otherwise straight from registers, where four lanes that share a row first exchange words.
 #pragma once
 #include "quire/tile/partial.cuh"
