@@ -4,11 +4,11 @@
 // so each byte is read once; the tensor cores compute 16-row blocks in a third of the time that the bytes take.
 //
 // Flash decoding, three levels deep:
-//   1. All work units are cut into one partition a CTA (core/schedule.h); the last CTA of a row tile merges its
-//      partials.
-//   2. The keys of a KV tile are cut among the KV splits of the CTA's warps (tile/decode_shape.cuh). Each has a ring of
-//      cp.async stages and a softmax of its own, so that the main loop has no barrier of the CTA. Their results are
-//      merged in shared memory at the end of a work tile.
+//   1. All work units are divided into one partition a CTA (core/schedule.h); the last CTA to arrive at a merge group
+//      merges its partials.
+//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/decode_shape.cuh). Each KV split has a ring
+//      of cp.async stages and a softmax of its own, so that the main loop has no barrier of the CTA. The results of KV
+//      splits are merged in shared memory at the end of a work tile.
 //   3. A KV split computes its keys block by block with the online softmax.
 // Loading runs on across the ends of work tiles: 64 KB must be under way in every SM to keep the memory busy.
 // Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal partitions.
@@ -84,7 +84,7 @@ class AttentionDecode {
   }
 
   // Starts to copy a KV tile to `stage`, and to read the pages of the next one. The first load (stage -1) has no KV
-  // tile to copy: it enters the first work tile and fetches its queries. A load is one group of cp.async.
+  // tile to copy: it starts the first work tile and copies its queries. A load is one group of cp.async.
   QUIRE_DEVICE void load(int stage) {
     const bool is_first = stage < 0;
     const bool needs_pages = loader_.load(window_, k_tile(stage), v_tile(stage));

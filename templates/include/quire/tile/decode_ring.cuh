@@ -10,7 +10,7 @@ template <class V>
 class DecodeLoader {
   using Shape = DecodeShape<V>;
   using Kv = typename V::Kv;
-  // KV tiles whose tokens the lanes of a warp look up together, one lane a token.
+  // KV tiles whose page numbers the lanes of a warp read together, one lane a token.
   static constexpr int kTilesAtOnce = 32 / Shape::kWarpTokens;
 
  public:
@@ -50,7 +50,7 @@ class DecodeLoader {
     return true;
   }
 
-  // The token that this lane looks up.
+  // The token whose page number this lane reads.
   QUIRE_DEVICE int token_of_lane() const {
     const int tile = tile_ / kTilesAtOnce * kTilesAtOnce + lane_ / Shape::kWarpTokens;
     return tile * V::kTileKv + warp_ * Shape::kWarpTokens + lane_ % Shape::kWarpTokens;

@@ -1,6 +1,6 @@
-// How a CTA of decode is cut into warps, and what lies in its shared memory.
+// How a CTA of decode is divided into warps, and what lies in its shared memory.
 //
-// The warps of a CTA form KV splits: each KV split computes some of the keys of a KV tile, with a ring of stages and a
+// The warps of a CTA are KV splits: each KV split computes some of the keys of a KV tile, with a ring of stages and a
 // softmax of its own. A KV split is one warp, unless the rows are too many for the registers of one warp. Then the
 // warps of a KV split share its keys, and each computes some of the rows.
 #pragma once
@@ -28,7 +28,7 @@ struct DecodeShape {
   static constexpr bool kNarrow = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
 
   // Blocks of 16 rows in a warp: two where o and q then take at most 192 registers, or 96 if widening needs some too.
-  // Heads of more than 512 bytes have one: their KV tiles are cut for one (kernels/attention_decode.py).
+  // Heads of more than 512 bytes have one: their KV tiles are made for one (kernels/attention_decode.py).
   static constexpr int kM =
       kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
   static constexpr int kSplitWarps = kRows / (16 * kM);           // warps of a KV split

@@ -14,9 +14,9 @@ QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], TileDescriptor a, Tile
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TileA::kCols / 16; ++k) {
-    const int panel = k / 4, bytes = k % 4 * 32;  // the swizzle permutes what addresses mean, not these
-    ptx::Wgmma<TileB::kRows>::ss(T{}, s, a.at(panel * TileA::kAtomBytes + bytes),
-                                 b.at(panel * TileB::kAtomBytes + bytes), k > 0);
+    const int atom = k / 4, bytes = k % 4 * 32;  // the swizzle permutes what addresses mean, not these
+    ptx::Wgmma<TileB::kRows>::ss(T{}, s, a.at(atom * TileA::kAtomBytes + bytes), b.at(atom * TileB::kAtomBytes + bytes),
+                                 k > 0);
   }
   ptx::wgmma_commit();
 }

@@ -1,5 +1,5 @@
-// Keys and values on their way into panels of shared memory, one warp for each of the two. Three ways: ragged rows in
-// one box a panel, pages in one box each, and a gather of rows for pages too small for a box.
+// Keys and values on their way into swizzled tiles of shared memory, one warp for each of the two. Three ways: ragged
+// rows in one box a column of atoms, pages in one box each, and a gather of rows for pages too small for a box.
 #pragma once
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/copy.cuh"
@@ -175,13 +175,13 @@ class KvLoader<V, KvPath::kGather> {
         if (j * 32 + 31 >= V::kTileKv && row >= room) continue;
         const unsigned char* src = reinterpret_cast<const unsigned char*>(base_ + chunks * 16);
 #pragma unroll
-        for (int panel = 0; panel < Tile::kAtoms; ++panel) {
-          if ((panel + 1) * 8 > Tile::kChunks && panel * 8 + (lane_ & 7) >= Tile::kChunks) continue;
-          const uint32_t at = to + j * 32 * 128 + panel * Tile::kAtomBytes;
+        for (int atom = 0; atom < Tile::kAtoms; ++atom) {
+          if ((atom + 1) * 8 > Tile::kChunks && atom * 8 + (lane_ & 7) >= Tile::kChunks) continue;
+          const uint32_t at = to + j * 32 * 128 + atom * Tile::kAtomBytes;
           if constexpr (kIsWhole) {
-            ptx::cp_async_16(at, src + panel * 128);
+            ptx::cp_async_16(at, src + atom * 128);
           } else {
-            ptx::cp_async_16(at, src + panel * 128, row < rest ? 16 : 0);
+            ptx::cp_async_16(at, src + atom * 128, row < rest ? 16 : 0);
           }
         }
       }
