@@ -264,3 +264,29 @@ def test_decode_with_shared_prefix_padded(device, backend, dtype, kv_layout):
     if kv_layout == "HND":
         parts = [t.transpose(-3, -2).contiguous() for t in parts]
     p.check(quire.batch_decode_with_shared_prefix_padded_kv_cache(p.q, *parts, kv_layout=kv_layout, backend=backend))
+
+
+def test_levels_for_graphs_that_are_planned_wrongly_stay_as_they_were():
+    """The first level is fine: what its graph reads is not written before the second was looked at."""
+    levels = ["qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len"]
+    lengths = {
+        "qo_indptr": (2, 3),
+        "paged_kv_indptr": (2, 3),
+        "paged_kv_indices": (4, 4),
+        "paged_kv_last_page_len": (1, 2),
+    }
+    buffers = {f"{name}_buf_arr": [torch.zeros(n, dtype=torch.int32) for n in lengths[name]] for name in levels}
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(2, workspace("cpu"), use_cuda_graph=True, **buffers)
+    right = [[[0, 2], [0, 1, 2]], [[0, 2], [0, 1, 2]], [[0, 1], [2, 3]], [[16], [7, 9]]]
+    wrong = [[[0, 2], [0, 1, 2]], [[0, 1], [0, 1, 2]], [[3], [2, 3]], [[5], [7, 17]]]
+
+    def plan(tables):
+        arrays = [[ints(values, "cpu") for values in level] for level in tables]
+        wrapper.plan(*arrays, 8, 2, 64, 16, q_data_type=torch.float32)
+
+    plan(right)
+    q, cache = torch.randn(2, 8, 64), torch.randn(4, 2, 16, 2, 64)
+    want = wrapper.run(q, cache)
+    with pytest.raises(quire.ValidationError, match="last_page_len"):
+        plan(wrong)
+    assert torch.equal(wrapper.run(q, cache), want)

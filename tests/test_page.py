@@ -167,3 +167,20 @@ def test_get_seq_lens(device):
     assert got.dtype == torch.int32 and got.device == torch.device(device)
     assert got.tolist() == [19, 0, 16, 97]
     assert got.tolist() == oracle.get_seq_lens(indptr.cpu(), last.cpu(), 16).tolist()
+
+
+def test_fewer_tokens_than_are_appended_are_refused_on_the_host():
+    """The first of them would have a negative position."""
+    with pytest.raises(quire.ValidationError, match="seq_lens: expected at least as many tokens as are appended"):
+        quire.get_batch_indices_positions(ints([0, 3], "cpu"), ints([2], "cpu"), 3)
+    with pytest.raises(quire.ValidationError, match="append_indptr: expected ascending"):
+        quire.get_batch_indices_positions(ints([0, 3, 1], "cpu"), ints([9, 9], "cpu"), 3)
+    with pytest.raises(quire.ValidationError, match=r"kv_last_page_len: expected 1\.\.page_size=16"):
+        quire.get_seq_lens(ints([0, 1], "cpu"), ints([17], "cpu"), 16)
+
+
+def test_outputs_are_checked_before_any_is_written():
+    right = torch.full((3,), 99, dtype=torch.int32)
+    with pytest.raises(quire.ValidationError, match="positions"):
+        quire.get_batch_indices_positions(ints([0, 3], "cpu"), ints([5], "cpu"), 3, right, right.long())
+    assert right.tolist() == [99, 99, 99]

@@ -103,6 +103,12 @@ def test_a_failed_query_is_an_error(gpu):
         there.take()
 
 
+def test_a_buffer_that_was_never_made_is_dropped_in_silence():
+    """Where torch.empty raises, and where torch.compile makes objects without __init__."""
+    for cls in (upload.HostBuffer, upload.DeviceBuffer):
+        cls.__new__(cls).__del__()
+
+
 def test_what_a_plan_leaves_goes_to_the_next_one_of_its_stream(gpu):
     there, _, stream = gpu
     sent, other = there.send(there.take(), 16), there.send(there.take(), 16)

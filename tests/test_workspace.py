@@ -94,3 +94,17 @@ def test_for_graphs_too():
     smaller = quire.BatchDecodeWithPagedKVCacheWrapper(BUFFER[: need - 1], "NHD", True, False, *buffers)
     with pytest.raises(quire.ValidationError, match=f"at least {need} bytes"):
         smaller.plan(*tables[0], 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16)
+
+
+def test_wrappers_that_share_a_workspace_on_the_cpu_have_memory_of_their_own(monkeypatch):
+    """Runs of two wrappers on two threads would write one another's partial results."""
+    monkeypatch.setattr("quire.runtime.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
+    shared = torch.zeros(64 << 20, dtype=torch.uint8)
+    wrappers = [quire.BatchDecodeWithPagedKVCacheWrapper(shared) for _ in range(2)]
+    for wrapper in wrappers:
+        wrapper.plan(*table(random.Random(0), [3000], 16), 8, 2, HEAD_DIM, 16, q_data_type=torch.float32)
+    first, second = (wrapper._workspace.take(1 << 10).data_ptr() for wrapper in wrappers)
+    begin, end = shared.data_ptr(), shared.data_ptr() + shared.numel()
+    assert first != second and not begin <= first < end and not begin <= second < end
+    wrappers[0].run(torch.randn(1, 8, HEAD_DIM), torch.randn(188, 2, 16, 2, HEAD_DIM))
+    assert not shared.any()

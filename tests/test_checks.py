@@ -1,0 +1,197 @@
+"""Checks of arguments: what a kernel cannot read or write is refused by name, with what to do."""
+
+from __future__ import annotations
+
+import inspect
+import math
+
+import pytest
+import torch
+
+import quire
+from problems import ints, workspace
+from quire.runtime.checks import check_dtype, check_output, check_positive, check_tensor, host_offsets, scalar, to_int32
+from quire.types import dtype_of
+
+FLOAT = torch.zeros(4, 4)
+
+
+def refused(call, *words):
+    """A ValidationError whose text has the words."""
+    with pytest.raises(quire.ValidationError) as caught:
+        call()
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "word"),
+    [
+        (torch.zeros(3, requires_grad=True), "no_grad"),
+        (torch.zeros(3, dtype=torch.complex64), "view_as_real"),
+        (torch._neg_view(torch.zeros(3)), "resolve_neg"),
+        (torch.zeros(3, device="meta"), "data"),
+        (torch.eye(3).to_sparse(), "sparse"),
+        ([0.0], "list"),
+    ],
+    ids=["grad", "complex", "negated", "meta", "sparse", "list"],
+)
+def test_tensors_that_are_not_numbers_in_memory(tensor, word):
+    refused(lambda: check_tensor(tensor, "q"), "q: ", word)
+
+
+def test_tensors_whose_memory_was_freed():
+    """Without elements there is nothing to read: an address of 0 is then right."""
+    freed = torch.zeros(3)
+    freed.untyped_storage().resize_(0)
+    refused(lambda: check_tensor(freed, "q"), "q: ", "freed")
+    check_tensor(torch.zeros(0, 4), "q")
+
+
+def test_tensors_inside_vmap_have_no_memory():
+    refused(lambda: torch.vmap(lambda row: check_tensor(row, "q"))(FLOAT), "q: ", "vmap")
+
+
+def test_a_gradient_is_not_needed_without_grad_mode():
+    with torch.no_grad():
+        check_tensor(torch.zeros(3, requires_grad=True), "q")
+
+
+@pytest.mark.parametrize(
+    "shape_and_strides",
+    [((4, 4), (0, 1)), ((4, 4), (4, 0)), ((4, 4), (2, 1)), ((2, 3, 4), (4, 4, 1)), ((3, 4), (4, 2))],
+    ids=str,
+)
+def test_outputs_whose_elements_share_memory(shape_and_strides):
+    shape, strides = shape_and_strides
+    overlapping = torch.zeros(64).as_strided(shape, strides)
+    refused(lambda: check_output(overlapping, "out"), "out: ", "strides")
+
+
+@pytest.mark.parametrize(
+    "shape_and_strides",
+    [((4, 4), (4, 1)), ((4, 4), (1, 4)), ((1, 4), (0, 1)), ((4, 0), (0, 1)), ((2, 3, 4), (1, 16, 3)), ((), ())],
+    ids=str,
+)
+def test_outputs_whose_elements_do_not(shape_and_strides):
+    check_output(torch.zeros(64).as_strided(*shape_and_strides), "out")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -1e39, 2**2000, "1.5", b"1", 1j, [1.0]])
+def test_scales_that_float32_does_not_hold(value):
+    refused(lambda: scalar(value, "v_scale"), "v_scale: ")
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, 1e-46, torch.tensor(0.0)])
+def test_scales_that_are_not_positive(value):
+    refused(lambda: scalar(value, "sm_scale", positive=True), "sm_scale: expected a positive number, got")
+    scalar(value, "v_scale")
+
+
+def test_scales_that_are_right():
+    assert scalar(None, "s") == 1.0 and scalar(2, "s") == 2.0 and scalar(torch.tensor([0.5]), "s") == 0.5
+    assert scalar(-1e38, "s") == -1e38 and scalar(torch.tensor(3), "s", positive=True) == 3.0
+    refused(lambda: scalar(torch.ones(2), "s"), "s: ", "[2]")
+
+
+@pytest.mark.parametrize(
+    "value", [0, -1, 2**31, 1.0, "3", None, True, torch.tensor([1, 2]), torch.tensor(1.5)], ids=str
+)
+def test_numbers_that_are_not_positive_integers(value):
+    refused(lambda: check_positive(value, "page_size"), "page_size: ")
+
+
+def test_integers_of_one_element():
+    assert check_positive(torch.tensor(3), "page_size") == 3
+
+
+@pytest.mark.parametrize("value", [-(2**63), 2**31, -(2**31) - 1])
+def test_indices_beyond_int32(value):
+    """abs() of the least int64 is negative."""
+    refused(lambda: to_int32(torch.tensor([0, value]), "kv_indptr"), "kv_indptr: ", str(value))
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(0, dtype=torch.int32), ints([0], "cpu").to_sparse(), ints([0], "meta"), ["a"], 3.5, None]
+)
+def test_offsets_that_are_none(value):
+    refused(lambda: host_offsets(value, "indptr"), "indptr: ")
+
+
+def test_offsets_on_a_list_are_read_whatever_the_default_device_is():
+    with torch.device("meta"):
+        offsets, batch = host_offsets([0, 2, 5], "indptr")
+    assert offsets.tolist() == [0, 2, 5] and offsets.dtype is torch.int32 and batch == 2
+
+
+def test_a_dtype_that_was_not_planned_says_how_to_plan_it():
+    text = "q_data_type=torch.bfloat16"
+    refused(lambda: check_dtype(FLOAT.bfloat16(), "q", dtype_of("float16", "q")), "q: ", "default", text)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(ints([0, 1], "cpu"), ints([0], "cpu"), ints([1], "cpu"), 4, 1, 64, 16)
+    q, cache = torch.zeros(1, 4, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 16, 1, 64, dtype=torch.bfloat16)
+    refused(lambda: wrapper.run(q, cache), text)
+
+
+@pytest.mark.parametrize(("name", "value"), [("sm_scale", -1), ("sm_scale", 0), ("logits_soft_cap", -1)])
+def test_the_logits_option_that_is_wrong_is_named_alone(name, value):
+    q, k = torch.zeros(4, 64), torch.zeros(9, 1, 64)
+    with pytest.raises(quire.ValidationError, match=f"^{name}: expected a positive number") as caught:
+        quire.single_decode_with_kv_cache(q, k, k, **{name: value})
+    assert ("sm_scale" in str(caught.value)) == (name == "sm_scale")
+
+
+INDEX_ARRAYS = {"qo_indptr": [0, 1], "paged_kv_indptr": [0, 1], "kv_indptr": [0, 3], "paged_kv_indices": [0]}
+INDEX_ARRAYS |= {"paged_kv_last_page_len": [3], "indptr": [0, 1], "indices": [0], "last_page_len": [3]}
+REFUSED = {"rope_scale", "rope_theta", "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len"}
+REFUSED |= {"max_item_len_ptr", "seq_lens", "seq_lens_q", "block_tables", "max_token_per_sequence", "max_sequence_kv"}
+#: Arguments of plan(), a value unlike the default, and where the plan has it.
+TAKEN = {
+    "causal": (True, lambda o: o.causal),
+    "sm_scale": (0.3, lambda o: o.logits.sm_scale),
+    "window_left": (7, lambda o: o.logits.window_left),
+    "logits_soft_cap": (5.0, lambda o: o.logits.logits_soft_cap),
+    "kv_data_type": ("float8_e4m3fn", lambda o: o.types.kv.slug.replace("e4m3", "float8_e4m3fn")),
+    "fixed_split_size": (256, lambda o: o.fixed_split_size),
+}
+WRONG = {
+    "num_qo_heads": 5, "num_kv_heads": 0, "head_dim_qk": -1, "head_dim_vo": 0, "page_size": -2, "head_dim": 0,
+    "o_data_type": "f17", "q_data_type": "f18", "data_type": "f19", "pos_encoding_mode": "ROPE", "q_len_per_req": -3,
+    "use_fp16_qk_reduction": "no", "allow_fp16_qk_reduction": "no", "non_blocking": 1, "disable_split_kv": 2,
+    "custom_mask": "mask", "packed_custom_mask": "mask",
+}  # fmt: skip
+
+
+def _plans():
+    for cls in (
+        quire.BatchPrefillWithPagedKVCacheWrapper,
+        quire.BatchPrefillWithRaggedKVCacheWrapper,
+        quire.BatchDecodeWithPagedKVCacheWrapper,
+    ):
+        for name in inspect.signature(cls.plan).parameters:
+            if name != "self" and name not in INDEX_ARRAYS:
+                yield pytest.param(cls, name, id=f"{cls.__name__}-{name}")
+
+
+@pytest.mark.parametrize(("cls", "name"), [*_plans()])
+def test_each_argument_of_plan_arrives_under_its_name(cls, name, monkeypatch):
+    """Thirty of them are handed on: none takes another one's place."""
+    names = inspect.signature(cls.plan).parameters
+    right = {n: ints(v, "cpu") for n, v in INDEX_ARRAYS.items() if n in names}
+    right |= {"num_qo_heads": 4, "num_kv_heads": 2, "q_data_type": torch.float32}
+    right |= {"page_size": 16} if "page_size" in names else {}
+    if name != "head_dim":
+        right["head_dim_qk" if "head_dim_qk" in names else "head_dim"] = 64
+    wrapper = cls(workspace("cpu"))
+    if name in TAKEN:
+        value, found = TAKEN[name]
+        specs = []
+        monkeypatch.setattr(wrapper, "_set_plan", specs.append)
+        wrapper.plan(**{**right, name: value})
+        assert found(specs[0].options) == value
+        return
+    value = 3 if name in REFUSED else WRONG[name]
+    changed = {**right, name: value}
+    if name == "data_type":
+        del changed["q_data_type"]
+    refused(lambda: wrapper.plan(**changed), "head_dim_qk" if name == "head_dim" and "head_dim_qk" in names else name)
