@@ -197,7 +197,7 @@ struct AttentionFa2 {
       store_partial(o, softmax);
       if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, current_.is_last,
                        [] { __syncthreads(); })) {
-        merge_partials<V, kThreads>(p_, work_, group, thread_);
+        call_merge_partials<V, kThreads / 32>(p_, work_, group, thread_);
       }
     }
   }

@@ -515,7 +515,7 @@ struct AttentionFa3 {
                                   work.row_end - work.tile.row_begin, lane);
     if (arrives_last(p.groups + work.group, group.num_parts<kTileRows>(), thread == 0, stage.is_last,
                      [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); })) {
-      merge_partials<V, kConsumers>(p, work, group, thread);
+      call_merge_partials<V, kConsumers / 32>(p, work, group, thread);
     }
   }
 };

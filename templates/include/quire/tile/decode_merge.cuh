@@ -67,7 +67,7 @@ class DecodeEnding {
       __syncthreads();
     } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), threadIdx.x == 0,
                             smem_.fixed.is_last, [] { __syncthreads(); })) {
-      merge_partials<V, Shape::kThreads>(p_, work, group, static_cast<int>(threadIdx.x));
+      merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
     }
   }
 

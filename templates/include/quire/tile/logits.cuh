@@ -88,11 +88,12 @@ struct TileBits {
   MaskBits<ceil_div(V::kTileKv, 32)> rows[kRows];
 
   QUIRE_DEVICE void read(const LogitsTile<V>& tile) {
-    if constexpr (!mask_has_bits(V::kMask)) return;
+    if constexpr (mask_has_bits(V::kMask)) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      rows[i].read(tile.mask.bits, tile.mask.bit_of(tile.qo_idx(i), tile.key),
-                   min(V::kTileKv, tile.mask.kv_len - tile.key));
+      for (int i = 0; i < kRows; ++i) {
+        rows[i].read(tile.mask.bits, tile.mask.bit_of(tile.qo_idx(i), tile.key),
+                     min(V::kTileKv, tile.mask.kv_len - tile.key));
+      }
     }
   }
   QUIRE_DEVICE uint32_t operator()(int i, int, int at) const { return rows[i].word(at / 32); }

@@ -46,72 +46,86 @@ QUIRE_DEVICE bool arrives_last(MergeGroup* group, int num_parts, bool is_leader,
   return flag;
 }
 
-// Eight partials of four columns of a row, on their way from L2. Reads go past L1, which may hold what another CTA has
-// written since.
-template <int kTileRows, int kVo>
+// Eight partials of a row on their way from L2: four columns a lane, and the states, one a lane, repeated. Reads go
+// past L1, which may hold what another CTA has written since.
+template <class V>
 struct PartBatch {
   static constexpr int kParts = 8;
 
-  float2 md[kParts];
+  float2 md;
   float4 o[kParts];
 
-  // The first one is row `row` of all partials; parts from `count` on do not exist and weigh nothing.
-  QUIRE_DEVICE void load(const AttentionParams& p, int64_t row, int col, int count) {
-    const float2* states = reinterpret_cast<const float2*>(p.partial_md) + row;
+  // `row` of all partials is the first one's; parts from `count` on do not exist and weigh nothing.
+  QUIRE_DEVICE void load(const AttentionParams& p, int64_t row, int col, int count, int lane) {
+    constexpr int kVo = V::kHeadDimVo;
+    const int part = lane % kParts;
+    md = {kNoLogit, 0.f};
+    if (part < count) md = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + row + part * V::kTileRows);
     const float* columns = p.partial_o + row * kVo + col;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      md[i] = {kNoLogit, 0.f}, o[i] = {0.f, 0.f, 0.f, 0.f};
-      if (i >= count) continue;
-      md[i] = __ldcg(states + i * kTileRows);
-      o[i] = __ldcg(reinterpret_cast<const float4*>(columns + i * kTileRows * kVo));
+      o[i] = {0.f, 0.f, 0.f, 0.f};
+      if (i < count) o[i] = __ldcg(reinterpret_cast<const float4*>(columns + i * V::kTileRows * kVo));
     }
   }
 
+  // d is the sum over this lane's parts until finish().
   QUIRE_DEVICE void add_to(RowQuad& sum) const {
-    float top = sum.m;
+    float top = md.x;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) top = fmaxf(top, md[i].x);
-    const float keep = ptx::ex2(sum.m - top);
-    sum.m = top, sum.d *= keep;
+    for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+    top = fmaxf(top, sum.m);
+    const float keep = ptx::ex2(sum.m - top), weight = ptx::ex2(md.x - top);
+    sum.m = top, sum.d = fmaf(sum.d, keep, weight * md.y);
     sum.o.x *= keep, sum.o.y *= keep, sum.o.z *= keep, sum.o.w *= keep;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const float weight = ptx::ex2(md[i].x - top);
-      sum.d = fmaf(weight, md[i].y, sum.d);
-      scale_add(sum.o, weight, o[i]);
-    }
+    for (int i = 0; i < kParts; ++i) scale_add(sum.o, __shfl_sync(0xffffffffu, weight, i), o[i]);
+  }
+
+  QUIRE_DEVICE static void finish(RowQuad& sum) {
+#pragma unroll
+    for (int i = 1; i < kParts; i *= 2) sum.d += __shfl_xor_sync(0xffffffffu, sum.d, i);
   }
 };
 
-// The last CTA of a group, in kThreads threads: four columns of a row a thread, parts in order. While a batch of parts
-// is added the next one, of this row or another, is under way: what an SM reads from L2 bounds it.
-template <class V, int kThreads>
-QUIRE_DEVICE void merge_partials(const AttentionParams& p, const WorkTile& work, const MergeGroup& group, int thread) {
-  constexpr int kVo = V::kHeadDimVo, kQuads = kVo / 4;
-  using Batch = PartBatch<V::kTileRows, kVo>;
-  const int num_parts = group.num_parts<V::kTileRows>(), count = group.num_rows * kQuads;
-  Batch batch, ahead;
-  const auto load_ahead = [&](int i, int part) {
-    const int row = i / kQuads;
-    ahead.load(p, group.row_begin + part * V::kTileRows + row, (i - row * kQuads) * 4,
-               i < count ? num_parts - part : 0);
-  };
+// The last CTA of a group: a warp a row, four columns a lane. While a batch of parts is added the next one, of this row
+// or another, is under way: what an SM reads from L2 bounds a merge.
+template <class V, int kWarps>
+QUIRE_DEVICE void merge_partials(const AttentionParams& p, const WorkTile& work, MergeGroup group, int thread) {
+  constexpr int kVo = V::kHeadDimVo;
+  const int lane = thread % 32, num_parts = group.num_parts<V::kTileRows>();
+  struct Place {
+    int row, col, part;
+  } next = {thread / 32, 0, 0};
+  if (next.row >= group.num_rows) return;
   RowQuad sum = kNoKeys;
-  int part = 0;
-  load_ahead(thread, 0);
+  PartBatch<V> batch, ahead;
+  const auto load_ahead = [&] {
+    ahead.load(p, group.row_begin + next.part * V::kTileRows + next.row, min(next.col + lane * 4, kVo - 4),
+               num_parts - next.part, lane);
+  };
+  load_ahead();
 #pragma unroll 1
-  for (int i = thread; i < count;) {
-    const int at = i;
+  while (next.row < group.num_rows) {
+    const Place at = next;
     batch = ahead;
-    if ((part += Batch::kParts) >= num_parts) part = 0, i += kThreads;
-    load_ahead(i, part);
+    if ((next.part += batch.kParts) >= num_parts) next.part = 0, next.col += 128;
+    if (next.col >= kVo) next.col = 0, next.row += kWarps;
+    if (next.row < group.num_rows) load_ahead();
     batch.add_to(sum);
-    if (part > 0) continue;
-    const int row = at / kQuads;
-    store_quad<typename V::O>(p, work, work.tile.row_begin + row, (at - row * kQuads) * 4, sum);
+    if (next.part > 0) continue;
+    batch.finish(sum);
+    const int col = at.col + lane * 4;
+    if (col < kVo) store_quad<typename V::O>(p, work, work.tile.row_begin + at.row, col, sum);
     sum = kNoKeys;
   }
+}
+
+// The same as a function that is called: kernels whose registers are taken have none to spare beside their main loop.
+template <class V, int kWarps>
+__device__ __noinline__ void call_merge_partials(const AttentionParams& p, const WorkTile& work, MergeGroup group,
+                                                 int thread) {
+  merge_partials<V, kWarps>(p, work, group, thread);
 }
 
 }  // namespace quire
