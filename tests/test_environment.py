@@ -450,7 +450,7 @@ def _plan_decode(q_len: int, batch: int = 1) -> None:
 
 
 #: What the error is about: an argument, or what it counts.
-ROWS = r"qo_indptr|num_qo_heads|num_kv_heads|q_len_per_req|query tokens|query heads"
+ROWS = r"qo_indptr|num_qo_heads|num_kv_heads|q_len_per_req|query token"
 
 TOO_LARGE: dict[str, tuple[Callable[[], None], str]] = {
     "rows": (lambda: _plan_ragged([0, HUGE], [0, 9]), ROWS),
