@@ -32,7 +32,7 @@ from torch import Tensor
 
 import own_cache  # noqa: F401  # before Quire is
 import quire
-from fuzz_calls import GENERATORS, Args, Case, Nonsense
+from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Nonsense
 from guard import GuardedMemory
 from isolation import SERVER, how_it_ended
 from mutations import mutate
@@ -82,12 +82,14 @@ def draw(seed: str, generators: Generators = GENERATORS) -> Planned:
     rng = random.Random(seed)
     torch.manual_seed(rng.randrange(2**31))
     case = rng.choice(generators)(rng)
-    args, changes = dict(case.args), []
+    args, changes, changed = dict(case.args), [], set()
     for _ in range(0 if rng.random() < GOOD_CHANCE else rng.choice((1, 1, 1, 2))):
         name = rng.choice(sorted(args))
         words, args[name] = mutate(rng, name, args[name])
         changes.append(f"{name}={words}")
-    return Planned(case, args, changes, rng.random() < 0.5, rng.random() < WARM_CHANCE, rng.random() < 0.8)
+        changed.add(name)
+    warm = rng.random() < WARM_CHANCE and not changed & CONSTRUCTORS
+    return Planned(case, args, changes, rng.random() < 0.5, warm, rng.random() < 0.8)
 
 
 def _has_memory(value: Any) -> bool:
@@ -172,7 +174,7 @@ def _work(pipe: Connection, crash_log: str, generators: Generators) -> None:
     with open(crash_log, "w") as log:  # noqa: PTH123  # faulthandler wants a descriptor that stays open
         faulthandler.enable(log)
         pipe.send("ready")
-        while seed := pipe.recv():
+        while seed := _next(pipe):
             planned = draw(seed, generators)
             try:
                 verdict = make(planned)
@@ -181,6 +183,14 @@ def _work(pipe: Connection, crash_log: str, generators: Generators) -> None:
                 verdict = Verdict(kind, planned.case.name, ", ".join(planned.changes), _first_line(error))
             pipe.send(verdict)
     os._exit(0)
+
+
+def _next(pipe: Connection) -> str:
+    """The seed of the next call; none where the program has ended."""
+    try:
+        return pipe.recv()
+    except EOFError:
+        return ""
 
 
 class Worker:
@@ -301,7 +311,11 @@ def _show(seed: str, generators: Generators) -> Verdict:
             print(f"  {name}: {text} {value.tolist() if small else ''}")
         else:
             print(f"  {name}: {value!r}")
-    return Worker(generators).make(seed)
+    worker = Worker(generators)
+    try:
+        return worker.make(seed)
+    finally:
+        worker.end()
 
 
 def main(arguments: list[str] | None = None) -> int:

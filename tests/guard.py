@@ -41,6 +41,11 @@ def span(tensor: Tensor) -> int:
     return 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements lie on each other: nothing can be written into such a tensor."""
+    return any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 @dataclass
 class _Placed:
     whole: Tensor  #: uint8: all bytes between the guards
@@ -74,7 +79,7 @@ class GuardedMemory:
     def assert_untouched(self, written: frozenset[str]) -> None:
         """No byte has changed but those of the tensors named in `written`; between their rows neither."""
         for name, placed in self._placed.items():
-            if name in written and placed.view.numel():
+            if name in written and placed.view.numel() and not _overlaps(placed.view):
                 kept = placed.kept[placed.begin :].view(placed.view.dtype)
                 kept.as_strided(placed.view.shape, placed.view.stride(), kept.storage_offset()).copy_(
                     placed.view.detach()
