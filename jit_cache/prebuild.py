@@ -97,7 +97,7 @@ def main() -> None:
     if arguments.check:
         check(arguments.check)
     elif arguments.only:
-        warmup(sys.executable, [arguments.only, "--store", str(STORE)])
+        warmup(sys.executable, ["--exact", arguments.only, "--store", str(STORE)])
     else:
         fill()
 

@@ -130,7 +130,7 @@ class AttentionPlan:
         p = self._params
         p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
         scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
-        p.logits_scale, p.o_scale = scale / cap if cap else scale * LOG2E, o_scale
+        p.logits_scale, p.tanh_scale, p.o_scale = scale * LOG2E, scale / cap if cap else 0.0, o_scale
 
     def _use_on(self, stream: int) -> None:
         """Tell torch's allocator that another stream, the current one, reads the tensors of this plan: their memory is

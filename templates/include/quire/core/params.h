@@ -73,7 +73,7 @@ struct AttentionParams {
   // What else run() sets.
   float* lse;          // [nnz_qo, num_qo_heads] contiguous, base 2; or null
   const float* sinks;  // [num_qo_heads] natural-log logits that join each denominator; or null
-  // One number each that only a GPU knows, which multiply logits_scale and o_scale, with paged keys; or null.
+  // One number each that only a GPU knows, which multiply the logits and the output, with paged keys; or null.
   const float* logits_scale_by;
   const float* o_scale_by;
 
@@ -95,20 +95,22 @@ struct AttentionParams {
   int32_t num_tiles;    // row tiles; with partitions at least Partition::num_tiles
   int32_t num_ctas;     // partitions, or row tiles times KV heads
   int32_t window_left;  // keys further left than this many from the diagonal are hidden; -1: none
-  float logits_scale;   // without soft cap: sm_scale * log2(e); with it: sm_scale / cap
-  float logits_cap;     // with soft cap: cap * log2(e)
+  float logits_scale;   // makes q . k a logit in base 2: sm_scale * log2(e)
+  float tanh_scale;     // soft cap: makes q . k the argument of tanh: sm_scale / cap
+  float logits_cap;     // soft cap in base 2: cap * log2(e)
   float o_scale;        // multiplies the output (v_scale)
   // Tiles and partitions were copied to the device before the launch ahead of this one began: they may be read while
   // that one runs. 0: a kernel ahead may have written them.
   int32_t plan_is_resident;
 };
 
-// What q . k and the output are multiplied by. With ragged keys there are no scales on the device: 128-row tiles of fa2
-// have no register left to ask for them.
+// What q . k, which becomes a logit or the argument of tanh, and the output are multiplied by. With ragged keys there
+// are no scales on the device: 128-row tiles of fa2 have no register left to ask for them.
 template <class Variant>
 QUIRE_HD float logits_scale(const AttentionParams& p) {
-  if constexpr (Variant::kPaged == 0) return p.logits_scale;
-  return p.logits_scale_by == nullptr ? p.logits_scale : p.logits_scale * *p.logits_scale_by;
+  const float scale = Variant::kSoftCap != 0 ? p.tanh_scale : p.logits_scale;
+  if constexpr (Variant::kPaged == 0) return scale;
+  return p.logits_scale_by == nullptr ? scale : scale * *p.logits_scale_by;
 }
 QUIRE_HD float output_scale(const AttentionParams& p) {
   return p.o_scale_by == nullptr ? p.o_scale : p.o_scale * *p.o_scale_by;
