@@ -20,6 +20,7 @@ from quire.runtime.checks import (
     to_int32,
 )
 from quire.runtime.graph import is_capturing
+from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache, cache_tensors
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices, Lengths
@@ -72,6 +73,7 @@ def xqa_batch_decode_with_kv_cache(
     ... ).shape
     torch.Size([2, 8, 64])
     """
+    refuse_make_fx("xqa_batch_decode_with_kv_cache()")
     refuse(kv_cache_sf=kv_cache_sf)
     check_flags(enable_pdl=enable_pdl)
     layout = KVLayout.of(kv_layout)

@@ -27,7 +27,7 @@ from quire.runtime.checks import (
 )
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, page_size_of
-from quire.runtime.ops import operator
+from quire.runtime.ops import is_tracing, operator
 from quire.runtime.target import target_of
 from quire.types import KVLayout
 
@@ -211,7 +211,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     indptr, last = to_int32(kv_indptr, "kv_indptr"), to_int32(kv_last_page_len, "kv_last_page_len")
     pages = indptr.long().diff()
     lens = torch.where(pages > 0, (pages - 1) * size + last, 0)
-    if lens.is_cpu:
+    if lens.is_cpu and not is_tracing():
         _check_offsets(indptr, "kv_indptr")
         _check_range(last[pages > 0], "kv_last_page_len", 1, size, f"1..page_size={size}")
         _check_range(lens, "kv_indptr", 0, _MOST, f"requests of less than 2^31 tokens with page_size={size}")
@@ -239,7 +239,7 @@ def get_batch_indices_positions(
         raise ValidationError(f"nnz: expected a number of tokens below 2^31, got {nnz!r}.")
     for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
         _check_into(out, name, nnz, indptr.device)
-    if indptr.is_cpu:
+    if indptr.is_cpu and not is_tracing():
         _check_offsets(indptr, "append_indptr")
         _check_range(lens.long() - indptr.diff(), "seq_lens", 0, _MOST, "at least as many tokens as are appended")
     token = torch.arange(nnz, device=indptr.device, dtype=torch.int32)

@@ -16,7 +16,7 @@ from quire.errors import PlanError, QuireError
 from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
 
-__all__ = ["bind", "is_profiling", "launch", "profiled", "row_grid"]
+__all__ = ["bind", "is_profiling", "launch", "profiled", "refuse_make_fx", "row_grid"]
 
 _STATUSES = {1: "out of memory: no thread got memory to compute with; nothing was written"}
 _thread: ThreadPoolExecutor | None = None  # in a forked process: calls kernels of the host for the thread that forked
@@ -45,8 +45,7 @@ def profiled(module: Module, start: Callable[..., None], *args: Any) -> None:
 
 
 def _launch(module: Module, params: int, device: torch.device, grid: int, block: int) -> None:
-    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
-        raise PlanError(f"{module.slug}: torch (make_fx) traces this call and would not record it; call it eagerly.")
+    refuse_make_fx(module.slug)
     if isinstance(module, CudaModule):
         index = device.index or 0
         stream = torch._C._cuda_getCurrentRawStream(index)
@@ -56,6 +55,12 @@ def _launch(module: Module, params: int, device: torch.device, grid: int, block:
     if status := _call(module.function, params):
         meaning = _STATUSES.get(status, "a status that this version does not know; please report it")
         raise QuireError(f"{module.slug}: the kernel returned {status}: {meaning}.")
+
+
+def refuse_make_fx(name: str) -> None:
+    """PlanError where torch records operators: a launch is none, and the recorded graph would return fresh memory."""
+    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
+        raise PlanError(f"{name}: torch (make_fx) traces this call and would not record it; call it eagerly.")
 
 
 def _call(function: Callable[[int], int], params: int) -> int:

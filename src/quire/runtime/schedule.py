@@ -93,14 +93,14 @@ _ERRORS = {
     4: "{kv}_indptr: expected to ascend, but it falls after request {request}.",
     5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), "
     "got {last} at request {request}.",
-    6: "the batch is too large: expected query tokens times query heads per KV head below 2**31, got more at request "
-    "{request}; call with fewer requests or tokens at a time.",
+    6: "{rows}, num_qo_heads: the batch is too large: expected query tokens times query heads per KV head below 2**31, "
+    "got more at request {request}; call with fewer requests or tokens at a time.",
     7: "the batch is larger than what the first plan() fixed for a CUDA graph: {tiles} row tiles, not {capacity}.",
     8: "out of memory while planning.",
     9: "paged_kv_indices: expected at least paged_kv_indptr[-1]={nnz} entries, got {pages}.",
-    10: "the batch is too large: expected at most 2**23 row tiles times {heads} KV heads (a row is a query token and a "
-    "query head of the KV head; a row tile holds {tile_rows} of one request; each fixed split counts), got more at "
-    "request {request}; call with fewer requests or tokens at a time.",
+    10: "{rows}, num_qo_heads: the batch is too large: expected at most 2**23 row tiles times {heads} KV heads (a row "
+    "is a query token and a query head of the KV head; a row tile holds {tile_rows} of one request; each fixed split "
+    "counts), got more at request {request}; call with fewer requests or tokens at a time.",
     11: "the batch is too large: expected fewer than 2**31 KV tiles of {tile_kv} tokens, counted for each row tile of "
     "{tile_rows} rows and each of {heads} KV heads; call with fewer requests at a time.",
     12: "{kv}_indptr: expected fewer than 2**31 tokens in each request, got more at request {request}.",
@@ -115,6 +115,7 @@ def _raise(p: ScheduleParams, indices: Indices) -> None:
         last=int(last[request]) if last is not None and sizes.error == 5 else None, tiles=sizes.num_tiles,
         capacity=given.tile_capacity, nnz=sizes.nnz_kv, pages=given.num_pages, tile_rows=given.tile_rows,
         tile_kv=given.tile_kv, heads=given.num_kv_heads,
+        rows="q_len_per_req" if indices.qo_indptr is None else "qo_indptr",
     )  # fmt: skip
     raise ValidationError(text)
 
