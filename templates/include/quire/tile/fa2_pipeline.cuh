@@ -28,7 +28,8 @@ constexpr Fa2Pipeline fa2_pipeline() {
     constexpr bool kEarly = V::kPaged != 0 && (kBits || (V::kMask == kMaskNone && V::kWindow != 0));
     if constexpr (ptx::kBeforeSm90) return kEarly ? Fa2Pipeline{0, 4, true} : Fa2Pipeline{2, 2, true};
     // A custom mask or a cap: copies wait until most of s is used, v comes in fours.
-    if constexpr (V::kPaged == 0 && (V::kSoftCap != 0 || V::kMask == kMaskCustom)) return {2, 4, false};
+    constexpr bool kCustom = V::kMask == kMaskCustom, kCap = V::kSoftCap != 0;
+    if constexpr (V::kPaged == 0 ? kCap || kCustom : kCap && kCustom) return {2, 4, false};
   }
   if constexpr (V::kHeadDimQk == 192 && V::kPaged != 0) {
     // One stage: only k is copied here. No one order fits both generations.
