@@ -49,12 +49,7 @@ _SCRUBBED = (
 )
 
 #: PyTorch's names of architecture families, and the targets that each stands for.
-_FAMILIES = {
-    "ampere": ("sm80", "sm86"),
-    "ada": ("sm89",),
-    "hopper": ("sm90a",),
-    "blackwell": ("sm100a", "sm120a"),
-}
+_FAMILIES = {"ampere": ("sm80", "sm86"), "ada": ("sm89",), "hopper": ("sm90a",), "blackwell": ("sm100a", "sm120a")}
 
 _ARCH = re.compile(r"(?:sm_?|compute_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))([af]?)(?:\+ptx|-real|-virtual)?", re.ASCII)
 

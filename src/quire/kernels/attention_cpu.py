@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from quire.kernels.attention import (
-    AttentionKernel,
-    AttentionProblem,
-    TileShape,
-    first_tile_that_holds,
-    head_dim_reason,
-)
+from quire.kernels.attention import AttentionKernel, AttentionProblem, TileShape, first_tile_that_holds, head_dim_reason
 
 __all__ = ["KERNEL"]
 

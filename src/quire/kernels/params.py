@@ -87,10 +87,7 @@ class Partition(ctypes.Structure):
 
     _fields_ = tuple(
         (name, c_int32)
-        for name in (
-            *("kv_head", "tile", "offset", "units"),
-            *("partial", "group", "num_tiles", "heads_per_l2_group"),
-        )
+        for name in (*("kv_head", "tile", "offset", "units"), *("partial", "group", "num_tiles", "heads_per_l2_group"))
     )
 
 
