@@ -46,10 +46,7 @@ class Case:
         return self.qo_len == 1
 
 
-CASES = (
-    *(Case(f"decode-b{batch}", batch) for batch in (1, 4, 16, 64, 256, 1024)),
-    Case("prefill-b64", 64, 128),
-)
+CASES = (*(Case(f"decode-b{batch}", batch) for batch in (1, 4, 16, 64, 256, 1024)), Case("prefill-b64", 64, 128))
 
 
 @dataclass(frozen=True)

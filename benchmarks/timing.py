@@ -10,16 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "Call",
-    "Timing",
-    "captured",
-    "cpu_times",
-    "cuda_times",
-    "estimate_us",
-    "flusher",
-    "sets_for",
-]
+__all__ = ["Call", "Timing", "captured", "cpu_times", "cuda_times", "estimate_us", "flusher", "sets_for"]
 
 #: Rotating through this much, or overwriting it, leaves nothing of a row in the L2 (60 MB on an H200).
 COLD_BYTES = 256 << 20

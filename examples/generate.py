@@ -262,15 +262,7 @@ def append(
     table: PageTable,
 ) -> None:
     """Write k and v [nnz, num_kv_heads, head_dim] to where their request keeps that position."""
-    quire.append_paged_kv_cache(
-        k,
-        v,
-        batch_indices,
-        positions,
-        kv_cache,
-        *table.on_device,
-        "NHD",
-    )
+    quire.append_paged_kv_cache(k, v, batch_indices, positions, kv_cache, *table.on_device, "NHD")
 
 
 def attend_once() -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 
 #: The limits that a backend has and others have not, in the words of its refusal.
-LIMITS = {
-    "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)",
-}
+LIMITS = {"decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)"}
 
 #: The tests that have cases beyond a backend's limits.
 BEYOND = {
@@ -32,7 +30,7 @@ BEYOND = {
             "test_which_keys_are_seen",
             "test_workspace_that_is_too_small",
         }
-    ),
+    )
 }
 
 

@@ -19,10 +19,7 @@ from calls import (
 )
 from problems import Problem, workspace
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
 def problem(device: str, seed: int = 0) -> Problem:

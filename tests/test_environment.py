@@ -682,10 +682,7 @@ BAD_APPENDS: dict[str, tuple[dict[str, Callable[[], Tensor]], str]] = {
     "a request that is none": ({"batch_indices": lambda: ints(0, 1, 2)}, "batch_indices"),
     "a request far beyond the batch": ({"batch_indices": lambda: ints(0, 1, HUGE)}, "batch_indices"),
     "values of one head": (
-        {
-            "v_cache": lambda: torch.zeros(5, PAGE, 1, DIM),
-            "append_value": lambda: torch.zeros(3, 1, DIM),
-        },
+        {"v_cache": lambda: torch.zeros(5, PAGE, 1, DIM), "append_value": lambda: torch.zeros(3, 1, DIM)},
         "head",
     ),
     "keys of one head": (

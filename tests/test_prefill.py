@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 import oracle
 import quire
-from calls import (
-    outputs,
-    paged_wrapper,
-    plan_paged,
-    plan_ragged,
-    prefill_paged,
-    prefill_ragged,
-    ragged_wrapper,
-)
+from calls import outputs, paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import FORMS, Problem, ints, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)

@@ -58,10 +58,7 @@ def test_paged_prefill_page(device):
     qo_len = (qo_indptr[1:] - qo_indptr[:-1]).cpu().tolist()
     kv_len = (page_size * (paged_kv_indptr[1:] - paged_kv_indptr[:-1] - 1) + paged_kv_last_page_len).cpu().tolist()
     for i in range(batch_size):
-        mask_i = torch.tril(
-            torch.full((qo_len[i], kv_len[i]), True, device=device),
-            diagonal=(kv_len[i] - qo_len[i]),
-        )
+        mask_i = torch.tril(torch.full((qo_len[i], kv_len[i]), True, device=device), diagonal=(kv_len[i] - qo_len[i]))
         mask_arr.append(mask_i.flatten())
 
     mask = torch.cat(mask_arr, dim=0)
@@ -101,14 +98,7 @@ def test_ragged_prefill_page(device):
     k_at_layer = torch.randn(num_layers, nnz_kv, num_kv_heads, head_dim).half().to(device)
     v_at_layer = torch.randn(num_layers, nnz_kv, num_kv_heads, head_dim).half().to(device)
     # create auxiliary data structures for batch prefill attention
-    prefill_wrapper.plan(
-        qo_indptr,
-        kv_indptr,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        causal=True,
-    )
+    prefill_wrapper.plan(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, causal=True)
     outputs = []
     for i in range(num_layers):
         q = q_at_layer[i]
@@ -125,10 +115,7 @@ def test_ragged_prefill_page(device):
     qo_len = (qo_indptr[1:] - qo_indptr[:-1]).cpu().tolist()
     kv_len = (kv_indptr[1:] - kv_indptr[:-1]).cpu().tolist()
     for i in range(batch_size):
-        mask_i = torch.tril(
-            torch.full((qo_len[i], kv_len[i]), True, device=device),
-            diagonal=(kv_len[i] - qo_len[i]),
-        )
+        mask_i = torch.tril(torch.full((qo_len[i], kv_len[i]), True, device=device), diagonal=(kv_len[i] - qo_len[i]))
         mask_arr.append(mask_i.flatten())
 
     mask = torch.cat(mask_arr, dim=0)
@@ -233,13 +220,7 @@ def test_shared_prefix_prefill_page(device):
     ]
     # create auxiliary data structures for batch prefill attention
     prefill_wrapper.begin_forward(
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
+        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim
     )
     outputs = []
     for i in range(num_layers):

@@ -588,10 +588,7 @@ def test_merge_state_in_place_writes_where_it_was_told(device):
     ],
 )
 def test_merge_states(device, name, change):
-    arguments = {
-        "v": torch.zeros(5, 3, 2, 64, dtype=DTYPE, device=device),
-        "s": torch.zeros(5, 3, 2, device=device),
-    }
+    arguments = {"v": torch.zeros(5, 3, 2, 64, dtype=DTYPE, device=device), "s": torch.zeros(5, 3, 2, device=device)}
     refused(lambda: quire.merge_states(**{**arguments, name: change(arguments[name])}), name)
 
 

@@ -560,10 +560,7 @@ def test_a_capture_refuses_what_it_cannot_hold():
     p = batch(torch.bfloat16, "cuda:0")
     right = arguments(p, p.paged(16), "auto")
     want = quire.xqa_batch_decode_with_kv_cache(**right)
-    for name, value in [
-        ("seq_lens", ints(p.kv_lens, "cpu")),
-        ("block_tables", right["block_tables"].cpu()),
-    ]:
+    for name, value in [("seq_lens", ints(p.kv_lens, "cpu")), ("block_tables", right["block_tables"].cpu())]:
         wrong = {**right, name: value}
         with capture(), pytest.raises(quire.PlanError, match=f"{name}: expected .* in the capture"):
             quire.xqa_batch_decode_with_kv_cache(**wrong)

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from quire.errors import CacheError
 
-__all__ = ["root"]
-
 
 def root() -> Path:
     """The directory that holds `variant.jinja`, `build.ninja.jinja` and `include/quire/`."""

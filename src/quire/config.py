@@ -15,24 +15,6 @@ from pathlib import Path
 
 from quire.errors import ValidationError
 
-__all__ = [
-    "arch_list",
-    "cache_root",
-    "cache_root_is_explicit",
-    "child_environment",
-    "cuda_home",
-    "cxx",
-    "jit_denied",
-    "log_level",
-    "max_jobs",
-    "nvcc",
-    "parse_arch_list",
-    "record_path",
-    "reports_progress",
-    "require_known_toolchain",
-    "search_path",
-]
-
 #: Variables that change what a compiler generates without changing the key: they are removed from its environment.
 _SCRUBBED = (
     "NVCC_PREPEND_FLAGS",

@@ -9,8 +9,6 @@ import torch
 
 from quire.errors import ValidationError
 
-__all__ = ["DTYPES", "DType", "KVLayout", "MaskMode", "PosEncodingMode", "dtype_of"]
-
 
 @dataclass(frozen=True, eq=False)  # rows of DTYPES are compared and hashed by identity, which costs nothing
 class DType:

@@ -18,8 +18,6 @@ from pathlib import Path
 from quire.errors import CacheError
 from quire.jit.store import Entry, Store
 
-__all__ = ["export_entries", "import_entries"]
-
 _MEMBER = re.compile(r"([a-z0-9][a-z0-9._-]{0,199})/([0-9a-f]{40}-[0-9a-f]{12})/([A-Za-z0-9][A-Za-z0-9._-]{0,99})")
 _LARGEST_FILE = 1 << 30
 

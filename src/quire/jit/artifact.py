@@ -8,8 +8,6 @@ from pathlib import Path
 from quire.errors import CompileError
 from quire.jit.spec import Spec
 
-__all__ = ["read_exports"]
-
 
 def read_exports(path: Path, spec: Spec) -> dict[str, int]:
     """The values of `spec.exports`, which the unit holds as an array of ints in this order."""

@@ -16,8 +16,6 @@ from quire.jit.request import SCHEMA, Request
 from quire.jit.store import Entry, Manifest, Store
 from quire.jit.toolchain import Outcome, Toolchain
 
-__all__ = ["compile_entry"]
-
 
 def _build(request: Request, toolchain: Toolchain, staging: Path, store: Store) -> Outcome:
     """Build in `staging`; a compiler that was killed gets one more try with the machine to itself."""

@@ -12,8 +12,6 @@ from pathlib import Path
 from quire import config
 from quire.errors import ValidationError
 
-__all__ = ["default_jobs", "features", "fingerprint", "host_target", "supports"]
-
 #: What an x86-64 microarchitecture level adds, in the words of /proc/cpuinfo (psABI; lzcnt is called abm there).
 _LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),

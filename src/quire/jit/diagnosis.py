@@ -8,8 +8,6 @@ from pathlib import Path
 
 from quire.errors import CompileError
 
-__all__ = ["Diagnosis", "compile_error", "diagnose"]
-
 #: (kind, what the log says, what to do), most specific first.
 _KINDS: tuple[tuple[str, str, str], ...] = (
     (

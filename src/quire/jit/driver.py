@@ -14,8 +14,6 @@ from typing import Any
 
 from quire.errors import DriverError, ValidationError
 
-__all__ = ["Driver", "LaunchAttribute", "LaunchConfig", "available", "driver", "encode_tensor_map", "move_tensor_map"]
-
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 

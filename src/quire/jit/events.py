@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Event", "emit", "subscribe"]
-
 Kind = Literal["begin", "progress", "end", "hit", "wait"]
 
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from quire.errors import CompileError
 
-__all__ = ["DEVICE_SYSTEM_HEADERS", "SYSTEM_HEADERS", "Header", "closure"]
-
 #: System headers that a host unit may include: freestanding, C library and intrinsics; no STL containers or streams.
 SYSTEM_HEADERS = frozenset(
     (

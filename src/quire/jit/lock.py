@@ -20,8 +20,6 @@ from pathlib import Path
 
 from quire.jit import progress
 
-__all__ = ["build_permit", "entry_lock"]
-
 #: Longer than any compile. A holder that takes longer is presumed stuck (a stopped process, a lost NFS client).
 PATIENCE_SECONDS = 900.0
 

@@ -12,8 +12,6 @@ import threading
 from pathlib import Path
 from typing import Any, TypeAlias
 
-__all__ = ["Memory", "Stamp", "stamp_of"]
-
 Stamp: TypeAlias = list[list[Any]]  #: [path, size in bytes, time in ns] of each file
 
 

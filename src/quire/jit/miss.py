@@ -8,8 +8,6 @@ from itertools import zip_longest
 from quire.jit.request import Request
 from quire.jit.store import Manifest
 
-__all__ = ["explain"]
-
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """The labels under which two mappings differ, in order of the new one, then what only the old one has."""

@@ -14,8 +14,6 @@ from quire.jit import cpu
 from quire.jit.driver import Driver, LaunchAttribute, LaunchConfig, driver
 from quire.jit.store import Entry
 
-__all__ = ["CudaModule", "HostModule", "Launch", "Module", "load"]
-
 _MAX_DYNAMIC_SMEM = 8
 _MOST_PLANNED = 1024  #: launch shapes that a thread keeps for a module
 _STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel must be told what it may ask for

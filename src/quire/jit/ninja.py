@@ -21,8 +21,6 @@ from typing import NamedTuple
 from quire import config
 from quire.errors import CompileError
 
-__all__ = ["TIME_LIMIT_SECONDS", "Run", "find_ninja", "run_ninja"]
-
 #: Far beyond any compile, and below the time that others wait for this one (lock.PATIENCE_SECONDS).
 TIME_LIMIT_SECONDS = 600.0
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 
 from quire import config
 
-__all__ = ["HEARTBEAT_SECONDS", "heartbeat", "info", "warn_once"]
-
 HEARTBEAT_SECONDS = 10.0
 
 _logger = logging.getLogger("quire")

@@ -19,8 +19,6 @@ from quire.jit.spec import Spec
 if TYPE_CHECKING:
     import jinja2
 
-__all__ = ["render_ninja", "render_source", "source_digest"]
-
 
 @lru_cache(maxsize=64)
 def _template(text: str) -> jinja2.Template:

@@ -18,8 +18,6 @@ from quire.errors import ValidationError
 from quire.jit import cpu, headers, render
 from quire.jit.spec import Spec
 
-__all__ = ["SCHEMA", "Request", "entry_name", "make_request", "request_digest", "toolchain_digest"]
-
 #: Version of the entry's format and of how artifacts are called. Raise it when either changes, and when a toolchain's
 #: flags change what code computes: hosts without a compiler take entries of any flags.
 SCHEMA = "quire-entry-3"

@@ -6,8 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Spec", "Struct"]
-
 
 @dataclass(frozen=True)
 class Struct:

@@ -28,8 +28,6 @@ from quire.jit import progress
 from quire.jit.memory import Memory
 from quire.jit.request import SCHEMA, Request, entry_name
 
-__all__ = ["Entry", "Manifest", "Store"]
-
 _MANIFEST = "manifest.json"
 _LARGEST_MANIFEST = 1 << 20  #: bytes; ours take a few thousand
 _STALE_SECONDS = 3600.0

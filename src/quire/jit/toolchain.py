@@ -30,8 +30,6 @@ from quire.jit import diagnosis, ninja, render, report
 from quire.jit.memory import Memory, stamp_of
 from quire.jit.request import Request
 
-__all__ = ["CUDA_TARGETS", "HOST_TARGETS", "Gxx", "Nvcc", "Outcome", "Toolchain", "for_target"]
-
 #: Device targets and the architecture nvcc calls them by. a: that architecture only; f: its family.
 _CUDA_ARCHITECTURES = (
     *("75", "80", "86", "87", "88", "89", "90", "90a"),

@@ -17,8 +17,6 @@ from quire.kernels.operands import ATTENTION_OPERANDS, Operand, OperandBlock, Te
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
 
-__all__ = ["AttentionKernel", "AttentionKey", "AttentionProblem", "TileShape", "same_rows"]
-
 
 @dataclass(frozen=True)
 class AttentionProblem(Features):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from quire.kernels.attention import AttentionKernel, AttentionProblem, TileShape, first_tile_that_holds, head_dim_reason
 
-__all__ = ["KERNEL"]
-
 
 def _reject(problem: AttentionProblem) -> str | None:
     for name, dtype in (("q", problem.q), ("o", problem.o)):

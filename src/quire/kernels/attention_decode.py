@@ -10,8 +10,6 @@ from quire.kernels.attention import (
     tensor_core_reason,
 )
 
-__all__ = ["KERNEL"]
-
 _WARP_BYTES = 8192  #: of keys and values that a warp copies at a time, where 16 tokens are not more
 
 

@@ -10,8 +10,6 @@ from quire.kernels.attention import (
     tensor_core_reason,
 )
 
-__all__ = ["KERNEL"]
-
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory allow.

@@ -12,8 +12,6 @@ from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionFa3Params, BlockMaskParams, ScheduleInput, ScheduleOutput
 from quire.types import MaskMode
 
-__all__ = ["KERNEL"]
-
 _ATOM = 64  #: columns of a 128-byte swizzled row
 
 #: Keys and values in flight at a time. Of an H200's 50 MB of L2, 17 MB (2 of 8 heads of 2 x 8192 keys, 128 dims) is

@@ -15,8 +15,6 @@ from typing import Annotated, Any, get_type_hints
 from quire.errors import ValidationError
 from quire.types import DTYPES, DType, MaskMode, dtype_of
 
-__all__ = ["ANY_PAGE_SIZE", "Feature", "Features", "mask_words", "planned_features", "read_mask", "rows_of"]
-
 #: page_size of a key whose code takes pages of any size.
 ANY_PAGE_SIZE = -1
 

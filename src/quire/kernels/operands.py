@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from ctypes import Array, c_int64, c_uint64, c_void_p, memmove, sizeof
 from typing import Any, NamedTuple
 
-__all__ = ["ATTENTION_OPERANDS", "Operand", "OperandBlock", "TensorCopy", "View", "operand_fields", "with_scales"]
-
 #: The stride over a dimension, by the dimension's size. Dimensions that are not here are contiguous.
 _STRIDES = {
     "nnz_qo": "token", "num_qo_heads": "head", "num_pages": "page", "page_size": "token", "num_kv_heads": "head",

@@ -19,8 +19,6 @@ from quire.kernels.params import (
     struct_of,
 )
 
-__all__ = ["OPERATIONS", "PARALLEL_THREADS", "Operation", "OperationKey"]
-
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
 

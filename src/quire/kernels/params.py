@@ -16,27 +16,6 @@ from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields, 
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
-__all__ = [
-    "AppendParams",
-    "AttentionFa3Params",
-    "AttentionParams",
-    "BlockMaskParams",
-    "FastDivisor",
-    "MergeGroup",
-    "MergeParams",
-    "PackbitsParams",
-    "Partition",
-    "RowTile",
-    "ScheduleInput",
-    "ScheduleLengthsParams",
-    "ScheduleOutput",
-    "ScheduleParams",
-    "TensorMap",
-    "aligned_copy",
-    "params_with",
-    "struct_of",
-]
-
 
 @cache
 def struct_of(cls: type[ctypes.Structure]) -> Struct:

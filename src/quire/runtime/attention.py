@@ -39,8 +39,6 @@ from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.workspace import Workspace
 from quire.types import DType, KVLayout, MaskMode
 
-__all__ = ["Attention", "AttentionSpec", "Result", "last_page_lens", "page_indices", "planned", "workspace_bytes_of"]
-
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 Signature = list[tuple[Any, ...]]
 

@@ -16,8 +16,6 @@ from quire.runtime.launch import launch
 from quire.runtime.schedule import Indices
 from quire.runtime.target import target_of
 
-__all__ = ["byte_offsets", "pack_bits", "pack_mask"]
-
 _BYTES_A_CTA = 1024  #: of the result: two for each of the kChunk items in kernels/packbits.h
 
 

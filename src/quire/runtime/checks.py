@@ -14,24 +14,6 @@ import torch
 from quire.errors import ValidationError
 from quire.types import DType
 
-__all__ = [
-    "check_contiguous_last",
-    "check_dtype",
-    "check_flags",
-    "check_no_grad",
-    "check_output",
-    "check_positive",
-    "check_same_device",
-    "check_shape",
-    "check_tensor",
-    "host_indices",
-    "host_offsets",
-    "last_entry",
-    "refuse",
-    "scalar",
-    "to_int32",
-]
-
 _INT32_MAX = 2**31 - 1
 _LARGEST = torch.finfo(torch.float32).max / 2  # kernels multiply scales by log2(e)
 _SMALLEST = torch.finfo(torch.float32).tiny

@@ -17,8 +17,6 @@ from quire.kernels import Decision, TileShape
 from quire.runtime.checks import check_same_device, check_tensor, refuse
 from quire.runtime.target import on_cuda
 
-__all__ = ["GraphState", "graph_state", "is_capturing", "refuse_capture"]
-
 _OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both names mean the same
 
 

@@ -16,8 +16,6 @@ from quire.errors import PlanError, QuireError
 from quire.jit import CudaModule, HostModule, Module
 from quire.kernels.operation import PARALLEL_THREADS
 
-__all__ = ["bind", "is_profiling", "launch", "profiled", "refuse_make_fx", "row_grid"]
-
 _STATUSES = {1: "out of memory: no thread got memory to compute with; nothing was written"}
 _thread: ThreadPoolExecutor | None = None  # in a forked process: calls kernels of the host for the thread that forked
 

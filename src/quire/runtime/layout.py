@@ -18,8 +18,6 @@ from quire.kernels.operands import View
 from quire.runtime.checks import check_contiguous_last, check_tensor
 from quire.types import KVLayout
 
-__all__ = ["KVView", "PagedCache", "cache_tensors", "cache_view", "page_size_of", "ragged_view", "span_bytes"]
-
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 

@@ -25,8 +25,6 @@ from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import planned
 from quire.runtime.layout import PagedCache, cache_tensors
 
-__all__ = ["NOT_CAPTURABLE", "TracedRun", "handle_of", "is_tracing", "new_results", "operator"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 _torch_library: Any = torch.library  # has types in some releases of torch only

@@ -13,8 +13,6 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.checks import check_positive, scalar
 from quire.types import DType, PosEncodingMode, dtype_of
 
-__all__ = ["LogitsOptions", "PlanOptions", "Types", "heads", "logits_options", "memoised", "split_size"]
-
 _Returned = TypeVar("_Returned")
 _PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 

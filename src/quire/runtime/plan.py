@@ -8,19 +8,18 @@ import struct
 from collections.abc import Callable, Mapping
 
 import torch
+from torch._C._autograd import _profiler_enabled as is_profiling
 
 from quire.jit import Module
 from quire.kernels import Decision
 from quire.kernels.operands import View
 from quire.kernels.params import AttentionParams
-from quire.runtime.launch import bind, is_profiling, profiled
+from quire.runtime.launch import bind, profiled
 from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Schedule
 from quire.runtime.target import has_dependent_launch, on_cuda
 from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
-
-__all__ = ["LOG2E", "AttentionPlan", "base_of"]
 
 LOG2E = math.log2(math.e)
 

@@ -44,8 +44,6 @@ from quire.runtime.upload import DeviceBuffer, Uploader, uploader_of
 from quire.runtime.workspace import Workspace, partials_bytes
 from quire.types import MaskMode
 
-__all__ = ["make_plan", "make_plan_on_device", "workspace_bytes"]
-
 
 def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
     """A kernel, compiled and loaded if need be, and how many of its CTAs run at the same time."""

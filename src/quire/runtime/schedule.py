@@ -16,17 +16,6 @@ from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams
 from quire.runtime.upload import HostBuffer, Uploader
 from quire.types import MaskMode
 
-__all__ = [
-    "Indices",
-    "Lengths",
-    "Schedule",
-    "address_of",
-    "make_schedule",
-    "measure_schedule",
-    "num_row_tiles",
-    "schedule_input",
-]
-
 
 class Indices(NamedTuple):
     """The index arrays of a batch, on the host unless said otherwise."""

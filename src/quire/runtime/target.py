@@ -9,8 +9,6 @@ import torch
 from quire.errors import UnsupportedError
 from quire.jit import driver, host_target, supported_cuda_targets
 
-__all__ = ["has_dependent_launch", "max_ctas", "on_cuda", "present_targets", "target_of"]
-
 _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
 
 

@@ -11,8 +11,6 @@ from quire.kernels import Decision
 from quire.kernels.operands import View
 from quire.kernels.params import TensorMap
 
-__all__ = ["EncodedMaps", "TensorMaps"]
-
 
 class EncodedMaps(NamedTuple):
     """Tensor maps that any parameter struct of the same kernel may hold."""

@@ -17,8 +17,6 @@ import torch
 from quire.jit.driver import driver
 from quire.runtime.target import on_cuda
 
-__all__ = ["DeviceBuffer", "HostBuffer", "Uploader", "uploader_of"]
-
 _Item = TypeVar("_Item")
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY

@@ -15,8 +15,6 @@ import torch
 from quire.errors import ValidationError
 from quire.runtime.checks import check_tensor
 
-__all__ = ["OwnWorkspace", "UserWorkspace", "Workspace", "partials_bytes"]
-
 _ALIGNMENT = 16
 
 

@@ -20,8 +20,6 @@ from quire.runtime.schedule import Indices
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout
 
-__all__ = ["AttentionWrapper", "takes_arguments"]
-
 _Returned = TypeVar("_Returned")
 
 
