@@ -150,7 +150,8 @@ def make_schedule(indices: Indices, template: ScheduleInput, uploader: Uploader 
 
 def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams, bytearray]:
     """The parameters of a plan, and where its index arrays will lie."""
-    params = ScheduleParams(template)
+    params = ScheduleParams()
+    params.input = template  # a copy
     p = params.input
     batch, qo_indptr, last, pages = indices.batch_size, indices.qo_indptr, indices.kv_last_page_len, indices.kv_indices
     p.batch_size, p.qo_len, p.kv_indptr, p.num_pages = batch, indices.qo_len, indices.kv_indptr.data_ptr(), -1

@@ -124,11 +124,14 @@ struct WorkLine {
   int start_cost;      // of a work tile, in sixteenths of a unit
   bool may_divide;     // false: a row tile belongs to one partition
   int num_partitions;  // with work; those from there on are empty
+  double partition_cost;
 
   QUIRE_HD static WorkLine of(const RowTile* tiles, int num_tiles, int num_kv_heads, int work_per_head, int start_cost,
                               bool may_divide, int max_partitions) {
     const int count = quire::num_partitions(num_tiles, work_per_head, work_per_head * num_kv_heads, max_partitions);
-    return {tiles, num_tiles, num_kv_heads, work_per_head, start_cost, may_divide, num_tiles == 0 ? 0 : count};
+    WorkLine line = {tiles, num_tiles, num_kv_heads, work_per_head, start_cost, may_divide, num_tiles == 0 ? 0 : count};
+    line.partition_cost = static_cast<double>(line.cost_before(num_tiles, work_per_head) * num_kv_heads) / count;
+    return line;
   }
 
   // A place between two units.
@@ -143,33 +146,36 @@ struct WorkLine {
     return static_cast<int64_t>(kUnitCost) * units + static_cast<int64_t>(start_cost) * tile;
   }
 
-  // Where partition `i` begins. A row tile that is divided costs each partition its part of the start. `near`: a row
-  // tile at or before that one, if it is of the same KV head, from where to search in steps of 1, 2, 4...; -1: unknown.
-  QUIRE_HD Place begin_of(int i, const Place& near = {-1, 0, 0}) const {
+  // Where partition `i` begins. A row tile that is divided costs each partition its part of the start. `near`: a place
+  // at or before that one, from where to walk.
+  QUIRE_HD Place begin_of(int i, const Place* near = nullptr) const {
     if (i >= num_partitions) return {num_kv_heads, 0, 0};
-    const int64_t head_cost = cost_before(num_tiles, work_per_head),
-                  at = i * (head_cost * num_kv_heads) / num_partitions;
-    const int kv_head = static_cast<int>(at / head_cost);
+    const int64_t head_cost = cost_before(num_tiles, work_per_head), at = static_cast<int64_t>(i * partition_cost);
+    int kv_head = near == nullptr ? static_cast<int>(at / head_cost) : near->kv_head;
+    while (at >= (kv_head + 1) * head_cost) ++kv_head;
     const int64_t rest = at - kv_head * head_cost;
-    const int tile =
-        near.kv_head < 0 ? tile_at(rest, 0, 1 << 30) : tile_at(rest, near.kv_head == kv_head ? near.tile : 0, 1);
+    const int tile = near == nullptr ? find_tile(rest) : next_tile(rest, near->kv_head == kv_head ? near->tile : 0);
     const int units = tile_units(tiles[tile]);
     const int64_t cost = cost_before(1, units), into = rest - cost_before(tile, tiles[tile].work_begin);
-    const int offset = nearest_end(static_cast<int>((2 * into * units + cost) / (2 * cost)), units);
+    const int offset = nearest_end(static_cast<int>(static_cast<double>(into) * units / cost + 0.5), units);
     if (offset < units) return {kv_head, tile, offset};
     return tile + 1 < num_tiles ? Place{kv_head, tile + 1, 0} : Place{kv_head + 1, 0, 0};
   }
 
-  // The last row tile whose cost begins at or before `cost`, which row tile `low` does.
-  QUIRE_HD int tile_at(int64_t cost, int low, int step) const {
-    const auto is_before = [&](int tile) {
-      return tile < num_tiles && cost_before(tile, tiles[tile].work_begin) <= cost;
-    };
-    for (; is_before(low + step); step *= 2) low += step;
-    for (; step > 0; step /= 2) {
-      if (is_before(low + step)) low += step;
+  // The last row tile whose cost begins at or before `cost`: by bisection, or row tile by row tile from `tile` on.
+  QUIRE_HD int find_tile(int64_t cost) const {
+    int tile = 0;
+    for (int step = 1 << 30; step > 0; step /= 2) {
+      if (begins_before(tile + step, cost)) tile += step;
     }
-    return low;
+    return tile;
+  }
+  QUIRE_HD int next_tile(int64_t cost, int tile) const {
+    while (begins_before(tile + 1, cost)) ++tile;
+    return tile;
+  }
+  QUIRE_HD bool begins_before(int tile, int64_t cost) const {
+    return tile < num_tiles && cost_before(tile, tiles[tile].work_begin) <= cost;
   }
 
   // A row tile is not divided where one side would cost less than the start that the division adds.

@@ -318,10 +318,11 @@ struct ScheduleAttention {
         partitions[i] = {0, 0, 0, 0, 0, 0, out_.num_tiles, out_.heads_per_l2_group};
         continue;
       }
-      const WorkLine::Place end = line.begin_of(i + 1, begin);
+      const WorkLine::Place end = line.begin_of(i + 1, &begin);
       const PartialsOfPartition adds(begin, end);
-      partitions[i] = line.between(begin, end, num_partials, num_groups);
-      adds.write(line, partitions[i], end, in_.tile_rows, in_.group_size, groups);
+      const Partition partition = line.between(begin, end, num_partials, num_groups);
+      partitions[i] = partition;
+      adds.write(line, partition, end, in_.tile_rows, in_.group_size, groups);
       num_partials += adds.count(), num_groups += adds.begins;
       begin = end;
     }
