@@ -48,7 +48,6 @@ from typing import Literal
 from quire import _templates, config
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
 from quire.jit import events, progress
-from quire.jit.archive import export_entries, import_entries
 from quire.jit.builder import compile_entry
 from quire.jit.cpu import host_target
 from quire.jit.driver import encode_tensor_map
@@ -74,11 +73,9 @@ __all__ = [
     "denied",
     "encode_tensor_map",
     "explain_miss",
-    "export_entries",
     "forget",
     "get_module",
     "host_target",
-    "import_entries",
     "is_recording",
     "load",
     "lookup",
