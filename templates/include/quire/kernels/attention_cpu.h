@@ -73,12 +73,12 @@ struct AttentionCpu {
 
   static void attend(const AttentionParams& p, const WorkTile& work, Scratch& scratch) {
     const cpu::Rows rows(p, work, kTileRows);
-    const Context c = {p,
-                       rows,
-                       {rows, work.tile.request, Mask<V::kMask, V::kWindow != 0>::of(p, work.tile),
-                        LogitsTransform<V, cpu::Math>(p)},
-                       cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
-                       scratch};
+    const Context c = {
+        p,
+        rows,
+        {rows, work.tile.request, Mask<V::kMask, V::kWindow != 0>::of(p, work.tile), LogitsTransform<V, cpu::Math>(p)},
+        cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
+        scratch};
     clear(scratch, rows.count);
     if (rows.count <= kFewRows) {
       stream_work_tile(c, work);

@@ -1,18 +1,16 @@
 // Attention with the warpgroup matrix instruction and the bulk copy engine: sm_90a, head dims that are multiples of 16.
 //
-// Bound: tensor cores, and through them the card's power. Softmax needs 64 / head_dim of the tensor cores' time, so it
-// has to run beside them: a warpgroup computes S of the next tile and O of the last in one go and does the softmax of
-// one while the other is under way, and warpgroups take turns at the tensor cores (named barriers).
-// Schedule: persistent CTAs, one an SM. Warps of the first warpgroup load keys, values and queries and schedule, one
-// work ahead, so that a work's first tiles travel while the work before it ends; the others own 64 rows each, and
-// compute a work's first scores while they store the results of the work before.
-// What a warp decides (which tile, masked or not) comes from uniform values, so that ring positions and descriptors
-// stay in uniform registers: where ptxas cannot see that, turns take longer and the kernel loses 7 to 14 % (H200,
-// 2026-11-21). Tried on the same day and dropped: softmax pinned before the last wait (-3 to -5 %), queries held in
-// registers (-1 %), L2 hints on copies (0), handing a turn over before its last products (0), results by bulk copies of
-// rows (-5 %: 16 instructions of one lane each), programmatic dependent launch (0), row tiles of short requests in a
-// run on one CTA, which then finds their keys in its stages (-4 %: the copies it saves gain 1 %), and no softmax of the
-// half of a last tile that nobody sees (0): 64 x 128 tokens wait for memory.
+// Bound: tensor cores, and through them the card's power. Softmax takes 64 / head_dim of the tensor cores' time, so it
+// has to run beside them. A warpgroup starts S = Q K^T of the next KV tile together with O += P V of the last one, and
+// computes the softmax of S while O += P V still runs. Warpgroups take turns at the tensor cores, by named barriers.
+// Schedule: persistent CTAs, one an SM. The warps of the first warpgroup load keys, values and queries, and schedule
+// one work tile ahead: the first KV tiles of a work tile are loaded while the work tile before it ends. Each of the
+// other warpgroups owns 64 rows, and starts the first S of a work tile before it stores the results of the one before.
+// Variants come in at apply_softmax(): logits_tile() says which queries and keys a lane's logits belong to, and
+// score_logits() applies the variant's transform and mask (core/logits.h, core/mask.h).
+// Registers: what a warp decides (which KV tile, masked or not) comes from uniform values, so that ring positions and
+// descriptors stay in uniform registers. Otherwise turns take longer, which costs 7 to 14 %.
+// What was tried without success: benchmarks/results/notes-kernels.md.
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
 // has grown.
@@ -55,31 +53,44 @@ struct AttentionFa3 {
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
 
   static constexpr int kWorkStages = 4;
-  static constexpr int kShortTiles = 4;  // a work of so few lets the next but one be scheduled before it ends
-  static constexpr int kBarrierBytes = 256;
-  static constexpr int kOtherBytes = kWorkStages * static_cast<int>(sizeof(Stage)) + kBarrierBytes;
-  static constexpr int kRoom = 227 * 1024 - kOtherBytes;
+  static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
+  static constexpr int kMaxStages = 4;
+
+  // Shared memory, 227 KB: tiles of queries, keys and values at multiples of 1024 bytes, results on their way out, work
+  // stages, mbarriers. What is not queries, keys and values:
+  template <int kQStages, int kStages>
+  struct Barriers {
+    unsigned char work[RingBarriers<kWorkStages>::kBytes], q[RingBarriers<kQStages>::kBytes];
+    unsigned char k[RingBarriers<kStages>::kBytes], v[RingBarriers<kStages>::kBytes];
+  };
+  static constexpr int kCapacity = 227 * 1024;
+  static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>));
+  static constexpr int kTilesCapacity = kCapacity - kOtherBytes;
   // Two tiles of queries where two stages of keys and values still fit: short work tiles then overlap.
-  static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kRoom ? 2 : 1;
-  static constexpr int kStages = max(2, min(4, (kRoom - kQStages * TileQ::kBytes) / kStageBytes));
-  // A work begins before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers that
-  // are not uniform (three stages), nor where registers are short (custom masks).
+  static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kTilesCapacity ? 2 : 1;
+  static constexpr int kStages = max(2, min(kMaxStages, (kTilesCapacity - kQStages * TileQ::kBytes) / kStageBytes));
+  // A work tile starts before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers
+  // that are not uniform (three stages), nor where registers are short (custom masks).
   static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && V::kMask != kMaskCustom;
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
-  // Results leave by way of shared memory where that takes no stage away.
-  static constexpr int kStagedBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
-  static constexpr int kStagedAt = kVAt + kStages * TileV::kBytes;
-  static constexpr bool kIsStaged = kStagedAt + kStagedBytes <= kRoom;
-  static constexpr int kWorkStagesAt = kStagedAt + (kIsStaged ? kStagedBytes : 0);
+  static constexpr int kResultsAt = kVAt + kStages * TileV::kBytes;
+  // Results are stored by way of shared memory where that takes no stage away.
+  static constexpr int kResultBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
+  static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity;
+  static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
   static constexpr int kBarriersAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
-  static_assert(sizeof(Stage) % 8 == 0, "mbarriers follow the slots");
+  using AllBarriers = Barriers<kQStages, kStages>;
+  static_assert(kKAt % 1024 == 0 && kVAt % 1024 == 0 && TileK::kBytes % 1024 == 0 && TileV::kBytes % 1024 == 0,
+                "the 128-byte swizzle repeats every 1024 bytes");
+  static_assert(kWorkStagesAt % alignof(Stage) == 0 && kBarriersAt % 8 == 0, "work stages and mbarriers are aligned");
+  static_assert(sizeof(AllBarriers) == 16 * (kWorkStages + kQStages + 2 * kStages), "a ring has two mbarriers a stage");
 
-  // Registers a thread: what the loading warps give up the others take. A launch gets a multiple of 8 for each thread,
-  // 65,536 at most; asking for more than that hangs. Scheduling takes 56 (it divides 64-bit numbers). Three warpgroups
-  // at 128 keys leave 32: the scheduling warp then spills, once a work.
+  // Registers a thread: the loading warps give up some, the others take them. A launch has a multiple of 8 for each
+  // thread, 65,536 at most; a kernel that asks for more hangs. Scheduling takes 56, because it divides 64-bit numbers.
+  // Three warpgroups at 128 keys leave 32: the scheduling warp then spills, once a work tile.
   static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
   static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kTileKv > 112 ? 160 : 152)
                                            : kWarpgroups == 2 ? 224
@@ -88,12 +99,13 @@ struct AttentionFa3 {
                 "the warps ask for more registers than the launch has, and would wait for them forever");
 
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
-  // Named barriers; 0 is that of the whole CTA.
-  enum Named { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3 };
+  // 0 is the barrier of the CTA (__syncthreads). kTurn + i: warpgroup i may start products; kWarpgroup + i: its
+  // threads.
+  enum NamedBarrier { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3 };
 
  public:
-  static constexpr int kSmemBytes = kBarriersAt + kBarrierBytes;
-  static_assert(kSmemBytes <= 227 * 1024, "the tiles do not fit into shared memory");
+  static constexpr int kSmemBytes = kBarriersAt + static_cast<int>(sizeof(AllBarriers));
+  static_assert(kSmemBytes <= kCapacity, "the tiles do not fit into shared memory");
 
   QUIRE_DEVICE static void run(const AttentionFa3Params& p, unsigned char* smem) {
     const AttentionFa3 self(p, smem);
@@ -119,18 +131,20 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE AttentionFa3(const AttentionFa3Params& p, unsigned char* smem)
       : p_(p), stages_(reinterpret_cast<Stage*>(smem + kWorkStagesAt)), smem_(ptx::smem_address(smem)) {
-    work_.base = smem_ + kBarriersAt;
-    q_.base = work_.base + RingBarriers<kWorkStages>::kBytes;
-    k_.base = q_.base + RingBarriers<kQStages>::kBytes;
-    v_.base = k_.base + RingBarriers<kStages>::kBytes;
+    const uint32_t barriers = smem_ + kBarriersAt;
+    work_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, work));
+    q_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, q));
+    k_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, k));
+    v_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, v));
   }
 
   QUIRE_DEVICE TileQ q_tile(int stage) const { return {smem_ + stage * TileQ::kBytes}; }
   QUIRE_DEVICE TileK k_tile(int stage) const { return {smem_ + kKAt + stage * TileK::kBytes}; }
   QUIRE_DEVICE TileV v_tile(int stage) const { return {smem_ + kVAt + stage * TileV::kBytes}; }
 
-  // Full: who fills arrives, once a slot. Empty: each computing warpgroup does, since a product's reads are over for
-  // all of it at once; of work tiles, which lanes read, each warp but the scheduling one.
+  // Full barriers: the loading warp arrives, once a stage. Empty barriers: each computing warpgroup arrives once,
+  // because the reads of a product end for all of its threads together; work stages are read by lanes, so that each
+  // warp but the scheduling one arrives.
   QUIRE_DEVICE void init_barriers() const {
     work_.init(1, kWarpgroups * 4 + 3);
     q_.init(1, kWarpgroups);
@@ -157,31 +171,31 @@ struct AttentionFa3 {
     bool exists = true, is_short = true;
     for (; exists; at.advance()) {
       work_.wait_empty(at);
-      // Taken too early, long work tiles would make the end of the launch uneven: one of them ahead is enough.
+      // Of long work tiles only one is taken ahead: were two, CTAs would end at less equal times.
       const auto two_before = at.before().before();
       if (!is_short) ptx::mbarrier_wait(work_.empty(two_before.stage()), two_before.parity());
-      Stage& slot = stages_[at.stage()];
+      Stage& current = stages_[at.stage()];
       if (lane == 0) {
         const Stage& before = stages_[at.before().stage()];
-        WorkList::next(p_, before.cursor, slot, number, kTileKv);
+        WorkList::next(p_, before.cursor, current, number, kTileKv);
       }
       __syncwarp();
-      exists = slot.exists;
-      is_short = slot.work.kv_end - slot.work.kv_begin <= kShortTiles;
-      if (exists) slot.prefetch_pages(p_, lane);
+      exists = current.exists;
+      is_short = current.work.kv_end - current.work.kv_begin <= kShortTiles;
+      if (exists) current.read_block_mask(p_, lane);
       if (lane == 0) work_.arrive_full(at);
     }
   }
 
-  // Calls body(slot) for each work.
+  // Calls body(current, position) for each work tile.
   template <class Body>
   QUIRE_DEVICE void for_each_work_stage(Body&& body) const {
     RingPosition<kWorkStages> at;
     for (;;) {
       work_.wait_full(at);
-      Stage& slot = stages_[at.stage()];
-      if (!slot.exists) return;
-      body(slot, at);
+      Stage& current = stages_[at.stage()];
+      if (!current.exists) return;
+      body(current, at);
       at.advance();
     }
   }
@@ -190,27 +204,27 @@ struct AttentionFa3 {
   QUIRE_DEVICE void load_kv(const KvSource& from, RingBarriers<kStages> ring, TileAt&& tile_at, int lane) const {
     if (lane == 0 && !kIsGathered) ptx::prefetch_tensor_map(from.map);
     RingPosition<kStages> stage;
-    for_each_work_stage([&](const Stage& slot, RingPosition<kWorkStages> at) {
-      TileWalk<V> walk(slot);
-      Loader next(p_.base, from, slot.work, lane);
-      bool is_landing = false;
-      if (walk.exists()) next.fetch(walk.tile());
+    for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
+      KvTileWalk<V> walk(current);
+      Loader next(p_.base, from, current.work, lane);
+      bool is_copying = false;
+      if (walk.exists()) next.prefetch_pages(walk.tile());
 #pragma unroll 1
       while (walk.exists()) {
-        next.locate();
+        next.resolve_pages();
         const Loader loader = next;
         walk.advance();
-        if (walk.exists()) next.fetch(walk.tile());
+        if (walk.exists()) next.prefetch_pages(walk.tile());
         ring.wait_empty(stage);
         loader.load(tile_at(stage.stage()), ring.full(stage.stage()));
         if constexpr (kIsGathered) {
-          if (is_landing) Loader::template land<1>(ring.full(stage.before().stage()));
-          is_landing = true;
+          if (is_copying) Loader::template arrive_copied<1>(ring.full(stage.before().stage()));
+          is_copying = true;
         }
         stage.advance();
       }
       if constexpr (kIsGathered) {
-        if (is_landing) Loader::template land<0>(ring.full(stage.before().stage()));
+        if (is_copying) Loader::template arrive_copied<0>(ring.full(stage.before().stage()));
       }
       __syncwarp();
       if (lane == 0) work_.arrive_empty(at);
@@ -220,17 +234,17 @@ struct AttentionFa3 {
   QUIRE_DEVICE void load_q(int lane) const {
     if (lane == 0 && q_by_tma()) ptx::prefetch_tensor_map(&p_.tensor_q);
     RingPosition<kQStages> stage;
-    for_each_work_stage([&](const Stage& slot, RingPosition<kWorkStages> at) {
-      const bool has_tiles = TileWalk<V>(slot).exists();
+    for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
+      const bool has_tiles = KvTileWalk<V>(current).exists();
       if (lane == 0 && q_by_tma() && has_tiles) {
         q_.wait_empty(stage);
         const uint32_t barrier = q_.full(stage.stage());
         ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
-        const int token = slot.work.tile.qo_begin + p_.base.group.div(slot.work.tile.row_begin);
+        const int token = current.work.tile.qo_begin + p_.base.group.div(current.work.tile.row_begin);
 #pragma unroll
         for (int i = 0; i < TileQ::kAtoms; ++i) {
           ptx::tma_load_4d(q_tile(stage.stage()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
-                           slot.work.kv_head);
+                           current.work.kv_head);
         }
         stage.advance();
       }
@@ -239,13 +253,13 @@ struct AttentionFa3 {
     });
   }
 
-  // Where a computing warpgroup stands in the rings. Values are one tile behind keys.
+  // A computing warpgroup's next stages. Values are one KV tile behind keys.
   struct Rings {
     RingPosition<kQStages> q;
     RingPosition<kStages> k;
   };
 
-  // A warpgroup's rows and what it knows of them.
+  // The state of a warpgroup's rows.
   struct Rows {
     float o[kVo / 2];
     WarpgroupSoftmax softmax;
@@ -267,22 +281,22 @@ struct AttentionFa3 {
       if (!ptx::uniform(stages_[at.stage()].exists)) break;
       Rows rows;
       rows.clear();
-      if (ptx::uniform(TileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
-      Stage& slot = stages_[at.stage()];
-      store(rows, slot);
-      leave(at);
+      if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
+      Stage& current = stages_[at.stage()];
+      store(rows, current);
+      release_work_tile(at);
     }
   }
 
-  QUIRE_DEVICE void leave(RingPosition<kWorkStages>& at) const {
+  QUIRE_DEVICE void release_work_tile(RingPosition<kWorkStages>& at) const {
     __syncwarp();
     if (ptx::lane_id() == 0) work_.arrive_empty(at);
     at.advance();
   }
 
-  // Work tiles that have tiles, from `at` on, until one whose successor has none; that one's rows are not stored yet.
-  // The first scores of a work are on their way before the rows of the work before it are stored: the tensor cores have
-  // work meanwhile, and the softmax that follows does not wait.
+  // Computes work tiles that have KV tiles, from `at` on, up to one whose successor has none; that one's rows are not
+  // stored yet. The first S of a work tile is started before the rows of the work tile before it are stored, so that
+  // the tensor cores have work meanwhile.
   QUIRE_DEVICE void attend_work_tiles(Rows& rows, RingPosition<kWorkStages>& at, Rings& rings) const {
     const int turn = ptx::uniform(warpgroup());
     float s[kTileKv / 2];
@@ -291,15 +305,15 @@ struct AttentionFa3 {
 #pragma unroll 1
     for (;;) {
       if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
-      Stage& slot = stages_[at.stage()];
-      attend(rows, s, slot, rings, turn);
+      Stage& current = stages_[at.stage()];
+      attend(rows, s, current, rings, turn);
       const auto last = rings.k.before();
       v_.wait_full(last);
       const auto next = at.after();
-      bool goes_on = kIsEarly && ptx::uniform(slot.work.is_whole());
+      bool goes_on = kIsEarly && ptx::uniform(current.work.is_whole());
       if (goes_on) {
         work_.wait_full(next);
-        goes_on = ptx::uniform(stages_[next.stage()].exists && TileWalk<V>(stages_[next.stage()]).exists());
+        goes_on = ptx::uniform(stages_[next.stage()].exists && KvTileWalk<V>(stages_[next.stage()]).exists());
       }
       if (!goes_on) {
         start_AB<T, TileV>(rows.o, rows.p, values(last));
@@ -316,8 +330,8 @@ struct AttentionFa3 {
       ptx::pin(rows.o);
       if (is_leader()) v_.arrive_empty(last);
       rows.softmax.reduce();
-      store_whole(rows, slot.work, lane_row(ptx::lane_id()), ptx::lane_id());
-      leave(at);
+      store_whole(rows, current.work, lane_row(ptx::lane_id()), ptx::lane_id());
+      release_work_tile(at);
       rows.clear();
     }
   }
@@ -326,35 +340,35 @@ struct AttentionFa3 {
     return {q_tile(at.stage()).base + turn * 64 * 128, 16};
   }
 
-  // Until the queries and first keys of a work are there.
-  QUIRE_DEVICE void wait_work_tile(const Stage& slot, const Rings& rings) const {
+  // Until the queries and first keys of a work tile are loaded.
+  QUIRE_DEVICE void wait_work_tile(const Stage& current, const Rings& rings) const {
     if (q_by_tma()) {
       q_.wait_full(rings.q);
     } else {
-      copy_q(q_tile(rings.q.stage()), slot.work);
+      copy_q(q_tile(rings.q.stage()), current.work);
     }
     k_.wait_full(rings.k);
   }
 
-  // The main loop: o, m and d of this warpgroup's 64 rows over the work's key tiles, but for the last tile's values.
-  // s: scores of the first tile, under way.
-  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, Rings& rings, int turn) const {
-    TileWalk<V> walk(slot);
-    const WholeTiles<V> whole(p_.base, slot, slot.work.tile.row_begin + turn * 64);
+  // The main loop: O, m and d of this warpgroup's 64 rows over the KV tiles of the work tile, except O += P V of the
+  // last KV tile. s: S of the first KV tile, which is being computed.
+  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Stage& current, Rings& rings, int turn) const {
+    KvTileWalk<V> walk(current);
+    const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
     const TileDescriptor q = queries(rings.q, turn);
-    first_tile(rows, s, slot, rings, walk.tile());
+    first_tile(rows, s, current, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
-      if (whole.contains(walk)) {
-        next_tile<false>(rows, slot, rings, q, turn, walk.tile());
+      if (full.contains(walk)) {
+        next_tile<false>(rows, current, rings, q, turn, walk.tile());
       } else {
-        next_tile<true>(rows, slot, rings, q, turn, walk.tile());
+        next_tile<true>(rows, current, rings, q, turn, walk.tile());
       }
     }
     if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
     rings.q.advance();
   }
 
-  // Asked anew each time: registers are short.
+  // Read anew each time: registers are short.
   QUIRE_DEVICE static int warpgroup() { return ptx::thread_id() / 128 - 1; }
   QUIRE_DEVICE static bool is_leader() { return ptx::thread_id() % 128 == 0; }
 
@@ -366,30 +380,34 @@ struct AttentionFa3 {
     return {v_tile(at.stage()).base, TileV::kAtomBytes};
   }
 
-  // The rightmost tile, whose S is under way: its softmax alone.
-  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Stage& slot, Rings& rings, int tile) const {
-    TileBits<V, 2> mask;
-    mask.read(logits_tile(slot, tile));
+  // The rightmost KV tile, whose S is being computed: its softmax alone.
+  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Stage& current, Rings& rings,
+                               int tile) const {
+    TileBits<V, 2> bits;
+    bits.read(logits_tile(current, tile));
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    apply_softmax<true>(rows, s, slot, tile, mask);
+    apply_softmax<true>(rows, s, current, tile, bits);
     round_weights<T>(s, rows.p);
     // Values from kv_len on may be anything, and 0 * NaN is NaN. The gather has put zeros there.
-    const int valid = slot.work.tile.kv_len - tile * kTileKv;
+    const int valid = current.work.tile.kv_len - tile * kTileKv;
     if (!kIsGathered && valid < kTileKv) clear_values(rings.k.before(), valid);
   }
 
-  // S of this tile and, beside it, O of the tile before; then the softmax of S while O is still under way.
+  // Starts S = Q K^T of this KV tile and O += P V of the one before it, and computes the softmax of S while O += P V
+  // runs.
   template <bool kMasked>
-  QUIRE_DEVICE void next_tile(Rows& rows, const Stage& slot, Rings& rings, TileDescriptor q, int turn, int tile) const {
+  QUIRE_DEVICE void next_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn,
+                              int tile) const {
     float s[kTileKv / 2];
-    // All that can be looked up and waited for comes before the turn: tensor cores are idle from hand-over to product.
+    // All waiting and reading comes before the turn: tensor cores are idle from when a turn is handed over to the
+    // products.
     const auto before = rings.k.before();
     const TileDescriptor k = keys(rings.k), v = values(before);
-    TileBits<V, 2> mask;
-    if constexpr (kMasked) mask.read(logits_tile(slot, tile));
+    TileBits<V, 2> bits;
+    if constexpr (kMasked) bits.read(logits_tile(current, tile));
     v_.wait_full(before);
     k_.wait_full(rings.k);
     if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + turn, 256);
@@ -400,7 +418,7 @@ struct AttentionFa3 {
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    apply_softmax<kMasked>(rows, s, slot, tile, mask);
+    apply_softmax<kMasked>(rows, s, current, tile, bits);
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
 #pragma unroll
@@ -501,7 +519,7 @@ struct AttentionFa3 {
       const int warp = ptx::thread_id() / 32 - 4, first = work.tile.row_begin + warp * 16;
       const WorkTile::Place at = work.place(p.group, min(first + lane % 16, work.row_end - 1));
       const int64_t begin = at.token * p.o_token_stride + at.head * p.o_head_stride;  // a multiple of 8
-      const StagedRows<kVo> staged = {smem_ + kStagedAt + warp * StagedRows<kVo>::kBytes};
+      const StagedRows<kVo> staged = {smem_ + kResultsAt + warp * StagedRows<kVo>::kBytes};
       staged.store(static_cast<T*>(p.o), static_cast<uint32_t>(begin >> 3), work.row_end - first, rows.o, scale, lane);
     }
   }

@@ -114,7 +114,7 @@ inline void accumulate_values(float* o, const float* s, const float* v, const fl
 // The same where a value is infinite or NaN and some rows must not see it: 0 * NaN is NaN, so a weight of 0 is skipped.
 template <int kDim>
 inline void accumulate_visible_values(float* o, const float* s, const float* v, const float* alpha, KeyRange keys,
-                                   int count) {
+                                      int count) {
   for (int row = 0; row < count; ++row, o += kDim) {
     for (int d = 0; d < kDim; d += kLanes) store(o + d, load(o + d) * alpha[row]);
     for (int key = keys.begin; key < keys.end; ++key) {

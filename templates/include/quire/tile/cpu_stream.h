@@ -107,8 +107,8 @@ inline void stream_visible_values(float* o, const float* s, float alpha, const K
   for (int d = 0; d < kDim; d += kLanes) store(o + d, sum[d / kLanes]);
 }
 
-// Softmax over s[0, count) of one row, in place: s becomes p. score(x, at): what becomes of the row's q . k for the keys
-// from `at` on, a vector of them. Returns the factor of what was summed before.
+// Softmax over s[0, count) of one row, in place: s becomes p. score(x, at): what becomes of the row's q . k for the
+// keys from `at` on, a vector of them. Returns the factor of what was summed before.
 template <class Score>
 inline float stream_softmax(float* s, int count, Score&& score, float& m, float& d) {
   Floats top = broadcast(m), sum = {};

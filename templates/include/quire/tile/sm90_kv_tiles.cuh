@@ -1,5 +1,5 @@
-// Which key tiles of a work are computed, and which of them need masking: from right to left, so that the tiles that a
-// causal mask and kv_len touch come first.
+// Which KV tiles of a work tile are computed, and which of them need masking. KV tiles are computed from right to left,
+// so that those come first which a causal mask and kv_len cut.
 #pragma once
 #include "quire/tile/sm90_scheduler.cuh"
 #include "quire/ptx/wgmma.cuh"
@@ -10,48 +10,49 @@ namespace quire {
 // A work tile as the scheduling warp hands it on.
 template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
 struct WorkStage : CurrentWork {
-  QUIRE_DEVICE void prefetch_pages(const AttentionFa3Params&, int) {}
+  QUIRE_DEVICE void read_block_mask(const AttentionFa3Params&, int) {}
   QUIRE_DEVICE const uint8_t* bits() const { return nullptr; }
 };
 
-// With its request's bits and the block_mask of its tiles, a bit each. The block_mask of the first kWords * 32 tiles
-// lie here, because each of the warps would wait for the others a trip to memory long.
+// With the bits of its request's mask and the block mask of its KV tiles, two bits each. The block mask of the first
+// kWords * 32 KV tiles is read once, by the scheduling warp: each of the other warps would wait for memory.
 template <class V>
 struct WorkStage<V, true> : CurrentWork {
   static constexpr int kWords = 32;
   const uint8_t* mask_bits;
   const uint8_t* block_mask;
-  uint32_t seen[kWords], whole[kWords];
+  uint32_t visible[kWords], full[kWords];
 
   QUIRE_DEVICE const uint8_t* bits() const { return mask_bits; }
 
   // One warp.
-  QUIRE_DEVICE void prefetch_pages(const AttentionFa3Params& p, int lane) {
+  QUIRE_DEVICE void read_block_mask(const AttentionFa3Params& p, int lane) {
     const uint8_t* first = p.block_mask + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
     const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
     if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[work.tile.request], block_mask = first;
 #pragma unroll 4
     for (int i = 0; i < words; ++i) {
-      uint32_t seen_bits, whole_bits;
-      vote(first, i, seen_bits, whole_bits, lane);
-      if (lane == 0) seen[i] = seen_bits, whole[i] = whole_bits;
+      uint32_t visible_bits, full_bits;
+      vote(first, i, visible_bits, full_bits, lane);
+      if (lane == 0) visible[i] = visible_bits, full[i] = full_bits;
     }
   }
 
-  // The block_mask of 32 tiles from tile 32 * i of the work on. Whole warps.
-  QUIRE_DEVICE void vote(const uint8_t* first, int i, uint32_t& seen_bits, uint32_t& whole_bits, int lane) const {
+  // The block mask of 32 KV tiles, from KV tile 32 * i of the work tile on. All lanes of a warp together.
+  QUIRE_DEVICE void vote(const uint8_t* first, int i, uint32_t& visible_bits, uint32_t& full_bits, int lane) const {
     const int at = 32 * i + lane;
     const int found = at < work.kv_end - work.kv_begin ? __ldg(first + at) : 0;
-    seen_bits = __ballot_sync(0xffffffffu, found & kBlockVisible);
-    whole_bits = __ballot_sync(0xffffffffu, found & kBlockFull);
+    visible_bits = __ballot_sync(0xffffffffu, found & kBlockVisible);
+    full_bits = __ballot_sync(0xffffffffu, found & kBlockFull);
   }
 };
 
-// Goes through a work's tiles, whole warps at a time. All warps of the CTA take the same path.
+// Goes through the KV tiles of a work tile. All lanes of a warp together; all warps of the CTA take the same path.
 template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
-class TileWalk {
+class KvTileWalk {
  public:
-  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot) : begin_(slot.work.kv_begin), tile_(slot.work.kv_end - 1) {}
+  QUIRE_DEVICE explicit KvTileWalk(const WorkStage<V>& stage)
+      : begin_(stage.work.kv_begin), tile_(stage.work.kv_end - 1) {}
 
   QUIRE_DEVICE bool exists() const { return tile_ >= begin_; }
   QUIRE_DEVICE int tile() const { return tile_; }
@@ -61,13 +62,14 @@ class TileWalk {
   int begin_, tile_;
 };
 
-// Leaves out tiles that no row sees. A word of block_mask lasts for 32 tiles: reading each tile's from shared memory
-// would stand in the way of its products.
+// Passes over KV tiles that no row sees. A word of the block mask serves 32 KV tiles, because reading shared memory for
+// each KV tile would delay its products.
 template <class V>
-class TileWalk<V, true> {
+class KvTileWalk<V, true> {
  public:
-  QUIRE_DEVICE explicit TileWalk(const WorkStage<V>& slot) : slot_(slot), begin_(ptx::uniform(slot.work.kv_begin)) {
-    const int last = ptx::uniform(slot.work.kv_end) - begin_ - 1;
+  QUIRE_DEVICE explicit KvTileWalk(const WorkStage<V>& stage)
+      : stage_(stage), begin_(ptx::uniform(stage.work.kv_begin)) {
+    const int last = ptx::uniform(stage.work.kv_end) - begin_ - 1;
     word_ = last >> 5;  // -1 where there is no tile
     read();
     advance();
@@ -75,47 +77,48 @@ class TileWalk<V, true> {
 
   QUIRE_DEVICE bool exists() const { return word_ >= 0; }
   QUIRE_DEVICE int tile() const { return begin_ + word_ * 32 + bit_; }
-  QUIRE_DEVICE bool is_whole() const { return (whole_ >> bit_) & 1; }
+  QUIRE_DEVICE bool is_full() const { return (full_ >> bit_) & 1; }
 
   QUIRE_DEVICE void advance() {
-    while (seen_ == 0 && word_ >= 0) --word_, read();
-    bit_ = 31 - __clz(seen_);
-    seen_ ^= 1u << (bit_ & 31);
+    while (visible_ == 0 && word_ >= 0) --word_, read();
+    bit_ = 31 - __clz(visible_);
+    visible_ ^= 1u << (bit_ & 31);
   }
 
  private:
   QUIRE_DEVICE void read() {
-    seen_ = whole_ = 0;
+    visible_ = full_ = 0;
     if (word_ < 0) return;
     if (word_ < WorkStage<V>::kWords) {
-      seen_ = slot_.seen[word_], whole_ = slot_.whole[word_];
+      visible_ = stage_.visible[word_], full_ = stage_.full[word_];
     } else {
-      slot_.vote(slot_.block_mask, word_, seen_, whole_, ptx::lane_id());
+      stage_.vote(stage_.block_mask, word_, visible_, full_, ptx::lane_id());
     }
-    seen_ = ptx::uniform(seen_), whole_ = ptx::uniform(whole_);
+    visible_ = ptx::uniform(visible_), full_ = ptx::uniform(full_);
   }
 
-  const WorkStage<V>& slot_;
+  const WorkStage<V>& stage_;
   int begin_, word_, bit_;
-  uint32_t seen_, whole_;  // of this word; `seen_` loses the tiles that were walked
+  uint32_t visible_, full_;  // of this word; `visible_` loses the KV tiles that were visited
 };
 
-// The tiles of which 64 rows from `row` on see every key.
+// The KV tiles of which 64 rows from `row` on see every key: they need no masking.
 template <class V>
-class WholeTiles {
+class FullTiles {
  public:
-  QUIRE_DEVICE WholeTiles(const AttentionParams& p, const WorkStage<V>& slot, int row) : tiles_{0, 0} {
+  QUIRE_DEVICE FullTiles(const AttentionParams& p, const WorkStage<V>& stage, int row) : tiles_{0, 0} {
     if constexpr (V::kMask == kMaskCustom) return;
-    const int end = slot.work.row_end;
+    const int end = stage.work.row_end;
     const int first = p.group.div(min(row, end - 1)), last = p.group.div(min(row + 64, end) - 1);
-    const Mask<V::kMask, V::kWindow != 0> mask = {slot.work.tile.qo_len, slot.work.tile.kv_len, p.window_left, nullptr};
+    const Mask<V::kMask, V::kWindow != 0> mask = {stage.work.tile.qo_len, stage.work.tile.kv_len, p.window_left,
+                                                  nullptr};
     const KeyRange keys = mask.all(first, last);
     tiles_ = {ptx::uniform(ceil_div(keys.begin, V::kTileKv)), ptx::uniform(keys.end / V::kTileKv)};
   }
 
-  QUIRE_DEVICE bool contains(const TileWalk<V>& walk) const {
+  QUIRE_DEVICE bool contains(const KvTileWalk<V>& walk) const {
     if constexpr (V::kMask == kMaskCustom)
-      return walk.is_whole();
+      return walk.is_full();
     else
       return tiles_.contains(walk.tile());
   }

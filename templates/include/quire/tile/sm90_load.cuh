@@ -1,5 +1,6 @@
-// Keys and values on their way into swizzled tiles of shared memory, one warp for each of the two. Three ways: ragged
-// rows in one box a column of atoms, pages in one box each, and a gather of rows for pages too small for a box.
+// Loads keys and values into swizzled tiles of shared memory: one warp loads keys, one values. There are three ways.
+// The copy engine brings ragged rows in one box for each column of atoms, or pages in one box each; pages too small for
+// a box are gathered row by row.
 #pragma once
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/copy.cuh"
@@ -33,9 +34,10 @@ struct KvSource {
   }
 };
 
-// fetch(i) looks tile i up, locate() waits for what that found, load() starts the copy. All lanes call each. kArrivals
-// threads arrive at the barrier that counts a tile's arrival. Each instruction counts: the computing warps of two
-// schedulers share them with these, and are as fast as the slowest.
+// prefetch_pages(i) starts to read the page numbers of KV tile i, resolve_pages() waits for them, load() starts to
+// copy. All lanes call each. kArrivals threads arrive at the full barrier of a KV tile. Each instruction here counts:
+// two of the SM's four schedulers issue it in place of one of a computing warp, and all computing warps wait for the
+// slowest.
 template <class V, KvPath kPath = kv_path<V>()>
 class KvLoader {
  public:
@@ -44,8 +46,8 @@ class KvLoader {
   QUIRE_DEVICE KvLoader(const AttentionParams&, const KvSource& from, const WorkTile& work, int lane)
       : map_(from.map), work_(work), lane_(lane) {}
 
-  QUIRE_DEVICE void fetch(int i) { token_ = i * V::kTileKv; }
-  QUIRE_DEVICE void locate() {}
+  QUIRE_DEVICE void prefetch_pages(int i) { token_ = i * V::kTileKv; }
+  QUIRE_DEVICE void resolve_pages() {}
 
   template <class Tile>
   QUIRE_DEVICE void load(Tile dst, uint32_t barrier) const {
@@ -64,8 +66,7 @@ class KvLoader {
   int lane_, token_;
 };
 
-// One lane a box of kBoxRows rows. Boxes beyond kv_len come from page -1: outside of the tensor, hence zeros. (One lane
-// for all boxes is 2 to 4 % slower, although the compiler makes a loop over lanes of these copies: H200, 2026-11-21.)
+// One lane a box of kBoxRows rows. Boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
 template <class V>
 class KvLoader<V, KvPath::kPages> {
  public:
@@ -77,13 +78,13 @@ class KvLoader<V, KvPath::kPages> {
   QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
       : p_(p), map_(from.map), work_(work), lane_(lane) {}
 
-  QUIRE_DEVICE void fetch(int i) {
+  QUIRE_DEVICE void prefetch_pages(int i) {
     const int token = i * V::kTileKv + lane_ * kBoxRows;
     row_ = token % V::kPageSize;
     page_ = -1;
     if (lane_ < kBoxes && token < work_.tile.kv_len) page_ = p_.kv_indices[work_.tile.kv_first + token / V::kPageSize];
   }
-  QUIRE_DEVICE void locate() {}
+  QUIRE_DEVICE void resolve_pages() {}
 
   template <class Tile>
   QUIRE_DEVICE void load(Tile dst, uint32_t barrier) const {
@@ -104,8 +105,8 @@ class KvLoader<V, KvPath::kPages> {
   int lane_, row_, page_;
 };
 
-// Each lane looks up one token in 32; rows are then copied four at a time, eight lanes a row, their places passed round
-// by shuffles. Tokens from kv_len on arrive as zeros: a copy of no bytes reads no address.
+// Each lane finds the row of one token in 32. Rows are then copied four at a time by eight lanes each, to which
+// shuffles pass the row's place. Tokens from kv_len on arrive as zeros: a copy of no bytes reads no address.
 template <class V>
 class KvLoader<V, KvPath::kGather> {
  public:
@@ -117,10 +118,10 @@ class KvLoader<V, KvPath::kGather> {
     asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
   }
 
-  QUIRE_DEVICE void fetch(int i) {
+  QUIRE_DEVICE void prefetch_pages(int i) {
     token_ = i * V::kTileKv;
 #pragma unroll
-    for (int j = 0; j < kLookups; ++j) {
+    for (int j = 0; j < kTokensPerLane; ++j) {
       const int token = min(token_ + j * 32 + lane_, work_.tile.kv_len - 1), index = p_.page.div(token);
       row_[j] = token - index * static_cast<int>(p_.page.divisor);
       page_[j] = p_.kv_indices[work_.tile.kv_first + index];
@@ -128,9 +129,9 @@ class KvLoader<V, KvPath::kGather> {
   }
 
   // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
-  QUIRE_DEVICE void locate() {
+  QUIRE_DEVICE void resolve_pages() {
 #pragma unroll
-    for (int j = 0; j < kLookups; ++j) {
+    for (int j = 0; j < kTokensPerLane; ++j) {
       place_[j] = page_[j] * static_cast<uint32_t>(from_.page_stride >> 3) +
                   row_[j] * static_cast<uint32_t>(from_.token_stride >> 3);
     }
@@ -147,38 +148,38 @@ class KvLoader<V, KvPath::kGather> {
     ptx::cp_async_commit();
   }
 
-  // Tells the barrier of a tile that it is there: of all tiles but the latest kLater. The writer orders its copies
-  // before the tensor cores' reads; were the readers to do it, the time would be theirs.
+  // Waits for the copies of all KV tiles but the latest kLater, and arrives at the full barrier of the last of those.
+  // The writer orders its copies before the tensor cores' reads, which costs the readers nothing.
   template <int kLater>
-  QUIRE_DEVICE static void land(uint32_t barrier) {
+  QUIRE_DEVICE static void arrive_copied(uint32_t barrier) {
     ptx::cp_async_wait<kLater>();
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(barrier);
   }
 
  private:
-  static constexpr int kLookups = ceil_div(V::kTileKv, 32);
+  static constexpr int kTokensPerLane = ceil_div(V::kTileKv, 32);
 
   // In step i, rows i, 8 + i, 16 + i and 24 + i of each 32: all have one permutation, and a shuffle among eight lanes
   // takes i from the instruction.
-  template <bool kIsWhole, class Tile>
+  template <bool kIsFull, class Tile>
   QUIRE_DEVICE void copy(Tile dst, int left) const {
     const int eight = lane_ & ~7, first = dst.base + eight * 128 + (lane_ & 7) * 16;
-    const int room = V::kTileKv - eight, rest = left - eight;  // compared with numbers, not with a register each
+    const int tile_rest = V::kTileKv - eight, rest = left - eight;  // compared with numbers, not with a register each
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t to = (first ^ i * 16) + i * 128;
 #pragma unroll
-      for (int j = 0; j < kLookups; ++j) {
+      for (int j = 0; j < kTokensPerLane; ++j) {
         const uint64_t chunks = __shfl_sync(0xffffffffu, place_[j], i, 8);
         const int row = j * 32 + i;
-        if (j * 32 + 31 >= V::kTileKv && row >= room) continue;
+        if (j * 32 + 31 >= V::kTileKv && row >= tile_rest) continue;
         const unsigned char* src = reinterpret_cast<const unsigned char*>(base_ + chunks * 16);
 #pragma unroll
         for (int atom = 0; atom < Tile::kAtoms; ++atom) {
           if ((atom + 1) * 8 > Tile::kChunks && atom * 8 + (lane_ & 7) >= Tile::kChunks) continue;
           const uint32_t at = to + j * 32 * 128 + atom * Tile::kAtomBytes;
-          if constexpr (kIsWhole) {
+          if constexpr (kIsFull) {
             ptx::cp_async_16(at, src + atom * 128);
           } else {
             ptx::cp_async_16(at, src + atom * 128, row < rest ? 16 : 0);
@@ -193,8 +194,8 @@ class KvLoader<V, KvPath::kGather> {
   const WorkTile& work_;
   uint64_t base_;  // this lane's column of the head
   int lane_, token_;
-  int page_[kLookups], row_[kLookups];
-  uint32_t place_[kLookups];
+  int page_[kTokensPerLane], row_[kTokensPerLane];
+  uint32_t place_[kTokensPerLane];
 };
 
 }  // namespace quire

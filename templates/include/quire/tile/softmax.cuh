@@ -6,7 +6,7 @@
 
 namespace quire {
 
-// Below every logit, and finite: a row that has seen no key gives exp2(-inf - kNoLogit) = 0 instead of NaN.
+// Below every logit, and finite: a row that sees no key gives exp2(-inf - kNoLogit) = 0 instead of NaN.
 constexpr float kNoLogit = -3.0e38f;
 
 // A row's reference maximum may lag behind its true maximum by this many powers of two. Then p is at most 2^8, which
