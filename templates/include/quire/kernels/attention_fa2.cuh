@@ -51,8 +51,8 @@ struct AttentionFa2 {
   // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they
   // are refilled together, one barrier a tile.
   static constexpr bool kEager = kM == 1 && kStages == 2;
-  static constexpr int kTableSlots = kEager ? 3 : 2;
-  using Rows = KvRows<V, kThreads, kTableSlots>;
+  static constexpr int kTableStages = kEager ? 3 : 2;
+  using Rows = KvRows<V, kThreads, kTableStages>;
 
   static constexpr int kSteps = kTileKv / 16;  // of o += p v
   static constexpr Fa2Pipeline kOrder = fa2_pipeline<V>();
@@ -172,13 +172,13 @@ struct AttentionFa2 {
           mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
           if (kOrder.end_late && k == kSteps - 1) more = i + 1 < work_.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
-          if (k == 0) rows.prefetch_pages(i + kTableSlots);
+          if (k == 0) rows.prefetch_pages(i + kTableStages);
           if (k == kOrder.keys_after && !kEager) copy_keys(rows, i + 1);
           if (k == kOrder.keys_after + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
         if constexpr (kOrder.end_late) more = i + 1 < work_.kv_end;
-        rows.prefetch_pages(i + kTableSlots);
+        rows.prefetch_pages(i + kTableStages);
         if constexpr (!kEager) copy_keys(rows, i + 1);
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
       }
@@ -186,7 +186,7 @@ struct AttentionFa2 {
         __syncthreads();  // all are done with v of tile i
         copy_values(rows, i + 2);
       }
-      rows.publish_offsets(i + kTableSlots);
+      rows.publish_offsets(i + kTableStages);
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();

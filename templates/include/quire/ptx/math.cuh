@@ -22,10 +22,10 @@ QUIRE_DEVICE float rcp(float x) {
   return y;
 }
 
-// x, but no further from 0 than `most`; a NaN stays one. sm_86 and newer.
-QUIRE_DEVICE float clamp_nan(float x, float most) {
+// The lesser of two numbers; NaN if one is.
+QUIRE_DEVICE float min_nan(float a, float b) {
   float y;
-  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(most));
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 

@@ -10,7 +10,8 @@ namespace quire::cpu {
 constexpr int kStreamRows = kVectorRegisters == 32 ? 4 : 2;  // rows at a time: kStreamRows * kStreamKeys accumulators
 constexpr int kStreamKeys = 4;
 
-// s[kRows][keys] = q[kRows][kDim] . k_rows[key], for count keys; s has kStride numbers a row and room for whole blocks.
+// s[kRows][keys] = q[kRows][kDim] . k_rows[key], for count keys; s has kStride numbers a row, and capacity for whole
+// blocks.
 template <int kDim, int kRows, int kStride, bool kPrefetch, class Kv>
 inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, const Kv* const* prefetch, int count) {
   for (int key = 0; key < count; key += kStreamKeys) {

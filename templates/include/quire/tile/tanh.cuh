@@ -1,4 +1,4 @@
-// tanh of logits, within 2e-6 absolutely. (tanh.approx is good to 5e-4.)
+// tanh of logits from exp2 and a reciprocal, within 1e-6 absolutely. (tanh.approx is good to 5e-4.)
 #pragma once
 #include "quire/core/types.h"
 #include "quire/ptx/math.cuh"
@@ -11,35 +11,22 @@ struct Four {
   T at[4];
 };
 
-// tanh(x / kTanhUnit) = n / d: a minimax rational function of degree 7 up to an argument of 7, from where it is 1. In
-// this unit both polynomials of x^2 begin with 1.
-struct Fraction {
-  float n, d;
-};
-constexpr float kTanhUnit = 0.027607948789784433f;
-QUIRE_DEVICE Fraction rational_tanh(float x) {
-  x = ptx::clamp_nan(x, 7.f * kTanhUnit);
-  const float t = x * x;
-  const float n = fmaf(fmaf(t + 4.41605873e-01f, t, 1.81854567e-02f), t, 1.12670027e-04f);
-  const float d = fmaf(fmaf(t + 1.12828137e-01f, t, 1.86236577e-03f), t, 3.11060176e-06f);
-  return {x * n, d};
-}
-
-// tanh(x * scale). kPairs: without exp2, and with one reciprocal for two logits, because the special-function unit is
-// the bottleneck beside softmax's exp2. A NaN then reaches both logits of its pair.
+// tanh(x * scale) = 1 - 2 / d with d = 1 + exp(2 * x * scale). kPairs: two logits share a reciprocal, because the
+// special-function unit is the bottleneck beside softmax's exp2. A NaN then reaches both logits of its pair.
 template <bool kPairs>
 QUIRE_DEVICE Four<float> tanh_of_four(const Four<float>& x, float scale) {
-  const float unit_scale = scale * (kPairs ? kTanhUnit : 2.f * kLog2e);
+  const float exp_scale = scale * (2.f * kLog2e);
   Four<float> y;
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
-    if constexpr (kPairs) {
-      const Fraction left = rational_tanh(x.at[i] * unit_scale), right = rational_tanh(x.at[i + 1] * unit_scale);
-      const float reciprocal = ptx::rcp(left.d * right.d);
-      y.at[i] = left.n * right.d * reciprocal, y.at[i + 1] = right.n * left.d * reciprocal;
+    if constexpr (kPairs) {  // halves of d, of which the product stays finite
+      const float left = 0.5f + ptx::ex2(ptx::min_nan(fmaf(x.at[i], exp_scale, -1.f), 30.f));
+      const float right = 0.5f + ptx::ex2(ptx::min_nan(fmaf(x.at[i + 1], exp_scale, -1.f), 30.f));
+      const float reciprocal = ptx::rcp(left * right);
+      y.at[i] = 1.f - reciprocal * right, y.at[i + 1] = 1.f - reciprocal * left;
     } else {
-      y.at[i] = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x.at[i] * unit_scale));
-      y.at[i + 1] = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x.at[i + 1] * unit_scale));
+      y.at[i] = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x.at[i] * exp_scale));
+      y.at[i + 1] = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x.at[i + 1] * exp_scale));
     }
   }
   return y;
