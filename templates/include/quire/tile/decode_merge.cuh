@@ -67,7 +67,10 @@ class DecodeEnding {
       __syncthreads();
     } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), threadIdx.x == 0,
                             smem_.fixed.is_last, [] { __syncthreads(); })) {
-      merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
+      if constexpr (V::kTileRows == 64)
+        call_merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
+      else
+        merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
     }
   }
 

@@ -27,9 +27,10 @@ constexpr Fa2Pipeline fa2_pipeline() {
     constexpr bool kBits = V::kMask == kMaskCustom || V::kMask == kMaskTree;
     constexpr bool kEarly = V::kPaged != 0 && (kBits || (V::kMask == kMaskNone && V::kWindow != 0));
     if constexpr (ptx::kBeforeSm90) return kEarly ? Fa2Pipeline{0, 4, true} : Fa2Pipeline{2, 2, true};
-    // A custom mask or a cap: copies wait until most of s is used, v comes in fours.
+    // A custom mask, a cap, or ragged keys without any mask: copies wait until most of s is used, v comes in fours.
     constexpr bool kCustom = V::kMask == kMaskCustom, kCap = V::kSoftCap != 0;
-    if constexpr (V::kPaged == 0 ? kCap || kCustom : kCap && kCustom) return {2, 4, false};
+    constexpr bool kAll = V::kMask == kMaskNone && V::kWindow == 0;
+    if constexpr (V::kPaged == 0 ? kCap || kCustom || kAll : kCap && kCustom) return {2, 4, false};
   }
   if constexpr (V::kHeadDimQk == 192 && V::kPaged != 0) {
     // One stage: only k is copied here. No one order fits both generations.
