@@ -158,11 +158,7 @@ struct AttentionFa2 {
       if (some) {
         const LogitsTransform<V, FragmentMath<false>> transform(p_);
         const float scale = transform.factor;
-        if (every) {
-          score_logits<false>(s, transform, logits_tile(i));
-        } else {
-          score_logits<true>(s, transform, logits_tile(i));
-        }
+        score_logits(s, transform, !every, [&] { return logits_tile(i); });
         softmax.raise_max(s, scale, o);
         const CursorV v(v_tile(i), lane_);
 #pragma unroll

@@ -5,11 +5,10 @@
 
 namespace quire {
 
-// Of four logits of one row, as a lane holds them in two neighbouring blocks of 8 keys: keys first, + 1, + 8 and + 9.
-template <class T>
-struct Four {
-  T at[4];
-};
+// tanh(x * scale) = 1 - 2 / (1 + exp(2 * x * scale)).
+QUIRE_DEVICE float tanh_by_exp2(float x, float scale) {
+  return 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x * (scale * (2.f * kLog2e))));
+}
 
 // tanh(x / kTanhUnit) = n / d: a minimax rational function of degree 7 up to an argument of 7, from where it is 1. In
 // this unit both polynomials of x^2 begin with 1.
@@ -25,24 +24,12 @@ QUIRE_DEVICE Fraction rational_tanh(float x) {
   return {x * n, d};
 }
 
-// tanh(x * scale). kPairs: without exp2, and with one reciprocal for two logits, because the special-function unit is
-// the bottleneck beside softmax's exp2. A NaN then reaches both logits of its pair.
-template <bool kPairs>
-QUIRE_DEVICE Four<float> tanh_of_four(const Four<float>& x, float scale) {
-  const float unit_scale = scale * (kPairs ? kTanhUnit : 2.f * kLog2e);
-  Four<float> y;
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    if constexpr (kPairs) {
-      const Fraction left = rational_tanh(x.at[i] * unit_scale), right = rational_tanh(x.at[i + 1] * unit_scale);
-      const float reciprocal = ptx::rcp(left.d * right.d);
-      y.at[i] = left.n * right.d * reciprocal, y.at[i + 1] = right.n * left.d * reciprocal;
-    } else {
-      y.at[i] = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x.at[i] * unit_scale));
-      y.at[i + 1] = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x.at[i + 1] * unit_scale));
-    }
-  }
-  return y;
+// x[i] becomes tanh(x[i] * scale), with half a special function for each: one reciprocal. A NaN reaches both.
+QUIRE_DEVICE void tanh_of_pair(float (&x)[2], float scale) {
+  const float unit_scale = scale * kTanhUnit;
+  const Fraction left = rational_tanh(x[0] * unit_scale), right = rational_tanh(x[1] * unit_scale);
+  const float reciprocal = ptx::rcp(left.d * right.d);
+  x[0] = left.n * right.d * reciprocal, x[1] = right.n * left.d * reciprocal;
 }
 
 }  // namespace quire
