@@ -1,12 +1,13 @@
 // Attention with the warp-wide matrix instruction: sm_80 and newer, every head dim that is a multiple of 16.
 //
-// Bound: tensor cores first (mma.sync reaches some 62 % of wgmma's rate on sm_90a), shared memory close behind: a warp
-// reads all of K and V of a tile, so it owns 32 rows wherever registers allow and each block that ldmatrix fetches
-// serves two instructions.
-// Schedule: each warp owns rows, no warp waits for another's softmax. One barrier a key tile; tile i + 1 is in flight
-// while tile i is computed; two or more CTAs an SM fill each other's gaps. Only tiles that a mask touches pay for
-// masking, and warps skip tiles of which their rows see nothing.
-// Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashAttention-4 for rescaling only when the maximum has grown.
+// Bound: tensor cores first (mma.sync reaches some 62 % of wgmma's rate on sm_90a), and shared memory closely after: a
+// warp reads all of K and V of a KV tile. A warp therefore owns 32 rows wherever registers allow, so that each block
+// that ldmatrix loads serves two instructions. Schedule: each warp owns rows, and none waits for another's softmax.
+// There is one barrier for each KV tile; KV tile i + 1 is loaded while KV tile i is computed. Two or more CTAs on an SM
+// fill each other's gaps. Only KV tiles that a mask cuts pay for masking, and warps pass over KV tiles of which their
+// rows see nothing. Variants come in at score_logits(), which applies the transform and the mask (core/logits.h,
+// core/mask.h) to the logits that logits_tile() describes. Sources: FlashAttention-2 (Dao, 2023) for the loop,
+// FlashAttention-4 for rescaling only when the maximum has grown.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
@@ -34,8 +35,8 @@ struct AttentionFa2 {
   static constexpr int kM = kTileRows == 128 ? 2 : 1;  // blocks of 16 rows a warp
   static constexpr int kWarpRows = kM * 16;
   static constexpr int kWarps = kTileRows / kWarpRows;  // that own rows
-  // One warp alone cannot both copy and compute at memory's pace: others then do nothing but copy with it (few where o
-  // leaves them no registers).
+  // One warp alone cannot both copy and compute as fast as memory delivers: where it owns all rows, others copy with
+  // it, and few where o leaves them no registers.
   static constexpr int kThreads = max(kWarps, kVo <= 128 ? 4 : 2) * 32;
   // Two tiles of k and v in flight where 99 KB of shared memory (sm_86, sm_89, sm_120) hold them, else one.
   static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
@@ -48,63 +49,64 @@ struct AttentionFa2 {
   using CursorQ = BlockCursor<TileQ>;
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
-  // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they
-  // are refilled together, one barrier a tile.
+  // Few rows: memory is the bottleneck, so that k and v of a stage are each refilled as soon as they have been read.
+  // Many rows: they are refilled together, with one barrier for each KV tile.
   static constexpr bool kEager = kM == 1 && kStages == 2;
-  static constexpr int kTableSlots = kEager ? 3 : 2;
-  using Rows = KvRows<V, kThreads, kTableSlots>;
+  static constexpr int kTilesAhead = kEager ? 3 : 2;
+  using Rows = KvRows<V, kThreads, kTilesAhead>;
 
   static constexpr int kSteps = kTileKv / 16;  // of o += p v
   static constexpr Fa2Pipeline kOrder = fa2_pipeline<V>();
   static_assert(kOrder.keys_after + 1 < kSteps, "the next tile's copies start within the steps");
 
-  static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
-  static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-  static constexpr int kRingAt = kWarps * kWarpBytes;
-  static constexpr int kTableAt = kRingAt + kStages * kStageBytes;
-  static constexpr int kCurrentAt = kTableAt + Rows::kTableBytes;
-
-  // Key tiles that some row of a warp sees, and those that each of its rows sees whole. Kept in shared memory too.
+  // KV tiles of which at least one row of a warp sees a key, and those of which each of its rows sees every key.
   struct WarpTiles {
     KeyRange any, all;
   };
-  static constexpr int kWarpTilesAt = kCurrentAt + static_cast<int>(sizeof(CurrentWork));
-  static_assert(sizeof(WarpTiles) == 16, "a place in shared memory");
+
+  struct SharedMemory {
+    unsigned char rows[kWarps][max(TileQ::kBytes, TileO::kBytes)];  // a warp's q, and its o at the end
+    struct {
+      unsigned char k[TileK::kBytes], v[TileV::kBytes];
+    } stages[kStages];
+    unsigned char sources[Rows::kTableBytes];  // of the next copies
+    alignas(16) CurrentWork current;
+    WarpTiles tiles[4];  // of each warp; read in each KV tile, because registers are short
+  };
+  static_assert(sizeof(SharedMemory::stages) == kStages * (TileK::kBytes + TileV::kBytes) && kThreads <= 4 * 32,
+                "tiles lie at multiples of 128 bytes, and a CTA has at most four warps");
 
  public:
-  static constexpr int kSmemBytes = kWarpTilesAt + 64;
+  static constexpr int kSmemBytes = static_cast<int>(sizeof(SharedMemory));
   static constexpr int kMinCtas = kTileRows == 16 ? 3 : 2;
   static_assert(kSmemBytes <= 99 * 1024, "a CTA fits every GPU from sm_80 on");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
-    CurrentWork& current = *reinterpret_cast<CurrentWork*>(smem + kCurrentAt);
+    SharedMemory& shared = *reinterpret_cast<SharedMemory*>(smem);
+    CurrentWork& current = shared.current;
     if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
     for (;;) {
       __syncthreads();  // all of shared memory may still be in use for the work tile before
       if (threadIdx.x == 0) current.exists = current.cursor.next(p, kTileKv, current.work);
       __syncthreads();
       if (!current.exists) return;
-      AttentionFa2(p, current, smem).attend();
+      AttentionFa2(p, shared).attend();
     }
   }
 
  private:
   const AttentionParams& p_;
-  CurrentWork& current_;
+  SharedMemory& smem_;
   const WorkTile& work_;
-  unsigned char* smem_;
   int thread_, lane_;
 
-  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, CurrentWork& current, unsigned char* smem)
-      : p_(p), current_(current), work_(current.work), smem_(smem), thread_(threadIdx.x), lane_(threadIdx.x % 32) {}
+  QUIRE_DEVICE AttentionFa2(const AttentionParams& p, SharedMemory& smem)
+      : p_(p), smem_(smem), work_(smem.current.work), thread_(threadIdx.x), lane_(threadIdx.x % 32) {}
 
-  QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
-  QUIRE_DEVICE uint32_t warp_at() const { return smem_at(thread_ / 32 * kWarpBytes); }
-  QUIRE_DEVICE TileK k_tile(int i) const { return {smem_at(kRingAt + i % kStages * kStageBytes)}; }
-  QUIRE_DEVICE TileV v_tile(int i) const { return {smem_at(kRingAt + i % kStages * kStageBytes + TileK::kBytes)}; }
-  QUIRE_DEVICE WarpTiles& warp_tiles() const {
-    return *reinterpret_cast<WarpTiles*>(smem_ + kWarpTilesAt + thread_ / 32 * 16);
-  }
+  QUIRE_DEVICE uint32_t warp_at() const { return ptx::smem_address(smem_.rows[thread_ / 32]); }
+  QUIRE_DEVICE TileK k_tile(int i) const { return {ptx::smem_address(smem_.stages[i % kStages].k)}; }
+  QUIRE_DEVICE TileV v_tile(int i) const { return {ptx::smem_address(smem_.stages[i % kStages].v)}; }
+  QUIRE_DEVICE WarpTiles& warp_tiles() const { return smem_.tiles[thread_ / 32]; }
   // This warp's first packed row.
   QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + thread_ / 32 * kWarpRows; }
   QUIRE_DEVICE bool owns_rows() const {
@@ -121,7 +123,7 @@ struct AttentionFa2 {
 
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin;
-    Rows rows(p_, work_, smem_ + kTableAt, thread_);
+    Rows rows(p_, work_, smem_.sources, thread_);
     load_q();
     rows.begin(kv_begin);
     copy_keys(rows, kv_begin);
@@ -139,7 +141,7 @@ struct AttentionFa2 {
     bool more = kv_begin < work_.kv_end;
 #pragma unroll 1
     for (int i = kv_begin; more; ++i) {
-      // Asked before the barrier: behind it each answer from shared memory would be waited for.
+      // Read before the barrier: after it each read of shared memory would be waited for.
       const WarpTiles tiles = warp_tiles();
       const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
       if constexpr (!kOrder.end_late) more = i + 1 < work_.kv_end;
@@ -168,13 +170,13 @@ struct AttentionFa2 {
           mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
           if (kOrder.end_late && k == kSteps - 1) more = i + 1 < work_.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
-          if (k == 0) rows.prefetch_pages(i + kTableSlots);
+          if (k == 0) rows.prefetch_pages(i + kTilesAhead);
           if (k == kOrder.keys_after && !kEager) copy_keys(rows, i + 1);
           if (k == kOrder.keys_after + 1 && kStages == 2 && !kEager) copy_values(rows, i + 1);
         }
       } else {
         if constexpr (kOrder.end_late) more = i + 1 < work_.kv_end;
-        rows.prefetch_pages(i + kTableSlots);
+        rows.prefetch_pages(i + kTilesAhead);
         if constexpr (!kEager) copy_keys(rows, i + 1);
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
       }
@@ -182,7 +184,7 @@ struct AttentionFa2 {
         __syncthreads();  // all are done with v of tile i
         copy_values(rows, i + 2);
       }
-      rows.publish_offsets(i + kTableSlots);
+      rows.publish_offsets(i + kTilesAhead);
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();
@@ -191,7 +193,7 @@ struct AttentionFa2 {
     } else {
       const MergeGroup group = p_.groups[work_.group];
       store_partial(o, softmax);
-      if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, current_.is_last,
+      if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, smem_.current.is_last,
                        [] { __syncthreads(); })) {
         call_merge_partials<V, kThreads / 32>(p_, work_, group, thread_);
       }
@@ -243,7 +245,7 @@ struct AttentionFa2 {
     }
   }
 
-  // o and lse of a whole tile: rounded, gathered in the warp's shared memory (q is done with), stored in rows.
+  // o and lse of a row tile: rounded, gathered in the warp's shared memory (q is done with), stored in rows.
   QUIRE_DEVICE void store(Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
