@@ -10,12 +10,18 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from torch import Tensor
 
 import oracle
 
 WORKSPACE_BYTES = 64 << 20
+
+#: Every head dim there is. Each is a variant to compile: the odd ones only where the slow tests run.
+HEAD_DIMS = [
+    pytest.param(dim, marks=[] if dim in (32, 64, 80, 128, 256) else [pytest.mark.slow]) for dim in range(32, 257, 16)
+]
 _workspaces: dict[str, Tensor] = {}
 
 

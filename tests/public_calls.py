@@ -71,6 +71,15 @@ def _cache() -> Tensors:
     return _draw(k_cache=pages, v_cache=pages)
 
 
+def _pages(t: Tensors) -> Tensor | tuple[Tensor, Tensor]:
+    return t["paged_kv_cache"] if "paged_kv_cache" in t else (t["k_cache"], t["v_cache"])
+
+
+def _one_cache() -> Tensors:
+    """Keys and values in one tensor."""
+    return {"paged_kv_cache": torch.stack(tuple(_cache().values()), 1)}
+
+
 def _single(function: Callable[..., Tensor | Results], *names: str, **options: object) -> Callable[..., object]:
     """A `start` for a function that plans nothing: `names` by position, the others by keyword."""
 
@@ -100,7 +109,7 @@ def _decode(t: Tensors) -> Callable[[Tensors], Results]:
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(t["float_workspace_buffer"])
     tables = (t["kv_indptr"], t["kv_indices"], t["kv_last_page_len"])
     wrapper.plan(*tables, HEADS, KV_HEADS, DIM, PAGE, q_data_type=torch.float32)
-    return lambda t: wrapper.run_return_lse(t["q"], (t["k_cache"], t["v_cache"]))
+    return lambda t: wrapper.run_return_lse(t["q"], _pages(t))
 
 
 def _xqa(t: Tensors) -> Callable[[Tensors], Results]:
@@ -148,10 +157,9 @@ def _append(t: Tensors) -> Callable[[Tensors], Results]:
     names = ("append_key", "append_value", "batch_indices", "positions")
 
     def run(t: Tensors) -> Results:
-        cache = (t["k_cache"], t["v_cache"])
         tables = (t["kv_indices"], t["kv_indptr"], t["kv_last_page_len"])
-        quire.append_paged_kv_cache(*(t[n] for n in names), cache, *tables)
-        return cache
+        quire.append_paged_kv_cache(*(t[n] for n in names), _pages(t), *tables)
+        return tuple(t[n] for n in ("paged_kv_cache", "k_cache", "v_cache") if n in t)
 
     return run
 
@@ -206,6 +214,12 @@ CALLS = (
     Call(
         "BatchDecodeWithPagedKVCacheWrapper",
         lambda: {**_rows(2), **_cache(), **_tables(), "float_workspace_buffer": workspace()},
+        _decode,
+        _TABLES,
+    ),
+    Call(
+        "BatchDecodeWithPagedKVCacheWrapper-one_tensor",
+        lambda: {**_rows(2), **_one_cache(), **_tables(), "float_workspace_buffer": workspace()},
         _decode,
         _TABLES,
     ),
@@ -277,6 +291,14 @@ CALLS = (
         "append_paged_kv_cache",
         lambda: {
             **_draw(append_key=(3, KV_HEADS, DIM), append_value=(3, KV_HEADS, DIM)), **_cache(), **_tables(),
+            "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
+        },
+        _append,
+    ),
+    Call(
+        "append_paged_kv_cache-one_tensor",
+        lambda: {
+            **_draw(append_key=(3, KV_HEADS, DIM), append_value=(3, KV_HEADS, DIM)), **_one_cache(), **_tables(),
             "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
         },
         _append,

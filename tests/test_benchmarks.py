@@ -36,6 +36,7 @@ def run(script: str, *arguments: str, status: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_attention(tmp_path: Path) -> None:
     file = tmp_path / "attention.json"
     providers = "quire,fi-fa2,torch-math"
@@ -60,6 +61,7 @@ def test_attention_refuses_an_unknown_row() -> None:
     run("attention.py", "--rows", "no-such-row", status=2)
 
 
+@pytest.mark.slow
 def test_compile(tmp_path: Path) -> None:
     file = tmp_path / "compile.json"
     slug = "packbits.x86-64-v3.any.v1"
@@ -70,6 +72,7 @@ def test_compile(tmp_path: Path) -> None:
     assert f"FAILED {slug}" in output
 
 
+@pytest.mark.slow
 def test_plan(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     run("plan.py", "--cases", "decode-b1,prefill-b64", "--kv-len", "200", "--calls", "20", "--device", "cpu",
@@ -80,6 +83,7 @@ def test_plan(tmp_path: Path) -> None:
         assert 0 < result["plan"]["least"] <= result["plan"]["p50"] <= result["plan"]["p99"]
 
 
+@pytest.mark.slow
 def test_operations(tmp_path: Path) -> None:
     file = tmp_path / "operations.json"
     run("operations.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
@@ -152,6 +156,7 @@ def test_defects_are_found(modules: ModuleType, defect: str) -> None:
     assert result.bad and result.timing is None and result.reason
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_oracle(modules: ModuleType) -> None:
     """On every tiny row, quire's cpu kernel, which has tests of its own, agrees with the sampled reference."""
     import peers

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 import quire
 from calls import decode, decode_wrapper, pending, plan_decode
-from problems import FORMS, Problem, poisoned, workspace
+from problems import FORMS, HEAD_DIMS, Problem, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)
 LAYOUTS = ("NHD", "HND")
-HEAD_DIMS = tuple(range(32, 257, 16))
 GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 KV_LENS = (37, 1, 0, 300, 128, 129)
 

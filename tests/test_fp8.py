@@ -8,7 +8,7 @@ import torch
 import oracle
 import quire
 from calls import decode, decode_wrapper, plan_decode, prefill_paged, prefill_ragged
-from problems import FORMS, Problem, ints, poisoned, workspace
+from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -55,7 +55,7 @@ def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, signature):
 
 
 @KV_DTYPES
-@pytest.mark.parametrize("head_dim", range(32, 257, 16))
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(device, backend, kv_dtype, head_dim):
     dtype = torch.float16 if head_dim % 32 == 0 else torch.bfloat16
     p = batch(dtype, device, kv_dtype, head_dim=head_dim)

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 import oracle
 import quire
 from calls import outputs, paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
-from problems import FORMS, Problem, ints, poisoned, workspace
+from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)
 LAYOUTS = ("NHD", "HND")
 KINDS = ("ragged", "paged")
-HEAD_DIMS = tuple(range(32, 257, 16))
 GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 
 #: Requests of every sort: append, decode-like, empty, square, one key, no key, more queries than keys.
