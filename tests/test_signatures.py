@@ -12,6 +12,7 @@ import torch
 import quire
 from calls import decode_wrapper, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import FORMS, Problem
+from quire.runtime import signature
 
 LENS = (5, 1, 40), (60, 7, 90)
 
@@ -29,12 +30,12 @@ def knows(wrapper: object) -> object:
     return wrapper._attention._checked
 
 
-@pytest.mark.parametrize("signature", FORMS)
-def test_other_tensors_of_the_same_signature(device, backend, dtype, signature):
+@pytest.mark.parametrize("form", FORMS)
+def test_other_tensors_of_the_same_signature(device, backend, dtype, form):
     wrapper, known = None, None
     for seed in range(3):
         p = problem(device, dtype, seed)
-        cache = p.paged(16, signature=signature, spare=2, order_seed=seed)
+        cache = p.paged(16, signature=form, spare=2, order_seed=seed)
         wrapper = wrapper or paged_wrapper(p, cache, backend)
         plan_paged(wrapper, p, cache)
         assert knows(wrapper) is known, "not what the plan before had"
@@ -46,7 +47,7 @@ def test_other_tensors_of_the_same_signature(device, backend, dtype, signature):
 def test_other_signatures(device, backend, dtype):
     """In turn, so that a plan always finds what does not fit it."""
     p = problem(device, dtype)
-    caches = [p.paged(16, signature=signature) for signature in FORMS]
+    caches = [p.paged(16, signature=form) for form in FORMS]
     wrapper = paged_wrapper(p, caches[0], backend)
     for cache in caches + caches[::-1]:
         plan_paged(wrapper, p, cache)
@@ -130,3 +131,31 @@ def test_a_tensor_that_became_unusable_is_seen(change):
         with pytest.raises(quire.ValidationError, match="q: "):
             wrapper.run(q, cache.kv, out=out)
     p.check(wrapper.run(p.q, cache.kv, out=out))
+
+
+@pytest.mark.parametrize("guards", [True, False])
+def test_signatures(monkeypatch, guards):
+    """Of torch.compile's guards, and as they are compared where torch has none."""
+    if not guards:
+        monkeypatch.setattr(signature, "_TensorGuards", None)
+    x, y = torch.zeros(4, 6), torch.zeros(3, dtype=torch.int32)
+    fits = signature.Signature([x, y]).fits
+    assert fits(torch.ones(4, 6), torch.ones(3, dtype=torch.int32))
+    with_grad = torch.zeros(4, 6, requires_grad=True)
+    for other in (x[:3], x.double(), torch.zeros(6, 4).t(), torch._neg_view(x), with_grad, torch.zeros(4, 6, 1)):
+        assert not fits(other, y)
+    assert signature.pointers_of([x, None]) == signature.pointers_of([x, [0]]) == [0]
+    assert signature.pointers_of([x, y]) == [x.data_ptr(), y.data_ptr()]
+
+
+def test_a_gradient_that_was_not_asked_for_is_asked_for_later():
+    """The first run is under no_grad: what it found right is not right now."""
+    p = problem("cpu", torch.float32)
+    cache = p.paged(16)
+    wrapper = paged_wrapper(p, cache, "cpu")
+    plan_paged(wrapper, p, cache)
+    q = p.q.clone().requires_grad_()
+    with torch.no_grad():
+        p.check(wrapper.run(q, cache.kv))
+    with pytest.raises(quire.ValidationError, match=r"q: .*grad"):
+        wrapper.run(q, cache.kv)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from functools import lru_cache
 from threading import Lock
@@ -34,30 +33,13 @@ from quire.runtime.options import PlanOptions
 from quire.runtime.plan import AttentionPlan
 from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.runtime.schedule import Indices, Lengths
+from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.workspace import Workspace
 from quire.types import DType, KVLayout, MaskMode
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
-Signature = list[tuple[Any, ...]]
-
-
-def _signature(tensors: Sequence[Any]) -> tuple[Signature | None, list[int]]:
-    """What decides whether tensors are right, all but their addresses; and the addresses. The first is None if one of
-    them is no strided tensor.
-    """
-    signature, pointers = [], []
-    try:
-        for t in tensors:
-            pointer = t.data_ptr()
-            at = pointer % 16 if pointer else None
-            unusable = t.is_neg() or (t.requires_grad and torch.is_grad_enabled())
-            signature.append((t.shape, t.is_contiguous() or t.stride(), t.dtype, t.get_device(), at, unusable))
-            pointers.append(pointer)
-    except (AttributeError, RuntimeError):
-        return None, pointers
-    return signature, pointers
 
 
 class _CheckedTensors(NamedTuple):
@@ -204,10 +186,10 @@ class Attention:
         Runs of one plan from several threads follow one another.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
-        tensors = cache_tensors(kv)
+        cache = cache_tensors(kv)
         nnz_qo = self._nnz_qo
         if self._graph is not None:
-            nnz_qo = self._graph_rows(self._graph, q, tensors)
+            nnz_qo = self._graph_rows(self._graph, q, cache)
         elif stream and self._has_fixed_lengths and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
@@ -227,15 +209,16 @@ class Attention:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
             product = logits_scale * self._plan_options.logits.sm_scale
             scalar(product, "q_scale * k_scale * sm_scale", positive=True)  # kernels take the maximum before they scale
-        signature, pointers = _signature([q, *tensors, out, *kv_scales])
+        tensors = [q, *cache, out, *kv_scales]
+        pointers = pointers_of(tensors)
         self._lock.acquire()  # half the time of a with statement
         try:
-            if signature is None or signature != self._signature:
-                if not self._checked_before(signature, nnz_qo):
-                    self._check_all(signature, q, tensors, out, kv_scales, nnz_qo)
-                self._signature = signature
+            known = self._signature
+            is_known = known is not None and len(tensors) == known.count and known.fits(*tensors)
+            if not ((is_known and not self._unusual(pointers)) or self._checked_before(tensors, pointers, nnz_qo)):
+                self._check_all(tensors, pointers, q, cache, out, kv_scales, nnz_qo)
             if len(pointers) != self._num_operands:
-                self._complete(pointers, len(tensors))
+                self._complete(pointers, len(cache))
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
                 None if sinks is None else self._check_sinks(sinks).data_ptr(),
@@ -267,20 +250,25 @@ class Attention:
                 self._ragged_views(kv, graph.max_tokens)
         return max(rows, self._nnz_qo)
 
-    def _checked_before(self, signature: Signature | None, nnz_qo: int) -> bool:
+    def _unusual(self, pointers: list[int]) -> bool:
+        """Whether tensors may not be right although their signature is: without memory, or not aligned for a GPU."""
+        return 0 in pointers or (self._on_cuda and any(pointer & 15 for pointer in pointers))
+
+    def _checked_before(self, tensors: list[torch.Tensor], pointers: list[int], nnz_qo: int) -> bool:
         """Whether a plan before this one had such tensors, and they do for this batch; they then count as checked."""
         known = self._checked
-        if known is None or signature != known.signature or known.nnz_qo != nnz_qo:
+        if known is None or len(tensors) != known.signature.count or not known.signature.fits(*tensors):
             return False
-        if known.least_tokens < (self._plan.largest_page + 1 if self._plan_options.page_size else self._plan.nnz_kv):
+        least = self._plan.largest_page + 1 if self._plan_options.page_size else self._plan.nnz_kv
+        if known.nnz_qo != nnz_qo or known.least_tokens < least or self._unusual(pointers):
             return False
         self._plan.copy_signature(*known.planned)
-        self._v_offset = known.v_offset
+        self._v_offset, self._signature = known.v_offset, known.signature
         return True
 
     def _check_all(
-        self, signature: Signature | None, q: torch.Tensor, kv: tuple[torch.Tensor, ...], out: torch.Tensor,
-        kv_scales: tuple[torch.Tensor, ...], nnz_qo: int,
+        self, tensors: list[torch.Tensor], pointers: list[int], q: torch.Tensor, kv: tuple[torch.Tensor, ...],
+        out: torch.Tensor, kv_scales: tuple[torch.Tensor, ...], nnz_qo: int,
     ) -> None:  # fmt: skip
         """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
         paged, operands = self._plan_options.page_size > 0, self.decision.kernel.tensors
@@ -300,9 +288,13 @@ class Attention:
                 views[operand.name] = view
         self._plan.set_signature(views)
         self._v_offset = v.pointer - k.pointer
-        if signature is not None and self._graph is None:
+        if 0 in pointers or any(tensor.requires_grad for tensor in tensors):  # right this time: to be checked again
+            self._signature = None
+            return
+        self._signature = Signature(tensors)
+        if self._graph is None:
             least = min((k.num_pages, v.num_pages) if paged else (k.num_tokens, v.num_tokens))
-            self._checked = _CheckedTensors(signature, nnz_qo, least, self._v_offset, self._plan.signature())
+            self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
         k, v = cache_view(cache, self._layout, self._plan_options.page_size)

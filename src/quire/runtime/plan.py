@@ -104,8 +104,10 @@ class AttentionPlan:
         `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only.
         """
         if self._more:  # operands beside q, k, v and o
-            self._more[0][:] = pointers[len(self._pointers) :]  # type: ignore[assignment]
-        self._pointers[:] = pointers[: len(self._pointers)] if self._more else pointers  # type: ignore[assignment]
+            count = len(self._pointers)
+            self._pointers[:], self._more[0][:] = pointers[:count], pointers[count:]  # type: ignore[assignment]
+        else:
+            self._pointers[:] = pointers  # type: ignore[assignment]
         extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by
         if extras != self._extras:
             self._set(*extras)
