@@ -12,17 +12,6 @@ QuireError
 
 from __future__ import annotations
 
-__all__ = [
-    "CacheError",
-    "CacheMissError",
-    "CompileError",
-    "DriverError",
-    "PlanError",
-    "QuireError",
-    "UnsupportedError",
-    "ValidationError",
-]
-
 
 class QuireError(Exception):
     """Base of everything that Quire raises on purpose."""

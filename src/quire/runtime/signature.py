@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Signature", "pointers_of"]
-
 _TensorGuards: Any = None
 with suppress(ImportError):  # torch.compile's own: one call takes a fifth of the time of reading the same attributes
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards

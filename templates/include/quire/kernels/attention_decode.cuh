@@ -152,7 +152,11 @@ class AttentionDecode {
       mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
       const LogitsTransform<V, FragmentMath<false>> transform(p_);
       const float scale = transform.factor;
-      score_logits(s, transform, !keys_.all.covers({key, key + kBlock}), [&] { return logits_tile(key); });
+      if (keys_.all.covers({key, key + kBlock})) {
+        score_logits<false>(s, transform, logits_tile(key));
+      } else {
+        score_logits<true>(s, transform, logits_tile(key));
+      }
       softmax_.raise_max(s, scale, o_);
 #pragma unroll
       for (int i = 0; i < kBlock / 16; ++i) {

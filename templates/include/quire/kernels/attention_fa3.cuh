@@ -445,7 +445,7 @@ struct AttentionFa3 {
   template <bool kMasked>
   QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
                                   const TileBits<V, 2>& bits) const {
-    // Heads of 256 leave no registers to share reciprocals, and give the tensor cores so much work that none is needed.
+    // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
     const LogitsTransform<V, FragmentMath<kVo <= 128>> transform(p_.base);
     score_logits<kMasked>(s, transform, logits_tile(stage, tile), bits);
     rows.softmax.raise_max(s, transform.factor);

@@ -84,26 +84,4 @@ QUIRE_CPU void for_each_logit(float* s, KeyRange range, int step, int stride, Vi
   for (int at = range.begin; at < range.end; at += step) store(s + at * stride, visit(load(s + at * stride), at));
 }
 
-// s becomes score(s, at); returns the maximum of that and `m`, lane by lane.
-template <class Score>
-QUIRE_CPU Floats score_max(float* s, KeyRange range, int step, int stride, Score&& score, Floats m) {
-  for_each_logit(s, range, step, stride, [&](Floats x, int at) {
-    x = score(x, at);
-    m = maximum(m, x);
-    return x;
-  });
-  return m;
-}
-
-// s becomes exp2(s - base); returns the sum, lane by lane.
-QUIRE_CPU Floats exponentiate(float* s, KeyRange range, int step, int stride, Floats base) {
-  Floats sum = {};
-  for_each_logit(s, range, step, stride, [&](Floats x, int) {
-    x = exp2(x - base);
-    sum += x;
-    return x;
-  });
-  return sum;
-}
-
 }  // namespace quire::cpu

@@ -75,8 +75,19 @@ inline void value_block(float* o, const float* s, const float* v, const float* a
 // these rows' q . k. Returns the factor of what was summed before.
 template <class Score>
 inline Floats softmax_rows(float* s, KeyRange keys, Score&& score, float* m_at, float* d_at) {
-  const Floats before = load(m_at), m = score_max(s, keys, 1, kPanel, score, before);
-  const Floats base = m == -kInfinity ? Floats{} : m, sum = exponentiate(s, keys, 1, kPanel, base);
+  const Floats before = load(m_at);
+  Floats m = before, sum = {};
+  for_each_logit(s, keys, 1, kPanel, [&](Floats x, int key) {
+    x = score(x, key);
+    m = maximum(m, x);
+    return x;
+  });
+  const Floats base = m == -kInfinity ? Floats{} : m;
+  for_each_logit(s, keys, 1, kPanel, [&](Floats x, int) {
+    x = exp2(x - base);
+    sum += x;
+    return x;
+  });
   const Floats alpha = exp2(before - base);
   store(m_at, m);
   store(d_at, load(d_at) * alpha + sum);

@@ -112,9 +112,18 @@ inline void stream_visible_values(float* o, const float* s, float alpha, const K
 // keys from `at` on, a vector of them. Returns the factor of what was summed before.
 template <class Score>
 inline float stream_softmax(float* s, int count, Score&& score, float& m, float& d) {
-  const float after = max_lanes(score_max(s, {0, count}, kLanes, 1, score, broadcast(m)));
-  const float base = after == -kInfinity ? 0.0f : after;
-  const Floats sum = exponentiate(s, {0, count}, kLanes, 1, broadcast(base));
+  Floats top = broadcast(m), sum = {};
+  for_each_logit(s, {0, count}, kLanes, 1, [&](Floats x, int at) {
+    x = score(x, at);
+    top = maximum(top, x);
+    return x;
+  });
+  const float after = max_lanes(top), base = after == -kInfinity ? 0.0f : after;
+  for_each_logit(s, {0, count}, kLanes, 1, [&](Floats x, int) {
+    x = exp2(x - base);
+    sum += x;
+    return x;
+  });
   const float alpha = exp2(m - base);
   m = after;
   d = d * alpha + sum_lanes(sum);

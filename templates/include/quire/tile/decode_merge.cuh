@@ -67,10 +67,7 @@ class DecodeEnding {
       __syncthreads();
     } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), threadIdx.x == 0,
                             smem_.fixed.is_last, [] { __syncthreads(); })) {
-      if constexpr (V::kTileRows == 64)
-        call_merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
-      else
-        merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
+      merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
     }
   }
 

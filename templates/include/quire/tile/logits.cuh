@@ -9,23 +9,11 @@
 
 namespace quire {
 
-// Of two logits that a lane holds side by side: one row, neighbouring keys.
-template <class T>
-struct Pair {
-  T at[2];
-};
-
-// The functions that transforms are written with. kShare: where the special-function unit is the bottleneck, a pair
-// shares a reciprocal, for more registers.
-template <bool kShare_>
+// The functions that transforms are written with. kPairs: see tanh_of_four.
+template <bool kPairs_>
 struct FragmentMath {
-  static constexpr bool kShare = kShare_;
-
-  QUIRE_DEVICE static Pair<float> tanh(Pair<float> x, float scale) {
-    if constexpr (!kShare) return {tanh_by_exp2(x.at[0], scale), tanh_by_exp2(x.at[1], scale)};
-    tanh_of_pair(x.at, scale);
-    return x;
-  }
+  static constexpr bool kPairs = kPairs_;
+  QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) { return tanh_of_four<kPairs>(x, scale); }
 };
 
 // What a lane's logits belong to.
@@ -35,65 +23,63 @@ struct LogitsTile {
   const FastDivisor& group;
   int request, kv_head;
   int row;  // the lane's first packed row; rows past the request's last repeat its last query
-  int key;  // the tile's first key, a multiple of 8
+  int key;  // the tile's first key
   int lane;
 
   // The query of the lane's row i, which is 8 * i below its first.
   QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
 };
 
-// A row of a lane, and which of the tile's keys its query sees. Keys are counted from the lane's first.
-template <class V>
-struct LogitsRow {
-  static constexpr bool kHasBits = mask_has_bits(V::kMask);
-
-  const LogitsTile<V>& tile;
-  int i, qo_idx, col;
-  KeyRange keys;
-  uint32_t bits;  // of 32 keys
-
-  QUIRE_DEVICE LogitsRow(const LogitsTile<V>& tile, int i)
-      : tile(tile), i(i), qo_idx(tile.qo_idx(i)), col(2 * (tile.lane & 3)) {
-    const int first = tile.key | (kHasBits ? 0 : col);
-    const KeyRange visible = tile.mask.visible(qo_idx);
-    keys = {visible.begin - first, visible.end - first};
-  }
-
-  // `word`: the mask's bits of the tile's keys [at, at + 32).
-  QUIRE_DEVICE void set_bits(uint32_t word, int at) {
-    word &= low_bits(keys.end - at);
-    if constexpr (V::kWindow != 0) word &= ~low_bits(keys.begin - at);
-    bits = word >> col;
-  }
-
-  QUIRE_DEVICE bool sees(int at) const {
-    if constexpr (kHasBits) return (bits >> at % 32 & 1) != 0;
-    return at < keys.end && (V::kWindow == 0 || at >= keys.begin);
-  }
-
-  // The pair at key `at` becomes `hidden` where the query does not see the key.
-  QUIRE_DEVICE void hide(Pair<float>& x, int at, float hidden) const {
-    if (!sees(at)) x.at[0] = hidden;
-    if (!sees(at + 1)) x.at[1] = hidden;
-  }
-};
-
-// Where a pair of logits stands, for transforms.
+// Four logits of one row, for transforms and masks: those of keys kv_begin, + 1, + 8 and + 9.
 template <class V>
 struct LogitsPlace {
-  const LogitsRow<V>& row;
-  int at;
+  const LogitsTile<V>& tile;
+  int i, qo_idx, kv_begin;
 
-  QUIRE_DEVICE int q_idx() const { return row.qo_idx; }
-  QUIRE_DEVICE Pair<int> kv_idx() const {
-    const int key = row.tile.key + row.col + at;
-    return {key, key + 1};
-  }
+  QUIRE_DEVICE int q_idx() const { return qo_idx; }
+  QUIRE_DEVICE Four<int> kv_idx() const { return {kv_begin, kv_begin + 1, kv_begin + 8, kv_begin + 9}; }
   QUIRE_DEVICE int head() const {
-    const FastDivisor& group = row.tile.group;
-    return row.tile.kv_head * static_cast<int>(group.divisor) + group.mod(row.tile.row + 8 * row.i);
+    return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
   }
-  QUIRE_DEVICE int request() const { return row.tile.request; }
+  QUIRE_DEVICE int request() const { return tile.request; }
+};
+
+// Which of a tile's keys a row's query sees. Keys are counted from the lane's first.
+template <class V>
+class VisibleKeys {
+ public:
+  static constexpr bool kHasBits = mask_has_bits(V::kMask);
+
+  QUIRE_DEVICE VisibleKeys(const LogitsTile<V>& tile, int qo_idx) : col_(2 * (tile.lane & 3)) {
+    const KeyRange keys = tile.mask.visible(qo_idx);
+    const int first = tile.key | (kHasBits ? 0 : col_);  // a tile begins at a multiple of 8 keys
+    keys_ = {keys.begin - first, keys.end - first};
+  }
+
+  // The mask's bits of the tile's keys [at, at + 32), at a multiple of 32.
+  QUIRE_DEVICE void set_bits(uint32_t bits, int at) {
+    bits &= low_bits(keys_.end - at);
+    if constexpr (V::kWindow != 0) bits &= ~low_bits(keys_.begin - at);
+    bits_ = bits >> col_;
+  }
+
+  QUIRE_DEVICE bool contains(int at) const {
+    if constexpr (kHasBits) return (bits_ >> at % 32 & 1) != 0;
+    return at < keys_.end && (V::kWindow == 0 || at >= keys_.begin);
+  }
+
+  // `x` becomes `hidden` where the query does not see the key; the first key is `at`.
+  QUIRE_DEVICE void hide(Four<float>& x, int at, float hidden) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (!contains(at + j / 2 * 8 + j % 2)) x.at[j] = hidden;
+    }
+  }
+
+ private:
+  int col_;
+  KeyRange keys_;
+  uint32_t bits_;
 };
 
 // A mask's bits for a lane's kRows rows of a tile, read ahead of their use.
@@ -102,72 +88,74 @@ struct TileBits {
   MaskBits<ceil_div(V::kTileKv, 32)> rows[kRows];
 
   QUIRE_DEVICE void read(const LogitsTile<V>& tile) {
-    if constexpr (!mask_has_bits(V::kMask)) return;
-    const int count = min(V::kTileKv, tile.mask.kv_len - tile.key);
+    if constexpr (mask_has_bits(V::kMask)) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) rows[i].read(tile.mask.bits, tile.mask.bit_of(tile.qo_idx(i), tile.key), count);
+      for (int i = 0; i < kRows; ++i) {
+        rows[i].read(tile.mask.bits, tile.mask.bit_of(tile.qo_idx(i), tile.key),
+                     min(V::kTileKv, tile.mask.kv_len - tile.key));
+      }
+    }
   }
-  QUIRE_DEVICE uint32_t operator()(const LogitsRow<V>& row, int at) const { return rows[row.i].word(at / 32); }
+  QUIRE_DEVICE uint32_t operator()(int i, int, int at) const { return rows[i].word(at / 32); }
 };
 
-// Fragments of logits: blocks of 16 rows x 8 keys, of which a lane holds a pair of an upper and one of a lower row.
+// Fragments of logits: blocks of 16 rows x 8 keys, of which a lane holds two keys of an upper and of a lower row.
 template <class S>
 struct Fragment;
 template <int kM, int kN>
 struct Fragment<Accumulator<kM, kN>> {
   static constexpr int kRows = 2 * kM, kBlocks = kN / 8;  // rows of a lane, blocks side by side
-  QUIRE_DEVICE static float* pair(Accumulator<kM, kN>& s, int i, int n) { return s.at[i / 2][n] + 2 * (i % 2); }
+  QUIRE_DEVICE static float* block(Accumulator<kM, kN>& s, int m, int n) { return s.at[m][n]; }
 };
 template <int size>
 struct Fragment<float[size]> {
   static constexpr int kRows = 2, kBlocks = size / 4;
-  QUIRE_DEVICE static float* pair(float (&s)[size], int i, int n) { return s + 4 * n + 2 * i; }
+  QUIRE_DEVICE static float* block(float (&s)[size], int, int n) { return s + 4 * n; }
 };
 
-// Calls visit(x, row, at) for each pair x of a lane's logits, which is at key `at` of the row. read_bits(row, at): the
-// mask's bits of the tile's keys [at, at + 32).
-template <bool kMasked, class V, class S, class ReadBits, class Visit>
-QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, ReadBits&& read_bits, Visit&& visit) {
+// Calls visit(x, visible, place, at) for each four logits x of a lane, rows first. bits(i, qo_idx, at): the mask's bits
+// of row i for the tile's keys [at, at + 32).
+template <bool kMasked, class V, class S, class Bits, class Visit>
+QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, Visit&& visit) {
+  using F = Fragment<S>;
+  static_assert(F::kBlocks % 2 == 0, "logits are visited in pairs of blocks of 8 keys");
 #pragma unroll
-  for (int i = 0; i < Fragment<S>::kRows; ++i) {
-    LogitsRow<V> row(tile, i);
+  for (int i = 0; i < F::kRows; ++i) {
+    const int qo_idx = tile.qo_idx(i), h = 2 * (i % 2);
+    VisibleKeys<V> visible(tile, qo_idx);
 #pragma unroll
-    for (int n = 0; n < Fragment<S>::kBlocks; ++n) {
-      if (kMasked && row.kHasBits && n % 4 == 0) row.set_bits(read_bits(row, 8 * n), 8 * n);
-      float* at = Fragment<S>::pair(s, i, n);
-      Pair<float> x = {at[0], at[1]};
-      visit(x, row, 8 * n);
-      at[0] = x.at[0], at[1] = x.at[1];
+    for (int n = 0; n < F::kBlocks; n += 2) {
+      const int at = 8 * n;
+      if (kMasked && VisibleKeys<V>::kHasBits && at % 32 == 0) visible.set_bits(bits(i, qo_idx, at), at);
+      float *left = F::block(s, i / 2, n) + h, *right = F::block(s, i / 2, n + 1) + h;
+      Four<float> x = {left[0], left[1], right[0], right[1]};
+      visit(x, visible, LogitsPlace<V>{tile, i, qo_idx, tile.key + 2 * (tile.lane & 3) + at}, at);
+      left[0] = x.at[0], left[1] = x.at[1], right[0] = x.at[2], right[1] = x.at[3];
     }
   }
 }
 
-// q . k becomes score(q . k), -infinity where kMasked and the query does not see the key. Times the transform's factor
-// that is a base-2 exponent.
-template <bool kMasked, class V, class Math, class S, class ReadBits>
+// q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
+template <bool kMasked, class V, class Math, class S, class Bits>
 QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile,
-                               ReadBits&& read_bits) {
-  if constexpr (transform.kIsIdentity && !kMasked) return;
-  for_each_logit<kMasked>(s, tile, read_bits, [&](Pair<float>& x, const LogitsRow<V>& row, int at) {
-    if constexpr (!LogitsTransform<V, Math>::kIsIdentity) {
-      if constexpr (kMasked && Math::kShare) row.hide(x, at, 0.f);  // may be NaN, which must not reach its neighbour
-      x = transform.score(x, LogitsPlace<V>{row, at});
+                               Bits&& bits) {
+  constexpr bool kIsIdentity = LogitsTransform<V, Math>::kIsIdentity;
+  if constexpr (kIsIdentity && !kMasked) return;
+  for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
+    if constexpr (!kIsIdentity) {
+      // Memory beyond the keys may hold a NaN, which must not reach the other logit of its pair.
+      if constexpr (kMasked && Math::kPairs) visible.hide(x, at, 0.f);
+      x = transform.score(x, place);
     }
-    if constexpr (kMasked) row.hide(x, at, __int_as_float(0xff800000));
+    if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
   });
 }
 
-// The same, masked or not, with bits that are read where they are used. make_tile(): what the logits belong to.
-template <class V, class Math, class S, class MakeTile>
-QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, bool is_masked, MakeTile&& make_tile) {
-  const auto read_bits = [](const LogitsRow<V>& row, int at) {
-    return visible_word(row.tile.mask, row.qo_idx, row.tile.key + at);
-  };
-  if (is_masked) {
-    score_logits<true>(s, transform, make_tile(), read_bits);
-  } else {
-    score_logits<false>(s, transform, make_tile(), read_bits);
-  }
+// The same with bits that are read where they are used.
+template <bool kMasked, class V, class Math, class S>
+QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
+  score_logits<kMasked>(s, transform, tile,
+                        [&](int, int qo_idx, int at) { return visible_word(tile.mask, qo_idx, tile.key + at); });
 }
 
 }  // namespace quire
