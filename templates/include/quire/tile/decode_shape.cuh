@@ -43,7 +43,10 @@ struct DecodeShape {
   // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
   static constexpr int kRegisters = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
   static constexpr bool kHasTreeWindow = V::kMask == kMaskTree && V::kWindow != 0;  // takes registers, too
-  static constexpr int kHeldQ = kQk / (kRegisters <= 160 ? 16 : kRegisters <= 176 ? 32 : kM == 2 && !kHasTreeWindow ? 64 : 128);
+  static constexpr int kHeldQ = kQk / (kRegisters <= 160            ? 16
+                                       : kRegisters <= 176          ? 32
+                                       : kM == 2 && !kHasTreeWindow ? 64
+                                                                    : 128);
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows
 
   using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;
