@@ -487,7 +487,11 @@ WRONG = {
     ),
     "workspace": ({"workspace_buffer": None}, quire.ValidationError, "workspace_buffer: expected a torch.Tensor"),
     "q dtype": ({"query": fp16(2, 4, 64).double()}, quire.ValidationError, "float64"),
-    "kv dtype": ({"query": fp16(2, 4, 64).bfloat16()}, quire.UnsupportedError, "kv dtype fp16 is neither q's bf16"),
+    "kv dtype": (
+        {"query": fp16(2, 4, 64).bfloat16()},
+        quire.UnsupportedError,
+        "kv dtype fp16 differs from q dtype bf16",
+    ),
     "backend": ({"backend": "fa4"}, quire.ValidationError, "backend: expected one of"),
 }
 

@@ -63,7 +63,8 @@ class MultiLevelCascadeAttentionWrapper:
         use_cuda_graph: bool = False, qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None,
         paged_kv_indices_buf_arr: Any = None, paged_kv_last_page_len_buf_arr: Any = None, *, backend: str = "auto",
     ) -> None:  # fmt: skip
-        count = check_positive(num_levels, "num_levels")
+        if (count := check_positive(num_levels, "num_levels")) > 1024:
+            raise ValidationError(f"num_levels: expected at most 1024, got {count}.")
         arrays: dict[str, Any] = {
             "qo_indptr_buf_arr": qo_indptr_buf_arr, "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
             "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
@@ -290,8 +291,8 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
     refuse(rope_scale=rope_scale, rope_theta=rope_theta)
     for tensor, name in ((k_unique, "k_unique"), (v_unique, "v_unique")):
-        if check_tensor(tensor, name).dim() != 4:
-            raise ValidationError(f"{name}: expected 4 dimensions, batch_size first, got {list(tensor.shape)}.")
+        if check_tensor(tensor, name).dim() != 4 or tensor.shape[:3] != k_unique.shape[:3]:
+            raise ValidationError(f"{name}: expected 4 dimensions, those of k_unique first, got {list(tensor.shape)}.")
     token, head = (1, 2) if KVLayout.of(kv_layout) is KVLayout.NHD else (2, 1)
     batch, unique_len, num_kv_heads = k_unique.shape[0], k_unique.shape[token], k_unique.shape[head]
     rows = torch.arange(batch + 1, dtype=torch.int32, device="cpu")

@@ -106,6 +106,8 @@ def _check_state(
     check_same_device(s, s_name, v.device)
     if s.dtype is not torch.float32:
         raise ValidationError(f"{s_name}: expected dtype torch.float32, got {s.dtype}.")
+    if v.shape[-1] == 0:
+        raise ValidationError(f"{v_name}: expected a head_dim of 1 or more, got {list(v.shape)}.")
     if like is not None and (v.shape != like.shape or v.dtype is not like.dtype or v.device != like.device):
         raise ValidationError(
             f"{v_name}: expected {like.dtype} {list(like.shape)} on {like.device}, got {v.dtype} {list(v.shape)} on "
