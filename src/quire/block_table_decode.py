@@ -27,8 +27,6 @@ from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout
 
-__all__ = ["xqa_batch_decode_with_kv_cache"]
-
 
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,

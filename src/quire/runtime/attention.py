@@ -297,7 +297,8 @@ class Attention:
             self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
-        k, v = cache_view(cache, self._layout, self._plan_options.page_size)
+        checked = tuple(check_tensor(t, "paged_kv_cache") for t in cache)
+        k, v = cache_view(checked, self._layout, self._plan_options.page_size)
         num_pages = min(k.num_pages, v.num_pages)
         if self._plan.largest_page >= num_pages:
             raise ValidationError(

@@ -89,7 +89,7 @@ def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int
     if len(cache) == 2:
         k, v = cache
         return _pages(k, "paged_kv_cache[0]", layout, page_size), _pages(v, "paged_kv_cache[1]", layout, page_size)
-    tensor = check_tensor(cache[0], "paged_kv_cache")
+    (tensor,) = cache
     full = tensor.unsqueeze(_page_dim(layout) + 1) if tensor.dim() == 4 and page_size == 1 else tensor
     if full.dim() != 5 or full.shape[1] != 2:
         page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
