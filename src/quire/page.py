@@ -235,8 +235,8 @@ def get_batch_indices_positions(
     check_shape(seq_lens, "seq_lens", {"batch_size": batch})
     check_same_device(seq_lens, "seq_lens", indptr.device)
     lens = to_int32(seq_lens, "seq_lens")
-    if isinstance(nnz, bool) or not isinstance(nnz, int) or not 0 <= nnz <= 1 << 28:
-        raise ValidationError(f"nnz: expected a number of tokens up to 2^28, got {nnz!r}.")
+    if isinstance(nnz, bool) or not isinstance(nnz, int) or not 0 <= nnz <= 1 << 26:
+        raise ValidationError(f"nnz: expected a number of tokens up to 2^26, got {nnz!r}.")
     for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
         _check_into(out, name, nnz, indptr.device)
     if indptr.is_cpu and not is_tracing():
