@@ -7,7 +7,6 @@ asks for `device` alone runs once per device.
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
 from functools import wraps
 
 import pytest
@@ -16,32 +15,7 @@ from hypothesis import reject
 
 import own_cache  # noqa: F401  # before Quire is
 from limits import is_expected, limit
-
-
-@dataclass(frozen=True)
-class Target:
-    """A backend, where it runs and what it computes in."""
-
-    device: str
-    backend: str
-    dtypes: tuple[torch.dtype, ...]
-
-
-CPU = Target("cpu", "cpu", (torch.float32, torch.float16, torch.bfloat16))
-
-#: Backends and the oldest GPU that runs them. Add one here and the whole suite runs on it.
-CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
-
-
-def targets() -> list[Target]:
-    """The backends that this machine can run."""
-    if not torch.cuda.is_available():
-        return [CPU]
-    capability = torch.cuda.get_device_capability()
-    names = [
-        name for name, oldest in CUDA_BACKENDS.items() if capability >= oldest and (name != "fa3" or capability[0] == 9)
-    ]
-    return [CPU, *(Target("cuda:0", name, (torch.float16, torch.bfloat16)) for name in names)]
+from targets import CUDA_BACKENDS, targets
 
 
 @pytest.hookimpl(wrapper=True)

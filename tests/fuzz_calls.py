@@ -92,6 +92,14 @@ def same_dtype(*tensors: Tensor) -> None:
     require(len({t.dtype for t in tensors}) == 1, "dtypes that differ")
 
 
+def logits_of(args: Args) -> dict[str, Any]:
+    """What a call says about logits and results, in check_attention()'s words."""
+    return {
+        "window_left": args["window_left"], "soft_cap": args["logits_soft_cap"], "sm_scale": args["sm_scale"],
+        "logits_scale": scale_of(args), "v_scale": args["v_scale"], "sinks": args.get("sinks"),
+    }  # fmt: skip
+
+
 def paged_tokens(args: Args, page_size: int, layout: str) -> tuple[Tensor, Tensor, list[int]]:
     """Keys and values of the requests, ragged, and their offsets."""
     k, v = (args["k_cache"], args["v_cache"]) if "k_cache" in args else args["cache"].unbind(1)
@@ -264,10 +272,7 @@ def single_decode(rng: random.Random) -> Case:
     def check(a: Args, results: Results) -> None:
         k, v = (hnd(a[n], a["kv_layout"]) for n in ("k", "v"))
         require(a["q"].dim() == 2, "q of other than two dimensions")
-        check_attention(
-            results, a["q"][None], k, v, [0, 1], [0, k.shape[0]], window_left=a["window_left"],
-            soft_cap=a["logits_soft_cap"], sm_scale=a["sm_scale"], logits_scale=scale_of(a), v_scale=a["v_scale"],
-        )  # fmt: skip
+        check_attention(results, a["q"][None], k, v, [0, 1], [0, k.shape[0]], **logits_of(a))
 
     return Case(
         "single_decode_with_kv_cache", args, lambda a: as_results(quire.single_decode_with_kv_cache(**a)), check
@@ -332,8 +337,7 @@ def ragged(rng: random.Random) -> Case:
         require(len(qo) == len(kv), "as many offsets of queries as of keys")
         check_attention(
             results, a["q"], k, v, qo, kv, causal=bool(a["causal"]), mask=a.get("custom_mask"),
-            window_left=a["window_left"], soft_cap=a["logits_soft_cap"], sm_scale=a["sm_scale"],
-            logits_scale=scale_of(a), v_scale=a["v_scale"], sinks=a.get("sinks"),
+            **logits_of(a),
         )  # fmt: skip
 
     return Case(
@@ -392,8 +396,7 @@ def paged(rng: random.Random) -> Case:
         k, v, kv = paged_tokens(a, whole(a["page_size"]), a["kv_layout"])
         check_attention(
             results, a["q"], k, v, offsets(a["qo_indptr"]), kv, causal=bool(a["causal"]), mask=a.get("custom_mask"),
-            window_left=a["window_left"], soft_cap=a["logits_soft_cap"], sm_scale=a["sm_scale"],
-            logits_scale=scale_of(a), v_scale=a["v_scale"], sinks=a.get("sinks"),
+            **logits_of(a),
         )  # fmt: skip
 
     return Case(
@@ -427,8 +430,7 @@ def decode(rng: random.Random) -> Case:
         rows = whole(a["q_len_per_req"])
         check_attention(
             results, a["q"], k, v, [rows * b for b in range(len(kv))], kv, causal=rows > 1,
-            window_left=a["window_left"], soft_cap=a["logits_soft_cap"], sm_scale=a["sm_scale"],
-            logits_scale=scale_of(a), v_scale=a["v_scale"], sinks=a.get("sinks"),
+            **logits_of(a),
         )  # fmt: skip
 
     return Case(

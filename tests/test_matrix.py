@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import conftest
 import quire
 from limits import BEYOND, LIMITS, is_expected, limit
 from quire.kernels import backends, decide
+from targets import CUDA_BACKENDS, targets
 from test_catalogue import _DECODE
 
 HERE = Path(__file__).resolve().parent
@@ -22,7 +22,7 @@ def names_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> li
     """The backends of the matrix on a GPU of this capability."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    return [target.backend for target in conftest.targets()]
+    return [target.backend for target in targets()]
 
 
 def test_every_backend_is_in_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_other_errors_are_failures() -> None:
 
 
 def test_each_expected_test_exists() -> None:
-    assert set(BEYOND) == set(LIMITS) <= set(conftest.CUDA_BACKENDS)
+    assert set(BEYOND) == set(LIMITS) <= set(CUDA_BACKENDS)
     defined = {
         name for path in HERE.glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }

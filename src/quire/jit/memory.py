@@ -21,7 +21,7 @@ def stamp_of(files: list[str]) -> Stamp | None:
     for file in files:
         if not os.path.exists(file):  # noqa: PTH110 - on every hit; pathlib doubles its cost
             return None
-        status = os.stat(file)  # noqa: PTH116
+        status = os.stat(file)  # noqa: PTH116 - as above
         stamp.append([os.path.realpath(file), status.st_size, status.st_mtime_ns])
     return stamp
 

@@ -114,7 +114,7 @@ class Entry:
 
 def _code_owners() -> frozenset[int]:
     """Users who can already run code here: ourselves, root, and whoever owns the installed library."""
-    return frozenset({os.geteuid(), 0, os.stat(__file__).st_uid})  # noqa: PTH116
+    return frozenset({os.geteuid(), 0, os.stat(__file__).st_uid})  # noqa: PTH116 - __file__ is a string
 
 
 def _check_trust(path: Path, expect: Callable[[int], bool], *, shared_group: bool) -> None:
@@ -181,7 +181,7 @@ class Store:
         directory = self.root / "entries" / request.spec.slug
         prefix = f"{request.digest}-{toolchain or ''}"
         try:
-            names = [name for name in os.listdir(directory) if name.startswith(prefix)]  # noqa: PTH208
+            names = [name for name in os.listdir(directory) if name.startswith(prefix)]  # noqa: PTH208 - on every miss of memory; names are enough
         except OSError:  # the slug has no directory, or it is not for us to read
             return None
         sound: list[Entry] = []
@@ -330,10 +330,6 @@ class Store:
         except CacheError as error:
             progress.warn_once(f"{error}; this process uses {staging}")
             return Entry(staging, manifest)
-
-    def adopt(self, entry: Entry) -> bool:
-        """Publish a verified entry that lies in this store's staging; False if a sound one is there already."""
-        return self._place(entry.path, self.root / "entries" / entry.slug / entry.path.name) is None
 
     def _place(self, directory: Path, final: Path) -> Entry | None:
         """Rename a finished directory to `final`; returns the sound entry that stands there already, if one does.

@@ -117,9 +117,8 @@ class Toolchain(ABC):
 
     def __init__(self, path: str, *, named: bool) -> None:
         self.path = path  #: as it is invoked; never resolved, since compilers look at their own name
-        self.named = (
-            named  #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) rather than the search finding it
-        )
+        #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) rather than the search finding it
+        self.named = named
 
     @classmethod
     @abstractmethod

@@ -119,9 +119,8 @@ class AttentionKernel:
     operands: tuple[Operand, ...] = ATTENTION_OPERANDS
     #: its parameter struct: AttentionParams, or another that begins with it as `base`
     params: type[ctypes.Structure] = AttentionParams
-    copies: Callable[[AttentionKey, TileShape, Mapping[str, View]], tuple[TensorCopy, ...]] | None = (
-        None  #: tensor maps
-    )
+    #: its tensor maps
+    copies: Callable[[AttentionKey, TileShape, Mapping[str, View]], tuple[TensorCopy, ...]] | None = None
     max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: of an operand, from end to end; 0: any
     persistent: bool = False  #: its CTAs stay: never more of them are launched than run at the same time
     schedule_input: Callable[[AttentionKey], Mapping[str, int]] = lambda _: {}  #: what it asks of the scheduler

@@ -17,7 +17,7 @@ from quire.kernels.params import AttentionParams
 from quire.runtime.launch import bind, profiled
 from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Schedule
-from quire.runtime.target import has_dependent_launch, on_cuda
+from quire.runtime.target import current_stream, has_dependent_launch
 from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
 
@@ -46,7 +46,7 @@ class AttentionPlan:
         self._kernel = decision.kernel
         self._logits = logits
         self._tensors = tensors  # what the parameter struct points into
-        self._streams = {_current_stream(device)}  # that torch's allocator knows to use the tensors
+        self._streams = {current_stream(device)}  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
         self._is_empty = self._params.num_ctas == 0
@@ -105,7 +105,7 @@ class AttentionPlan:
         """
         if self._more:  # operands beside q, k, v and o
             count = len(self._pointers)
-            self._pointers[:], self._more[0][:] = pointers[:count], pointers[count:]  # type: ignore[assignment]
+            self._pointers[:], self._more[0][:] = pointers[:count], pointers[count:]  # type: ignore[assignment]  # mypy: no slices of ctypes arrays
         else:
             self._pointers[:] = pointers  # type: ignore[assignment]
         extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by
@@ -154,7 +154,3 @@ class AttentionPlan:
 def base_of(params: ctypes.Structure) -> AttentionParams:
     """What every attention kernel is given, inside what this one is given."""
     return params if isinstance(params, AttentionParams) else params.base
-
-
-def _current_stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index or 0) if on_cuda(device) else 0

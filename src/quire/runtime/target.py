@@ -18,6 +18,11 @@ def on_cuda(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def current_stream(device: torch.device) -> int:
+    """The handle of torch's current stream of a GPU, 0 for the default one; 0 for the host."""
+    return torch._C._cuda_getCurrentRawStream(device.index or 0) if on_cuda(device) else 0
+
+
 def target_of(device: torch.device) -> str:
     """ "sm90a" for a Hopper GPU, "x86-64-v4" for a host with AVX-512, ..."""
     if device.type == "cuda":

@@ -111,7 +111,7 @@ class AttentionWrapper:
         check_flags(**{name: arguments[name] for name in flags if name in arguments})
         refuse(rope_scale=arguments["rope_scale"], rope_theta=arguments["rope_theta"])
         attention = planned(self._attention)
-        changes = {name: arguments[name] for name in ("causal",) if name in arguments}
+        changes = {"causal": arguments["causal"]} if "causal" in arguments else {}
         head_dim = attention.spec.options.head_dim_qk
         logits = logits_options(head_dim, *_logits_arguments(arguments))
         self._attention = attention.replan(self._workspace, self._backend, logits=logits, **changes)
