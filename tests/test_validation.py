@@ -12,7 +12,7 @@ import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
 from quire.errors import PlanError, UnsupportedError, ValidationError
-from quire.runtime.layout import cache_view, ragged_view
+from quire.runtime.layout import cache_view, ragged_view, span_bytes
 from quire.types import KVLayout
 
 DTYPE = torch.float16
@@ -730,9 +730,27 @@ def test_tensors_that_a_kernel_does_not_reach(device, backend):
 
 def test_the_bytes_from_a_view_s_first_element_to_its_last():
     """One layer of a cache that holds all layers lies in as much memory as all of it."""
-    layers, pages = 80, 1000
-    whole = torch.empty(pages, layers, 2, 1, 8, 128, dtype=torch.bfloat16, device="meta")
-    k, v = cache_view((whole[:, 3],), KVLayout.NHD, 1)
-    assert k.num_bytes == v.num_bytes == 2 * ((pages - 1) * layers * 2 * 8 * 128 + 8 * 128)
-    assert ragged_view(torch.empty(7, 2, 64, dtype=torch.float16), "k", KVLayout.NHD).num_bytes == 7 * 2 * 64 * 2
-    assert ragged_view(torch.empty(0, 2, 64, dtype=torch.float16), "k", KVLayout.NHD).num_bytes == 0
+    layers, pages = 8, 100
+    whole = torch.empty(pages, layers, 2, 1, 8, 128, dtype=torch.bfloat16)
+    for view in cache_view((whole[:, 3],), KVLayout.NHD, 1):
+        last = (pages - 1) * layers * 2 * 8 * 128 + 8 * 128
+        assert span_bytes(view.shape, view.stride(), view.dtype) == 2 * last
+    for tokens in (7, 0):
+        view = ragged_view(torch.empty(tokens, 2, 64, dtype=torch.float16), "k", KVLayout.NHD)
+        assert span_bytes(view.shape, view.stride(), view.dtype) == tokens * 2 * 64 * 2
+
+
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.parametrize("spoil", ["grad", "freed", "negated"])
+def test_caches_of_one_tensor_are_checked_as_pairs_are(spoil, kv_layout):
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), kv_layout)
+    wrapper.plan(i32(0, 1), i32(0), i32(3), 4, 2, 64, 16, q_data_type=torch.float32)
+    cache = torch.zeros((2, 2, 16, 2, 64) if kv_layout == "NHD" else (2, 2, 2, 16, 64))
+    wrapper.run(torch.zeros(1, 4, 64), cache)
+    if spoil == "grad":
+        cache.requires_grad_()
+    elif spoil == "freed":
+        cache.untyped_storage().resize_(0)
+    else:
+        cache = torch._neg_view(cache)
+    refused(lambda: wrapper.run(torch.zeros(1, 4, 64), cache), "paged_kv_cache")

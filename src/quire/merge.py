@@ -15,7 +15,7 @@ from quire.errors import ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import MergeParams
-from quire.runtime.checks import check_same_device, check_shape, check_tensor
+from quire.runtime.checks import check_positive, check_same_device, check_shape, check_tensor
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.ops import operator
 from quire.runtime.target import target_of
@@ -102,6 +102,7 @@ def _check_state(
 ) -> None:  # fmt: skip
     """v and s of one state, or of several; `like`: the v of another state to merge it with."""
     check_shape(check_tensor(v, v_name), v_name, dict.fromkeys((*dims, "head_dim")))
+    check_positive(v.shape[-1], f"{v_name}: head_dim")
     check_shape(check_tensor(s, s_name), s_name, dict(zip(dims, v.shape, strict=False)))
     check_same_device(s, s_name, v.device)
     if s.dtype is not torch.float32:

@@ -26,7 +26,7 @@ from quire.runtime.checks import (
     to_int32,
 )
 from quire.runtime.launch import launch, row_grid
-from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, page_size_of
+from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.ops import is_tracing, operator
 from quire.runtime.target import target_of
 from quire.types import KVLayout
@@ -85,15 +85,15 @@ def _append(
     kv_last_page_len: torch.Tensor, kv_layout: str,
 ) -> None:  # fmt: skip
     k, v = _cache_views(k_cache if v_cache is None else (k_cache, v_cache), KVLayout.of(kv_layout))
-    device = k.tensor.device
+    device = k.device
     nnz = append_key.shape[0] if check_tensor(append_key, "append_key").dim() else 0
     for tensor, name, view in ((append_key, "append_key", k), (append_value, "append_value", v)):
         check_tensor(tensor, name)
-        check_shape(tensor, name, {"nnz": nnz, "num_kv_heads": view.num_heads, "head_dim": view.head_dim})
+        check_shape(tensor, name, {"nnz": nnz, "num_kv_heads": view.shape[2], "head_dim": view.shape[3]})
         check_same_device(tensor, name, device)
         check_contiguous_last(tensor, name)
-        if tensor.dtype is not view.tensor.dtype:
-            raise ValidationError(f"{name}: expected the cache's dtype {view.tensor.dtype}, got {tensor.dtype}.")
+        if tensor.dtype is not view.dtype:
+            raise ValidationError(f"{name}: expected the cache's dtype {view.dtype}, got {tensor.dtype}.")
     batch = _batch_size(kv_indptr, "kv_indptr")
     tables = {
         "batch_indices": _table(batch_indices, "batch_indices", nnz, device),
@@ -103,23 +103,22 @@ def _append(
     }
     _table(kv_last_page_len, "kv_last_page_len", batch, device)
     if device.type == "cpu":
-        _check_tables(batch, k.num_pages, tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
-    if nnz and batch and k.num_pages:
+        _check_tables(batch, k.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
+    if nnz and batch and k.shape[0]:
         _launch(append_key, append_value, k, v, tables, batch)
 
 
-def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[KVView, KVView]:
+def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a cache that is written: the kernel finds both by one page number and one head."""
     k, v = cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
-    sizes = [(view.num_pages, view.num_tokens, view.num_heads) for view in (k, v)]
-    if sizes[0] != sizes[1] or k.tensor.dtype is not v.tensor.dtype:
+    if k.shape[:3] != v.shape[:3] or k.dtype is not v.dtype:
         raise ValidationError(
             f"paged_kv_cache: expected as many pages, tokens a page and heads of values as of keys, of one dtype; got "
-            f"{sizes[0]} {k.tensor.dtype} of keys and {sizes[1]} {v.tensor.dtype} of values."
+            f"{list(k.shape[:3])} {k.dtype} of keys and {list(v.shape[:3])} {v.dtype} of values."
         )
     for view in (k, v):
-        check_output(view.tensor, "paged_kv_cache")
-        check_same_device(view.tensor, "paged_kv_cache", k.tensor.device)
+        check_contiguous_last(check_output(view, "paged_kv_cache"), "paged_kv_cache")
+        check_same_device(view, "paged_kv_cache", k.device)
     return k, v
 
 
@@ -165,33 +164,24 @@ def _table(tensor: torch.Tensor, name: str, length: int | None, device: torch.de
 
 
 def _launch(
-    key: torch.Tensor, value: torch.Tensor, k: KVView, v: KVView, tables: dict[str, torch.Tensor], batch: int
-) -> None:
+    key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tables: dict[str, torch.Tensor],
+    batch: int,
+) -> None:  # fmt: skip
+    num_pages, page_size, num_kv_heads, head_dim_k = k.shape
+    strides = *key.stride()[:2], *value.stride()[:2], *k.stride()[:3], *v.stride()[:3]
     params = AppendParams(
-        key=key.data_ptr(), value=value.data_ptr(), k_cache=k.pointer, v_cache=v.pointer,
-        **{name: table.data_ptr() for name, table in tables.items()},
-        nnz=key.shape[0], num_indices=tables["kv_indices"].shape[0],
-        key_token_stride=key.stride(0), key_head_stride=key.stride(1),
-        value_token_stride=value.stride(0), value_head_stride=value.stride(1),
-        k_page_stride=k.page_stride, k_token_stride=k.token_stride, k_head_stride=k.head_stride,
-        v_page_stride=v.page_stride, v_token_stride=v.token_stride, v_head_stride=v.head_stride,
-        batch_size=batch, num_pages=min(k.num_pages, v.num_pages), num_kv_heads=k.num_heads,
-        head_dim_k=k.head_dim, head_dim_v=v.head_dim, page_size=k.num_tokens,
+        key=key.data_ptr(), value=value.data_ptr(), k_cache=k.data_ptr(), v_cache=v.data_ptr(),
+        **{name: table.data_ptr() for name, table in tables.items()}, **dict(zip(_STRIDES, strides, strict=True)),
+        nnz=key.shape[0], num_indices=tables["kv_indices"].shape[0], batch_size=batch, num_pages=num_pages,
+        num_kv_heads=num_kv_heads, head_dim_k=head_dim_k, head_dim_v=v.shape[3], page_size=page_size,
     )  # fmt: skip
-    size = key.element_size()
-    vector = _vector(params, size)
+    size, vector = key.element_size(), 16 // key.element_size()
+    counts, pointers = (*strides, head_dim_k, v.shape[3]), (t.data_ptr() for t in (key, value, k, v))
+    if any(n % vector for n in counts) or any(p % 16 for p in pointers):
+        vector = 1  # 16 bytes at a time where every address and stride allows it, else an element
     module = get_module(OperationKey("append", target_of(key.device), f"u{8 * size}", vector).spec())
-    grid = row_grid(key.shape[0], k.num_heads * (max(k.head_dim, v.head_dim) // vector))
+    grid = row_grid(key.shape[0], num_kv_heads * (max(head_dim_k, v.shape[3]) // vector))
     launch(module, ctypes.addressof(params), key.device, grid=grid, block=PARALLEL_THREADS)
-
-
-def _vector(params: AppendParams, size: int) -> int:
-    """Elements to move at a time: 16 bytes where every address and stride allows it, else one."""
-    vector = 16 // size
-    strides = [getattr(params, name) for name in _STRIDES]
-    counts = [*strides, params.head_dim_k, params.head_dim_v]
-    pointers = [params.key, params.value, params.k_cache, params.v_cache]
-    return vector if all(n % vector == 0 for n in counts) and all(p % 16 == 0 for p in pointers) else 1
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -230,7 +220,7 @@ def get_batch_indices_positions(
     append_paged_kv_cache() for an example. Raises ValidationError naming the argument.
     """
     batch = _batch_size(append_indptr, "append_indptr")
-    indptr = to_int32(append_indptr, "append_indptr")
+    indptr = to_int32(append_indptr, "append_indptr").contiguous()
     check_tensor(seq_lens, "seq_lens")
     check_shape(seq_lens, "seq_lens", {"batch_size": batch})
     check_same_device(seq_lens, "seq_lens", indptr.device)

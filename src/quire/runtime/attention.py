@@ -28,7 +28,7 @@ from quire.runtime.checks import (
     to_int32,
 )
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
-from quire.runtime.layout import KVView, PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
+from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
 from quire.runtime.options import PlanOptions
 from quire.runtime.plan import AttentionPlan
 from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
@@ -40,6 +40,10 @@ from quire.runtime.workspace import Workspace
 from quire.types import DType, KVLayout, MaskMode
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
 
 
 class _CheckedTensors(NamedTuple):
@@ -273,10 +277,10 @@ class Attention:
         """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
         paged, operands = self._plan_options.page_size > 0, self.decision.kernel.tensors
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
-        views = {"k": k.as_operand, "v": v.as_operand}
+        views = {"k": _view(k), "v": _view(v)}
         given = {
-            "q": (q, "q"), "k": (k.tensor, "paged_kv_cache (keys)" if paged else "k"),
-            "v": (v.tensor, "paged_kv_cache (values)" if paged else "v"), "o": (out, "out"),
+            "q": (q, "q"), "k": (k, "paged_kv_cache (keys)" if paged else "k"),
+            "v": (v, "paged_kv_cache (values)" if paged else "v"), "o": (out, "out"),
         }  # fmt: skip
         scales = operands[len(self.decision.kernel.operands) :] if kv_scales else ()
         given |= {operand.name: (t, operand.name) for operand, t in zip(scales, kv_scales, strict=True)}
@@ -287,33 +291,32 @@ class Attention:
                 self._check(operand, tensor, name, view, nnz_qo)
                 views[operand.name] = view
         self._plan.set_signature(views)
-        self._v_offset = v.pointer - k.pointer
+        self._v_offset = v.data_ptr() - k.data_ptr()
         if 0 in pointers or any(tensor.requires_grad for tensor in tensors):  # right this time: to be checked again
             self._signature = None
             return
         self._signature = Signature(tensors)
         if self._graph is None:
-            least = min((k.num_pages, v.num_pages) if paged else (k.num_tokens, v.num_tokens))
+            least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
             self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
 
-    def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[KVView, KVView]:
-        checked = tuple(check_tensor(t, "paged_kv_cache") for t in cache)
-        k, v = cache_view(checked, self._layout, self._plan_options.page_size)
-        num_pages = min(k.num_pages, v.num_pages)
+    def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = cache_view(cache, self._layout, self._plan_options.page_size)
+        num_pages = min(k.shape[0], v.shape[0])
         if self._plan.largest_page >= num_pages:
             raise ValidationError(
                 f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._plan.largest_page}."
             )
         return k, v
 
-    def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[KVView, KVView]:
+    def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         views = ragged_view(kv[0], "k", self._layout), ragged_view(kv[1], "v", self._layout)
         least_tokens = max(least_tokens, self._plan.nnz_kv)
         for view, name in zip(views, "kv", strict=True):
-            if view.num_tokens < least_tokens:
+            if view.shape[1] < least_tokens:
                 raise ValidationError(
                     f"{name}: expected at least {least_tokens} tokens (kv_indptr[-1]; in a capture that of the first "
-                    f"plan), got {view.num_tokens}."
+                    f"plan), got {view.shape[1]}."
                 )
         return views
 
@@ -322,7 +325,7 @@ class Attention:
         (check_output if operand.name == "o" else check_tensor)(tensor, name)
         if "page_size" in operand.dims and self._layout is KVLayout.HND:
             tensor = tensor.transpose(1, 2)
-        return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+        return _view(tensor)
 
     def _check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> None:
         """Check a tensor against what the kernel declares."""

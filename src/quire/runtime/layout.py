@@ -1,4 +1,4 @@
-"""How keys and values lie in memory: every layout of the surface becomes pointers and strides.
+"""How keys and values lie in memory: every layout of the surface becomes [page, token, head, head_dim], by strides.
 
 A paged cache is a 5-D tensor (keys at [:, 0], values at [:, 1]) or a pair of 4-D tensors; a page is NHD
 [page_size, num_kv_heads, head_dim] or HND [num_kv_heads, page_size, head_dim]. Only the last dimension must be
@@ -8,44 +8,15 @@ contiguous.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from quire.errors import ValidationError
-from quire.kernels.operands import View
-from quire.runtime.checks import check_contiguous_last, check_tensor
+from quire.runtime.checks import check_tensor
 from quire.types import KVLayout
 
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class KVView:
-    """Keys or values as the kernels see them: [page, token, head, head_dim] by strides, in elements."""
-
-    tensor: torch.Tensor  #: the storage, which must outlive the call
-    pointer: int
-    num_pages: int  #: pages; ragged: 1
-    num_tokens: int  #: tokens of a page; ragged: in all
-    num_heads: int
-    head_dim: int
-    page_stride: int
-    token_stride: int
-    head_stride: int
-
-    @property
-    def as_operand(self) -> View:
-        """Dimensions in the order of kernels/operands.py."""
-        sizes = self.num_pages, self.num_tokens, self.num_heads, self.head_dim
-        return View(self.pointer, sizes, (self.page_stride, self.token_stride, self.head_stride, 1))
-
-    @property
-    def num_bytes(self) -> int:
-        """From the first element to the end of the last."""
-        view = self.as_operand
-        return span_bytes(view.sizes, view.strides, self.tensor.dtype)
 
 
 def span_bytes(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
@@ -54,23 +25,17 @@ def span_bytes(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype)
     return 0 if 0 in sizes else (last + 1) * dtype.itemsize
 
 
-def _view(tensor: torch.Tensor, name: str, layout: KVLayout) -> KVView:
-    """A 4-D tensor of pages."""
-    check_contiguous_last(tensor, name)
-    token, head = (1, 2) if layout is KVLayout.NHD else (2, 1)
-    shape, stride = tensor.shape, tensor.stride()
-    return KVView(
-        tensor, tensor.data_ptr(), shape[0], shape[token], shape[head], shape[3], stride[0], stride[token], stride[head]
-    )
+def _tokens_first(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    return pages if layout is KVLayout.NHD else pages.transpose(1, 2)
 
 
-def ragged_view(tensor: torch.Tensor, name: str, layout: KVLayout) -> KVView:
-    """A ragged tensor: NHD [nnz_kv, num_kv_heads, head_dim] or HND [num_kv_heads, nnz_kv, head_dim]."""
+def ragged_view(tensor: torch.Tensor, name: str, layout: KVLayout) -> torch.Tensor:
+    """A ragged tensor, NHD [nnz_kv, num_kv_heads, head_dim] or HND [num_kv_heads, nnz_kv, head_dim], as one page."""
     check_tensor(tensor, name)
     if tensor.dim() != 3:
         dims = "nnz_kv, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, nnz_kv"
         raise ValidationError(f"{name}: expected [{dims}, head_dim], got {list(tensor.shape)}.")
-    return _view(tensor.unsqueeze(0), name, layout)
+    return _tokens_first(tensor.unsqueeze(0), layout)
 
 
 def cache_tensors(cache: Any) -> tuple[torch.Tensor, ...]:
@@ -84,30 +49,30 @@ def cache_tensors(cache: Any) -> tuple[torch.Tensor, ...]:
     )
 
 
-def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int) -> tuple[KVView, KVView]:
+def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of the tensors of a paged cache. With page_size 1 the page dimension may be left out."""
     if len(cache) == 2:
-        k, v = cache
-        return _pages(k, "paged_kv_cache[0]", layout, page_size), _pages(v, "paged_kv_cache[1]", layout, page_size)
-    (tensor,) = cache
-    full = tensor.unsqueeze(_page_dim(layout) + 1) if tensor.dim() == 4 and page_size == 1 else tensor
-    if full.dim() != 5 or full.shape[1] != 2:
-        page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
-        raise ValidationError(f"paged_kv_cache: expected [num_pages, 2, {page}, head_dim], got {list(tensor.shape)}.")
-    return _view(full.select(1, 0), "paged_kv_cache", layout), _view(full.select(1, 1), "paged_kv_cache", layout)
+        k, v = (_pages(tensor, f"paged_kv_cache[{i}]", layout, page_size) for i, tensor in enumerate(cache))
+        return k, v
+    tensor = check_tensor(cache[0], "paged_kv_cache")
+    if tensor.dim() not in ((4, 5) if page_size == 1 else (5,)) or tensor.shape[1] != 2:
+        raise _wrong_shape("paged_kv_cache", "num_pages, 2", layout, tensor)
+    k, v = (_pages(tensor.select(1, which), "paged_kv_cache", layout, page_size) for which in (0, 1))
+    return k, v
 
 
-def _page_dim(layout: KVLayout) -> int:
-    return 1 if layout is KVLayout.NHD else 2
-
-
-def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) -> KVView:
+def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) -> torch.Tensor:
     check_tensor(tensor, name)
-    full = tensor.unsqueeze(_page_dim(layout)) if tensor.dim() == 3 and page_size == 1 else tensor
-    if full.dim() != 4:
-        page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
-        raise ValidationError(f"{name}: expected [num_pages, {page}, head_dim], got {list(tensor.shape)}.")
-    return _view(full, name, layout)
+    if tensor.dim() == 3 and page_size == 1:
+        return tensor.unsqueeze(1)
+    if tensor.dim() != 4:
+        raise _wrong_shape(name, "num_pages", layout, tensor)
+    return _tokens_first(tensor, layout)
+
+
+def _wrong_shape(name: str, pages: str, layout: KVLayout, tensor: torch.Tensor) -> ValidationError:
+    page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
+    return ValidationError(f"{name}: expected [{pages}, {page}, head_dim], got {list(tensor.shape)}.")
 
 
 def page_size_of(cache: PagedCache, layout: KVLayout) -> int:
