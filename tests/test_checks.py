@@ -10,7 +10,16 @@ import torch
 
 import quire
 from problems import ints, workspace
-from quire.runtime.checks import check_dtype, check_output, check_positive, check_tensor, host_offsets, scalar, to_int32
+from quire.runtime.checks import (
+    batch_size_of,
+    check_dtype,
+    check_output,
+    check_positive,
+    check_tensor,
+    host_indices,
+    scalar,
+    to_int32,
+)
 from quire.types import dtype_of
 
 FLOAT = torch.zeros(4, 4)
@@ -115,13 +124,13 @@ def test_indices_beyond_int32(value):
     "value", [torch.zeros(0, dtype=torch.int32), ints([0], "cpu").to_sparse(), ints([0], "meta"), ["a"], 3.5, None]
 )
 def test_offsets_that_are_none(value):
-    refused(lambda: host_offsets(value, "indptr"), "indptr: ")
+    refused(lambda: batch_size_of(host_indices(value, "indptr"), "indptr"), "indptr: ")
 
 
 def test_offsets_on_a_list_are_read_whatever_the_default_device_is():
     with torch.device("meta"):
-        offsets, batch = host_offsets([0, 2, 5], "indptr")
-    assert offsets.tolist() == [0, 2, 5] and offsets.dtype is torch.int32 and batch == 2
+        offsets = host_indices([0, 2, 5], "indptr")
+    assert offsets.tolist() == [0, 2, 5] and offsets.dtype is torch.int32 and batch_size_of(offsets, "indptr") == 2
 
 
 def test_a_dtype_that_was_not_planned_says_how_to_plan_it():

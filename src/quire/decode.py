@@ -13,7 +13,7 @@ from quire.block_table_decode import xqa_batch_decode_with_kv_cache
 from quire.errors import ValidationError
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
-from quire.runtime.checks import check_flags, check_positive, host_offsets, refuse
+from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.schedule import Indices
@@ -26,9 +26,6 @@ __all__ = [
     "single_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
-
-
-_MOST_ROWS = 2**31 - 1
 
 
 @takes_arguments
@@ -114,15 +111,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
         options = _plan_options(locals())
-        kv_indptr, batch = host_offsets(indptr, "indptr")
-        qo_len, size = int(q_len_per_req), options.page_size
-        if batch * qo_len * options.num_qo_heads > _MOST_ROWS:
-            raise ValidationError(
-                f"q_len_per_req: expected batch_size * q_len_per_req * num_qo_heads below 2^31, got {batch} * {qo_len} "
-                f"* {options.num_qo_heads}."
-            )
+        kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
+        batch = batch_size_of(kv_indptr, "indptr")
         last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
-        pages = Indices(batch, None, qo_len, kv_indptr, last, page_indices(indices), size)
+        pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size)
         self._set_plan(AttentionSpec(pages, options))
 
     begin_forward = plan

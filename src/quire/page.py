@@ -17,6 +17,7 @@ from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
 from quire.runtime.checks import (
+    batch_size_of,
     check_contiguous_last,
     check_output,
     check_positive,
@@ -94,7 +95,7 @@ def _append(
         check_contiguous_last(tensor, name)
         if tensor.dtype is not view.dtype:
             raise ValidationError(f"{name}: expected the cache's dtype {view.dtype}, got {tensor.dtype}.")
-    batch = _batch_size(kv_indptr, "kv_indptr")
+    batch = batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
     tables = {
         "batch_indices": _table(batch_indices, "batch_indices", nnz, device),
         "positions": _table(positions, "positions", nnz, device),
@@ -148,14 +149,6 @@ def _check_range(values: torch.Tensor, name: str, low: int, high: int, what: str
             raise ValidationError(f"{name}: expected {what}, got {least}..{most}.")
 
 
-def _batch_size(indptr: torch.Tensor, name: str) -> int:
-    """batch_size of offsets [batch_size + 1]."""
-    check_tensor(indptr, name)
-    if indptr.dim() != 1 or indptr.shape[0] == 0:
-        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got {list(indptr.shape)}.")
-    return indptr.shape[0] - 1
-
-
 def _table(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
     check_tensor(tensor, name)
     check_shape(tensor, name, {"length": length})
@@ -194,7 +187,10 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     >>> quire.get_seq_lens(kv_indptr, kv_last_page_len, page_size=16)
     tensor([21, 16], dtype=torch.int32)
     """
-    batch, size = _batch_size(kv_indptr, "kv_indptr"), check_positive(page_size, "page_size")
+    batch, size = (
+        batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr"),
+        check_positive(page_size, "page_size"),
+    )
     check_tensor(kv_last_page_len, "kv_last_page_len")
     check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": batch})
     check_same_device(kv_last_page_len, "kv_last_page_len", kv_indptr.device)
@@ -219,7 +215,7 @@ def get_batch_indices_positions(
     which append_paged_kv_cache() skips. The outputs are written into `batch_indices` and `positions` if given. See
     append_paged_kv_cache() for an example. Raises ValidationError naming the argument.
     """
-    batch = _batch_size(append_indptr, "append_indptr")
+    batch = batch_size_of(check_tensor(append_indptr, "append_indptr"), "append_indptr")
     indptr = to_int32(append_indptr, "append_indptr").contiguous()
     check_tensor(seq_lens, "seq_lens")
     check_shape(seq_lens, "seq_lens", {"batch_size": batch})

@@ -18,12 +18,12 @@ import torch
 from quire.errors import ValidationError
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices
 from quire.runtime.checks import (
+    batch_size_of,
     check_flags,
     check_positive,
     check_shape,
     check_tensor,
     host_indices,
-    host_offsets,
     refuse,
 )
 from quire.runtime.layout import PagedCache
@@ -192,7 +192,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         paged = True
         options = _plan_options(locals())
-        qo_indptr_host, batch = host_offsets(qo_indptr, "qo_indptr")
+        qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
+        batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
         last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, options.page_size)
         pages = page_indices(paged_kv_indices)
@@ -306,7 +307,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         paged = False
         page_size = seq_lens = seq_lens_q = block_tables = max_token_per_sequence = max_sequence_kv = None
         options = _plan_options(locals())
-        qo_indptr_host, batch = host_offsets(qo_indptr, "qo_indptr")
+        qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
+        batch = batch_size_of(qo_indptr_host, "qo_indptr")
         indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 

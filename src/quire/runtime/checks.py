@@ -17,10 +17,26 @@ from quire.types import DType
 _INT32_MAX = 2**31 - 1
 _LARGEST = torch.finfo(torch.float32).max / 2  # kernels multiply scales by log2(e)
 _SMALLEST = torch.finfo(torch.float32).tiny
+_NOT_REAL = frozenset(
+    {torch.complex32, torch.complex64, torch.complex128, torch.qint8, torch.quint8, torch.qint32, torch.quint4x2}
+)
 
 
 def check_tensor(value: Any, name: str) -> torch.Tensor:
     """`value`, which must be a tensor of real numbers that lie in memory as they are, and need no gradient."""
+    try:
+        is_plain = value.layout is torch.strided and not value.is_nested and value.dtype not in _NOT_REAL
+        is_right = is_plain and value.data_ptr() and not value.is_neg()
+        if is_right and not (value.requires_grad and torch.is_grad_enabled()):
+            return value  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):  # no tensor, or torch: there is no storage
+        pass
+    _refuse_tensor(value, name)
+    return value  # type: ignore[no-any-return]
+
+
+def _refuse_tensor(value: Any, name: str) -> None:
+    """Says what is wrong with a tensor; nothing is with one that has neither elements nor memory."""
     if not isinstance(value, torch.Tensor):
         raise ValidationError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
@@ -31,12 +47,11 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
         raise ValidationError(f"{name}: expected real numbers, got {value.dtype}; pass torch.view_as_real() of it.")
     if value.is_neg():
         raise ValidationError(f"{name}: expected numbers as they lie in memory, got a negated view: .resolve_neg() it.")
-    if not _has_memory(value):
+    if value.numel():
         raise ValidationError(
             f"{name}: expected a tensor with memory of its own, got {type(value).__name__} {list(value.shape)} without "
             f"any: its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
         )
-    return value
 
 
 def check_no_grad(tensors: Sequence[torch.Tensor], name: str) -> None:
@@ -46,14 +61,6 @@ def check_no_grad(tensors: Sequence[torch.Tensor], name: str) -> None:
             f"{name}: expected no tensor that requires grad, as Quire is for inference only; call it under "
             f"torch.no_grad() or torch.inference_mode(), or pass {name}.detach()."
         )
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a kernel can read `tensor`, or has nothing to read."""
-    try:
-        return tensor.data_ptr() != 0 or tensor.numel() == 0
-    except RuntimeError:  # torch: there is no storage
-        return False
 
 
 def check_output(tensor: Any, name: str) -> torch.Tensor:
@@ -129,12 +136,11 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
 
     A tensor on a device is copied, which waits for it: give host arrays to plan without a synchronisation.
     """
-    if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu:
-        shape = value.shape
-        fits = len(shape) == 1 and (length is None or shape[0] == length)
-        if fits and _has_memory(value) and value.is_contiguous():
-            return value
     try:
+        if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu and value.data_ptr():
+            shape = value.shape
+            if len(shape) == 1 and (length is None or shape[0] == length) and value.is_contiguous():
+                return value
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValidationError(f"{name}: expected a 1-D integer tensor, got {type(value).__name__}.") from error
@@ -145,12 +151,11 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     return to_int32(tensor, name).cpu().contiguous()
 
 
-def host_offsets(value: torch.Tensor | Sequence[int], name: str) -> tuple[torch.Tensor, int]:
-    """Offsets [batch_size + 1] as host_indices() gives them, and batch_size."""
-    offsets = host_indices(value, name)
-    if offsets.shape[0] == 0:
-        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got none.")
-    return offsets, offsets.shape[0] - 1
+def batch_size_of(offsets: torch.Tensor, name: str) -> int:
+    """batch_size of offsets [batch_size + 1]."""
+    if offsets.dim() != 1 or offsets.shape[0] == 0:
+        raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got {list(offsets.shape)}.")
+    return offsets.shape[0] - 1
 
 
 def last_entry(indices: torch.Tensor) -> int:

@@ -22,6 +22,7 @@ _Item = TypeVar("_Item")
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 _LEAST_BYTES = 1 << 16
+_HOST = torch.device("cpu")
 
 
 class HostBuffer:
@@ -35,7 +36,7 @@ class HostBuffer:
 
     def __init__(self, num_bytes: int, event: int = 0, spare_events: list[int] | None = None) -> None:
         self.event = event
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=event != 0)
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device=_HOST, pin_memory=event != 0)
         self.address = self.tensor.data_ptr()
         self.num_bytes = num_bytes
         self._spare_events = spare_events
