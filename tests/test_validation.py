@@ -754,3 +754,13 @@ def test_caches_of_one_tensor_are_checked_as_pairs_are(spoil, kv_layout):
     else:
         cache = torch._neg_view(cache)
     refused(lambda: wrapper.run(torch.zeros(1, 4, 64), cache), "paged_kv_cache")
+
+
+def test_what_random_calls_found():
+    """A state without head_dim left its lse unwritten; a foreign error, and three calls that did not end."""
+    refused(lambda: quire.merge_states(torch.zeros(3, 2, 4, 0), torch.zeros(3, 2, 4)), "v: head_dim")
+    q, shared, own = torch.zeros(2, 4, 64), torch.zeros(9, 2, 64), torch.zeros(2, 3, 2, 64)
+    padded = quire.batch_decode_with_shared_prefix_padded_kv_cache
+    refused(lambda: padded(q, shared, shared, own, own[:, :2]), "v_unique: expected [batch_size=2, unique_len=3")
+    refused(lambda: quire.MultiLevelCascadeAttentionWrapper(2**31 - 1, workspace("cpu")), "num_levels")
+    refused(lambda: quire.get_batch_indices_positions(i32(0, 1), i32(1), 2**31 - 2), "nnz")
