@@ -764,3 +764,7 @@ def test_what_random_calls_found():
     refused(lambda: padded(q, shared, shared, own, own[:, :2]), "v_unique: expected [batch_size=2, unique_len=3")
     refused(lambda: quire.MultiLevelCascadeAttentionWrapper(2**31 - 1, workspace("cpu")), "num_levels")
     refused(lambda: quire.get_batch_indices_positions(i32(0, 1), i32(1), 2**31 - 2), "nnz")
+    buffers = i32(0, 0), i32(0, 0), i32(0)
+    wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), *buffers)
+    wrapper.plan(i32(0, 1), i32(0), i32(3), 4, 2, 64, 16, q_data_type=torch.float32)
+    refused(lambda: wrapper.run({}, torch.zeros(1, 2, 16, 2, 64)), "q: expected a torch.Tensor, got dict")

@@ -244,7 +244,7 @@ class Attention:
         """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
         must be as long as any batch that a later plan() may bring.
         """
-        rows = check_tensor(q, "q").shape[0] if q.dim() == 3 else 0
+        rows = q.shape[0] if check_tensor(q, "q").dim() == 3 else 0
         if (rows < graph.max_rows or not self._plan_options.page_size) and is_capturing(self._device):
             if rows < graph.max_rows:
                 raise ValidationError(
