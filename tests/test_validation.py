@@ -767,4 +767,4 @@ def test_what_random_calls_found():
     buffers = i32(0, 0), i32(0, 0), i32(0)
     wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), *buffers)
     wrapper.plan(i32(0, 1), i32(0), i32(3), 4, 2, 64, 16, q_data_type=torch.float32)
-    refused(lambda: wrapper.run({}, torch.zeros(1, 2, 16, 2, 64)), "q: expected a torch.Tensor, got dict")
+    refused(lambda: wrapper.run({}, torch.zeros(1, 2, 16, 2, 64)), "q: expected a torch.Tensor")
