@@ -187,10 +187,8 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     >>> quire.get_seq_lens(kv_indptr, kv_last_page_len, page_size=16)
     tensor([21, 16], dtype=torch.int32)
     """
-    batch, size = (
-        batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr"),
-        check_positive(page_size, "page_size"),
-    )
+    batch = batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
+    size = check_positive(page_size, "page_size")
     check_tensor(kv_last_page_len, "kv_last_page_len")
     check_shape(kv_last_page_len, "kv_last_page_len", {"batch_size": batch})
     check_same_device(kv_last_page_len, "kv_last_page_len", kv_indptr.device)
