@@ -123,7 +123,7 @@ def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: in
     if page_size == 1 and isinstance(value, torch.Tensor) and value.device.type != "cpu":
         check_shape(value, name, {"batch_size": kv_indptr.shape[0] - 1})
         return kv_indptr.diff().clamp_(0, 1)
-    return host_indices(value, name, kv_indptr.shape[0] - 1)
+    return host_indices(value, name, kv_indptr.numel() - 1)
 
 
 class Attention:

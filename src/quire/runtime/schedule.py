@@ -161,7 +161,7 @@ def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams,
     if last is not None:
         p.kv_last_page_len, num_kept = last.data_ptr(), num_kept + batch
     if pages is not None:
-        p.num_pages = pages.shape[0]
+        p.num_pages = pages.numel()
         if pages.is_cpu:
             p.kv_indices = pages.data_ptr()
     kept = bytearray(4 * num_kept)

@@ -54,6 +54,7 @@ def _cuda_target(index: int) -> str:
 
 
 @cache
+@cache
 def has_dependent_launch(target: str) -> bool:
     """Whether a kernel can wait for its predecessor itself: GPUs from sm_90 on."""
     return target.startswith("sm") and int(target[2:].rstrip("af")) >= 90
