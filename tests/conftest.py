@@ -6,6 +6,9 @@ asks for `device` alone runs once per device.
 
 from __future__ import annotations
 
+import own_environment  # noqa: F401  # before torch is
+
+# isort: split
 from collections.abc import Generator
 from functools import wraps
 
@@ -13,7 +16,6 @@ import pytest
 import torch
 from hypothesis import reject
 
-import own_cache  # noqa: F401  # before Quire is
 from limits import is_expected, limit
 from targets import CUDA_BACKENDS, targets
 

@@ -10,6 +10,9 @@ a gradient lost, nonsense taken. Calls are made by a worker process; when one di
 
 from __future__ import annotations
 
+import own_environment  # noqa: F401  # before torch is
+
+# isort: split
 import argparse
 import copy
 import faulthandler
@@ -30,7 +33,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import own_cache  # noqa: F401  # before Quire is
 import quire
 from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Nonsense
 from guard import GuardedMemory
@@ -83,8 +85,9 @@ def draw(seed: str, generators: Generators = GENERATORS) -> Planned:
     torch.manual_seed(rng.randrange(2**31))
     case = rng.choice(generators)(rng)
     args, changes, changed = dict(case.args), [], set()
-    for _ in range(0 if rng.random() < GOOD_CHANCE else rng.choice((1, 1, 1, 2))):
-        name = rng.choice(sorted(args))
+    count = 0 if rng.random() < GOOD_CHANCE else rng.choice((1, 1, 1, 2))
+    for _ in range(min(count, len(args))):
+        name = rng.choice(sorted(set(args) - changed))  # torch itself crashes on some arguments that are changed twice
         words, args[name] = mutate(rng, name, args[name])
         changes.append(f"{name}={words}")
         changed.add(name)

@@ -1,6 +1,7 @@
 """Tests in processes of their own: a crash or a hang fails one test and says which, instead of ending the run.
 
-A server process imports torch and Quire once, before either has started a thread, and forks for each test.
+A server process imports torch and Quire once, before either has started a thread, and forks for each test. It also
+imports what torch's tracers import at their first use, which takes over a second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pytest
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["torch", "quire", "pytest", "torch._subclasses.fake_tensor", "torch.fx.experimental.proxy_tensor"]
+    ["torch", "quire", "pytest", "torch._dynamo", "torch._subclasses.fake_tensor", "torch.fx.experimental.proxy_tensor"]
 )
 
 

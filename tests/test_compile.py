@@ -341,7 +341,7 @@ def test_eager_calls_do_not_enter_the_dispatcher(case, monkeypatch):
 
 
 def _profiled(call, *args):
-    """Names of what a profile shows of a call. Of the host only: profiling a GPU needs rights that a machine may not give."""
+    """Names of what a profile of the host shows: a profile of a GPU needs rights that a machine may not give."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         call(*args)
     return {event.name for event in profile.events()}

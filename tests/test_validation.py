@@ -120,7 +120,9 @@ MASK_TABLE = [
 
 
 def row_id(value):
-    """Short names for rows of the tables."""
+    """Short names for rows of the tables, the same in each process."""
+    if isinstance(value, dict):
+        value = " ".join(f"{name}={getattr(changed, '__name__', changed)}" for name, changed in value.items())
     return str(value).replace("\n", " ")[:40]
 
 

@@ -1,0 +1,18 @@
+"""Import this before torch and Quire: Quire's cache is then one of the checkout's own, and threads that wait sleep.
+
+The cache stays between runs, so that a second one compiles nothing; `make clean` empties it. Entries are named by all
+that they were made from: one of an older run never stands in for changed code. Subprocesses inherit both.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parent.parent / "build" / "tests"
+
+os.environ["QUIRE_CACHE_DIR"] = str(CACHE)
+# OpenMP's threads would spin while they wait, and take the processors from those they wait for: tests run side by side.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+for name in ("QUIRE_JIT", "QUIRE_RECORD"):  # those of the user's session are not the suite's
+    os.environ.pop(name, None)
