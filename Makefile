@@ -9,13 +9,17 @@
 # compiled stays in build/ until `make clean`.
 #   PYTHON=python3.12   the interpreter to start from. If it already has a torch that sees a GPU, that torch is used.
 #   VENV=.venv          where the environment lies
+#   WORKERS=2           processes that share the tests; each compiles and computes with threads of its own
 
 PYTHON ?= python3
 VENV ?= .venv
+WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # No example or test fetches anything: the only model weights come in a package.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+
+PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-slow test-all venv ci lint format clean
 
@@ -30,10 +34,10 @@ demo: $(STAMP)
 	@echo "== done; compiled kernels are in build/demo, where the next run finds them"
 
 test: $(STAMP)
-	$(OFFLINE) $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(STAMP)
-	$(OFFLINE) $(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-all: test test-slow
 

@@ -783,6 +783,22 @@ FOREIGN: dict[str, tuple[Callable[[], None], str]] = {
         "v_unique",
     ),
     "a window that is too wide": (lambda: _decode_plan(window_left=1 << 40), "window_left"),
+    "a tensor for a size of splits": (lambda: _decode_plan(fixed_split_size=torch.zeros(3)), "fixed_split_size"),
+    "a float for a size of splits": (lambda: _decode_plan(fixed_split_size=0.0), "fixed_split_size"),
+    "no states of a dtype that none has": (
+        lambda: quire.merge_states(torch.zeros(0, 1, 1, 64).to(torch.float8_e4m3fn), torch.zeros(0, 1, 1)),
+        "v: expected dtype",
+    ),
+    "values in shorter pages for no requests": (
+        lambda: _call(
+            "xqa_batch_decode_with_kv_cache",
+            query=torch.zeros(0, HEADS, DIM),
+            seq_lens=ints(),
+            block_tables=ints().reshape(0, 3),
+            v_cache=torch.zeros(5, PAGE - 1, KV_HEADS, DIM),
+        ),
+        "values.*page_size",
+    ),
 }
 
 

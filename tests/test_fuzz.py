@@ -29,7 +29,7 @@ def test_some_random_calls() -> None:
 
 @pytest.mark.slow
 def test_many_random_calls() -> None:
-    _run(500, seed=11)
+    _run(2000, seed=11)
 
 
 # The fuzzer itself

@@ -129,6 +129,10 @@ class _Cache(NamedTuple):
         keys, values = tensors[0], tensors[-1]
         if values.dtype is not keys.dtype:
             raise ValidationError(f"kv_cache: expected values of the keys' {keys.dtype}, got {values.dtype}.")
+        if len(tensors) == 2:
+            names = ("page_size", "num_kv_heads") if layout is KVLayout.NHD else ("num_kv_heads", "page_size")
+            page = dict(zip(names, keys.shape[1:3], strict=True))
+            check_shape(values, "kv_cache: values", {"num_pages": None, **page, "head_dim": None})
         token, head = (-3, -2) if layout is KVLayout.NHD else (-2, -3)
         page_size = check_positive(keys.shape[token], "kv_cache: page_size")
         return cls(tensors, page_size, keys.shape[head], keys.shape[-1], values.shape[-1])

@@ -23,6 +23,8 @@ from quire.types import dtype_of
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 @operator(
     "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
@@ -107,8 +109,8 @@ def _check_state(
     check_same_device(s, s_name, v.device)
     if s.dtype is not torch.float32:
         raise ValidationError(f"{s_name}: expected dtype torch.float32, got {s.dtype}.")
-    if v.shape[-1] == 0:
-        raise ValidationError(f"{v_name}: expected a head_dim of 1 or more, got {list(v.shape)}.")
+    if v.dtype not in _DTYPES:
+        raise ValidationError(f"{v_name}: expected dtype {', '.join(map(str, _DTYPES))}, got {v.dtype}.")
     if like is not None and (v.shape != like.shape or v.dtype is not like.dtype or v.device != like.device):
         raise ValidationError(
             f"{v_name}: expected {like.dtype} {list(like.shape)} on {like.device}, got {v.dtype} {list(v.shape)} on "

@@ -98,7 +98,7 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
     """Both knobs of batch invariance as the planner takes them: tokens, 0 automatic, -1 never split."""
-    if fixed_split_size in (None, -1, 0):
+    if fixed_split_size is None or (isinstance(fixed_split_size, int) and fixed_split_size in (-1, 0)):
         return -1 if disable_split_kv else 0
     if disable_split_kv:
         raise ValidationError(f"fixed_split_size: expected None with disable_split_kv=True, got {fixed_split_size}.")
