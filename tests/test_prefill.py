@@ -440,8 +440,12 @@ def test_dtype_is_float16_unless_said(device, backend):
 # Any shape
 
 
+#: Variants of wide heads take a minute to compile.
+ANY_HEAD_DIM = pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+
+
 @st.composite
-def problems(draw, dtype, device):
+def problems(draw, dtype, device, head_dim):
     """A batch of a few requests with options from a small set of variants."""
     requests = draw(st.lists(st.tuples(st.integers(0, 70), st.integers(0, 300)), min_size=1, max_size=5))
     num_kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from(GROUP_SIZES[:5]))
@@ -450,7 +454,7 @@ def problems(draw, dtype, device):
         [k for _, k in requests],
         num_qo_heads=num_kv_heads * group,
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=head_dim,
         dtype=dtype,
         device=device,
         causal=draw(st.booleans()),
@@ -460,17 +464,19 @@ def problems(draw, dtype, device):
     return problem.random_mask(draw(st.sampled_from([0.02, 0.5, 0.98]))) if draw(st.booleans()) else problem
 
 
+@ANY_HEAD_DIM
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_ragged_batch(device, backend, dtype, data):
-    p = data.draw(problems(dtype, device))
+def test_any_ragged_batch(device, backend, dtype, head_dim, data):
+    p = data.draw(problems(dtype, device, head_dim))
     p.check(*prefill_ragged(p, backend, index_device=data.draw(st.sampled_from(["cpu", None]))))
 
 
+@ANY_HEAD_DIM
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_paged_batch(device, backend, dtype, data):
-    p = data.draw(problems(dtype, device))
+def test_any_paged_batch(device, backend, dtype, head_dim, data):
+    p = data.draw(problems(dtype, device, head_dim))
     page_size = data.draw(st.sampled_from([1, 3, 8, 16]))
     layout, signature = data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS))
     cache = p.paged(page_size, layout, signature, order_seed=data.draw(st.integers(0, 99)))
