@@ -137,9 +137,11 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     A tensor on a device is copied, which waits for it: give host arrays to plan without a synchronisation.
     """
     try:
-        if isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu and value.data_ptr():
-            if value.dim() == 1 and (length is None or value.numel() == length) and value.is_contiguous():
-                return value  # numel(): a fifth of what shape[0] takes
+        if (
+            isinstance(value, torch.Tensor) and value.dtype is torch.int32 and value.is_cpu and value.data_ptr()
+            and value.dim() == 1 and (length is None or value.numel() == length) and value.is_contiguous()
+        ):  # fmt: skip
+            return value  # numel(): a fifth of what shape[0] takes
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValidationError(f"{name}: expected a 1-D integer tensor, got {type(value).__name__}.") from error
