@@ -29,6 +29,7 @@ BEYOND = {
             "test_masks_of_long_chunks",
             "test_paged_plan",
             "test_paged_prefill",
+            "test_prefill",
             "test_prefill_lengths",
             "test_ragged_plan",
             "test_ragged_prefill",

@@ -14,7 +14,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 KV_LENS = (37, 1, 0, 300, 128, 129)
 #: Backends whose tensor-core instructions take two operands of one dtype.
-REFUSING = ("fa2", "fa3")
+REFUSING = ("fa3",)
 SCALES = {"k_scale": 0.05, "v_scale": 1.75}
 
 
@@ -144,16 +144,18 @@ def test_appended_keys_are_the_cache(device, kv_dtype, head_dim):
 
 
 @KV_DTYPES
-@pytest.mark.parametrize("qo_lens", [(40, 3, 200), (1, 17, 64)])
-def test_prefill_on_the_cpu(kv_dtype, qo_lens):
-    """Panels of rows, where keys are copied and widened once: paged and ragged, causal and custom masks."""
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        options = {"dtype": dtype, "kv_dtype": kv_dtype, "causal": True, **SCALES}
-        p = Problem(qo_lens, (90, 17, 250), **options)
-        p.check(*prefill_paged(p, p.paged(16), "cpu", plan={"kv_data_type": kv_dtype}, run=scales(p)))
-        p.causal = False
-        p.random_mask()
-        p.check(*prefill_ragged(p, "cpu", plan={"kv_data_type": kv_dtype}, run=scales(p)))
+@pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128)])
+def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):
+    """Many rows: paged and ragged, causal and custom masks."""
+    if backend in REFUSING:
+        pytest.skip("test_page_sizes shows that it refuses")
+    plan = {"kv_data_type": kv_dtype}
+    options = {"dtype": dtype, "device": device, "kv_dtype": kv_dtype, "causal": True, "head_dim": head_dim, **SCALES}
+    p = Problem(qo_lens, (90, 17, 250), **options)
+    p.check(*prefill_paged(p, p.paged(16), backend, plan=plan, run=scales(p)))
+    p.causal = False
+    p.random_mask()
+    p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
 
 
 def test_what_the_cpu_refuses():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.kernels.attention import (
     AttentionKernel,
     AttentionProblem,
@@ -12,13 +14,14 @@ from quire.kernels.attention import (
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory allow.
+    """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory allow:
+    widening keys and values of 8 bits takes registers, too.
 
     All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
     """
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     kv = 128 if max(qk, vo) <= 64 else 64
-    rows = (16, 64, 128) if vo <= 128 and qk <= 192 else (16, 64)
+    rows = (16, 64, 128) if vo <= 128 and qk <= 192 and problem.kv.bits == 16 else (16, 64)
     return tuple(TileShape(m, kv) for m in rows)
 
 
@@ -28,7 +31,7 @@ KERNEL = AttentionKernel(
     header="quire/kernels/attention_fa2.cuh",
     cxx="AttentionFa2",
     on_cuda=True,
-    reject=tensor_core_reason,
+    reject=partial(tensor_core_reason, takes_8_bit_kv=True),
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
 )

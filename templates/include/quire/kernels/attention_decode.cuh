@@ -16,7 +16,7 @@
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/grid.cuh"
-#include "quire/tile/decode_fragments.cuh"
+#include "quire/tile/fragments.cuh"
 #include "quire/tile/decode_merge.cuh"
 #include "quire/tile/decode_ring.cuh"
 #include "quire/tile/logits.cuh"

@@ -11,6 +11,7 @@
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/fa2_pipeline.cuh"
+#include "quire/tile/fragments.cuh"
 #include "quire/tile/kv_ring.cuh"
 #include "quire/tile/logits.cuh"
 #include "quire/tile/partial.cuh"
@@ -20,12 +21,16 @@ namespace quire {
 
 template <class V>
 struct AttentionFa2 {
-  using T = typename V::Q;
+  using Q = typename V::Q;
+  using Kv = typename V::Kv;
+  static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
+  static constexpr bool kNarrow = kKvBits == 8;              // keys and values are widened to fp16
+  using T = typename conditional<kNarrow, fp16_t, Q>::type;  // of the matrix products
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kHeadDim = max(kQk, kVo);
 
-  static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
-                "q, k, v and o have one dtype");
+  static_assert((kNarrow || is_same<Q, Kv>::value) && is_same<Q, typename V::O>::value,
+                "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(kQk % 16 == 0 && kVo % 16 == 0 && kHeadDim <= 256, "head dims are multiples of 16 up to 256");
   static_assert(kTileRows == 16 || kTileRows == 64 || (kTileRows == 128 && kVo <= 128),
                 "a tile has 16, 64 or, while 32 rows of o fit a warp's registers, 128 rows");
@@ -43,9 +48,10 @@ struct AttentionFa2 {
  private:
   using TileQ = SmemTile<kWarpRows, kQk>;  // a warp's own
   using TileO = SmemTile<kWarpRows, kVo>;  // takes its place at the end
-  using TileK = SmemTile<kTileKv, kQk>;
-  using TileV = SmemTile<kTileKv, kVo>;
+  using TileK = SmemTile<kTileKv, kQk, kKvBits>;
+  using TileV = SmemTile<kTileKv, kVo, kKvBits>;
   using CursorQ = BlockCursor<TileQ>;
+  using Query = QueryFragments<Q, kNarrow, kM, kQk, 0>;  // in place of TileQ, for keys of 8 bits
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
   // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they
@@ -122,7 +128,8 @@ struct AttentionFa2 {
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin;
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
-    load_q();
+    Query query;
+    load_q(query);
     rows.begin(kv_begin);
     copy_keys(rows, kv_begin);
     if constexpr (kStages == 2) copy_values(rows, kv_begin);
@@ -147,7 +154,14 @@ struct AttentionFa2 {
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
       Accumulator<kM, kTileKv> s;
-      if (some) mma_ABt<T>(s, CursorQ({warp_at()}, lane_), CursorK(k_tile(i), lane_));
+      if (some) {
+        const CursorK k(k_tile(i), lane_);
+        if constexpr (kNarrow) {
+          mma_narrow_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
+        } else {
+          mma_ABt<T>(s, CursorQ({warp_at()}, lane_), k);
+        }
+      }
       if constexpr (kEager) {
         __syncthreads();  // all are done with k of tile i
         copy_keys(rows, i + 2);
@@ -169,7 +183,7 @@ struct AttentionFa2 {
         for (int k = 0; k < kSteps; ++k) {
           uint32_t weights[kM][4];
           softmax.template exponentiate<T>(s, scale, k, weights);
-          mma_AB_step<T, kOrder.values_at_once>(o, weights, v, k);
+          mma_values<T, Kv, kOrder.values_at_once>(o, weights, v, k, lane_);
           if (kOrder.end_late && k == kSteps - 1) more = i + 1 < work_.kv_end;
           // Copies have no branch: here they hide among matrix instructions, and s begins to free registers for them.
           if (k == 0) rows.prefetch_pages(i + kTableStages);
@@ -227,9 +241,14 @@ struct AttentionFa2 {
   }
 
   // Each warp its own rows of q; rows that do not exist become zeros.
-  QUIRE_DEVICE void load_q() const {
+  QUIRE_DEVICE void load_q(Query& query) const {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
+    }
+    if constexpr (kNarrow) {
+      query.shared = warp_at() + lane_ * 16;
+      query.load(p_, work_, row_begin(), lane_, true, nullptr);
+      return;
     }
     using Split = RowSplit<32, TileQ::kChunks>;
     const Split split(lane_);
@@ -238,13 +257,20 @@ struct AttentionFa2 {
     for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
       const int row = row_begin() + r;
       const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const T* src = static_cast<const T*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
+      const Q* src = static_cast<const Q*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
         ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
       }
     }
+  }
+
+  // Two neighbouring columns of o: pair n of those that a lane has of row h of block m. Column 8 n + 2 c is the first
+  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2): see tile/fragments.cuh.
+  QUIRE_DEVICE static float2 columns(const Accumulator<kM, kVo>& o, int m, int h, int n) {
+    if constexpr (kNarrow) return {o.at[m][n / 2 * 2][2 * h + n % 2], o.at[m][n / 2 * 2 + 1][2 * h + n % 2]};
+    return {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
   }
 
   // o and lse of a whole tile: rounded, gathered in the warp's shared memory (q is done with), stored in rows.
@@ -264,8 +290,10 @@ struct AttentionFa2 {
         const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) {
-          ptx::st_shared(tile.chunk(r, n) + 4 * (lane_ % 4),
-                         ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
+          const float2 x = columns(o, m, h, n);
+          const int chunk = kNarrow ? n / 2 * 2 + lane_ % 4 / 2 : n,
+                    byte = kNarrow ? lane_ % 2 * 8 + n % 2 * 4 : lane_ % 4 * 4;
+          ptx::st_shared(tile.chunk(r, chunk) + byte, ptx::pack(Q{}, x.x * result.scale, x.y * result.scale));
         }
         if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) {
           p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
@@ -283,7 +311,7 @@ struct AttentionFa2 {
     for (int r = split.row; r < kWarpRows; r += Split::kRowsAtOnce) {
       if (row_begin() + r >= work_.row_end) break;
       const WorkTile::Place at = work_.place(p_.group, row_begin() + r);
-      T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
+      Q* dst = static_cast<Q*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
@@ -305,9 +333,9 @@ struct AttentionFa2 {
         const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
         if (row >= work_.row_end) continue;
         const int64_t at = partial_row + row - work_.tile.row_begin;
-        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo) + lane_ % 4;
+        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo) + (kNarrow ? 2 : 1) * (lane_ % 4);
 #pragma unroll
-        for (int n = 0; n < kVo / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
+        for (int n = 0; n < kVo / 8; ++n) dst[kNarrow ? n / 2 * 8 + n % 2 : 4 * n] = columns(o, m, h, n);
         if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
       }
     }

@@ -20,7 +20,7 @@ struct SpillTile {
   }
 };
 
-// Block m of o to shared memory; narrow: columns as tile/decode_fragments.cuh leaves them.
+// Block m of o to shared memory; narrow: columns as tile/fragments.cuh leaves them.
 template <bool kNarrow, int kM, int kVo>
 QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m, int lane) {
 #pragma unroll

@@ -18,7 +18,7 @@ QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
     if (Split::kRowsAtOnce > Tile::kRows && split.row >= Tile::kRows) continue;
 #pragma unroll
     for (int c = 0; c < Split::kChunksPerLane; ++c) {
-      copy(row, c * Split::kLanes + split.lane, c * Split::kLanes * 8);
+      copy(row, c * Split::kLanes + split.lane, c * Split::kLanes * (Tile::kCols / Tile::kChunks));
     }
   }
 }
@@ -33,6 +33,7 @@ class KvRows {
  public:
   using T = typename V::Kv;
   static constexpr int kTableBytes = kThreads * 2 * static_cast<int>(sizeof(T*));
+  static constexpr int kOfChunk = 16 / static_cast<int>(sizeof(T));  // elements of a chunk
 
   QUIRE_DEVICE KvRows(const AttentionParams& p, const WorkTile& work, unsigned char* table, int thread)
       : p_(p), work_(work), next_(reinterpret_cast<const T**>(table) + 2 * thread), thread_(thread) {}
@@ -61,9 +62,9 @@ class KvRows {
  private:
   template <int kHeadDim>
   QUIRE_DEVICE const T* first(const void* base, int64_t stride, int64_t head_stride, int tile) const {
-    const RowSplit<kThreads, kHeadDim / 8> split(thread_);
+    const RowSplit<kThreads, kHeadDim / kOfChunk> split(thread_);
     const int64_t row = work_.tile.kv_first + tile * V::kTileKv + split.row;
-    return static_cast<const T*>(base) + row * stride + work_.kv_head * head_stride + split.lane * 8;
+    return static_cast<const T*>(base) + row * stride + work_.kv_head * head_stride + split.lane * kOfChunk;
   }
 
   const AttentionParams& p_;
@@ -78,6 +79,7 @@ class KvRows {
 template <class V, int kThreads, int kTiles>
 class KvRows<V, kThreads, kTiles, true> {
  public:
+  using T = typename V::Kv;
   struct Offset {
     int64_t at[2];  // of k and of v, in elements; -1: no such token
   };
@@ -121,7 +123,7 @@ class KvRows<V, kThreads, kTiles, true> {
   QUIRE_DEVICE void copy(Tile dst, int tile) const {
     const Offset* table = table_ + tile % kTiles * V::kTileKv;
     const RowSplit<kThreads, Tile::kChunks> split(thread_);
-    const typename V::Kv* base = static_cast<const typename V::Kv*>(kOf == 0 ? p_.k : p_.v) + split.lane * 8;
+    const T* base = static_cast<const T*>(kOf == 0 ? p_.k : p_.v) + split.lane * (Tile::kCols / Tile::kChunks);
     for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
       const int64_t at = table[split.row + row].at[kOf];
       ptx::cp_async_16(dst.chunk(split.row + row, chunk), base + at + offset, at >= 0 ? 16 : 0);

@@ -1,12 +1,12 @@
-// Matrix fragments of decode: q in registers, keys and values from shared memory. 8-bit keys and values are widened to
-// fp16 on the way: a lane then receives four neighbouring dims with one 32-bit word. The order of the dims in a product
-// over dims is free, so q has the same order: block b of 16 dims gives lane c dims 16 b + 4 c + {0, 1} and {2, 3}
-// instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in that order, too.
+// Matrix fragments: q in registers or shared memory, keys and values from shared memory. 8-bit keys and values are
+// widened to fp16 on the way: a lane then receives four neighbouring dims with one 32-bit word. The order of the dims
+// in a product over dims is free, so q has the same order: block b of 16 dims gives lane c dims 16 b + 4 c + {0, 1} and
+// {2, 3} instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in that order, too.
 #pragma once
+#include "quire/core/schedule.h"
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/store.cuh"
-#include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/softmax.cuh"
 
@@ -197,13 +197,14 @@ QUIRE_DEVICE void mma_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor&
 }
 
 // o [kM * 16, kVo] += p * v for values 16 * block .. of the tile behind `values`; p [kM * 16, 16] in fragments.
-template <class T, class Kv, int kM, int kVo, class Cursor>
+// kAtOnce: see mma_AB_step().
+template <class T, class Kv, int kAtOnce = 0, int kM, int kVo, class Cursor>
 QUIRE_DEVICE void mma_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values, int block,
                              int lane) {
   if constexpr (sizeof(Kv) == 1)
     mma_narrow_values<T, Kv>(o, p, values, block, lane);
   else
-    mma_AB_step<T, 0>(o, p, values, block);
+    mma_AB_step<T, kAtOnce>(o, p, values, block);
 }
 
 }  // namespace quire
