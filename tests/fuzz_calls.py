@@ -781,7 +781,10 @@ def append(rng: random.Random) -> Case:
                 tables = torch.tensor(requests), torch.tensor(at)
                 return oracle.append_paged_kv_cache(new, *tables, old, indices, indptr, a["kv_layout"])
 
-            want, places = append(ours), list(zip(ours, at, strict=True))
+            want = append(ours)
+            places = [
+                (indices[indptr[b] + n // size], n % size) if b >= 0 else b for b, n in zip(ours, at, strict=True)
+            ]
             for i, place in enumerate(places):  # tokens that go to one place: the numbers of any of them
                 if place in places[:i]:
                     earlier = append([-1 if n >= i and places[n] == place else b for n, b in enumerate(ours)])

@@ -46,8 +46,8 @@ def append_paged_kv_cache(
     """Write append_key, append_value [nnz, num_kv_heads, head_dim] into the cache.
 
     batch_indices, positions: [nnz]; token i goes to position positions[i] of request batch_indices[i]. A negative
-        request skips it. A position beyond the pages of its request is skipped too. No two tokens have one position
-        of one request: which of them is written there is not defined.
+        request skips it. A position beyond the pages of its request is skipped too. No two tokens go to one place of
+        the cache: what is there then are numbers of either.
     paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens) or a pair of such
         tensors without the second dimension, in the tokens' dtype. No two of its elements share memory.
     kv_indices, kv_indptr [batch_size + 1], kv_last_page_len [batch_size]: the state after appending, so that the pages
