@@ -667,6 +667,7 @@ BAD_APPENDS: dict[str, tuple[dict[str, Callable[[], Tensor]], str]] = {
     "offsets far beyond them": ({"kv_indptr": lambda: ints(0, 3, 4_000_000)}, "kv_ind"),
     "a negative offset": ({"kv_indptr": lambda: ints(-2_000_000, 3, 5)}, "kv_indptr"),
     "offsets that fall": ({"kv_indptr": lambda: ints(0, 5, 3)}, "kv_indptr"),
+    "offsets that fall by more than 2^31": ({"kv_indptr": lambda: ints(0, 3, -HUGE)}, "kv_indptr"),
     "a first offset that is not 0": ({"kv_indptr": lambda: ints(1, 3, 5)}, "kv_indptr"),
     "a page beyond the cache": ({"kv_indices": lambda: ints(4, 0, 5, 1, 3)}, "kv_indices"),
     "a page far beyond the cache": ({"kv_indices": lambda: ints(4, 0, 2, 1, HUGE)}, "kv_indices"),

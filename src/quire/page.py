@@ -139,7 +139,7 @@ def _check_tables(
 
 
 def _check_offsets(indptr: torch.Tensor, name: str) -> None:
-    if int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
+    if int(indptr[0]) != 0 or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValidationError(f"{name}: expected ascending offsets that begin with 0, got {indptr[:8].tolist()}...")
 
 
