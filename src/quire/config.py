@@ -142,13 +142,17 @@ def search_path() -> str:
     return os.environ.get("PATH", os.defpath)
 
 
-def require_known_toolchain() -> None:
-    """Raise ValidationError for a QUIRE_TOOLCHAIN that this version does not have."""
+def library_path() -> tuple[Path, ...]:
+    """The directories of LD_LIBRARY_PATH."""
+    return tuple(Path(word) for word in os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep) if word)
+
+
+def toolchain() -> str | None:
+    """QUIRE_TOOLCHAIN: "nvcc" or "nvrtc" for the GPU's code; None to take nvcc where there is one, else NVRTC."""
     value = (_read("QUIRE_TOOLCHAIN") or "auto").lower()
-    if value == "nvrtc":
-        raise _invalid("QUIRE_TOOLCHAIN", value, "auto or nvcc (this version has no NVRTC toolchain; install nvcc)")
-    if value not in ("auto", "nvcc"):
-        raise _invalid("QUIRE_TOOLCHAIN", value, "auto or nvcc")
+    if value not in ("auto", "nvcc", "nvrtc"):
+        raise _invalid("QUIRE_TOOLCHAIN", value, "auto, nvcc or nvrtc")
+    return None if value == "auto" else value
 
 
 def max_jobs() -> int | None:

@@ -71,8 +71,7 @@ def test_arch_list_is_none_when_unset(monkeypatch: pytest.MonkeyPatch) -> None:
         ("QUIRE_MAX_JOBS", "0", config.max_jobs),
         ("QUIRE_MAX_JOBS", "two", config.max_jobs),
         ("QUIRE_LOG", "loud", config.log_level),
-        ("QUIRE_TOOLCHAIN", "clang", config.require_known_toolchain),
-        ("QUIRE_TOOLCHAIN", "nvrtc", config.require_known_toolchain),
+        ("QUIRE_TOOLCHAIN", "clang", config.toolchain),
     ],
 )
 def test_a_bad_value_names_its_variable(name, value, read, monkeypatch: pytest.MonkeyPatch) -> None:

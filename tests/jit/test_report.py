@@ -39,6 +39,8 @@ def test_host_report_has_only_warnings() -> None:
         ("a.cpp:1:10: fatal error: q.h: No such file or directory\n", 1, "missing header", "a.cpp:1:10: fatal error"),
         ('a.cu(1): error: cannot open source file "q.h"\n', 1, "missing header", "a.cu(1): error"),
         ("nvcc fatal   : Unsupported gpu architecture 'compute_77'\n", 1, "bad architecture", "nvcc fatal"),
+        ("nvrtc: error: invalid value for --gpu-architecture (-arch)\n", 1, "bad architecture", "nvrtc: error"),
+        ("nvrtc: error: failed to open libnvrtc-builtins.so.13.0.\n", 1, "incomplete toolkit", "nvrtc: error"),
         ("cc1plus: error: bad value 'x' for '-march=' switch\n", 1, "bad architecture", "cc1plus: error"),
         ("g++: fatal error: Killed signal terminated program cc1plus\n", 1, "killed", "g++: fatal error"),
         ("nvcc error   : 'cicc' died due to signal 9 (Kill signal)\n", 1, "killed", "nvcc error"),

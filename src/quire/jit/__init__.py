@@ -25,11 +25,12 @@ Which toolchain's entries count depends on the store. Prebuilt stores are accept
 user's cache an entry is accepted if
 
   - its toolchain half is that of a build made now, as far as `compilers.json` remembers the compiler's version; or
+  - a toolchain of another name made it (NVRTC and nvcc serve each other), and the user did not name the toolchain; or
   - no compiler is found, or compiling is denied: then nothing could be built, and every toolchain's work is as good; or
   - the compiler that the search finds was never used with this cache, so that nothing says it differs.
 
-A compiler that has changed since the cache met it, or that the user named (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) for the
-first time, is asked once for its version (`--version`, some 10 ms); its answer is remembered.
+A compiler that has changed since the cache met it, or that the user named (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME,
+QUIRE_TOOLCHAIN) for the first time, is asked once for its version (`--version`, some 10 ms); its answer is remembered.
 """
 
 from __future__ import annotations
@@ -181,10 +182,22 @@ def _find(request: Request, stores: Iterator[Store], *, denied: bool) -> Entry |
     for store in stores:
         if not os.path.isdir(store.root / "entries" / spec.slug):  # noqa: PTH112 - False where we may not read
             continue  # most misses end here, before any compiler is sought
-        entry = store.find(request, _accepted_toolchain(spec.target, store, denied=denied))
+        accepted = _accepted_toolchain(spec.target, store, denied=denied)
+        entry = store.find(request, accepted)
+        if entry is None and accepted is not None:
+            entry = _of_another_kind(request, store)
         if entry is not None:
             return entry
     return None
+
+
+def _of_another_kind(request: Request, store: Store) -> Entry | None:
+    """What NVRTC made for a machine that has nvcc, or the other way round; None where the user named the toolchain."""
+    toolchain = for_target(request.spec.target).find()
+    entry = None if toolchain is None or toolchain.named else store.find(request, None)
+    if entry is None or toolchain is None or entry.manifest.toolchain.get("toolchain") == toolchain.name:
+        return None
+    return entry
 
 
 def _request(spec: Spec, templates: Path | None) -> Request:

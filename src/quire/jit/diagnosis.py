@@ -45,6 +45,7 @@ _KINDS: tuple[tuple[str, str, str], ...] = (
     (
         "bad architecture",
         r"Unsupported gpu architecture|not defined for option 'gpu-architecture'|Value 'sm_\w+' is not defined|"
+        r"invalid value for --gpu-architecture|"
         r"bad value .* for .?-march|unknown value .* for .?-march|not supported on target|not supported on \.target",
         "Update the toolkit, or choose targets that it knows (QUIRE_CUDA_ARCH_LIST).",
     ),
@@ -70,8 +71,9 @@ _KINDS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         "incomplete toolkit",
-        r"cicc.*(?:not found|No such file)|ptxas.*(?:not found|No such file)|libdevice|nvvm.*No such file",
-        "The toolkit is incomplete: install nvcc together with its nvvm part.",
+        r"cicc.*(?:not found|No such file)|ptxas.*(?:not found|No such file)|libdevice|nvvm.*No such file|"
+        r"failed to open libnvrtc-builtins|libnvrtc cannot be loaded",
+        "The toolkit is incomplete: install nvcc together with its nvvm part, or the whole wheel nvidia-cuda-nvrtc.",
     ),
     (
         "assembler error",

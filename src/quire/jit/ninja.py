@@ -96,8 +96,13 @@ def _log(staging: Path, *, failed: bool, stopped: bool) -> str:
 
 def run_ninja(staging: Path) -> Run:
     """Build what `staging/build.ninja` describes. A failing compiler is a Run, not an exception."""
+    return run(staging, [find_ninja(), "-j1"])
+
+
+def run(staging: Path, words: list[str]) -> Run:
+    """Run a command line in `staging` as `run_ninja` runs ninja: supervised, within the time limit."""
     (staging / "tmp").mkdir(exist_ok=True)
-    command = ["/bin/sh", "-c", _SUPERVISOR, "quire-build", find_ninja(), "-j1"]
+    command = ["/bin/sh", "-c", _SUPERVISOR, "quire-build", *words]
     start = time.monotonic()
     with (staging / "ninja.log").open("wb") as output:
         environment = config.child_environment(TMPDIR=str(staging / "tmp"))

@@ -1,8 +1,8 @@
 """The toolchain half of an entry's name, and how a request becomes an artifact.
 
 A toolchain is found, not made: `for_target(target).find()`. It has a name and a version, gives flags for a target, and
-builds a request in a staging directory. Nothing outside this file knows that today's toolchains are command lines that
-ninja runs; another kind (a compiler library, say) is another subclass with its own `build`.
+builds a request in a staging directory. nvcc and g++ are command lines that ninja runs; NVRTC (nvrtc.py) is a
+library that a child process loads. Nothing outside these files knows the difference.
 
 The version comes from asking the compiler once; `Memory` keeps the answer. A shell script that only executes another
 program stands for that program; any other script is part of the version, because it may add flags that no `--version`
@@ -49,7 +49,7 @@ HOST_TARGETS: dict[str, str] = {
 _ONLY_EXECUTES = re.compile(r"""exec\s+(?P<quote>["']?)(?P<path>/[^\s"']+)(?P=quote)\s+"\$@"\s*""")
 
 
-def _ask(command: list[str]) -> list[str]:
+def ask(command: list[str]) -> list[str]:
     """The lines that a compiler answers with; CompileError if it fails or says nothing."""
     try:
         done = subprocess.run(
@@ -117,7 +117,7 @@ class Toolchain(ABC):
 
     def __init__(self, path: str, *, named: bool) -> None:
         self.path = path  #: as it is invoked; never resolved, since compilers look at their own name
-        #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME) rather than the search finding it
+        #: whether the user named it (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME, QUIRE_TOOLCHAIN); else the search found it
         self.named = named
 
     @classmethod
@@ -183,25 +183,33 @@ class Toolchain(ABC):
         A failing compiler is an Outcome, not an exception. The command line is relative to the staging directory: it
         holds no path of this machine but the compiler's own.
         """
-        words = [self.path, *self.flags(request.spec.target), "-I", "include", "-o", self.artifact, self.source]
-        command = shlex.join(words)
-        self._write_inputs(request, staging, command)
-        status, log, seconds, peak_bytes = ninja.run_ninja(staging)
+        words = self._words(request.spec.target)
+        self._write_inputs(request, staging)
+        status, log, seconds, peak_bytes = self._run(request, staging, words)
         failed = status != 0 or not (staging / self.artifact).is_file()
         failure = diagnosis.diagnose(log, status) if failed else None
-        return Outcome(command, log, seconds, peak_bytes, self.read_report(log), failure)
+        return Outcome(shlex.join(words), log, seconds, peak_bytes, self.read_report(log), failure)
 
-    def _write_inputs(self, request: Request, staging: Path, command: str) -> None:
-        """Write the unit, exactly the headers that were hashed, and the ninja file: the compiler sees nothing else."""
+    def _words(self, target: str) -> list[str]:
+        """The command line, to be run in the staging directory."""
+        return [self.path, *self.flags(target), "-I", "include", "-o", self.artifact, self.source]
+
+    def _run(self, request: Request, staging: Path, words: list[str]) -> ninja.Run:
+        """Run the command line; the compiler's own words go to build.log."""
+        text = render.render_ninja(
+            request.templates,
+            slug=request.spec.slug, command=shlex.join(words), source=self.source, artifact=self.artifact,
+        )  # fmt: skip
+        (staging / "build.ninja").write_text(text, encoding="utf-8")
+        return ninja.run_ninja(staging)
+
+    def _write_inputs(self, request: Request, staging: Path) -> None:
+        """Write the unit and exactly the headers that were hashed: the compiler sees nothing else."""
         for header in request.headers:
             path = staging / "include" / header.name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(header.text)
         (staging / self.source).write_text(request.source, encoding="utf-8")
-        text = render.render_ninja(
-            request.templates, slug=request.spec.slug, command=command, source=self.source, artifact=self.artifact
-        )
-        (staging / "build.ninja").write_text(text, encoding="utf-8")
 
 
 class Nvcc(Toolchain):
@@ -210,11 +218,13 @@ class Nvcc(Toolchain):
     name = "nvcc"
     source = "variant.cu"
     artifact = "variant.cubin"
-    install_hint = "Install the CUDA toolkit (or `pip install nvidia-cuda-nvcc`), set QUIRE_NVCC to the compiler"
+    install_hint = (
+        "Install the CUDA toolkit (or `pip install nvidia-cuda-nvcc`), set QUIRE_NVCC to the compiler, "
+        "let NVRTC compile (`pip install nvidia-cuda-nvrtc`)"
+    )
 
     @classmethod
     def places(cls) -> Iterator[tuple[str, str | None, bool]]:
-        config.require_known_toolchain()
         named = config.nvcc()
         if named is not None:  # nothing else will do
             yield f"QUIRE_NVCC={named}", shutil.which(named, path=config.search_path()), True
@@ -222,14 +232,15 @@ class Nvcc(Toolchain):
         home = config.cuda_home()
         if home is not None:
             yield f"CUDA_HOME {home}/bin/nvcc", shutil.which(str(home / "bin" / "nvcc")), True
-        yield "nvcc on PATH", shutil.which("nvcc", path=config.search_path()), False
+        asked = config.toolchain() == cls.name
+        yield "nvcc on PATH", shutil.which("nvcc", path=config.search_path()), asked
         wheels = importlib.util.find_spec("nvidia")
         roots = list(wheels.submodule_search_locations or ()) if wheels is not None else []
         for root in roots:
             for package in ("cu13", "cuda_nvcc"):
                 candidate = f"{root}/{package}/bin/nvcc"
-                yield f"pip toolkit {candidate}", shutil.which(candidate), False
-        yield "/usr/local/cuda/bin/nvcc", shutil.which("/usr/local/cuda/bin/nvcc"), False
+                yield f"pip toolkit {candidate}", shutil.which(candidate), asked
+        yield "/usr/local/cuda/bin/nvcc", shutil.which("/usr/local/cuda/bin/nvcc"), asked
 
     def flags(self, target: str) -> tuple[str, ...]:
         """No -lineinfo: it changes no instruction but triples the cubin and writes paths into it."""
@@ -242,7 +253,7 @@ class Nvcc(Toolchain):
 
     def _ask_version(self) -> tuple[str, list[str]]:
         """nvcc is a driver: the passes that make the code are files of their own and may be replaced on their own."""
-        version = "\n".join(_ask([self.path, "--version"])[-2:])
+        version = "\n".join(ask([self.path, "--version"])[-2:])
         inner = Path(_resolve_scripts(self.path)[0][-1]).parent
         passes = (inner / "ptxas", inner.parent / "nvvm" / "bin" / "cicc")
         return version, [str(file.resolve()) for file in passes if file.exists()]
@@ -281,15 +292,15 @@ class Gxx(Toolchain):
         return report.parse_gxx(log)
 
     def _ask_version(self) -> tuple[str, list[str]]:
-        first = _ask([self.path, "--version"])[0]
-        machine = _ask([self.path, "-dumpmachine"])[0]
-        inner = _ask([self.path, "-print-prog-name=cc1plus"])[0]
+        first = ask([self.path, "--version"])[0]
+        machine = ask([self.path, "-dumpmachine"])[0]
+        inner = ask([self.path, "-print-prog-name=cc1plus"])[0]
         # The first word is the name it was called by (g++, c++): the same compiler under another name is the same.
         passes = [str(Path(inner).resolve())] if Path(inner).is_absolute() else []
         return f"{first.partition(' ')[2] or first}\n{machine}", passes
 
 
-#: Which toolchain builds which targets. A second toolchain of a target is another row.
+#: Which toolchain builds which targets; in nvcc's place there may be NVRTC.
 _BUILDS: tuple[tuple[type[Toolchain], Mapping[str, str]], ...] = ((Nvcc, CUDA_TARGETS), (Gxx, HOST_TARGETS))
 
 
@@ -299,4 +310,14 @@ def for_target(target: str) -> type[Toolchain]:
     if found is None:
         known = ", ".join((*CUDA_TARGETS, *HOST_TARGETS))
         raise UnsupportedError(f"no toolchain builds for {target!r}; expected one of {known}")
-    return found
+    return _nvcc_or_nvrtc() if found is Nvcc else found
+
+
+def _nvcc_or_nvrtc() -> type[Toolchain]:
+    """What QUIRE_TOOLCHAIN or QUIRE_NVCC asks for; else nvcc, and NVRTC on a machine that has only that."""
+    from quire.jit.nvrtc import Nvrtc  # which derives from a class of this module
+
+    asked = config.toolchain() or ("nvcc" if config.nvcc() else None)
+    if asked is not None:
+        return Nvrtc if asked == Nvrtc.name else Nvcc
+    return Nvrtc if Nvcc.find() is None and Nvrtc.find() is not None else Nvcc

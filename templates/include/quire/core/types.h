@@ -1,7 +1,18 @@
 // Number types and the few words that differ between host and device units. No CUDA math headers: they cost more to
 // parse than a kernel costs to compile.
 #pragma once
+#ifdef __CUDACC_RTC__  // NVRTC comes without a C library: these are the types of Linux
+typedef unsigned char uint8_t;
+typedef unsigned short uint16_t;
+typedef int int32_t;
+typedef unsigned int uint32_t;
+typedef long int64_t;
+typedef unsigned long uint64_t;
+typedef unsigned long uintptr_t;
+#define INT32_MAX 0x7fffffff
+#else
 #include <stdint.h>
+#endif
 
 #ifdef __CUDACC__
 #define QUIRE_HD __host__ __device__ __forceinline__

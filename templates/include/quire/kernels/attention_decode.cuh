@@ -105,7 +105,7 @@ class AttentionDecode {
     for (int i = static_cast<int>(threadIdx.x); i < rows * kChunks; i += kThreads) {
       const WorkTile::Place at = work.place(p_.group, row_begin + i / kChunks);
       const Q* src = static_cast<const Q*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
-      ptx::cp_async_16(ptx::smem_address(smem_.first_query) + i * 16, src + i % kChunks * 8);
+      ptx::cp_async_16(ptx::smem_address(smem_.first_query()) + i * 16, src + i % kChunks * 8);
     }
   }
 
@@ -119,8 +119,9 @@ class AttentionDecode {
       __syncthreads();
     }
     const WorkTile next = cursor_.take(p_, window_.get(cursor_, lane_), kTileKv);
-    q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
-    q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query : nullptr);
+    if constexpr (Shape::kQueryBytes > 0)
+      q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
+    q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query() : nullptr);
     __syncwarp();  // every lane is done with the work tile before
     if (lane_ == 0) work() = next;
     keys_ = visible(next);

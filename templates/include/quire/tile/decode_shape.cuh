@@ -19,6 +19,22 @@ constexpr int kSmemOfSm = 100 * 1024;
 #endif
 constexpr int kSmemReservedOfCta = 1024;
 
+// Areas of shared memory that some variants have. The others derive from an empty struct, which takes no bytes: an array
+// without elements is beyond C++, and NVRTC refuses it.
+template <int kWarps, int kBytes>
+struct SpillArea {
+  unsigned char spill[kWarps][kBytes];  // o of each warp, at the end of a work tile
+};
+template <int kBytes>
+struct SpillArea<0, kBytes> {};
+
+template <int kWarps, int kBytes>
+struct QueryArea {
+  unsigned char query[kWarps][kBytes];  // fragments of q that registers do not hold
+};
+template <int kWarps>
+struct QueryArea<kWarps, 0> {};
+
 template <class V>
 struct DecodeShape {
   using Q = typename V::Q;
@@ -56,10 +72,8 @@ struct DecodeShape {
 
   // Shared memory beside the ring and the first queries.
   template <bool kHasSpill>
-  struct Fixed {
-    unsigned char spill[kHasSpill ? kWarps : 0][kSpillBytes];  // o of each warp, at the end of a work tile
-    unsigned char query[kSplitWarps][kQueryBytes];             // fragments of q that registers do not hold
-    float2 states[kWarps][kM * 16];                            // maximum and denominator of each row
+  struct Fixed : SpillArea<kHasSpill ? kWarps : 0, kSpillBytes>, QueryArea<kSplitWarps, kQueryBytes> {
+    float2 states[kWarps][kM * 16];  // maximum and denominator of each row
     WorkTile work[kWarps];
     RowTile tiles[kWarps][TileWindow::kTiles];
     alignas(16) uint32_t is_last;  // this CTA is the last of a merge group to arrive
@@ -88,14 +102,17 @@ struct DecodeShape {
   struct SharedMemory {
     unsigned char ring[kKvSplits][kStages][kStageBytes];
     Fixed<kHasSpill> fixed;
-    Q first_query[kHasFirstQuery ? kRows * kQk : 0];  // [rows, head_dim_qk]
+
+    QUIRE_DEVICE Q* first_query() { return reinterpret_cast<Q*>(this + 1); }  // [rows, head_dim_qk], behind the rest
   };
-  static_assert(sizeof(SharedMemory) <= kBudget, "shared memory of kMinCtas CTAs fits an SM");
+  static constexpr int kUsedBytes =
+      static_cast<int>(sizeof(SharedMemory)) + (kHasFirstQuery ? kRows * kQk * static_cast<int>(sizeof(Q)) : 0);
+  static_assert(kUsedBytes <= kBudget, "shared memory of kMinCtas CTAs fits an SM");
 
   // At least so much that kMinCtas CTAs fit an SM and not one more. A dependent launch fills SMs as they come free:
   // where three CTAs fit, some SMs get three and others one.
   static constexpr int kSmemBytes =
-      max(static_cast<int>(sizeof(SharedMemory)), kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
+      max(kUsedBytes, kSmemOfSm / (kMinCtas + 1) / 1024 * 1024 - kSmemReservedOfCta + 1024);
 };
 
 }  // namespace quire
