@@ -1,9 +1,8 @@
-"""A build hook: refuses a wheel without prebuilt variants, and names the platform if there is host code among them."""
+"""A build hook: refuses a wheel without prebuilt variants, and names the platform if their host code is for one."""
 
 from __future__ import annotations
 
 import json
-import platform
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ class PrebuiltEntries(BuildHookInterface):
         if not manifests:
             raise FileNotFoundError(f"{store} holds no entries; run `python jit_cache/prebuild.py` first")
         targets = {json.loads(path.read_text(encoding="utf-8"))["target"] for path in manifests}
-        foreign = sorted(
-            target for target in targets if not target.startswith(("sm", *HOST_TARGETS[platform.machine()]))
-        )
+        known = ("sm", *(start for starts in HOST_TARGETS.values() for start in starts))
+        foreign = sorted(target for target in targets if not target.startswith(known))
         if foreign:
-            raise ValueError(f"{store} holds entries for {', '.join(foreign)}, which {platform.machine()} cannot run")
-        host_code = any(not target.startswith("sm") for target in targets)
-        build_data["tag"] = f"py3-none-{f'linux_{platform.machine()}' if host_code else 'any'}"
-        build_data["pure_python"] = not host_code
+            raise ValueError(f"{store} holds entries for {', '.join(foreign)}, which other machines cannot run")
+        machines = [name for name, starts in HOST_TARGETS.items() if any(t.startswith(starts) for t in targets)]
+        # With host code for one kind of machine the wheel is for that kind; with none or both it serves all.
+        build_data["tag"] = f"py3-none-{f'linux_{machines[0]}' if len(machines) == 1 else 'any'}"
+        build_data["pure_python"] = len(machines) != 1

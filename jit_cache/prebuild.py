@@ -34,11 +34,15 @@ def calls() -> Iterator[list[str]]:
     """The arguments of `quire warmup` for each table."""
     tables = tomllib.loads((HERE / "variants.toml").read_text(encoding="utf-8"))
     hosts = tables.pop("host")
-    machine = platform.machine()
-    if machine not in hosts:
-        sys.exit(f"prebuild: variants.toml has no [host.{machine}]; expected one of {', '.join(hosts)}")
-    for table in (*tables.values(), hosts[machine]):
+    if platform.machine() not in hosts:
+        sys.exit(f"prebuild: variants.toml has no [host.{platform.machine()}]; expected one of {', '.join(hosts)}")
+    for table in (*tables.values(), *(hosts[machine] for machine in hosts if can_compile_for(machine))):
         yield [*table.get("slugs", []), *options(table)]
+
+
+def can_compile_for(machine: str) -> bool:
+    """Whether host code for `machine` can be compiled here, be it with a cross compiler."""
+    return machine == platform.machine() or shutil.which(f"{machine}-linux-gnu-g++") is not None
 
 
 def options(table: dict[str, Any]) -> list[str]:
@@ -73,6 +77,9 @@ def fill() -> None:
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
     built = sum(variant["status"] == "built" for variant in variants)
+    missing = [machine for machine in ("x86_64", "aarch64") if not can_compile_for(machine)]
+    for machine in missing:
+        print(f"prebuild: NOTICE: no {machine}-linux-gnu-g++, so the store has no host code for {machine}")
     size = sum(file.stat().st_size for path in wanted for file in path.iterdir())
     print(
         f"prebuild: {len(wanted)} variants in {STORE}, {built} compiled, {len(stale)} dropped, {size / 2**20:.1f} MiB"

@@ -10,8 +10,12 @@ from pathlib import Path
 
 import pytest
 
+import quire
 from quire import aot
+from quire.__main__ import main
 from quire.errors import ValidationError
+from quire.jit import host_target
+from quire.jit.nvrtc import Nvrtc
 
 SERVER = """
 import sys, torch, quire
@@ -61,6 +65,45 @@ def test_a_server_that_was_recorded_on_small_batches_may_be_sealed(tmp_path):
     assert serve("serve", manifest).strip() == "served"
 
 
+def without_compilers(**environment: str) -> dict[str, str]:
+    """The environment of a process that finds no nvcc, g++ or ninja."""
+    return {"PATH": "", "QUIRE_NVCC": "/nowhere/nvcc", **environment}
+
+
+def test_a_machine_without_compilers_runs_what_was_prebuilt(tmp_path):
+    """Recorded here, built into a package of prebuilt variants, served where PATH is empty; the cache stays empty."""
+    manifest, package, cache = tmp_path / "manifest.jsonl", tmp_path / "site/quire_jit_cache", tmp_path / "cache"
+    serve("record", manifest, QUIRE_RECORD=str(manifest))
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    warmup = ["warmup", "--manifest", str(manifest), "--cpu", host_target(), "--store", str(package / "store")]
+    assert main(warmup) == 0
+    path = os.pathsep.join([str(package.parent), str(Path(quire.__file__).parents[1])])
+    nothing = without_compilers(PYTHONPATH=path, QUIRE_CACHE_DIR=str(cache))
+    assert serve("serve", manifest, **nothing).strip() == "served"
+    assert not cache.exists()
+
+
+ONLY_NVRTC = """
+import sys
+sys.modules["ninja"] = None
+from quire import aot, jit
+
+status, entry = jit.build(aot.spec_of("append.sm90a.u16.v8"))
+assert jit.get_module(aot.spec_of("append.sm90a.u16.v8")).slug == entry.slug
+print(status, entry.manifest.toolchain["toolchain"])
+"""
+
+
+@pytest.mark.skipif(Nvrtc.find() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
+def test_nvrtc_is_all_that_a_cuda_variant_needs(tmp_path):
+    environment = without_compilers(QUIRE_TOOLCHAIN="nvrtc", QUIRE_CACHE_DIR=str(tmp_path / "cache"))
+    done = subprocess.run(
+        [sys.executable, "-c", ONLY_NVRTC], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.stdout.split() == ["built", "nvrtc"], done.stderr
+
+
 def test_a_manifest_names_families(tmp_path):
     manifest = tmp_path / "slugs"
     manifest.write_text("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.custom.m128\nappend.x86-64-v4.u16.v8\n")
@@ -85,3 +128,30 @@ def test_what_no_kernel_takes(slug):
 def test_a_selection_has_both_widths():
     slugs = {spec.slug for spec in aot.select(aot.Selection(backends=("cpu",), targets=("x86-64-v4",)))}
     assert {"merge.x86-64-v4.bf16.v1", "merge.x86-64-v4.bf16.v8", "append.x86-64-v4.u16.v1"} < slugs
+
+
+def test_hosts_get_their_own_planner_and_cpu_variants():
+    gpu = "attention_decode.sm90a.bf16-bf16-bf16.d128-128.paged.causal.m16"
+    host = f"attention_cpu.{host_target()}.fp32-fp32-fp32.d64-64.ragged.none.m16"
+    hosts = ("x86-64-v3", "x86-64-v4", "aarch64")
+    found = aot.for_hosts([aot.spec_of(gpu), aot.spec_of(host)], hosts)
+    assert sorted(spec.slug for spec in found) == sorted(
+        [gpu]
+        + [f"attention_cpu.{name}.fp32-fp32-fp32.d64-64.ragged.none.m16" for name in hosts]
+        + [f"schedule_attention.{name}.any.v1" for name in hosts]
+    )
+
+
+def test_an_unknown_host_is_refused():
+    with pytest.raises(ValidationError, match=r"--cpu: expected some of x86-64-v3(.|\n)*got 'z80'"):
+        aot.for_hosts([], ["z80"])
+
+
+def test_warmup_names_the_hosts_that_it_builds_for(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    options = ["--arch", "9.0a", "--backend", "decode", "--cpu", "x86-64-v3,aarch64", "--dry-run", "--json"]
+    assert main(["warmup", *options]) == 0
+    slugs = {variant["slug"] for variant in json.loads(capsys.readouterr().out)["variants"]}
+    planners = {"schedule_attention.x86-64-v3.any.v1", "schedule_attention.aarch64.any.v1"}
+    assert {slug for slug in slugs if ".sm90a." not in slug} == planners
+    assert any(slug.startswith("attention_decode.sm90a.") for slug in slugs)

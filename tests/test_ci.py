@@ -75,3 +75,46 @@ def test_prebuilt_variants_are_ones_that_warmup_knows(tmp_path: Path, monkeypatc
 def test_every_preset_is_prebuilt() -> None:
     words = {word for call in script("jit_cache/prebuild.py").calls() for text in call for word in text.split(",")}
     assert set(aot.PRESETS) <= words
+
+
+def test_other_hosts_are_prebuilt_where_there_is_a_cross_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    prebuild = script("jit_cache/prebuild.py")
+
+    def hosts() -> set[str]:
+        return {call[i + 1] for call in prebuild.calls() for i, word in enumerate(call) if word == "--cpu"}
+
+    monkeypatch.setattr(prebuild.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(prebuild.shutil, "which", lambda _: None)
+    assert hosts() == {"x86-64-v3,x86-64-v4"}
+    monkeypatch.setattr(prebuild.shutil, "which", lambda name: name)
+    assert hosts() == {"x86-64-v3,x86-64-v4", "aarch64"}
+
+
+@pytest.mark.parametrize(
+    ("targets", "tag"),
+    [
+        (["sm80"], "py3-none-any"),
+        (["sm80", "x86-64-v3", "x86-64-v4"], "py3-none-linux_x86_64"),
+        (["sm80", "aarch64"], "py3-none-linux_aarch64"),
+        (["sm80", "x86-64-v3", "aarch64"], "py3-none-any"),
+    ],
+)
+def test_the_wheel_is_for_the_machines_of_its_host_code(tmp_path: Path, targets: list[str], tag: str) -> None:
+    assert wheel_of(tmp_path, targets)["tag"] == tag
+
+
+def test_native_code_does_not_go_into_the_wheel(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="native, which other machines cannot run"):
+        wheel_of(tmp_path, ["sm80", "native"])
+
+
+def wheel_of(root: Path, targets: list[str]) -> dict[str, object]:
+    """What the build hook decides for a store with an entry for each target."""
+    for target in targets:
+        entry = root / "src/quire_jit_cache/store/entries" / f"slug.{target}" / "digest"
+        entry.mkdir(parents=True)
+        (entry / "manifest.json").write_text(json.dumps({**CLEAN, "target": target}))
+    hook = script("jit_cache/hatch_build.py").PrebuiltEntries(str(root), {}, None, None, str(root), "wheel")
+    data: dict[str, object] = {}
+    hook.initialize("standard", data)
+    return data

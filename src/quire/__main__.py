@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from quire import config
-from quire.aot import PRESETS, Built, Selection, families, read_manifest, select, spec_of, warm
+from quire.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.errors import QuireError, ValidationError
 from quire.jit import Spec, Store, explain_miss, host_target, prebuilt_stores, user_store
 from quire.kernels import KERNELS
@@ -77,6 +77,9 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("--kv-dtype", type=_words, dest="kv_dtypes", help="of the cache (default: as --dtype)")
     warmup.add_argument("--mask", type=_words, dest="masks", help=mask_words())
     warmup.add_argument("--arch", type=config.parse_arch_list, help="GPU architectures, such as 8.0,9.0a")
+    warmup.add_argument(
+        "--cpu", type=_words, help="hosts to build for, of x86-64-v3, x86-64-v4, aarch64 (default this)"
+    )
     warmup.add_argument("--jobs", type=int, metavar="N", help="compilers at a time (default: cores and memory decide)")
     warmup.add_argument("--store", type=Path, metavar="DIR", help="fill this directory instead of the user's cache")
     warmup.add_argument("--dry-run", action="store_true", help="list what would be compiled, compile nothing")
@@ -109,6 +112,7 @@ def _warmup(options: argparse.Namespace) -> int:
     if options.jobs is not None and options.jobs < 1:
         raise ValidationError(f"--jobs: expected 1 or more, got {options.jobs}.")
     specs = list({spec.slug: spec for spec in _wanted(options)}.values())
+    specs = for_hosts(specs, options.cpu) if options.cpu and specs else specs
     if not specs:
         raise ValidationError("warmup: no kernel takes any variant of this selection; see --backend, --arch, --dtype.")
     store = None if options.store is None else Store(options.store.expanduser().absolute())

@@ -18,6 +18,7 @@ from typing import Any
 from quire.errors import CompileError, QuireError, ValidationError
 from quire.jit import Spec, Store, build, host_target, lookup
 from quire.jit.cpu import default_jobs
+from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
 from quire.kernels.features import read_mask
 from quire.kernels.operation import OPERATIONS, OperationKey
@@ -29,6 +30,7 @@ __all__ = [
     "Selection",
     "families",
     "family",
+    "for_hosts",
     "read_manifest",
     "select",
     "spec_of",
@@ -144,6 +146,23 @@ def family(slug: str) -> list[Spec]:
 def families(slugs: Iterable[str]) -> list[Spec]:
     """The variants of the families of `slugs`, each once."""
     return list({spec.slug: spec for slug in slugs for spec in family(slug)}.values())
+
+
+def for_hosts(specs: Iterable[Spec], hosts: Sequence[str]) -> list[Spec]:
+    """What machines of the host targets `hosts` need of `specs`: the GPU's variants, and host code for each machine.
+
+    Host code is the cpu backend's variants among `specs`, and the planner, without which no attention starts. Another
+    machine's code takes a cross compiler (aarch64-linux-gnu-g++). ValidationError for a target that is none.
+    """
+    for host in hosts:
+        if host not in HOST_TARGETS:
+            raise ValidationError(f"--cpu: expected some of {', '.join(HOST_TARGETS)}, got {host!r}.")
+    found: dict[str, Spec] = {}
+    for spec in (*specs, OperationKey("schedule_attention", host_target()).spec()):
+        name, _, rest = spec.slug.split(".", 2)
+        slugs = [spec.slug] if spec.device else [f"{name}.{host}.{rest}" for host in hosts]
+        found.update((slug, spec_of(slug)) for slug in slugs)
+    return list(found.values())
 
 
 def read_manifest(path: Path) -> list[Spec]:

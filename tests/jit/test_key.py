@@ -157,6 +157,23 @@ def test_another_toolchain_serves_the_same_request(
     assert jit.build(HOST, templates=templates) == ("hit", entry)
 
 
+def test_another_machines_code_takes_a_cross_compiler(
+    templates: Path, fake: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """QUIRE_CXX names this machine's compiler only."""
+    target, machine = ("aarch64", "aarch64") if HOST.target != "aarch64" else ("x86-64-v3", "x86_64")
+    foreign = replace(HOST, slug="scale.foreign", target=target)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompileError, match=rf"{machine}-linux-gnu-g\+\+ on PATH: nothing there(.|\n)*cross compiler"):
+        jit.build(foreign, templates=templates)
+    cross = FakeCompiler(tmp_path / f"{machine}-linux-gnu-g++", tmp_path / "cross.log").write(version="7.0")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.defpath}")
+    entry = jit.build(foreign, templates=templates)[1]
+    assert (cross.compiles, fake.compiles) == (1, 0)
+    assert entry.manifest.toolchain["toolchain"] == "g++"
+    assert entry.manifest.toolchain["version"].startswith("(Fake) 7.0")
+
+
 def test_a_toolchain_builds_in_a_directory_of_its_own(templates: Path, fake: FakeCompiler, tmp_path: Path) -> None:
     """`build` needs no store: it takes a request and a directory, and tells the outcome."""
     toolchain = Gxx(str(fake.path), named=True)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -276,8 +277,15 @@ class Gxx(Toolchain):
         *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast"),
     )
 
+    #: the machine that a cross compiler compiles for, as compilers name it; "" for this machine's compiler
+    machine: ClassVar[str] = ""
+
     @classmethod
     def places(cls) -> Iterator[tuple[str, str | None, bool]]:
+        if cls.machine:
+            name = f"{cls.machine}-g++"
+            yield f"{name} on PATH", shutil.which(name, path=config.search_path()), False
+            return
         named = config.cxx()
         if named is not None:  # nothing else will do
             yield f"QUIRE_CXX={named}", shutil.which(named, path=config.search_path()), True
@@ -300,6 +308,22 @@ class Gxx(Toolchain):
         return f"{first.partition(' ')[2] or first}\n{machine}", passes
 
 
+class GxxForAarch64(Gxx):
+    """g++ for aarch64 on another machine. Its entries are those that the same g++ makes on aarch64."""
+
+    machine = "aarch64-linux-gnu"
+    install_hint = (
+        "Install a cross compiler (`apt-get install g++-aarch64-linux-gnu`), compile on an aarch64 machine"
+    )
+
+
+class GxxForX86(Gxx):
+    """g++ for x86-64 on another machine. Its entries are those that the same g++ makes on x86-64."""
+
+    machine = "x86_64-linux-gnu"
+    install_hint = "Install a cross compiler (`apt-get install g++-x86-64-linux-gnu`), compile on an x86-64 machine"
+
+
 #: Which toolchain builds which targets; in nvcc's place there may be NVRTC.
 _BUILDS: tuple[tuple[type[Toolchain], Mapping[str, str]], ...] = ((Nvcc, CUDA_TARGETS), (Gxx, HOST_TARGETS))
 
@@ -310,7 +334,15 @@ def for_target(target: str) -> type[Toolchain]:
     if found is None:
         known = ", ".join((*CUDA_TARGETS, *HOST_TARGETS))
         raise UnsupportedError(f"no toolchain builds for {target!r}; expected one of {known}")
-    return _nvcc_or_nvrtc() if found is Nvcc else found
+    return _nvcc_or_nvrtc() if found is Nvcc else _gxx(target) if found is Gxx else found
+
+
+def _gxx(target: str) -> type[Gxx]:
+    """This machine's g++, or the cross compiler for a target of other machines."""
+    on_arm = platform.machine() in ("aarch64", "arm64")
+    if target == "native" or on_arm == (target == "aarch64"):
+        return Gxx
+    return GxxForX86 if on_arm else GxxForAarch64
 
 
 def _nvcc_or_nvrtc() -> type[Toolchain]:

@@ -19,7 +19,7 @@ struct QueryFragments {
   static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
   static constexpr int kBlocks = kQk / 16;
 
-  uint32_t held[kHeld][kM][4];
+  uint32_t held[max(kHeld, 1)][kM][4];  // an array has an element, also where none is held
   uint32_t shared;                      // [kBlocks - kHeld, kM, 32 lanes] of 16 bytes, this lane's first
   float factor[kRescaled ? kM : 1][2];  // of the products: what q was divided by to fit fp16
 
