@@ -36,7 +36,7 @@ from torch import Tensor
 import quire
 from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Nonsense
 from guard import GuardedMemory
-from isolation import SERVER, how_it_ended
+from isolation import SERVER, how_it_ended, waits
 from mutations import mutate
 
 SECONDS = 10.0  #: that a call may take
@@ -214,7 +214,7 @@ class Worker:
             self._pipe.send(seed)
             message: Any = "call"
             while not isinstance(message, Verdict):
-                if not self._waits(60.0 if message in COMPILING else SECONDS):
+                if not waits(self._pipe, self._process.pid, 60.0 if message in COMPILING else SECONDS):
                     return self._lost(seed, "hang", f"over {SECONDS:.0f} s")
                 message = self._pipe.recv()
         except (EOFError, ConnectionError):
@@ -222,22 +222,6 @@ class Worker:
             stack = [line.strip() for line in self._log.read().splitlines() if "/quire/" in line]
             return self._lost(seed, "signal", f"{how_it_ended(self._process.exitcode)} {' '.join(stack[:1])}")
         return message
-
-    def _waits(self, seconds: float) -> bool:
-        """Whether a message comes: within the time, or in six times that if others have the processors meanwhile."""
-        began, used = time.monotonic(), self._cpu_seconds()
-        while not self._pipe.poll(0.5):
-            waited = time.monotonic() - began
-            if waited > 6 * seconds or (waited > seconds and self._cpu_seconds() - used > seconds / 2):
-                return False
-        return True
-
-    def _cpu_seconds(self) -> float:
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            return 0.0
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def _lost(self, seed: str, kind: str, detail: str) -> Verdict:
         self.end()

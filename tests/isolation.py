@@ -13,9 +13,11 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,32 @@ def how_it_ended(exit_code: int | None) -> str:
     if exit_code is None:
         return "is still running"
     return f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with status {exit_code}"
+
+
+@functools.cache
+def start_server() -> None:
+    """Waits until the server has imported everything, so that this is no test's time."""
+    process = SERVER.Process(target=os.getpid)
+    process.start()
+    process.join()
+
+
+def waits(pipe: Connection, pid: int | None, seconds: float) -> bool:
+    """Whether a message of a process comes: in time, or in six times that if others have the processors meanwhile."""
+    began, used = time.monotonic(), _cpu_seconds(pid)
+    while not pipe.poll(0.5):
+        waited = time.monotonic() - began
+        if waited > 6 * seconds or (waited > seconds and _cpu_seconds(pid) - used > seconds / 2):
+            return False
+    return True
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _call(sender: Connection, crash_log: str, module: str, name: str, args: Any, kwargs: Any) -> None:
@@ -51,6 +79,7 @@ def isolated(seconds: float = 60.0) -> Callable[[Callable[..., None]], Callable[
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def in_a_child(*args: Any, **kwargs: Any) -> None:
+            start_server()
             receiver, sender = SERVER.Pipe(duplex=False)
             with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
                 child = SERVER.Process(
@@ -59,7 +88,8 @@ def isolated(seconds: float = 60.0) -> Callable[[Callable[..., None]], Callable[
                 child.start()
                 sender.close()
                 try:
-                    failure = receiver.recv() if receiver.poll(seconds) else f"the process took over {seconds:.0f} s"
+                    in_time = waits(receiver, child.pid, seconds)
+                    failure = receiver.recv() if in_time else f"the process took over {seconds:.0f} s"
                 except EOFError:
                     child.join()
                     failure = f"the process {how_it_ended(child.exitcode)}\n{log.read()}"
