@@ -465,7 +465,7 @@ def problems(draw, dtype, device, head_dim):
 
 
 @ANY_HEAD_DIM
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_ragged_batch(device, backend, dtype, head_dim, data):
     p = data.draw(problems(dtype, device, head_dim))
@@ -473,7 +473,7 @@ def test_any_ragged_batch(device, backend, dtype, head_dim, data):
 
 
 @ANY_HEAD_DIM
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_paged_batch(device, backend, dtype, head_dim, data):
     p = data.draw(problems(dtype, device, head_dim))
