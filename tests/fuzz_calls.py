@@ -601,7 +601,9 @@ def _shared_prefix(rng: random.Random, prefill: bool) -> Case:
         return (w.forward(a["q"], a["k_shared"], a["v_shared"], _pages_of(a), **options),)
 
     def check(a: Args, results: Results) -> None:
-        k, v, kv = paged_tokens(a, whole(a["page_size"]), "NHD")
+        keys = a["k_cache"] if "k_cache" in a else a["cache"][:, 0]
+        own_size = keys.shape[1] if keys.dim() == 4 else 1  # which prefill takes where no page_size is given
+        k, v, kv = paged_tokens(a, own_size if a["page_size"] is None else whole(a["page_size"]), "NHD")
         qo = offsets(a["qo_indptr"]) if prefill else list(range(len(kv)))
         check_shared(
             results[0], a["q"], a["k_shared"], a["v_shared"], k, v, qo, kv, bool(a.get("causal", False)), a["sm_scale"]

@@ -661,6 +661,7 @@ def _append(**changes: Tensor) -> None:
         assert torch.equal(tensors["k_cache"], kept[0]) and torch.equal(tensors["v_cache"], kept[1])
 
 
+_CACHES = ("k_cache", "v_cache")
 BAD_APPENDS: dict[str, tuple[dict[str, Callable[[], Tensor]], str]] = {
     "no page numbers": ({"kv_indices": lambda: ints()}, "kv_indices"),
     "too few page numbers": ({"kv_indices": lambda: ints(4, 0, 2, 1)}, "kv_indices"),
@@ -684,6 +685,9 @@ BAD_APPENDS: dict[str, tuple[dict[str, Callable[[], Tensor]], str]] = {
     ),
     "shorter value pages": ({"v_cache": lambda: torch.zeros(5, 2, KV_HEADS, DIM)}, "page"),
     "shorter key pages": ({"k_cache": lambda: torch.zeros(5, 2, KV_HEADS, DIM)}, "page"),
+    "pages of no tokens": ({n: lambda: torch.zeros(5, 0, KV_HEADS, DIM) for n in _CACHES}, "page_size"),
+    "pages of no heads": ({n: lambda: torch.zeros(5, PAGE, 0, DIM) for n in _CACHES}, "num_kv_heads"),
+    "heads of no width": ({n: lambda: torch.zeros(5, PAGE, KV_HEADS, 0) for n in _CACHES}, "head_dim"),
     "fewer value pages": ({"v_cache": lambda: torch.zeros(4, PAGE, KV_HEADS, DIM)}, "page"),
 }
 

@@ -119,6 +119,8 @@ def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, tor
             f"{list(k.shape[:3])} {k.dtype} of keys and {list(v.shape[:3])} {v.dtype} of values."
         )
     for view in (k, v):
+        for size, name in zip(view.shape[1:], ("page_size", "num_kv_heads", "head_dim"), strict=True):
+            check_positive(size, f"paged_kv_cache: {name}")
         check_contiguous_last(check_output(view, "paged_kv_cache"), "paged_kv_cache")
         check_same_device(view, "paged_kv_cache", k.device)
     return k, v
