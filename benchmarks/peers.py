@@ -72,7 +72,7 @@ def _workspace(device: torch.device, num_bytes: int, owner: str) -> torch.Tensor
 def _quire_providers() -> list[Provider]:
     return [
         Provider(
-            "quire" if backend == "auto" else f"quire-{backend}",
+            "quire" if backend == "auto" else backend.replace(":", "-"),
             False,
             partial(_quire_rejects, backend),
             partial(_quire, backend),
@@ -82,7 +82,7 @@ def _quire_providers() -> list[Provider]:
 
 
 def _quire_rejects(backend: str, row: Row, device: torch.device) -> str | None:  # noqa: ARG001
-    if (backend == "cpu") and device.type != "cpu":
+    if backend == "quire:cpu" and device.type != "cpu":
         return "the tensors are on a GPU"
     return None
 

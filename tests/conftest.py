@@ -17,7 +17,9 @@ import torch
 from hypothesis import reject
 
 from limits import is_expected, limit
-from targets import CUDA_BACKENDS, targets
+from targets import CUDA_BACKENDS, pin, targets
+
+GPU_PINS = {pin(name) for name in CUDA_BACKENDS}
 
 
 @pytest.hookimpl(wrapper=True)
@@ -63,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             rows["-".join(str(v).removeprefix("torch.") for v in row)] = row
     params = []
     for slug, row in rows.items():
-        marks = [pytest.mark.gpu] if any(str(v).startswith("cuda") or v in CUDA_BACKENDS for v in row) else []
+        marks = [pytest.mark.gpu] if any(str(v).startswith("cuda") or v in GPU_PINS for v in row) else []
         params.append(pytest.param(*row, id=slug, marks=marks))
     metafunc.parametrize(names, params)
 

@@ -22,7 +22,8 @@ SCALES = (
     None, [1.0], b"1", 1 + 1j,
 )  # fmt: skip
 WORDS = (
-    "", "nhd", "NONE", "HND", "big", "auto", "cpu", "fa2", "decode", "ALIBI", "bogus", "\x00", None, 3, ["NHD"], b"NHD",
+    "", "nhd", "NONE", "HND", "big", "auto", "quire:cpu", "fa2", "decode", "ALIBI", "bogus", "\x00", None, 3, ["NHD"],
+    b"NHD",
 )  # fmt: skip
 ENTRIES = (-1, 0, 1, 3, 5, 100, 10**6, 2**30, 2**31 - 1, -(2**31), -2_000_000)
 TYPES = (

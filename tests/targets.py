@@ -7,6 +7,11 @@ from dataclasses import dataclass
 import torch
 
 
+def pin(name: str) -> str:
+    """What `backend=` takes for the kernel of this name and no other; "auto" pins none."""
+    return name if name == "auto" else f"quire:{name}"
+
+
 @dataclass(frozen=True)
 class Target:
     """A backend, where it runs and what it computes in."""
@@ -16,7 +21,7 @@ class Target:
     dtypes: tuple[torch.dtype, ...]
 
 
-CPU = Target("cpu", "cpu", (torch.float32, torch.float16, torch.bfloat16))
+CPU = Target("cpu", pin("cpu"), (torch.float32, torch.float16, torch.bfloat16))
 
 #: Backends and the oldest GPU that runs them. Add one here and the whole suite runs on it.
 CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
@@ -30,4 +35,4 @@ def targets() -> list[Target]:
     names = [
         name for name, oldest in CUDA_BACKENDS.items() if capability >= oldest and (name != "fa3" or capability[0] == 9)
     ]
-    return [CPU, *(Target("cuda:0", name, (torch.float16, torch.bfloat16)) for name in names)]
+    return [CPU, *(Target("cuda:0", pin(name), (torch.float16, torch.bfloat16)) for name in names)]

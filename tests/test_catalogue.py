@@ -105,7 +105,7 @@ def test_decode_tiles_of_wide_heads_fit_shared_memory(target, tiles):
 @pytest.mark.parametrize(("page_size", "most"), [(0, 0), (16, 0), (1, 1 << 36), (12, 1 << 36)])
 def test_what_fa3_finds_by_32_bits(page_size, most):
     """Boxes are found by the copy engine; rows that are gathered, and results, by their number of 16 bytes."""
-    decision = decide(replace(_DECODE, page_size=page_size), "fa3")
+    decision = decide(replace(_DECODE, page_size=page_size), "quire:fa3")
     assert decision.kernel.max_bytes(decision.key, "k") == decision.kernel.max_bytes(decision.key, "v") == most
     assert decision.kernel.max_bytes(decision.key, "o") == 1 << 36
 
@@ -233,7 +233,7 @@ def test_a_family_is_all_that_plan_may_choose_for_other_lengths():
     assert [slug for slug in slugs if slug.startswith("attention_fa3")] == [
         f"attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m{rows}" for rows in (128, 192)
     ]
-    assert len(family(_DECODE, "fa2")) == 3
+    assert len(family(_DECODE, "quire:fa2")) == 3
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -268,8 +268,10 @@ def test_a_refusal_says_what_to_do(changes, words):
 
 
 def test_a_backend_of_another_device():
-    with pytest.raises(UnsupportedError, match="backend='cpu' does not run on sm90a; expected auto or one of decode"):
-        decide(_DECODE, "cpu")
+    with pytest.raises(
+        UnsupportedError, match="backend='quire:cpu' does not run on sm90a; expected auto or one of quire:decode"
+    ):
+        decide(_DECODE, "quire:cpu")
 
 
 def test_divisors_are_not_shared():

@@ -14,7 +14,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 KV_LENS = (37, 1, 0, 300, 128, 129)
 #: Backends whose tensor-core instructions take two operands of one dtype.
-REFUSING = ("fa3",)
+REFUSING = ("quire:fa3",)
 SCALES = {"k_scale": 0.05, "v_scale": 1.75}
 
 

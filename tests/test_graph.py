@@ -290,11 +290,13 @@ def test_buffers_that_are_wrong(change, word):
 
 
 def test_buffers_without_graphs():
-    """They would not be used."""
-    with pytest.raises(quire.ValidationError, match="paged_kv_indptr_buffer"):
-        quire.BatchDecodeWithPagedKVCacheWrapper(
-            workspace("cpu"), paged_kv_indptr_buffer=torch.zeros(3, dtype=torch.int32)
-        )
+    """They are not needed: a plan owns its arrays. LightLLM gives them all the same."""
+    buffer = torch.zeros(3, dtype=torch.int32)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), paged_kv_indptr_buffer=buffer)
+    p = decode_problem((30, 40), torch.float32, "cpu")
+    plan_decode(wrapper, p, p.paged(PAGE_SIZE))
+    p.check(wrapper.run(p.q, p.paged(PAGE_SIZE).kv))
+    assert not buffer.any() and wrapper._paged_kv_indptr_buf.tolist() == [0, 2, 5]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

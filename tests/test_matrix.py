@@ -12,7 +12,7 @@ import torch
 import quire
 from limits import BEYOND, LIMITS, is_expected, limit
 from quire.kernels import backends, decide
-from targets import CUDA_BACKENDS, targets
+from targets import CUDA_BACKENDS, pin, targets
 from test_catalogue import _DECODE
 
 HERE = Path(__file__).resolve().parent
@@ -30,15 +30,15 @@ def test_every_backend_is_in_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_older_and_newer_gpus_run_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert names_on(monkeypatch, (8, 0)) == ["cpu", "decode", "fa2", "auto"]
-    assert names_on(monkeypatch, (10, 0)) == ["cpu", "decode", "fa2", "auto"]
-    assert names_on(monkeypatch, (7, 5)) == ["cpu"]
+    assert names_on(monkeypatch, (8, 0)) == ["quire:cpu", "quire:decode", "quire:fa2", "auto"]
+    assert names_on(monkeypatch, (10, 0)) == ["quire:cpu", "quire:decode", "quire:fa2", "auto"]
+    assert names_on(monkeypatch, (7, 5)) == ["quire:cpu"]
 
 
 def refusal(backend: str = "decode", **changes: object) -> quire.UnsupportedError:
     """What a backend says to a decode problem that was changed."""
     with pytest.raises(quire.UnsupportedError) as caught:
-        decide(replace(_DECODE, **changes), backend)
+        decide(replace(_DECODE, **changes), pin(backend))
     return caught.value
 
 

@@ -536,7 +536,7 @@ def test_a_batch_that_is_too_large_on_a_gpu():
 
 
 def test_an_empty_batch_begins_with_0():
-    begin, none = torch.tensor([5], dtype=torch.int32), torch.empty(0, dtype=torch.int32)
+    begin, none = torch.tensor([-5], dtype=torch.int32), torch.empty(0, dtype=torch.int32)
     for last, name in ((None, "^kv_indptr"), (none, "^paged_kv_indptr")):
         with pytest.raises(ValidationError, match=f"{name}: expected to begin with 0"):
             make_schedule(Indices(0, None, 1, begin, last, None, 1), template())

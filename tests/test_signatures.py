@@ -117,7 +117,7 @@ def test_a_tensor_that_became_unusable_is_seen(change):
     """Its shape and strides are those of the run before."""
     p = problem("cpu", torch.float32)
     cache = p.paged(16)
-    wrapper = paged_wrapper(p, cache, "cpu")
+    wrapper = paged_wrapper(p, cache, "quire:cpu")
     plan_paged(wrapper, p, cache)
     q, out = p.q.clone(), torch.empty_like(p.q)
     p.check(wrapper.run(q, cache.kv, out=out))
@@ -152,7 +152,7 @@ def test_a_gradient_that_was_not_asked_for_is_asked_for_later():
     """The first run is under no_grad: what it found right is not right now."""
     p = problem("cpu", torch.float32)
     cache = p.paged(16)
-    wrapper = paged_wrapper(p, cache, "cpu")
+    wrapper = paged_wrapper(p, cache, "quire:cpu")
     plan_paged(wrapper, p, cache)
     q = p.q.clone().requires_grad_()
     with torch.no_grad():

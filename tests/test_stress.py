@@ -142,7 +142,7 @@ def test_threads_on_the_cpu():
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("kernels", ["auto", "fa2"])
+@pytest.mark.parametrize("kernels", ["auto", "quire:fa2"])
 def test_streams(kernels):
     stress("cuda:0", kernels, torch.bfloat16, num_workers=3, num_jobs=500, rounds=20)
 

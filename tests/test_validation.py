@@ -253,7 +253,7 @@ def test_head_dims_that_no_kernel_has(device, backend, head_dim):
     p = problem(device, head_dim=head_dim)
     cache = p.paged(8)
     refused(lambda: plan_paged(paged_wrapper(p, cache, backend), p, cache), "head_dim", UnsupportedError)
-    kernel = "attention_fa2" if backend == "auto" else f"attention_{backend}"
+    kernel = "attention_fa2" if backend == "auto" else f"attention_{backend.removeprefix('quire:')}"
     refused(lambda: plan_ragged(ragged_wrapper(p, backend), p), kernel, UnsupportedError)
     refused(lambda: quire.single_prefill_with_kv_cache(p.q[:4], p.k[:50], p.v[:50]), "head_dim", UnsupportedError)
 
@@ -299,7 +299,7 @@ def test_backends(device, bad):
 def test_a_backend_of_another_device_is_unsupported(device, backend):
     """The other backends are listed with what they have against the problem."""
     p = problem(device)
-    other = "fa2" if backend == "cpu" else "cpu"
+    other = "quire:fa2" if backend == "quire:cpu" else "quire:cpu"
     refused(lambda: plan_ragged(ragged_wrapper(p, other), p), other, UnsupportedError)
 
 
@@ -470,7 +470,7 @@ def test_tensors_on_the_wrong_device():
     p = problem("cuda:0")
     cache = p.paged(8)
     host = [t.cpu() for t in (p.q, p.k, p.v)]
-    paged, ragged = paged_wrapper(p, cache, "fa2"), ragged_wrapper(p, "fa2")
+    paged, ragged = paged_wrapper(p, cache, "quire:fa2"), ragged_wrapper(p, "quire:fa2")
     plan_paged(paged, p, cache)
     plan_ragged(ragged, p)
     refused(lambda: ragged.run(host[0], p.k, p.v), "q")

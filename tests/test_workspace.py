@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from problems import ints
 GPU_CTAS = 264  #: resident CTAs of a large GPU: with the host's few threads the planner would rarely inputs a tile
 BUFFER = torch.empty(256 << 20, dtype=torch.uint8)  # never touched: plans are not run here
 HEAD_DIM = 64
+LEAST = 16  #: bytes of any workspace
 
 
 def table(random_: random.Random, lens: list[int], page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,26 +59,38 @@ def any_problem(random_: random.Random) -> tuple[type, tuple[object, ...], dict[
 
 
 def check(seed: int) -> int:
-    """Exactly so many bytes pass, one less raises; returns how many."""
+    """So many bytes do, and with one less fewer partitions are planned; returns how many."""
     kind, arguments, options = any_problem(random.Random(seed))
     wrapper = kind(BUFFER)
     float_bytes, int_bytes = wrapper.workspace_size(*arguments, **options)
-    assert int_bytes == 0
+    assert int_bytes > 0 and float_bytes > 0
     with pytest.raises(quire.PlanError):  # looking at a plan is not planning
         wrapper.explain()
     wrapper.reset_workspace_buffer(BUFFER[:float_bytes])
     wrapper.plan(*arguments, **options)
-    if float_bytes:
+    assert "workspace" not in wrapper.explain()
+    if float_bytes > LEAST:
         wrapper.reset_workspace_buffer(BUFFER[: float_bytes - 1])
+        check_one_byte_less(wrapper, arguments, options, float_bytes)
+    return float_bytes
+
+
+def check_one_byte_less(wrapper: object, arguments: tuple[object, ...], options: dict, float_bytes: int) -> None:
+    """Splits that the caller has fixed are all needed, or a result would depend on the workspace."""
+    if "fixed_split_size" in options:
         with pytest.raises(quire.ValidationError, match=f"at least {float_bytes} bytes"):
             wrapper.plan(*arguments, **options)
-    return float_bytes
+        return
+    wrapper.plan(*arguments, **options)
+    said = re.search(r"(\d+) bytes hold .* of (\d+) partitions, .* reserve (\d+) bytes", wrapper.explain())
+    assert [int(n) for n in said.groups()] == [float_bytes - 1, int(said[2]), float_bytes]
+    assert int(said[2]) < GPU_CTAS
 
 
 def test_exactly_what_is_needed(monkeypatch):
     monkeypatch.setattr("quire.runtime.planner.max_ctas", lambda device, min_ctas: GPU_CTAS)
     needs = [check(seed) for seed in range(10_000)]
-    assert sum(need > 0 for need in needs) > 1000 and len(set(needs)) > 20
+    assert sum(need > LEAST for need in needs) > 1000 and len(set(needs)) > 20
 
 
 def test_for_graphs_too():
@@ -92,8 +106,9 @@ def test_for_graphs_too():
     for t in tables:
         wrapper.plan(*t, 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16)
     smaller = quire.BatchDecodeWithPagedKVCacheWrapper(BUFFER[: need - 1], "NHD", True, False, *buffers)
-    with pytest.raises(quire.ValidationError, match=f"at least {need} bytes"):
-        smaller.plan(*tables[0], 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16)
+    for t in tables:
+        smaller.plan(*t, 8, 2, HEAD_DIM, 16, q_data_type=torch.bfloat16)
+        assert f"reserve {need} bytes" in smaller.explain()
 
 
 def test_wrappers_that_share_a_workspace_on_the_cpu_have_memory_of_their_own(monkeypatch):

@@ -130,7 +130,7 @@ def check_draft(p: Problem, draft: Draft, backend: str, **more: object) -> None:
     """The kernel equals the oracle, or says that it has no tree masks."""
     cache = p.paged(16)
     more["mask"] = draft.words(p.device)
-    if backend == "fa3":
+    if backend == "quire:fa3":
         with pytest.raises(quire.UnsupportedError, match="a tree mask is for"):
             call(p, cache, backend, **more)
     else:
@@ -276,7 +276,7 @@ def test_scales_are_1_if_not_given(device, backend, dtype):
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_fp8_keys_and_values(device, backend, dtype, kv_dtype, q_len):
     p = batch(dtype, device, (37, 8, 300), q_len, kv_dtype=kv_dtype, k_scale=0.05, v_scale=1.75)
-    if backend in ("fa2", "fa3"):
+    if backend in ("quire:fa2", "quire:fa3"):
         with pytest.raises(quire.UnsupportedError, match=f"kv dtype {FP8[kv_dtype]}"):
             call(p, p.paged(16), backend)
     else:
@@ -413,7 +413,7 @@ def test_any_call(device, backend, dtype, data):
     page_size = data.draw(st.sampled_from([1, 3, 16, 32]))
     cache = p.paged(page_size, data.draw(st.sampled_from(LAYOUTS)), data.draw(st.sampled_from(FORMS)))
     more: dict[str, object] = {}
-    if backend != "fa3" and data.draw(st.booleans()):
+    if backend != "quire:fa3" and data.draw(st.booleans()):
         draft = Draft.noise(len(kv_lens), q_len, seed=p.seed)
         with_draft(p, draft)
         more["mask"] = draft.words(device)

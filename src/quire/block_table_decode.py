@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.errors import PlanError, ValidationError
+from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.checks import (
     check_flags,
@@ -34,7 +34,7 @@ def xqa_batch_decode_with_kv_cache(
     bmm2_scale: float | torch.Tensor = 1.0, window_left: int = -1, out: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None, kv_layout: str = "NHD", enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1, o_scale: float | None = 1.0, mask: torch.Tensor | None = None,
-    kv_cache_sf: Any = None, *, backend: str = "auto",
+    kv_cache_sf: Any = None, q_cu_seq_lens: torch.Tensor | None = None, *, backend: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """Attention of the last q_len_per_req tokens of each request over its pages, as FlashInfer's function of this name.
 
@@ -60,7 +60,8 @@ def xqa_batch_decode_with_kv_cache(
     result is rounded; there o_scale is what the reader will multiply by, whose reciprocal bmm2_scale already holds.
 
     Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], `out` if that is given. Raises ValidationError naming
-    the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
+    the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) and
+    q_cu_seq_lens (drafts of several lengths) are refused.
 
     >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     >>> cache = torch.randn(6, 2, 16, 2, 64, dtype=torch.bfloat16)  # [num_pages, 2, page_size, num_kv_heads, head_dim]
@@ -73,6 +74,11 @@ def xqa_batch_decode_with_kv_cache(
     """
     refuse_make_fx("xqa_batch_decode_with_kv_cache()")
     refuse(kv_cache_sf=kv_cache_sf)
+    if q_cu_seq_lens is not None:
+        raise UnsupportedError(
+            "q_cu_seq_lens: no kernel takes drafts of several lengths in one call yet; expected None, which is "
+            "q_len_per_req new tokens of each request."
+        )
     check_flags(enable_pdl=enable_pdl)
     layout = KVLayout.of(kv_layout)
     workspace = UserWorkspace(workspace_buffer, "workspace_buffer")

@@ -16,6 +16,7 @@ from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.wrapper import AttentionWrapper, takes_arguments
 
@@ -33,11 +34,11 @@ __all__ = [
 def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
     logits_soft_cap: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, data_type: Any,
-    sm_scale: float | None, rope_scale: Any, rope_theta: Any, non_blocking: bool, block_tables: Any, seq_lens: Any,
+    sm_scale: float | None, rope_scale: Any, rope_theta: Any, non_blocking: bool,
     fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int,
 ) -> PlanOptions:  # fmt: skip
     check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
-    refuse(rope_scale=rope_scale, rope_theta=rope_theta, block_tables=block_tables, seq_lens=seq_lens)
+    refuse(rope_scale=rope_scale, rope_theta=rope_theta)
     dim = check_positive(head_dim, "head_dim")
     return PlanOptions(
         *heads(num_qo_heads, num_kv_heads), dim, dim,
@@ -106,6 +107,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             synchronisation; device arrays are copied to the host first.
         data_type: q_data_type and kv_data_type where those are not given; float16 is the default of all.
         q_len_per_req: queries a request, which are its last tokens; more than one are under a causal mask.
+        block_tables int32 [batch_size, pages], seq_lens int32 [batch_size]: repeat what indptr, indices and
+            last_page_len say, and are compared with them where they lie on the host.
         The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -114,7 +117,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
         batch = batch_size_of(kv_indptr, "indptr")
         last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
-        pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size)
+        lens = None if seq_lens is None else host_lens(seq_lens, batch)
+        pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size, lens)
+        if block_tables is not None:
+            check_repeated(pages, block_tables=block_tables)
         self._set_plan(AttentionSpec(pages, options))
 
     begin_forward = plan

@@ -29,6 +29,7 @@ from quire.runtime.checks import (
 from quire.runtime.layout import PagedCache
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, new_results, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper, takes_arguments
@@ -62,8 +63,7 @@ def _plan_options(
     pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
     use_fp16_qk_reduction: bool, allow_fp16_qk_reduction: bool, non_blocking: bool, fixed_split_size: int | None,
     disable_split_kv: bool, rope_scale: Any, rope_theta: Any, prefix_len_ptr: Any, token_pos_in_items_ptr: Any,
-    token_pos_in_items_len: int, max_item_len_ptr: Any, seq_lens: Any, seq_lens_q: Any, block_tables: Any,
-    max_token_per_sequence: Any, max_sequence_kv: Any,
+    token_pos_in_items_len: int, max_item_len_ptr: Any,
 ) -> PlanOptions:  # fmt: skip
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
@@ -72,8 +72,7 @@ def _plan_options(
     refuse(
         rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
         token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
-        max_item_len_ptr=max_item_len_ptr, seq_lens=seq_lens, seq_lens_q=seq_lens_q, block_tables=block_tables,
-        max_token_per_sequence=max_token_per_sequence, max_sequence_kv=max_sequence_kv,
+        max_item_len_ptr=max_item_len_ptr,
     )  # fmt: skip
     qo, kv = heads(num_qo_heads, num_kv_heads)
     qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
@@ -184,6 +183,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
         window_left: how many keys to the left of the diagonal stay visible; -1: all.
         logits_soft_cap: c gives c * tanh(logit / c); None or 0: no cap.
+        seq_lens, seq_lens_q: int32 [batch_size], tokens and queries of each request; block_tables: int32 [batch_size,
+            pages], page numbers; max_token_per_sequence, max_sequence_kv: the most queries and tokens. They repeat what
+            the index arrays say, and are compared with them where they lie on the host.
         q_data_type, kv_data_type, o_data_type: torch dtypes or their names. q's default is float16; keys, values and
             results have q's if not said.
         fixed_split_size (tokens), disable_split_kv: a request's result does not depend on its neighbours, bit for bit.
@@ -197,7 +199,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
         last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, options.page_size)
         pages = page_indices(paged_kv_indices)
-        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, options.page_size)
+        lens = None if seq_lens is None else host_lens(seq_lens, batch)
+        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, options.page_size, lens)
+        if any(t is not None for t in (seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)):
+            check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 
     begin_forward = plan
@@ -304,8 +309,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
         logits_soft_cap before sm_scale here). Raises ValidationError or UnsupportedError.
         """
-        paged = False
-        page_size = seq_lens = seq_lens_q = block_tables = max_token_per_sequence = max_sequence_kv = None
+        paged, page_size = False, None
         options = _plan_options(locals())
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")

@@ -14,6 +14,8 @@ from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProb
 
 __all__ = [
     "KERNELS",
+    "PIN",
+    "WISHES",
     "AttentionKernel",
     "AttentionKey",
     "AttentionProblem",
@@ -33,6 +35,13 @@ KERNELS: tuple[AttentionKernel, ...] = (
     attention_fa3.KERNEL,
     attention_fa2.KERNEL,
     attention_cpu.KERNEL,
+)
+
+PIN = "quire:"  #: before a kernel's name in `backend=`: that kernel or an error
+#: FlashInfer's names of its implementations. Whoever names one wants the call to be fast, which `auto` is.
+WISHES = frozenset(
+    {"cute-dsl", "cute-dsl-prims", "cutile", "cutlass", "cudnn", "fa2", "fa3", "fmha_v2"}
+    | {"trtllm-fmha-v2", "trtllm-gen", "trtllm-native", "xqa"}
 )
 
 
@@ -69,8 +78,8 @@ class Decision:
 
 
 def backends() -> tuple[str, ...]:
-    """The names that `backend=` takes."""
-    return ("auto", *(kernel.backend for kernel in KERNELS))
+    """The names that `backend=` takes, besides those of FlashInfer's implementations, which mean "auto"."""
+    return ("auto", *(PIN + kernel.backend for kernel in KERNELS))
 
 
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
@@ -79,8 +88,13 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     Raises UnsupportedError with the reason of each kernel of the device if none does, ValidationError if `backend` is
     unknown or if no kernel has its splits at multiples of `fixed_split_size`.
     """
+    if backend in WISHES:
+        backend = "auto"
     if backend not in backends():
-        raise ValidationError(f"backend: expected one of {', '.join(backends())}, got {backend!r}.")
+        raise ValidationError(
+            f"backend: expected one of {', '.join(backends())} or a name of FlashInfer's, which means auto "
+            f"({', '.join(sorted(WISHES))}), got {backend!r}."
+        )
     here = [kernel for kernel in KERNELS if kernel.on_cuda == problem.on_cuda]
     trace = tuple(Verdict(kernel, _reason(kernel, problem, backend), kernel.yields(problem)) for kernel in here)
     accepting = [verdict for verdict in trace if verdict.reason is None]
@@ -100,7 +114,7 @@ def family(problem: AttentionProblem, backend: str) -> list[Spec]:
 
 
 def _allowed(kernel: AttentionKernel, backend: str) -> bool:
-    return backend in ("auto", kernel.backend)
+    return backend in ("auto", PIN + kernel.backend)
 
 
 def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
@@ -121,7 +135,7 @@ def _refusal(problem: AttentionProblem, backend: str, trace: tuple[Verdict, ...]
     """The error of a problem that no kernel takes."""
     allowed = [verdict for verdict in trace if _allowed(verdict.kernel, backend)]
     if not allowed:
-        names = ", ".join(verdict.kernel.backend for verdict in trace)
+        names = ", ".join(PIN + verdict.kernel.backend for verdict in trace)
         return UnsupportedError(
             f"backend={backend!r} does not run on {problem.target}; expected auto or one of {names}."
         )

@@ -139,7 +139,7 @@ class ScheduleInput(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")),
-        *((name, c_void_p) for name in ("kept", "buffer")),
+        *((name, c_void_p) for name in ("seq_lens", "kept", "buffer")),
         *((name, c_int64) for name in ("capacity", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "mask_mode", "window_left", "start_cost", "max_ctas")),

@@ -29,7 +29,7 @@ from quire.runtime.checks import (
 )
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
-from quire.runtime.options import PlanOptions
+from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.plan import AttentionPlan
 from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
 from quire.runtime.schedule import Indices, Lengths
@@ -133,23 +133,27 @@ class Attention:
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
-        self._plan_options = spec.options
         self.o_dtype = spec.options.types.o.torch
         self._layout = layout
         self._device = workspace.device
         self._on_cuda, self._index = on_cuda(self._device), self._device.index or 0
-        self._graph = graph
+        self.graph = graph
+        self._workspace, self._backend = workspace, backend
+        self._narrowed: dict[tuple[int, int], Attention] = {}  # plans of the same batch with fewer heads
         self._has_fixed_lengths = graph is None and not isinstance(spec.indices, Lengths)
         if not isinstance(spec.indices, Lengths):
             refuse_capture("plan()", self._device)
+        told = spec.options
         if graph is not None:
-            _check_limits(graph, spec)
+            spec = _within_limits(graph, spec)
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         if spec.custom_mask is not None and isinstance(spec.indices, Indices):  # an eighth of the bytes
             bits = pack_mask(spec.custom_mask, spec.indices, self._device)
             spec = spec._replace(custom_mask=None, packed_custom_mask=bits)
-        self.spec = spec
+        self.spec, self._plan_options = spec, spec.options
         self._plan = self._make_plan(workspace)
+        if graph is not None and not graph.awaits_forward and told.logits != spec.options.logits:
+            self.set_logits(told.logits)
         schedule = self._plan.schedule
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.sizes.nnz_qo
         self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_qk)
@@ -160,22 +164,67 @@ class Attention:
         self._checked: _CheckedTensors | None = None  # by this plan or by one before it
         if before is not None and graph is None and before.decision is self.decision and before._layout is layout:
             self._checked = before._checked  # equal options and device: the same tensors are right, but for lengths
+        if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
+            self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec
         if isinstance(s.indices, Lengths):
             return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
         bits = s.packed_custom_mask if s.tree_mask is None else s.tree_mask
-        return make_plan(self.decision, s.indices, s.options, workspace, bits, self._graph)
+        return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph)
 
     def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
-        """A plan of the same batch with other options; this one if they are the same."""
-        spec, options = self.spec, self._plan_options._replace(**changes)
-        if options == self._plan_options:
-            return self
-        if isinstance(spec.indices, Indices):  # as they were: the caller may have written others since
-            spec = spec._replace(indices=self._plan.indices(spec.indices))
-        return Attention(spec._replace(options=options), self._layout, workspace, backend, self._graph)
+        """A plan of the same batch with other options; this one if they differ only in numbers for logits."""
+        present, options, graph = self._plan_options, self._plan_options._replace(**changes), self.graph
+        told = None if graph is None else graph.told
+        if options == present:
+            result = self
+        elif options == present._replace(logits=options.logits) and options.logits.has_same_kernel(present.logits):
+            self.set_logits(options.logits)
+            result = self
+        else:
+            graph = None if graph is None else graph.renewed(options)
+            result = Attention(self._same_batch()._replace(options=options), self._layout, workspace, backend, graph)
+        if graph is not None:
+            graph.forwarded(told)
+        return result
+
+    def set_logits(self, logits: LogitsOptions) -> None:
+        """Scale and cap logits by other numbers from the next run() on."""
+        self._plan_options = self._plan_options._replace(logits=logits)
+        self.spec = self.spec._replace(options=self._plan_options)
+        self._plan.set_logits(logits)
+        for narrowed in self._narrowed.values():
+            narrowed.set_logits(logits)
+
+    def explain(self) -> str:
+        """Which kernel was chosen, why each other was refused, and what is unusual about the plan."""
+        return "\n".join(filter(None, (str(self.decision), self._plan.note)))
+
+    def _same_batch(self) -> AttentionSpec:
+        """The spec with index arrays as they were: the caller may have written others since."""
+        spec = self.spec
+        return spec._replace(indices=self._plan.indices(spec.indices)) if isinstance(spec.indices, Indices) else spec
+
+    def _of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
+        """The plan for a layer with fewer heads than were planned; None where q has not fewer."""
+        if not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache[0])):
+            return None
+        has_pages = not self._plan_options.page_size or cache[0].dim() == 6 - len(cache)
+        heads = q.shape[1], cache[0].shape[-3 if has_pages and self._layout is KVLayout.HND else -2]
+        planned = self._plan_options.num_qo_heads, self._plan_options.num_kv_heads
+        if q.dim() != 3 or not 0 < heads[0] < planned[0] or not 0 < heads[1] <= planned[1] or heads[0] % heads[1]:
+            return None
+        if heads not in self._narrowed:
+            graph = self.graph
+            self._narrowed[heads] = self._narrow(heads, graph and graph.fresh())
+        return self._narrowed[heads]
+
+    def _narrow(self, heads: tuple[int, int], graph: GraphState | None) -> Attention:
+        options = self._plan_options._replace(num_qo_heads=heads[0], num_kv_heads=heads[1])
+        spec = self._same_batch()._replace(options=options)
+        return Attention(spec, self._layout, self._workspace, self._backend, graph)
 
     def run(
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
@@ -190,14 +239,20 @@ class Attention:
         Runs of one plan from several threads follow one another.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
-        cache = cache_tensors(kv)
+        cache, q_shape = cache_tensors(kv), getattr(q, "shape", None)
+        if q_shape != self._q_shape and (narrowed := self._of_fewer_heads(q, cache)) is not None:
+            return narrowed.run(
+                q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
+                v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, logits_scale_by=logits_scale_by,
+                o_scale_by=o_scale_by, kv_scales=kv_scales,
+            )  # fmt: skip
         nnz_qo = self._nnz_qo
-        if self._graph is not None:
-            nnz_qo = self._graph_rows(self._graph, q, cache)
+        if self.graph is not None:
+            nnz_qo = self._graph_rows(self.graph, q, cache)
         elif stream and self._has_fixed_lengths and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         if out is None:
-            if nnz_qo != self._nnz_qo or getattr(q, "shape", None) != self._q_shape:
+            if nnz_qo != self._nnz_qo or q_shape != self._q_shape:
                 operand = self.decision.kernel.operands[0]  # checked before memory is asked for
                 self._check(operand, q, "q", self._view_of(operand, q, "q"), nnz_qo)
             o_shape = (nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo)
@@ -244,6 +299,12 @@ class Attention:
         """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
         must be as long as any batch that a later plan() may bring.
         """
+        if graph.awaits_forward:
+            raise PlanError(
+                "run(): expected forward(), whose first call fixed other options for this wrapper than the last plan() "
+                "was told; pass its options to plan() to use run()."
+            )
+        graph.has_run = True
         rows = q.shape[0] if check_tensor(q, "q").dim() == 3 else 0
         if (rows < graph.max_rows or not self._plan_options.page_size) and is_capturing(self._device):
             if rows < graph.max_rows:
@@ -296,7 +357,7 @@ class Attention:
             self._signature = None
             return
         self._signature = Signature(tensors)
-        if self._graph is None:
+        if self.graph is None:
             least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
             self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
 
@@ -394,16 +455,18 @@ class Attention:
 
 def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:
     """Bytes of the workspace that a plan of `spec` takes; plans nothing."""
-    assert isinstance(spec.indices, Indices)
     decision = None
     if graph is not None:
         graph, decision = copy(graph), graph.decision
-        _check_limits(graph, spec)
+        spec = _within_limits(graph, spec)
+    assert isinstance(spec.indices, Indices)
     return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.options, device, graph)
 
 
-def _check_limits(graph: GraphState, spec: AttentionSpec) -> None:
-    """Check that all of `spec` but the lengths is as the first plan() had it, and the lengths within its limits."""
+def _within_limits(graph: GraphState, spec: AttentionSpec) -> AttentionSpec:
+    """Check that all of `spec` but the lengths is as the first plan() had it, and the lengths within its limits.
+    Returns it with the options of the launch, which the first forward() may have said.
+    """
     indices, nnz = spec.indices, spec.nnz_qo
     assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:
@@ -411,7 +474,8 @@ def _check_limits(graph: GraphState, spec: AttentionSpec) -> None:
             f"plan(): expected batch_size={graph.batch_size}, which the buffers of the constructor fix, "
             f"got {indices.batch_size}."
         )
-    graph.fix(**spec.options._asdict(), mask=spec.mask.name, q_len=indices.qo_len)
+    spec = spec._replace(options=graph.options(spec.options))
+    graph.fix(mask=spec.mask.name, q_len=indices.qo_len)
     tokens = int(indices.kv_indptr[-1]) * indices.page_size
     if not graph.is_planned:
         graph.max_rows = nnz
@@ -422,6 +486,7 @@ def _check_limits(graph: GraphState, spec: AttentionSpec) -> None:
                 f"{name}: expected at most {most} tokens, which the buffers and the first plan() of a wrapper for CUDA "
                 f"graphs fix, got {got}."
             )
+    return spec
 
 
 def planned(attention: Attention | None) -> Attention:

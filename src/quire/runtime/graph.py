@@ -3,18 +3,24 @@
 A graph keeps the launch that it captured: the grid, and the parameter struct by value. The schedule therefore always
 divides work into one partition for each resident CTA, and everything that depends on lengths lies in one buffer that
 each plan() fills anew. The first plan() that succeeds fixes the rest; a later one that differs in it is an error.
+
+Engines plan() with defaults and give the scale, the soft cap, the window and `causal` to forward(). Scale and cap are
+numbers that each launch takes along. The others choose the kernel and the schedule: the first forward() fixes them, and
+later calls of plan(), told what the first was told, plan for them.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import torch
 
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision, TileShape
-from quire.runtime.checks import check_same_device, check_tensor, refuse
+from quire.runtime.checks import check_same_device, check_tensor
+from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.target import current_stream
 
 _OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both names mean the same
@@ -54,6 +60,11 @@ class GraphState:
         self.decision: Decision | None = None
         self.max_rows = 0  #: rows of q of the first plan
         self.max_tokens = 0  #: tokens of keys of the first plan, or of as many pages as kv_indices takes
+        self.told: PlanOptions | None = None  #: what the first plan() was told
+        self.made: PlanOptions | None = None  #: what the launch was made with: the same, or what forward() said
+        self.has_run = False  #: a capture may hold the launch
+        self.is_forwarded = False  #: forward() gives the scale and the cap of each launch
+        self.awaits_forward = False  #: the last plan() was told other options than the launch was made with
         self._fixed: dict[str, Any] = {}
         self._buffer: torch.Tensor | None = None
         self._partials: torch.Tensor | None = None
@@ -64,16 +75,64 @@ class GraphState:
         """Whether a plan() has succeeded."""
         return bool(self._params)
 
+    def options(self, told: PlanOptions) -> PlanOptions:
+        """What a plan() that was told this is made with: PlanError if the launch was made with something else."""
+        if not self.is_planned:
+            self.told = self.made = told
+        assert self.told is not None and self.made is not None
+        self.awaits_forward = self._difference(self.made, told) is not None
+        if self.awaits_forward and (self.made is self.told or self._difference(self.told, told) is not None):
+            self.refuse(self.made, told)
+        return self.made
+
+    def refuse(self, made: PlanOptions, options: PlanOptions) -> None:
+        """PlanError that names the first of `options` that the launch was not made with."""
+        name = self._difference(made, options)
+        assert name is not None
+        _refuse(name, getattr(made, name), getattr(options, name))
+
+    def _difference(self, one: PlanOptions, other: PlanOptions) -> str | None:
+        """The name of an option in which both differ, but for numbers that each launch takes along."""
+        for name, left, right in zip(one._fields, one, other, strict=True):
+            if left != right and not (name == "logits" and self._is_same_launch(one.logits, other.logits)):
+                return name
+        return None
+
+    def _is_same_launch(self, one: LogitsOptions, other: LogitsOptions) -> bool:
+        if not one.has_same_kernel(other):
+            return False
+        numbers = (one.sm_scale, other.sm_scale), (one.logits_soft_cap, other.logits_soft_cap)
+        return self.is_forwarded or all(math.isclose(*pair, rel_tol=1e-6) for pair in numbers)  # as float32
+
+    def renewed(self, options: PlanOptions) -> GraphState:
+        """A state for a launch that is made anew because the first forward() has other options than plan() was told."""
+        assert self.made is not None
+        if self.has_run:
+            self.refuse(self.made, options)
+        if self.kv_indices is not None and is_capturing(self.kv_indices.device):
+            raise PlanError(
+                "forward(): in a capture its options must be those of plan(), or of a forward() before the capture, "
+                "which fixes them: call forward() once before it."
+            )
+        return self.fresh()
+
+    def fresh(self) -> GraphState:
+        """A state for another launch of the same buffers."""
+        state = GraphState(self.batch_size, self.kv_indices, self.mask)
+        state.is_forwarded = self.is_forwarded
+        return state
+
+    def forwarded(self, told: PlanOptions | None) -> None:
+        """A forward() has its launch; plan() was told `told`."""
+        self.told, self.is_forwarded, self.awaits_forward = told, True, False
+
     def fix(self, **values: Any) -> None:
         """Check that these are as the first plan() had them; PlanError otherwise."""
         if not self.is_planned:
             self._fixed = values
         for name, value in values.items():
             if value != self._fixed[name]:
-                raise PlanError(
-                    f"{name}: expected {self._fixed[name]}, which the first plan() of a wrapper for CUDA graphs fixes, "
-                    f"got {value}; use another wrapper for it."
-                )
+                _refuse(name, self._fixed[name], value)
 
     def tile_capacity(self, batch_size: int, qo_len: int, group_size: int, tile_rows: int, split: int) -> int:
         """Row tiles of the largest batch within the limits; `split`: tokens of a fixed split, or 0."""
@@ -115,6 +174,13 @@ class GraphState:
         return _copied("custom_mask", self.mask, source)
 
 
+def _refuse(name: str, expected: Any, got: Any) -> None:
+    raise PlanError(
+        f"{name}: expected {expected}, which the first plan() or forward() of a wrapper for CUDA graphs fixes, "
+        f"got {got}; use another wrapper for it."
+    )
+
+
 def _copied(name: str, buffer: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if source.numel() > buffer.numel():
         raise ValidationError(f"{name}: expected at most {buffer.numel()} entries, got {source.numel()}.")
@@ -124,13 +190,13 @@ def _copied(name: str, buffer: torch.Tensor, source: torch.Tensor) -> torch.Tens
 
 
 def graph_state(use_cuda_graph: bool, device: torch.device, **buffers: torch.Tensor | None) -> GraphState | None:
-    """The state of a wrapper with `use_cuda_graph`, from the buffers of its constructor by name; None without.
+    """The state of a wrapper with `use_cuda_graph`, from the buffers of its constructor by name; None without, where
+    buffers are not needed: a plan owns its arrays.
 
     The lengths of the index arrays' buffers fix the batch size; the arrays themselves are copied into a buffer of
     GraphState. Page numbers and masks are copied into the caller's buffers.
     """
     if not use_cuda_graph:
-        refuse(**buffers)
         return None
     sizes, pages, mask = {}, None, None
     for name, buffer in buffers.items():

@@ -68,6 +68,10 @@ class LogitsOptions(NamedTuple):
     window_left: int  #: -1: none
     logits_soft_cap: float  #: 0: none
 
+    def has_same_kernel(self, other: LogitsOptions) -> bool:
+        """Whether they differ in numbers alone, which a launch takes along."""
+        return self.window_left == other.window_left and (self.logits_soft_cap > 0) == (other.logits_soft_cap > 0)
+
 
 class PlanOptions(NamedTuple):
     """All of a plan but its batch: no tensor, so that what follows from them can be looked up by them."""
@@ -97,12 +101,12 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 
 def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
-    """Both knobs of batch invariance as the planner takes them: tokens, 0 automatic, -1 never split."""
+    """Both knobs of batch invariance as the planner takes them: tokens, 0 automatic, -1 never split, which wins."""
     if fixed_split_size is None or (isinstance(fixed_split_size, int) and fixed_split_size in (-1, 0)):
-        return -1 if disable_split_kv else 0
-    if disable_split_kv:
-        raise ValidationError(f"fixed_split_size: expected None with disable_split_kv=True, got {fixed_split_size}.")
-    return check_positive(fixed_split_size, "fixed_split_size")
+        size = 0
+    else:
+        size = check_positive(fixed_split_size, "fixed_split_size")
+    return -1 if disable_split_kv else size
 
 
 @memoised

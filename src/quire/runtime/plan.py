@@ -34,7 +34,9 @@ class AttentionPlan:
         self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
         grid: int, tensors: tuple[torch.Tensor | None, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
         sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
+        note: str = "",
     ) -> None:  # fmt: skip
+        self.note = note  #: what explain() adds about this plan
         self.schedule = schedule  #: None where only the device knows the lengths
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind the schedule
@@ -70,6 +72,10 @@ class AttentionPlan:
             begin, end = self.schedule.sizes.filled_bytes, self.schedule.sizes.staged_bytes
             pages = self.schedule.pages if self._sent is None else self._sent.copy(begin, end).view(torch.int32)
         return self.schedule.indices(given, pages)
+
+    def set_logits(self, logits: LogitsOptions) -> None:
+        """Scale and cap logits by other numbers from the next run() on: what is compiled and planned stays."""
+        self._logits, self._params.logits_cap, self._extras = logits, logits.logits_soft_cap * LOG2E, ()
 
     def set_signature(self, views: Mapping[str, View]) -> None:
         """Take the strides of the operands, and describe them to the copy engine."""

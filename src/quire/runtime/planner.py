@@ -93,10 +93,22 @@ class _PlanTemplate(NamedTuple):
 
 
 def _plan_template(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int = 0) -> _PlanTemplate:
-    """Made once for a decision, which is one for equal options."""
+    """Made once for a decision, which is one for equal options. `ctas` that run at the same time: those that may hold
+    partial results.
+    """
     template = decision.templates.get((ctas, tile_capacity))
     if template is None:
         template = decision.templates[ctas, tile_capacity] = _new_template(decision, options, ctas, tile_capacity)
+    return template
+
+
+def _undivided(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int) -> _PlanTemplate:
+    """A template of plans without partial results: row tiles are computed whole."""
+    key = ctas, tile_capacity, "undivided"
+    if key not in decision.templates:
+        whole = options._replace(fixed_split_size=-1)
+        decision.templates[key] = _new_template(decision, whole, ctas, tile_capacity)
+    template: _PlanTemplate = decision.templates[key]
     return template
 
 
@@ -148,7 +160,9 @@ def make_plan(
     module, template = _template_for(decision, indices, options, device, graph)
     operation = _load_operation(decision, device) if template.unit_bytes else None
     uploader = uploader_of(device)
-    schedule = make_schedule(indices, template.schedule, uploader)
+    schedule, note = make_schedule(indices, template.schedule, uploader), ""
+    if template.partials_bytes(schedule.sizes.num_partials) > workspace.most_bytes and not options.fixed_split_size:
+        template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
     s = schedule.sizes
     params = template.new_params()
     base = base_of(params)
@@ -173,8 +187,28 @@ def make_plan(
     grid = min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas
     return AttentionPlan(
         decision, module, params, options.logits, device, grid, (bits, partials, pages),
-        uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages,
+        uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
     )  # fmt: skip
+
+
+def _schedule_within(
+    decision: Decision, indices: Indices, options: PlanOptions, workspace: Workspace, template: _PlanTemplate,
+    schedule: Schedule, uploader: Uploader | None,
+) -> tuple[_PlanTemplate, Schedule, str]:  # fmt: skip
+    """A schedule of fewer partitions than `schedule`, whose partial results fit into the workspace; says so."""
+    needed, most, capacity = schedule.sizes.num_partials, workspace.most_bytes, template.schedule.tile_capacity
+    ctas = min(template.ctas - 1, most // template.partials_bytes(2))
+    fewer = _plan_template(decision, options, ctas, capacity) if ctas else None
+    if fewer is not None:
+        within = make_schedule(indices, fewer.schedule, uploader)
+    if fewer is None or fewer.partials_bytes(within.sizes.num_partials) > most:
+        fewer, ctas = _undivided(decision, options, template.ctas, capacity), 0
+        within = make_schedule(indices, fewer.schedule, uploader)
+    note = (
+        f"workspace: {most} bytes hold the partial results of {ctas} partitions, not of {template.ctas}: reserve "
+        f"{template.partials_bytes(needed)} bytes (workspace_size()) to keep all SMs or cores busy"
+    )
+    return fewer, within, note
 
 
 def _send(
@@ -230,6 +264,7 @@ def make_plan_on_device(
     module, ctas = _load(decision.spec, device)
     pages = lengths.page_table.shape[1]
     template = _plan_template(decision, options, ctas)
+    ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
     num_tiles = num_row_tiles(lengths, template.schedule)
     planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), device)
     tile = template.tile

@@ -27,6 +27,7 @@ class Indices(NamedTuple):
     kv_last_page_len: torch.Tensor | None  #: [batch_size]; None: ragged
     kv_indices: torch.Tensor | None  #: paged: page numbers, on any device
     page_size: int
+    seq_lens: torch.Tensor | None = None  #: [batch_size] tokens, which repeat the others and must agree with them
 
 
 class Lengths(NamedTuple):
@@ -65,7 +66,9 @@ class Schedule(NamedTuple):
         qo_indptr = None if planned.qo_indptr is None else arrays[:count]
         arrays = arrays if qo_indptr is None else arrays[count:]
         last = None if planned.kv_last_page_len is None else arrays[count:]
-        return planned._replace(qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages)
+        return planned._replace(
+            qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages, seq_lens=None
+        )
 
 
 @cache
@@ -78,7 +81,7 @@ def _scheduler() -> HostModule:
 _ERRORS = {
     1: "qo_indptr: expected to begin with 0.",
     2: "qo_indptr: expected to ascend, but it falls after request {request}.",
-    3: "{kv}_indptr: expected to begin with 0.",
+    3: "{kv}_indptr: expected to begin with 0 or more.",
     4: "{kv}_indptr: expected to ascend, but it falls after request {request}.",
     5: "{kv}_last_page_len: expected 1..page_size={page_size} (0 only for a request without pages), "
     "got {last} at request {request}.",
@@ -92,6 +95,7 @@ _ERRORS = {
     "counts), got more at request {request}; call with fewer requests or tokens at a time.",
     11: "the batch is too large: expected fewer than 2**31 KV tiles of {tile_kv} tokens, counted for each row tile of "
     "{tile_rows} rows and each of {heads} KV heads; call with fewer requests at a time.",
+    13: "seq_lens: expected {kv_len} tokens of request {request}, as {kv}_indptr and the last page say, got {seq_len}.",
     12: "{kv}_indptr: expected fewer than 2**31 tokens in each request, got more at request {request}.",
 }
 
@@ -104,9 +108,19 @@ def _raise(p: ScheduleParams, indices: Indices) -> None:
         last=int(last[request]) if last is not None and sizes.error == 5 else None, tiles=sizes.num_tiles,
         capacity=given.tile_capacity, nnz=sizes.nnz_kv, pages=given.num_pages, tile_rows=given.tile_rows,
         tile_kv=given.tile_kv, heads=given.num_kv_heads,
-        rows="q_len_per_req" if indices.qo_indptr is None else "qo_indptr",
+        rows="q_len_per_req" if indices.qo_indptr is None else "qo_indptr", **_lengths(indices, request, sizes.error),
     )  # fmt: skip
     raise ValidationError(text)
+
+
+def _lengths(indices: Indices, request: int, error: int) -> dict[str, int]:
+    """What error 13 says."""
+    if error != 13 or indices.seq_lens is None:
+        return {"kv_len": 0, "seq_len": 0}
+    begin, end = indices.kv_indptr[request : request + 2].tolist()
+    last = indices.kv_last_page_len
+    kv_len = end - begin if last is None or begin == end else (end - begin - 1) * indices.page_size + int(last[request])
+    return {"kv_len": kv_len, "seq_len": int(indices.seq_lens[request])}
 
 
 def schedule_input(
@@ -164,6 +178,8 @@ def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams,
         p.num_pages = pages.numel()
         if pages.is_cpu:
             p.kv_indices = pages.data_ptr()
+    if indices.seq_lens is not None:
+        p.seq_lens = indices.seq_lens.data_ptr()
     kept = bytearray(4 * num_kept)
     p.kept = ctypes.addressof(ctypes.c_char.from_buffer(kept))
     return params, kept

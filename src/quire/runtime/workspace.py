@@ -15,7 +15,7 @@ import torch
 from quire.errors import ValidationError
 from quire.runtime.checks import check_tensor
 
-_ALIGNMENT = 16
+ALIGNMENT = 16  #: bytes
 
 
 def partials_bytes(num_partials: int, tile_rows: int, head_dim_vo: int) -> int:
@@ -37,13 +37,24 @@ class UserWorkspace:
         if not tensor.is_contiguous():
             raise ValidationError(f"{self._name}: expected a contiguous tensor, got strides {tuple(tensor.stride())}.")
         data = tensor.view(-1).view(torch.uint8)
-        if tensor.numel() and tensor.data_ptr() % _ALIGNMENT:
-            raise ValidationError(f"{self._name}: expected a {_ALIGNMENT}-byte aligned tensor.")
+        if tensor.numel() and tensor.data_ptr() % ALIGNMENT:
+            address = tensor.data_ptr()
+            raise ValidationError(f"{self._name}: must be {ALIGNMENT}-byte aligned, got address {address:#x}.")
         return data
 
     @property
     def device(self) -> torch.device:
         return self._buffer.device
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The caller's memory, as bytes."""
+        return self._buffer
+
+    @property
+    def most_bytes(self) -> int:
+        """The largest number that take() takes."""
+        return self._num_bytes
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """At least `num_bytes`: the buffer, on the CPU memory of our own; ValidationError if the buffer is smaller."""
@@ -62,12 +73,14 @@ class UserWorkspace:
 class OwnWorkspace:
     """Memory from torch's allocator, as much as a plan needs."""
 
+    most_bytes = 2**63 - 1  #: torch says when there is no more
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A new buffer of `num_bytes`."""
-        return torch.empty(max(_ALIGNMENT, num_bytes), dtype=torch.uint8, device=self.device)
+        return torch.empty(max(ALIGNMENT, num_bytes), dtype=torch.uint8, device=self.device)
 
 
 Workspace = UserWorkspace | OwnWorkspace

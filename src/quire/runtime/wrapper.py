@@ -13,12 +13,12 @@ import torch
 from quire.errors import PlanError
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
 from quire.runtime.checks import check_flags, check_tensor, refuse
+from quire.runtime.engine_attributes import EngineAttributes
 from quire.runtime.graph import GraphState, graph_state
 from quire.runtime.ops import TracedRun, handle_of, is_tracing
 from quire.runtime.options import logits_options
-from quire.runtime.schedule import Indices
-from quire.runtime.workspace import UserWorkspace
-from quire.types import KVLayout
+from quire.runtime.workspace import ALIGNMENT, UserWorkspace
+from quire.types import KVLayout, MaskMode
 
 _Returned = TypeVar("_Returned")
 
@@ -32,14 +32,15 @@ def takes_arguments(function: Callable[..., _Returned]) -> Callable[[Mapping[str
     return lambda arguments: function(*values_of(arguments))
 
 
-class AttentionWrapper:
+class AttentionWrapper(EngineAttributes):
     """plan() sets the current Attention, run() uses it. Subclasses translate the surface's spellings and nothing else.
 
     float_workspace_buffer: any dtype, contiguous, 16-byte aligned; its device is that of all calls. It holds partial
         results; 128 MiB is plenty, and workspace_size() says how much. Wrappers may share one if their runs are on one
         stream: see runtime/workspace.py. Runs of one wrapper must not overlap.
     kv_layout: the order inside a page, or of ragged keys and values: "NHD" [tokens, heads, head_dim] or "HND".
-    backend: "auto" or one of `quire.backends()`.
+    backend: "auto", which FlashInfer's names ("fa2", "cutlass", ...) mean too, or one of `quire.backends()`, which pins
+        a kernel: "quire:fa2".
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class AttentionWrapper:
     ) -> None:  # fmt: skip
         self._layout = KVLayout.of(kv_layout)
         self._backend = backend
+        self._buffers = buffers
         self._handle = handle_of(self)  # by which an operator finds this wrapper
         self._attention: Attention | None = None
         self._graph: GraphState | None = None
@@ -70,26 +72,28 @@ class AttentionWrapper:
         """
         if self._graph is not None and self._graph.is_planned:
             raise PlanError("reset_workspace_buffer(): the first plan() of a wrapper for CUDA graphs fixes the buffer.")
-        if int_workspace_buffer is not None:
-            check_tensor(int_workspace_buffer, "int_workspace_buffer")
         self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
+        none = torch.empty(0, dtype=torch.uint8, device=self._workspace.device)
+        self._int_workspace_buffer = none if int_workspace_buffer is None else int_workspace_buffer
+        check_tensor(self._int_workspace_buffer, "int_workspace_buffer")
 
     def explain(self) -> str:
         """Which kernel plan() chose and why each other was refused."""
-        return str(planned(self._attention).decision)
+        return planned(self._attention).explain()
 
     def end_forward(self) -> None:
         """Nothing to do: a plan is released with its wrapper or by the next plan()."""
 
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that plan() takes for the same arguments, to the byte.
+        """Bytes of the float and of the int workspace that plan() makes use of for the same arguments.
 
-        A plan owns its index arrays, so that the second is 0. Nothing is planned; the kernel is compiled if need be.
+        With fewer in the first, plan() divides keys among fewer CTAs. The second is the least that a buffer can have: a
+        plan owns its index arrays. Nothing is planned; the kernel is compiled if need be.
         """
         twin = copy(self)
         twin._sizes = []
         twin.plan(*args, **kwargs)
-        return twin._sizes[0], 0
+        return max(ALIGNMENT, twin._sizes[0]), ALIGNMENT
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """Plan a batch; each wrapper takes its own arguments."""
@@ -111,35 +115,12 @@ class AttentionWrapper:
         check_flags(**{name: arguments[name] for name in flags if name in arguments})
         refuse(rope_scale=arguments["rope_scale"], rope_theta=arguments["rope_theta"])
         attention = planned(self._attention)
-        changes = {"causal": arguments["causal"]} if "causal" in arguments else {}
+        has_bits = attention.spec.mask is MaskMode.CUSTOM  # which replace `causal`
+        changes = {"causal": arguments["causal"]} if "causal" in arguments and not has_bits else {}
         head_dim = attention.spec.options.head_dim_qk
         logits = logits_options(head_dim, *_logits_arguments(arguments))
         self._attention = attention.replan(self._workspace, self._backend, logits=logits, **changes)
-
-    # Serving engines check these after plan() (vLLM) or hand them on (SGLang).
-
-    @property
-    def _sm_scale(self) -> float:
-        return planned(self._attention).spec.options.logits.sm_scale
-
-    @property
-    def _window_left(self) -> int:
-        return planned(self._attention).spec.options.logits.window_left
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return planned(self._attention).spec.options.logits.logits_soft_cap
-
-    @property
-    def _causal(self) -> bool:
-        return planned(self._attention).spec.options.causal
-
-    @property
-    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        if self._graph is not None:
-            return self._graph.kv_indices
-        indices = planned(self._attention).spec.indices
-        return indices.kv_indices if isinstance(indices, Indices) else None
+        self._graph = self._attention.graph
 
 
 _logits_arguments = itemgetter("sm_scale", "window_left", "logits_soft_cap", "pos_encoding_mode")

@@ -12,7 +12,7 @@ enum class ScheduleError : int32_t {
   kNone = 0,
   kQoIndptrStart,  // qo_indptr[0] != 0
   kQoIndptrOrder,  // qo_indptr decreases at `error_request`
-  kKvIndptrStart,
+  kKvIndptrStart,  // kv_indptr[0] < 0
   kKvIndptrOrder,
   kLastPageLen,   // kv_last_page_len[error_request] not in 1..page_size (0 is allowed for a request without pages)
   kTooManyRows,   // query tokens times group_size exceed 2^31 - 1 with error_request
@@ -22,6 +22,7 @@ enum class ScheduleError : int32_t {
   kTooManyTiles,  // row tiles times KV heads exceed kMaxTiles with error_request
   kTooManyUnits,  // work units, or rows of partial results, exceed 2^31 - 1
   kTooLong,       // error_request has more than 2^31 - 1 tokens of keys
+  kSeqLens,       // seq_lens[error_request] is not what the other arrays say
 };
 
 struct ScheduleInput {
@@ -29,7 +30,8 @@ struct ScheduleInput {
   const int32_t* kv_indptr;         // [batch_size + 1] tokens, or pages with kv_last_page_len
   const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
   const int32_t* kv_indices;        // [nnz_kv] page numbers that travel in the buffer; null: none do
-  int32_t* kept;                    // capacity for the arrays above but kv_indices, one after another
+  const int32_t* seq_lens;          // [batch_size] tokens, which repeat the arrays above; null: they are not repeated
+  int32_t* kept;                    // capacity for kv_indptr, qo_indptr and kv_last_page_len, one after another
   void* buffer;                     // filled if it holds staged_bytes
   int64_t capacity;                 // bytes of it
   int64_t num_pages;                // page numbers that there are, here or on the device; -1: ragged
@@ -126,12 +128,13 @@ struct ScheduleAttention {
   ScheduleError check() {
     out_.error_request = 0;
     if (qo_begin(0) != 0) return ScheduleError::kQoIndptrStart;
-    if (in_.kv_indptr[0] != 0) return ScheduleError::kKvIndptrStart;
+    if (in_.kv_indptr[0] < 0) return ScheduleError::kKvIndptrStart;
     out_.kv_tokens = 0;
     int64_t tiles = 0;
     for (int b = 0; b < in_.batch_size; ++b) {
       out_.error_request = b;
       if (const ScheduleError error = check_request(b); error != ScheduleError::kNone) return error;
+      if (in_.seq_lens != nullptr && in_.seq_lens[b] != kv_length(b)) return ScheduleError::kSeqLens;
       out_.kv_tokens += kv_length(b);
       const int64_t rows = static_cast<int64_t>(qo_length(b)) * in_.group_size;
       tiles += ceil_div(rows, static_cast<int64_t>(in_.tile_rows)) * max_parts(b);
@@ -286,11 +289,11 @@ struct ScheduleAttention {
     int32_t* pages = at<int32_t>(out_.filled_bytes);
     int32_t least = INT32_MAX, largest = -1;
     const int64_t n = in_.kv_indices == nullptr ? 0 : out_.nnz_kv;
-    for (int64_t i = 0; i < n; ++i) {
+    for (int64_t i = in_.kv_indptr[0]; i < n; ++i) {  // those ahead belong to requests of another call
       const int32_t page = in_.kv_indices[i];
       least = min(least, page), largest = max(largest, page), pages[i] = page;
     }
-    out_.least_page = n == 0 ? 0 : least, out_.largest_page = largest;
+    out_.least_page = least == INT32_MAX ? 0 : least, out_.largest_page = largest;
   }
 
   // The merge groups of fixed splits: one for each KV head of each row tile that is divided.
