@@ -77,7 +77,7 @@ def test_auto(changes, expected):
 
 
 def test_a_kernel_that_yields_can_be_asked_for():
-    decision = decide(replace(_DECODE, rows=64), "decode")
+    decision = decide(replace(_DECODE, rows=64), "quire:decode")
     assert decision.kernel.backend == "decode" and decision.key.tile_rows == 64
 
 
@@ -85,11 +85,11 @@ def test_a_fixed_split_is_a_multiple_of_the_tile_that_runs():
     """Tiles of 64 rows of 256-wide heads are 64 keys long, lower ones 32."""
     wide = {"head_dim_qk": 256, "head_dim_vo": 256, "fixed_split_size": 32}
     lower = replace(_DECODE, rows=8, **wide)
-    assert decide(lower, "decode").kernel.tile(decide(lower, "decode").key).kv == 32
+    assert decide(lower, "quire:decode").kernel.tile(decide(lower, "quire:decode").key).kv == 32
     with pytest.raises(
         ValidationError, match="got 32:\n  attention_decode its kv tile has 64 keys: pass fixed_split_size=64"
     ):
-        decide(replace(lower, rows=64), "decode")
+        decide(replace(lower, rows=64), "quire:decode")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_decode_tiles_of_wide_heads_fit_shared_memory(target, tiles):
     """Rows of o, four bytes a number, take the place of 8-bit keys when a work tile ends: on sm89 two stages of 64 keys
     did not compile."""
     wide = replace(_DECODE, target=target, kv=_E4M3, head_dim_qk=256, head_dim_vo=256)
-    assert list(decide(wide, "decode").kernel.tiles(wide)) == tiles
+    assert list(decide(wide, "quire:decode").kernel.tiles(wide)) == tiles
 
 
 @pytest.mark.parametrize(("page_size", "most"), [(0, 0), (16, 0), (1, 1 << 36), (12, 1 << 36)])

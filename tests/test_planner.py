@@ -31,7 +31,7 @@ def problem(monkeypatch):
     bf16 = dtype_of("bfloat16", "q")
     problem = AttentionProblem("sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, 4)
     options = PlanOptions(32, 8, 128, 128, Types(bf16, bf16, bf16), LogitsOptions(0.1, -1, 0.0), False, 16, 0)
-    return decide(problem, "decode"), options
+    return decide(problem, "quire:decode"), options
 
 
 def test_what_the_host_has_planned_may_be_read_before_the_launch_ahead_ends(problem):
@@ -56,7 +56,7 @@ def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another stream")
     monkeypatch.setattr(plan_module, "bind", lambda *args, **options: lambda stream: None)
     decision, options = problem
-    decision = decide(replace(decision.problem, mask=MaskMode.CUSTOM), "decode")
+    decision = decide(replace(decision.problem, mask=MaskMode.CUSTOM), "quire:decode")
     last, indptr = torch.tensor([16], dtype=torch.int32), torch.tensor([0, 128], dtype=torch.int32)
     indices = Indices(1, None, 1, indptr, last, torch.arange(128, dtype=torch.int32), 16)
     bits = torch.zeros(256, dtype=torch.uint8)
