@@ -10,11 +10,12 @@ import pytest
 import quire
 
 ROOT = Path(quire.__file__).parent
+SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__"},
     {"aot"},
-    {"prefill", "decode", "block_table_decode", "cascade", "merge", "page", "quantization"},
+    {"attention", "block_table_decode", "block_table_prefill", "block_tables", "pod", *SURFACE},
     {"runtime"},
     {"kernels"},
     {"types"},

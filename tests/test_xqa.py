@@ -156,6 +156,7 @@ def test_signature():
         "o_scale": 1.0,
         "mask": None,
         "kv_cache_sf": None,
+        "q_cu_seq_lens": None,
     }
     ours = {name: p.default for name, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
     assert list(ours.items()) == list(page.items())

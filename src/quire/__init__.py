@@ -5,8 +5,9 @@ The surface is FlashInfer's: `import quire as flashinfer` runs what its pages sh
 
 from __future__ import annotations
 
-from quire import aot, cascade, decode, errors, jit, page, prefill, quantization
+from quire import aot, attention, cascade, decode, errors, jit, page, pod, prefill, quantization
 from quire.aot import warmup
+from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
     BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
@@ -21,6 +22,7 @@ from quire.decode import (
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
     fast_decode_plan,
     single_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
 from quire.errors import (
@@ -36,19 +38,24 @@ from quire.errors import (
 from quire.jit import events, record, seal
 from quire.kernels import backends
 from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from quire.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
+    trtllm_batch_context_with_kv_cache,
 )
 from quire.quantization import packbits, segment_packbits
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
@@ -58,12 +65,14 @@ __all__ = [
     "CompileError",
     "DriverError",
     "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
     "PlanError",
     "QuireError",
     "UnsupportedError",
     "ValidationError",
     "aot",
     "append_paged_kv_cache",
+    "attention",
     "backends",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
@@ -79,6 +88,7 @@ __all__ = [
     "merge_states",
     "packbits",
     "page",
+    "pod",
     "prefill",
     "quantization",
     "record",
@@ -87,6 +97,8 @@ __all__ = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "warmup",
     "xqa_batch_decode_with_kv_cache",
 ]

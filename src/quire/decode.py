@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from quire.block_table_decode import xqa_batch_decode_with_kv_cache
+from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from quire.errors import ValidationError
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
@@ -25,6 +25,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "xqa_batch_decode_with_kv_cache",
 ]
 

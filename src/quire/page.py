@@ -140,8 +140,8 @@ def _check_tables(
     _check_range(batch_indices, "batch_indices", _LEAST, batch - 1, f"requests below batch_size={batch}")
 
 
-def _check_offsets(indptr: torch.Tensor, name: str) -> None:
-    if int(indptr[0]) != 0 or bool((indptr[1:] < indptr[:-1]).any()):
+def _check_offsets(indptr: torch.Tensor, name: str, largest_first: int = 0) -> None:
+    if not 0 <= int(indptr[0]) <= largest_first or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValidationError(f"{name}: expected ascending offsets that begin with 0, got {indptr[:8].tolist()}...")
 
 
@@ -199,7 +199,7 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     pages = indptr.long().diff()
     lens = torch.where(pages > 0, (pages - 1) * size + last, 0)
     if lens.is_cpu and not is_tracing():
-        _check_offsets(indptr, "kv_indptr")
+        _check_offsets(indptr, "kv_indptr", _MOST)  # of a part of a batch
         _check_range(last[pages > 0], "kv_last_page_len", 1, size, f"1..page_size={size}")
         _check_range(lens, "kv_indptr", 0, _MOST, f"requests of less than 2^31 tokens with page_size={size}")
     return lens.int()

@@ -15,6 +15,7 @@ from typing import Any, ParamSpec
 
 import torch
 
+from quire.block_table_prefill import trtllm_batch_context_with_kv_cache
 from quire.errors import ValidationError
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices
 from quire.runtime.checks import (
@@ -41,6 +42,7 @@ __all__ = [
     "attend_one",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
 ]
 
 

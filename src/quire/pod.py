@@ -1,0 +1,163 @@
+"""Prefill and decode of one step in one call, as FlashInfer's POD wrappers have it.
+
+Quire launches two kernels, one after the other: the surface is FlashInfer's flashinfer.pod, fusing them is not.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.errors import ValidationError
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from quire.runtime.attention import Result
+from quire.runtime.checks import check_flags, refuse
+from quire.runtime.layout import PagedCache
+
+__all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
+
+
+class PODWithPagedKVCacheWrapper:
+    """One prefill over tensors, and decodes over a paged cache.
+
+    The constructor's arguments and plan() are those of BatchDecodeWithPagedKVCacheWrapper, for the decodes.
+
+    >>> wrapper = quire.PODWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 2], [5, 16]))
+    >>> wrapper.plan(indptr, indices, last, num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=16)
+    >>> q, k, v, q_d = (torch.randn(n, heads, 64).half() for n, heads in ((3, 8), (20, 2), (20, 2), (2, 8)))
+    >>> o, o_d = wrapper.run(q, k, v, q_d, torch.randn(6, 2, 16, 2, 64).half(), causal_p=True)
+    >>> o.shape, o_d.shape
+    (torch.Size([3, 8, 64]), torch.Size([2, 8, 64]))
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        paged_kv_indptr_buffer: torch.Tensor | None = None, paged_kv_indices_buffer: torch.Tensor | None = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None, jit_args: Any = None,
+    ) -> None:  # fmt: skip
+        self._decode = BatchDecodeWithPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
+            paged_kv_last_page_len_buffer, jit_args=jit_args,
+        )  # fmt: skip
+        self.plan = self.begin_forward = self._decode.plan
+        self.reset_workspace_buffer = self._decode.reset_workspace_buffer
+
+    @property
+    def is_cuda_graph_enabled(self) -> bool:
+        """Whether the decodes are planned for CUDA graphs."""
+        return self._decode.is_cuda_graph_enabled
+
+    def run(
+        self, q_p: torch.Tensor, k_p: torch.Tensor, v_p: torch.Tensor, q_d: torch.Tensor, paged_kv_cache_d: PagedCache,
+        custom_mask_p: torch.Tensor | None = None, packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False, kv_layout_p: str = "NHD", pos_encoding_mode_p: str = "NONE",
+        sm_scale_p: float | None = None, window_left_p: int = -1, rope_scale_p: float | None = None,
+        rope_theta_p: float | None = None, return_lse_p: bool = False, custom_mask_d: torch.Tensor | None = None,
+        packed_custom_mask_d: torch.Tensor | None = None, causal_d: bool = False, kv_layout_d: str = "NHD",
+        pos_encoding_mode_d: str = "NONE", sm_scale_d: float | None = None, window_left_d: int = -1,
+        rope_scale_d: float | None = None, rope_theta_d: float | None = None, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, return_lse_d: bool = False,
+        use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None,
+    ) -> tuple[Result, Result]:  # fmt: skip
+        """(result of the prefill, result of the decodes), each o, or (o, lse) with return_lse_p, return_lse_d.
+
+        q_p, k_p, v_p and the arguments in _p: as in single_prefill_with_kv_cache(). q_d, paged_kv_cache_d and the
+        scales: as in the decode wrapper's run(). plan() has the other options of the decodes: those in _d must agree.
+        """
+        check_flags(causal_d=causal_d)  # one query a request sees all of its keys
+        self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
+        refuse(
+            custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d, rope_scale_d=rope_scale_d,
+            rope_theta_d=rope_theta_d,
+        )  # fmt: skip
+        prefill = single_prefill_with_kv_cache(
+            q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
+            kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
+            return_lse=return_lse_p,
+        )  # fmt: skip
+        decode = self._decode.run(
+            q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d,
+            enable_pdl=enable_pdl,
+        )  # fmt: skip
+        return prefill, decode
+
+    def _check_decode_options(self, layout: str, encoding: str, sm_scale: float | None, window_left: int) -> None:
+        """What plan() and the constructor said counts; other values than theirs or the defaults are refused."""
+        planned = self._decode
+        for name, value, default, known in (
+            ("kv_layout_d", layout, "NHD", planned._kv_layout), ("pos_encoding_mode_d", encoding, "NONE", "NONE"),
+            ("sm_scale_d", sm_scale, None, planned._sm_scale), ("window_left_d", window_left, -1, planned._window_left),
+        ):  # fmt: skip
+            if value not in (default, known):
+                raise ValidationError(f"{name}: expected {known}, as planned, got {value!r}.")
+
+
+class BatchPODWithPagedKVCacheWrapper:
+    """Prefills and decodes over paged caches, each with index arrays of their own.
+
+    float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper.
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+        kind = BatchPrefillWithPagedKVCacheWrapper
+        self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout) for _ in range(2))
+        self._plan_prefill: partial[None] | None = None
+        self._planned_causal: bool | None = None  # None: under a mask, or not at all
+
+    def plan(
+        self, qo_indptr_p: torch.Tensor, kv_indptr_p: torch.Tensor, kv_indices_p: torch.Tensor,
+        last_page_len_p: torch.Tensor, qo_indptr_d: torch.Tensor, kv_indptr_d: torch.Tensor, kv_indices_d: torch.Tensor,
+        last_page_len_d: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int,
+        pos_encoding_mode: str = "NONE", window_left: int = -1, q_data_type: str | torch.dtype | None = "float16",
+        kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
+        sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        non_blocking: bool = True,
+    ) -> None:  # fmt: skip
+        """Plan both: index arrays of the prefills (_p) and of the decodes (_d), and options as in the paged prefill
+        wrapper's plan(). data_type: q_data_type and kv_data_type where those are not given.
+        """
+        q_type = q_data_type or data_type or "float16"
+        options: dict[str, Any] = {
+            "head_dim_qk": head_dim, "page_size": page_size, "pos_encoding_mode": pos_encoding_mode,
+            "window_left": window_left, "q_data_type": q_type, "kv_data_type": kv_data_type or data_type,
+            "sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
+        }  # fmt: skip
+        heads = num_qo_heads, num_kv_heads
+        prefill = partial(
+            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, *heads, **options
+        )
+        prefill()
+        self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, *heads, **options)
+        self._plan_prefill, self._planned_causal = prefill, False
+
+    begin_forward = plan
+
+    def run(
+        self, q_p: torch.Tensor, paged_kv_cache_p: PagedCache, q_d: torch.Tensor, paged_kv_cache_d: PagedCache,
+        custom_mask_p: torch.Tensor | None = None, packed_custom_mask_p: torch.Tensor | None = None,
+        causal_p: bool = False, q_scale: float | None = None, k_scale: float | None = None,
+        v_scale: float | None = None, return_lse: bool = False, use_fp16_qk_reduction: bool = False,
+        enable_pdl: bool | None = None,
+    ) -> tuple[Result, Result]:  # fmt: skip
+        """(result of the prefills, result of the decodes), each o, or (o, lse) with return_lse=True.
+
+        The prefills are planned again under a mask, or where causal_p is not the last call's. The scales are the
+        decodes'.
+        """
+        check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p
+        if self._plan_prefill is not None and (causal is None or causal != self._planned_causal):
+            masks = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p}
+            self._plan_prefill(**masks, causal=causal_p)
+            self._planned_causal = causal
+        prefill = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl)
+        decode = self._decode.run(
+            q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
+            enable_pdl=enable_pdl,
+        )  # fmt: skip
+        return prefill, decode
