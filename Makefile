@@ -4,6 +4,7 @@
 #   make test       install into .venv and run the tests, but for the slow ones
 #   make test-slow  the slow ones: .ci/run runs them too
 #   make test-all   both
+#   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #
 # All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
 # compiled stays in build/ until `make clean`.
@@ -21,7 +22,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all venv ci lint format clean
+.PHONY: demo test test-slow test-all engines venv ci lint format clean
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
@@ -40,6 +41,16 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+engines: export QUIRE_CACHE_DIR = $(CURDIR)/build/engines/cache
+engines: export QUIRE_LOG = error
+engines: ENGINES := $(CURDIR)/build/engines
+engines: $(STAMP)
+	$(BIN)/python engines/fetch.py $(ENGINES)
+	mkdir -p -m 700 $(QUIRE_CACHE_DIR)
+	$(BIN)/python engines/run_sglang.py $(ENGINES)/sglang
+	$(BIN)/python engines/run_vllm.py $(ENGINES)/vllm
+	$(BIN)/python engines/run_small.py $(ENGINES)
 
 venv: $(STAMP)
 

@@ -13,9 +13,9 @@ ROOT = Path(quire.__file__).parent
 SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
-    {"__main__", "__init__"},
+    {"__main__", "__init__", "compat"},
     {"aot"},
-    {"attention", "block_table_decode", "block_table_prefill", "block_tables", "pod", *SURFACE},
+    {"attention", "block_table_decode", "block_table_prefill", "block_tables", "mla", "pod", *SURFACE},
     {"runtime"},
     {"kernels"},
     {"types"},

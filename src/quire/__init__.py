@@ -5,7 +5,7 @@ The surface is FlashInfer's: `import quire as flashinfer` runs what its pages sh
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, page, pod, prefill, quantization
+from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
@@ -37,6 +37,7 @@ from quire.errors import (
 )
 from quire.jit import events, record, seal
 from quire.kernels import backends
+from quire.mla import BatchMLAPagedAttentionWrapper
 from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
 from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from quire.prefill import (
@@ -55,6 +56,7 @@ __all__ = [
     "BatchAttentionWithAttentionSinkWrapper",
     "BatchDecodeWithPagedKVCacheWrapper",
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
     "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
@@ -86,6 +88,7 @@ __all__ = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "mla",
     "packbits",
     "page",
     "pod",

@@ -1,0 +1,1 @@
+"""Quire in the place of other libraries."""

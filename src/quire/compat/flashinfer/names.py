@@ -1,0 +1,110 @@
+"""Which names are Quire's, and which others a stand-in for FlashInfer must have."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+import quire
+from quire.errors import UnsupportedError
+from quire.mla import BatchMLAPagedAttentionWrapper
+
+#: The release whose surface is meant. Engines compare it with what they need.
+VERSION = "0.7.2"
+
+#: Modules of both libraries. "rope" and "xqa" count once Quire has them; "mla" does not while Quire refuses it.
+MODULES = ("attention", "cascade", "decode", "page", "pod", "prefill", "quantization", "rope", "xqa")
+
+
+@cache
+def served() -> Mapping[str, Mapping[str, Any]]:
+    """Quire's names by the module of FlashInfer in which they are; "" is the package itself."""
+    table = {}
+    for module in MODULES:
+        if importlib.util.find_spec(f"quire.{module}") is not None:
+            namespace = importlib.import_module(f"quire.{module}")
+            table[module] = {name: getattr(namespace, name) for name in namespace.__all__}
+    of_modules = {name for names in table.values() for name in names}
+    table[""] = {name: getattr(quire, name) for name in quire.__all__ if name in of_modules}
+    return table
+
+
+class Refusing(type):
+    """A class for a name that Quire has not: it may be imported, compared, inherited from; not called."""
+
+    path: str
+
+    def __call__(cls, *_args: Any, **_kwargs: Any) -> Any:
+        """What the name would have been called for."""
+        calls = importlib.import_module("quire.compat.flashinfer.calls")
+        calls.refused(cls.path)
+        raise UnsupportedError(
+            f"flashinfer.{cls.path}: Quire stands in for FlashInfer's attention alone and has no such kernel; install "
+            f"flashinfer-python, which is then used for it, or choose another implementation in the engine."
+        )
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return refusing(f"{cls.path}.{name}")
+
+
+def refusing(path: str) -> Refusing:
+    """A placeholder for the name `path` of the package flashinfer."""
+    return Refusing(path.rpartition(".")[2], (), {"path": path, "__doc__": "Not a kernel of Quire's."})
+
+
+#: Names outside attention that vLLM and SGLang import without a guard. No module is here that engines look for in order
+#: to choose FlashInfer's communication, norms or sampling.
+REFUSED: Mapping[str, tuple[str, ...]] = {
+    "": (
+        "SfLayout", "bmm_fp8", "mm_mxfp8", "mxfp8_quantize", "nvfp4_block_scale_interleave", "nvfp4_quantize",
+        "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "shuffle_matrix_a", "shuffle_matrix_sf_a", "top_k",
+    ),
+    "decode": ("trtllm_batch_decode_with_kv_cache_mla",),
+    "fp4_quantization": ("block_scale_interleave",),
+    "fused_moe": (),
+    "fused_moe.core": ("get_w2_permute_indices_with_cache", "_maybe_get_cached_w3_w1_permute_indices"),
+    "gemm": ("fp8_blockscale_gemm_sm90", "gemm_fp8_nt_groupwise"),
+    "utils": ("FP4Tensor",),
+}  # fmt: skip
+
+
+@contextmanager
+def _nothing_to_tune(*_args: Any, **_kwargs: Any) -> Iterator[None]:
+    """autotune() of FlashInfer: Quire plans without measuring."""
+    yield
+
+
+def _device_sm_count(device: torch.device) -> int:
+    """The SMs of a GPU."""
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def _counter_bytes(*_args: Any, **_kwargs: Any) -> int:
+    """Of the counter buffer of trtllm_batch_decode_with_kv_cache(), which Quire does not need."""
+    return 16
+
+
+#: What is no kernel and can be had without FlashInfer.
+OWN: Mapping[str, Mapping[str, Any]] = {
+    "": {
+        "__version__": VERSION, "autotune": _nothing_to_tune, "autotune_v2": _nothing_to_tune,
+        "BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper,
+    },
+    "autotuner": {"autotune": _nothing_to_tune},
+    "jit": {},
+    "mla": {"BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper},
+    "jit.core": {"logger": logging.getLogger("flashinfer.jit")},
+    "utils": {
+        "get_device_sm_count": _device_sm_count, "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
+    },
+}  # fmt: skip
