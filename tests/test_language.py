@@ -34,8 +34,11 @@ PRIVATE = {
 }
 #: Verbs that do not say what is done, as names of functions.
 VAGUE = r"\b(look|look_up|locate|fetch|land|leave|soften)\s*[(<]"
-#: Names that others gave: compilers at once as make's -j, and Python's own.
-ALLOWED = r"QUIRE_MAX_JOBS|(max_|default_|--|options\.)?\bjobs\b|default_jobs|max_jobs|__slots__|slots=True"
+#: Names that others gave: FlashInfer, compilers at once as make's -j, and Python's own.
+ALLOWED = (
+    r"_with_slot_mapping|QUIRE_MAX_JOBS|"
+    r"(max_|default_|--|options\.)?\bjobs\b|default_jobs|max_jobs|__slots__|slots=True"
+)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

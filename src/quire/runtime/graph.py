@@ -82,7 +82,7 @@ class GraphState:
         assert self.told is not None and self.made is not None
         self.awaits_forward = self._difference(self.made, told) is not None
         if self.awaits_forward and (self.made is self.told or self._difference(self.told, told) is not None):
-            self.refuse(self.made, told)
+            self.refuse(self.told, told)
         return self.made
 
     def refuse(self, made: PlanOptions, options: PlanOptions) -> None:

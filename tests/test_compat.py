@@ -1,0 +1,188 @@
+"""Quire in the place of FlashInfer: a package of its name, or names over those of an installed one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module, metadata, util
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire
+from calls import NOTHING
+from problems import Problem
+from quire.compat import flashinfer as compat
+from quire.compat.flashinfer import overlay, standin
+from quire.compat.flashinfer.names import REFUSED, VERSION, served
+
+#: An installed FlashInfer, in small: its own modules import one another's names.
+INSTALLED = {
+    "__init__.py": "from .decode import BatchDecodeWithPagedKVCacheWrapper\nfrom .norm import rmsnorm\n"
+    "from .cascade import merge_state\n__version__ = '9.9'\n",
+    "decode.py": "class BatchDecodeWithPagedKVCacheWrapper: pass\ndef cudnn_batch_decode(): return 'theirs'\n",
+    "cascade.py": "from .decode import BatchDecodeWithPagedKVCacheWrapper as Base\nclass Own(Base): pass\n"
+    "def merge_state(): return 'theirs'\n",
+    "norm.py": "def rmsnorm(): return 'theirs'\n",
+    "prefill.py": "def single_prefill_with_kv_cache(): return 'theirs'\n",
+}
+
+
+@pytest.fixture(autouse=True)
+def _inactive_afterwards() -> Iterator[None]:
+    yield
+    compat.deactivate()
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    for name, text in INSTALLED.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def attend_one() -> None:
+    """A call by the name of FlashInfer, compared with the oracle."""
+    p = Problem((5,), (40,), causal=True)
+    call = import_module("flashinfer").single_prefill_with_kv_cache
+    p.check(call(p.q, p.k, p.v, causal=True))
+
+
+@pytest.mark.skipif(util.find_spec("flashinfer") is not None, reason="FlashInfer is installed")
+class TestStandIn:
+    """Where no FlashInfer is installed."""
+
+    def test_package(self) -> None:
+        assert util.find_spec("flashinfer") is None
+        compat.activate()
+        compat.activate()
+        assert standin.is_active() and not overlay.is_active()
+        import flashinfer  # type: ignore[import-not-found]
+
+        assert flashinfer.__version__ == VERSION
+        assert flashinfer.BatchPrefillWithPagedKVCacheWrapper is quire.BatchPrefillWithPagedKVCacheWrapper
+        assert flashinfer.decode.fast_decode_plan is quire.fast_decode_plan
+        assert import_module("flashinfer.cascade").merge_state is quire.merge_state
+        attend_one()
+        compat.deactivate()
+        assert util.find_spec("flashinfer") is None
+
+    @pytest.mark.parametrize("name", ["flashinfer_python", "flashinfer-python", "flashinfer_cubin"])
+    def test_version(self, name: str) -> None:
+        compat.activate()
+        assert metadata.version(name) == VERSION
+        assert metadata.version("torch") == torch.__version__.split("+")[0] or metadata.version("torch")
+        with pytest.raises(metadata.PackageNotFoundError):
+            metadata.version("flashinfer-something")
+
+    def test_what_engines_look_for_before_they_choose_is_not_there(self) -> None:
+        compat.activate()
+        for module in ("flashinfer.comm", "flashinfer.norm", "flashinfer.sampling", "flashinfer.fused_moe.nothing"):
+            assert util.find_spec(module) is None
+        assert not hasattr(import_module("flashinfer"), "cutlass_fused_moe")
+
+    @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in REFUSED.items() for n in names])
+    def test_other_names_refuse(self, module: str, name: str) -> None:
+        compat.activate()
+        value = getattr(import_module("flashinfer" + f".{module}" * bool(module)), name)
+        path = f"{module}.{name}".strip(".")
+        with pytest.raises(quire.UnsupportedError, match=rf"^flashinfer\.{path}: [^.]*\bno such kernel; [^.]*\.$"):
+            value(1, x=2)
+        assert not isinstance(3, value)
+        with pytest.raises(quire.UnsupportedError, match=rf"{path}\.layout_128x4"):
+            value.layout_128x4()
+        assert f"refused  {path}  1 x" in compat.report()
+
+    def test_what_is_no_kernel(self) -> None:
+        compat.activate()
+        flashinfer = import_module("flashinfer")
+        with flashinfer.autotuner.autotune(True, skip_ops=()):
+            attend_one()
+        flashinfer.jit.core.logger.setLevel("ERROR")
+        assert flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(8, 8) > 0
+        wrapper = flashinfer.BatchMLAPagedAttentionWrapper(torch.empty(64, dtype=torch.uint8), backend="fa2")
+        with pytest.raises(quire.UnsupportedError, match="BatchMLAPagedAttentionWrapper"):
+            wrapper.plan()
+
+    def test_command_line(self, tmp_path: Path) -> None:
+        script = tmp_path / "serve.py"
+        script.write_text(
+            "import sys, flashinfer, torch\n"
+            "from quire.compat import flashinfer as compat\n"
+            "q, k = torch.ones(8, 64), torch.ones(10, 2, 64)\n"
+            "print(sys.argv[1:], flashinfer.single_decode_with_kv_cache(q, k, k).sum().item(), __name__)\n"
+            "print(compat.report())\n"
+        )
+        run = [sys.executable, "-m", "quire.compat.flashinfer"]
+        environment = {**os.environ, "PYTHONPATH": str(Path(quire.__file__).parents[1])}
+        for program in ([str(script), "--x"], ["-m", "serve", "--x"]):
+            command = {"cwd": tmp_path, "env": environment, "text": True, "capture_output": True}
+            said = subprocess.run([*run, *program], check=False, **command)
+            assert said.returncode == 0, said.stderr
+            first, second = said.stdout.splitlines()
+            assert first == "['--x'] 512.0 __main__"
+            assert second.startswith("served   single_decode_with_kv_cache  1 x  attention_cpu")
+        usage = subprocess.run(run, check=False, env=environment, text=True, capture_output=True)
+        assert usage.returncode == 1 and "[-m MODULE | SCRIPT]" in usage.stderr
+
+
+class TestOverlay:
+    """Over an installed FlashInfer."""
+
+    @pytest.mark.parametrize("first", ["activate", "import"])
+    def test_attention_is_ours_and_the_rest_theirs(self, installed: Path, first: str) -> None:
+        if first == "import":
+            import_module("flashinfer")
+        compat.activate()
+        assert overlay.is_active() and not standin.is_active()
+        flashinfer = import_module("flashinfer")
+        assert flashinfer.__version__ == "9.9" and flashinfer.__file__.startswith(str(installed))
+        assert flashinfer.BatchDecodeWithPagedKVCacheWrapper is quire.BatchDecodeWithPagedKVCacheWrapper
+        assert flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper is quire.BatchDecodeWithPagedKVCacheWrapper
+        assert flashinfer.merge_state is flashinfer.cascade.merge_state is quire.merge_state
+        assert flashinfer.rmsnorm() == flashinfer.decode.cudnn_batch_decode() == "theirs"
+        assert flashinfer.cascade.Own.__mro__[1].__module__ == "flashinfer.decode", "their own classes are whole"
+        late = import_module("flashinfer.prefill")  # imported after the package
+        assert late.single_prefill_with_kv_cache is quire.single_prefill_with_kv_cache
+        attend_one()
+        assert compat.report().startswith("served   single_prefill_with_kv_cache  1 x  attention_")
+
+    def test_deactivated(self, installed: Path) -> None:
+        compat.activate()
+        flashinfer = import_module("flashinfer")
+        compat.deactivate()
+        assert flashinfer.merge_state() == "theirs" and not hasattr(flashinfer, "single_decode_with_kv_cache")
+        assert flashinfer.decode.BatchDecodeWithPagedKVCacheWrapper.__module__ == "flashinfer.decode"
+
+
+def test_reports_count_from_activation_on() -> None:
+    p = Problem((5,), (40,))
+    quire.single_prefill_with_kv_cache(p.q, p.k, p.v)
+    compat.activate()
+    assert compat.report() == ""
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 16, dtype=torch.uint8))
+    wrapper.plan(*(torch.tensor(x, dtype=torch.int32) for x in ([0, 5], [0, 40])), 4, 2, 64, q_data_type=p.dtype)
+    for _ in range(3):
+        p.check(wrapper.run(p.q, p.k, p.v, **NOTHING))
+    (line,) = compat.report().splitlines()
+    assert line.split()[:4] == ["served", "BatchPrefillWithRaggedKVCacheWrapper.run", "3", "x"]
+
+
+def test_served_names_are_those_of_the_public_modules() -> None:
+    names = served()
+    assert names["prefill"].keys() == set(quire.prefill.__all__) and "BatchAttention" in names[""]
+    assert "mla" not in names, "FlashInfer's own stays until Quire serves it"
+
+
+def test_entry_points_of_engines() -> None:
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    for group in ("vllm.general_plugins", "sglang.srt.plugins"):
+        assert f'[project.entry-points."{group}"]\nquire = "quire.compat.flashinfer:activate"' in text
