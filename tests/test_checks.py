@@ -153,7 +153,7 @@ def test_the_logits_option_that_is_wrong_is_named_alone(name, value):
 INDEX_ARRAYS = {"qo_indptr": [0, 1], "paged_kv_indptr": [0, 1], "kv_indptr": [0, 3], "paged_kv_indices": [0]}
 INDEX_ARRAYS |= {"paged_kv_last_page_len": [3], "indptr": [0, 1], "indices": [0], "last_page_len": [3]}
 REFUSED = {"rope_scale", "rope_theta", "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len"}
-REFUSED |= {"max_item_len_ptr", "seq_lens", "seq_lens_q", "block_tables", "max_token_per_sequence", "max_sequence_kv"}
+REFUSED |= {"max_item_len_ptr"}
 #: Arguments of plan(), a value unlike the default, and where the plan has it.
 TAKEN = {
     "causal": (True, lambda o: o.causal),
@@ -167,7 +167,8 @@ WRONG = {
     "num_qo_heads": 5, "num_kv_heads": 0, "head_dim_qk": -1, "head_dim_vo": 0, "page_size": -2, "head_dim": 0,
     "o_data_type": "f17", "q_data_type": "f18", "data_type": "f19", "pos_encoding_mode": "ROPE", "q_len_per_req": -3,
     "use_fp16_qk_reduction": "no", "allow_fp16_qk_reduction": "no", "non_blocking": 1, "disable_split_kv": 2,
-    "custom_mask": "mask", "packed_custom_mask": "mask",
+    "custom_mask": "mask", "packed_custom_mask": "mask", "seq_lens": 3, "seq_lens_q": 3, "block_tables": 3,
+    "max_token_per_sequence": 0, "max_sequence_kv": -1,
 }  # fmt: skip
 
 

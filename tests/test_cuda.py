@@ -133,7 +133,7 @@ def test_the_tallest_tiles_of_decode(head_dim, kv_dtype):
     """64 rows a request, which auto leaves to others where heads are wide and keys are not 8 bits."""
     more = {"dtype": torch.bfloat16, "kv_dtype": kv_dtype, "device": "cuda", "causal": True}
     p = Problem((8, 8, 8), (300, 17, 2000), 16, 2, head_dim, **more)
-    p.check(*prefill_paged(p, p.paged(16), "decode", plan={"kv_data_type": kv_dtype}))
+    p.check(*prefill_paged(p, p.paged(16), "quire:decode", plan={"kv_data_type": kv_dtype}))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -203,7 +203,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         pages = page_indices(paged_kv_indices)
         lens = None if seq_lens is None else host_lens(seq_lens, batch)
         indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, options.page_size, lens)
-        if any(t is not None for t in (seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)):
+        most = max_token_per_sequence, max_sequence_kv
+        if seq_lens_q is not None or block_tables is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 

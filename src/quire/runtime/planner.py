@@ -70,7 +70,7 @@ class _PlanTemplate(NamedTuple):
     params: ctypes.Structure  #: of the kernel, with all that no schedule decides
     schedule: ScheduleInput
     tile: TileShape
-    row_bytes: int  #: of a partial result
+    partial_bytes: int  #: of a partial result, tile.rows rows
     ctas: int  #: that run at the same time
     unit_bytes: int  #: of the kernel's own plan memory, for each work unit of a kv head
 
@@ -81,7 +81,7 @@ class _PlanTemplate(NamedTuple):
 
     def partials_bytes(self, num_partials: int) -> int:
         """Bytes of the workspace that a schedule takes."""
-        return num_partials * self.tile.rows * self.row_bytes
+        return num_partials * self.partial_bytes
 
     def set_partials(self, p: AttentionParams, workspace: Workspace, num_partials: int) -> torch.Tensor:
         """Reserve the workspace."""
@@ -125,8 +125,8 @@ def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capa
         mask=key.mask, window_left=options.logits.window_left, max_ctas=ctas, fixed_split_size=options.fixed_split_size,
         tile_capacity=tile_capacity, **kernel.schedule_input(key),
     )  # fmt: skip
-    row_bytes = partials_bytes(1, 1, key.head_dim_vo)
-    return _PlanTemplate(params, schedule, tile, row_bytes, ctas, kernel.unit_bytes(key))
+    partial_bytes = partials_bytes(1, tile.rows, key.head_dim_vo)
+    return _PlanTemplate(params, schedule, tile, partial_bytes, ctas, kernel.unit_bytes(key))
 
 
 def _template_for(
@@ -161,9 +161,10 @@ def make_plan(
     operation = _load_operation(decision, device) if template.unit_bytes else None
     uploader = uploader_of(device)
     schedule, note = make_schedule(indices, template.schedule, uploader), ""
-    if template.partials_bytes(schedule.sizes.num_partials) > workspace.most_bytes and not options.fixed_split_size:
-        template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
     s = schedule.sizes
+    if s.num_partials * template.partial_bytes > workspace.most_bytes and not options.fixed_split_size:
+        template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
+        s = schedule.sizes
     params = template.new_params()
     base = base_of(params)
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits

@@ -29,7 +29,7 @@ class UserWorkspace:
     def __init__(self, buffer: Any, name: str) -> None:
         self._name = name
         self._buffer = self._as_bytes(buffer)
-        self._num_bytes, self._is_cuda = self._buffer.numel(), self._buffer.is_cuda
+        self.most_bytes, self._is_cuda = self._buffer.numel(), self._buffer.is_cuda  #: the first: that take() takes
         self._own = self._buffer[:0]  # on the CPU: what the largest plan took
 
     def _as_bytes(self, buffer: Any) -> torch.Tensor:
@@ -51,17 +51,12 @@ class UserWorkspace:
         """The caller's memory, as bytes."""
         return self._buffer
 
-    @property
-    def most_bytes(self) -> int:
-        """The largest number that take() takes."""
-        return self._num_bytes
-
     def take(self, num_bytes: int) -> torch.Tensor:
         """At least `num_bytes`: the buffer, on the CPU memory of our own; ValidationError if the buffer is smaller."""
-        if num_bytes > self._num_bytes:
+        if num_bytes > self.most_bytes:
             raise ValidationError(
                 f"{self._name}: expected at least {num_bytes} bytes for the partial results of this batch, "
-                f"got {self._num_bytes}; reserve more, or plan with disable_split_kv=True."
+                f"got {self.most_bytes}; reserve more, or plan with disable_split_kv=True."
             )
         if self._is_cuda:
             return self._buffer
