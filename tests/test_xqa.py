@@ -341,7 +341,7 @@ def test_hidden_draft_tokens_do_not_leak():
         draft[:, :, 2] = torch.eye(6).bool()[2]
         for end in (300, 340):
             p.k[end - 4], p.v[end - 4] = math.nan, math.nan
-        got = call(p, p.paged(16), "cpu", mask=Draft(draft).words("cpu"))
+        got = call(p, p.paged(16), "quire:cpu", mask=Draft(draft).words("cpu"))
         rows = torch.isnan(got).flatten(1).any(dim=1)
         assert rows.nonzero().flatten().tolist() == [2, 8]
 

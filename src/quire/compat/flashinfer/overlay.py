@@ -19,7 +19,7 @@ _MISSING = object()
 class _Finder(MetaPathFinder):
     """Lays the names over each module of FlashInfer that is imported later.
 
-    While the package itself is being imported nothing is replaced: its own modules keep the classes they inherit from.
+    While the package itself is being imported nothing is replaced: its own modules keep what they inherit from.
     """
 
     is_loaded = False  #: the package
