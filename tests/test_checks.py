@@ -153,7 +153,7 @@ def test_the_logits_option_that_is_wrong_is_named_alone(name, value):
 INDEX_ARRAYS = {"qo_indptr": [0, 1], "paged_kv_indptr": [0, 1], "kv_indptr": [0, 3], "paged_kv_indices": [0]}
 INDEX_ARRAYS |= {"paged_kv_last_page_len": [3], "indptr": [0, 1], "indices": [0], "last_page_len": [3]}
 REFUSED = {"rope_scale", "rope_theta", "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len"}
-REFUSED |= {"max_item_len_ptr"}
+REFUSED |= {"max_item_len_ptr", "v_indptr", "o_indptr"}
 #: Arguments of plan(), a value unlike the default, and where the plan has it.
 TAKEN = {
     "causal": (True, lambda o: o.causal),

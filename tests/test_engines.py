@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import quire
-from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, ragged_wrapper
+from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from problems import PagedCache, Problem, ints, workspace
 from test_xqa import LAYOUTS, block_tables
 
@@ -178,6 +178,23 @@ def test_lengths_are_taken_and_compared(device, backend):
         with pytest.raises(quire.ValidationError, match="block_tables: expected request 0"):
             plan_paged(wrapper, p, cache, plan={"block_tables": right["block_tables"].flip(1)})
     p.check(wrapper.run(p.q, cache.kv))
+
+
+def test_lengths_of_ragged_keys(device):
+    p = prefill(device, any_dtype(device))
+    wrapper, lens = (
+        ragged_wrapper(p, "auto"),
+        {"seq_lens": ints(p.kv_lens, "cpu"), "seq_lens_q": ints(p.qo_lens, "cpu")},
+    )
+    plan_ragged(wrapper, p, plan={**lens, "max_token_per_sequence": 20, "max_sequence_kv": 65})
+    p.check(wrapper.run(p.q, p.k, p.v))
+    for name, wrong in (
+        ("seq_lens", ints((40, 0, 66), "cpu")),
+        ("max_sequence_kv", 64),
+        ("seq_lens_q", lens["seq_lens"]),
+    ):
+        with pytest.raises(quire.ValidationError, match=rf"^{name}: expected"):
+            plan_ragged(wrapper, p, index_device="cpu", plan={name: wrong})
 
 
 def test_lengths_of_decodes(device):
@@ -462,6 +479,22 @@ def test_trtllm_context(device, dtype, kv_layout, sums):
     if device == "cpu":
         with pytest.raises(quire.ValidationError, match="cum_seq_lens_kv: expected the sums"):
             call(cum_seq_lens_kv=ints((0, 1, 2, 3), device))
+
+
+def test_compressed_keys_are_appended(device, dtype):
+    """Through pages in any order; a request of -1 is skipped."""
+    ckv_cache, kpe_cache = (torch.zeros(6, PAGE_SIZE, dim, dtype=dtype, device=device) for dim in (512, 64))
+    ckv, kpe = (torch.randn(4, dim, device=device).to(dtype) for dim in (512, 64))
+    requests, positions = ints((0, 1, -1, 1), device), ints((3, 8, 0, 9), device)
+    tables = ints((4, 5, 1), device), ints((0, 1, 3), device), ints((4, 2), device)
+    quire.append_paged_mla_kv_cache(ckv, kpe, requests, positions, ckv_cache, kpe_cache, *tables)
+    for new, cache in ((ckv, ckv_cache), (kpe, kpe_cache)):
+        for row, (page, token) in {0: (4, 3), 1: (1, 0), 3: (1, 1)}.items():
+            assert torch.equal(cache[page, token], new[row])
+            cache[page, token] = 0
+        assert not cache.any()
+    with pytest.raises(quire.ValidationError, match="kpe_cache: expected"):
+        quire.append_paged_mla_kv_cache(ckv, kpe, requests, positions, ckv_cache, kpe_cache[0], *tables)
 
 
 def test_mla_can_be_constructed_and_refuses(device):

@@ -38,7 +38,7 @@ from quire.errors import (
 from quire.jit import events, record, seal
 from quire.kernels import backends
 from quire.mla import BatchMLAPagedAttentionWrapper
-from quire.page import append_paged_kv_cache, get_batch_indices_positions, get_seq_lens
+from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
 from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from quire.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -74,6 +74,7 @@ __all__ = [
     "ValidationError",
     "aot",
     "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
     "attention",
     "backends",
     "batch_decode_with_shared_prefix_padded_kv_cache",

@@ -17,6 +17,13 @@ class BatchMLAPagedAttentionWrapper:
     ragged prefill wrapper for others runs the latter; plan() and run() raise UnsupportedError.
 
     float_workspace_buffer: as of the other wrappers. The buffers and `backend` are not looked at.
+
+    >>> wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> try:
+    ...     wrapper.plan()
+    ... except quire.UnsupportedError as error:
+    ...     str(error).split(":")[0]
+    'BatchMLAPagedAttentionWrapper'
     """
 
     def __init__(self, float_workspace_buffer: torch.Tensor, *_args: Any, **_options: Any) -> None:

@@ -35,7 +35,7 @@ from quire.types import KVLayout
 _LEAST, _MOST = -(2**31), 2**31 - 1  #: of int32
 _STRIDES = tuple(field[0] for field in AppendParams._fields_ if field[0].endswith("_stride"))
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 
 
 def append_paged_kv_cache(
@@ -74,6 +74,35 @@ def append_paged_kv_cache(
         append_key, append_value, batch_indices, positions, k_cache, v_cache[0] if v_cache else None, kv_indices,
         kv_indptr, kv_last_page_len, kv_layout,
     )  # fmt: skip
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: torch.Tensor, append_kpe: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
+    ckv_cache: torch.Tensor, kpe_cache: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
+    kv_last_page_len: torch.Tensor,
+) -> None:  # fmt: skip
+    """append_paged_kv_cache() for a cache of compressed keys: append_ckv [nnz, head_dim_ckv] into ckv_cache [num_pages,
+    page_size, head_dim_ckv], append_kpe [nnz, head_dim_kpe] into kpe_cache [num_pages, page_size, head_dim_kpe].
+
+    The tables are those of append_paged_kv_cache(). Raises ValidationError naming the argument.
+
+    >>> int32 = {"dtype": torch.int32}
+    >>> ckv_cache, kpe_cache = torch.zeros(4, 16, 512), torch.zeros(4, 16, 64)
+    >>> quire.append_paged_mla_kv_cache(
+    ...     torch.ones(1, 512), torch.ones(1, 64), torch.tensor([0], **int32), torch.tensor([17], **int32), ckv_cache,
+    ...     kpe_cache, torch.tensor([2, 3], **int32), torch.tensor([0, 2], **int32), torch.tensor([2], **int32),
+    ... )
+    >>> int(ckv_cache[3, 1, 0]), int(kpe_cache[3, 1, 63])
+    (1, 1)
+    """
+    tensors = {"append_ckv": append_ckv, "append_kpe": append_kpe, "ckv_cache": ckv_cache, "kpe_cache": kpe_cache}
+    for name, tensor in tensors.items():
+        dims = ("nnz", "head_dim") if name.startswith("append") else ("num_pages", "page_size", "head_dim")
+        check_shape(check_tensor(tensor, name), name, dict.fromkeys(dims))
+    key, value, k_cache, v_cache = (tensor.unsqueeze(-2) for tensor in tensors.values())  # one head
+    append_paged_kv_cache(
+        key, value, batch_indices, positions, (k_cache, v_cache), kv_indices, kv_indptr, kv_last_page_len
+    )
 
 
 @operator(

@@ -304,19 +304,29 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         o_data_type: str | torch.dtype | None = None, non_blocking: bool = True,
         prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
         token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
-        fixed_split_size: int | None = None, disable_split_kv: bool = False, *, head_dim: int | None = None,
-        allow_fp16_qk_reduction: bool = False,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False, seq_lens: torch.Tensor | None = None,
+        seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
+        *, head_dim: int | None = None, allow_fp16_qk_reduction: bool = False,
     ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
         The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
-        logits_soft_cap before sm_scale here). Raises ValidationError or UnsupportedError.
+        logits_soft_cap before sm_scale here). v_indptr and o_indptr are refused: values lie where keys do, and results
+        where queries do. Raises ValidationError or UnsupportedError.
         """
         paged, page_size = False, None
         options = _plan_options(locals())
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
-        indices = Indices(batch, qo_indptr_host, 0, host_indices(kv_indptr, "kv_indptr", batch + 1), None, None, 1)
+        kv_indptr_host = host_indices(kv_indptr, "kv_indptr", batch + 1)
+        lens = None if seq_lens is None else host_lens(seq_lens, batch)
+        indices = Indices(batch, qo_indptr_host, 0, kv_indptr_host, None, None, 1, lens)
+        if v_indptr is not None or o_indptr is not None:
+            refuse(v_indptr=v_indptr, o_indptr=o_indptr)
+        most = max_token_per_sequence, max_sequence_kv
+        if seq_lens_q is not None or most != (None, None):
+            check_repeated(indices, seq_lens_q, None, *most)
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 
     begin_forward = plan
