@@ -468,7 +468,7 @@ def test_tiles_of_one_unit_are_runs():
 BAD = [
     ({"qo_indptr": [1, 3, 4]}, "qo_indptr"),
     ({"qo_indptr": [0, 3, 2]}, "qo_indptr"),
-    ({"kv_indptr": [2, 3, 4]}, "kv_indptr"),
+    ({"kv_indptr": [-2, 3, 4]}, "kv_indptr"),
     ({"kv_indptr": [0, 3, 2]}, "kv_indptr"),
     ({"kv_last_page_len": [17, 1]}, "last_page_len"),
     ({"kv_last_page_len": [0, 1]}, "last_page_len"),
