@@ -288,6 +288,46 @@ def get_batch_indices_positions(append_indptr: Indptr, seq_lens: Sequence[int]) 
     return batch, position
 
 
+# Rotary embeddings
+
+
+def rope_angles(
+    positions: Tensor, rotary_dim: int, scale: float = 1.0, theta: float = 1e4,
+    llama31: tuple[float, float, float] | None = None,
+) -> Tensor:  # fmt: skip
+    """Radians by which each pair turns at each position: [nnz, rotary_dim / 2].
+
+    llama31: low_freq_factor, high_freq_factor and old_context_len of Llama 3.1, which slows down the pairs that turn
+    less than low_freq_factor times in old_context_len tokens.
+    """
+    frequency = theta ** (-torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim)
+    if llama31 is None:
+        frequency = frequency / scale
+    else:
+        low, high, length = llama31
+        kept = ((length * frequency / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequency = kept * frequency + (1 - kept) * frequency / scale
+    return positions.cpu().double()[:, None] * frequency
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleave: bool, dtype: torch.dtype = torch.float64) -> Tensor:
+    """x [nnz, heads, head_dim] with its first pairs turned, by cos and sin [nnz, rotary_dim / 2]; each operation is
+    rounded to `dtype`.
+    """
+    out, dims = x.cpu().to(dtype).clone(), 2 * cos.shape[1]
+    first, second = (slice(i, dims, 2) if interleave else slice(i * dims // 2, (i + 1) * dims // 2) for i in (0, 1))
+    a, b = out[..., first].clone(), out[..., second].clone()
+    c, s = (t.cpu()[:, None].to(dtype) for t in (cos, sin))
+    out[..., first], out[..., second] = a * c - b * s, b * c + a * s
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    """x [..., dims] divided by its root mean square, times weight [dims]."""
+    x = x.cpu().to(dtype)
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * weight.cpu().to(dtype)
+
+
 # Bits
 
 

@@ -5,7 +5,7 @@ The surface is FlashInfer's: `import quire as flashinfer` runs what its pages sh
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization
+from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
@@ -48,6 +48,18 @@ from quire.prefill import (
     trtllm_batch_context_with_kv_cache,
 )
 from quire.quantization import packbits, segment_packbits
+from quire.rope import (
+    apply_llama31_rope,
+    apply_llama31_rope_inplace,
+    apply_llama31_rope_pos_ids,
+    apply_llama31_rope_pos_ids_inplace,
+    apply_rope,
+    apply_rope_inplace,
+    apply_rope_pos_ids,
+    apply_rope_pos_ids_inplace,
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+)
 
 __version__ = "0.1.0"
 
@@ -75,6 +87,16 @@ __all__ = [
     "aot",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
     "attention",
     "backends",
     "batch_decode_with_shared_prefix_padded_kv_cache",
@@ -96,6 +118,7 @@ __all__ = [
     "prefill",
     "quantization",
     "record",
+    "rope",
     "seal",
     "segment_packbits",
     "single_decode_with_kv_cache",

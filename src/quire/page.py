@@ -26,6 +26,7 @@ from quire.runtime.checks import (
     check_tensor,
     to_int32,
 )
+from quire.runtime.indices import check_offsets, check_range, index_table
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.ops import is_tracing, operator
@@ -115,7 +116,7 @@ def _append(
     k_cache: torch.Tensor, v_cache: torch.Tensor | None, kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor, kv_layout: str,
 ) -> None:  # fmt: skip
-    k, v = _cache_views(k_cache if v_cache is None else (k_cache, v_cache), KVLayout.of(kv_layout))
+    k, v = cache_views(k_cache if v_cache is None else (k_cache, v_cache), KVLayout.of(kv_layout))
     device = k.device
     nnz = append_key.shape[0] if check_tensor(append_key, "append_key").dim() else 0
     for tensor, name, view in ((append_key, "append_key", k), (append_value, "append_value", v)):
@@ -127,19 +128,19 @@ def _append(
             raise ValidationError(f"{name}: expected the cache's dtype {view.dtype}, got {tensor.dtype}.")
     batch = batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
     tables = {
-        "batch_indices": _table(batch_indices, "batch_indices", nnz, device),
-        "positions": _table(positions, "positions", nnz, device),
-        "kv_indices": _table(kv_indices, "kv_indices", None, device),
-        "kv_indptr": _table(kv_indptr, "kv_indptr", None, device),
+        "batch_indices": index_table(batch_indices, "batch_indices", nnz, device),
+        "positions": index_table(positions, "positions", nnz, device),
+        "kv_indices": index_table(kv_indices, "kv_indices", None, device),
+        "kv_indptr": index_table(kv_indptr, "kv_indptr", None, device),
     }
-    _table(kv_last_page_len, "kv_last_page_len", batch, device)
+    index_table(kv_last_page_len, "kv_last_page_len", batch, device)
     if device.type == "cpu":
-        _check_tables(batch, k.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
+        check_tables(batch, k.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
     if nnz and batch and k.shape[0]:
         _launch(append_key, append_value, k, v, tables, batch)
 
 
-def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a cache that is written: the kernel finds both by one page number and one head."""
     k, v = cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
     if k.shape[:3] != v.shape[:3] or k.dtype is not v.dtype:
@@ -155,37 +156,18 @@ def _cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, tor
     return k, v
 
 
-def _check_tables(
+def check_tables(
     batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
 ) -> None:
     """Tables on the host: nothing is written unless all of them are right."""
-    _check_offsets(kv_indptr, "kv_indptr")
+    check_offsets(kv_indptr, "kv_indptr")
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
         raise ValidationError(
             f"kv_indices: expected at least kv_indptr[-1]={used} page numbers, got {kv_indices.shape[0]}."
         )
-    _check_range(kv_indices[:used], "kv_indices", 0, num_pages - 1, f"page numbers below num_pages={num_pages}")
-    _check_range(batch_indices, "batch_indices", _LEAST, batch - 1, f"requests below batch_size={batch}")
-
-
-def _check_offsets(indptr: torch.Tensor, name: str, largest_first: int = 0) -> None:
-    if not 0 <= int(indptr[0]) <= largest_first or bool((indptr[1:] < indptr[:-1]).any()):
-        raise ValidationError(f"{name}: expected ascending offsets that begin with 0, got {indptr[:8].tolist()}...")
-
-
-def _check_range(values: torch.Tensor, name: str, low: int, high: int, what: str) -> None:
-    if values.numel():
-        least, most = (int(bound) for bound in values.aminmax())
-        if least < low or most > high:
-            raise ValidationError(f"{name}: expected {what}, got {least}..{most}.")
-
-
-def _table(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
-    check_tensor(tensor, name)
-    check_shape(tensor, name, {"length": length})
-    check_same_device(tensor, name, device)
-    return to_int32(tensor, name).contiguous()
+    check_range(kv_indices[:used], "kv_indices", 0, num_pages - 1, f"page numbers below num_pages={num_pages}")
+    check_range(batch_indices, "batch_indices", _LEAST, batch - 1, f"requests below batch_size={batch}")
 
 
 def _launch(
@@ -228,9 +210,9 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     pages = indptr.long().diff()
     lens = torch.where(pages > 0, (pages - 1) * size + last, 0)
     if lens.is_cpu and not is_tracing():
-        _check_offsets(indptr, "kv_indptr", _MOST)  # of a part of a batch
-        _check_range(last[pages > 0], "kv_last_page_len", 1, size, f"1..page_size={size}")
-        _check_range(lens, "kv_indptr", 0, _MOST, f"requests of less than 2^31 tokens with page_size={size}")
+        check_offsets(indptr, "kv_indptr", _MOST)  # of a part of a batch
+        check_range(last[pages > 0], "kv_last_page_len", 1, size, f"1..page_size={size}")
+        check_range(lens, "kv_indptr", 0, _MOST, f"requests of less than 2^31 tokens with page_size={size}")
     return lens.int()
 
 
@@ -256,8 +238,8 @@ def get_batch_indices_positions(
     for out, name in ((batch_indices, "batch_indices"), (positions, "positions")):
         _check_into(out, name, nnz, indptr.device)
     if indptr.is_cpu and not is_tracing():
-        _check_offsets(indptr, "append_indptr")
-        _check_range(lens.long() - indptr.diff(), "seq_lens", 0, _MOST, "at least as many tokens as are appended")
+        check_offsets(indptr, "append_indptr")
+        check_range(lens.long() - indptr.diff(), "seq_lens", 0, _MOST, "at least as many tokens as are appended")
     token = torch.arange(nnz, device=indptr.device, dtype=torch.int32)
     request = torch.searchsorted(indptr, token, right=True) - 1
     if batch == 0:

@@ -1,4 +1,4 @@
-"""The small operations beside attention: planning, merging states, appending to a cache, packing bits."""
+"""The small operations beside attention: planning, merging states, appending to a cache, rotating, packing bits."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from quire.kernels.params import (
     BlockMaskParams,
     MergeParams,
     PackbitsParams,
+    RopeParams,
     ScheduleLengthsParams,
     ScheduleParams,
     struct_of,
@@ -21,6 +22,8 @@ from quire.kernels.params import (
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
+#: Heads of a token that a thread of kernels/rope.h has: kHeads there.
+HEADS_OF_THREAD = 4
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Operation:
     widths: Mapping[str, tuple[int, ...]]
     on_cuda: bool = True
     on_host: bool = True
+    asserts: tuple[tuple[str, int], ...] = ()  #: constants of the kernel that Python knows too
 
 
 def _header(name: str) -> str:
@@ -44,6 +48,8 @@ def _header(name: str) -> str:
 
 _ONE = {"": (1,)}
 _STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
+_HEADS = {"fp32": (1, 4), "fp16": (1, 8), "bf16": (1, 8)}
+_ROPE = (("kHeads", HEADS_OF_THREAD),)
 _BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
 OPERATIONS: dict[str, Operation] = {
@@ -61,6 +67,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation("merge", _header("merge.h"), "MergeStates", MergeParams, _STATES),
         Operation("merge_pair", _header("merge.h"), "MergePair", MergeParams, _STATES),
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
+        Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
+        Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip
@@ -117,6 +125,6 @@ class OperationKey:
             params=struct_of(op.params),
             types=(("T", _CXX[self.type]),) if self.type else (),
             constants=(("kVec", self.vector),),
-            asserts=(("kThreads", PARALLEL_THREADS),) if self.target.startswith("sm") else (),
+            asserts=((("kThreads", PARALLEL_THREADS),) if self.target.startswith("sm") else ()) + op.asserts,
             warmup=self.slug,
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import TypeVar
 
@@ -15,6 +15,9 @@ from quire.jit.spec import Struct
 from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields, with_scales
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
+
+#: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
+MAX_ROTARY_PAIRS = 256
 
 
 @cache
@@ -212,6 +215,39 @@ class AppendParams(ctypes.Structure):
         *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
         *((name, c_int32) for name in ("batch_size", "num_pages", "num_kv_heads")),
         *((name, c_int32) for name in ("head_dim_k", "head_dim_v", "page_size")),
+    )
+
+
+class HeadRows(ctypes.Structure):
+    """Dims of all heads of all tokens, by strides in elements."""
+
+    _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("page_stride", "token_stride", "head_stride")))
+
+
+class RopeHeads(ctypes.Structure):
+    """Queries, keys or values that are rotated or appended; see kernels/rope.h."""
+
+    _fields_ = (
+        *((name, HeadRows) for name in ("rope", "nope", "rope_out", "nope_out")),
+        ("weight", c_void_p),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("num_heads", "rotary_dim", "nope_dim", "out_type", "is_paged")),
+    )
+
+
+class RopeParams(ctypes.Structure):
+    """Rotating queries and keys; see kernels/rope.h."""
+
+    _fields_ = (
+        *((name, RopeHeads) for name in ("q", "k", "v")),
+        *((name, c_void_p) for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache")),
+        ("cos_sin_stride", c_int64),
+        *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),
+        *((name, c_int64) for name in ("nnz", "num_indices")),
+        *((name, c_int32) for name in ("batch_size", "num_pages", "page_size", "has_long_pos_ids")),
+        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave", "lanes")),
+        ("eps", c_float),
+        ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
     )
 
 

@@ -1,4 +1,5 @@
-// Conversions between float and the 16-bit types, on host and device; they round to nearest even.
+// Conversions between float and the 16-bit types, and from float to 8 bits, on host and device; they round to nearest
+// even.
 #pragma once
 #include "quire/core/types.h"
 
@@ -49,6 +50,48 @@ QUIRE_HD fp16_t from_float<fp16_t>(float x) {
 #else
   return __builtin_bit_cast(fp16_t, static_cast<half_t>(x));
 #endif
+}
+
+// A number beyond the largest of an 8-bit type becomes the largest; NaN stays NaN.
+template <class T>
+QUIRE_HD T to_8_bits(float x) {
+  constexpr int kMantissa = 10 - T::kShift, kBias = T::kScale == 1.0f ? 15 : 7;
+  constexpr uint32_t kNormal = (128 - kBias) << 23, kWhole = (151 - kBias - kMantissa) << 23;
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x), sign = (bits >> 24) & 0x80, size = bits & 0x7fffffff;
+  if (size > 0x7f800000) return {static_cast<uint8_t>(sign | 0x7f)};
+  uint32_t y;
+  if (size < kNormal) {  // a multiple of the smallest number: float addition rounds to it
+    const float sum = __builtin_bit_cast(float, size) + __builtin_bit_cast(float, kWhole);
+    y = __builtin_bit_cast(uint32_t, sum) - kWhole;
+  } else {
+    const uint32_t half = (1u << (22 - kMantissa)) - 1, odd = (size >> (23 - kMantissa)) & 1;
+    y = ((size + half + odd) >> (23 - kMantissa)) - ((127 - kBias) << kMantissa);
+  }
+  return {static_cast<uint8_t>(sign | min<uint32_t>(y, T::kLargest))};
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <>
+QUIRE_HD e4m3_t to_8_bits<e4m3_t>(float x) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.f), "f"(x));
+  return {static_cast<uint8_t>(two)};
+}
+template <>
+QUIRE_HD e5m2_t to_8_bits<e5m2_t>(float x) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.f), "f"(x));
+  return {static_cast<uint8_t>(two)};
+}
+#endif
+
+template <>
+QUIRE_HD e4m3_t from_float<e4m3_t>(float x) {
+  return to_8_bits<e4m3_t>(x);
+}
+template <>
+QUIRE_HD e5m2_t from_float<e5m2_t>(float x) {
+  return to_8_bits<e5m2_t>(x);
 }
 
 }  // namespace quire

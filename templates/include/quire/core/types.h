@@ -30,15 +30,16 @@ struct fp16_t {
   uint16_t bits;
 };
 // 8-bit numbers. Their seven low bits, shifted left by kShift, are the fp16 of the number divided by kScale, subnormals
-// included. NaN: the bytes that are kNan under kNanMask, beside those that are NaN as fp16.
+// included. NaN: the bytes that are kNan under kNanMask, beside those that are NaN as fp16. kLargest: the bits of the
+// largest number.
 struct e4m3_t {  // 1.4.3 bits, largest 448, no infinities
   uint8_t bits;
-  static constexpr int kShift = 7, kNan = 0x7f, kNanMask = 0x7f;
+  static constexpr int kShift = 7, kNan = 0x7f, kNanMask = 0x7f, kLargest = 0x7e;
   static constexpr float kScale = 256.0f;
 };
 struct e5m2_t {  // 1.5.2 bits: the upper half of an fp16
   uint8_t bits;
-  static constexpr int kShift = 8, kNan = 0x100, kNanMask = 0;
+  static constexpr int kShift = 8, kNan = 0x100, kNanMask = 0, kLargest = 0x7b;
   static constexpr float kScale = 1.0f;
 };
 

@@ -1,8 +1,9 @@
 // Writes new keys and values into a paged cache: token i of append_key goes to position positions[i] of request
 // batch_indices[i]. The kernel is bound by memory: each value is read and written once. A thread moves one vector of
 // keys and the vector of values beside it. It loads both before it resolves their page, because the page takes three
-// dependent reads. No index array can lead a write outside the cache or a read outside the arrays.
+// dependent reads.
 #pragma once
+#include "quire/core/pages.h"
 #include "quire/core/parallel.h"
 
 namespace quire {
@@ -50,17 +51,12 @@ struct AppendPaged {
   }
 
  private:
-  struct Place {
-    int64_t page;  // -1: the token has no place in the cache
-    int token_in_page;
-  };
-
   QUIRE_HD static void copy(const AppendParams& p, int64_t token, int64_t head, int dim) {
     const bool has_k = dim < p.head_dim_k, has_v = dim < p.head_dim_v;
     Vector k, v;
     if (has_k) k = *vector_at(p.key, token * p.key_token_stride + head * p.key_head_stride + dim);
     if (has_v) v = *vector_at(p.value, token * p.value_token_stride + head * p.value_head_stride + dim);
-    const auto [page, at] = resolve(p, token);
+    const auto [page, at] = place_of(p, token);
     if (page < 0) return;
     if (has_k) *vector_at(p.k_cache, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + dim) = k;
     if (has_v) *vector_at(p.v_cache, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + dim) = v;
@@ -71,20 +67,6 @@ struct AppendPaged {
   }
   QUIRE_HD static const Vector* vector_at(const void* base, int64_t element) {
     return reinterpret_cast<const Vector*>(static_cast<const T*>(base) + element);
-  }
-
-  // Where a token goes. A token has no place if its request does not exist, its position is beyond the request's pages,
-  // the request's pages are beyond kv_indices, or its page number names no page of the cache.
-  QUIRE_HD static Place resolve(const AppendParams& p, int64_t token) {
-    constexpr Place kNowhere = {-1, 0};
-    const int request = p.batch_indices[token], position = p.positions[token];
-    if (request < 0 || request >= p.batch_size || position < 0) return kNowhere;
-    const int page_of_request = position / p.page_size;
-    const int64_t begin = p.kv_indptr[request], end = min<int64_t>(p.kv_indptr[request + 1], p.num_indices);
-    if (begin < 0 || begin + page_of_request >= end) return kNowhere;
-    const int page = p.kv_indices[begin + page_of_request];
-    if (page < 0 || page >= p.num_pages) return kNowhere;
-    return {page, position - page_of_request * p.page_size};
   }
 };
 

@@ -1,0 +1,257 @@
+"""One launch of kernels/rope.h: rotates queries and keys, and may normalise, quantise and append on the way."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.errors import UnsupportedError, ValidationError
+from quire.jit import get_module
+from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
+from quire.kernels.params import MAX_ROTARY_PAIRS, HeadRows, RopeHeads, RopeParams
+from quire.kernels.rotation import llama31_frequencies, rope_frequencies
+from quire.runtime.checks import (
+    batch_size_of,
+    check_contiguous_last,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    scalar,
+)
+from quire.runtime.indices import check_offsets, check_range, index_table
+from quire.runtime.launch import launch, row_grid
+from quire.runtime.target import on_cuda, target_of
+
+INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+_OUT_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  #: HeadType in kernels/rope.h; 0: as the input
+_LEAST, _MOST = -(2**31), 2**31 - 1  #: of positions
+_LEAST_SCALE = 1e-3
+
+Llama31 = tuple[float, float, float]  #: low_freq_factor, high_freq_factor, old_context_len
+
+
+class Heads(NamedTuple):
+    """Queries, keys or values: [nnz, num_heads, dims], the dims that turn apart from those that do not."""
+
+    rope: torch.Tensor | None
+    nope: torch.Tensor | None
+    rope_out: torch.Tensor | None  #: the same shape, or pages [num_pages, page_size, num_heads, dims]
+    nope_out: torch.Tensor | None
+    weight: torch.Tensor | None = None  #: of the RMS norm, [rope dims + nope dims]
+    scale: float = 1.0
+
+    def params(self) -> RopeHeads:
+        """What the kernel is told."""
+        some, out = (a if a is not None else b for a, b in ((self.rope, self.nope), (self.rope_out, self.nope_out)))
+        assert some is not None and out is not None
+        return RopeHeads(
+            *map(_rows, (self.rope, self.nope, self.rope_out, self.nope_out)),
+            None if self.weight is None else self.weight.data_ptr(), self.scale, some.shape[1], _width(self.rope),
+            _width(self.nope), _OUT_TYPES.get(out.dtype, 0), out.dim() == 4,
+        )  # fmt: skip
+
+    def units(self, vector: int) -> int:
+        """Pairs of vectors of a head."""
+        return _width(self.rope) // (2 * vector) + -(-_width(self.nope) // (2 * vector))
+
+    def allows(self, vector: int) -> bool:
+        """Whether all of them may be read and written `vector` numbers at a time."""
+        widths = _width(self.rope) % (2 * vector) or _width(self.nope) % vector
+        return not widths and all(_is_aligned(t, vector) for t in (*self[:4], self.weight) if t is not None)
+
+
+def _rows(tensor: torch.Tensor | None) -> HeadRows:
+    if tensor is None:
+        return HeadRows()
+    *page, token, head, _ = tensor.stride()
+    return HeadRows(tensor.data_ptr(), page[0] if page else 0, token, head)
+
+
+def _width(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.shape[-1]
+
+
+def _is_aligned(tensor: torch.Tensor, vector: int) -> bool:
+    return tensor.data_ptr() % (vector * tensor.element_size()) == 0 and not any(
+        stride % vector for stride in tensor.stride()[:-1]
+    )
+
+
+def split(tensor: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The dims that turn, and the others if there are any."""
+    width = tensor.shape[-1]
+    if rotary_dim == width:
+        return tensor, None
+    return tensor.narrow(-1, 0, rotary_dim), tensor.narrow(-1, rotary_dim, width - rotary_dim)
+
+
+class Angles(NamedTuple):
+    """Where tokens are, and how pairs turn."""
+
+    pos_ids: torch.Tensor | None
+    indptr: torch.Tensor | None  #: with offsets, in place of pos_ids
+    offsets: torch.Tensor | None
+    cos_sin_cache: torch.Tensor | None  #: in place of scale and theta
+    interleave: bool
+    rope_scale: float
+    rope_theta: float
+    llama31: Llama31 | None = None
+
+    def checked(self, nnz: int, device: torch.device) -> Angles:
+        """The same, as the kernel takes them."""
+        name, table = "pos_ids" if self.cos_sin_cache is None else "positions", self.cos_sin_cache
+        if self.indptr is not None:
+            indptr, offsets = _requests(self.indptr, self.offsets, nnz, device)
+            return self._replace(indptr=indptr, offsets=offsets)
+        pos_ids = _positions(self.pos_ids, name, nnz, device)
+        if table is not None and not on_cuda(device):
+            check_range(pos_ids, name, 0, table.shape[0] - 1, f"rows of cos_sin_cache {list(table.shape)}")
+        return self._replace(pos_ids=pos_ids)
+
+    def fill(self, params: RopeParams, rotary_dim: int) -> None:
+        """Writes checked ones into `params`."""
+        params.interleave, params.num_requests = self.interleave, 0
+        for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache"):
+            tensor = getattr(self, name)
+            setattr(params, name, None if tensor is None else tensor.data_ptr())
+        if self.pos_ids is not None:
+            params.has_long_pos_ids = self.pos_ids.dtype is torch.int64
+        if self.offsets is not None:
+            params.num_requests = self.offsets.shape[0]
+        if self.cos_sin_cache is None:
+            params.frequencies = _frequencies(rotary_dim, *self.numbers())
+        else:
+            params.cos_sin_stride = self.cos_sin_cache.stride(0)
+            params.num_positions = min(self.cos_sin_cache.shape[0], _MOST)
+
+    def numbers(self) -> tuple[float, float, Llama31 | None]:
+        """Scale, theta and the factors of Llama 3.1, which must be numbers that a frequency can be made of."""
+        scale = scalar(self.rope_scale, "rope_scale", positive=True)
+        theta = scalar(self.rope_theta, "rope_theta", positive=True)
+        if scale < _LEAST_SCALE:
+            raise ValidationError(f"rope_scale: expected a number of at least {_LEAST_SCALE}, got {scale}.")
+        if theta < 1:
+            raise ValidationError(f"rope_theta: expected a number of at least 1, got {theta}.")
+        if self.llama31 is None:
+            return scale, theta, None
+        low, high, length = self.llama31
+        low, high = scalar(low, "low_freq_factor"), scalar(high, "high_freq_factor")
+        if not high > low:
+            raise ValidationError(f"high_freq_factor: expected more than low_freq_factor={low}, got {high}.")
+        return scale, theta, (low, high, scalar(length, "old_context_len", positive=True))
+
+
+def _requests(indptr: Any, offsets: Any, nnz: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets into the tokens, and the position of each request's first one."""
+    batch = batch_size_of(check_tensor(indptr, "indptr"), "indptr")
+    check_shape(check_tensor(offsets, "offsets"), "offsets", {"batch_size": batch})
+    indptr, offsets = index_table(indptr, "indptr", None, device), index_table(offsets, "offsets", batch, device)
+    if not batch and nnz:
+        raise ValidationError(f"indptr: expected requests that the {nnz} tokens of q belong to, got none.")
+    if not on_cuda(device):
+        check_offsets(indptr, "indptr")
+        if int(indptr[-1]) != nnz:
+            raise ValidationError(f"indptr: expected to end with nnz={nnz}, the rows of q, got {int(indptr[-1])}.")
+        check_range(offsets.long() + indptr.diff(), "offsets", _LEAST, _MOST + 1, "positions that fit 32 bits")
+    return indptr, offsets
+
+
+def _positions(pos_ids: Any, name: str, nnz: int, device: torch.device) -> torch.Tensor:
+    tensor = check_tensor(pos_ids, name)
+    check_shape(tensor, name, {"nnz": nnz})
+    check_same_device(tensor, name, device)
+    if tensor.dtype not in (torch.int32, torch.int64):
+        raise ValidationError(f"{name}: expected dtype torch.int32 or torch.int64, got {tensor.dtype}.")
+    if not on_cuda(device):
+        check_range(tensor, name, _LEAST, _MOST, "positions that fit 32 bits")
+    return tensor.contiguous()
+
+
+@lru_cache(maxsize=64)
+def _frequencies(rotary_dim: int, scale: float, theta: float, llama31: Llama31 | None) -> ctypes.Array[ctypes.c_uint64]:
+    if llama31 is None:
+        values = rope_frequencies(rotary_dim, scale, theta)
+    else:
+        values = llama31_frequencies(rotary_dim, scale, theta, *llama31)
+    return (ctypes.c_uint64 * MAX_ROTARY_PAIRS)(*values)
+
+
+def check_heads(
+    tensor: torch.Tensor, name: str, shape: Mapping[str, int | None], like: torch.Tensor | None = None
+) -> None:
+    """Queries, keys or values as the kernel takes them; `like`: whose dtype and device they have."""
+    check_shape(check_tensor(tensor, name), name, shape)
+    check_contiguous_last(tensor, name)
+    if tensor.dtype not in INPUTS:
+        raise ValidationError(f"{name}: expected dtype float16, bfloat16 or float32, got {tensor.dtype}.")
+    if like is not None:
+        check_same_device(tensor, name, like.device)
+        if tensor.dtype is not like.dtype:
+            raise ValidationError(f"{name}: expected the dtype of the queries, {like.dtype}, got {tensor.dtype}.")
+
+
+def rotary_dim_of(value: int | None, head_dim: int, cos_sin_cache: torch.Tensor | None, device: torch.device) -> int:
+    """How many dims of a head turn."""
+    if cos_sin_cache is None:
+        name, dim = "rotary_dim", head_dim if value is None else check_positive(value, "rotary_dim")
+        if dim > 2 * MAX_ROTARY_PAIRS:
+            raise UnsupportedError(
+                f"rotary_dim: angles are computed for up to {2 * MAX_ROTARY_PAIRS} dims, got {dim}; pass a table to "
+                f"apply_rope_with_cos_sin_cache()."
+            )
+    else:
+        name, dim = "cos_sin_cache", _check_table(cos_sin_cache, device)
+    if dim % 2 or not 0 < dim <= head_dim:
+        raise ValidationError(f"{name}: expected an even number of dims up to head_dim={head_dim}, got {dim}.")
+    return dim
+
+
+def _check_table(table: torch.Tensor, device: torch.device) -> int:
+    check_shape(check_tensor(table, "cos_sin_cache"), "cos_sin_cache", {"max_seq_len": None, "rotary_dim": None})
+    check_same_device(table, "cos_sin_cache", device)
+    check_contiguous_last(table, "cos_sin_cache")
+    if table.dtype is not torch.float32:
+        raise ValidationError(f"cos_sin_cache: expected dtype torch.float32, got {table.dtype}.")
+    return table.shape[1]
+
+
+def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params: RopeParams | None = None) -> None:
+    """Launches operation `name` on what is checked already."""
+    some, params = q.rope, params or RopeParams()
+    assert some is not None
+    angles.fill(params, some.shape[2])
+    params.nnz, params.q, params.k = some.shape[0], q.params(), k.params()
+    heads = [q, k] if v is None else [q, k, v]
+    if v is not None:
+        params.v = v.params()
+    slug, device = INPUTS[some.dtype], some.device
+    vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
+    params.lanes = _lanes(heads, vector, device)
+    groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in (params.q, params.k, params.v))
+    module = get_module(OperationKey(name, target_of(device), slug, vector).spec())
+    grid = row_grid(params.nnz, groups * params.lanes)
+    launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)
+
+
+def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, ...]) -> int:
+    """The widest vectors that every address and stride allows."""
+
+    def allowed(vector: int) -> bool:
+        return all(part.allows(vector) for part in heads) and (table is None or _is_aligned(table, min(4, vector)))
+
+    return max(vector for vector in widths if vector == 1 or allowed(vector))
+
+
+def _lanes(heads: list[Heads], vector: int, device: torch.device) -> int:
+    """Threads of a head: one a pair of vectors; under a norm they are a warp or part of one, to sum up together."""
+    if not on_cuda(device):
+        return 1
+    units = max(part.units(vector) for part in heads)
+    if all(part.weight is None for part in heads):
+        return units
+    return min(32, 1 << (units - 1).bit_length())
