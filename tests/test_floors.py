@@ -10,7 +10,7 @@ import pytest
 import quire
 
 ROOT = Path(quire.__file__).parent
-SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rope")
+SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rope", "rope_append")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__", "compat"},

@@ -59,6 +59,10 @@ from quire.rope import (
     apply_rope_pos_ids_inplace,
     apply_rope_with_cos_sin_cache,
     apply_rope_with_cos_sin_cache_inplace,
+    mla_rope_quantize_fp8,
+    rope_append_paged_kv_cache,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
 )
 
 __version__ = "0.1.0"
@@ -112,6 +116,7 @@ __all__ = [
     "merge_state_in_place",
     "merge_states",
     "mla",
+    "mla_rope_quantize_fp8",
     "packbits",
     "page",
     "pod",
@@ -119,6 +124,9 @@ __all__ = [
     "quantization",
     "record",
     "rope",
+    "rope_append_paged_kv_cache",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
     "seal",
     "segment_packbits",
     "single_decode_with_kv_cache",

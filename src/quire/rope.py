@@ -16,6 +16,12 @@ from typing import Any
 import torch
 
 from quire.errors import ValidationError
+from quire.rope_append import (
+    mla_rope_quantize_fp8,
+    rope_append_paged_kv_cache,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
 from quire.runtime.checks import check_output, check_positive, check_tensor
 from quire.runtime.ops import is_tracing, operator
 from quire.runtime.overlap import check_apart
@@ -32,6 +38,10 @@ __all__ = [
     "apply_rope_pos_ids_inplace",
     "apply_rope_with_cos_sin_cache",
     "apply_rope_with_cos_sin_cache_inplace",
+    "mla_rope_quantize_fp8",
+    "rope_append_paged_kv_cache",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
 ]
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -194,19 +204,15 @@ def _rotated(q: Any, k: Any, rotary_dim: int | None, angles: Angles) -> Pair:
 
 
 def _by_table(positions: Any, cos_sin_cache: Any, is_neox: Any) -> Angles:
+    if not isinstance(is_neox, bool):
+        raise ValidationError(f"is_neox: expected a bool, got {is_neox!r}.")
     table = _tensor(cos_sin_cache, "cos_sin_cache")
-    return Angles(_tensor(positions, "positions"), None, None, table, not _flag(is_neox, "is_neox"), 1, 1)
+    return Angles(_tensor(positions, "positions"), None, None, table, not is_neox, 1, 1)
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
     """`value`, which is not None: to the operator that would mean another way to give angles."""
     return value if isinstance(value, torch.Tensor) else check_tensor(value, name)
-
-
-def _flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValidationError(f"{name}: expected a bool, got {value!r}.")
-    return value
 
 
 def _heads(tensor: Any, name: str, head_size: Any) -> torch.Tensor:
@@ -237,9 +243,8 @@ def _rope(
     (q_turning, q_rest), (k_turning, k_rest), (q_to, q_rest_to), (k_to, k_rest_to) = (
         split(tensor, dim) for tensor in (q, k, q_rope, k_rope)
     )
-    if q.numel() or k.numel():
-        queries, keys = Heads(q_turning, q_rest, q_to, q_rest_to), Heads(k_turning, k_rest, k_to, k_rest_to)
-        start("rope", queries, keys, None, angles)
+    queries, keys = Heads(q_turning, q_rest, q_to, q_rest_to), Heads(k_turning, k_rest, k_to, k_rest_to)
+    start("rope", queries, keys, None, angles)
 
 
 @operator(f"rope_in_place(Tensor(a!) q, Tensor(b!) k, {_OPTIONS}) -> ()")
@@ -253,9 +258,8 @@ def _rope_in_place(
     q_name, k_name = ("q", "k") if cos_sin_cache is None else ("query", "key")
     check_apart({q_name: check_output(q, q_name), k_name: check_output(k, k_name)}, {})
     q_turning, k_turning = split(q, dim)[0], split(k, dim)[0]
-    if q.numel() or k.numel():
-        queries, keys = (Heads(turning, None, turning, None) for turning in (q_turning, k_turning))
-        start("rope", queries, keys, None, angles)
+    queries, keys = (Heads(turning, None, turning, None) for turning in (q_turning, k_turning))
+    start("rope", queries, keys, None, angles)
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, rotary_dim: int | None, angles: Angles) -> tuple[Angles, int]:
@@ -264,8 +268,5 @@ def _checked(q: torch.Tensor, k: torch.Tensor, rotary_dim: int | None, angles: A
     check_heads(q, q_name, dict.fromkeys(("nnz", "num_qo_heads", "head_dim")))
     nnz, _, head_dim = q.shape
     check_heads(k, k_name, {"nnz": nnz, "num_kv_heads": None, "head_dim": head_dim}, q)
-    _flag(angles.interleave, "interleave")
     dim = rotary_dim_of(rotary_dim, head_dim, angles.cos_sin_cache, q.device)
-    if angles.cos_sin_cache is None:
-        angles.numbers()
-    return angles.checked(nnz, q.device), dim
+    return angles.checked(nnz, q.device, "pos_ids" if angles.cos_sin_cache is None else "positions"), dim

@@ -102,9 +102,13 @@ class Angles(NamedTuple):
     rope_theta: float
     llama31: Llama31 | None = None
 
-    def checked(self, nnz: int, device: torch.device) -> Angles:
-        """The same, as the kernel takes them."""
-        name, table = "pos_ids" if self.cos_sin_cache is None else "positions", self.cos_sin_cache
+    def checked(self, nnz: int, device: torch.device, name: str) -> Angles:
+        """The same, as the kernel takes them; `name` is that of pos_ids in the call."""
+        table = self.cos_sin_cache
+        if not isinstance(self.interleave, bool):
+            raise ValidationError(f"interleave: expected a bool, got {self.interleave!r}.")
+        if table is None:
+            self.numbers()
         if self.indptr is not None:
             indptr, offsets = _requests(self.indptr, self.offsets, nnz, device)
             return self._replace(indptr=indptr, offsets=offsets)
@@ -233,6 +237,8 @@ def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params
     vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
     params.lanes = _lanes(heads, vector, device)
     groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in (params.q, params.k, params.v))
+    if not params.nnz or not groups:
+        return
     module = get_module(OperationKey(name, target_of(device), slug, vector).spec())
     grid = row_grid(params.nnz, groups * params.lanes)
     launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)

@@ -31,13 +31,22 @@ QUIRE_HD Rotation rotation_of(int32_t angle) {
   return {quarter == 1 || quarter == 2 ? -c : c, quarter >= 2 ? -s : s};
 }
 
+QUIRE_HD float fused_multiply_add(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
 QUIRE_HD Rotation rope_rotation(int32_t position, uint64_t frequency) {
   return rotation_of(rope_angle(position, frequency));
 }
 
+// Rounded alike wherever it is compiled: which product is rounded before the sum is not left to the compiler.
 QUIRE_HD void rotate(float& x0, float& x1, Rotation by) {
   const float first = x0;
-  x0 = first * by.cos - x1 * by.sin, x1 = x1 * by.cos + first * by.sin;
+  x0 = fused_multiply_add(first, by.cos, -(x1 * by.sin)), x1 = fused_multiply_add(x1, by.cos, first * by.sin);
 }
 
 }  // namespace quire
