@@ -796,6 +796,176 @@ def append(rng: random.Random) -> Case:
     return Case("append_paged_kv_cache", args, invoke, check, frozenset({"cache", "k_cache", "v_cache"}))
 
 
+def positions_of(value: Any, nnz: int) -> Tensor:
+    at = integers(value)
+    require(len(at) == nnz and all(-(2**31) <= i < 2**31 for i in at), "positions that are none")
+    return torch.tensor(at, dtype=torch.int64)
+
+
+def check_rotated(
+    got: Tensor, x: Tensor, at: Tensor, args: Args, weight: Tensor | None = None, llama31: Any = None
+) -> None:
+    """Heads that were normalised, if `weight` is given, and rotated."""
+    exact, own = (turned(x, at, args, dtype, weight, llama31) for dtype in (torch.float64, x.dtype))
+    require(got.dtype is x.dtype and got.shape == x.shape, "a result of another shape or dtype")
+    oracle.assert_close(got, exact, own)
+
+
+def turned(x: Tensor, at: Tensor, args: Args, dtype: torch.dtype, weight: Tensor | None, llama31: Any) -> Tensor:
+    require(isinstance(args["interleave"], bool), "a flag that is none")
+    dim = x.shape[2] if args["rotary_dim"] is None else whole(args["rotary_dim"])
+    require(0 < dim <= x.shape[2] and dim % 2 == 0, f"{dim} dims that turn")
+    scale, theta = number(args["rope_scale"]), number(args["rope_theta"])
+    require(scale > 0 and theta >= 1, f"a scale of {scale} and a theta of {theta}")
+    x = x.detach().resolve_neg()
+    if weight is not None:
+        require(weight.shape == x.shape[2:], "a weight of another length")
+        x = oracle.rms_norm(x, weight.detach().resolve_neg(), number(args["eps"]), dtype)
+    angles = oracle.rope_angles(at, dim, scale, theta, llama31)
+    return oracle.rotate(x, angles.cos(), angles.sin(), args["interleave"], dtype)
+
+
+def _rotation_options(rng: random.Random, head_dim: int) -> Args:
+    return {
+        "rotary_dim": rng.choice((None, None, 2, head_dim // 2)), "interleave": rng.random() < 0.5,
+        "rope_scale": rng.choice((1, 1.0, 8.0)), "rope_theta": rng.choice((1e4, 5e5, 100)),
+    }  # fmt: skip
+
+
+def rope(rng: random.Random) -> Case:
+    nnz, head_dim, dtype = rng.choice((0, 1, 3, 40)), rng.choice((64, 64, 80, 12)), rng.choice(DTYPES)
+    in_place, is_llama31 = rng.random() < 0.5, rng.random() < 0.3
+    at = [rng.choice((0, 1, 77, 131072)) for _ in range(nnz)]
+    args: Args = {n: torch.randn(nnz, rng.choice((1, 2, 5)), head_dim).to(dtype) for n in ("q", "k")}
+    args |= {
+        "pos_ids": torch.tensor(at, dtype=rng.choice((torch.int32, torch.int64))),
+        **_rotation_options(rng, head_dim),
+    }
+    if is_llama31:
+        args |= {"low_freq_factor": 1, "high_freq_factor": rng.choice((4, 2.5)), "old_context_len": 8192}
+    name = f"apply_{'llama31_' * is_llama31}rope_pos_ids{'_inplace' * in_place}"
+
+    def invoke(a: Args) -> Results:
+        result = getattr(quire, name)(**a)
+        return (a["q"], a["k"]) if in_place else result
+
+    def check(a: Args, results: Results) -> None:
+        q, k = a["q"], a["k"]
+        require(q.dim() == k.dim() == 3 and q.shape[0] == k.shape[0] and q.shape[2] == k.shape[2], "heads of two kinds")
+        same_dtype(q, k)
+        factors = ("low_freq_factor", "high_freq_factor", "old_context_len")
+        llama31 = tuple(number(a[n]) for n in factors) if is_llama31 else None
+        require(llama31 is None or (llama31[0] < llama31[1] and llama31[2] > 0), "factors that are none")
+        for got, x in zip(results, (q, k), strict=True):
+            check_rotated(got, x, positions_of(a["pos_ids"], q.shape[0]), a, llama31=llama31)
+
+    return Case(name, args, invoke, check, frozenset({"q", "k"} if in_place else ()))
+
+
+def rope_requests(rng: random.Random) -> Case:
+    lens, dtype = [rng.choice((0, 1, 5)) for _ in range(rng.choice((0, 1, 3)))], rng.choice(DTYPES)
+    args: Args = {n: torch.randn(sum(lens), rng.choice((1, 3)), 64).to(dtype) for n in ("q", "k")}
+    args |= {
+        "indptr": ints(oracle.indptr_of(lens), "cpu"),
+        "offsets": ints([rng.choice((0, 9, 131072)) for _ in lens], "cpu"), **_rotation_options(rng, 64),
+    }  # fmt: skip
+
+    def check(a: Args, results: Results) -> None:
+        ends, starts = offsets(a["indptr"]), integers(a["offsets"])
+        require(len(starts) == len(ends) - 1 and ends[-1] == a["q"].shape[0], "requests of other tokens")
+        at = [start + i for start, n in zip(starts, oracle.lengths(ends), strict=True) for i in range(n)]
+        same_dtype(a["q"], a["k"])
+        require(a["k"].shape[0] == a["q"].shape[0] and a["k"].shape[2] == a["q"].shape[2], "heads of two kinds")
+        for got, x in zip(results, (a["q"], a["k"]), strict=True):
+            check_rotated(got, x, positions_of(at, a["q"].shape[0]), a)
+
+    return Case("apply_rope", args, lambda a: quire.apply_rope(**a), check)
+
+
+def rope_table(rng: random.Random) -> Case:
+    nnz, dim, dtype = rng.choice((0, 1, 9)), rng.choice((64, 32)), rng.choice(DTYPES)
+    args: Args = {
+        "positions": ints([rng.choice((0, 5, 9)) for _ in range(nnz)], "cpu"), "head_size": 64,
+        "query": torch.randn(nnz, 64 * rng.choice((1, 4))).to(dtype), "key": torch.randn(nnz, 64).to(dtype),
+        "cos_sin_cache": torch.randn(10, dim), "is_neox": rng.random() < 0.5,
+    }  # fmt: skip
+
+    def check(a: Args, results: Results) -> None:
+        at, (cos, sin) = integers(a["positions"]), a["cos_sin_cache"].chunk(2, 1)
+        require(isinstance(a["is_neox"], bool) and cos.shape == sin.shape, "a table of no angles")
+        require(len(at) == a["query"].shape[0] == a["key"].shape[0], "positions of other tokens")
+        require(all(0 <= i < cos.shape[0] for i in at), "positions beyond the table")
+        same_dtype(a["query"], a["key"])
+        cos, sin = (t.detach().resolve_neg()[at] for t in (cos, sin))
+        for got, x in zip(results, (a["query"], a["key"]), strict=True):
+            heads = x.detach().resolve_neg().reshape(len(at), -1, whole(a["head_size"])) if at else x[:, None]
+            if at:
+                exact, own = (oracle.rotate(heads, cos, sin, not a["is_neox"], t) for t in (torch.float64, x.dtype))
+                oracle.assert_close(got.reshape(exact.shape), exact, own)
+
+    return Case(
+        "apply_rope_with_cos_sin_cache", args, lambda a: quire.apply_rope_with_cos_sin_cache(**a), check
+    )  # fmt: skip
+
+
+def rope_append(rng: random.Random) -> Case:
+    base = append(rng)
+    args = {n: value for n, value in base.args.items() if n not in ("append_key", "append_value", "kv_last_page_len")}
+    key, value = base.args["append_key"], base.args["append_value"]
+    args |= {
+        "q": torch.randn(key.shape[0], key.shape[1] * rng.choice((1, 3)), 64).to(key.dtype), "k": key, "v": value,
+        "eps": 1e-6, **_rotation_options(rng, 64),
+    }  # fmt: skip
+    if rng.random() < 0.4:
+        args |= {n: torch.rand(64).to(key.dtype) + 0.5 for n in ("q_weight", "k_weight")}
+    if rng.random() < 0.4:
+        args["out"] = torch.full(args["q"].shape, math.nan, dtype=key.dtype)
+
+    def invoke(a: Args) -> Results:
+        given = {n: value for n, value in a.items() if n not in ("cache", "k_cache", "v_cache")}
+        out = quire.rope_append_paged_kv_cache(paged_kv_cache=_pages_of(a), **given)
+        return (out, *(a["cache"].unbind(1) if "cache" in a else (a["k_cache"], a["v_cache"])))
+
+    def check(a: Args, results: Results) -> None:
+        same_dtype(a["q"], a["k"], a["v"])
+        at = positions_of(a["positions"], a["q"].shape[0])
+        require(number(a["eps"]) >= 0, "a negative eps")
+        check_rotated(results[0], a["q"], at, a, a.get("q_weight"))
+        both = tuple(turned(a["k"], at, a, t, a.get("k_weight"), None) for t in (torch.float64, a["k"].dtype))
+        check_appended(a, results[1:], (both, (a["v"], a["v"])))
+
+    return Case(
+        "rope_append_paged_kv_cache", args, invoke, check, frozenset({"cache", "k_cache", "v_cache", "out"})
+    )  # fmt: skip
+
+
+def check_appended(a: Args, results: Results, tokens: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Pages of keys and values with the tokens in them: what is exact, and torch's own."""
+    before = a["cache"].unbind(1) if "cache" in a else (a["k_cache"], a["v_cache"])
+    batch, at = integers(a["batch_indices"]), integers(a["positions"])
+    indptr, indices = offsets(a["kv_indptr"]), integers(a["kv_indices"])
+    require(len(batch) == len(at), "tables of other lengths")
+    require(len(indices) >= indptr[-1], "page numbers that are missing")
+    token = 1 if a["kv_layout"] == "NHD" else 2
+    for (exact, own), old, got in zip(tokens, before, results, strict=True):
+        if old.dim() == 3:
+            old, got = old.unsqueeze(token), got.unsqueeze(token)
+        size = old.shape[token]
+        ours = [
+            b if 0 <= b < len(indptr) - 1 and 0 <= i < (indptr[b + 1] - indptr[b]) * size else -1
+            for b, i in zip(batch, at, strict=True)
+        ]
+        used = [indices[indptr[b] + i // size] for b, i in zip(ours, at, strict=True) if b >= 0]
+        require(all(0 <= i < old.shape[0] for i in used), "pages that do not exist")
+        tables = torch.tensor(ours), torch.tensor(at)
+        want, theirs = (
+            oracle.append_paged_kv_cache(x, *tables, old.to(x.dtype), indices, indptr, a["kv_layout"])
+            for x in (exact, own)
+        )
+        assert torch.equal(got.isnan(), want.isnan()), "not the tokens that were to be written"
+        oracle.assert_close(*(t.nan_to_num(0.0) for t in (got, want.double(), theirs)))
+
+
 def seq_lens(rng: random.Random) -> Case:
     counts = [rng.choice((0, 1, 2, 9, 1000)) for _ in range(rng.choice((0, 1, 3)))]
     args: Args = {
@@ -868,6 +1038,7 @@ def segment_packbits(rng: random.Random) -> Case:
 
 GENERATORS: tuple[Callable[[random.Random], Case], ...] = (
     single_prefill, single_decode, ragged, paged, paged, decode, decode, graph_decode, xqa, cascade, decode_shared,
-    prefill_shared, padded, merge_state, merge_state_in_place, merge_states, append, append, seq_lens, batch_positions,
+    prefill_shared, padded, merge_state, merge_state_in_place, merge_states, append, append, rope, rope,
+    rope_requests, rope_table, rope_append, rope_append, seq_lens, batch_positions,
     packbits, segment_packbits,
 )  # fmt: skip

@@ -164,6 +164,49 @@ def _append(t: Tensors) -> Callable[[Tensors], Results]:
     return run
 
 
+def _in_place(function: Callable[..., None], *written: str, **options: object) -> Callable[..., object]:
+    """A `start` for a function that plans nothing and writes into its arguments `written`."""
+
+    def run(t: Tensors) -> Results:
+        function(**t, **options)
+        return tuple(t[n] for n in written)
+
+    return lambda _: run
+
+
+def _angles() -> Tensor:
+    """Cosines and sines of 10 positions."""
+    angles = torch.arange(10, dtype=torch.float32, device="cpu")[:, None] * _draw(a=(1, DIM // 2))["a"]
+    return torch.cat((angles.cos(), angles.sin()), 1)
+
+
+def _flat_heads() -> Tensors:
+    flat = _draw(query=(3, HEADS * DIM), key=(3, KV_HEADS * DIM))
+    return {**flat, "positions": ints(8, 3, 4), "cos_sin_cache": _angles()}
+
+
+def _rope_append(t: Tensors) -> Callable[[Tensors], Results]:
+    names = ("q", "k", "v", "batch_indices", "positions", "kv_indices", "kv_indptr", "q_weight", "k_weight", "out")
+
+    def run(t: Tensors) -> Results:
+        quire.rope_append_paged_kv_cache(paged_kv_cache=_pages(t), **{n: t[n] for n in names})
+        return t["out"], t["k_cache"], t["v_cache"]
+
+    return run
+
+
+def _rope_quantize_append(t: Tensors) -> Callable[[Tensors], Results]:
+    def run(t: Tensors) -> Results:
+        shape = (5, PAGE, KV_HEADS, DIM)
+        cache = tuple(torch.zeros(shape, dtype=torch.float8_e4m3fn, device="cpu") for _ in range(2))
+        results = quire.rope.rope_quantize_fp8_append_paged_kv_cache(
+            paged_kv_cache=cache, page_size=PAGE, q_nope=None, k_nope=None, **t
+        )
+        return tuple(result.float() for result in (*results, *cache))
+
+    return run
+
+
 def _rows(n: int) -> Tensors:
     return _draw(q=(n, HEADS, DIM))
 
@@ -302,6 +345,44 @@ CALLS = (
             "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
         },
         _append,
+    ),
+    Call(
+        "apply_rope",
+        lambda: {**_draw(q=(3, HEADS, DIM), k=(3, KV_HEADS, DIM)), "indptr": ints(0, 1, 3), "offsets": ints(8, 131072)},
+        _single(quire.apply_rope, "q", "k"),
+    ),
+    Call(
+        "apply_llama31_rope_pos_ids_inplace",
+        lambda: {**_draw(q=(3, HEADS, DIM), k=(3, KV_HEADS, DIM)), "pos_ids": ints(8, 3, 131072)},
+        _in_place(quire.apply_llama31_rope_pos_ids_inplace, "q", "k", interleave=True, rotary_dim=32),
+    ),
+    Call(
+        "apply_rope_with_cos_sin_cache",
+        _flat_heads,
+        _single(quire.apply_rope_with_cos_sin_cache, "positions", "query", "key", head_size=DIM),
+    ),
+    Call(
+        "apply_rope_with_cos_sin_cache_inplace",
+        _flat_heads,
+        _in_place(quire.apply_rope_with_cos_sin_cache_inplace, "query", "key", head_size=DIM, is_neox=False),
+    ),
+    Call(
+        "rope_append_paged_kv_cache",
+        lambda: {
+            **_draw(q=(3, HEADS, DIM), k=(3, KV_HEADS, DIM), v=(3, KV_HEADS, DIM), out=(3, HEADS, DIM)),
+            **_draw(q_weight=(DIM,), k_weight=(DIM,)), **_cache(), "kv_indices": ints(4, 0, 2, 1, 3),
+            "kv_indptr": ints(0, 3, 5), "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
+        },
+        _rope_append,
+    ),
+    Call(
+        "rope_quantize_fp8_append_paged_kv_cache",
+        lambda: {
+            **_draw(q_rope=(3, HEADS, DIM), k_rope=(3, KV_HEADS, DIM), v=(3, KV_HEADS, DIM)), "pos_ids": ints(8, 3, 4),
+            "cos_sin_cache": _angles(), "kv_indices": ints(4, 0, 2, 1, 3), "kv_indptr": ints(0, 3, 5),
+            "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
+        },
+        _rope_quantize_append,
     ),
     Call(
         "get_seq_lens",

@@ -201,6 +201,13 @@ OUTPUTS = [
     ("append_paged_kv_cache", "k_cache"),
     ("append_paged_kv_cache", "v_cache"),
     ("append_paged_kv_cache-one_tensor", "paged_kv_cache"),
+    ("apply_llama31_rope_pos_ids_inplace", "q"),
+    ("apply_llama31_rope_pos_ids_inplace", "k"),
+    ("apply_rope_with_cos_sin_cache_inplace", "query"),
+    ("apply_rope_with_cos_sin_cache_inplace", "key"),
+    ("rope_append_paged_kv_cache", "out"),
+    ("rope_append_paged_kv_cache", "k_cache"),
+    ("rope_append_paged_kv_cache", "v_cache"),
     ("get_batch_indices_positions", "batch_indices"),
     ("get_batch_indices_positions", "positions"),
 ]
