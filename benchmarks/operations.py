@@ -43,6 +43,8 @@ class Case:
     num_heads: int
     head_dim: int
     target_us: float | None = None
+    target_of_roof: float | None = None
+    allowed_error: float = ALLOWED_ERROR
 
     @property
     def bytes(self) -> int:
@@ -84,23 +86,23 @@ class Result:
 
 #: What computes, and its result against what it must be.
 Prepared = tuple[Callable[[int], object], Callable[[], tuple[torch.Tensor, torch.Tensor]]]
+Prepare = Callable[[Any, Any, torch.device], Prepared]
 
 
 def prepare(package: Any, case: Case, device: torch.device) -> Prepared:
-    """`package` is quire or FlashInfer: both have these names. None: a copy of as many bytes by torch."""
+    """`package` is quire or FlashInfer: both have these names."""
     torch.manual_seed(0)
-    if package is None:
-        return _prepare_copy(case, device)
     by_kind = {"append": _prepare_append, "packbits": _prepare_packbits}
     return by_kind.get(case.kind, _prepare_merge)(package, case, device)
 
 
-def _sets(device: torch.device) -> int:
+def num_sets(device: torch.device) -> int:
     return 2 if device.type == "cuda" else 1
 
 
-def _prepare_copy(case: Case, device: torch.device) -> Prepared:
-    sources = [torch.randn(case.bytes // 8, device=device) for _ in range(_sets(device))]
+def prepare_copy(case: Any, device: torch.device) -> Prepared:
+    """A copy of as many bytes by torch."""
+    sources = [torch.randn(case.bytes // 8, device=device) for _ in range(num_sets(device))]
     targets = [torch.empty_like(source) for source in sources]
 
     def check() -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +118,7 @@ def _segments(case: Case) -> list[int]:
 
 
 def _prepare_packbits(package: Any, case: Case, device: torch.device) -> Prepared:
-    xs = [torch.rand(case.seq_len, device=device) < 0.5 for _ in range(_sets(device))]
+    xs = [torch.rand(case.seq_len, device=device) < 0.5 for _ in range(num_sets(device))]
     offsets = _segments(case)
     indptr = torch.tensor(offsets, dtype=torch.int32, device=device)
 
@@ -145,7 +147,7 @@ def _prepare_packbits(package: Any, case: Case, device: torch.device) -> Prepare
 def _prepare_merge(package: Any, case: Case, device: torch.device) -> Prepared:
     shape = (case.seq_len, case.num_states, case.num_heads)
     sets = []
-    for _ in range(_sets(device)):
+    for _ in range(num_sets(device)):
         v = torch.randn(*shape, case.head_dim, dtype=torch.bfloat16, device=device)
         sets.append((v, torch.randn(*shape, device=device) * 4))
     v, s = sets[0]
@@ -167,7 +169,7 @@ def _prepare_append(package: Any, case: Case, device: torch.device) -> Prepared:
     num_pages = -(-case.seq_len // PAGE_SIZE)
     shape = (case.seq_len, case.num_heads, case.head_dim)
     sets = []
-    for _ in range(_sets(device)):
+    for _ in range(num_sets(device)):
         k, v = (torch.randn(*shape, dtype=torch.bfloat16, device=device) for _ in range(2))
         cache = torch.zeros(num_pages, 2, PAGE_SIZE, case.num_heads, case.head_dim, dtype=torch.bfloat16, device=device)
         sets.append((k, v, cache))
@@ -190,7 +192,9 @@ def _prepare_append(package: Any, case: Case, device: torch.device) -> Prepared:
     return call, check
 
 
-def measure(case: Case, providers: list[str], device: torch.device, roof: float, rounds: int) -> list[Result]:
+def measure(
+    case: Any, providers: list[str], device: torch.device, roof: float, rounds: int, prepare: Prepare = prepare
+) -> list[Result]:
     """All providers on one case, in turn."""
     results: dict[str, Result] = {}
     calls: dict[str, Callable[[int], object]] = {}
@@ -198,12 +202,17 @@ def measure(case: Case, providers: list[str], device: torch.device, roof: float,
         if reason := _reject(provider, device):
             results[provider] = Result(case.name, provider, reason=reason)
             continue
-        call, check = prepare(None if provider == "torch-copy" else importlib.import_module(provider), case, device)
+        package = None if provider == "torch-copy" else importlib.import_module(provider)
+        try:
+            call, check = prepare_copy(case, device) if package is None else prepare(package, case, device)
+        except AttributeError as error:
+            results[provider] = Result(case.name, provider, reason=f"it has no such operation: {error}")
+            continue
         found, exact = check()
         error = float((found - exact).norm() / exact.norm())
-        if error <= ALLOWED_ERROR:
+        if error <= case.allowed_error:
             calls[provider] = call
-        reason = None if error <= ALLOWED_ERROR else f"wrong result: relative error {error:.2g}"
+        reason = None if error <= case.allowed_error else f"wrong result: relative error {error:.2g}"
         results[provider] = Result(case.name, provider, error, reason=reason)
     capturable = case.kind != "packbits" or case.num_states == 1
     timings = _times(calls, device, rounds, capturable=capturable)
@@ -228,15 +237,17 @@ def _times(
         return []
     if device.type == "cpu":
         return list(zip(calls, cpu_times(list(calls.values()), rounds), strict=True))
-    sets = _sets(device)
+    sets = num_sets(device)
     estimates = [estimate_us(call, sets) for call in calls.values()]
     launches = [captured(call, sets) if capturable else (call, 1) for call in calls.values()]
     return list(zip(calls, cuda_times(launches, estimates, sets, rounds, flusher("write")), strict=True))
 
 
-def _rated(case: Case, before: Result, timing: Timing, roof: float) -> Result:
+def _rated(case: Any, before: Result, timing: Timing, roof: float) -> Result:
     rate = case.bytes / timing.median / 1e3
     reached = None if case.target_us is None else timing.median <= case.target_us
+    if case.target_of_roof is not None:
+        reached = rate / roof >= case.target_of_roof
     return Result(case.name, before.provider, before.error, timing, rate, rate / roof, reached)
 
 
@@ -252,9 +263,12 @@ def line(result: Result) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, description: str | None = __doc__, cases: Sequence[Any] = CASES,
+    prepare: Prepare = prepare,
+) -> int:  # fmt: skip
     """Run the command line; 1 if a result of quire was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="[!t]*", help="names or patterns, comma-separated; default: all but tiny")
     parser.add_argument("--providers", default="quire,flashinfer,torch-copy")
     parser.add_argument("--rounds", type=int, default=7)
@@ -262,15 +276,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     patterns = options.cases.split(",")
-    cases = [case for case in CASES if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
-    if not cases:
-        parser.error(f"--cases: expected some of {', '.join(case.name for case in CASES)}")
+    chosen = [case for case in cases if any(fnmatch.fnmatchcase(case.name, pattern) for pattern in patterns)]
+    if not chosen:
+        parser.error(f"--cases: expected some of {', '.join(case.name for case in cases)}")
     device = torch.device(options.device)
     roof = copy_gigabytes_per_s(device)
     print(f"copy, read and write: {roof:.0f} GB/s, measured now")
     results = []
-    for case in cases:
-        found = measure(case, options.providers.split(","), device, roof, options.rounds)
+    for case in chosen:
+        found = measure(case, options.providers.split(","), device, roof, options.rounds, prepare)
         print(*map(line, found), sep="\n", flush=True)
         results += found
     head = {**describe(device), "copy_gigabytes_per_s": roof}

@@ -128,6 +128,7 @@ def test_what_no_kernel_takes(slug):
 def test_a_selection_has_both_widths():
     slugs = {spec.slug for spec in aot.select(aot.Selection(backends=("cpu",), targets=("x86-64-v4",)))}
     assert {"merge.x86-64-v4.bf16.v1", "merge.x86-64-v4.bf16.v8", "append.x86-64-v4.u16.v1"} < slugs
+    assert {"rope.x86-64-v4.bf16.v8", "rope_append.x86-64-v4.bf16.v1"} < slugs
 
 
 def test_hosts_get_their_own_planner_and_cpu_variants():

@@ -94,6 +94,16 @@ def test_operations(tmp_path: Path) -> None:
     assert all(result["timing"]["median"] > 0 and result["error"] < 1e-2 for result in ours)
 
 
+@pytest.mark.slow
+def test_rope(tmp_path: Path) -> None:
+    file = tmp_path / "rope.json"
+    run("rope.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
+    results = json.loads(file.read_text())["results"]
+    ours = {result["case"]: result for result in results if result["provider"] == "quire"}
+    assert set(ours) == {f"tiny-{kind}" for kind in ("rope", "table", "prologue", "norm", "e4m3")}
+    assert all(result["timing"]["median"] > 0 and result["error"] < 4e-2 for result in ours.values())
+
+
 def _result(modules: ModuleType, name: str, change: float) -> object:
     """What measure_row makes of torch's result plus noise of `change` times each element's size."""
     import peers

@@ -149,9 +149,25 @@ def call_append():
     return call, (rows(2, KV_HEADS), rows(2, KV_HEADS), cache(), cache()[:, 0], cache()[:, 1].contiguous())
 
 
+def call_rope():
+    indptr, indices, _ = pages([9, 12])
+    tokens = torch.tensor([0, 1], dtype=INT), torch.tensor([8, 11], dtype=INT)
+    positions, angles = torch.tensor([8, 11]), torch.randn(20, DIM)
+
+    def call(q, k, v, both):
+        q_rope, k_rope = quire.apply_rope(q, k, torch.tensor([0, 2]), torch.tensor([5]), rotary_dim=32)
+        quire.apply_rope_pos_ids_inplace(q, k, positions, interleave=True)
+        flat = quire.apply_rope_with_cos_sin_cache(positions, q.flatten(1), k.flatten(1), DIM, angles)
+        out = quire.rope_append_paged_kv_cache(q, k, v, *tokens, both, indices, indptr)
+        more = quire.rope.rope_quantize_fp8(q, k, None, None, angles, positions)
+        return q_rope, k_rope, *flat, out, *(part.float() for part in more[:2]), both.sum()
+
+    return call, (rows(2), rows(2, KV_HEADS), rows(2, KV_HEADS), cache())
+
+
 CALLS = [
     call_single_prefill, call_custom_mask, call_single_decode, call_paged, call_out, call_ragged, call_cascade,
-    call_merge, call_append,
+    call_merge, call_append, call_rope,
 ]  # fmt: skip
 
 
@@ -300,7 +316,15 @@ def test_vmap_is_refused():
         torch.func.vmap(lambda q: call(q, k, v))(q[None])
 
 
+_ANGLES = torch.tensor([8, 11]), None, None, torch.zeros(20, DIM), False, 1.0, 1.0, None
 OPERATORS = {
+    "rope": lambda: (rows(2), rows(2, KV_HEADS), rows(2), rows(2, KV_HEADS), None, *_ANGLES),
+    "rope_in_place": lambda: (rows(2), rows(2, KV_HEADS), None, *_ANGLES),
+    "rope_append": lambda: (
+        rows(2), rows(2, KV_HEADS), rows(2, KV_HEADS), rows(2), cache(), None, torch.tensor([0, 1], dtype=INT),
+        torch.tensor([8, 11], dtype=INT), torch.arange(6, dtype=INT), offsets([3, 3]), "NHD", None, None, None, False,
+        1.0, 1e4, None, None, 1e-6, 1.0, 1.0, 1.0,
+    ),
     "run": lambda: (prefill(), rows(8), cache(), None, rows(8), torch.randn(8, HEADS), *[None] * 6),
     "run_captured": lambda: (prefill(), rows(8), cache(), None, rows(8), None, *[None] * 6),
     "merge_state": lambda: (rows(5), torch.randn(5, HEADS), rows(5), torch.randn(5, HEADS)),

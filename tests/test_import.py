@@ -22,6 +22,16 @@ NAMES = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "MultiLevelCascadeAttentionWrapper",
     "append_paged_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "fast_decode_plan",
     "get_batch_indices_positions",
@@ -37,7 +47,7 @@ NAMES = [
     "xqa_batch_decode_with_kv_cache",
 ]
 
-MODULES = ("cascade", "decode", "page", "prefill", "quantization")
+MODULES = ("cascade", "decode", "page", "prefill", "quantization", "rope")
 
 WATCHED = """
 import os, sys

@@ -86,13 +86,13 @@ def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[S
 
 
 def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) -> Iterator[Spec]:
-    """What serving calls beside attention: planning on the host, merging, appending, packing."""
+    """What serving calls beside attention: planning on the host, merging, rotating, appending, packing."""
     yield OperationKey("schedule_attention", host_target()).spec()
     if target.startswith("sm"):
         yield OperationKey("schedule_lengths", target).spec()
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
-        for name in ("merge", "merge_pair"):
+        for name in ("merge", "merge_pair", "rope", "rope_append"):
             yield from (key.spec() for key in OperationKey(name, target, dtype.slug).family())
     for dtype in (dtype_of(name, "dtype") for name in (*dtypes, *kv_dtypes)):
         yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
