@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from quire.errors import ValidationError
+from quire.runtime.layout import span_bytes
 
 #: (bytes from one to the next, how many), the largest steps first
 Steps = tuple[tuple[int, int], ...]
@@ -14,15 +15,22 @@ Steps = tuple[tuple[int, int], ...]
 
 def check_apart(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
     """No output lies on another, nor on an input that is not the very same tensor."""
-    names = list(outputs)
-    for i, name in enumerate(names):
-        others = {**{other: outputs[other] for other in names[i + 1 :]}, **inputs}
-        for other, tensor in others.items():
-            if may_overlap(outputs[name], tensor) and (other in outputs or not is_same(outputs[name], tensor)):
+    spans = [(name, tensor, *_span(tensor)) for name, tensor in (*outputs.items(), *inputs.items())]
+    for i, (name, tensor, begin, end) in enumerate(spans[: len(outputs)]):
+        for j, (other, theirs, their_begin, their_end) in enumerate(spans[i + 1 :], i + 1):
+            if begin >= their_end or their_begin >= end or not may_overlap(tensor, theirs):
+                continue
+            if j < len(outputs) or not is_same(tensor, theirs):
                 raise ValidationError(
                     f"{name}: expected memory of its own, as results are written there; got a tensor that lies on "
                     f"{other}; pass a copy."
                 )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its first byte and the one behind its last."""
+    begin = tensor.data_ptr()
+    return begin, begin + span_bytes(tensor.shape, tensor.stride(), tensor.dtype)
 
 
 def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -31,8 +39,8 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of both have a byte in common. Views of one tensor with other strides than each other's are told
-    apart only by where they begin and end.
+    """Whether elements of both have a byte in common; True also where rows of one reach into the next, which is not
+    looked into.
     """
     return bool(a.numel() and b.numel()) and _meet(b.data_ptr() - a.data_ptr(), _steps(a), _steps(b))
 
@@ -51,13 +59,12 @@ def _meet(distance: int, a: Steps, b: Steps) -> bool:
     """Whether bytes at `a`'s steps and, `distance` further, at `b`'s coincide."""
     if distance >= _length(a) or -distance >= _length(b):
         return False
-    (step, num_a), (step_b, num_b) = a[0], b[0]
-    if step != step_b or step < max(_length(a[1:]), _length(b[1:])):
-        return True
-    if not a[1:] or not b[1:]:
+    step = max(a[0][0], b[0][0])
+    a, b = (steps if steps[0][0] == step else ((step, 1), *steps) for steps in (a, b))
+    if step == 1 or step < max(_length(a[1:]), _length(b[1:])):
         return True
     rows, rest = divmod(distance, step)  # row i of b begins `rest` behind row i + rows of a
     return any(
-        -num_b < ahead < num_a and _meet(shift, a[1:], b[1:])
+        -b[0][1] < ahead < a[0][1] and _meet(shift, a[1:], b[1:])
         for ahead, shift in ((rows, rest), (rows + 1, rest - step))
     )
