@@ -312,9 +312,7 @@ class GxxForAarch64(Gxx):
     """g++ for aarch64 on another machine. Its entries are those that the same g++ makes on aarch64."""
 
     machine = "aarch64-linux-gnu"
-    install_hint = (
-        "Install a cross compiler (`apt-get install g++-aarch64-linux-gnu`), compile on an aarch64 machine"
-    )
+    install_hint = "Install a cross compiler (`apt-get install g++-aarch64-linux-gnu`), compile on an aarch64 machine"
 
 
 class GxxForX86(Gxx):
