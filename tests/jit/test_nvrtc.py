@@ -195,6 +195,7 @@ def test_a_library_that_cannot_be_loaded_is_named(
 OPERATIONS = [
     "append.sm80.u8.v1",
     "append.sm90a.u16.v8",
+    "block_mask.sm90a.any.v1",
     "merge.sm80.bf16.v8",
     "merge_pair.sm90a.fp16.v1",
     "packbits.sm90a.any.v1",
@@ -205,6 +206,7 @@ ATTENTION = [
     "attention_decode.sm90a.fp16-fp16-fp16.d256-256.paged.causal.m64",
     "attention_fa2.sm80.fp16-fp16-fp16.d128-128.paged.none.m64",
     "attention_fa2.sm90a.bf16-bf16-bf16.d128-128.ragged.custom.m128",
+    "attention_fa2.sm90a.bf16-e4m3-bf16.d128-128.paged.causal.m64",
     "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128",
 ]
 
