@@ -100,10 +100,10 @@ def peak_mb(spec: Spec) -> float | None:
 
 def _compiler(spec: Spec) -> tuple[str, str | None]:
     """The variable that names a target's compiler, and the compiler that a build would use."""
-    from quire.jit.toolchain import for_target
+    from quire.jit.toolchain import find_toolchain
 
     variable = "QUIRE_NVCC" if spec.target.startswith("sm") else "QUIRE_CXX"
-    found = for_target(spec.target).find()
+    found = find_toolchain(spec.target)
     return variable, None if found is None else found.path
 
 

@@ -17,7 +17,7 @@ from quire.errors import CompileError
 from quire.jit import ninja, nvrtc, nvrtc_worker
 from quire.jit.memory import Memory
 from quire.jit.nvrtc import Nvrtc
-from quire.jit.toolchain import CUDA_TARGETS, Nvcc, for_target
+from quire.jit.toolchain import CUDA_TARGETS, Nvcc, find_toolchain, kinds_for
 
 needs_nvrtc = pytest.mark.skipif(Nvrtc.find() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 needs_nvcc = pytest.mark.skipif(Nvcc.find() is None, reason="no nvcc")
@@ -222,18 +222,17 @@ def test_every_kernel_compiles_without_a_spill(slug: str, real: None) -> None:
 
 
 def test_it_is_chosen_where_there_is_no_nvcc(stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert for_target("sm90a") is Nvrtc
+    assert isinstance(find_toolchain("sm90a"), Nvrtc)
     monkeypatch.setenv("QUIRE_NVCC", "/no/nvcc")  # whoever names an nvcc wants that one or an error
-    assert for_target("sm90a") is Nvcc
+    assert find_toolchain("sm90a") is None
     monkeypatch.setenv("QUIRE_TOOLCHAIN", "nvrtc")
-    assert for_target("sm90a") is Nvrtc
+    assert isinstance(find_toolchain("sm90a"), Nvrtc)
     monkeypatch.setenv("QUIRE_TOOLCHAIN", "nvcc")
-    assert for_target("sm90a") is Nvcc
+    assert find_toolchain("sm90a") is None
 
 
-@needs_nvcc
 def test_nvcc_is_preferred() -> None:
-    assert for_target("sm90a") is Nvcc
+    assert kinds_for("sm90a") == (Nvcc, Nvrtc)
 
 
 def test_a_machine_with_neither_is_told_of_both(

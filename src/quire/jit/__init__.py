@@ -58,7 +58,7 @@ from quire.jit.module import CudaModule, HostModule, Launch, Module, load
 from quire.jit.request import Request, make_request, toolchain_digest
 from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Manifest, Store
-from quire.jit.toolchain import CUDA_TARGETS, for_target
+from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
 
 __all__ = [
     "CudaModule",
@@ -162,7 +162,7 @@ def _reading_stores(store: Store | None) -> Iterator[Store]:
 
 def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | None:
     """The digest that entries of `store` must end in, None if any will do: see the module's docstring."""
-    toolchain = None if store.readonly or denied else for_target(target).find()
+    toolchain = None if store.readonly or denied else find_toolchain(target)
     if toolchain is None:
         return None
     version = toolchain.known_version(store.memory)
@@ -193,7 +193,7 @@ def _find(request: Request, stores: Iterator[Store], *, denied: bool) -> Entry |
 
 def _of_another_kind(request: Request, store: Store) -> Entry | None:
     """What NVRTC made for a machine that has nvcc, or the other way round; None where the user named the toolchain."""
-    toolchain = for_target(request.spec.target).find()
+    toolchain = find_toolchain(request.spec.target)
     entry = None if toolchain is None or toolchain.named else store.find(request, None)
     if entry is None or toolchain is None or entry.manifest.toolchain.get("toolchain") == toolchain.name:
         return None
@@ -201,7 +201,7 @@ def _of_another_kind(request: Request, store: Store) -> Entry | None:
 
 
 def _request(spec: Spec, templates: Path | None) -> Request:
-    for_target(spec.target)  # UnsupportedError for a target that nothing builds
+    kinds_for(spec.target)  # UnsupportedError for a target that nothing builds
     return make_request(spec, templates or _templates.root())
 
 
@@ -223,7 +223,7 @@ def _explain(request: Request, store: Store | None) -> str:
 
 def _known_toolchain(target: str, store: Store) -> Mapping[str, str] | None:
     """The toolchain half of a build made now, as far as it is known without starting a process."""
-    toolchain = for_target(target).find()
+    toolchain = find_toolchain(target)
     version = None if toolchain is None else toolchain.known_version(store.memory)
     return None if toolchain is None or version is None else toolchain.parts(target, version)
 
@@ -275,7 +275,7 @@ def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:
 
 def _build(request: Request, store: Store, cause: str) -> tuple[Status, Entry]:
     spec = request.spec
-    toolchain = for_target(spec.target).require()
+    toolchain = require_toolchain(spec.target)
     target_store = store
     if reason := store.prepare():
         target_store = _temporary_store(store, reason)

@@ -1,6 +1,6 @@
 """The toolchain half of an entry's name, and how a request becomes an artifact.
 
-A toolchain is found, not made: `for_target(target).find()`. It has a name and a version, gives flags for a target, and
+A toolchain is found, not made: `find_toolchain(target)`. It has a name and a version, gives flags for a target, and
 builds a request in a staging directory. nvcc and g++ are command lines that ninja runs; NVRTC (nvrtc.py) is a
 library that a child process loads. Nothing outside these files knows the difference.
 
@@ -322,17 +322,27 @@ class GxxForX86(Gxx):
     install_hint = "Install a cross compiler (`apt-get install g++-x86-64-linux-gnu`), compile on an x86-64 machine"
 
 
-#: Which toolchain builds which targets; in nvcc's place there may be NVRTC.
+#: Which toolchain builds which targets; in nvcc's place there may be NVRTC, in g++'s a cross compiler.
 _BUILDS: tuple[tuple[type[Toolchain], Mapping[str, str]], ...] = ((Nvcc, CUDA_TARGETS), (Gxx, HOST_TARGETS))
 
 
-def for_target(target: str) -> type[Toolchain]:
-    """The kind of toolchain that builds `target`; UnsupportedError for a target that none builds."""
+def kinds_for(target: str) -> tuple[type[Toolchain], ...]:
+    """The kinds of toolchain that may build `target`, the preferred one first; UnsupportedError if none builds it."""
     found = next((kind for kind, targets in _BUILDS if target in targets), None)
     if found is None:
         known = ", ".join((*CUDA_TARGETS, *HOST_TARGETS))
         raise UnsupportedError(f"no toolchain builds for {target!r}; expected one of {known}")
-    return _nvcc_or_nvrtc() if found is Nvcc else _gxx(target) if found is Gxx else found
+    if found is Nvcc:
+        return _cuda_kinds()
+    return (_gxx(target) if found is Gxx else found,)
+
+
+def _cuda_kinds() -> tuple[type[Toolchain], ...]:
+    """The one that QUIRE_TOOLCHAIN or QUIRE_NVCC asks for; else nvcc, and NVRTC for a machine that has only that."""
+    from quire.jit.nvrtc import Nvrtc  # which derives from a class of this module
+
+    asked = config.toolchain() or ("nvcc" if config.nvcc() else None)
+    return tuple(kind for kind in (Nvcc, Nvrtc) if asked in (None, kind.name))
 
 
 def _gxx(target: str) -> type[Gxx]:
@@ -343,11 +353,11 @@ def _gxx(target: str) -> type[Gxx]:
     return GxxForX86 if on_arm else GxxForAarch64
 
 
-def _nvcc_or_nvrtc() -> type[Toolchain]:
-    """What QUIRE_TOOLCHAIN or QUIRE_NVCC asks for; else nvcc, and NVRTC on a machine that has only that."""
-    from quire.jit.nvrtc import Nvrtc  # which derives from a class of this module
+def find_toolchain(target: str) -> Toolchain | None:
+    """The toolchain that a build for `target` would use, or None. Starts no process."""
+    return next((found for kind in kinds_for(target) if (found := kind.find()) is not None), None)
 
-    asked = config.toolchain() or ("nvcc" if config.nvcc() else None)
-    if asked is not None:
-        return Nvrtc if asked == Nvrtc.name else Nvcc
-    return Nvrtc if Nvcc.find() is None and Nvrtc.find() is not None else Nvcc
+
+def require_toolchain(target: str) -> Toolchain:
+    """The toolchain that a build for `target` uses; CompileError lists the places that were searched."""
+    return find_toolchain(target) or kinds_for(target)[0].require()
