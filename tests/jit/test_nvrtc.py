@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -179,6 +180,20 @@ def test_spills_are_counted(templates: Path, real: None) -> None:
     manifest = jit.build(wide, templates=templates)[1].manifest
     assert manifest.spills is not None and manifest.spills > 0
     assert manifest.registers is not None and manifest.registers <= 64
+
+
+@needs_nvrtc
+def test_an_old_library_is_refused_by_its_version() -> None:
+    library = Nvrtc.require().path
+    script = (
+        "import runpy\n"
+        f"worker = runpy.run_path({nvrtc_worker.__file__!r})\n"
+        "worker['version'].__globals__['OLDEST'] = (99, 0)\n"
+        f"worker['version'](worker['Nvrtc']({library!r}))"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: expected NVRTC 99.0 or newer, found 1")
 
 
 @needs_nvrtc

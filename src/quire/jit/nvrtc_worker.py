@@ -13,6 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+#: The first release whose front end takes all of the headers.
+OLDEST = (12, 4)
+
 
 class Nvrtc:
     """The functions of libnvrtc that a compile takes."""
@@ -56,6 +59,13 @@ class Nvrtc:
 
 def version(nvrtc: Nvrtc) -> int:
     """Print what identifies the compiler to the build, which nvrtcVersion() does not: it stands in the PTX it makes."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    nvrtc.call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+    if (major.value, minor.value) < OLDEST:
+        sys.exit(
+            f"error: expected NVRTC {OLDEST[0]}.{OLDEST[1]} or newer, found {major.value}.{minor.value}; "
+            "`pip install nvidia-cuda-nvrtc`"
+        )
     program, compiled = nvrtc.compile(b"", "empty.cu", [])
     if not compiled:
         sys.exit(f"error: {nvrtc.log(program)}")
