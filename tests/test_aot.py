@@ -16,6 +16,7 @@ from quire.__main__ import main
 from quire.errors import ValidationError
 from quire.jit import host_target
 from quire.jit.nvrtc import Nvrtc
+from quire.jit.toolchain import find_toolchain
 
 SERVER = """
 import sys, torch, quire
@@ -82,6 +83,29 @@ def test_a_machine_without_compilers_runs_what_was_prebuilt(tmp_path):
     nothing = without_compilers(PYTHONPATH=path, QUIRE_CACHE_DIR=str(cache))
     assert serve("serve", manifest, **nothing).strip() == "served"
     assert not cache.exists()
+
+
+PREBUILT = """
+import sys
+from quire import aot, jit
+
+print(jit.get_module(aot.spec_of(sys.argv[1])).entry.path)
+"""
+
+
+@pytest.mark.skipif(find_toolchain("sm90a") is None, reason="neither nvcc nor libnvrtc")
+def test_a_prebuilt_cuda_variant_loads_without_compilers(tmp_path):
+    slug, package = "append.sm90a.u16.v8", tmp_path / "site/quire_jit_cache"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    assert main(["warmup", "--exact", slug, "--store", str(package / "store")]) == 0
+    path = os.pathsep.join([str(package.parent), str(Path(quire.__file__).parents[1])])
+    environment = without_compilers(PYTHONPATH=path, QUIRE_CACHE_DIR=str(tmp_path / "cache"))
+    done = subprocess.run(
+        [sys.executable, "-c", PREBUILT, slug], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert done.stdout.startswith(str(package / "store" / "entries" / slug)), done.stderr
+    assert not (tmp_path / "cache").exists()
 
 
 ONLY_NVRTC = """
