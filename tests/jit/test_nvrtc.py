@@ -19,6 +19,7 @@ from quire.jit import ninja, nvrtc, nvrtc_worker
 from quire.jit.memory import Memory
 from quire.jit.nvrtc import Nvrtc
 from quire.jit.toolchain import CUDA_TARGETS, Nvcc, find_toolchain, kinds_for
+from quire.kernels.operation import OPERATIONS, OperationKey
 
 needs_nvrtc = pytest.mark.skipif(Nvrtc.find() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
 needs_nvcc = pytest.mark.skipif(Nvcc.find() is None, reason="no nvcc")
@@ -207,15 +208,16 @@ def test_a_library_that_cannot_be_loaded_is_named(
         jit.build(DEVICE, templates=templates)
 
 
-OPERATIONS = [
-    "append.sm80.u8.v1",
-    "append.sm90a.u16.v8",
-    "block_mask.sm90a.any.v1",
-    "merge.sm80.bf16.v8",
-    "merge_pair.sm90a.fp16.v1",
-    "packbits.sm90a.any.v1",
-    "schedule_lengths.sm90a.any.v1",
-]
+def operations() -> list[str]:
+    """A variant of each operation: its first type, its widest vectors."""
+    slugs = ["append.sm80.u8.v1", "merge.sm80.bf16.v8"]
+    for operation in OPERATIONS.values():
+        if operation.on_cuda:
+            element, widths = next(iter(operation.widths.items()))
+            slugs.append(OperationKey(operation.name, "sm90a", element, max(widths)).slug)
+    return slugs
+
+
 ATTENTION = [
     "attention_decode.sm80.bf16-e4m3-bf16.d128-128.paged.causal.m16",
     "attention_decode.sm90a.fp16-fp16-fp16.d256-256.paged.causal.m64",
@@ -227,7 +229,7 @@ ATTENTION = [
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("slug", [*OPERATIONS, *(pytest.param(slug, marks=pytest.mark.slow) for slug in ATTENTION)])
+@pytest.mark.parametrize("slug", [*operations(), *(pytest.param(slug, marks=pytest.mark.slow) for slug in ATTENTION)])
 def test_every_kernel_compiles_without_a_spill(slug: str, real: None) -> None:
     manifest = jit.build(aot.spec_of(slug))[1].manifest
     assert (manifest.spills, manifest.warnings) == (0, [])

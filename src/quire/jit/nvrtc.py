@@ -19,8 +19,12 @@ from quire.jit.toolchain import CUDA_TARGETS, Toolchain, ask
 #: Where toolkits and distributions put their libraries.
 _SYSTEM_DIRECTORIES = ("/usr/local/cuda/lib64", "/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu")
 
-#: Before 13.4 the front end has no __builtin_offsetof, which the assertions on parameter structs use.
-_OFFSETOF = "--define-macro=__builtin_offsetof(type,field)=((size_t)__INTADDR__(&((type*)0)->field))"
+#: What nvcc takes from g++ and NVRTC has not (__builtin_offsetof: before 13.4), in words that it has.
+_BUILTINS = (
+    "__builtin_offsetof(type,field)=((size_t)__INTADDR__(&((type*)0)->field))",
+    "__builtin_huge_valf()=__builtin_bit_cast(float,0x7f800000)",
+    "__builtin_nanf(text)=__builtin_bit_cast(float,0x7fc00000)",
+)
 
 
 def _package(name: str, *parts: str) -> Iterator[Path]:
@@ -66,7 +70,8 @@ class Nvrtc(Toolchain):
     def flags(self, target: str) -> tuple[str, ...]:
         """-default-device: a generic lambda of a device function is else taken for a host function."""
         arch = f"--gpu-architecture=sm_{CUDA_TARGETS[target]}"
-        return (arch, "--std=c++17", "-default-device", "--ptxas-options=-v", _OFFSETOF)
+        builtins = (f"--define-macro={builtin}" for builtin in _BUILTINS)
+        return (arch, "--std=c++17", "-default-device", "--ptxas-options=-v", *builtins)
 
     def read_report(self, log: str) -> report.Report:
         return report.parse_nvcc(log)

@@ -106,7 +106,7 @@ struct Merge {
     if (vector == 0) p.s_out[row] = merged.sum > 0.f ? merged.m + log2(merged.sum) : -kInfinity;
   }
 
-  static constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000);
+  static constexpr float kInfinity = __builtin_huge_valf();
 #ifdef __CUDACC__
   QUIRE_DEVICE static float exp2(float x) { return ptx::ex2(x); }
   QUIRE_DEVICE static float log2(float x) { return ptx::lg2(x); }
