@@ -100,10 +100,10 @@ def peak_mb(spec: Spec) -> float | None:
 
 def _compiler(spec: Spec) -> tuple[str, str | None]:
     """The variable that names a target's compiler, and the compiler that a build would use."""
-    from quire.jit.toolchain import find_toolchain
+    from quire.jit.toolchain import for_target
 
     variable = "QUIRE_NVCC" if spec.target.startswith("sm") else "QUIRE_CXX"
-    found = find_toolchain(spec.target)
+    found = for_target(spec.target).find()
     return variable, None if found is None else found.path
 
 

@@ -16,7 +16,7 @@ from quire.errors import CompileError, ValidationError
 from quire.jit import Spec, cpu
 from quire.jit.memory import Memory
 from quire.jit.request import make_request, toolchain_digest
-from quire.jit.toolchain import Gxx, Nvcc, kinds_for
+from quire.jit.toolchain import Gxx, Nvcc, for_target
 
 
 def digest(spec: Spec, templates: Path) -> str:
@@ -106,7 +106,7 @@ def test_the_request_knows_no_toolchain(templates: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("target", [HOST.target, "native", "sm80", "sm90a"])
 def test_flags_are_in_the_toolchains_half_without_paths(target: str) -> None:
-    parts = kinds_for(target)[0]("/some/where", named=True).parts(target, "1.0")
+    parts = for_target(target)("/some/where", named=True).parts(target, "1.0")
     assert sorted(parts) == ["flags", "toolchain", "version"]
     assert "/" not in parts["flags"]
 

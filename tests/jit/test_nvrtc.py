@@ -18,7 +18,7 @@ from quire.errors import CompileError
 from quire.jit import ninja, nvrtc, nvrtc_worker
 from quire.jit.memory import Memory
 from quire.jit.nvrtc import Nvrtc
-from quire.jit.toolchain import CUDA_TARGETS, Nvcc, find_toolchain, kinds_for
+from quire.jit.toolchain import CUDA_TARGETS, Nvcc, for_target
 from quire.kernels.operation import OPERATIONS, OperationKey
 
 needs_nvrtc = pytest.mark.skipif(Nvrtc.find() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
@@ -239,17 +239,18 @@ def test_every_kernel_compiles_without_a_spill(slug: str, real: None) -> None:
 
 
 def test_it_is_chosen_where_there_is_no_nvcc(stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(find_toolchain("sm90a"), Nvrtc)
+    assert for_target("sm90a") is Nvrtc
     monkeypatch.setenv("QUIRE_NVCC", "/no/nvcc")  # whoever names an nvcc wants that one or an error
-    assert find_toolchain("sm90a") is None
+    assert for_target("sm90a") is Nvcc
     monkeypatch.setenv("QUIRE_TOOLCHAIN", "nvrtc")
-    assert isinstance(find_toolchain("sm90a"), Nvrtc)
+    assert for_target("sm90a") is Nvrtc
     monkeypatch.setenv("QUIRE_TOOLCHAIN", "nvcc")
-    assert find_toolchain("sm90a") is None
+    assert for_target("sm90a") is Nvcc
 
 
+@needs_nvcc
 def test_nvcc_is_preferred() -> None:
-    assert kinds_for("sm90a") == (Nvcc, Nvrtc)
+    assert for_target("sm90a") is Nvcc
 
 
 def test_a_machine_with_neither_is_told_of_both(

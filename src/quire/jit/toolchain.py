@@ -358,6 +358,12 @@ def find_toolchain(target: str) -> Toolchain | None:
     return next((found for kind in kinds_for(target) if (found := kind.find()) is not None), None)
 
 
+def for_target(target: str) -> type[Toolchain]:
+    """The kind of toolchain that a build for `target` would use; the preferred one where none is found."""
+    found = find_toolchain(target)
+    return kinds_for(target)[0] if found is None else type(found)
+
+
 def require_toolchain(target: str) -> Toolchain:
     """The toolchain that a build for `target` uses; CompileError lists the places that were searched."""
-    return find_toolchain(target) or kinds_for(target)[0].require()
+    return for_target(target).require()
