@@ -57,10 +57,20 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: reset(monkeypatch)
 
 
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A host library whose `quire_scale` does nothing: what the fake compiler makes."""
+    path = tmp_path_factory.mktemp("library") / "nothing.so"
+    source = "int quire_scale(void* p) { return p == 0; }"
+    command = ["g++", "-x", "c", "-shared", "-fPIC", "-nostdlib", "-o", str(path), "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+    return path
+
+
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    """A fake g++ named by QUIRE_CXX; its artifacts cannot be loaded, so tests use `jit.build`."""
-    compiler = FakeCompiler(tmp_path / "fake-g++", tmp_path / "compiles.log").write()
+def fake(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+    """A fake g++ named by QUIRE_CXX. It takes a few milliseconds."""
+    compiler = FakeCompiler(tmp_path / "fake-g++", tmp_path / "compiles.log", library).write()
     monkeypatch.setenv("QUIRE_CXX", str(compiler.path))
     return compiler
 

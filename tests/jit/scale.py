@@ -47,7 +47,8 @@ struct Scale {
 
 FACTOR = "#pragma once\nnamespace quire {\nconstexpr int kFactor = 2;\n}\n"
 
-#: A compiler that answers questions, writes a line into a log for each run, and makes an artifact out of its source.
+#: A compiler that answers questions, writes a line into a log for each run, and makes an artifact out of its source: a
+#: library that was made beforehand, with a line about the source behind its end.
 FAKE = """#!/bin/sh
 # {note}
 case " $* " in *" --version "*) echo "g++ (Fake) {version}"; exit 0;; esac
@@ -55,7 +56,7 @@ case " $* " in *" -dumpmachine "*) echo fake-linux; exit 0;; *" -print-prog-name
 echo "compile $$" >> "{log}"
 {before}
 while [ $# -gt 0 ]; do
-  if [ "$1" = -o ]; then echo "made by {version} from $(cksum < "$3")" > "$2"; shift; fi
+  if [ "$1" = -o ]; then {{ cat "{library}"; echo "made by {version} from $(cksum < "$3")"; }} > "$2"; shift; fi
   shift
 done
 {after}
@@ -68,9 +69,10 @@ class FakeCompiler:
 
     path: Path
     log: Path
+    library: Path
 
     def write(self, version: str = "1.0", note: str = "", before: str = "", after: str = "") -> FakeCompiler:
-        text = FAKE.format(version=version, note=note, log=self.log, before=before, after=after)
+        text = FAKE.format(version=version, note=note, log=self.log, library=self.library, before=before, after=after)
         draft = self.path.with_suffix(".new")
         draft.write_text(text)
         draft.chmod(0o755)

@@ -179,7 +179,7 @@ def test_a_toolchain_builds_in_a_directory_of_its_own(templates: Path, fake: Fak
     toolchain = Gxx(str(fake.path), named=True)
     outcome = toolchain.build(make_request(HOST, templates), tmp_path)
     assert outcome.failure is None
-    assert (tmp_path / toolchain.artifact).read_bytes().startswith(b"made by 1.0")
+    assert b"made by 1.0" in (tmp_path / toolchain.artifact).read_bytes()
     assert outcome.command.startswith(f"{fake.path} -march=")
     assert str(tmp_path) not in outcome.command.removeprefix(str(fake.path))
     fake.write(before="echo 'x.cpp:1:1: error: no' >&2; exit 1")
@@ -220,7 +220,7 @@ def test_a_compiler_at_another_path_is_asked(
     templates: Path, fake: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jit.build(HOST, templates=templates)
-    other = FakeCompiler(tmp_path / "other-g++", fake.log).write(version="3.0")
+    other = replace(fake, path=tmp_path / "other-g++").write(version="3.0")
     monkeypatch.setenv("QUIRE_CXX", str(other.path))
     assert jit.build(HOST, templates=templates)[0] == "built"
 

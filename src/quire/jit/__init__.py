@@ -8,7 +8,7 @@ The path of `get_module(spec)`:
     lock      one builder for one entry; ask the store again                           lock.py
     build     a toolchain compiles in a private staging directory                      toolchain.py, builder.py
     publish   fsync, then one rename                                                   store.py
-    load      check owner, modes, size and sha256, then open                           module.py
+    load      the bytes whose owner, modes, size and sha256 were checked               trust.py, module.py
 
 A hit ends before the lock: it starts no process, takes no lock, writes nothing and needs no compiler.
 
@@ -42,7 +42,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -53,11 +53,12 @@ from quire.jit.builder import compile_entry
 from quire.jit.cpu import host_target
 from quire.jit.driver import encode_tensor_map
 from quire.jit.lock import entry_lock
+from quire.jit.manifest import Manifest
 from quire.jit.miss import explain
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
 from quire.jit.request import Request, make_request, toolchain_digest
 from quire.jit.spec import Spec, Struct
-from quire.jit.store import Entry, Manifest, Store
+from quire.jit.store import Entry, Store
 from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
 
 __all__ = [
@@ -83,6 +84,7 @@ __all__ = [
     "prebuilt_stores",
     "record",
     "record_use",
+    "require",
     "seal",
     "sealed",
     "supported_cuda_targets",
@@ -92,6 +94,7 @@ __all__ = [
 Status = Literal["hit", "built"]
 
 _PREBUILT_PACKAGE = "quire_jit_cache"
+_WRITABLE = "Set QUIRE_CACHE_DIR to a directory that you alone can write"
 
 _guard = threading.Lock()
 _modules: dict[tuple[Spec, Path | None], Module] = {}
@@ -141,7 +144,7 @@ def _temporary_store(instead_of: Store, reason: str) -> Store:
             _private_store = Store(root, private=True)
             progress.warn_once(
                 f"the cache {instead_of.root} cannot be written ({reason}); compiling into {root} for this process. "
-                "Set QUIRE_CACHE_DIR to a directory that lasts"
+                f"{_WRITABLE}"
             )
         return _private_store
 
@@ -177,24 +180,26 @@ def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | Non
     return toolchain_digest(toolchain.parts(target, version))
 
 
-def _find(request: Request, stores: Iterator[Store], *, denied: bool) -> Entry | None:
+def _find(request: Request, stores: Iterator[Store], *, denied: bool, builds: bool = False) -> Entry | None:
+    """The entry of the first store that has one. With `builds` a miss is built, which tells of damaged entries."""
     spec = request.spec
     for store in stores:
         if not os.path.isdir(store.root / "entries" / spec.slug):  # noqa: PTH112 - False where we may not read
             continue  # most misses end here, before any compiler is sought
         accepted = _accepted_toolchain(spec.target, store, denied=denied)
-        entry = store.find(request, accepted)
+        quiet = builds and not store.readonly
+        entry = store.find(request, accepted, quiet=quiet)
         if entry is None and accepted is not None:
-            entry = _of_another_kind(request, store)
+            entry = _of_another_kind(request, store, quiet=quiet)
         if entry is not None:
             return entry
     return None
 
 
-def _of_another_kind(request: Request, store: Store) -> Entry | None:
+def _of_another_kind(request: Request, store: Store, *, quiet: bool) -> Entry | None:
     """What NVRTC made for a machine that has nvcc, or the other way round; None where the user named the toolchain."""
     toolchain = find_toolchain(request.spec.target)
-    entry = None if toolchain is None or toolchain.named else store.find(request, None)
+    entry = None if toolchain is None or toolchain.named else store.find(request, None, quiet=quiet)
     if entry is None or toolchain is None or entry.manifest.toolchain.get("toolchain") == toolchain.name:
         return None
     return entry
@@ -211,8 +216,10 @@ def lookup(spec: Spec, *, store: Store | None = None, templates: Path | None = N
 
 
 def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> str:
-    """Why `spec` is not in the cache: what differs from the nearest entry that is."""
-    return _explain(_request(spec, templates), store)
+    """Why `spec` is not in the cache: what differs from the nearest entry that is. If it is there: where."""
+    request = _request(spec, templates)
+    entry = _find(request, _reading_stores(store), denied=denied())
+    return _explain(request, store) if entry is None else f"it is in the cache: {entry.path}"
 
 
 def _explain(request: Request, store: Store | None) -> str:
@@ -247,16 +254,25 @@ def sealed() -> bool:
     return _sealed
 
 
-def _refuse(request: Request, store: Store | None) -> CacheMissError:
-    spec = request.spec
+def _refusal(missing: Sequence[Request], store: Store | None) -> CacheMissError:
     by = "this process is sealed" if _sealed else "QUIRE_JIT=deny"
-    line = f"quire warmup {spec.warmup}".rstrip()
-    return CacheMissError(
-        f"{spec.slug} is not in the cache and must not be compiled ({by})\n"
-        f"  target: {spec.target}\n"
+    lines = [
+        f"{request.spec.slug} is not in the cache and must not be compiled ({by})\n"
+        f"  target: {request.spec.target}\n"
         f"  cause:  {_explain(request, store)}\n"
-        f"  to do:  {line}"
-    )
+        for request in missing
+    ]
+    one, slugs = missing[0].spec.warmup, [request.spec.slug for request in missing]
+    line = one if one and len(missing) == 1 else f"--exact {' '.join(slugs)}"
+    return CacheMissError("".join(lines) + f"  to do:  quire warmup {line}")
+
+
+def require(specs: Iterable[Spec]) -> None:
+    """Raise one CacheMissError that names all of `specs` that no store has, if they must not be compiled."""
+    if denied():
+        requests = [_request(spec, None) for spec in specs]
+        if missing := [r for r in requests if _find(r, _reading_stores(None), denied=True) is None]:
+            raise _refusal(missing, None)
 
 
 def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:
@@ -273,11 +289,13 @@ def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:
     return report
 
 
-def _build(request: Request, store: Store, cause: str) -> tuple[Status, Entry]:
+def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tuple[Status, Entry]:
     spec = request.spec
     toolchain = require_toolchain(spec.target)
     target_store = store
     if reason := store.prepare():
+        if lasting:
+            raise CacheError(f"the cache {store.root} cannot be written: {reason}. {_WRITABLE}")
         target_store = _temporary_store(store, reason)
         if failure := target_store.prepare():
             raise CacheError(f"neither {store.root} ({reason}) nor {target_store.root} ({failure}) can be written")
@@ -292,19 +310,22 @@ def _build(request: Request, store: Store, cause: str) -> tuple[Status, Entry]:
         return "built", compile_entry(request, toolchain, parts, target_store, cause)
 
 
-def build(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> tuple[Status, Entry]:
+def build(
+    spec: Spec, *, store: Store | None = None, templates: Path | None = None, lasting: bool = False
+) -> tuple[Status, Entry]:
     """Make sure that `spec` is in a store: ("hit", entry) or ("built", entry). Safe from many threads and processes.
 
-    With `store`, only that one is read and filled. Raises CacheMissError where compiling is denied, CompileError
+    With `store`, only that one is read and filled. Where a store cannot be written, one that ends with this process
+    takes its place; with `lasting`, CacheError is raised. Raises CacheMissError where compiling is denied, CompileError
     where a compiler is missing or fails.
     """
     request, forbidden = _request(spec, templates), denied()
-    entry = _find(request, _reading_stores(store), denied=forbidden)
+    entry = _find(request, _reading_stores(store), denied=forbidden, builds=not forbidden)
     status: Status = "hit"
     if entry is None:
         if forbidden:
-            raise _refuse(request, store)
-        status, entry = _build(request, store or user_store(), _explain(request, store))
+            raise _refusal([request], store)
+        status, entry = _build(request, store or user_store(), _explain(request, store), lasting=lasting)
     if status == "hit":
         events.emit(events.Event("hit", spec.slug, spec.target, path=str(entry.path)))
     return status, entry

@@ -1,30 +1,60 @@
-"""Constants that a compiled kernel exports, read from its artifact. Cubins and host libraries are both ELF files."""
+"""What a compiler made, looked at before it is published. Cubins and host libraries are both ELF files."""
 
 from __future__ import annotations
 
+import io
 import struct
-from pathlib import Path
+from typing import Any
 
 from quire.errors import CompileError
 from quire.jit.spec import Spec
 
+_MACHINES = {"aarch64": "EM_AARCH64"}  #: of host targets; others are x86-64
 
-def read_exports(path: Path, spec: Spec) -> dict[str, int]:
-    """The values of `spec.exports`, which the unit holds as an array of ints in this order."""
+
+def read_exports(image: bytes, spec: Spec) -> dict[str, int]:
+    """The values of `spec.exports`, which the unit holds as an array of ints in this order.
+
+    CompileError if `image` is not an ELF file for the target that defines the entry point and these values.
+    """
+    try:
+        return _read(image, spec)
+    except CompileError:
+        raise
+    except Exception as error:  # whatever the parser stumbles over
+        raise _unusable(spec, f"it is no whole ELF file ({type(error).__name__}: {error})") from error
+
+
+def _read(image: bytes, spec: Spec) -> dict[str, int]:
+    from elftools.elf.elffile import ELFFile  # needed after a compile only
+
+    elf = ELFFile(io.BytesIO(image))
+    machine = "EM_CUDA" if spec.device else _MACHINES.get(spec.target, "EM_X86_64")
+    if spec.target != "native" and elf["e_machine"] != machine:
+        raise _unusable(spec, f"expected an ELF file for {machine}, got one for {elf['e_machine']}")
+    _symbol(elf, spec, spec.entry)
     if not spec.exports:
         return {}
-    from elftools.elf.elffile import ELFFile  # needed after a compile only
+    symbol = _symbol(elf, spec, f"{spec.entry}_exports")
+    section = elf.get_section(symbol["st_shndx"])
+    begin = symbol["st_value"] - section["sh_addr"]
+    values = struct.unpack_from(f"<{len(spec.exports)}i", section.data(), begin)
+    return dict(zip(spec.exports, values, strict=True))
+
+
+def _symbol(elf: Any, spec: Spec, name: str) -> Any:
+    """The symbol `name`, which the file defines."""
     from elftools.elf.sections import SymbolTableSection
 
-    name = f"{spec.entry}_exports"
-    with path.open("rb") as file:
-        elf = ELFFile(file)
-        tables = [section for section in elf.iter_sections() if isinstance(section, SymbolTableSection)]
-        found = next((symbols for table in tables if (symbols := table.get_symbol_by_name(name))), None)
-        if not found:
-            raise CompileError(f"{spec.slug}: expected the artifact to export {name}, which it does not.")
-        symbol = found[0]
-        section = elf.get_section(symbol["st_shndx"])
-        begin = symbol["st_value"] - section["sh_addr"]
-        values = struct.unpack_from(f"<{len(spec.exports)}i", section.data(), begin)
-    return dict(zip(spec.exports, values, strict=True))
+    for table in (section for section in elf.iter_sections() if isinstance(section, SymbolTableSection)):
+        for symbol in table.get_symbol_by_name(name) or ():
+            if symbol["st_shndx"] != "SHN_UNDEF":
+                return symbol
+    raise _unusable(spec, f"expected it to export {name}, which it does not")
+
+
+def _unusable(spec: Spec, reason: str) -> CompileError:
+    return CompileError(
+        f"{spec.slug}: the compiler reported success, but what it made cannot be used: {reason}. "
+        "Try another compiler (QUIRE_NVCC, QUIRE_CXX)"
+    )

@@ -9,12 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from quire import config
-from quire.errors import CacheError
-from quire.jit import artifact, cpu, diagnosis, events, progress
+from quire.errors import CacheError, CompileError
+from quire.jit import artifact, cpu, diagnosis, events, progress, trust
 from quire.jit.lock import build_permit
+from quire.jit.manifest import Manifest
 from quire.jit.request import SCHEMA, Request
-from quire.jit.store import Entry, Manifest, Store
+from quire.jit.store import Entry, Store
 from quire.jit.toolchain import Outcome, Toolchain
+
+_LITTLE_SPACE = 4 << 20  #: bytes; less than what compilers write beside the artifact
 
 
 def _build(request: Request, toolchain: Toolchain, staging: Path, store: Store) -> Outcome:
@@ -46,7 +49,7 @@ def _keep_only(staging: Path, names: tuple[str, ...]) -> None:
 
 
 def _describe(request: Request, parts: Mapping[str, str], built: Path, outcome: Outcome) -> Manifest:
-    report, spec, data = outcome.report, request.spec, built.read_bytes()
+    report, spec, image = outcome.report, request.spec, built.read_bytes()
     return Manifest(
         schema=SCHEMA,
         slug=spec.slug,
@@ -57,9 +60,9 @@ def _describe(request: Request, parts: Mapping[str, str], built: Path, outcome: 
         entry=spec.entry,
         warmup=spec.warmup,
         artifact=built.name,
-        size=len(data),
-        sha256=hashlib.sha256(data).hexdigest(),
-        exports=artifact.read_exports(built, spec),
+        size=len(image),
+        sha256=hashlib.sha256(image).hexdigest(),
+        exports=artifact.read_exports(image, spec),
         registers=report.registers,
         spills=report.spills,
         stack=report.stack,
@@ -71,17 +74,26 @@ def _describe(request: Request, parts: Mapping[str, str], built: Path, outcome: 
     )
 
 
+def _failure(request: Request, store: Store, outcome: Outcome, failure: diagnosis.Diagnosis) -> CompileError:
+    """Keep the log, and say what it says."""
+    log = store.root / "logs" / f"{request.spec.slug}.{request.digest[:12]}.log"
+    with trust.directory(store.root, "logs") as logs:
+        trust.write(logs, log.name, outcome.log.encode())
+    if failure.is_unknown and shutil.disk_usage(store.root).free < _LITTLE_SPACE:
+        failure = diagnosis.full_disk(failure)  # on which the log is cut too
+    return diagnosis.compile_error(request.spec.slug, failure, outcome.command, log)
+
+
 def _compile(request: Request, toolchain: Toolchain, parts: Mapping[str, str], store: Store) -> Entry:
     staging = store.new_staging()
     keep = False
     try:
-        outcome = _build(request, toolchain, staging, store)
-        if outcome.failure is not None:
-            log = store.root / "logs" / f"{request.spec.slug}.{request.digest[:12]}.log"
-            log.write_text(outcome.log, encoding="utf-8")
-            raise diagnosis.compile_error(request.spec.slug, outcome.failure, outcome.command, log)
-        manifest = _describe(request, parts, staging / toolchain.artifact, outcome)
-        _keep_only(staging, (toolchain.source, toolchain.artifact, "build.log"))
+        with store.inside(staging) as inside:
+            outcome = _build(request, toolchain, inside, store)
+            if outcome.failure is not None:
+                raise _failure(request, store, outcome, outcome.failure)
+            manifest = _describe(request, parts, inside / toolchain.artifact, outcome)
+            _keep_only(inside, (toolchain.source, toolchain.artifact, "build.log"))
         entry = store.publish(staging, manifest)
         keep = entry.path == staging
         return entry

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quire.errors import CompileError
@@ -102,6 +102,7 @@ class Diagnosis:
     line: str  #: the first line that reports an error
     remedy: str
     was_killed: bool  #: a signal ended the compiler from outside: worth one more try, alone
+    is_unknown: bool = False  #: the log says nothing that the table knows
 
 
 def diagnose(log: str, status: int) -> Diagnosis:
@@ -111,8 +112,15 @@ def diagnose(log: str, status: int) -> Diagnosis:
     shown = first or f"the compiler ended with status {status} and said nothing"
     text = log + (f"\ncode={status}" if status else "")
     unknown = ("error in the source" if first else "silent failure", "", "The full log has the context.")
-    kind, _, remedy = next((row for row in _KINDS if re.search(row[1], text)), unknown)
-    return Diagnosis(kind, shown, remedy, _KILLED.search(text) is not None)
+    row = next((row for row in _KINDS if re.search(row[1], text)), unknown)
+    was_killed = row is not _KINDS[0] and _KILLED.search(text) is not None  # by somebody else than the time limit
+    return Diagnosis(row[0], shown, row[2], was_killed, is_unknown=row is unknown)
+
+
+def full_disk(found: Diagnosis) -> Diagnosis:
+    """The same failure, where the disk is known to be full."""
+    kind, _, remedy = next(row for row in _KINDS if row[0] == "full disk")
+    return replace(found, kind=kind, remedy=remedy, is_unknown=False)
 
 
 def compile_error(slug: str, found: Diagnosis, command: str, log: Path) -> CompileError:

@@ -12,6 +12,11 @@ import threading
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from quire.errors import CacheError
+from quire.jit import progress, trust
+
+_LARGEST = 1 << 20  #: bytes; an answer takes some hundred
+
 Stamp: TypeAlias = list[list[Any]]  #: [path, size in bytes, time in ns] of each file
 
 
@@ -44,11 +49,19 @@ class Memory:
         self._guard = threading.Lock()
 
     def _read(self) -> dict[str, dict[str, Any]]:
+        if self._path is None:
+            return {}
         try:
-            read = json.loads(self._path.read_bytes()) if self._path is not None else {}
-        except (OSError, ValueError, RecursionError):  # absent or damaged: there is nothing to recall
-            read = {}
-        return {path: answer for path, answer in read.items() if _is_answer(answer)} if isinstance(read, dict) else {}
+            with trust.directory(self._path.parent) as at:
+                read = json.loads(trust.read(at, self._path.name, _LARGEST))
+            if not isinstance(read, dict):
+                raise ValueError(f"expected an object, got a {type(read).__name__}")
+        except (FileNotFoundError, PermissionError):  # there is nothing to recall
+            return {}
+        except (CacheError, OSError, ValueError, RecursionError) as error:
+            progress.warn_once(f"ignored {self._path}, compilers are asked again: {error}")
+            return {}
+        return {path: answer for path, answer in read.items() if _is_answer(answer)}
 
     def _all(self) -> dict[str, dict[str, Any]]:
         if self._answers is None:
@@ -85,7 +98,9 @@ class Memory:
             if not self._unsaved or self._path is None or not os.access(self._path.parent, os.W_OK):
                 return
             self._answers = {**self._read(), **self._all()}  # others may have written meanwhile
-            unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}.{threading.get_ident()}")
-            unfinished.write_text(json.dumps(self._answers, indent=1, sort_keys=True))
-            unfinished.replace(self._path)
+            try:
+                with trust.directory(self._path.parent) as at:
+                    trust.write(at, self._path.name, json.dumps(self._answers, indent=1, sort_keys=True).encode())
+            except (CacheError, OSError) as error:
+                progress.warn_once(f"{self._path} cannot be written, so each process asks its compilers: {error}")
             self._unsaved = False

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
+from quire.jit.manifest import Manifest
 from quire.jit.request import Request
-from quire.jit.store import Manifest
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Mapping
 from ctypes import byref, c_int, c_void_p
@@ -12,6 +11,7 @@ from typing import Any, TypeAlias
 from quire.errors import CacheError, PlanError, UnsupportedError
 from quire.jit import cpu
 from quire.jit.driver import Driver, LaunchAttribute, LaunchConfig, driver
+from quire.jit.library import hint_of, load_library
 from quire.jit.store import Entry
 
 _MAX_DYNAMIC_SMEM = 8
@@ -23,7 +23,7 @@ class _Base:
     """What modules of either kind tell."""
 
     def __init__(self, entry: Entry) -> None:
-        self.entry = entry
+        self.entry = entry.without_image()
 
     @property
     def slug(self) -> str:
@@ -50,11 +50,9 @@ class HostModule(_Base):
                 f"the best target here is {cpu.host_target()}"
             )
         try:
-            self._library = ctypes.CDLL(str(entry.artifact))
-            function = getattr(self._library, entry.manifest.entry)
+            function = load_library(entry.slug, entry.image)[entry.manifest.entry]
         except (OSError, AttributeError) as error:
-            hint = "; install libgomp (`apt-get install libgomp1`)" if "libgomp" in str(error) else ""
-            raise CacheError(f"{entry.artifact} cannot be loaded: {error}{hint}") from error
+            raise CacheError(f"{entry.artifact} cannot be loaded: {error}{hint_of(error)}") from error
         function.argtypes, function.restype = [c_void_p], c_int
         self.function: Any = function
 
@@ -130,7 +128,7 @@ class CudaModule(_Base):
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry)
-        self._image = entry.artifact.read_bytes()  # until it is loaded: a cache may be cleared meanwhile
+        self._image = entry.image  # until it is loaded: a cache may be cleared meanwhile
         self._guard = threading.RLock()
         self._driver: Driver | None = None
         self._kernel: int | None = None

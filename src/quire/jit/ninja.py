@@ -1,8 +1,9 @@
 """Run one build.ninja: within a time limit, with its peak memory, and with no compiler left behind if we die.
 
 The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies in whatever way, or
-closes the pipe at the time limit, the supervisor ends ninja, which ends its compilers. A `preexec_fn` with
-PR_SET_PDEATHSIG would reach ninja only, and would run Python in the fork of a process full of threads.
+closes the pipe at the time limit, the supervisor sends SIGTERM to ninja and its compilers, and a second later SIGKILL
+to what is left. A `preexec_fn` with PR_SET_PDEATHSIG would reach ninja only, and would run Python in the fork of a
+process full of threads.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from quire.errors import CompileError
 #: Far beyond any compile, and below the time that others wait for this one (lock.PATIENCE_SECONDS).
 TIME_LIMIT_SECONDS = 600.0
 
+# All processes of a build are in the supervisor's group. `kill -0` fails once the shell has reaped ninja.
 _SUPERVISOR = """
 exec 3<&0 </dev/null
-"$@" &
+"$@" 3<&- &
 build=$!
-( read -r _ <&3; kill -TERM "$build" ) 2>/dev/null &
+trap 'for _ in 1 2 3 4 5 6 7 8 9 10; do kill -0 $build || break; sleep 0.1; done; kill -KILL 0' TERM
+( read -r _ <&3; kill -TERM 0 ) &
 watch=$!
 wait "$build"
 status=$?
-kill "$watch" 2>/dev/null
+kill -KILL "$watch"
 exit "$status"
 """
 

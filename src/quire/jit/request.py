@@ -20,7 +20,7 @@ from quire.jit.spec import Spec
 
 #: Version of the entry's format and of how artifacts are called. Raise it when either changes, and when a toolchain's
 #: flags change what code computes: hosts without a compiler take entries of any flags.
-SCHEMA = "quire-entry-3"
+SCHEMA = "quire-entry-4"
 
 _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 
@@ -61,9 +61,14 @@ def entry_name(request: Mapping[str, str], toolchain: Mapping[str, str]) -> str:
     return f"{request_digest(request)}-{toolchain_digest(toolchain)}"
 
 
+def is_slug(text: str) -> bool:
+    """Whether `text` can name a variant, and thereby a directory."""
+    return _SLUG.fullmatch(text) is not None
+
+
 def make_request(spec: Spec, templates: Path) -> Request:
     """Hash the spec and what it reaches under `templates`. Starts no process."""
-    if _SLUG.fullmatch(spec.slug) is None:
+    if not is_slug(spec.slug):
         raise ValidationError(f"slug: expected [a-z0-9._-]+ of at most 200 characters, got {spec.slug!r}")
     found = headers.closure(templates / "include", spec.header, device=spec.device)
     parts = {

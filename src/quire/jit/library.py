@@ -1,0 +1,73 @@
+"""Host libraries, loaded from bytes in memory: whoever writes to the file that they came from changes nothing here.
+
+It does not matter either whether the cache's file system permits execution.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+_guard = threading.Lock()
+_libraries: dict[str, ctypes.CDLL] = {}  #: sha256 -> a library, which is never unloaded
+
+
+def load_library(name: str, image: bytes) -> ctypes.CDLL:
+    """The library whose file holds `image`; the same bytes are loaded once a process. OSError if it cannot be."""
+    digest = hashlib.sha256(image).hexdigest()
+    with _guard:
+        if digest not in _libraries:
+            _libraries[digest] = _load(name, image)
+        return _libraries[digest]
+
+
+def _load(name: str, image: bytes) -> ctypes.CDLL:
+    try:
+        descriptor = _memory_file(name, image)
+    except OSError:  # such files may be forbidden (vm.memfd_noexec, a sandbox)
+        return _load_copy(image)
+    try:
+        # Each library has a path of its own: the loader would take an equal path for the library that had it before.
+        path = f"/proc/self/{'./' * len(_libraries)}fd/{descriptor}"
+        return ctypes.CDLL(path) if os.path.exists(path) else _load_copy(image)  # noqa: PTH110 - pathlib drops the dots
+    finally:
+        os.close(descriptor)
+
+
+def _memory_file(name: str, image: bytes) -> int:
+    """A descriptor of a file in memory that nobody can write to any more."""
+    descriptor = os.memfd_create(f"quire {name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(image)
+        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _load_copy(image: bytes) -> ctypes.CDLL:
+    """Load a copy in a directory of mode 0700, which is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="quire-") as directory:
+        path = Path(directory) / "variant.so"
+        path.write_bytes(image)
+        return ctypes.CDLL(str(path))
+
+
+def hint_of(error: Exception) -> str:
+    """What to do about a library that cannot be loaded."""
+    if "libgomp" in str(error):
+        return "; install libgomp (`apt-get install libgomp1`)"
+    if "failed to map segment" in str(error):
+        return (
+            f"; no file in memory may be executed here, and {tempfile.gettempdir()} is mounted noexec: "
+            "set TMPDIR to a directory on a file system that permits execution"
+        )
+    return ""

@@ -1,0 +1,90 @@
+"""What the cache knows about an entry: its manifest.json, each of whose bytes counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cache
+from typing import Any, get_origin, get_type_hints
+
+from quire.errors import CacheError
+from quire.jit.request import SCHEMA, Request, is_slug
+
+MANIFEST = "manifest.json"
+LARGEST_MANIFEST = 1 << 20  #: bytes; ours take a few thousand
+
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
+_NO_DIGEST = "0" * 64  #: stands in the digest's place while it is computed
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What an entry is, who made it and how the compile went."""
+
+    schema: str
+    slug: str
+    target: str
+    fields: dict[str, str]  #: the variant as the user writes it: what a miss is explained with
+    request: dict[str, str]  #: the labelled parts of the first half of the entry's name
+    toolchain: dict[str, str]  #: those of the second half
+    entry: str  #: exported symbol
+    warmup: str  #: `quire warmup` arguments that build exactly this variant
+    artifact: str  #: file name
+    size: int  #: bytes
+    sha256: str
+    exports: dict[str, int]  #: constants of the kernel: threads, shared memory, ...
+    registers: int | None
+    spills: int | None  #: bytes of spill stores and loads
+    stack: int | None
+    smem: int | None
+    warnings: list[str]
+    seconds: float  #: of the compile
+    peak_bytes: int | None  #: resident set of the compiler, where known
+    created: float  #: seconds since the epoch
+
+    @classmethod
+    def read(cls, data: str | bytes) -> Manifest:
+        """From JSON; CacheError if it is not a manifest of this schema, or not as it was written."""
+        try:
+            text = data if isinstance(data, str) else data.decode()
+            found = json.loads(text)
+            if found["schema"] != SCHEMA:
+                raise CacheError(f"schema is {found['schema']!r}, expected {SCHEMA!r}")
+            if found["digest"] != _digest(text.replace(found["digest"], _NO_DIGEST)):
+                raise CacheError("manifest has another digest than it says")
+            for name, kind in _field_types().items():
+                if not isinstance(found[name], kind):
+                    raise TypeError(f"{name} is {str(found[name])[:80]!r}")
+            manifest = cls(**{name: found[name] for name in _field_types()})
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise CacheError(f"manifest is unreadable ({type(error).__name__}: {error})") from error
+        if _FILE.fullmatch(manifest.artifact) is None or not is_slug(manifest.slug):
+            raise CacheError(
+                f"manifest names no plain file or slug: {manifest.artifact[:80]!r}, {manifest.slug[:80]!r}"
+            )
+        return manifest
+
+    def describes(self, request: Request) -> bool:
+        """Whether the entry answers `request`, and is called as its spec says."""
+        spec = request.spec
+        return (self.request, self.target, self.entry) == (dict(request.parts), spec.target, spec.entry)
+
+    def write(self) -> str:
+        """As JSON, with a digest of all of it."""
+        text = json.dumps({**asdict(self), "digest": _NO_DIGEST}, indent=1, sort_keys=True) + "\n"
+        return text.replace(_NO_DIGEST, _digest(text))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@cache
+def _field_types() -> dict[str, Any]:
+    """What JSON must hold under each field of a manifest."""
+    return {
+        name: get_origin(hint) if get_origin(hint) in (dict, list) else hint
+        for name, hint in get_type_hints(Manifest).items()
+    }

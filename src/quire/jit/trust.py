@@ -1,0 +1,141 @@
+"""Directories and files that only trusted users could have written: to load an artifact is to run its code.
+
+Below a root, each name is opened relative to the descriptor of the directory above it, without following links, and
+what was opened is what is checked. Nobody can therefore exchange a file between its check and its use, wherever the
+root lies.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from quire.errors import CacheError
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: nobody waits for the other end of a pipe
+
+
+def _code_owners() -> frozenset[int]:
+    """Users who can already run code here: ourselves, root, and whoever owns the installed library."""
+    return frozenset({os.geteuid(), 0, os.stat(__file__).st_uid})  # noqa: PTH116 - __file__ is a string
+
+
+def _check(descriptor: int, name: str, *, shared_group: bool, sticky: bool = False) -> os.stat_result:
+    """Refuse what another user could have written. With `sticky`, a directory like /tmp passes."""
+    status = os.fstat(descriptor)
+    if status.st_uid not in _code_owners():
+        raise CacheError(f"{name} belongs to user {status.st_uid}, expected {os.geteuid()} or root")
+    # A group of the owner's own number is theirs alone, the custom of systems whose umask is 002.
+    forbidden = stat.S_IWOTH if shared_group or status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
+    if status.st_mode & forbidden and not (sticky and status.st_mode & stat.S_ISVTX):
+        raise CacheError(f"{name} may be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
+    return status
+
+
+def _open(directory: int, name: str, flags: int, mode: int = 0) -> int:
+    try:
+        return os.open(name, flags, mode, dir_fd=directory)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR):
+            raise
+        raise CacheError(f"{name} is not a plain {'directory' if flags & os.O_DIRECTORY else 'file'}") from error
+
+
+@contextmanager
+def directory(root: Path | int, *names: str, shared_group: bool = False) -> Iterator[int]:
+    """A descriptor of the directory `names` below `root`. CacheError if others could have written into one of them.
+
+    The path of a root may lead through links, since its user wrote it. A descriptor as root was checked before. With
+    `shared_group` directories may be writable by their group.
+    """
+    at = os.dup(root) if isinstance(root, int) else os.open(root, _DIRECTORY)
+    try:
+        if isinstance(root, Path):
+            _check(at, root.name, shared_group=shared_group, sticky=True)
+        for name in names:
+            below = _open(at, name, _DIRECTORY | os.O_NOFOLLOW)
+            os.close(at)
+            at = below
+            _check(at, name, shared_group=shared_group)
+        yield at
+    finally:
+        os.close(at)
+
+
+def make_directory(at: int, name: str) -> None:
+    """Make sure that `name` is a directory which only we can write; CacheError if it is anything else."""
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o755, dir_fd=at)
+    below = _open(at, name, _DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if os.fstat(below).st_uid == os.geteuid() and os.fstat(below).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            os.fchmod(below, 0o755)  # made under a looser umask, or copied
+        _check(below, name, shared_group=False)
+    finally:
+        os.close(below)
+
+
+def read(at: int, name: str, limit: int, *, shared_group: bool = False) -> bytes:
+    """The content of the plain file `name` of at most `limit` bytes; CacheError if others could have written it."""
+    with open(_open(at, name, os.O_RDONLY | _FILE), "rb", buffering=0) as file:
+        status = _check(file.fileno(), name, shared_group=shared_group)
+        if not stat.S_ISREG(status.st_mode):
+            raise CacheError(f"{name} is not a plain file")
+        if status.st_size > limit:
+            raise CacheError(f"{name} has {status.st_size} bytes, expected at most {limit}")
+        return file.read()
+
+
+def write(at: int, name: str, data: bytes) -> None:
+    """Give the file `name` a new content, at once. What had the name before is replaced, and not written to."""
+    unfinished = f"{name}.{os.getpid()}.{threading.get_ident()}"
+    with suppress(FileNotFoundError):
+        os.unlink(unfinished, dir_fd=at)
+    try:
+        with open(_open(at, unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o644), "wb") as file:
+            file.write(data)
+        os.rename(unfinished, name, src_dir_fd=at, dst_dir_fd=at)
+    except OSError:
+        with suppress(FileNotFoundError):
+            os.unlink(unfinished, dir_fd=at)
+        raise
+
+
+def names(at: int) -> list[str]:
+    """The names in an open directory."""
+    return os.listdir(at)
+
+
+def finish(at: int) -> None:
+    """Make the files of a directory readable for all and final, on the disk as well."""
+    for name in names(at):
+        with open(_open(at, name, os.O_RDONLY | _FILE), "rb") as file:
+            os.fchmod(file.fileno(), 0o644)
+            os.fsync(file.fileno())
+    os.fchmod(at, 0o755)
+    os.fsync(at)
+
+
+def open_lock(at: int, name: str) -> int:
+    """A descriptor of the plain file `name`, which is made if need be, to lock and to write a note into."""
+    descriptor = _open(at, name, os.O_RDWR | os.O_CREAT | _FILE, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CacheError(f"{name} is not a plain file")
+    return descriptor
+
+
+def path_of(descriptor: int, name: Path) -> Path:
+    """A path of an open directory that leads to it whatever becomes of its `name`; without a /proc, that name."""
+    path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # by number: children use it too
+    try:
+        same = os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError:
+        same = False
+    return path if same else name
