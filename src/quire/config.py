@@ -72,7 +72,11 @@ def cache_root() -> Path:
         default = Path(platformdirs.user_cache_dir("quire"))
         if default.is_absolute() and default.parts[1] != "~":
             return default
-    return Path(tempfile.gettempdir()) / f"quire-{os.geteuid()}"
+    try:
+        temporary = tempfile.gettempdir()
+    except FileNotFoundError:  # no directory can be written: a read-only cache may lie there nevertheless
+        temporary = "/tmp"
+    return Path(temporary) / f"quire-{os.geteuid()}"
 
 
 def jit_denied() -> bool:

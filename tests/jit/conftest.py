@@ -62,7 +62,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A host library whose `quire_scale` does nothing: what the fake compiler makes."""
     path = tmp_path_factory.mktemp("library") / "nothing.so"
     source = "int quire_scale(void* p) { return p == 0; }"
-    command = ["g++", "-x", "c", "-shared", "-fPIC", "-nostdlib", "-o", str(path), "-"]
+    small = ["-nostdlib", "-s", "-Wl,-z,noseparate-code,-z,norelro,--build-id=none", "-fno-asynchronous-unwind-tables"]
+    command = ["g++", "-x", "c", "-shared", "-fPIC", *small, "-o", str(path), "-"]
     subprocess.run(command, input=source, text=True, check=True)
     return path
 

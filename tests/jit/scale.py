@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -101,3 +102,23 @@ HOST = Spec(
 )
 
 DEVICE = replace(HOST, slug="scale.sm90a", target="sm90a")
+
+
+class Collect:
+    """The lines that Quire logs inside a `with` block."""
+
+    def __init__(self) -> None:
+        self.lines = lines = []
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                lines.append(record.getMessage())
+
+        self.logger, self.handler = logging.getLogger("quire"), Handler()
+
+    def __enter__(self) -> list[str]:
+        self.logger.addHandler(self.handler)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self.handler)

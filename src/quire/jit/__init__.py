@@ -139,7 +139,12 @@ def _temporary_store(instead_of: Store, reason: str) -> Store:
     global _private_store
     with _guard:
         if _private_store is None:
-            root = Path(tempfile.mkdtemp(prefix="quire-"))
+            try:
+                root = Path(tempfile.mkdtemp(prefix="quire-"))
+            except OSError as error:
+                raise CacheError(
+                    f"cannot write to {instead_of.root} ({reason}) nor elsewhere ({error}). {_WRITABLE}"
+                ) from error
             atexit.register(shutil.rmtree, root, ignore_errors=True)
             _private_store = Store(root, private=True)
             progress.warn_once(
@@ -224,7 +229,10 @@ def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | No
 
 def _explain(request: Request, store: Store | None) -> str:
     stores = list(_reading_stores(store))
-    manifests = [manifest for one in stores for _, manifest in one.manifests()]
+    try:
+        manifests = [manifest for one in stores for _, manifest in one.manifests()]
+    except CacheError as error:
+        return f"the cache {stores[-1].root} must not be used: {error}"
     return explain(request, manifests, _known_toolchain(request.spec.target, stores[-1]))
 
 
@@ -298,7 +306,9 @@ def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tupl
             raise CacheError(f"the cache {store.root} cannot be written: {reason}. {_WRITABLE}")
         target_store = _temporary_store(store, reason)
         if failure := target_store.prepare():
-            raise CacheError(f"neither {store.root} ({reason}) nor {target_store.root} ({failure}) can be written")
+            raise CacheError(
+                f"cannot write to {store.root} ({reason}) nor {target_store.root} ({failure}). {_WRITABLE}"
+            )
     parts = toolchain.parts(spec.target, toolchain.version(target_store.memory))
     target_store.memory.save()  # what was learnt before the root existed
     with entry_lock(target_store.lock_path(request), _wait_reporter(spec)) as held:

@@ -53,13 +53,20 @@ class Memory:
             return {}
         try:
             with trust.directory(self._path.parent) as at:
-                read = json.loads(trust.read(at, self._path.name, _LARGEST))
+                return self._parse(at, self._path)
+        except (CacheError, OSError):  # the store says what is wrong with its root
+            return {}
+
+    @staticmethod
+    def _parse(at: int, path: Path) -> dict[str, dict[str, Any]]:
+        try:
+            read = json.loads(trust.read(at, path.name, _LARGEST))
             if not isinstance(read, dict):
                 raise ValueError(f"expected an object, got a {type(read).__name__}")
-        except (FileNotFoundError, PermissionError):  # there is nothing to recall
+        except FileNotFoundError:
             return {}
         except (CacheError, OSError, ValueError, RecursionError) as error:
-            progress.warn_once(f"ignored {self._path}, compilers are asked again: {error}")
+            progress.warn_once(f"ignored {path}, compilers are asked again: {error}")
             return {}
         return {path: answer for path, answer in read.items() if _is_answer(answer)}
 

@@ -199,15 +199,12 @@ class Store:
             yield path, manifest
 
     def paths(self) -> Iterator[Path]:
-        """Every entry directory, sound or not, by slug."""
+        """Every entry directory, sound or not, by slug; CacheError if others could have made them."""
         entries = self.root / "entries"
         try:
             with self._directory("entries") as at:
                 slugs = sorted(trust.names(at))
         except OSError:  # absent, or not for us to read
-            return
-        except CacheError as error:
-            progress.warn_once(f"ignored the cache {self.root}: {error}")
             return
         for slug in slugs:
             if os.path.isdir(entries / slug):  # noqa: PTH112 - False where we may not read
