@@ -57,7 +57,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: reset(monkeypatch)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A host library whose `quire_scale` does nothing: what the fake compiler makes."""
     path = tmp_path_factory.mktemp("library") / "nothing.so"
@@ -65,13 +65,14 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = ["-nostdlib", "-s", "-Wl,-z,noseparate-code,-z,norelro,--build-id=none", "-fno-asynchronous-unwind-tables"]
     command = ["g++", "-x", "c", "-shared", "-fPIC", *small, "-o", str(path), "-"]
     subprocess.run(command, input=source, text=True, check=True)
+    FakeCompiler.library = path
     return path
 
 
 @pytest.fixture
-def fake(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
     """A fake g++ named by QUIRE_CXX. It takes a few milliseconds."""
-    compiler = FakeCompiler(tmp_path / "fake-g++", tmp_path / "compiles.log", library).write()
+    compiler = FakeCompiler(tmp_path / "fake-g++", tmp_path / "compiles.log").write()
     monkeypatch.setenv("QUIRE_CXX", str(compiler.path))
     return compiler
 

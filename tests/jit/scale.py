@@ -6,6 +6,7 @@ import logging
 import platform
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
 
 from quire.jit import Spec, Struct
 
@@ -70,7 +71,7 @@ class FakeCompiler:
 
     path: Path
     log: Path
-    library: Path
+    library: ClassVar[Path]  #: what it makes; a fixture of the session sets it
 
     def write(self, version: str = "1.0", note: str = "", before: str = "", after: str = "") -> FakeCompiler:
         text = FAKE.format(version=version, note=note, log=self.log, library=self.library, before=before, after=after)

@@ -397,11 +397,14 @@ def test_a_root_that_cannot_be_read_is_an_unwritable_root(
     assert jit.build(HOST, templates=templates)[0] == "hit"
 
 
-def test_a_library_that_cannot_be_loaded_says_why(templates: Path, fake: FakeCompiler, tmp_path: Path) -> None:
+def test_a_library_that_cannot_be_loaded_says_why(
+    templates: Path, fake: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = "void nowhere(); int quire_scale(void* p) { nowhere(); return 0; }"
     command = ["g++", "-x", "c++", "-shared", "-fPIC", "-o", str(tmp_path / "needy.so"), "-"]
     subprocess.run(command, input=f'extern "C" {{ {source} }}', text=True, check=True)
-    replace(fake, library=tmp_path / "needy.so").write()
+    monkeypatch.setattr(fake, "library", tmp_path / "needy.so")
+    fake.write()
     with pytest.raises(CacheError, match="cannot be loaded"):
         jit.get_module(HOST, templates=templates)
 

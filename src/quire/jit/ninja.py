@@ -108,7 +108,7 @@ def run(staging: Path, words: list[str]) -> Run:
     command = ["/bin/sh", "-c", _SUPERVISOR, "quire-build", *words]
     start = time.monotonic()
     with (staging / "ninja.log").open("wb") as output:
-        environment = config.child_environment(TMPDIR=str(staging / "tmp"))
+        environment = config.child_environment(TMPDIR="tmp")  # below `cwd`
         process = subprocess.Popen(
             command, cwd=staging, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,

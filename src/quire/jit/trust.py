@@ -132,10 +132,9 @@ def open_lock(at: int, name: str) -> int:
 
 
 def path_of(descriptor: int, name: Path) -> Path:
-    """A path of an open directory that leads to it whatever becomes of its `name`; without a /proc, that name."""
-    path = Path(f"/proc/{os.getpid()}/fd/{descriptor}")  # by number: children use it too
-    try:
-        same = os.path.samestat(path.stat(), os.fstat(descriptor))
-    except OSError:
-        same = False
-    return path if same else name
+    """A path of an open directory that leads there whatever becomes of its `name`; without a /proc, that name.
+
+    It is good in this process, and as the directory in which a child starts.
+    """
+    path = Path(f"/proc/self/fd/{descriptor}")
+    return path if path.exists() else name
