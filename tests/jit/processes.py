@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -41,9 +40,10 @@ class Child:
             answer = json.dumps({"returned": function()})
         except BaseException:
             answer = json.dumps({"raised": traceback.format_exc()})
-        os.write(writer, answer.encode())
-        sys.stdout.flush()
-        os._exit(0)
+        try:
+            os.write(writer, answer.encode())
+        finally:
+            os._exit(0)
 
     def kill(self) -> None:
         """SIGKILL, and wait for its end."""

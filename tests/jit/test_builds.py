@@ -1,4 +1,4 @@
-"""Real compilers, failing compilers, damaged caches, killed and competing builders."""
+"""Real compilers, failing compilers, damaged caches and competing builders."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import Child, alive, wait_for
 from scale import DEVICE, HOST, Collect, FakeCompiler
 
 from quire import jit
@@ -154,7 +153,7 @@ def test_a_compiler_that_hangs_is_stopped(
         jit.build(HOST, templates=templates)
     assert fake.compiles == 1
     compiler = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not Path(f"/proc/{compiler}").exists() or "Z (zombie)" in proc_status(compiler))
+    wait_for(lambda: not alive(compiler))
 
 
 def test_a_missing_ninja_is_named(templates: Path, fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,39 +421,7 @@ def test_the_store_lists_removes_and_clears(templates: Path, fake: FakeCompiler,
     assert jit.build(replace(HOST, slug="a"), templates=templates)[0] == "built"
 
 
-# --- competing and dying builders ------------------------------------------------------------------------------------
-
-BUILDER = """
-import sys, types
-package = types.ModuleType("quire"); package.__path__ = [{source!r}]; sys.modules["quire"] = package
-from pathlib import Path
-import quire.jit as jit
-from quire.jit import Spec, Struct
-sys.stdin.readline()
-status, entry = jit.build({spec!r}, templates=Path({templates!r}))
-print(status)
-"""
-
-
-def start_builder(spec: jit.Spec, templates: Path) -> subprocess.Popen[str]:
-    """A process that builds `spec` when it is told to go, and prints "hit" or "built"."""
-    source = str(Path(jit.__file__).parents[1])
-    code = BUILDER.format(source=source, spec=spec, templates=str(templates))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
-
-
-def test_sixteen_processes_compile_once(templates: Path, fake: FakeCompiler) -> None:
-    fake.write(before="sleep 0.2")
-    builders = [start_builder(HOST, templates) for _ in range(16)]
-    for builder in builders:
-        assert builder.stdin is not None
-        builder.stdin.write("go\n")
-        builder.stdin.flush()
-    results = [builder.communicate(timeout=60) for builder in builders]
-    assert all(builder.returncode == 0 for builder in builders), results
-    assert sorted(out.strip() for out, _ in results) == ["built"] + ["hit"] * 15
-    assert fake.compiles == 1
+# --- competing builders ----------------------------------------------------------------------------------------------
 
 
 def test_threads_compile_once_and_share_a_module(templates: Path) -> None:
@@ -463,46 +430,10 @@ def test_threads_compile_once_and_share_a_module(templates: Path) -> None:
     assert len(set(map(id, modules))) == 1
 
 
-def test_a_killed_builder_stops_nobody_and_leaves_no_compiler(
-    templates: Path, fake: FakeCompiler, tmp_path: Path, cache: Path
-) -> None:
-    alive = tmp_path / "alive"
-    fake.write(before=f'if [ ! -e "{alive}" ]; then echo $$ > "{alive}"; sleep 30; fi')
-    victim = start_builder(HOST, templates)
-    assert victim.stdin is not None
-    victim.stdin.write("go\n")
-    victim.stdin.flush()
-    wait_for(lambda: alive.exists() and alive.read_text().strip() != "")
-    victim.send_signal(signal.SIGKILL)
-    victim.communicate()
-    waits: list[jit.events.Event] = []
-    unsubscribe = jit.events.subscribe(waits.append)
-    assert jit.build(HOST, templates=templates)[0] == "built"
-    unsubscribe()
-    assert [event.kind for event in waits] == ["begin", "end"]
-    compiler = int(alive.read_text())
-    wait_for(lambda: not Path(f"/proc/{compiler}").exists() or "Z (zombie)" in proc_status(compiler))
-
-
-def proc_status(pid: int) -> str:
-    path = Path(f"/proc/{pid}/status")
-    return path.read_text() if path.exists() else "Z (zombie)"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_a_waiting_process_says_for_whom(templates: Path, fake: FakeCompiler, tmp_path: Path) -> None:
     go = tmp_path / "go"
     fake.write(before=f'while [ ! -e "{go}" ]; do sleep 0.02; done')
-    first = start_builder(HOST, templates)
-    assert first.stdin is not None
-    first.stdin.write("go\n")
-    first.stdin.flush()
+    first = Child(lambda: jit.build(HOST, templates=templates)[0])
     wait_for(lambda: fake.compiles == 1)
     seen: list[jit.events.Event] = []
 
@@ -513,7 +444,7 @@ def test_a_waiting_process_says_for_whom(templates: Path, fake: FakeCompiler, tm
     unsubscribe = jit.events.subscribe(release)
     status, _ = jit.build(HOST, templates=templates)
     unsubscribe()
-    assert first.communicate(timeout=30)[0].strip() == "built"
+    assert first.result() == "built"
     assert status == "hit"
     assert [event.kind for event in seen] == ["wait", "hit"]
     assert f"process {first.pid} on " in seen[0].cause
