@@ -9,14 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import quire
-from quire import aot
+from quire import aot, jit
 from quire.__main__ import main
 from quire.errors import ValidationError
 from quire.jit import host_target
 from quire.jit.nvrtc import Nvrtc
 from quire.jit.toolchain import find_toolchain
+from quire.runtime import schedule
 
 SERVER = """
 import sys, torch, quire
@@ -126,6 +128,52 @@ def test_nvrtc_is_all_that_a_cuda_variant_needs(tmp_path):
         [sys.executable, "-c", ONLY_NVRTC], capture_output=True, text=True, env={**os.environ, **environment}
     )
     assert done.stdout.split() == ["built", "nvrtc"], done.stderr
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """An empty cache, and a process that has loaded nothing."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(jit, "_modules", {})
+    monkeypatch.setattr(jit, "prebuilt_stores", lambda: ())
+    schedule._scheduler.cache_clear()
+    yield tmp_path / "cache"
+    schedule._scheduler.cache_clear()
+
+
+def masked_call() -> torch.Tensor:
+    q, kv = torch.zeros(3, 2, 64), torch.zeros(5, 2, 64)
+    return quire.single_prefill_with_kv_cache(q, kv, kv, custom_mask=torch.ones(3, 5, dtype=torch.bool))
+
+
+def test_a_refusal_names_all_that_the_call_needs_and_its_line_works(empty, monkeypatch):
+    monkeypatch.setenv("QUIRE_JIT", "deny")
+    with pytest.raises(quire.CacheMissError) as raised:
+        masked_call()
+    text = str(raised.value)
+    target = host_target()
+    named = {line.split()[0] for line in text.splitlines() if "is not in the cache" in line}
+    assert {slug.partition(".")[0] for slug in named} == {"attention_cpu", "schedule_attention", "packbits"}
+    assert all(target in slug for slug in named)
+    monkeypatch.delenv("QUIRE_JIT")
+    line = text.rpartition("to do:")[2].split()
+    assert line[0] == "quire"
+    assert main(line[1:]) == 0
+    monkeypatch.setenv("QUIRE_JIT", "deny")
+    assert masked_call().shape == (3, 2, 64)
+
+
+def test_a_warmup_that_keeps_nothing_fails(empty, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    slug = f"packbits.{host_target()}.any.v1"
+    assert main(["warmup", "--store", str(tmp_path / "file/store"), slug]) != 0
+    assert "cannot be written" in "".join(capsys.readouterr())
+    empty.mkdir(mode=0o777)
+    empty.chmod(0o777)
+    with pytest.raises(
+        quire.errors.CompileError, match=r"cannot be written: cache may be written by others \(mode 0777\)"
+    ):
+        quire.warmup([slug])
 
 
 def test_a_manifest_names_families(tmp_path):

@@ -219,7 +219,7 @@ def _build(spec: Spec, store: Store | None, dry_run: bool) -> Built:
             return Built(
                 spec.slug, "hit" if entry else "missing", perf_counter() - start, str(entry.path) if entry else None
             )
-        status, entry = build(spec, store=store)
+        status, entry = build(spec, store=store, lasting=True)
     except QuireError as error:
         return Built(spec.slug, "failed", perf_counter() - start, error=str(error))
     return Built(spec.slug, status, perf_counter() - start, str(entry.path))

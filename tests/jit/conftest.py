@@ -59,9 +59,9 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A host library whose `quire_scale` does nothing: what the fake compiler makes."""
+    """A small host library whose functions do nothing: what fake compilers make."""
     path = tmp_path_factory.mktemp("library") / "nothing.so"
-    source = "int quire_scale(void* p) { return p == 0; }"
+    source = "int quire_scale(void* p) { return p == 0; } int quire_other(void* p) { return p == 0; }"
     small = ["-nostdlib", "-s", "-Wl,-z,noseparate-code,-z,norelro,--build-id=none", "-fno-asynchronous-unwind-tables"]
     command = ["g++", "-x", "c", "-shared", "-fPIC", *small, "-o", str(path), "-"]
     subprocess.run(command, input=source, text=True, check=True)

@@ -168,7 +168,7 @@ def test_garbage_is_found_before_it_is_published(
     name: str, templates: Path, fake: FakeCompiler, cache: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other.so"
-    other.write_bytes(fake.library.read_bytes().replace(b"quire_scale", b"quire_other"))
+    other.write_bytes(fake.library.read_bytes().replace(b"quire_scale", b"quire_wrong"))
     make = GARBAGE[name].format(library=fake.library, other=other)
     fake.write(before=f'while [ $# -gt 0 ]; do if [ "$1" = -o ]; then {make}; fi; shift; done; exit 0')
     with pytest.raises(jit.CompileError, match="reported success, but what it made cannot be used"):

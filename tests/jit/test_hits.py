@@ -260,6 +260,10 @@ def test_a_miss_names_the_part_that_changed(built: FakeCompiler, templates: Path
     assert "variant.jinja changed, or the values" in jit.explain_miss(other, templates=templates)
 
 
+def test_a_good_entry_is_said_to_be_there(built: FakeCompiler, templates: Path, cache: Path) -> None:
+    assert jit.explain_miss(HOST, templates=templates).startswith(f"it is in the cache: {cache}")
+
+
 def test_a_miss_names_the_compiler(built: FakeCompiler, templates: Path) -> None:
     built.write(version="2.0")
     seen: list[events.Event] = []

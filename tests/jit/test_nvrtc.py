@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scale import DEVICE
+from scale import DEVICE, FakeCompiler
 
 from quire import aot, jit
 from quire.errors import CompileError
@@ -97,7 +97,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     def write(body: str) -> None:
         worker.write_text(WORKER.format(body=body))
 
-    write('artifact.write_bytes(b"made by NVRTC")')
+    write(f"artifact.write_bytes(pathlib.Path({str(FakeCompiler.library)!r}).read_bytes())")
     return write
 
 
@@ -270,7 +270,7 @@ def fake_nvcc(path: Path) -> Path:
     path.write_text(
         "#!/bin/sh\n"
         'case " $* " in *" --version "*) echo Cuda; echo "Build 7"; exit 0;; esac\n'
-        'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo "made by nvcc" > "$2"; shift; done\n'
+        f'while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "{FakeCompiler.library}" "$2"; shift; done\n'
     )
     path.chmod(0o755)
     return path
@@ -356,7 +356,7 @@ def test_a_killed_worker_gets_one_more_try(templates: Path, stand_in: Callable[[
         f"if not os.path.exists({str(once)!r}):\n"
         f"    open({str(once)!r}, 'w').close()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
-        'artifact.write_bytes(b"made by NVRTC")'
+        f"artifact.write_bytes(pathlib.Path({str(FakeCompiler.library)!r}).read_bytes())"
     )
     assert jit.build(DEVICE, templates=templates)[0] == "built"
 

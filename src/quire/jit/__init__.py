@@ -72,6 +72,7 @@ __all__ = [
     "Store",
     "Struct",
     "build",
+    "cache_miss",
     "denied",
     "encode_tensor_map",
     "explain_miss",
@@ -84,7 +85,6 @@ __all__ = [
     "prebuilt_stores",
     "record",
     "record_use",
-    "require",
     "seal",
     "sealed",
     "supported_cuda_targets",
@@ -275,12 +275,11 @@ def _refusal(missing: Sequence[Request], store: Store | None) -> CacheMissError:
     return CacheMissError("".join(lines) + f"  to do:  quire warmup {line}")
 
 
-def require(specs: Iterable[Spec]) -> None:
-    """Raise one CacheMissError that names all of `specs` that no store has, if they must not be compiled."""
-    if denied():
-        requests = [_request(spec, None) for spec in specs]
-        if missing := [r for r in requests if _find(r, _reading_stores(None), denied=True) is None]:
-            raise _refusal(missing, None)
+def cache_miss(specs: Iterable[Spec]) -> CacheMissError:
+    """One error that names all of `specs` which no store has, for a call that was refused the first of them."""
+    requests = [_request(spec, None) for spec in specs]
+    missing = [request for request in requests if _find(request, _reading_stores(None), denied=True) is None]
+    return _refusal(missing or requests, None)
 
 
 def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:

@@ -11,10 +11,12 @@ import hashlib
 import os
 import tempfile
 import threading
+from itertools import count
 from pathlib import Path
 
 _guard = threading.Lock()
 _libraries: dict[str, ctypes.CDLL] = {}  #: sha256 -> a library, which is never unloaded
+_loads = count()
 
 
 def load_library(name: str, image: bytes) -> ctypes.CDLL:
@@ -33,7 +35,7 @@ def _load(name: str, image: bytes) -> ctypes.CDLL:
         return _load_copy(image)
     try:
         # Each library has a path of its own: the loader would take an equal path for the library that had it before.
-        path = f"/proc/self/{'./' * len(_libraries)}fd/{descriptor}"
+        path = f"/proc/self/{'./' * next(_loads)}fd/{descriptor}"
         return ctypes.CDLL(path) if os.path.exists(path) else _load_copy(image)  # noqa: PTH110 - pathlib drops the dots
     finally:
         os.close(descriptor)

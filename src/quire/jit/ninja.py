@@ -36,6 +36,7 @@ watch=$!
 wait "$build"
 status=$?
 kill -KILL "$watch"
+wait "$watch" 2>/dev/null
 exit "$status"
 """
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.errors import PlanError, ValidationError
-from quire.jit import is_recording, record_use
+from quire.errors import CacheMissError, PlanError, ValidationError
+from quire.jit import cache_miss, is_recording, record_use
 from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
 from quire.kernels.operands import Operand, View
@@ -31,7 +31,7 @@ from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
 from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.plan import AttentionPlan
-from quire.runtime.planner import make_plan, make_plan_on_device, workspace_bytes
+from quire.runtime.planner import make_plan, make_plan_on_device, variants_of, workspace_bytes
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import on_cuda, target_of
@@ -147,11 +147,12 @@ class Attention:
         if graph is not None:
             spec = _within_limits(graph, spec)
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
-        if spec.custom_mask is not None and isinstance(spec.indices, Indices):  # an eighth of the bytes
-            bits = pack_mask(spec.custom_mask, spec.indices, self._device)
-            spec = spec._replace(custom_mask=None, packed_custom_mask=bits)
-        self.spec, self._plan_options = spec, spec.options
-        self._plan = self._make_plan(workspace)
+        try:
+            self.spec = self._packed(spec)
+            self._plan_options = spec.options
+            self._plan = self._make_plan(workspace)
+        except CacheMissError:
+            raise cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
         if graph is not None and not graph.awaits_forward and told.logits != spec.options.logits:
             self.set_logits(told.logits)
         schedule = self._plan.schedule
@@ -166,6 +167,13 @@ class Attention:
             self._checked = before._checked  # equal options and device: the same tensors are right, but for lengths
         if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
             self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
+
+    def _packed(self, spec: AttentionSpec) -> AttentionSpec:
+        """With the mask as bits, an eighth of the bytes."""
+        if spec.custom_mask is None or not isinstance(spec.indices, Indices):
+            return spec
+        bits = pack_mask(spec.custom_mask, spec.indices, self._device)
+        return spec._replace(custom_mask=None, packed_custom_mask=bits)
 
     def _make_plan(self, workspace: Workspace) -> AttentionPlan:
         s = self.spec

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from quire.errors import PlanError, ValidationError
-from quire.jit import CudaModule, Module, get_module
+from quire.jit import CudaModule, Module, get_module, host_target
 from quire.jit.spec import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
@@ -146,6 +146,15 @@ def workspace_bytes(
     """What make_plan() with these arguments takes of its workspace, to the byte."""
     _, template = _template_for(decision, indices, options, device, graph)
     return template.partials_bytes(measure_schedule(indices, template.schedule).num_partials)
+
+
+def variants_of(decision: Decision, indices: Indices | Lengths, packs_mask: bool) -> list[Spec]:
+    """All variants that one call loads: the kernel, and the operations that plan it."""
+    target, operation = decision.key.target, decision.kernel.operation(decision.key)
+    on_device = isinstance(indices, Lengths)
+    planner = ("schedule_lengths", target) if on_device else ("schedule_attention", host_target())
+    keys = [OperationKey(*planner), *([OperationKey("packbits", target)] if packs_mask else [])]
+    return [decision.spec, *(key.spec() for key in keys), *([] if operation is None else [operation.spec()])]
 
 
 def make_plan(
