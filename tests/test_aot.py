@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -174,6 +175,19 @@ def test_a_warmup_that_keeps_nothing_fails(empty, tmp_path, capsys):
         quire.errors.CompileError, match=r"cannot be written: cache may be written by others \(mode 0777\)"
     ):
         quire.warmup([slug])
+
+
+SOURCE = Path(quire.__file__).parent
+TEXTS = [path.read_text() for path in (*SOURCE.rglob("*.py"), SOURCE.parents[1] / "README.md")]
+COMMANDS = {found for text in TEXTS for found in re.findall(r"(?:`|to do:  |^)quire ([a-z-]+(?: [a-z]+)?)", text, re.M)}
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_commands_that_messages_name_exist(command, capsys):
+    words = command.split() if command.startswith("cache ") else command.split()[:1]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--help"])
+    assert ended.value.code == 0
 
 
 def test_a_manifest_names_families(tmp_path):
