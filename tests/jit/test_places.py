@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import shutil
 import subprocess
 import tempfile
@@ -112,6 +113,15 @@ def test_a_directory_that_another_user_has_made_in_tmp_is_not_used(
     assert not Path(built[1]).is_relative_to(planted)
     assert "belongs to user 4444" in warnings(lines)[0]
     assert list(planted.iterdir()) == []
+
+
+@only_root
+def test_a_slug_that_another_user_may_not_read_is_passed_over(place: Path) -> None:
+    """As with a cache that root has filled under umask 077."""
+    entry = jit.build(HOST, templates=place / "templates")[1]
+    entry.path.parent.chmod(0o700)
+    first, second, _ = Child(build(place, HOST, OTHER), user=USER).result()
+    assert (first[0], second[0]) == ("built", "built")
 
 
 @pytest.mark.parametrize("variable", ["QUIRE_CACHE_DIR", "QUIRE_RECORD"])
@@ -237,3 +247,25 @@ def test_without_a_network(templates: Path, place: Path) -> None:
 
     built, _, hit, _ = Child(run).result()
     assert (built[0], hit[0]) == ("built", "hit")
+
+
+LIMITS = [(resource.RLIMIT_FSIZE, n) for n in (0, 500, 2000, 100_000)]
+LIMITS += [(resource.RLIMIT_NOFILE, n) for n in (8, 12, 16, 20, 24, 32)]
+
+
+@pytest.mark.parametrize(("limit", "value"), LIMITS)
+def test_a_process_with_narrow_limits_builds_or_says_what_it_lacks(limit: int, value: int, place: Path) -> None:
+    """Of file sizes and of open files; the next process is right."""
+
+    def run() -> str:
+        open_files = max(int(path.name) for path in Path("/proc/self/fd").iterdir())
+        offset = open_files if limit == resource.RLIMIT_NOFILE else 0  # the test's own
+        resource.setrlimit(limit, (value + offset, value + offset))
+        try:
+            return jit.build(HOST, templates=place / "templates")[0]
+        except (CacheError, CompileError) as error:
+            return str(error)
+
+    answer = Child(run).result()
+    assert answer == "built" or any(word in answer for word in ("File too large", "Too many open files", "File size"))
+    assert jit.build(HOST, templates=place / "templates")[0] == ("hit" if answer == "built" else "built")

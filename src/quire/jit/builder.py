@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import shutil
 import time
@@ -119,7 +120,8 @@ def compile_entry(request: Request, toolchain: Toolchain, parts: Mapping[str, st
         events.emit(events.Event("end", spec.slug, spec.target, seconds, error=first))
         progress.info(f"failed to compile {spec.slug} after {seconds:.1f} s: {first}")
         if isinstance(error, OSError):
-            raise CacheError(f"{store.root}: {error}; free space, or move the cache with QUIRE_CACHE_DIR") from error
+            free = "free space, or " if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            raise CacheError(f"{store.root}: {error}; {free}move the cache with QUIRE_CACHE_DIR") from error
         raise
     seconds, manifest = time.monotonic() - start, entry.manifest
     events.emit(events.Event("end", spec.slug, spec.target, seconds, path=str(entry.path)))

@@ -207,12 +207,15 @@ class Store:
         except OSError:  # absent, or not for us to read
             return
         for slug in slugs:
-            if os.path.isdir(entries / slug):  # noqa: PTH112 - False where we may not read
-                yield from sorted((entries / slug).iterdir())
+            try:
+                found = sorted((entries / slug).iterdir())
+            except OSError:  # no directory, or not for us to read
+                continue
+            yield from found
 
     def total_bytes(self) -> int:
         """Bytes of all files under the root."""
-        return sum(file.lstat().st_size for file in self.root.rglob("*") if file.is_file()) if self.root.is_dir() else 0
+        return sum(file.lstat().st_size for file in self.root.rglob("*") if file.is_file())
 
     def remove(self, path: Path) -> None:
         """Remove one entry: one rename, then deletion. A process that has loaded the entry keeps its own copy."""

@@ -13,6 +13,7 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from quire.errors import CacheError
@@ -21,15 +22,15 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: nobody waits for the other end of a pipe
 
 
-def _code_owners() -> frozenset[int]:
-    """Users who can already run code here: ourselves, root, and whoever owns the installed library."""
-    return frozenset({os.geteuid(), 0, os.stat(__file__).st_uid})  # noqa: PTH116 - __file__ is a string
+@cache
+def _owner_of_the_library() -> int:
+    return Path(__file__).stat().st_uid
 
 
 def _check(descriptor: int, name: str, *, shared_group: bool, sticky: bool = False) -> os.stat_result:
     """Refuse what another user could have written. With `sticky`, a directory like /tmp passes."""
     status = os.fstat(descriptor)
-    if status.st_uid not in _code_owners():
+    if status.st_uid not in (os.geteuid(), 0, _owner_of_the_library()):  # all of whom can run code here already
         raise CacheError(f"{name} belongs to user {status.st_uid}, expected {os.geteuid()} or root")
     # A group of the owner's own number is theirs alone, the custom of systems whose umask is 002.
     forbidden = stat.S_IWOTH if shared_group or status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
