@@ -13,7 +13,7 @@ ROOT = Path(quire.__file__).parent
 SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rope", "rope_append")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
-    {"__main__", "__init__", "compat"},
+    {"__main__", "__init__", "cli", "compat", "public"},
     {"aot"},
     {"attention", "block_table_decode", "block_table_prefill", "block_tables", "mla", "pod", *SURFACE},
     {"runtime"},

@@ -1,139 +1,48 @@
 """Quire: attention kernels for LLM serving, compiled just in time.
 
 The surface is FlashInfer's: `import quire as flashinfer` runs what its pages show.
+
+The public names are those of quire/public.py. A program that has imported torch gets all of them at once, so that no
+call pays for an import later and torch's operators are registered. Without torch they come when the first one is used:
+`quire cache` and `quire --help` never need it.
 """
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope
-from quire.aot import warmup
-from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
-from quire.cascade import (
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-    MultiLevelCascadeAttentionWrapper,
-    batch_decode_with_shared_prefix_padded_kv_cache,
-    merge_state,
-    merge_state_in_place,
-    merge_states,
-)
-from quire.decode import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    fast_decode_plan,
-    single_decode_with_kv_cache,
-    trtllm_batch_decode_with_kv_cache,
-    xqa_batch_decode_with_kv_cache,
-)
-from quire.errors import (
-    CacheError,
-    CacheMissError,
-    CompileError,
-    DriverError,
-    PlanError,
-    QuireError,
-    UnsupportedError,
-    ValidationError,
-)
-from quire.jit import events, record, seal
-from quire.kernels import backends
-from quire.mla import BatchMLAPagedAttentionWrapper
-from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
-from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
-from quire.prefill import (
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    single_prefill_with_kv_cache,
-    single_prefill_with_kv_cache_return_lse,
-    trtllm_batch_context_with_kv_cache,
-)
-from quire.quantization import packbits, segment_packbits
-from quire.rope import (
-    apply_llama31_rope,
-    apply_llama31_rope_inplace,
-    apply_llama31_rope_pos_ids,
-    apply_llama31_rope_pos_ids_inplace,
-    apply_rope,
-    apply_rope_inplace,
-    apply_rope_pos_ids,
-    apply_rope_pos_ids_inplace,
-    apply_rope_with_cos_sin_cache,
-    apply_rope_with_cos_sin_cache_inplace,
-    mla_rope_quantize_fp8,
-    rope_append_paged_kv_cache,
-    rope_quantize_fp8,
-    rope_quantize_fp8_append_paged_kv_cache,
-)
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from quire import public
+    from quire.public import *  # noqa: F403
+
+    __all__ = public.__all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "BatchAttention",
-    "BatchAttentionWithAttentionSinkWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-    "BatchMLAPagedAttentionWrapper",
-    "BatchPODWithPagedKVCacheWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "CacheError",
-    "CacheMissError",
-    "CompileError",
-    "DriverError",
-    "MultiLevelCascadeAttentionWrapper",
-    "PODWithPagedKVCacheWrapper",
-    "PlanError",
-    "QuireError",
-    "UnsupportedError",
-    "ValidationError",
-    "aot",
-    "append_paged_kv_cache",
-    "append_paged_mla_kv_cache",
-    "apply_llama31_rope",
-    "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace",
-    "apply_rope",
-    "apply_rope_inplace",
-    "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace",
-    "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace",
-    "attention",
-    "backends",
-    "batch_decode_with_shared_prefix_padded_kv_cache",
-    "cascade",
-    "decode",
-    "errors",
-    "events",
-    "fast_decode_plan",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "jit",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "mla",
-    "mla_rope_quantize_fp8",
-    "packbits",
-    "page",
-    "pod",
-    "prefill",
-    "quantization",
-    "record",
-    "rope",
-    "rope_append_paged_kv_cache",
-    "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache",
-    "seal",
-    "segment_packbits",
-    "single_decode_with_kv_cache",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache",
-    "warmup",
-    "xqa_batch_decode_with_kv_cache",
-]
+
+def _load() -> None:
+    names = import_module("quire.public")
+    globals().update({name: getattr(names, name) for name in names.__all__}, __all__=names.__all__)
+
+
+def __getattr__(name: str) -> Any:
+    """A submodule, or a public name, which loads all of them."""
+    if not name.startswith("__") and find_spec(f"quire.{name}") is not None:
+        return import_module(f"quire.{name}")
+    if not name.startswith("__") or name == "__all__":
+        _load()
+        if name in globals():
+            return globals()[name]
+    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    _load()
+    return sorted(globals())
+
+
+if "torch" in sys.modules:
+    _load()

@@ -15,9 +15,9 @@ from quire import config
 from quire.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.errors import QuireError, ValidationError
 from quire.jit import Spec, Store, explain_miss, host_target, prebuilt_stores, user_store
+from quire.jit.gpu import present_targets
 from quire.kernels import KERNELS
 from quire.kernels.features import mask_words
-from quire.runtime.target import present_targets
 
 __all__ = ["main"]
 

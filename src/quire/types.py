@@ -4,47 +4,55 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-
-import torch
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import ValidationError
+
+if TYPE_CHECKING:
+    from torch import dtype as TorchDType
 
 
 @dataclass(frozen=True, eq=False)  # rows of DTYPES are compared and hashed by identity, which costs nothing
 class DType:
     """A number type: its names in torch, in C++ and in slugs, its size, and what tensor maps call it."""
 
-    torch: torch.dtype
+    torch_name: str
     cxx: str
     slug: str
     bits: int
     tensor_map: str  #: the element type that describes it to Hopper's copy engine (TMA)
+
+    @cached_property
+    def torch(self) -> TorchDType:
+        """torch's object for it. Only this needs torch: the catalogue and the command line do without."""
+        import torch
+
+        found: TorchDType = getattr(torch, self.torch_name)
+        return found
 
     def __str__(self) -> str:
         return self.slug
 
 
 DTYPES: tuple[DType, ...] = (
-    DType(torch.float32, "float", "fp32", 32, "f32"),
-    DType(torch.float16, "fp16_t", "fp16", 16, "f16"),
-    DType(torch.bfloat16, "bf16_t", "bf16", 16, "bf16"),
-    DType(torch.float8_e4m3fn, "e4m3_t", "e4m3", 8, "u8"),  # 8 bits: keys and values only
-    DType(torch.float8_e5m2, "e5m2_t", "e5m2", 8, "u8"),
+    DType("float32", "float", "fp32", 32, "f32"),
+    DType("float16", "fp16_t", "fp16", 16, "f16"),
+    DType("bfloat16", "bf16_t", "bf16", 16, "bf16"),
+    DType("float8_e4m3fn", "e4m3_t", "e4m3", 8, "u8"),  # 8 bits: keys and values only
+    DType("float8_e5m2", "e5m2_t", "e5m2", 8, "u8"),
 )
-_BY_TORCH = {d.torch: d for d in DTYPES}
-_BY_NAME = {name: d for d in DTYPES for name in (d.slug, str(d.torch), str(d.torch).removeprefix("torch."))} | {
-    "half": _BY_TORCH[torch.float16],
-    "float": _BY_TORCH[torch.float32],
-}
+_BY_NAME = {name: d for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
+_BY_NAME |= {"half": _BY_NAME["fp16"], "float": _BY_NAME["fp32"]}
 
 
-def dtype_of(value: str | torch.dtype | DType, name: str) -> DType:
+def dtype_of(value: Any, name: str) -> DType:
     """The DType that `value` (a torch dtype or one of its spellings) names; `name` is the argument's."""
     if isinstance(value, DType):
         return value
-    found = _BY_TORCH.get(value) if isinstance(value, torch.dtype) else _BY_NAME.get(str(value))
+    found = _BY_NAME.get(str(value))
     if found is None:
-        known = ", ".join(str(d.torch).removeprefix("torch.") for d in DTYPES)
+        known = ", ".join(d.torch_name for d in DTYPES)
         raise ValidationError(f"{name}: expected one of {known}, got {value!r}.")
     return found
 

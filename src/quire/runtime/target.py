@@ -7,9 +7,8 @@ from functools import cache
 import torch
 
 from quire.errors import UnsupportedError
-from quire.jit import driver, host_target, supported_cuda_targets
-
-_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+from quire.jit import host_target
+from quire.jit.gpu import cuda_target
 
 
 @cache
@@ -26,34 +25,12 @@ def current_stream(device: torch.device) -> int:
 def target_of(device: torch.device) -> str:
     """ "sm90a" for a Hopper GPU, "x86-64-v4" for a host with AVX-512, ..."""
     if device.type == "cuda":
-        return _cuda_target(device.index or 0)
+        return cuda_target(device.index or 0)
     if device.type == "cpu":
         return host_target()
     raise UnsupportedError(f"device: expected cpu or cuda, got {device}.")
 
 
-def present_targets() -> tuple[str, ...]:
-    """What the GPUs of this machine run, each once. Asks the driver, so no CUDA context is made."""
-    if not driver.available():
-        return ()
-    return tuple(dict.fromkeys(_cuda_target(index) for index in range(driver.driver().device_count())))
-
-
-@cache
-def _cuda_target(index: int) -> str:
-    """The most specific target that runs on GPU `index`: its own, else the nearest older one of its generation."""
-    api = driver.driver()
-    major, minor = (api.attribute(index, which) for which in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR))
-    known = supported_cuda_targets()
-    for name in (f"sm{major}{minor}a", *(f"sm{major}{m}" for m in range(minor, -1, -1))):
-        if name in known:
-            return name
-    raise UnsupportedError(
-        f"device: cuda:{index} has compute capability {major}.{minor}; known are {', '.join(known)}."
-    )
-
-
-@cache
 @cache
 def has_dependent_launch(target: str) -> bool:
     """Whether a kernel can wait for its predecessor itself: GPUs from sm_90 on."""

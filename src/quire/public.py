@@ -1,0 +1,134 @@
+"""The public names, which `import quire` gives under `quire.`: see __init__.py."""
+
+from __future__ import annotations
+
+from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope
+from quire.aot import warmup
+from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
+from quire.cascade import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    batch_decode_with_shared_prefix_padded_kv_cache,
+    merge_state,
+    merge_state_in_place,
+    merge_states,
+)
+from quire.decode import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    fast_decode_plan,
+    single_decode_with_kv_cache,
+    trtllm_batch_decode_with_kv_cache,
+    xqa_batch_decode_with_kv_cache,
+)
+from quire.errors import (
+    CacheError,
+    CacheMissError,
+    CompileError,
+    DriverError,
+    PlanError,
+    QuireError,
+    UnsupportedError,
+    ValidationError,
+)
+from quire.jit import events, record, seal
+from quire.kernels import backends
+from quire.mla import BatchMLAPagedAttentionWrapper
+from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
+from quire.prefill import (
+    BatchPrefillWithPagedKVCacheWrapper,
+    BatchPrefillWithRaggedKVCacheWrapper,
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+    trtllm_batch_context_with_kv_cache,
+)
+from quire.quantization import packbits, segment_packbits
+from quire.rope import (
+    apply_llama31_rope,
+    apply_llama31_rope_inplace,
+    apply_llama31_rope_pos_ids,
+    apply_llama31_rope_pos_ids_inplace,
+    apply_rope,
+    apply_rope_inplace,
+    apply_rope_pos_ids,
+    apply_rope_pos_ids_inplace,
+    apply_rope_with_cos_sin_cache,
+    apply_rope_with_cos_sin_cache_inplace,
+    mla_rope_quantize_fp8,
+    rope_append_paged_kv_cache,
+    rope_quantize_fp8,
+    rope_quantize_fp8_append_paged_kv_cache,
+)
+
+__all__: list[str] = [
+    "BatchAttention",
+    "BatchAttentionWithAttentionSinkWrapper",
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchMLAPagedAttentionWrapper",
+    "BatchPODWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "CacheError",
+    "CacheMissError",
+    "CompileError",
+    "DriverError",
+    "MultiLevelCascadeAttentionWrapper",
+    "PODWithPagedKVCacheWrapper",
+    "PlanError",
+    "QuireError",
+    "UnsupportedError",
+    "ValidationError",
+    "aot",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "apply_llama31_rope",
+    "apply_llama31_rope_inplace",
+    "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace",
+    "apply_rope",
+    "apply_rope_inplace",
+    "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace",
+    "apply_rope_with_cos_sin_cache",
+    "apply_rope_with_cos_sin_cache_inplace",
+    "attention",
+    "backends",
+    "batch_decode_with_shared_prefix_padded_kv_cache",
+    "cascade",
+    "decode",
+    "errors",
+    "events",
+    "fast_decode_plan",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "jit",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+    "mla",
+    "mla_rope_quantize_fp8",
+    "packbits",
+    "page",
+    "pod",
+    "prefill",
+    "quantization",
+    "record",
+    "rope",
+    "rope_append_paged_kv_cache",
+    "rope_quantize_fp8",
+    "rope_quantize_fp8_append_paged_kv_cache",
+    "seal",
+    "segment_packbits",
+    "single_decode_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
+    "warmup",
+    "xqa_batch_decode_with_kv_cache",
+]
