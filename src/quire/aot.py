@@ -15,8 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire.errors import CompileError, QuireError, ValidationError
-from quire.jit import Spec, Store, build, host_target, lookup
+from quire.errors import CompileError, QuireError, UnsupportedError, ValidationError
+from quire.jit import Spec, Store, build, host_target, lookup, stop_compilers
 from quire.jit.cpu import default_jobs
 from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
@@ -37,6 +37,9 @@ __all__ = [
     "warm",
     "warmup",
 ]
+
+
+_LONGEST_SLUG = 300  #: what is longer is no slug, and not repeated whole in an error
 
 
 @dataclass(frozen=True)
@@ -70,11 +73,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _problems(s: Selection, target: str) -> Iterator[AttentionProblem]:
+def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], AttentionProblem]]:
+    """Each problem of a selection, and the values of the options that it was made from."""
     for (qk, vo), page_size, dtype, mask in product(s.head_dims, s.page_sizes, s.dtypes, s.masks):
         q, features = dtype_of(dtype, "dtype"), read_mask(mask)
-        for kv in (q,) if not s.kv_dtypes else tuple(dtype_of(name, "kv_dtype") for name in s.kv_dtypes):
-            yield AttentionProblem(target, q, kv, q, qk, vo, page_size, **features, rows=0)
+        for kv_dtype in s.kv_dtypes or (dtype,):
+            kv = dtype_of(kv_dtype, "kv_dtype")
+            values = {
+                "head_dims": (qk, vo), "page_sizes": page_size, "dtypes": dtype, "masks": mask, "kv_dtypes": kv_dtype,
+                "targets": target,
+            }  # fmt: skip
+            yield values, AttentionProblem(target, q, kv, q, qk, vo, page_size, **features, rows=0)
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
@@ -98,25 +107,50 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
         yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
 
 
-def select(selection: Selection) -> list[Spec]:
-    """The variants of a selection, each once. Raises UnsupportedError-like ValidationError if there are none."""
+def select(selection: Selection, given: Iterable[str] = ()) -> list[Spec]:
+    """The variants of a selection, each once.
+
+    `given`: the options of which no value may come to nothing: UnsupportedError has the reason of each kernel.
+    """
     backends = [kernel.backend for kernel in KERNELS]
     for name in selection.backends:
         if name not in backends:
             raise ValidationError(f"backend: expected some of {', '.join(backends)}, got {name!r}.")
     specs: dict[str, Spec] = {}
+    taken: set[tuple[str, Any]] = set()
+    refused: dict[tuple[str, Any], str] = {}
     for target in selection.targets:
-        found = [
-            spec
-            for problem in _problems(selection, target)
-            for kernel in KERNELS
-            if kernel.backend in selection.backends and kernel.refusal(problem) is None
-            for spec in _attention(kernel, problem)
-        ]
+        found: list[Spec] = []
+        for values, problem in _problems(selection, target):
+            here = [k for k in KERNELS if k.on_cuda == problem.on_cuda and k.backend in selection.backends]
+            accepting = [kernel for kernel in here if kernel.refusal(problem) is None]
+            found.extend(spec for kernel in accepting for spec in _attention(kernel, problem))
+            taken.update(
+                (*values.items(), *(("backends", kernel.backend) for kernel in accepting)) if accepting else ()
+            )
+            for value in (*values.items(), *(("backends", kernel.backend) for kernel in here)):
+                refused.setdefault(value, _reasons(problem, here))
         if found:
             found.extend(_operations(target, selection.dtypes, selection.kv_dtypes))
         specs.update({spec.slug: spec for spec in found})
+    if vain := [(name, value) for name in given for value in getattr(selection, name) if (name, value) not in taken]:
+        reasons = refused.get(vain[-1], "\n  it runs on none of the targets")
+        raise UnsupportedError(f"{', '.join(_spell(*one) for one in vain)}: no kernel takes it{reasons}")
     return list(specs.values())
+
+
+def _reasons(problem: AttentionProblem, kernels: Sequence[AttentionKernel]) -> str:
+    """Why none of `kernels` takes `problem`, a line each."""
+    if not kernels:
+        return f"\n  none of the chosen backends runs on {problem.target}"
+    return f", for example {problem}" + "".join(f"\n  {k.name:<16} {k.refusal(problem)}" for k in kernels)
+
+
+def _spell(name: str, value: Any) -> str:
+    """An option of one value as it is written on the command line."""
+    option = "arch" if name == "targets" else name.rstrip("s").replace("_", "-")
+    word = "x".join(map(str, value)) if isinstance(value, tuple) else "ragged" if value == 0 else str(value)
+    return f"--{option} {word}"
 
 
 def spec_of(slug: str) -> Spec:
@@ -169,9 +203,11 @@ def read_manifest(path: Path) -> list[Spec]:
     """The families of a manifest: what QUIRE_RECORD wrote (JSON lines), what `warmup --json` printed, or bare slugs."""
     try:
         text = path.read_text(encoding="utf-8")
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValidationError(f"manifest: {path} cannot be read: {error}.") from error
-    return families(_slugs(text, path))
+    if specs := families(_slugs(text, path)):
+        return specs
+    raise ValidationError(f"manifest: {path} names no variant; expected lines of QUIRE_RECORD, or slugs.")
 
 
 def _slugs(text: str, path: Path) -> Iterator[str]:
@@ -181,14 +217,14 @@ def _slugs(text: str, path: Path) -> Iterator[str]:
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            yield _slug(_object(line) or line.strip(), f"{path}:{number}")
+            yield _slug(_object(line) or line.strip()[:_LONGEST_SLUG], f"{path}:{number}")
 
 
 def _object(text: str) -> dict[str, Any] | None:
     """The JSON object that `text` is, if it is one."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 
@@ -196,7 +232,7 @@ def _object(text: str) -> dict[str, Any] | None:
 def _slug(item: Any, place: str) -> str:
     slug = item.get("slug") if isinstance(item, dict) else item
     if not isinstance(slug, str):
-        raise ValidationError(f"manifest: {place}: expected a slug or an object with one, got {item!r}.")
+        raise ValidationError(f"manifest: {place}: expected a slug or an object with one, got {str(item)[:200]!r}.")
     return slug
 
 
@@ -229,13 +265,22 @@ def warm(
     specs: Sequence[Spec], *, jobs: int | None = None, store: Store | None = None, dry_run: bool = False,
     done: Callable[[Built], None] = lambda _: None,
 ) -> list[Built]:  # fmt: skip
-    """Build `specs`, `jobs` at a time; `done` is told of each as it ends. The results are in the order of `specs`."""
+    """Build `specs`, `jobs` at a time; `done` is told of each as it ends. The results are in the order of `specs`.
+
+    An exception (Ctrl-C, or of `done`) ends the compilers at once; what was built by then stays in the store.
+    """
     results: dict[str, Built] = {}
-    with ThreadPoolExecutor(max_workers=jobs or default_jobs()) as pool:
+    pool = ThreadPoolExecutor(max_workers=jobs or default_jobs())
+    try:
         futures = [pool.submit(_build, spec, store, dry_run) for spec in specs]
         for future in as_completed(futures):
             results[future.result().slug] = future.result()
             done(future.result())
+    except BaseException:  # Ctrl-C: what waits is not begun, what runs is ended, what is built stays
+        pool.shutdown(wait=False, cancel_futures=True)
+        stop_compilers()
+        raise
+    pool.shutdown()
     return [results[spec.slug] for spec in specs]
 
 

@@ -36,6 +36,16 @@ _FAMILIES = {"ampere": ("sm80", "sm86"), "ada": ("sm89",), "hopper": ("sm90a",),
 _ARCH = re.compile(r"(?:sm_?|compute_?)?(?:(\d{1,2})\.(\d)|(\d{2,3}))([af]?)(?:\+ptx|-real|-virtual)?", re.ASCII)
 
 
+def variables() -> tuple[str, ...]:
+    """The names of all knobs: those that this file reads."""
+    return tuple(dict.fromkeys(re.findall(r'_read\("(QUIRE_\w+)"\)', Path(__file__).read_text(encoding="utf-8"))))
+
+
+def unknown_variables() -> tuple[str, ...]:
+    """Variables of the environment that look like knobs and are none."""
+    return tuple(sorted(name for name in os.environ if name.startswith("QUIRE_") and name not in variables()))
+
+
 def _read(name: str) -> str | None:
     value = os.environ.get(name, "").strip()
     return value or None

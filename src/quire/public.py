@@ -32,6 +32,7 @@ from quire.errors import (
     UnsupportedError,
     ValidationError,
 )
+from quire.estimates import estimate, is_supported
 from quire.jit import events, record, seal
 from quire.kernels import backends
 from quire.mla import BatchMLAPagedAttentionWrapper
@@ -102,10 +103,12 @@ __all__: list[str] = [
     "cascade",
     "decode",
     "errors",
+    "estimate",
     "events",
     "fast_decode_plan",
     "get_batch_indices_positions",
     "get_seq_lens",
+    "is_supported",
     "jit",
     "merge_state",
     "merge_state_in_place",

@@ -56,6 +56,7 @@ from quire.jit.lock import entry_lock
 from quire.jit.manifest import Manifest
 from quire.jit.miss import explain
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
+from quire.jit.ninja import stop_compilers
 from quire.jit.request import Request, make_request, toolchain_digest
 from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Store
@@ -85,8 +86,11 @@ __all__ = [
     "prebuilt_stores",
     "record",
     "record_use",
+    "render_unit",
+    "request_parts",
     "seal",
     "sealed",
+    "stop_compilers",
     "supported_cuda_targets",
     "user_store",
 ]
@@ -213,6 +217,16 @@ def _of_another_kind(request: Request, store: Store, *, quiet: bool) -> Entry | 
 def _request(spec: Spec, templates: Path | None) -> Request:
     kinds_for(spec.target)  # UnsupportedError for a target that nothing builds
     return make_request(spec, templates or _templates.root())
+
+
+def request_parts(spec: Spec) -> Mapping[str, str]:
+    """What the entries of `spec` say under `request` if they are made from the templates of today."""
+    return _request(spec, None).parts
+
+
+def render_unit(spec: Spec) -> str:
+    """The text of the unit of `spec`, as the compiler gets it."""
+    return _request(spec, None).source
 
 
 def lookup(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> Entry | None:

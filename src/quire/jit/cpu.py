@@ -75,7 +75,7 @@ def _best_target() -> str:
     return next((target for target in ("x86-64-v4", "x86-64-v3", "aarch64") if supports(target)), "native")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """Memory this process may still use: the machine's, or what its control group leaves."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
@@ -106,4 +106,4 @@ def _inactive_files(path: Path) -> int:
 
 def default_jobs() -> int:
     """How many compilers may run at once: one for each usable processor, or fewer where memory is short."""
-    return max(1, min(len(os.sched_getaffinity(0)), _available_bytes() // _BYTES_PER_JOB))
+    return max(1, min(len(os.sched_getaffinity(0)), available_bytes() // _BYTES_PER_JOB))

@@ -41,6 +41,16 @@ exit "$status"
 """
 
 
+_running: set[subprocess.Popen[bytes]] = set()  #: the supervisors of this process
+
+
+def stop_compilers() -> None:
+    """End every build of this process: closing its pipe tells a supervisor to end what it started."""
+    for process in tuple(_running):
+        if process.stdin is not None:
+            process.stdin.close()
+
+
 class Run(NamedTuple):
     """How a run of ninja ended."""
 
@@ -114,7 +124,11 @@ def run(staging: Path, words: list[str]) -> Run:
             command, cwd=staging, stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environment,
             start_new_session=True,
         )  # fmt: skip
-        usage = _wait(process)
+        _running.add(process)
+        try:
+            usage = _wait(process)
+        finally:
+            _running.discard(process)
     seconds, failed = time.monotonic() - start, process.returncode != 0
     # A new process starts with its parent's peak until it executes, so only what exceeds ours says something.
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

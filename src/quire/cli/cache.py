@@ -1,0 +1,206 @@
+"""`quire cache`: where the cache is, what it holds, whether it is sound, what may go, how it travels."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from quire.aot import spec_of
+from quire.cli import parser
+from quire.cli.output import print_json, print_table, spell_bytes, spell_seconds
+from quire.errors import CacheError, QuireError, ValidationError
+from quire.jit import Manifest, Store, explain_miss, lookup, prebuilt_stores, request_parts, user_store
+from quire.jit.archive import export_entries, import_entries
+from quire.jit.retention import kept_entries, outdated, require_times_of_use, sweep, to_remove
+
+_ORDERS = ("name", "size", "age")
+
+
+def add_commands(commands: Any) -> None:
+    """Add `cache` to the parser."""
+    text = "manage the cache"
+    actions = commands.add_parser("cache", help=text, description=f"{text.capitalize()} of compiled variants.")
+    actions = actions.add_subparsers(required=True, metavar="ACTION", dest="action")
+    _add(actions, "path", _path, "print where the cache lies")
+    listed = _add(actions, "list", _list, "list the entries")
+    listed.add_argument("words", nargs="*", metavar="WORD", help="only variants whose name has each of these words")
+    listed.add_argument("--sort", choices=_ORDERS, default="name", help="by name, largest first or newest first")
+    _add(actions, "verify", _verify, "check each entry's owner, mode, size and digest")
+    why = _add(actions, "why", _why, "say where a variant is, or why it is not in the cache")
+    why.add_argument("slug", metavar="SLUG")
+    gc = _add(actions, "gc", _gc, "remove the least recently used entries")
+    gc.add_argument("--max-size", type=parser.size, metavar="SIZE", help="until at most this is left, such as 2GB")
+    gc.add_argument("--unused-for", type=parser.age, metavar="TIME", help="that nobody used for so long, such as 30d")
+    prune = _add(actions, "prune", _prune, "remove what this version of Quire would not use, logs and leftovers")
+    for action in (gc, prune):
+        action.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
+    export = _add(actions, "export", _export, "pack verified entries into a tar archive")
+    export.add_argument("file", type=Path, metavar="FILE", help="such as cache.tar or cache.tar.gz")
+    export.add_argument("words", nargs="*", metavar="WORD", help="only variants whose name has each of these words")
+    imported = _add(actions, "import", _import, "unpack an archive of `cache export`, which you must trust")
+    imported.add_argument("file", type=Path, metavar="FILE")
+    imported.add_argument("--store", type=Path, metavar="DIR", help="into this directory, not the user's cache")
+    _add(actions, "clear", _clear, "remove every entry")
+
+
+def _add(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
+    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text.capitalize() + ".")
+    action.set_defaults(run=run)
+    action.add_argument("--json", action="store_true", help="print one JSON object")
+    return action
+
+
+def _tell(options: argparse.Namespace, text: str, **answer: Any) -> int:
+    """Print `text`, or what it says as JSON; the exit status of a command that did its work."""
+    if options.json:
+        print_json(answer)
+    else:
+        print(text)
+    return 0
+
+
+def _path(options: argparse.Namespace) -> int:
+    root = str(user_store().root)
+    return _tell(options, root, path=root)
+
+
+# --- what there is ---------------------------------------------------------------------------------------------------
+
+
+def _entries() -> list[dict[str, Any]]:
+    now = time.time()
+    return [
+        {
+            "slug": manifest.slug, "target": manifest.target, "path": str(path), "bytes": manifest.size,
+            "compile_seconds": manifest.seconds, "registers": manifest.registers, "spills": manifest.spills,
+            "age_seconds": round(max(0.0, now - manifest.created)), "prebuilt": store.readonly,
+        }
+        for store in (*prebuilt_stores(), user_store())
+        for path, manifest in store.manifests()
+    ]  # fmt: skip
+
+
+def _has(slug: str, words: Iterable[str]) -> bool:
+    return all(word in slug for word in words)
+
+
+def _list(options: argparse.Namespace) -> int:
+    key = {"name": lambda e: e["slug"], "size": lambda e: -e["bytes"], "age": lambda e: e["age_seconds"]}[options.sort]
+    entries = sorted((e for e in _entries() if _has(e["slug"], options.words)), key=key)
+    total = sum(entry["bytes"] for entry in entries)
+    if options.json:
+        print_json({"entries": entries, "bytes": total})
+        return 0
+    head = ("variant", "size", "age", "compiled in", "registers", "spills", "store")
+    rows = (
+        (e["slug"], spell_bytes(e["bytes"]), spell_seconds(e["age_seconds"]), f"{e['compile_seconds']:.2f} s",
+         e["registers"], e["spills"], "prebuilt" if e["prebuilt"] else "user")
+        for e in entries
+    )  # fmt: skip
+    print_table(head, rows)
+    print(f"{len(entries)} entries, {spell_bytes(total)}, in {user_store().root}")
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    store = user_store()
+    times = [
+        (path, path.stat()) for kept in store.paths() if kept.is_dir() for path in kept.iterdir() if path.is_file()
+    ]
+    bad = [{"path": str(path), "error": error} for path, error in store.problems()]
+    for path, status in times:  # a check is no use: `gc --unused-for` must not count it
+        if path.is_file() and os.access(path, os.W_OK):
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    count = len(list(store.paths()))
+    text = "\n".join([*(f"{entry['path']}: {entry['error']}" for entry in bad), f"{count} entries, {len(bad)} bad"])
+    _tell(options, text, ok=not bad, entries=count, bad=bad)
+    return int(bool(bad))
+
+
+def _why(options: argparse.Namespace) -> int:
+    spec = spec_of(options.slug)
+    if (entry := lookup(spec)) is None:
+        reason = explain_miss(spec)
+        text = f"it is not there: {reason}\nto build it: quire warmup {options.slug}"
+        return _tell(options, text, slug=options.slug, path=None, reason=reason)
+    m = entry.manifest
+    made = (
+        f"made {spell_seconds(time.time() - m.created)} ago by {m.toolchain.get('toolchain', 'an unknown toolchain')}"
+    )
+    version = m.toolchain.get("version", "").partition("\n")[0]
+    text = f"it is there: {entry.path}\n{made} {version} in {m.seconds:.1f} s, {spell_bytes(m.size)}"
+    return _tell(options, text, slug=options.slug, path=str(entry.path), reason=None)
+
+
+# --- what may go -----------------------------------------------------------------------------------------------------
+
+
+def _remove(options: argparse.Namespace, store: Store, paths: list[Path]) -> int:
+    """Remove entries, or say which would be."""
+    freed = sum(file.lstat().st_size for path in paths if path.is_dir() for file in path.iterdir())
+    for path in () if options.dry_run else paths:
+        try:
+            store.remove(path)
+        except OSError as error:
+            if path.exists():  # not another process's work
+                raise CacheError(f"{path} cannot be removed: {error}") from error
+    verb = "would remove" if options.dry_run else "removed"
+    text = [f"{verb} {path.relative_to(store.root)}" for path in paths]
+    text.append(f"{verb} {len(paths)} entries, {spell_bytes(freed)}, from {store.root}")
+    return _tell(options, "\n".join(text), removed=[str(path) for path in paths], bytes=freed)
+
+
+def _gc(options: argparse.Namespace) -> int:
+    store = user_store()
+    if options.max_size is None and options.unused_for is None:
+        raise ValidationError("cache gc: expected --max-size, --unused-for or both.")
+    if options.unused_for is not None:
+        require_times_of_use(store)
+    chosen = to_remove(kept_entries(store), max_bytes=options.max_size, unused_for=options.unused_for, now=time.time())
+    return _remove(options, store, [kept.path for kept in chosen])
+
+
+def _is_current(manifest: Manifest) -> bool:
+    try:
+        return manifest.request == request_parts(spec_of(manifest.slug))
+    except QuireError:  # a variant that this version does not have
+        return False
+
+
+def _prune(options: argparse.Namespace) -> int:
+    store = user_store()
+    paths = list(outdated(store, _is_current))
+    if not options.dry_run:
+        sweep(store)
+    return _remove(options, store, paths)
+
+
+def _clear(options: argparse.Namespace) -> int:
+    store = user_store()
+    freed, removed = store.total_bytes(), store.clear()
+    return _tell(
+        options, f"removed {removed} entries, {spell_bytes(freed)}, from {store.root}", removed=removed, bytes=freed
+    )
+
+
+# --- how it travels --------------------------------------------------------------------------------------------------
+
+
+def _export(options: argparse.Namespace) -> int:
+    store = user_store()
+    entries = [entry for entry in store.entries() if _has(entry.slug, options.words)]
+    if not entries:
+        raise CacheError(f"{store.root} has no sound entry of {' '.join(options.words) or 'any variant'}")
+    count = export_entries(entries, options.file.expanduser().absolute())
+    return _tell(options, f"{count} entries in {options.file}", entries=count, path=str(options.file))
+
+
+def _import(options: argparse.Namespace) -> int:
+    store = user_store() if options.store is None else Store(options.store.expanduser().absolute())
+    entries = import_entries(options.file.expanduser().absolute(), store)
+    slugs = [entry.slug for entry in entries]
+    return _tell(options, f"{len(slugs)} entries into {store.root}", entries=slugs, path=str(store.root))

@@ -1,0 +1,120 @@
+"""`quire matrix` says which kernels run where, `quire show` what one variant is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+from quire.aot import spec_of
+from quire.cli import parser
+from quire.cli.output import print_json, print_table, spell_bytes
+from quire.jit import Spec, explain_miss, lookup, render_unit
+from quire.jit.toolchain import for_target
+from quire.kernels import KERNELS, AttentionKernel, AttentionProblem
+from quire.kernels.features import read_mask
+from quire.types import dtype_of
+
+#: Where the variants of a target have run and been compared with the oracle; those of other targets only compile.
+RAN_ON = {"sm90a": "H100, H200", "x86-64-v3": "x86-64 with AVX2", "x86-64-v4": "x86-64 with AVX-512"}
+_TARGETS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a", "x86-64-v3", "x86-64-v4", "aarch64")
+_TYPES = (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"))
+
+
+def add_commands(commands: Any) -> None:
+    """Add `matrix` and `show` to the parser."""
+    matrix = commands.add_parser(
+        "matrix",
+        help="which kernels run where",
+        description="Say which kernels take which number types on which targets. Nothing is compiled.",
+    )
+    matrix.add_argument("--head-dim", type=parser.head_dims, default=((128, 128),), help="such as 128 or 192x128")
+    matrix.add_argument("--page-size", type=parser.page_sizes, default=(16,), help="or ragged (default 16)")
+    matrix.add_argument("--mask", type=parser.masks, default=("causal",), help="as of `quire warmup` (default causal)")
+    matrix.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
+    matrix.add_argument("--json", action="store_true", help="print one JSON object")
+    matrix.set_defaults(run=_matrix)
+    show = commands.add_parser(
+        "show", help="what a variant is", description="Say what a variant is and how it is built."
+    )
+    show.add_argument("slug", metavar="SLUG")
+    show.add_argument("--source", action="store_true", help="print the unit that is compiled")
+    show.add_argument("--json", action="store_true", help="print one JSON object")
+    show.set_defaults(run=_show)
+
+
+# --- matrix ----------------------------------------------------------------------------------------------------------
+
+
+def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A kernel, number types and a target; `reason` is None where the kernel takes all that is asked."""
+    for kernel, (q, kv), target in product(KERNELS, _TYPES, options.arch or _TARGETS):
+        if kernel.on_cuda == target.startswith("sm"):
+            asked = product(options.head_dim, options.page_size, options.mask)
+            reasons = (_reason(kernel, target, q, kv, *values) for values in asked)
+            reason = next((reason for reason in reasons if reason), None)
+            yield {"kernel": kernel.name, "q": q, "kv": kv, "target": target, "reason": reason, "ran": target in RAN_ON}
+
+
+def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, page_size: int, mask: str) -> str | None:
+    number, cached, (qk, vo) = dtype_of(q, "dtype"), dtype_of(kv, "kv_dtype"), dims
+    problem = AttentionProblem(target, number, cached, number, qk, vo, page_size, **read_mask(mask), rows=1)
+    return kernel.refusal(problem)
+
+
+def _matrix(options: argparse.Namespace) -> int:
+    cells = list(_cells(options))
+    if options.json:
+        print_json({"cells": cells, "ran_on": RAN_ON})
+        return 0
+    targets = list(dict.fromkeys(cell["target"] for cell in cells))
+    marks = {(c["kernel"], c["q"], c["kv"], c["target"]): _mark(c) for c in cells}
+    names = dict.fromkeys((c["kernel"], c["q"], c["kv"]) for c in cells)
+    print_table(
+        ("kernel", "q", "kv", *targets),
+        ((*name, *(marks.get((*name, target), "") for target in targets)) for name in names),
+    )
+    print("\nyes: has run and been checked, on " + "; ".join(f"{t}: {on}" for t, on in RAN_ON.items() if t in targets))
+    print("compiles: its machine code has run on no such card")
+    reasons = dict.fromkeys((cell["kernel"], cell["reason"]) for cell in cells if cell["reason"])
+    print(*(f"no: {kernel}: {reason}" for kernel, reason in reasons), sep="\n")
+    return 0
+
+
+def _mark(cell: dict[str, Any]) -> str:
+    return "no" if cell["reason"] else "yes" if cell["ran"] else "compiles"
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+def _show(options: argparse.Namespace) -> int:
+    spec = spec_of(options.slug)
+    if options.source:
+        print(render_unit(spec))
+        return 0
+    answer = _answer(spec)
+    if options.json:
+        print_json(answer)
+    else:
+        for name, value in answer.items():
+            print(f"{name:<10} {', '.join(f'{k}={v}' for k, v in value.items()) if isinstance(value, dict) else value}")
+    return 0
+
+
+def _answer(spec: Spec) -> dict[str, Any]:
+    entry, toolchain = lookup(spec), for_target(spec.target)
+    answer: dict[str, Any] = {
+        "variant": spec.slug, "target": spec.target, "ran on": RAN_ON.get(spec.target, "no such card or processor"),
+        "header": spec.header, "fields": dict(spec.fields), "types": dict(spec.types),
+        "constants": dict(spec.constants), "compiler": toolchain.name, "warm-up": f"quire warmup {spec.warmup}",
+    }  # fmt: skip
+    if entry is None:
+        return {**answer, "entry": f"none: {explain_miss(spec)}"}
+    m = entry.manifest
+    figures = {"registers": m.registers, "spills": m.spills, "stack": m.stack, "smem": m.smem, **m.exports}
+    return {
+        **answer, "entry": str(entry.path), "size": spell_bytes(m.size), "compiled": f"in {m.seconds:.2f} s",
+        "figures": {name: value for name, value in figures.items() if value is not None},
+    }  # fmt: skip

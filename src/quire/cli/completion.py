@@ -1,0 +1,102 @@
+"""`quire completion bash|zsh|fish` prints what a shell needs to complete command lines of quire.
+
+The shell asks `quire __complete WORD...` for what may stand in place of the last word, so that it always knows the
+commands, options and variants of the Quire that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from quire.aot import PRESETS
+from quire.jit import prebuilt_stores, user_store
+from quire.kernels import KERNELS
+from quire.types import DTYPES
+
+_SCRIPTS = {
+    "bash": """\
+_quire() {
+  local IFS=$'\\n'
+  COMPREPLY=($(quire __complete "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null))
+}
+complete -o default -F _quire quire
+""",
+    "zsh": """\
+#compdef quire
+_quire() {
+  local -a found
+  found=("${(@f)$(quire __complete "${(@)words[2,CURRENT]}" 2>/dev/null)}")
+  [[ -n $found ]] && compadd -- $found || _files
+}
+compdef _quire quire
+""",
+    "fish": """\
+complete -c quire -a '(quire __complete (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+""",
+}
+
+
+def add_commands(commands: Any) -> None:
+    """Add `completion`, and `__complete`, which help does not show."""
+    shell = commands.add_parser(
+        "completion",
+        help="print the completion script of a shell",
+        description='Print a completion script: eval "$(quire completion bash)"; fish: quire completion fish | source.',
+    )
+    shell.add_argument("shell", choices=sorted(_SCRIPTS))
+    shell.set_defaults(run=_print_script)
+    hidden = commands.add_parser("__complete", prefix_chars="\0", add_help=False)
+    hidden.add_argument("words", nargs="*")
+    hidden.set_defaults(run=_complete)
+
+
+def _print_script(options: argparse.Namespace) -> int:
+    print(_SCRIPTS[options.shell], end="")
+    return 0
+
+
+def _complete(options: argparse.Namespace) -> int:
+    from quire.cli import new_parser
+
+    *before, last = options.words or [""]
+    for candidate in candidates(new_parser(), before):
+        if candidate.startswith(last):
+            print(candidate)
+    return 0
+
+
+def candidates(parser: argparse.ArgumentParser, before: list[str]) -> list[str]:
+    """What may follow the words `before`."""
+    previous = ""
+    for word in before:
+        inner = _subcommands(parser).get(word)
+        parser, previous = (inner, "") if inner is not None else (parser, word)
+    option = parser._option_string_actions.get(previous)
+    if option is not None and option.nargs != 0:
+        return _values(option)
+    positional = [value for action in parser._get_positional_actions() for value in _values(action)]
+    return [*positional, *(name for name in parser._option_string_actions if name.startswith("--"))]
+
+
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return next(({n: p for n, p in a.choices.items() if not n.startswith("_")} for a in found), {})
+
+
+def _values(action: argparse.Action) -> list[str]:
+    """The values that an argument takes, where they can be listed."""
+    if action.choices is not None:
+        return [str(choice) for choice in action.choices if not str(choice).startswith("_")]
+    listed: dict[str, Callable[[], list[str]]] = {
+        "slug": _slugs, "slugs": _slugs, "backends": lambda: [kernel.backend for kernel in KERNELS],
+        "preset": lambda: list(PRESETS), "dtypes": lambda: [d.slug for d in DTYPES],
+        "kv_dtypes": lambda: [d.slug for d in DTYPES],
+    }  # fmt: skip
+    return listed[action.dest]() if action.dest in listed else []
+
+
+def _slugs() -> list[str]:
+    stores = (*prebuilt_stores(), user_store())
+    return sorted({path.parent.name for store in stores for path in store.paths()})

@@ -1,0 +1,158 @@
+"""Arguments of the command line: values read and checked before anything is done, and names that were meant."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+from quire import config
+from quire.errors import QuireError
+from quire.jit.toolchain import CUDA_TARGETS
+from quire.kernels.features import MASK_FEATURES, read_mask
+from quire.types import DTYPES
+
+_T = TypeVar("_T")
+
+#: Exit status of a command line that is wrong, or asks for what no kernel does: nothing was done.
+USAGE = 2
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """ "; did you mean 'causal'?" if `word` is close to one of `known`, else nothing."""
+    close = get_close_matches(word.lower(), list(known), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports an error in one line that says what was meant, without the usage before it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuses what is left over here, where the options of this command are known."""
+        namespace, left = super().parse_known_args(args, namespace)
+        for word in left:
+            name = word.partition("=")[0]
+            known = [option for option in self._option_string_actions if option.startswith("--")]
+            kind = "option" if word.startswith("-") else "argument"
+            self.error(f"there is no {kind} {name!r}{meant(name, known) if kind == 'option' else ''}")
+        return namespace, left
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with status 2."""
+        choice = re.search(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", message)
+        if choice is not None:
+            word, known = choice.group(1), re.findall(r"(?<![\w-])[a-z][\w-]*", choice.group(2))
+            message = f"expected one of {', '.join(known)}, got {word!r}{meant(word, known)}"
+        self.exit(USAGE, f"{self.prog}: {message}\n{self.prog} --help says what it takes.\n")
+
+
+def checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
+    """`read`, whose errors argparse shows as they are."""
+
+    def value(text: str) -> _T:
+        try:
+            return read(text)
+        except QuireError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return value
+
+
+def split(text: str) -> tuple[str, ...]:
+    """ "a,b c" -> ("a", "b", "c")."""
+    return tuple(word for word in text.replace(",", " ").split() if word)
+
+
+def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Reads a list of which each word is one of `known`."""
+
+    def read(text: str) -> tuple[str, ...]:
+        for word in split(text):
+            if word not in known:
+                raise argparse.ArgumentTypeError(
+                    f"expected some of {', '.join(known)}, got {word!r}{meant(word, known)}"
+                )
+        return split(text)
+
+    return read
+
+
+def dtypes(text: str) -> tuple[str, ...]:
+    """Number types by the names in slugs; torch's own are understood."""
+    slugs = {name: d.slug for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
+    return tuple(slugs.get(word) or words([d.slug for d in DTYPES])(word)[0] for word in split(text))
+
+
+def masks(text: str) -> tuple[str, ...]:
+    """Masks of the command line, such as "causal+window"."""
+    known = [word for row in MASK_FEATURES for word in row.words if word]
+    for word in split(text):
+        try:
+            read_mask(word)
+        except QuireError as error:
+            strange = next((part for part in word.lower().split("+") if part not in known), word)
+            raise argparse.ArgumentTypeError(str(error).partition(": ")[2] + meant(strange, known)) from error
+    return split(text)
+
+
+def head_dims(text: str) -> tuple[tuple[int, int], ...]:
+    """ "128,192x128" -> ((128, 128), (192, 128))."""
+    pairs = [word.lower().split("x") for word in split(text)]
+    if not pairs or any(len(pair) > 2 or not all(p.isascii() and p.isdigit() for p in pair) for pair in pairs):
+        raise argparse.ArgumentTypeError(f"expected head dims such as 128 or 192x128, got {text!r}")
+    return tuple((int(pair[0]), int(pair[-1])) for pair in pairs)
+
+
+def page_sizes(text: str) -> tuple[int, ...]:
+    """ "16,ragged" -> (16, 0)."""
+    if not split(text) or not all(w == "ragged" or (w.isascii() and w.isdigit() and int(w)) for w in split(text)):
+        raise argparse.ArgumentTypeError(f"expected page sizes such as 16, or ragged, got {text!r}")
+    return tuple(0 if word == "ragged" else int(word) for word in split(text))
+
+
+def targets(text: str) -> tuple[str, ...]:
+    """GPU architectures in any spelling that PyTorch or nvcc knows -> targets."""
+    try:
+        found = config.parse_arch_list(text)
+    except QuireError as error:
+        families = ("ampere", "ada", "hopper", "blackwell")
+        reason = str(error).partition(": ")[2]
+        raise argparse.ArgumentTypeError(f"{reason}{meant(text, families)}") from error
+    for target in found:
+        if target not in CUDA_TARGETS:
+            raise argparse.ArgumentTypeError(
+                f"{target} is no target of nvcc; expected some of {', '.join(CUDA_TARGETS)}"
+            )
+    return found
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_TIMES = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
+
+
+def size(text: str) -> int:
+    """ "200MB", "2GiB" -> bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    if match is None or match.group(2) not in _SIZES:
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GiB, got {text!r}")
+    return int(float(match.group(1)) * _SIZES[match.group(2)])
+
+
+def age(text: str) -> float:
+    """ "30d", "12h" -> seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhdw])", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a time such as 30d or 12h, got {text!r}")
+    return float(match.group(1)) * _TIMES[match.group(2)]

@@ -1,0 +1,97 @@
+"""What a variant would cost, and whether there is one: answered without a compiler, a GPU or torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from quire.errors import QuireError
+from quire.jit import Spec, host_target, lookup, prebuilt_stores, user_store
+from quire.kernels import AttentionProblem, decide
+from quire.kernels.features import read_mask
+from quire.types import dtype_of
+
+#: Seconds and bytes of a compile where no cache in reach has a variant of the kernel; others take as an operation does.
+_TYPICAL: Mapping[str, tuple[float, int]] = {
+    "attention_fa2": (0.7, 60_000),
+    "attention_fa3": (1.1, 70_000),
+    "attention_decode": (0.7, 50_000),
+    "attention_cpu": (1.2, 60_000),
+}
+_TYPICAL_OPERATION = (0.5, 12_000)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What building one variant takes."""
+
+    slug: str
+    seconds: float  #: of one core
+    bytes: int  #: of the artifact
+    cached: bool  #: it is there: the figures are those of its own build
+
+
+def estimate(spec: Spec) -> Estimate:
+    """From the entry if there is one, else from the builds of the same kernel in the caches, else typical figures."""
+    if (entry := lookup(spec)) is not None:
+        return Estimate(spec.slug, entry.manifest.seconds, entry.manifest.size, True)
+    name = spec.slug.partition(".")[0]
+    measured = [m for m in _manifests() if m.slug.partition(".")[0] == name and m.target[:2] == spec.target[:2]]
+    if measured:
+        seconds, size = median(m.seconds for m in measured), int(median(m.size for m in measured))
+    else:
+        seconds, size = _TYPICAL.get(name, _TYPICAL_OPERATION)
+    return Estimate(spec.slug, seconds, size, False)
+
+
+def _manifests() -> list[Any]:
+    return [manifest for store in (*prebuilt_stores(), user_store()) for _, manifest in store.manifests()]
+
+
+@dataclass(frozen=True)
+class Support:
+    """An answer that is true or false, and says why."""
+
+    supported: bool
+    slug: str  #: of the variant that would run; "" if none would
+    reason: str  #: what each kernel says
+
+    def __bool__(self) -> bool:
+        return self.supported
+
+
+def is_supported(
+    *, head_dim: int, head_dim_vo: int | None = None, dtype: Any = "float16", kv_dtype: Any = None, page_size: int = 0,
+    mask: str = "causal", rows: int = 128, target: str | None = None, backend: str = "auto",
+) -> Support:  # fmt: skip
+    """Whether a kernel takes such a call, and which; nothing is compiled, and neither a compiler nor a GPU is needed.
+
+    head_dim: of queries and keys; head_dim_vo: of values (the same by default).
+    dtype, kv_dtype: torch's, or their names; kv_dtype of the cache (as dtype by default).
+    page_size: tokens of a page; 0: ragged.
+    mask: as on the command line: "none", "causal", "custom" or "tree", with "+window" and "+cap" as wanted.
+    rows: queries of a request times grouped heads; 1 query of 8 heads to a KV head has 8.
+    target: what runs it, such as "sm90a"; this machine's processor by default.
+
+    Returns a Support, which is true or false. Raises ValidationError for names that are none.
+
+    >>> bool(quire.is_supported(head_dim=128, dtype="bfloat16", page_size=16, target="sm90a"))
+    True
+    >>> print(quire.is_supported(head_dim=72, target="sm80").reason.splitlines()[-1].split(";")[1].strip())
+    pad with zeros to 80 and pass sm_scale=0.1179
+    """
+    q = dtype_of(dtype, "dtype")
+    kv = q if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
+    problem = AttentionProblem(
+        target or host_target(), q, kv, q, head_dim, head_dim if head_dim_vo is None else head_dim_vo, page_size,
+        **read_mask(mask), rows=rows,
+    )  # fmt: skip
+    try:
+        decision = decide(problem, backend)
+    except QuireError as error:
+        if not isinstance(error, NotImplementedError):
+            raise
+        return Support(False, "", str(error))
+    return Support(True, decision.key.slug, str(decision))

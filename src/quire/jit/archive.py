@@ -1,0 +1,103 @@
+"""Entries in a tar archive: what one machine compiled, carried to another.
+
+An archive is as good as its entries: the same entries make the same bytes, whoever packs them and when. Reading one
+trusts nothing: only plain files of known names and sizes are unpacked, into a private directory, and each entry must
+pass every check of the store before any is published.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePosixPath
+
+from quire.errors import CacheError
+from quire.jit.store import Entry, Manifest, Store
+
+_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+_LARGEST_FILE = 1 << 28  #: bytes
+_MOST_FILES = 16  #: of an entry
+_MOST_BYTES = 1 << 34  #: of all files
+
+
+def export_entries(entries: Iterable[Entry], path: Path) -> int:
+    """Write `entries` to the new file `path`, compressed if its name ends in .gz; the number of entries written."""
+    ordered = sorted(entries, key=lambda entry: (entry.slug, entry.path.name))
+    mode = "w:gz" if path.suffix in (".gz", ".tgz") else "w"
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with tarfile.open(unfinished, mode, format=tarfile.USTAR_FORMAT) as archive:  # type: ignore[call-overload]
+            for entry in ordered:
+                _add(archive, entry)
+        unfinished.replace(path)
+    except OSError as error:
+        raise CacheError(f"the archive {path} cannot be written: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return len(ordered)
+
+
+def _add(archive: tarfile.TarFile, entry: Entry) -> None:
+    """The files of an entry, without owners and times."""
+    for file in sorted(entry.path.iterdir()):
+        data = file.read_bytes()
+        member = tarfile.TarInfo(f"entries/{entry.slug}/{entry.path.name}/{file.name}")
+        member.size, member.mode = len(data), 0o644
+        archive.addfile(member, io.BytesIO(data))
+
+
+def import_entries(path: Path, store: Store) -> list[Entry]:
+    """Publish the entries of an archive in `store`; CacheError, and nothing published, if any of it is not sound."""
+    if reason := store.prepare():
+        raise CacheError(f"{store.root} cannot be written: {reason}")
+    staging = store.new_staging()
+    try:
+        try:
+            _unpack(path, staging)
+            sound = [_check(directory) for directory in sorted(staging.glob("entries/*/*"))]
+        except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError) as error:
+            raise CacheError(f"the archive {path} cannot be read: {type(error).__name__}: {error}") from error
+        return [store.publish(directory, manifest) for directory, manifest in sound]
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _check(directory: Path) -> tuple[Path, Manifest]:
+    """An unpacked entry that is what its manifest and its name say."""
+    found = Store(directory.parents[2]).verify(directory)
+    if found.slug != directory.parent.name:
+        raise CacheError(f"an entry of {found.slug} lies under {directory.parent.name}")
+    return directory, found.manifest
+
+
+def _unpack(path: Path, staging: Path) -> None:
+    seen: dict[PurePosixPath, int] = {}
+    total = 0
+    with tarfile.open(path, "r:*") as archive:
+        for member, name in _members(archive, path):
+            seen[name.parent] = seen.get(name.parent, 0) + 1
+            total += member.size
+            if seen[name.parent] > _MOST_FILES or member.size > _LARGEST_FILE or total > _MOST_BYTES:
+                raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
+            source = archive.extractfile(member)
+            assert source is not None  # a plain file
+            target = staging / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("xb") as file:  # a name that comes twice is an error
+                shutil.copyfileobj(source, file)
+
+
+def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
+    """The files of an archive; CacheError at the first member that none of ours has."""
+    for member in archive:
+        parts = member.name.split("/")
+        sane = len(parts) == 4 and parts[0] == "entries" and all(_PART.fullmatch(part) for part in parts)
+        if not sane or not member.isreg() or member.issparse():
+            raise CacheError(
+                f"the archive {path} is refused: expected plain files entries/SLUG/NAME/FILE, got {member.name[:200]!r}"
+            )
+        yield member, PurePosixPath(member.name)

@@ -1,0 +1,252 @@
+"""What is wrong with this machine, as far as compiling, caching and loading go, and what to do about it.
+
+Each check is a function that yields findings. None compiles anything, writes anything or needs a GPU; compilers are
+asked for their versions only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from quire import _templates, config
+from quire.errors import QuireError
+from quire.jit import cpu, driver, gpu
+from quire.jit.memory import Memory
+from quire.jit.ninja import find_ninja
+from quire.jit.store import Store
+from quire.jit.toolchain import CUDA_TARGETS, Toolchain, for_target
+
+Status = Literal["ok", "note", "fault"]
+
+_LEAST_SPACE = 64 << 20  #: bytes, for the staging directories of some compilers
+_LEAST_MEMORY = 400 << 20  #: bytes, twice what a compile of one variant takes
+_GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found."""
+
+    check: str
+    status: Status  #: note: fine unless something is wanted that needs it
+    text: str
+    fix: str = ""
+
+
+def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
+    """All findings, in the order in which a first call would meet them."""
+    checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+        ("variables", _variables),
+        ("templates", _check_templates),
+        ("driver", _check_driver),
+        ("torch", _check_torch),
+        ("g++", _check_gxx),
+        ("nvcc", _check_nvcc),
+        ("ninja", _check_ninja),
+        ("memory", _check_memory),
+        ("cache", lambda: _check_root(store)),
+        ("entries", lambda: _check_entries(store, prebuilt)),
+    )
+    findings: list[Finding] = []
+    for name, check in checks:
+        try:
+            findings.extend(check())
+        except (QuireError, OSError) as error:  # a fault that keeps a check from its work
+            findings.append(Finding(name, "fault", str(error).partition("\n")[0], "See the text."))
+    return findings
+
+
+def _variables() -> Iterator[Finding]:
+    readers = (
+        config.jit_denied, config.cpu_target, config.log_level, config.max_jobs, config.arch_list, config.record_path,
+        config.cache_root, config.require_known_toolchain, cpu.host_target,
+    )  # fmt: skip
+    faults: dict[str, None] = {}
+    for read in readers:
+        try:
+            read()
+        except QuireError as error:
+            faults[str(error)] = None
+    yield from (Finding("variables", "fault", text, "Correct the variable or unset it.") for text in faults)
+    for name in config.unknown_variables():
+        close = get_close_matches(name, config.variables(), n=1)
+        fix = f"Did you mean {close[0]}?" if close else f"Known are {', '.join(config.variables())}."
+        yield Finding("variables", "fault", f"{name} is set, and nothing reads it", fix)
+        faults[name] = None
+    if not faults:
+        yield Finding("variables", "ok", "every QUIRE_ variable that is set is understood")
+
+
+def _check_templates() -> Iterator[Finding]:
+    yield Finding("templates", "ok", str(_templates.root()))
+
+
+# --- the GPU ---------------------------------------------------------------------------------------------------------
+
+
+def _check_driver() -> Iterator[Finding]:
+    if driver.available():
+        targets = ", ".join(gpu.present_targets()) or "no GPU"
+        yield Finding("driver", "ok", f"libcuda {driver.driver().version_text()}: {targets}")
+    elif any(file.exists() for file in _GPU_FILES):
+        fix = "Start the container with `--gpus all` (nvidia-container-toolkit), or install the driver's libcuda.so.1."
+        yield Finding("driver", "fault", "there is a GPU, but its driver cannot be loaded or reports an error", fix)
+    else:
+        yield Finding(
+            "driver", "note", "there is no NVIDIA GPU: the cpu backend runs, and CUDA variants can be compiled"
+        )
+
+
+def _check_torch() -> Iterator[Finding]:
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("torch", "fault", "torch is not installed: only this command line works", "pip install torch")
+        return
+    if version.endswith("+cpu") and _wanted_targets():
+        yield Finding("torch", "fault", f"torch {version} cannot use a GPU", "Install torch from its CUDA index.")
+    else:
+        yield Finding("torch", "ok", f"torch {version}")
+
+
+def _wanted_targets() -> tuple[str, ...]:
+    """What this machine's GPUs run."""
+    return gpu.present_targets()
+
+
+# --- compilers -------------------------------------------------------------------------------------------------------
+
+
+def _found(name: str, target: str) -> tuple[Toolchain | None, list[Finding]]:
+    """The compiler of `target` and what is wrong with it."""
+    kind = for_target(target)
+    toolchain = kind.find()
+    if toolchain is None:
+        named = [where for where, path, by_user in kind.places() if by_user and path is None]
+        text = f"{named[0]} is no program" if named else f"no {name} was found"
+        return None, [Finding(name, "fault", text, f"{kind.install_hint}.")]
+    try:
+        version = toolchain.version(Memory(None))
+    except QuireError as error:
+        fix = "Repair or replace it, or name another compiler (QUIRE_NVCC, QUIRE_CXX)."
+        return None, [Finding(name, "fault", str(error).partition("\n")[0], fix)]
+    return toolchain, [Finding(name, "ok", f"{toolchain.path}: {version.partition(chr(10))[0]}")]
+
+
+def _check_gxx() -> Iterator[Finding]:
+    toolchain, findings = _found("g++", cpu.host_target())
+    if toolchain is not None and not _passes(toolchain, "cc1plus"):
+        fix = "Install the whole compiler: `apt-get install g++`."
+        findings = [Finding("g++", "fault", f"{toolchain.path} has no cc1plus: it compiles C, not C++", fix)]
+    yield from findings
+
+
+def _passes(toolchain: Toolchain, name: str) -> bool:
+    """Whether g++ knows where one of its programs is; it repeats the name where it does not."""
+    return Path(_ask(toolchain.path, f"-print-prog-name={name}").strip()).is_absolute()
+
+
+def _ask(*command: str) -> str:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=20, check=False,
+            stdin=subprocess.DEVNULL, env=config.child_environment(),
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
+
+
+def _check_nvcc() -> Iterator[Finding]:
+    wanted = config.arch_list() or gpu.present_targets()
+    toolchain, findings = _found("nvcc", "sm90a")
+    if toolchain is None:
+        needed = bool(wanted) or config.nvcc() is not None
+        for found in findings:
+            status: Status = "fault" if needed else "note"
+            yield Finding("nvcc", status, found.text + ("" if needed else ", which only CUDA variants need"), found.fix)
+        return
+    yield from _nvcc_faults(toolchain, wanted) or findings
+
+
+def _nvcc_faults(toolchain: Toolchain, wanted: tuple[str, ...]) -> list[Finding]:
+    directory = Path(os.path.realpath(toolchain.path)).parent
+    is_program = (directory / "nvcc.profile").exists()  # a wrapper script lies elsewhere
+    missing = [name for name in ("ptxas", "../nvvm/bin/cicc") if is_program and not (directory / name).exists()]
+    if missing:
+        text, fix = (
+            f"{toolchain.path} lacks {', '.join(Path(m).name for m in missing)}",
+            "Install nvcc with its nvvm part.",
+        )
+        return [Finding("nvcc", "fault", text, fix)]
+    known = set(re.findall(r"sm_(\w+)", _ask(toolchain.path, "--list-gpu-code")))
+    strange = [
+        target
+        for target in wanted
+        if known and CUDA_TARGETS[target].rstrip("af") not in {k.rstrip("af") for k in known}
+    ]
+    fix = "Update the CUDA toolkit, or warm up elsewhere and import the cache."
+    return [Finding("nvcc", "fault", f"{toolchain.path} does not know {t}", fix) for t in strange]
+
+
+def _check_ninja() -> Iterator[Finding]:
+    try:
+        yield Finding("ninja", "ok", find_ninja())
+    except QuireError:
+        yield Finding("ninja", "fault", "no ninja was found", "pip install ninja")
+
+
+def _check_memory() -> Iterator[Finding]:
+    free = cpu.available_bytes()
+    if free < _LEAST_MEMORY:
+        fix = "Raise the memory limit of the container, or warm up elsewhere and import the cache."
+        yield Finding("memory", "fault", f"{free >> 20} MB are left: a compiler may be killed", fix)
+    else:
+        yield Finding("memory", "ok", f"{cpu.default_jobs()} compilers at a time, {free >> 20} MB of memory")
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def _check_root(store: Store) -> Iterator[Finding]:
+    root = store.root
+    there = next(path for path in (root, *root.parents) if path.exists())
+    move = "Set QUIRE_CACHE_DIR to another directory"
+    status, disk = there.stat(), os.statvfs(there)
+    faults = (
+        (not there.is_dir(), f"{there} is no directory", f"{move}, or remove the file."),
+        (not os.access(there, os.W_OK | os.X_OK), f"{there} cannot be written", f"{move}, or `chown` it."),
+        (bool(disk.f_flag & os.ST_RDONLY), f"{there} is on a read-only file system", f"{move}, or warm up beforehand."),
+        (there == root and status.st_uid not in (os.geteuid(), 0), f"{root} belongs to user {status.st_uid}, who could "
+         "run code as you", f"{move}, or `chown` it."),
+        (there == root and bool(status.st_mode & stat.S_IWOTH), f"{root} may be written by everybody (mode "
+         f"{stat.S_IMODE(status.st_mode):04o}), who could run code as you", f"chmod go-w {root}"),
+        (bool(disk.f_flag & os.ST_NOEXEC), f"{there} is mounted noexec: no host library can be loaded", f"{move}."),
+        (disk.f_bavail * disk.f_frsize < _LEAST_SPACE, f"{there} has {disk.f_bavail * disk.f_frsize >> 20} MB left",
+         "Free space (`quire cache gc --max-size 200MB`), or " + move[0].lower() + move[1:] + "."),
+        (disk.f_files > 0 and disk.f_favail == 0, f"{there} has no inodes left", "Remove files, or move the cache."),
+    )  # fmt: skip
+    found = [Finding("cache", "fault", text, fix) for is_fault, text, fix in faults if is_fault]
+    yield from found or [Finding("cache", "ok", f"{root}{'' if there == root else ', which a first build makes'}")]
+
+
+def _check_entries(store: Store, prebuilt: tuple[Store, ...]) -> Iterator[Finding]:
+    bad, count = list(store.problems()), len(list(store.paths()))
+    for path, text in bad:
+        fix = "The next build replaces it; `quire cache prune` removes it."
+        yield Finding("entries", "fault", f"{path}: {text}", fix)
+    packaged = sum(len(list(one.paths())) for one in prebuilt)
+    if config.jit_denied() and not count and not packaged:
+        fix = "Fill the cache with `quire warmup --manifest FILE`, or unset QUIRE_JIT."
+        yield Finding("entries", "fault", "QUIRE_JIT=deny forbids compiling, and nothing is compiled", fix)
+    elif not bad:
+        yield Finding("entries", "ok", f"{count} in the cache, {packaged} prebuilt")

@@ -1,0 +1,420 @@
+"""The command line: statuses, words that were meant, the cache's actions, signals, and what it must not import."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import quire
+from quire import jit
+from quire.cli import main, new_parser
+from quire.cli.completion import candidates
+from quire.jit import progress
+from stub_compiler import compiles, write_stub
+
+HOST = jit.host_target()
+SLUGS = [f"packbits.{HOST}.any.v1", f"append.{HOST}.u16.v1", f"append.{HOST}.u16.v8"]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, a stub compiler, and a JIT that remembers nothing."""
+    for name in [name for name in os.environ if name.startswith("QUIRE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "stub-g++")))
+    for name, value in (("_modules", {}), ("_stores", {}), ("_private_store", None)):
+        monkeypatch.setattr(jit, name, value)
+    monkeypatch.setattr(progress, "_warned", set())
+    yield tmp_path / "cache"
+
+
+Quire = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def quire_(cache: Path, capsys: pytest.CaptureFixture[str]) -> Quire:
+    """Runs a command line; returns its status, stdout and stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        try:
+            status = main(words)
+        except SystemExit as error:
+            status = int(error.code or 0)
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def program(*words: str, **environment: str) -> subprocess.Popen[str]:
+    """The program in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "quire", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+# --- words and statuses ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("cahce path", "did you mean 'cache'?"),
+        ("cache lst", "did you mean 'list'?"),
+        ("warmup --preseet llama", "did you mean '--preset'?"),
+        ("warmup --preset lama", "did you mean 'llama'?"),
+        ("warmup --backend fa4", "did you mean 'fa3'?"),
+        ("warmup --mask cusal", "did you mean 'causal'?"),
+        ("warmup --dtype bf61", "did you mean 'bf16'?"),
+        ("warmup --arch hoper", "did you mean 'hopper'?"),
+        ("warmup --arch 9.9", "sm99 is no target of nvcc"),
+        ("warmup --head 64", "did you mean '--head-dim'?"),
+        ("warmup --head-dim big", "expected head dims such as 128"),
+        ("warmup --page-size 0", "expected page sizes such as 16"),
+        ("warmup --jobs 0", "expected a whole number of at least 1"),
+        ("cache gc --max-size much", "expected a size such as 500MB"),
+        ("cache gc --unused-for long", "expected a time such as 30d"),
+        ("cache gc", "expected --max-size, --unused-for or both"),
+        ("cache why packbits.sm90a.any.v7", "expected name.target.type.vN"),
+        ("warmup --manifest /nowhere", "cannot be read"),
+        ("plan-for /nowhere/config.json", "cannot be read"),
+        ("completion csh", "expected one of bash, fish, zsh"),
+        ("", "required: COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_ends_with_2_and_says_what_was_meant(line: str, hint: str, quire_: Quire) -> None:
+    status, out, err = quire_(*line.split())
+    assert (status, out) == (2, "")
+    assert hint in err and len(err.splitlines()) <= 3, err
+
+
+@pytest.mark.parametrize(
+    ("line", "value", "reasons"),
+    [
+        ("--arch 7.5", "--arch sm75", ["attention_fa2    target sm75 has no asynchronous copies", "is not sm90a"]),
+        (
+            "--arch 9.0a --head-dim 64,576",
+            "--head-dim 576x576",
+            ["attention_decode head_dim_qk=576: expected at most 256"],
+        ),
+        ("--arch 9.0a --head-dim 576x512", "--head-dim 576x512", ["attention_fa3    head_dim=576/512: MLA"]),
+        ("--arch 9.0a --dtype fp32", "--dtype fp32", ["attention_fa2    q dtype fp32 is not fp16 or bf16"]),
+        ("--arch 8.0 --backend fa3", "--backend fa3", ["attention_fa3    target sm80 is not sm90a"]),
+        ("--arch 9.0a --backend cpu", "--backend cpu", ["none of the chosen backends runs on sm90a"]),
+        ("--arch 9.0a --dtype bf16 --kv-dtype fp16", "--kv-dtype fp16", ["kv dtype fp16 differs from q dtype bf16"]),
+    ],
+)
+def test_what_no_kernel_does_is_refused_before_compiling(
+    line: str, value: str, reasons: list[str], quire_: Quire, cache: Path
+) -> None:
+    status, out, err = quire_("warmup", *line.split())
+    assert (status, out) == (2, "")
+    assert value in err
+    assert all(reason in err for reason in reasons), err
+    assert not cache.exists()
+
+
+def test_a_failed_compile_ends_with_1(quire_: Quire, cache: Path, tmp_path: Path) -> None:
+    write_stub(tmp_path / "stub-g++", before='echo "x.cpp:1:1: error: no" >&2; exit 1')
+    status, out, _ = quire_("warmup", "--exact", SLUGS[0])
+    assert status == 1
+    assert "1 failed" in out and "error: no" in out
+
+
+@pytest.mark.parametrize("content", ["", "# nothing\n\n"])
+def test_an_empty_manifest_builds_nothing(content: str, quire_: Quire, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest").write_text(content)
+    status, _, err = quire_("warmup", "--manifest", str(tmp_path / "manifest"))
+    assert status == 2 and "names no variant" in err
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00x", b"[" * 100_000, b"x" * 2_000_000])
+def test_a_hostile_manifest_is_refused_in_a_few_words(content: bytes, quire_: Quire, tmp_path: Path) -> None:
+    (tmp_path / "manifest").write_bytes(content)
+    status, _, err = quire_("warmup", "--manifest", str(tmp_path / "manifest"))
+    assert status == 2 and len(err) < 2000
+
+
+def test_nothing_is_built_that_would_not_be_kept(quire_: Quire, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, out, err = quire_("warmup", "--exact", SLUGS[0], "--store", str(tmp_path / "file"))
+    assert (status, out) == (1, "")
+    assert "nothing that is built would be kept" in err
+    assert compiles(tmp_path / "stub-g++") == 0
+
+
+def test_version_and_help(quire_: Quire) -> None:
+    assert quire_("--version") == (0, f"quire {quire.__version__}\n", "")
+    status, out, _ = quire_("--help")
+    assert status == 0 and all(f"  {name} " in out for name in ("warmup", "cache", "doctor", "matrix", "show"))
+    assert "__complete" not in out
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def filled(quire_: Quire, cache: Path) -> Path:
+    """A cache of three entries."""
+    status, out, _ = quire_("warmup", "--exact", *SLUGS)
+    assert status == 0 and "3 built" in out
+    return cache
+
+
+def test_list_is_plain_text_of_one_line_an_entry(filled: Path, quire_: Quire) -> None:
+    status, out, _ = quire_("cache", "list", "append")
+    lines = out.splitlines()
+    assert status == 0 and out.isascii()
+    assert [line.split()[0] for line in lines[1:-1]] == sorted(SLUGS[1:])
+    assert lines[-1].startswith("2 entries, ")
+    assert [e["slug"] for e in json.loads(quire_("cache", "list", "--json")[1])["entries"]] == sorted(SLUGS)
+
+
+def test_verify_finds_damage_and_counts_as_no_use(filled: Path, quire_: Quire) -> None:
+    files = list(filled.glob("entries/*/*/*"))
+    for file in files:
+        os.utime(file, (1, 2))
+    assert quire_("cache", "verify")[0] == 0
+    assert {file.stat().st_atime for file in files} == {1}
+    next(filled.glob("entries/packbits*/*/*.so")).write_bytes(b"damaged")
+    status, out, _ = quire_("cache", "verify")
+    assert status == 1 and "3 entries, 1 bad" in out
+
+
+def test_why_says_where_an_entry_is_or_what_is_missing(filled: Path, quire_: Quire) -> None:
+    status, out, _ = quire_("cache", "why", SLUGS[0])
+    assert status == 0 and out.startswith(f"it is there: {filled}/entries/{SLUGS[0]}/")
+    status, out, _ = quire_("cache", "why", f"packbits.{HOST.replace('v4', 'v3')}.any.v1" if "v4" in HOST else SLUGS[0])
+    assert status == 0
+    status, out, _ = quire_("cache", "why", f"merge.{HOST}.fp16.v8")
+    assert "it is not there: " in out
+    line = out.splitlines()[-1].partition("quire ")[2].split()
+    assert quire_(*line)[0] == 0, "the line that is printed works"
+    assert "it is there" in quire_("cache", "why", f"merge.{HOST}.fp16.v8")[1]
+
+
+def test_gc_removes_the_least_recently_used(filled: Path, quire_: Quire) -> None:
+    for age, slug in enumerate(SLUGS):
+        for file in (filled / "entries" / slug).glob("*/*"):
+            os.utime(file, (time.time() - 86400 * 10 * age,) * 2)
+    size = sum(file.stat().st_size for file in filled.glob(f"entries/{SLUGS[0]}/*/*"))
+    assert "would remove 1 entries" in quire_("cache", "gc", "--unused-for", "15d", "--dry-run")[1]
+    assert "removed 1 entries" in quire_("cache", "gc", "--unused-for", "15d")[1]
+    assert [e.name for e in (filled / "entries").iterdir() if e.name == SLUGS[2]] == []
+    assert quire_("cache", "gc", "--max-size", f"{size + 10}B")[0] == 0
+    assert [path.name for path in (filled / "entries").iterdir()] == [SLUGS[0]]
+
+
+def test_prune_removes_what_this_version_would_not_use(filled: Path, quire_: Quire) -> None:
+    stale = next((filled / "entries" / SLUGS[0]).iterdir())
+    shutil.copytree(stale, filled / "entries" / "gone.host" / stale.name)
+    (filled / "logs" / "old.log").write_text("x")
+    status, out, _ = quire_("cache", "prune", "--json")
+    assert status == 0
+    assert json.loads(out)["removed"] == [str(filled / "entries" / "gone.host" / stale.name)]
+    assert {path.name for path in (filled / "entries").iterdir()} == set(SLUGS)
+    assert list((filled / "logs").iterdir()) == []
+
+
+def test_an_archive_carries_entries_to_another_machine(
+    filled: Path, quire_: Quire, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archives = [tmp_path / "one.tar", tmp_path / "two.tar"]
+    for archive in archives:
+        assert quire_("cache", "export", str(archive))[0] == 0
+        for file in filled.rglob("*"):
+            os.utime(file, (1, 1))
+    assert archives[0].read_bytes() == archives[1].read_bytes(), "equal entries make equal archives"
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert quire_("cache", "import", str(archives[0]))[0] == 0
+    before = compiles(tmp_path / "stub-g++")
+    assert "3 hit" in quire_("warmup", "--exact", *SLUGS)[1]
+    assert compiles(tmp_path / "stub-g++") == before
+
+
+def _archive(path: Path, name: str, data: bytes = b"x", **fields: Any) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(data)
+    for field, value in fields.items():
+        setattr(member, field, value)
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(member, io.BytesIO(data) if member.isreg() else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("../../escaped", {}),
+        ("/tmp/escaped", {}),
+        ("entries/../x/y", {}),
+        ("entries/a/b/../../../../escaped", {}),
+        ("entries/a/b", {}),
+        ("entries/a/b/.hidden", {}),
+        ("entries/a/b/link", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd"}),
+        ("entries/a/b/link", {"type": tarfile.LNKTYPE, "linkname": "../../../../escaped"}),
+        ("entries/a/b/fifo", {"type": tarfile.FIFOTYPE}),
+        ("entries/a/b/device", {"type": tarfile.CHRTYPE}),
+        ("entries/a/b/manifest.json", {}),
+        ("compilers.json", {}),
+    ],
+)
+def test_hostile_archives_are_refused(name: str, fields: dict[str, Any], quire_: Quire, cache: Path) -> None:
+    _archive(cache.parent / "bad.tar", name, **fields)
+    before = {path for path in cache.parent.rglob("*") if cache not in path.parents and path != cache}
+    status, _, err = quire_("cache", "import", str(cache.parent / "bad.tar"))
+    assert (status == 1 and "bad.tar" in err) or "manifest" in err
+    assert {path for path in cache.parent.rglob("*") if cache not in path.parents and path != cache} == before
+    assert [*(cache / "entries").iterdir(), *(cache / "staging").iterdir()] == []
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda _: b"no archive", lambda _: b""])
+def test_damaged_archives_are_refused_whole(
+    damage: Callable[[bytes], bytes], filled: Path, quire_: Quire, tmp_path: Path
+) -> None:
+    archive, other = tmp_path / "cache.tar", tmp_path / "other"
+    assert quire_("cache", "export", str(archive))[0] == 0
+    archive.write_bytes(damage(archive.read_bytes()))
+    assert quire_("cache", "import", str(archive), "--store", str(other))[0] == 1
+    assert list((other / "entries").iterdir()) == []
+
+
+def test_an_archive_with_one_changed_byte_is_refused(filled: Path, quire_: Quire, tmp_path: Path) -> None:
+    archive = tmp_path / "cache.tar"
+    assert quire_("cache", "export", str(archive), "packbits")[0] == 0
+    data = archive.read_bytes()
+    at = data.index(b"\x7fELF") + 64
+    archive.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    status, _, err = quire_("cache", "import", str(archive), "--store", str(tmp_path / "other"))
+    assert status == 1 and "sha256" in err
+
+
+# --- what a variant is -----------------------------------------------------------------------------------------------
+
+
+def test_show_and_matrix(quire_: Quire) -> None:
+    status, out, _ = quire_("show", "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128")
+    assert (
+        status == 0 and "H100, H200" in out and "kHeadDimQk=128" in out and "entry      none: the cache is empty" in out
+    )
+    assert "quire_packbits" in quire_("show", SLUGS[0], "--source")[1]
+    cells = json.loads(quire_("matrix", "--json")[1])["cells"]
+    rows = {(c["kernel"], c["q"], c["kv"], c["target"]): c for c in cells}
+    assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["reason"] is None
+    assert rows["attention_fa3", "bf16", "bf16", "sm90a"]["ran"]
+    assert not rows["attention_fa2", "bf16", "bf16", "sm120a"]["ran"]
+    out = quire_("matrix", "--arch", "8.0")[1]
+    assert "compiles" in out and "yes  " not in out.partition("\n\n")[0]
+
+
+# --- shells ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "some"),
+    [
+        ("", {"warmup", "cache", "doctor", "--version"}),
+        ("cache", {"list", "gc", "import"}),
+        ("cache gc", {"--max-size", "--unused-for"}),
+        ("warmup --preset", {"llama", "gemma"}),
+        ("completion", {"bash", "zsh", "fish"}),
+    ],
+)
+def test_completion_knows_commands_options_and_values(before: str, some: set[str], cache: Path) -> None:
+    found = candidates(new_parser(), before.split())
+    assert some <= set(found)
+    assert not any(word.startswith("__") for word in found)
+
+
+def test_completion_of_slugs(filled: Path, quire_: Quire) -> None:
+    assert quire_("__complete", "cache", "why", "pack")[1].split() == [SLUGS[0]]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_are_scripts(shell: str, quire_: Quire) -> None:
+    status, out, _ = quire_("completion", shell)
+    assert status == 0 and "quire __complete" in out
+    if program := shutil.which(shell):
+        assert subprocess.run([program, "-n"], input=out, text=True, check=False).returncode == 0
+
+
+# --- processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "--version", "cache list", "cache path", "doctor", "matrix", "warmup --help"]
+)
+def test_torch_is_not_imported(line: str, cache: Path) -> None:
+    code = (
+        "import sys\nfrom quire.cli import main\n"
+        f"try: main({line.split()!r})\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'rich', 'fsspec'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else len(sys.modules) > 400)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_closed_pipe_is_no_error(filled: Path) -> None:
+    with program("show", SLUGS[0], "--source") as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["process", "terminal"])
+def test_ctrl_c_stops_at_once_and_keeps_what_is_built(group: bool, cache: Path, tmp_path: Path) -> None:
+    stub = write_stub(tmp_path / "stub-g++", before=f'[ -e "{tmp_path}/one" ] && sleep 60; touch "{tmp_path}/one"')
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "warmup", "--exact", "--jobs", "1", *SLUGS],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group,
+    )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while compiles(stub) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT) if group else process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 130
+    assert "1 of 3 variants are built and stay in" in err and "Traceback" not in err
+    assert len(list((cache / "entries").iterdir())) == 1
+
+
+def test_no_log_line_breaks_the_bar(cache: Path) -> None:
+    """On a terminal of 80 columns: neither lines of progress nor slugs, only the bar, then the results on stdout."""
+    leader, follower = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quire", "warmup", "--exact", *SLUGS],
+        stdout=subprocess.PIPE, stderr=follower, env={**os.environ, "COLUMNS": "80", "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    while chunk := _read(leader):
+        shown += chunk
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and b"3 built" in out
+    assert b"3/3" in shown
+    assert b"compiling" not in shown and b"append" not in shown
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 4096)
+    except OSError:  # the other end is closed
+        return b""
