@@ -61,7 +61,9 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
         try:
             findings.extend(check())
         except (QuireError, OSError) as error:  # a fault that keeps a check from its work
-            findings.append(Finding(name, "fault", str(error).partition("\n")[0], "See the text."))
+            text = str(error).partition("\n")[0]
+            if not any(finding.text == text for finding in findings):
+                findings.append(Finding(name, "fault", text, "Correct what it names."))
     return findings
 
 

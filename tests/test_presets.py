@@ -1,0 +1,197 @@
+"""From config.json to variants: read by fields, and exactly what plan() asks for while such a model is served."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import quire
+from quire import presets
+from quire.cli import main
+from quire.errors import ValidationError
+from quire.jit import Spec
+from quire.presets import Layer, Serving, needs, read_config
+from quire.runtime import attention, planner
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def read(name: str, options: str = "") -> Serving:
+    return read_config(f"{CONFIGS / name}.json{options}")
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "layers"),
+    [
+        ("llama-3.1-70b", (64, 8), (Layer(128, 128),)),
+        ("qwen2.5-7b", (28, 4), (Layer(128, 128),)),
+        ("mistral-7b", (32, 8), (Layer(128, 128, window=True),)),
+        ("gemma-2-9b", (16, 8), (Layer(256, 256, window=True, soft_cap=True), Layer(256, 256, soft_cap=True))),
+        ("gemma-3-12b", (16, 8), (Layer(256, 256, window=True), Layer(256, 256))),
+        ("gpt-oss-120b", (64, 8), (Layer(64, 64, window=True), Layer(64, 64))),
+        ("deepseek-v3", (128, 128), (Layer(192, 128),)),
+        ("unknown", (16, 1), (Layer(64, 64),)),
+    ],
+)
+def test_fields_decide(name: str, heads: tuple[int, int], layers: tuple[Layer, ...]) -> None:
+    model = read(name)
+    assert ((model.num_qo_heads, model.num_kv_heads), model.layers) == (heads, layers)
+    assert model.dtype == "bf16"
+
+
+def test_options() -> None:
+    model = read("llama-3.1-70b", ",tp=16,kv=e4m3,page=64,graph,spec=4,tree")
+    assert (model.num_qo_heads, model.num_kv_heads, model.group_size) == (4, 1, 4)
+    assert (model.kv_dtype, model.page_size, model.graph, model.spec, model.tree) == ("e4m3", 64, True, 4, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        (",tp=3", "tp=3: expected a divisor of 64 query heads"),
+        (",tp=0", "expected options such as tp=N"),
+        (",pages=16", "got 'pages=16'"),
+        (",kv=int4", "kv: expected one of"),
+    ],
+)
+def test_wrong_options_are_named(text: str, error: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(error)):
+        read("llama-3.1-70b", text)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ("[]", "expected a JSON object, got list"),
+        ("{", "cannot be read"),
+        ("{}", "expected a field num_attention_heads, got no field"),
+        ('{"num_attention_heads": "8"}', "num_attention_heads: expected a positive whole number, got '8'"),
+        ('{"num_attention_heads": 8}', "expected a field hidden_size, got num_attention_heads"),
+        ('{"num_attention_heads": 8, "hidden_size": 64, "dtype": "int4"}', "dtype: expected one of"),
+        ('{"num_attention_heads": 8, "kv_lora_rank": 512}', "expected a field qk_nope_head_dim"),
+        ("[" * 100_000, "cannot be read"),
+    ],
+    ids=range(8),
+)
+def test_wrong_configs_are_named(config: str, error: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValidationError, match=re.escape(error)):
+        read_config(str(tmp_path))
+
+
+def test_qwen_with_windows_in_upper_layers() -> None:
+    config = json.loads((CONFIGS / "qwen2.5-7b.json").read_text())
+    mixed = presets.serving({**config, "use_sliding_window": True, "max_window_layers": 10}, {})
+    assert [layer.window for layer in mixed.layers] == [False, True]
+
+
+def test_what_no_kernel_does_is_said_and_the_rest_is_given() -> None:
+    latent = needs(read("deepseek-v3"), "sm90a")
+    assert [text.partition(":")[0] for text in latent.refusals] == ["decode"]
+    assert "MLA is not supported" in latent.refusals[0]
+    assert any("d192-128.ragged.causal" in spec.slug for spec in latent.specs)
+    cached = needs(read("llama-3.1-70b", ",kv=e4m3"), "sm90a")
+    assert [text.partition(":")[0] for text in cached.refusals] == ["prefill"]
+
+
+# --- exactly what plan() asks for ------------------------------------------------------------------------------------
+
+
+class _Asked(Exception):
+    """Ends plan() when its variant is known."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """The variants that plan() asks for, as on a Hopper GPU; nothing is compiled."""
+    slugs: set[str] = set()
+
+    def get_module(spec: Spec) -> Any:
+        slugs.add(spec.slug)
+        raise _Asked
+
+    monkeypatch.setattr(planner, "get_module", get_module)
+    monkeypatch.setattr(attention, "target_of", lambda device: "sm90a")
+    attention._decide.cache_clear()
+    yield slugs
+    attention._decide.cache_clear()
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _plan(wrapper: Any, *arguments: Any, **options: Any) -> None:
+    with pytest.raises(_Asked):
+        wrapper.plan(*arguments, **options)
+
+
+def serve(model: Serving) -> None:
+    """Prompts and chunks of many lengths, and decode, of each kind of layer."""
+    workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    heads, types = (
+        (model.num_qo_heads, model.num_kv_heads),
+        {"q_data_type": model.dtype, "kv_data_type": model.kv_dtype},
+    )
+    types = {name: getattr(torch, presets.dtype_of(value, name).torch_name) for name, value in types.items()}
+    for layer in model.layers:
+        options = {
+            "window_left": 127 if layer.window else -1, "logits_soft_cap": 30.0 if layer.soft_cap else 0.0, **types,
+        }  # fmt: skip
+        for qo_len in (1, 2, 3, 5, 7, 9, 16, 31, 64, 100, 250, 500, 513, 1000, 5000):
+            pages = -(-qo_len // model.page_size)
+            last = ints((qo_len - 1) % model.page_size + 1)
+            tables = ints(0, qo_len), ints(0, pages), ints(*range(pages)), last
+            prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace)
+            _plan(prefill, *tables, *heads, layer.head_dim_qk, model.page_size, causal=True, **options)
+        decode = quire.BatchDecodeWithPagedKVCacheWrapper(workspace)
+        for queries in {1, model.spec}:
+            tables = ints(0, 1), ints(0), ints(queries)
+            _plan(decode, *tables, *heads, layer.head_dim_qk, model.page_size, q_len_per_req=queries, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama-3.1-70b", ""),
+        ("llama-3.1-70b", ",tp=8,page=1"),
+        ("qwen2.5-7b", ",tp=4,spec=4"),
+        ("mistral-7b", ",page=128"),
+        ("gemma-2-9b", ",dtype=fp16"),
+        ("gemma-3-12b", ""),
+        ("gpt-oss-120b", ",tp=2"),
+        ("unknown", ",spec=3"),
+    ],
+)
+def test_a_preset_is_exactly_what_plan_asks_for(name: str, options: str, asked: set[str]) -> None:
+    model = read(name, options)
+    serve(model)
+    given = {spec.slug for spec in needs(model, "sm90a").specs if spec.slug.startswith("attention_")}
+    assert asked == given
+
+
+def test_plan_for_lists_keys_seconds_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
+    line = f"{CONFIGS / 'gpt-oss-120b.json'},tp=8,graph"
+    assert main(["plan-for", line, "--arch", "9.0a", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["variants"]
+    assert all(v["seconds"] > 0 and v["bytes"] > 0 and not v["cached"] for v in found)
+    assert main(["warmup", "--preset", line, "--arch", "9.0a", "--dry-run", "--json"]) == 0
+    assert {v["slug"] for v in json.loads(capsys.readouterr().out)["variants"]} == {v["slug"] for v in found}
+    assert not any(tmp_path.iterdir())
+
+
+def test_support_is_answered_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_NVCC", "/nowhere")
+    yes = quire.is_supported(head_dim=128, dtype=torch.bfloat16, page_size=16, target="sm90a", rows=8)
+    assert yes and yes.slug == "attention_decode.sm90a.bf16-bf16-bf16.d128-128.paged.causal.m16"
+    no = quire.is_supported(head_dim=576, head_dim_vo=512, target="sm90a")
+    assert not no and "MLA is not supported" in no.reason
+    with pytest.raises(ValidationError, match="mask"):
+        quire.is_supported(head_dim=64, mask="alibi")
