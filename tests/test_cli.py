@@ -418,3 +418,44 @@ def _read(descriptor: int) -> bytes:
         return os.read(descriptor, 4096)
     except OSError:  # the other end is closed
         return b""
+
+
+# --- operating -------------------------------------------------------------------------------------------------------
+
+
+def _counters() -> dict[str, float]:
+    """The lines of quire.metrics() that are no comments."""
+    lines = [line.rpartition(" ") for line in quire.metrics().splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_metrics_count_hits_misses_and_compiles(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit.events, "_counted", {})
+    quire.warmup([SLUGS[0]])
+    quire.warmup([SLUGS[0]])
+    write_stub(tmp_path / "stub-g++", before="exit 1")
+    with pytest.raises(quire.CompileError):
+        quire.warmup([f"merge.{HOST}.fp16.v8"])
+    counted = _counters()
+    assert counted['quire_cache_misses_total{kernel="packbits"}'] == 1
+    assert counted['quire_compiles_total{kernel="packbits"}'] == 1
+    assert counted['quire_cache_hits_total{kernel="packbits"}'] == 1
+    assert counted['quire_compile_failures_total{kernel="merge"}'] >= 1
+    assert 0 < counted['quire_cache_lookup_seconds_total{kernel="packbits"}'] < 5
+    assert 0 < counted['quire_compile_seconds_total{kernel="packbits"}'] < 60
+    for name in {name.partition("{")[0] for name in counted}:
+        assert f"# TYPE {name} counter" in quire.metrics()
+
+
+def test_waits_are_counted_with_their_seconds(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit.events, "_counted", {})
+    stub = write_stub(tmp_path / "stub-g++", before="sleep 2")
+    with program("warmup", "--exact", SLUGS[0]) as other:
+        while not compiles(stub):
+            time.sleep(0.05)
+        quire.warmup([SLUGS[0]])
+        other.communicate()
+    assert compiles(stub) == 1
+    counted = _counters()
+    assert counted['quire_waits_total{kernel="packbits"}'] == 1
+    assert 0 < counted['quire_wait_seconds_total{kernel="packbits"}'] < 30

@@ -137,10 +137,6 @@ def _disk(patch: Patch, **changes: int) -> None:
     patch.setattr(doctor.os, "statvfs", statvfs)
 
 
-def _noexec(tmp: Path, patch: Patch) -> None:
-    _disk(patch, f_flag=os.ST_NOEXEC)
-
-
 def _read_only(tmp: Path, patch: Patch) -> None:
     _disk(patch, f_flag=os.ST_RDONLY)
 
@@ -184,7 +180,6 @@ BROKEN: dict[Callable[[Path, Patch], None], tuple[str, str, str]] = {
     _file_as_root: ("cache", "file is no directory", "QUIRE_CACHE_DIR"),
     _open_root: ("cache", "may be written by everybody (mode 0777)", "chmod go-w"),
     _foreign_root: ("cache", "belongs to user 12345", "chown"),
-    _noexec: ("cache", "mounted noexec", "QUIRE_CACHE_DIR"),
     _read_only: ("cache", "read-only file system", "warm up beforehand"),
     _full_disk: ("cache", "MB left", "quire cache gc"),
     _no_inodes: ("cache", "no inodes left", "Remove files"),

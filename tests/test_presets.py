@@ -96,8 +96,9 @@ def test_what_no_kernel_does_is_said_and_the_rest_is_given() -> None:
     assert [text.partition(":")[0] for text in latent.refusals] == ["decode"]
     assert "MLA is not supported" in latent.refusals[0]
     assert any("d192-128.ragged.causal" in spec.slug for spec in latent.specs)
-    cached = needs(read("llama-3.1-70b", ",kv=e4m3"), "sm90a")
-    assert [text.partition(":")[0] for text in cached.refusals] == ["prefill"]
+    exact = needs(read("llama-3.1-70b", ",dtype=fp32"), "sm90a")
+    assert [text.partition(":")[0] for text in exact.refusals] == ["prefill", "decode"]
+    assert all("fp32 is not fp16 or bf16" in text for text in exact.refusals)
 
 
 # --- exactly what plan() asks for ------------------------------------------------------------------------------------
@@ -166,6 +167,7 @@ def serve(model: Serving) -> None:
         ("gemma-2-9b", ",dtype=fp16"),
         ("gemma-3-12b", ""),
         ("gpt-oss-120b", ",tp=2"),
+        ("llama-3.1-70b", ",kv=e4m3"),
         ("unknown", ",spec=3"),
     ],
 )

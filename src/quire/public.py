@@ -34,6 +34,7 @@ from quire.errors import (
 )
 from quire.estimates import estimate, is_supported
 from quire.jit import events, record, seal
+from quire.jit.events import metrics
 from quire.kernels import backends
 from quire.mla import BatchMLAPagedAttentionWrapper
 from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
@@ -113,6 +114,7 @@ __all__: list[str] = [
     "merge_state",
     "merge_state_in_place",
     "merge_states",
+    "metrics",
     "mla",
     "mla_rope_quantize_fp8",
     "packbits",

@@ -446,7 +446,7 @@ def test_a_waiting_process_says_for_whom(templates: Path, fake: FakeCompiler, tm
     unsubscribe()
     assert first.result() == "built"
     assert status == "hit"
-    assert [event.kind for event in seen] == ["wait", "hit"]
+    assert [event.kind for event in seen] == ["wait", "waited", "hit"]
     assert f"process {first.pid} on " in seen[0].cause
 
 

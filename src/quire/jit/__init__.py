@@ -42,7 +42,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -296,18 +297,20 @@ def cache_miss(specs: Iterable[Spec]) -> CacheMissError:
     return _refusal(missing or requests, None)
 
 
-def _wait_reporter(spec: Spec) -> Callable[[str, float], None]:
-    told = -progress.HEARTBEAT_SECONDS
+class _WaitReporter:
+    """Tells of a wait when it begins, and again every HEARTBEAT_SECONDS."""
 
-    def report(holder: str, seconds: float) -> None:
-        nonlocal told
-        if seconds - told < progress.HEARTBEAT_SECONDS:
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self.told: float | None = None  #: seconds into the wait
+        self.holder = ""
+
+    def __call__(self, holder: str, seconds: float) -> None:
+        if self.told is not None and seconds - self.told < progress.HEARTBEAT_SECONDS:
             return
-        told = seconds
-        events.emit(events.Event("wait", spec.slug, spec.target, seconds, cause=holder))
-        progress.info(f"waiting for {holder} to compile {spec.slug}, {seconds:.0f} s so far")
-
-    return report
+        self.told, self.holder = seconds, holder
+        events.emit(events.Event("wait", self._spec.slug, self._spec.target, seconds, cause=holder))
+        progress.info(f"waiting for {holder} to compile {self._spec.slug}, {seconds:.0f} s so far")
 
 
 def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tuple[Status, Entry]:
@@ -324,7 +327,10 @@ def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tupl
             )
     parts = toolchain.parts(spec.target, toolchain.version(target_store.memory))
     target_store.memory.save()  # what was learnt before the root existed
-    with entry_lock(target_store.lock_path(request), _wait_reporter(spec)) as held:
+    report, start = _WaitReporter(spec), time.monotonic()
+    with entry_lock(target_store.lock_path(request), report) as held:
+        if report.told is not None:
+            events.emit(events.Event("waited", spec.slug, spec.target, time.monotonic() - start, cause=report.holder))
         entry = target_store.find(request, toolchain_digest(parts), repair=True)
         if entry is not None:
             return "hit", entry
@@ -342,6 +348,7 @@ def build(
     takes its place; with `lasting`, CacheError is raised. Raises CacheMissError where compiling is denied, CompileError
     where a compiler is missing or fails.
     """
+    start = time.monotonic()
     request, forbidden = _request(spec, templates), denied()
     entry = _find(request, _reading_stores(store), denied=forbidden, builds=not forbidden)
     status: Status = "hit"
@@ -350,7 +357,8 @@ def build(
             raise _refusal([request], store)
         status, entry = _build(request, store or user_store(), _explain(request, store), lasting=lasting)
     if status == "hit":
-        events.emit(events.Event("hit", spec.slug, spec.target, path=str(entry.path)))
+        seconds = time.monotonic() - start
+        events.emit(events.Event("hit", spec.slug, spec.target, seconds, path=str(entry.path)))
     return status, entry
 
 

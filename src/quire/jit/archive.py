@@ -59,9 +59,9 @@ def import_entries(path: Path, store: Store) -> list[Entry]:
         try:
             _unpack(path, staging)
             sound = [_check(directory) for directory in sorted(staging.glob("entries/*/*"))]
+            return [_publish(store, directory, manifest) for directory, manifest in sound]
         except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError) as error:
             raise CacheError(f"the archive {path} cannot be read: {type(error).__name__}: {error}") from error
-        return [store.publish(directory, manifest) for directory, manifest in sound]
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -72,6 +72,17 @@ def _check(directory: Path) -> tuple[Path, Manifest]:
     if found.slug != directory.parent.name:
         raise CacheError(f"an entry of {found.slug} lies under {directory.parent.name}")
     return directory, found.manifest
+
+
+def _publish(store: Store, directory: Path, manifest: Manifest) -> Entry:
+    """Give an entry that was found sound its place in the store."""
+    finished = store.new_staging()
+    for file in directory.iterdir():
+        file.rename(finished / file.name)
+    entry = store.publish(finished, manifest)
+    if store.root / "entries" not in entry.path.parents:
+        raise CacheError(f"{store.root / 'entries'} cannot be written")
+    return entry
 
 
 def _unpack(path: Path, staging: Path) -> None:
@@ -86,9 +97,11 @@ def _unpack(path: Path, staging: Path) -> None:
             source = archive.extractfile(member)
             assert source is not None  # a plain file
             target = staging / name
-            target.parent.mkdir(parents=True, exist_ok=True)
+            for directory in reversed(name.parents[:-1]):
+                (staging / directory).mkdir(exist_ok=True, mode=0o755)
             with target.open("xb") as file:  # a name that comes twice is an error
                 shutil.copyfileobj(source, file)
+            target.chmod(0o644)
 
 
 def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:

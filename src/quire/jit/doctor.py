@@ -232,7 +232,6 @@ def _check_root(store: Store) -> Iterator[Finding]:
          "run code as you", f"{move}, or `chown` it."),
         (there == root and bool(status.st_mode & stat.S_IWOTH), f"{root} may be written by everybody (mode "
          f"{stat.S_IMODE(status.st_mode):04o}), who could run code as you", f"chmod go-w {root}"),
-        (bool(disk.f_flag & os.ST_NOEXEC), f"{there} is mounted noexec: no host library can be loaded", f"{move}."),
         (disk.f_bavail * disk.f_frsize < _LEAST_SPACE, f"{there} has {disk.f_bavail * disk.f_frsize >> 20} MB left",
          "Free space (`quire cache gc --max-size 200MB`), or " + move[0].lower() + move[1:] + "."),
         (disk.f_files > 0 and disk.f_favail == 0, f"{there} has no inodes left", "Remove files, or move the cache."),

@@ -3,32 +3,32 @@
     unsubscribe = quire.events.subscribe(lambda event: print(event.kind, event.slug))
 
 Callbacks run on the thread that does the work, in the order of subscription. An exception of a callback is logged and
-does not disturb the build.
+does not disturb the build. What events tell is also counted: `quire.metrics()` gives the counters to Prometheus.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["begin", "progress", "end", "hit", "wait"]
+Kind = Literal["begin", "progress", "end", "hit", "wait", "waited"]
 
 
 @dataclass(frozen=True)
 class Event:
     """One event.
 
-    `hit`: the variant was found in a store. `wait`: another process builds it. `begin`, `progress`, `end`: this process
-    compiles it.
+    `hit`: the variant was found in a store. `wait`: another process builds it; `waited`: that is over. `begin`,
+    `progress`, `end`: this process compiles it.
     """
 
     kind: Kind
     slug: str
     target: str
-    seconds: float = 0.0  #: since the compile or the wait began
+    seconds: float = 0.0  #: since the compile, the wait or (hit) the search began
     cause: str = ""  #: begin: why it was a miss; wait: who holds the lock
     path: str = ""  #: hit, end: the entry's directory
     error: str = ""  #: end: the first line of the failure, empty on success
@@ -36,6 +36,19 @@ class Event:
 
 Callback = Callable[[Event], None]
 
+#: Counters by name: what they count, and the events that add to them. Names in "_seconds_total" add up seconds.
+_COUNTERS: Mapping[str, tuple[str, Callable[[Event], bool]]] = {
+    "quire_cache_hits_total": ("Variants found in a store.", lambda e: e.kind == "hit"),
+    "quire_cache_lookup_seconds_total": ("Time of finding and checking them.", lambda e: e.kind == "hit"),
+    "quire_cache_misses_total": ("Variants that no store had.", lambda e: e.kind == "begin"),
+    "quire_compiles_total": ("Compiles that succeeded.", lambda e: e.kind == "end" and not e.error),
+    "quire_compile_failures_total": ("Compiles that failed.", lambda e: e.kind == "end" and bool(e.error)),
+    "quire_compile_seconds_total": ("Time of compiles, failed ones too.", lambda e: e.kind == "end"),
+    "quire_waits_total": ("Variants that another process was compiling.", lambda e: e.kind == "waited"),
+    "quire_wait_seconds_total": ("Time of waiting for other processes.", lambda e: e.kind == "waited"),
+}
+
+_counted: dict[tuple[str, str], float] = {}  #: (counter, kernel) -> its value
 _subscribers: list[Callback] = []
 _guard = threading.Lock()
 
@@ -54,11 +67,32 @@ def subscribe(callback: Callback) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
-    """Deliver `event` to every subscriber."""
+    """Count `event`, and deliver it to every subscriber."""
+    kernel = event.slug.partition(".")[0]
     with _guard:
+        for name, (_, counts) in _COUNTERS.items():
+            if counts(event):
+                step = event.seconds if name.endswith("_seconds_total") else 1
+                _counted[name, kernel] = _counted.get((name, kernel), 0) + step
         subscribers = tuple(_subscribers)
     for callback in subscribers:
         try:
             callback(event)
         except Exception:  # a broken progress bar must not cost the build
             logging.getLogger("quire").exception("a subscriber to quire.events raised on %s", event)
+
+
+def metrics() -> str:
+    """What this process has found, compiled and waited for so far, in Prometheus' text format, a line for each kernel.
+
+    Serve it at /metrics beside the engine's own, or write it to a file for node_exporter. A variant that the process
+    already has in memory is not looked for again, so serving adds nothing to the counters.
+    """
+    with _guard:
+        counted = dict(_counted)
+    lines: list[str] = []
+    for name, (text, _) in _COUNTERS.items():
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
+        values = {kernel: value for (counter, kernel), value in sorted(counted.items()) if counter == name}
+        lines += [f'{name}{{kernel="{kernel}"}} {value:.6g}' for kernel, value in values.items()]
+    return "\n".join(lines) + "\n"
