@@ -140,7 +140,7 @@ class Toolchain(ABC):
         tried = "\n".join(f"  {where}: {'found' if path else 'nothing there'}" for where, path, _ in cls.places())
         raise CompileError(
             f"no {cls.name} was found; searched in this order:\n{tried}\n"
-            f"{cls.install_hint}, or install prebuilt variants (quire-jit-cache), which need no compiler."
+            f"{cls.install_hint}, or install prebuilt variants (quire-attention-jit-cache), which need no compiler."
         )
 
     @abstractmethod
