@@ -12,6 +12,8 @@ from pathlib import Path
 CACHE = Path(__file__).resolve().parent.parent / "build" / "tests"
 
 os.environ["QUIRE_CACHE_DIR"] = str(CACHE)
+CACHE.mkdir(parents=True, exist_ok=True)
+os.environ["XDG_RUNTIME_DIR"] = str(CACHE)  # so are build permits: compilers of other checkouts are not waited for
 # OpenMP's threads would spin while they wait, and take the processors from those they wait for: tests run side by side.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 for name in ("QUIRE_JIT", "QUIRE_RECORD"):  # those of the user's session are not the suite's

@@ -459,3 +459,40 @@ def test_waits_are_counted_with_their_seconds(cache: Path, tmp_path: Path, monke
     counted = _counters()
     assert counted['quire_waits_total{kernel="packbits"}'] == 1
     assert 0 < counted['quire_wait_seconds_total{kernel="packbits"}'] < 30
+
+
+def test_all_processes_of_the_machine_share_one_budget(cache: Path, tmp_path: Path) -> None:
+    """Four processes, four caches, two permits: never more than two compilers at a time."""
+    log = tmp_path / "times"
+    write_stub(tmp_path / "stub-g++", before=f'echo + >> "{log}"; sleep 0.5; echo - >> "{log}"')
+    caches = [str(tmp_path / f"cache{i}") for i in range(4)]
+    both = {"QUIRE_MAX_JOBS": "2", "XDG_RUNTIME_DIR": str(tmp_path)}
+    processes = [program("warmup", "--exact", SLUGS[0], QUIRE_CACHE_DIR=root, **both) for root in caches]
+    for process in processes:
+        process.communicate(timeout=120)
+        assert process.returncode == 0
+    running = [0]
+    for word in log.read_text().split():
+        running.append(running[-1] + (1 if word == "+" else -1))
+    assert len(running) == 9 and max(running) <= 2
+
+
+def test_a_runtime_directory_of_others_is_not_used(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = jit.user_store()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    root = tmp_path / f"quire-permits-{os.geteuid()}"
+    assert jit.budget.permits_directory(store) == root / "permits"
+    root.chmod(0o777)
+    assert jit.budget.permits_directory(store) == store.root / "permits"
+    shutil.rmtree(root)
+    root.symlink_to(tmp_path)
+    assert jit.budget.permits_directory(store) == store.root / "permits"
+
+
+@pytest.mark.parametrize(("peak", "memory", "compilers"), [(None, 3, 3), (200 << 20, 3, 8), (4 << 30, 3, 1), (1, 1, 8)])
+def test_compilers_by_memory(peak: int | None, memory: int, compilers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit.cpu, "_processors", lambda: 8)
+    monkeypatch.setattr(jit.cpu, "available_bytes", lambda: memory << 30)
+    assert jit.cpu.default_jobs(peak) == compilers

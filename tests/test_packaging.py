@@ -1,4 +1,4 @@
-"""The two packages: names and versions that agree, whole metadata, and wheels that are equal whenever they are built."""
+"""The two packages: names and versions that agree, whole metadata, wheels that are equal whenever they are built."""
 
 from __future__ import annotations
 

@@ -131,6 +131,12 @@ def nvcc() -> str | None:
     return _read("QUIRE_NVCC")
 
 
+def runtime_directory() -> Path:
+    """Where files of this user on this machine belong: XDG_RUNTIME_DIR, else the temporary directory."""
+    value = _read("XDG_RUNTIME_DIR")
+    return Path(value) if value is not None and os.path.isdir(value) else Path(tempfile.gettempdir())  # noqa: PTH112
+
+
 def cxx() -> str | None:
     """QUIRE_CXX: a path, or a name looked up on PATH."""
     return _read("QUIRE_CXX")

@@ -9,9 +9,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from quire import config
 from quire.errors import CacheError, CompileError
-from quire.jit import artifact, cpu, diagnosis, events, progress, trust
+from quire.jit import artifact, budget, diagnosis, events, progress, trust
 from quire.jit.lock import build_permit
 from quire.jit.manifest import Manifest
 from quire.jit.request import SCHEMA, Request
@@ -24,18 +23,18 @@ _LITTLE_SPACE = 4 << 20  #: bytes; less than what compilers write beside the art
 def _build(request: Request, toolchain: Toolchain, staging: Path, store: Store) -> Outcome:
     """Build in `staging`; a compiler that was killed gets one more try with the machine to itself."""
     spec = request.spec
-    permits = config.max_jobs() or cpu.default_jobs()
+    permits, directory = budget.max_compilers(store, device=spec.device), budget.permits_directory(store)
 
     def beat(seconds: float) -> None:
         events.emit(events.Event("progress", spec.slug, spec.target, seconds))
         progress.info(f"still compiling {spec.slug} for {spec.target}, {seconds:.0f} s so far")
 
     with progress.heartbeat(beat):  # around the wait for a permit as well
-        with build_permit(store.root / "permits", permits):
+        with build_permit(directory, permits):
             outcome = toolchain.build(request, staging)
         if outcome.failure is not None and outcome.failure.was_killed:
             progress.warn_once(f"the compiler of {spec.slug} was killed; trying once more, alone")
-            with build_permit(store.root / "permits", permits, alone=True):
+            with build_permit(directory, permits, alone=True):
                 outcome = toolchain.build(request, staging)
     return outcome
 

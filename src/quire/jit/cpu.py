@@ -18,8 +18,8 @@ _LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
 }
 
-#: A compile of one variant peaks below 0.2 GB; the margin covers kernels several times as large.
-_BYTES_PER_JOB = 1 << 30
+#: What a compile is taken to need before one was measured, and at least, in bytes.
+_BYTES_PER_JOB, _LEAST_PER_JOB = 1 << 30, 1 << 27
 
 
 def _cpuinfo() -> Iterator[tuple[str, str]]:
@@ -104,6 +104,24 @@ def _inactive_files(path: Path) -> int:
     return 0
 
 
-def default_jobs() -> int:
-    """How many compilers may run at once: one for each usable processor, or fewer where memory is short."""
-    return max(1, min(len(os.sched_getaffinity(0)), available_bytes() // _BYTES_PER_JOB))
+def _processors() -> int:
+    """Processors that this process may use: its affinity, or less where its control group has a quota."""
+    count = len(os.sched_getaffinity(0))
+    for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
+        if not file.exists():
+            continue
+        words = file.read_text().split()
+        if len(words) == 1 and (period := file.with_name("cpu.cfs_period_us")).exists():
+            words.append(period.read_text().strip())
+        if len(words) == 2 and all(word.isdigit() and int(word) for word in words):
+            count = min(count, -(-int(words[0]) // int(words[1])))
+    return count
+
+
+def default_jobs(peak_bytes: int | None = None) -> int:
+    """How many compilers may run at once: one for each processor, or fewer where memory is short.
+
+    `peak_bytes`: what the largest compile so far took, to which half is added; None if none was measured.
+    """
+    each = _BYTES_PER_JOB if peak_bytes is None else max(peak_bytes * 3 // 2, _LEAST_PER_JOB)
+    return max(1, min(_processors(), available_bytes() // each))
