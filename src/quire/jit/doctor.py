@@ -70,7 +70,7 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
 def _variables() -> Iterator[Finding]:
     readers = (
         config.jit_denied, config.cpu_target, config.log_level, config.max_jobs, config.arch_list, config.record_path,
-        config.cache_root, config.require_known_toolchain, cpu.host_target,
+        config.cache_root, config.toolchain, cpu.host_target,
     )  # fmt: skip
     faults: dict[str, None] = {}
     for read in readers:
@@ -134,7 +134,7 @@ def _found(name: str, target: str) -> tuple[Toolchain | None, list[Finding]]:
     toolchain = kind.find()
     if toolchain is None:
         named = [where for where, path, by_user in kind.places() if by_user and path is None]
-        text = f"{named[0]} is no program" if named else f"no {name} was found"
+        text = f"{named[0]} is no program" if named else f"no {kind.name} was found"
         return None, [Finding(name, "fault", text, f"{kind.install_hint}.")]
     try:
         version = toolchain.version(Memory(None))
@@ -177,7 +177,8 @@ def _check_nvcc() -> Iterator[Finding]:
             status: Status = "fault" if needed else "note"
             yield Finding("nvcc", status, found.text + ("" if needed else ", which only CUDA variants need"), found.fix)
         return
-    yield from _nvcc_faults(toolchain, wanted) or findings
+    faults = _nvcc_faults(toolchain, wanted) if toolchain.name == "nvcc" else []
+    yield from faults or findings
 
 
 def _nvcc_faults(toolchain: Toolchain, wanted: tuple[str, ...]) -> list[Finding]:
