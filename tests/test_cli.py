@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire import jit
+from quire import aot, jit
 from quire.cli import main, new_parser
 from quire.cli.completion import candidates
 from quire.jit import progress
@@ -114,7 +114,7 @@ def test_a_wrong_command_line_ends_with_2_and_says_what_was_meant(line: str, hin
         ("--arch 9.0a --head-dim 576x512", "--head-dim 576x512", ["attention_fa3    head_dim=576/512: MLA"]),
         ("--arch 9.0a --dtype fp32", "--dtype fp32", ["attention_fa2    q dtype fp32 is not fp16 or bf16"]),
         ("--arch 8.0 --backend fa3", "--backend fa3", ["attention_fa3    target sm80 is not sm90a"]),
-        ("--arch 9.0a --backend cpu", "--backend cpu", ["none of the chosen backends runs on sm90a"]),
+        ("--arch 9.0a --backend cpu", "--backend cpu", ["no chosen backend runs on sm90a"]),
         ("--arch 9.0a --dtype bf16 --kv-dtype fp16", "--kv-dtype fp16", ["kv dtype fp16 differs from q dtype bf16"]),
     ],
 )
@@ -496,3 +496,30 @@ def test_compilers_by_memory(peak: int | None, memory: int, compilers: int, monk
     monkeypatch.setattr(jit.cpu, "_processors", lambda: 8)
     monkeypatch.setattr(jit.cpu, "available_bytes", lambda: memory << 30)
     assert jit.cpu.default_jobs(peak) == compilers
+
+
+# --- sealing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_line_of_a_miss_works_when_pasted(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sealed run names the line that builds what it lacks; after it the run passes."""
+    server = f"from quire import aot, jit; jit.get_module(aot.spec_of('append.{HOST}.u16.v8'))"
+    denied = {**os.environ, "QUIRE_JIT": "deny"}
+    first = subprocess.run([sys.executable, "-c", server], env=denied, capture_output=True, text=True, check=False)
+    assert first.returncode == 1 and "CacheMissError" in first.stderr
+    line = first.stderr.strip().splitlines()[-1].partition("to do:")[2].strip()
+    assert line.startswith("quire warmup ")
+    subprocess.run(f"{sys.executable} -m {line}", shell=True, check=True, capture_output=True)
+    again = subprocess.run([sys.executable, "-c", server], env=denied, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+
+
+@pytest.mark.parametrize("name", ["decode", "fa2", "fa3", "cpu"])
+def test_the_line_of_each_kernel_names_its_variant(name: str, quire_: Quire) -> None:
+    """What a miss prints is understood, and selects the variant that was missed."""
+    target = HOST if name == "cpu" else "sm90a"
+    for mask in ("causal", "none+window", "custom+cap"):
+        for spec in aot.select(aot.Selection(backends=(name,), masks=(mask,), targets=(target,))):
+            status, out, err = quire_("warmup", "--dry-run", "--json", *spec.warmup.split())
+            assert status == 0, err
+            assert spec.slug in {variant["slug"] for variant in json.loads(out)["variants"]}

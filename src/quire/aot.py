@@ -107,43 +107,58 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
         yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
 
 
+class _Answers:
+    """What kernels say to the problems of a selection: which values of options are taken, and why others are not."""
+
+    def __init__(self, backends: Sequence[str]) -> None:
+        known = [kernel.backend for kernel in KERNELS]
+        for name in backends:
+            if name not in known:
+                raise ValidationError(f"backend: expected some of {', '.join(known)}, got {name!r}.")
+        self._backends = backends
+        self._taken: set[tuple[str, Any]] = set()
+        self._refused: dict[tuple[str, Any], str] = {}
+
+    def accepting(self, values: Mapping[str, Any], problem: AttentionProblem) -> list[AttentionKernel]:
+        """The kernels of the chosen backends that take `problem`, which was made from `values`."""
+        here = [k for k in KERNELS if k.on_cuda == problem.on_cuda and k.backend in self._backends]
+        accepting = [kernel for kernel in here if kernel.refusal(problem) is None]
+        if accepting:
+            self._taken |= {*values.items(), *(("backends", kernel.backend) for kernel in accepting)}
+        reasons = "".join(
+            f"\n  {kernel.name:<16} {kernel.refusal(problem)}" for kernel in here if kernel not in accepting
+        )
+        example = f", for example {problem}{reasons}" if here else f":\n  no chosen backend runs on {problem.target}"
+        for value in (*values.items(), *(("backends", kernel.backend) for kernel in here)):
+            self._refused.setdefault(value, example)
+        return accepting
+
+    def require(self, given: Iterable[tuple[str, Any]]) -> None:
+        """UnsupportedError if a value of an option that the user gave is taken by no kernel."""
+        if vain := [value for value in given if value not in self._taken]:
+            reasons = self._refused.get(vain[-1], ":\n  it runs on none of the targets")
+            raise UnsupportedError(f"{', '.join(_spell(*value) for value in vain)}: no kernel takes it{reasons}")
+
+
 def select(selection: Selection, given: Iterable[str] = ()) -> list[Spec]:
     """The variants of a selection, each once.
 
     `given`: the options of which no value may come to nothing: UnsupportedError has the reason of each kernel.
     """
-    backends = [kernel.backend for kernel in KERNELS]
-    for name in selection.backends:
-        if name not in backends:
-            raise ValidationError(f"backend: expected some of {', '.join(backends)}, got {name!r}.")
+    answers = _Answers(selection.backends)
     specs: dict[str, Spec] = {}
-    taken: set[tuple[str, Any]] = set()
-    refused: dict[tuple[str, Any], str] = {}
     for target in selection.targets:
-        found: list[Spec] = []
-        for values, problem in _problems(selection, target):
-            here = [k for k in KERNELS if k.on_cuda == problem.on_cuda and k.backend in selection.backends]
-            accepting = [kernel for kernel in here if kernel.refusal(problem) is None]
-            found.extend(spec for kernel in accepting for spec in _attention(kernel, problem))
-            taken.update(
-                (*values.items(), *(("backends", kernel.backend) for kernel in accepting)) if accepting else ()
-            )
-            for value in (*values.items(), *(("backends", kernel.backend) for kernel in here)):
-                refused.setdefault(value, _reasons(problem, here))
+        found = [
+            spec
+            for values, problem in _problems(selection, target)
+            for kernel in answers.accepting(values, problem)
+            for spec in _attention(kernel, problem)
+        ]
         if found:
             found.extend(_operations(target, selection.dtypes, selection.kv_dtypes))
         specs.update({spec.slug: spec for spec in found})
-    if vain := [(name, value) for name in given for value in getattr(selection, name) if (name, value) not in taken]:
-        reasons = refused.get(vain[-1], "\n  it runs on none of the targets")
-        raise UnsupportedError(f"{', '.join(_spell(*one) for one in vain)}: no kernel takes it{reasons}")
+    answers.require((name, value) for name in given for value in getattr(selection, name))
     return list(specs.values())
-
-
-def _reasons(problem: AttentionProblem, kernels: Sequence[AttentionKernel]) -> str:
-    """Why none of `kernels` takes `problem`, a line each."""
-    if not kernels:
-        return f"\n  none of the chosen backends runs on {problem.target}"
-    return f", for example {problem}" + "".join(f"\n  {k.name:<16} {k.refusal(problem)}" for k in kernels)
 
 
 def _spell(name: str, value: Any) -> str:
