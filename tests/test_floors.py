@@ -14,8 +14,8 @@ SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rop
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__", "cli", "compat", "public"},
-    {"aot", "presets"},
-    {"estimates"},
+    {"estimates", "presets"},
+    {"aot"},
     {"attention", "block_table_decode", "block_table_prefill", "block_tables", "mla", "pod", *SURFACE},
     {"runtime"},
     {"kernels"},

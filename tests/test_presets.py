@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 import quire
-from quire import presets
+from quire import aot, presets
 from quire.cli import main
 from quire.errors import ValidationError
-from quire.jit import Spec
+from quire.jit import Spec, host_target
 from quire.presets import Layer, Serving, needs, read_config
 from quire.runtime import attention, planner
+from stub_compiler import write_stub
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -187,6 +189,26 @@ def test_plan_for_lists_keys_seconds_and_bytes(tmp_path: Path, monkeypatch: pyte
     assert main(["warmup", "--preset", line, "--arch", "9.0a", "--dry-run", "--json"]) == 0
     assert {v["slug"] for v in json.loads(capsys.readouterr().out)["variants"]} == {v["slug"] for v in found}
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("function", [quire.is_supported, quire.estimate])
+def test_examples_run(function: Any) -> None:
+    globs = {"quire": quire}
+    (test,) = (t for t in doctest.DocTestFinder(recurse=False).find(function, globs=globs) if t.examples)
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_estimates_learn_from_what_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "g++")))
+    one, other = (f"append.{host_target()}.u16.v{width}" for width in (1, 8))
+    before = quire.estimate(other)
+    quire.jit.build(aot.spec_of(one))
+    built, after = quire.estimate(one), quire.estimate(other)
+    assert (before.cached, built.cached, after.cached) == (False, True, False)
+    assert (after.seconds, after.bytes) == (built.seconds, built.bytes) != (before.seconds, before.bytes)
+    with pytest.raises(ValidationError, match="slug"):
+        quire.estimate("no.such.variant")
 
 
 def test_support_is_answered_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

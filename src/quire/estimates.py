@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from quire.aot import spec_of
 from quire.errors import QuireError
 from quire.jit import Spec, host_target, lookup, prebuilt_stores, user_store
 from quire.kernels import AttentionProblem, decide
@@ -33,8 +34,16 @@ class Estimate:
     cached: bool  #: it is there: the figures are those of its own build
 
 
-def estimate(spec: Spec) -> Estimate:
-    """From the entry if there is one, else from the builds of the same kernel in the caches, else typical figures."""
+def estimate(variant: str | Spec) -> Estimate:
+    """What building a variant takes; `variant`: its slug, as messages and `quire plan-for` print it. Builds nothing.
+
+    The figures are those of the entry if there is one, else the median of builds of the same kernel in the caches in
+    reach, else typical ones. Raises ValidationError if the slug names no variant.
+
+    >>> quire.estimate("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128").seconds < 60
+    True
+    """
+    spec = spec_of(variant) if isinstance(variant, str) else variant
     if (entry := lookup(spec)) is not None:
         return Estimate(spec.slug, entry.manifest.seconds, entry.manifest.size, True)
     name = spec.slug.partition(".")[0]

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 
 from quire.errors import CacheError
-from quire.jit.store import Entry, Manifest, Store
+from quire.jit import Entry, Manifest, Store
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _LARGEST_FILE = 1 << 28  #: bytes

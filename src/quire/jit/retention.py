@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.errors import CacheError
-from quire.jit.store import Manifest, Store
+from quire.jit import Manifest, Store
 
 _STALE_SECONDS = 3600.0  #: after which no builder still works in a staging directory
 
