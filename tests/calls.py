@@ -146,7 +146,8 @@ def plan_decode(
     """Plans with index arrays on `index_device` (None: the problem's); `plan` overrides plan()'s keywords."""
     indptr, indices, last = cache.tables(index_device)
     options: dict[str, object] = {"window_left": problem.window_left, "sm_scale": problem.sm_scale}
-    options |= {"logits_soft_cap": problem.soft_cap, "q_data_type": problem.dtype, **plan}
+    options |= {"logits_soft_cap": problem.soft_cap, "q_data_type": problem.dtype}
+    options |= {"pos_encoding_mode": problem.pos_encoding_mode, **plan}
     heads = (problem.num_qo_heads, problem.num_kv_heads)
     wrapper.plan(indptr, indices, last, *heads, problem.head_dim, cache.page_size, **options)
 

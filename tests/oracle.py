@@ -87,6 +87,7 @@ def _attend(
     scale: float,
     soft_cap: float,
     sinks: Tensor | None,
+    slopes: Tensor | None,
     dtype: torch.dtype,
 ) -> State:
     """One request, every operation rounded to `dtype` (lse in at least float32)."""
@@ -94,6 +95,8 @@ def _attend(
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = torch.einsum("qhd,khd->hqk", q, k) * scale
+    if slopes is not None:
+        logits = logits + (slopes[:, None, None] * distances(q.shape[0], k.shape[0])).to(dtype)
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
     logits = logits.masked_fill(~seen, -math.inf)
@@ -107,7 +110,25 @@ def _attend(
     p = p.masked_fill((logits == -math.inf).all(dim=2, keepdim=True), 0.0)
     o = torch.einsum("hqk,khd->qhd", p, v)
     lse = torch.logsumexp(logits.double(), dim=2).t() / math.log(2.0)
+    if slopes is not None and not soft_cap:  # FlashInfer's: of slope * (j - i), i the query's number in its request
+        lse = lse + slopes * (k.shape[0] - q.shape[0]) / math.log(2.0)
     return State(o, lse)
+
+
+def distances(qo_len: int, kv_len: int) -> Tensor:
+    """How far right of the place of each query each key is: float64 [qo_len, kv_len]."""
+    return (torch.arange(kv_len)[None, :] - (torch.arange(qo_len)[:, None] + kv_len - qo_len)).double()
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """Slopes of ALiBi (Press et al., 2022): float64 [num_heads].
+
+    2^(-8 / n), its square, its cube, ... for a power of two n; otherwise those of the power of two n below, and then
+    every other slope of 2 n heads.
+    """
+    n = 2 ** math.floor(math.log2(num_heads))
+    powers = [8 / n * (i + 1) for i in range(n)] + [4 / n * (2 * i + 1) for i in range(num_heads - n)]
+    return torch.tensor([2.0**-power for power in powers], dtype=torch.float64)
 
 
 def attention(
@@ -124,6 +145,7 @@ def attention(
     sm_scale: float | None = None,
     sinks: Tensor | None = None,
     v_scale: float = 1.0,
+    pos_encoding_mode: str = "NONE",
     dtype: torch.dtype = torch.float64,
 ) -> State:
     """Attention of each request's queries to its own keys.
@@ -133,18 +155,21 @@ def attention(
         window_left: keys further left than this many from the diagonal are hidden; -1: none.
         soft_cap: c > 0 makes each scaled logit x into c * tanh(x / c).
         sinks: [num_qo_heads] natural-log logits that join each denominator and bring no value. They count in the lse.
+        pos_encoding_mode: "ALIBI" adds the head's slope times the distance from where the query stands to the key to
+            each scaled logit, before the soft cap.
         dtype: what every operation is rounded to; float64 is the truth, the inputs' own dtype is torch's error.
 
     A row that sees nothing is 0 with lse -inf (with a sink: 0 and the sink).
     """
     scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
+    slopes = alibi_slopes(q.shape[1]) if pos_encoding_mode == "ALIBI" else None
     qo, kv = [int(i) for i in qo_indptr], [int(i) for i in kv_indptr]
     o = torch.zeros(q.shape[0], q.shape[1], v.shape[2], dtype=dtype)
     lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
     for b, m in enumerate(split_mask(mask, qo, kv)):
         rows, keys = slice(qo[b], qo[b + 1]), slice(kv[b], kv[b + 1])
         seen = visible(qo[b + 1] - qo[b], kv[b + 1] - kv[b], causal=causal, window_left=window_left, mask=m)
-        one = _attend(q[rows], k[keys], v[keys], seen, scale, soft_cap or 0.0, sinks, dtype)
+        one = _attend(q[rows], k[keys], v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype)
         o[rows], lse[rows] = one.o * v_scale, one.lse
     return State(o, lse)
 

@@ -120,6 +120,7 @@ class Problem:
     window_left: int = -1
     soft_cap: float | None = None
     sm_scale: float | None = None
+    pos_encoding_mode: str = "NONE"
     seed: int = 0
     q: Tensor = field(init=False)
     k: Tensor = field(init=False)
@@ -180,7 +181,9 @@ class Problem:
         return oracle.torch_error(self.q, self.k, self.v, self.qo_indptr, self.kv_indptr, **self._options(more))
 
     def _options(self, more: Mapping[str, object]) -> dict[str, object]:
-        own = {n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "v_scale")}
+        own = {
+            n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "v_scale", "pos_encoding_mode")
+        }
         return {**own, "sm_scale": self._logits_scale(), **more}
 
     def _logits_scale(self) -> float:
@@ -190,6 +193,7 @@ class Problem:
         """Keywords for the plan() of a prefill wrapper."""
         options: dict[str, object] = {"causal": self.causal, "window_left": self.window_left, "sm_scale": self.sm_scale}
         options |= {"logits_soft_cap": self.soft_cap, "q_data_type": self.dtype}
+        options["pos_encoding_mode"] = self.pos_encoding_mode
         if self.mask is not None:
             options["custom_mask"] = self.mask
         return options

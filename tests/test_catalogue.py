@@ -15,7 +15,7 @@ from quire.kernels.features import ANY_PAGE_SIZE, Features, mask_words, read_mas
 from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields
 from quire.kernels.operation import OPERATIONS, OperationKey
 from quire.kernels.params import FastDivisor, params_with
-from quire.types import DTYPES, MaskMode, dtype_of
+from quire.types import DTYPES, MaskMode, PosEncodingMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
 
@@ -174,12 +174,14 @@ def test_a_variant_is_described_in_the_words_of_its_user():
 
 
 def test_masks_of_the_command_line():
-    assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True}
-    assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False}
+    none = {"pos_encoding": PosEncodingMode.NONE}
+    assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True, **none}
+    assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False, **none}
+    assert read_mask("none+alibi")["pos_encoding"] is PosEncodingMode.ALIBI
     for bad in ("", "window", "causal+tree", "causal+", "causal+wide"):
         with pytest.raises(ValidationError, match="none, causal, custom, tree"):
             read_mask(bad)
-    assert all(f"+{word}" in mask_words() for word in ("window", "cap"))
+    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi"))
 
 
 def test_problems_and_keys_have_the_features():

@@ -258,7 +258,7 @@ def test_head_dims_that_no_kernel_has(device, backend, head_dim):
     refused(lambda: quire.single_prefill_with_kv_cache(p.q[:4], p.k[:50], p.v[:50]), "head_dim", UnsupportedError)
 
 
-@pytest.mark.parametrize("mode", ["ROPE_LLAMA", "ALIBI"])
+@pytest.mark.parametrize("mode", ["ROPE_LLAMA"])
 def test_position_encodings_that_no_kernel_has(device, backend, mode):
     """Valid words of the surface, refused as unsupported instead of being ignored."""
     p = problem(device)

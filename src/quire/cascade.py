@@ -25,7 +25,7 @@ from quire.prefill import (
 from quire.runtime.attention import page_indices
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
-from quire.types import KVLayout
+from quire.types import KVLayout, PosEncodingMode
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
@@ -115,6 +115,11 @@ class MultiLevelCascadeAttentionWrapper:
             raise UnsupportedError(
                 f"window_left: expected -1 with several levels, got {window_left}: a level does not know how far its "
                 f"keys are from the queries."
+            )
+        if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE and len(levels) > 1:
+            raise UnsupportedError(
+                f"pos_encoding_mode: expected 'NONE' with several levels, got {pos_encoding_mode!r}: a level does not "
+                f"know where its keys stand; rotate q and k before the call."
             )
         calls = [
             (level, [*of_level.values()], {**options, "causal": causal and level is levels[-1]})

@@ -185,6 +185,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
         window_left: how many keys to the left of the diagonal stay visible; -1: all.
         logits_soft_cap: c gives c * tanh(logit / c); None or 0: no cap.
+        pos_encoding_mode: "NONE", or "ALIBI", which adds a slope of the head, times the distance of key and query, to
+            each scaled logit.
         seq_lens, seq_lens_q: int32 [batch_size], tokens and queries of each request; block_tables: int32 [batch_size,
             pages], page numbers; max_token_per_sequence, max_sequence_kv: the most queries and tokens. They repeat what
             the index arrays say, and are compared with them where they lie on the host.

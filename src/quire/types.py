@@ -83,12 +83,12 @@ class KVLayout(Enum):
         raise ValidationError(f"kv_layout: expected 'NHD' or 'HND', got {value!r}.")
 
 
-class PosEncodingMode(Enum):
-    """Position encodings that plan() can be asked for."""
+class PosEncodingMode(IntEnum):
+    """Position encodings that plan() can be asked for; the numbers are Variant::kPosEncoding in C++."""
 
-    NONE = "NONE"
-    ROPE_LLAMA = "ROPE_LLAMA"
-    ALIBI = "ALIBI"
+    NONE = 0
+    ROPE_LLAMA = 1  #: q and k are rotated by where they stand
+    ALIBI = 2  #: a bias for each logit, proportional to the distance of key and query
 
     @classmethod
     def of(cls, value: str) -> PosEncodingMode:

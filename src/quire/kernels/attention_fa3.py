@@ -33,7 +33,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """What fills registers and shared memory best and does not spill: figures in benchmarks/results."""
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
-    plain = not (custom or problem.window or problem.soft_cap)  # what else a mask does takes registers
+    plain = not (custom or problem.window or problem.soft_cap or problem.pos_encoding)  # anything else takes registers
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
         tall = plain and _page_size(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)

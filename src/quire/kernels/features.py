@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_type_hints
 
 from quire.errors import ValidationError
-from quire.types import DTYPES, DType, MaskMode, dtype_of
+from quire.types import DTYPES, DType, MaskMode, PosEncodingMode, dtype_of
 
 #: page_size of a key whose code takes pages of any size.
 ANY_PAGE_SIZE = -1
@@ -52,7 +52,9 @@ class Feature:
 
     def describe(self, value: Any) -> str:
         """`value` in a message."""
-        return ("no", "yes")[value] if isinstance(value, bool) else self.word(value) if self.words else str(value)
+        if isinstance(value, bool):
+            return ("no", "yes")[value]
+        return self.word(value) or "none" if self.words else str(value)
 
 
 def _number_type(alias: str, planned: Callable[[Any], DType], separator: str = "-") -> Feature:
@@ -72,6 +74,10 @@ _PAGE_SIZE = Feature(
     {"kPaged": lambda size: int(size != 0), "kPageSize": lambda size: max(size, 0)},
     {"ragged": 0, "paged": ANY_PAGE_SIZE}, "paged{}", ".",
 )  # fmt: skip
+_POS_ENCODING = Feature(
+    {"kPosEncoding": int}, {"": PosEncodingMode.NONE, "alibi": PosEncodingMode.ALIBI},
+    planned=lambda options: options.logits.pos_encoding,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,7 @@ class Features:
     mask: Annotated[MaskMode, Feature({"kMask": int}, {mode.slug: mode for mode in MaskMode}, separator=".")]
     window: Annotated[bool, _flag("kWindow", "window", lambda options: options.logits.window_left >= 0)]
     soft_cap: Annotated[bool, _flag("kSoftCap", "cap", lambda options: options.logits.logits_soft_cap > 0)]
+    pos_encoding: Annotated[PosEncodingMode, _POS_ENCODING] = field(default=PosEncodingMode.NONE, kw_only=True)
 
     @property
     def paged(self) -> bool:

@@ -67,6 +67,7 @@ class LogitsOptions(NamedTuple):
     sm_scale: float
     window_left: int  #: -1: none
     logits_soft_cap: float  #: 0: none
+    pos_encoding: PosEncodingMode
 
     def has_same_kernel(self, other: LogitsOptions) -> bool:
         """Whether they differ in numbers alone, which a launch takes along."""
@@ -114,7 +115,8 @@ def logits_options(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
 ) -> LogitsOptions:
     """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
-    if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE:
+    pos_encoding = PosEncodingMode.of(pos_encoding_mode)
+    if pos_encoding is PosEncodingMode.ROPE_LLAMA:
         raise UnsupportedError(
             f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
             f"and pass 'NONE'."
@@ -129,4 +131,4 @@ def logits_options(
         raise ValidationError(
             f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
         )
-    return LogitsOptions(scale, window_left, cap)
+    return LogitsOptions(scale, window_left, cap, pos_encoding)

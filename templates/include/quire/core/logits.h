@@ -1,34 +1,74 @@
 // The one door for logits: what happens to q . k before softmax, on every backend. Softmax takes
 //   exp2(factor * score(q . k, at))   where the query sees the key (core/mask.h), else 0,
 // so that exp2 is the only exponential and lse comes out in base 2.
+//   ALiBi:    slope of the head * (key - where the query stands) is added to the scaled logit
+//   soft cap: cap * tanh(logit / cap), of the biased logit
 //
-// Another transform (a bias by position, an expression of the user) is a line of score() behind a constant of the
-// variant, and a field for each number that it takes from AttentionParams. A backend calls score() from its visitor of
-// logits (tile/logits.cuh, tile/cpu_logits.h) and does not know which transforms there are.
+// Another transform (an expression of the user) is a line of score() behind a constant of the variant, and a field for
+// each number that it takes from AttentionParams. A backend calls score() from its visitor of logits (tile/logits.cuh,
+// tile/cpu_logits.h) and does not know which transforms there are.
 #pragma once
+#ifndef __CUDACC__
+#include <math.h>
+#endif
 #include "quire/core/params.h"
 
 namespace quire {
+
+constexpr int kPosEncodingAlibi = 2;  // Variant::kPosEncoding
+
+// The base-2 logarithm of the slope of ALiBi (Press et al., 2022) of a head, whose number is a float or a vector of
+// them. The slopes of n heads, n a power of two, are 2^(-8 (head + 1) / n). The heads from the largest such n on take
+// every other slope of 2 n heads.
+template <class X>
+QUIRE_HD X alibi_exponent(X head, int num_heads) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, static_cast<float>(num_heads)) & 0x7f800000u;
+  const float n = __builtin_bit_cast(float, bits), eight_by_n = __builtin_bit_cast(float, (257u << 23) - bits);
+  const X number = head + 1.0f;
+  return -eight_by_n * (number <= n ? number : number - (n + 0.5f));
+}
 
 // Math: the backend's functions of logits. A transform has to keep a NaN.
 template <class V, class Math>
 struct LogitsTransform {
   // Nothing happens but the scaling that softmax does anyway.
-  static constexpr bool kIsIdentity = V::kSoftCap == 0;
+  static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi;
+  static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi;
 
-  float scale;   // of q . k
-  float factor;  // makes what score() returns a base-2 exponent
+  float scale;      // of q . k
+  float factor;     // makes what score() returns a base-2 exponent
+  float bias_unit;  // ALiBi: what a bias is multiplied by, as q . k is by `scale`
+  int num_heads;
 
   QUIRE_HD explicit LogitsTransform(const AttentionParams& p)
-      : scale(logits_scale<V>(p)), factor(kIsIdentity ? scale : p.logits_cap) {}
+      : scale(logits_scale<V>(p)),
+        factor(kIsIdentity        ? scale
+               : V::kSoftCap != 0 ? p.logits_cap
+                                  : 1.0f),
+        bias_unit(V::kSoftCap != 0 ? kLog2e / p.logits_cap : kLog2e),
+        num_heads(p.num_qo_heads) {}
 
   // X: some logits; at.q_idx(), at.kv_idx(), at.head() and at.request() say which. Queries and keys are counted within
-  // their request, heads are query heads.
+  // their request, heads are query heads. at.ramp(step): step times how far right of the query's place each key is.
   template <class X, class At>
   QUIRE_HD X score(X logit, const At& at) const {
-    if constexpr (V::kSoftCap != 0) return Math::tanh(logit, scale);
+    if constexpr (kHasAlibi) {
+      const auto slope = Math::exp2(alibi_exponent(Math::to_float(at.head()), num_heads));
+      logit = Math::fma(logit, scale, at.ramp(slope * bias_unit));
+    }
+    if constexpr (V::kSoftCap != 0) return Math::tanh(logit, kHasAlibi ? 1.0f : scale);
     return logit;
   }
 };
+
+// The lse that is returned, of a row of `head` whose logits have this lse. FlashInfer counts the distances of ALiBi
+// from the query's number in its request, not from where the query stands: its logits, and their lse, are larger by a
+// constant a request. Under a soft cap that would be another result, so that there distances are as everywhere else.
+template <class V>
+QUIRE_HD float returned_lse(float lse, const AttentionParams& p, const RowTile& tile, int head) {
+  if constexpr (V::kPosEncoding != kPosEncodingAlibi || V::kSoftCap != 0) return lse;
+  const float slope = exp2f(alibi_exponent(static_cast<float>(head), p.num_qo_heads));
+  return lse + slope * kLog2e * static_cast<float>(tile.kv_len - tile.qo_len);
+}
 
 }  // namespace quire

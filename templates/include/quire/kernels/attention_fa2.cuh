@@ -296,7 +296,7 @@ struct AttentionFa2 {
           ptx::st_shared(tile.chunk(r, chunk) + byte, ptx::pack(Q{}, x.x * result.scale, x.y * result.scale));
         }
         if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) {
-          p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
+          p_.lse[at.token * p_.num_qo_heads + at.head] = returned_lse<V>(result.lse, p_, work_.tile, at.head);
         }
       }
     }

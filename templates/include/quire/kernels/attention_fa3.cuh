@@ -508,7 +508,7 @@ struct AttentionFa3 {
       const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, output_scale(p));
       scale[h] = result.scale;
       if (p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
-        p.lse[at.token * p.num_qo_heads + at.head] = result.lse;
+        p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
       }
       if constexpr (!kIsStaged) {
         T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;

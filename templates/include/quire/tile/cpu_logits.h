@@ -10,6 +10,13 @@ namespace quire::cpu {
 // The functions that transforms are written with.
 struct Math {
   static Floats tanh(Floats x, float scale) { return cpu::tanh(x * scale); }
+  static Floats fma(Floats x, float scale, Floats y) { return x * scale + y; }
+  template <class X>
+  static X exp2(X x) {
+    return cpu::exp2(x);
+  }
+  static float to_float(int x) { return static_cast<float>(x); }
+  static Floats to_float(Ints x) { return __builtin_convertvector(x, Floats); }
 };
 
 // What all logits of a row tile have in common.
@@ -19,6 +26,9 @@ struct LogitsTile {
   int request;
   Mask<V::kMask, V::kWindow != 0> mask;
   LogitsTransform<V, Math> transform;
+
+  // The key at which query 0 stands.
+  int diagonal() const { return mask.kv_len - mask.qo_len; }
 
   // What q is multiplied by: with no transform q . k is a base-2 exponent at once.
   float q_scale() const { return transform.kIsIdentity ? transform.factor : 1.0f; }
@@ -32,6 +42,7 @@ struct KeyLanes {
 
   int q_idx() const { return tile.rows.qo_idx(row); }
   Ints kv_idx() const { return key + iota(); }
+  Floats ramp(float step) const { return Math::to_float(kv_idx() - (q_idx() + tile.diagonal())) * step; }
   int head() const { return tile.rows.head(row); }
   int request() const { return tile.request; }
 
@@ -60,6 +71,7 @@ struct RowLanes {
 
   Ints q_idx() const { return load(panel.q_idx + lane); }
   int kv_idx() const { return tile_begin + at; }
+  Floats ramp(Floats step) const { return Math::to_float(kv_idx() - (q_idx() + tile.diagonal())) * step; }
   Ints head() const { return load(panel.head + lane); }
   int request() const { return tile.request; }
 

@@ -3,6 +3,7 @@
 // o is [kTileRows, kHeadDimVo] floats, not normalised; m and d are each row's maximum and denominator, base 2.
 #pragma once
 #include <math.h>
+#include "quire/core/logits.h"
 #include "quire/core/schedule.h"
 #include "quire/tile/cpu_vector.h"
 
@@ -50,7 +51,8 @@ inline void finish_row(const Rows& rows, int row, const float* o, float m, float
   scale = d == 0.0f ? 0.0f : scale / d;
   auto* to = rows.template o<typename V::O>(row);
   for (int i = 0; i < V::kHeadDimVo; i += kLanes) store(to + i, load(o + i) * scale);
-  if (rows.p.lse != nullptr) *rows.lse(row) = d == 0.0f ? -kInfinity : m + log2f(d);
+  if (rows.p.lse != nullptr)
+    *rows.lse(row) = returned_lse<V>(d == 0.0f ? -kInfinity : m + log2f(d), rows.p, rows.work.tile, rows.head(row));
 }
 
 // Merges the partials of a group, always from the first part to the last, and finishes its rows.

@@ -98,7 +98,7 @@ class DecodeEnding {
       if (row_begin + row >= work.row_end) continue;
       const RowQuad sum = merge_row(member, m, r % 16, quad);
       if (work.is_whole()) {
-        store_quad<typename V::O>(p_, work, row_begin + row, quad * 4, sum);
+        store_quad<V>(p_, work, row_begin + row, quad * 4, sum);
       } else {
         *reinterpret_cast<float4*>(p_.partial_o + (partial_row + row) * kVo + quad * 4) = sum.o;
         if (quad == 0) reinterpret_cast<float2*>(p_.partial_md)[partial_row + row] = {sum.m, sum.d};

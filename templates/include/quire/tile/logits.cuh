@@ -14,6 +14,12 @@ template <bool kPairs_>
 struct FragmentMath {
   static constexpr bool kPairs = kPairs_;
   QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) { return tanh_of_four<kPairs>(x, scale); }
+  QUIRE_DEVICE static Four<float> fma(const Four<float>& x, float scale, const Four<float>& y) {
+    return {fmaf(x.at[0], scale, y.at[0]), fmaf(x.at[1], scale, y.at[1]), fmaf(x.at[2], scale, y.at[2]),
+            fmaf(x.at[3], scale, y.at[3])};
+  }
+  QUIRE_DEVICE static float exp2(float x) { return ptx::ex2(x); }
+  QUIRE_DEVICE static float to_float(int x) { return static_cast<float>(x); }
 };
 
 // What a lane's logits belong to.
@@ -30,14 +36,25 @@ struct LogitsTile {
   QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
 };
 
-// Four logits of one row, for transforms and masks: those of keys kv_begin, + 1, + 8 and + 9.
+// Four logits of one row, for transforms and masks: those of the lane's keys at, at + 1, at + 8 and at + 9.
 template <class V>
 struct LogitsPlace {
   const LogitsTile<V>& tile;
-  int i, qo_idx, kv_begin;
+  int i, qo_idx, at;
 
+  QUIRE_DEVICE int first_key() const { return tile.key + 2 * (tile.lane & 3); }  // of the lane
   QUIRE_DEVICE int q_idx() const { return qo_idx; }
-  QUIRE_DEVICE Four<int> kv_idx() const { return {kv_begin, kv_begin + 1, kv_begin + 8, kv_begin + 9}; }
+  QUIRE_DEVICE Four<int> kv_idx() const {
+    const int key = first_key() + at;
+    return {key, key + 1, key + 8, key + 9};
+  }
+  // One instruction a key: `at` is a constant, and the first key's distance is the same for all keys of a row.
+  QUIRE_DEVICE Four<float> ramp(float step) const {
+    const int stands = qo_idx + (tile.mask.kv_len - tile.mask.qo_len);
+    const float first = step * static_cast<float>(first_key() - stands), after = static_cast<float>(at);
+    return {fmaf(step, after, first), fmaf(step, after + 1.f, first), fmaf(step, after + 8.f, first),
+            fmaf(step, after + 9.f, first)};
+  }
   QUIRE_DEVICE int head() const {
     return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
   }
@@ -129,7 +146,7 @@ QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, V
       if (kMasked && VisibleKeys<V>::kHasBits && at % 32 == 0) visible.set_bits(bits(i, qo_idx, at), at);
       float *left = F::block(s, i / 2, n) + h, *right = F::block(s, i / 2, n + 1) + h;
       Four<float> x = {left[0], left[1], right[0], right[1]};
-      visit(x, visible, LogitsPlace<V>{tile, i, qo_idx, tile.key + 2 * (tile.lane & 3) + at}, at);
+      visit(x, visible, LogitsPlace<V>{tile, i, qo_idx, at}, at);
       left[0] = x.at[0], left[1] = x.at[1], right[0] = x.at[2], right[1] = x.at[3];
     }
   }

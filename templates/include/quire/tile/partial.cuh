@@ -1,6 +1,7 @@
 // Partial results: what a CTA leaves of a row tile that its work tile does not cover, and their merging by the last CTA
 // to arrive at the merge group.
 #pragma once
+#include "quire/core/logits.h"
 #include "quire/core/schedule.h"
 #include "quire/tile/softmax.cuh"
 
@@ -20,8 +21,9 @@ QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
 }
 
 // Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
-template <class O>
+template <class V>
 QUIRE_DEVICE void store_quad(const AttentionParams& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
+  using O = typename V::O;
   const WorkTile::Place to = work.place(p.group, row);
   const RowResult result =
       finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
@@ -29,7 +31,9 @@ QUIRE_DEVICE void store_quad(const AttentionParams& p, const WorkTile& work, int
                         ptx::pack(O{}, quad.o.z * result.scale, quad.o.w * result.scale)};
   O* dst = static_cast<O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
   *reinterpret_cast<uint2*>(dst) = packed;
-  if (col == 0 && p.lse != nullptr) p.lse[to.token * p.num_qo_heads + to.head] = result.lse;
+  if (col == 0 && p.lse != nullptr) {
+    p.lse[to.token * p.num_qo_heads + to.head] = returned_lse<V>(result.lse, p, work.tile, to.head);
+  }
 }
 
 // True in every thread of the CTA that arrives last at a group of `num_parts`: all partials are then visible to it, and
@@ -116,7 +120,7 @@ QUIRE_DEVICE void merge_partials(const AttentionParams& p, const WorkTile& work,
     if (next.part > 0) continue;
     batch.finish(sum);
     const int col = at.col + lane * 4;
-    if (col < kVo) store_quad<typename V::O>(p, work, work.tile.row_begin + at.row, col, sum);
+    if (col < kVo) store_quad<V>(p, work, work.tile.row_begin + at.row, col, sum);
     sum = kNoKeys;
   }
 }
