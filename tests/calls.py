@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import quire
-from problems import PagedCache, Problem, ints, poisoned, workspace
+from problems import POSITIONS, PagedCache, Problem, ints, poisoned, workspace
 
 Options = Mapping[str, object]
 NOTHING: Options = {}
@@ -147,7 +147,7 @@ def plan_decode(
     indptr, indices, last = cache.tables(index_device)
     options: dict[str, object] = {"window_left": problem.window_left, "sm_scale": problem.sm_scale}
     options |= {"logits_soft_cap": problem.soft_cap, "q_data_type": problem.dtype}
-    options |= {"pos_encoding_mode": problem.pos_encoding_mode, **plan}
+    options |= {**{name: getattr(problem, name) for name in POSITIONS}, **plan}
     heads = (problem.num_qo_heads, problem.num_kv_heads)
     wrapper.plan(indptr, indices, last, *heads, problem.head_dim, cache.page_size, **options)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 #: The limits that a backend has and others have not, in the words of its refusal.
-LIMITS = {"decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)"}
+LIMITS = {
+    "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)",
+    "fa3": r"attention_fa3 +keys go from memory to the tensor cores as they are",  # rotary embeddings
+}
 
 #: The tests that have cases beyond a backend's limits.
 BEYOND = {
@@ -33,11 +36,26 @@ BEYOND = {
             "test_prefill_lengths",
             "test_ragged_plan",
             "test_ragged_prefill",
+            "test_slopes_of_heads",
             "test_splits_do_not_change_the_answer",
             "test_which_keys_are_seen",
             "test_workspace_that_is_too_small",
         }
-    )
+    ),
+    "fa3": frozenset(
+        {
+            "test_forward_takes_a_mode",
+            "test_long_positions",
+            "test_plans_of_a_graph",
+            "test_positions_in_decode",
+            "test_positions_of_single_calls",
+            "test_positions_under_masks",
+            "test_queries_at_the_end_of_keys_are_the_last_of_all",
+            "test_rope_scale_and_theta",
+            "test_rope_turns_what_is_seen",
+            "test_slopes_of_heads",
+        }
+    ),
 }
 
 

@@ -120,6 +120,18 @@ def distances(qo_len: int, kv_len: int) -> Tensor:
     return (torch.arange(kv_len)[None, :] - (torch.arange(qo_len)[:, None] + kv_len - qo_len)).double()
 
 
+def rotated(x: Tensor, position: int, rope_scale: float, rope_theta: float, dtype: torch.dtype) -> Tensor:
+    """Rotary embedding (Su et al., 2021) of x [tokens, heads, dim], whose first token stands at `position`; rounded to
+    `dtype` once. Dims d and d + dim / 2 are a pair, which turns by position / scale * theta^(-2 d / dim).
+    """
+    half = x.shape[2] // 2
+    frequencies = rope_theta ** (-torch.arange(half, dtype=torch.float64) / half) / rope_scale
+    angles = ((torch.arange(x.shape[0]) + position).double()[:, None] * frequencies)[:, None, :]
+    first, second = x.cpu().double().split(half, dim=2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=2).to(dtype)
+
+
 def alibi_slopes(num_heads: int) -> Tensor:
     """Slopes of ALiBi (Press et al., 2022): float64 [num_heads].
 
@@ -146,6 +158,8 @@ def attention(
     sinks: Tensor | None = None,
     v_scale: float = 1.0,
     pos_encoding_mode: str = "NONE",
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> State:
     """Attention of each request's queries to its own keys.
@@ -156,7 +170,7 @@ def attention(
         soft_cap: c > 0 makes each scaled logit x into c * tanh(x / c).
         sinks: [num_qo_heads] natural-log logits that join each denominator and bring no value. They count in the lse.
         pos_encoding_mode: "ALIBI" adds the head's slope times the distance from where the query stands to the key to
-            each scaled logit, before the soft cap.
+            each scaled logit, before the soft cap. "ROPE_LLAMA" rotates q and k by where they stand, see rotated().
         dtype: what every operation is rounded to; float64 is the truth, the inputs' own dtype is torch's error.
 
     A row that sees nothing is 0 with lse -inf (with a sink: 0 and the sink).
@@ -168,8 +182,13 @@ def attention(
     lse = torch.full((q.shape[0], q.shape[1]), -math.inf, dtype=torch.float64)
     for b, m in enumerate(split_mask(mask, qo, kv)):
         rows, keys = slice(qo[b], qo[b + 1]), slice(kv[b], kv[b + 1])
+        q_b, k_b = q[rows], k[keys]
+        if pos_encoding_mode == "ROPE_LLAMA":
+            scaling = rope_scale or 1.0, rope_theta or 1e4
+            q_b = rotated(q_b, k_b.shape[0] - q_b.shape[0], *scaling, dtype)
+            k_b = rotated(k_b, 0, *scaling, dtype)
         seen = visible(qo[b + 1] - qo[b], kv[b + 1] - kv[b], causal=causal, window_left=window_left, mask=m)
-        one = _attend(q[rows], k[keys], v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype)
+        one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype)
         o[rows], lse[rows] = one.o * v_scale, one.lse
     return State(o, lse)
 

@@ -17,6 +17,8 @@ from torch import Tensor
 import oracle
 
 WORKSPACE_BYTES = 64 << 20
+#: Options of positions, by the names of plan() and of a Problem.
+POSITIONS = ("pos_encoding_mode", "rope_scale", "rope_theta")
 
 #: Every head dim there is. Each is a variant to compile: the odd ones only where the slow tests run.
 HEAD_DIMS = [
@@ -121,6 +123,8 @@ class Problem:
     soft_cap: float | None = None
     sm_scale: float | None = None
     pos_encoding_mode: str = "NONE"
+    rope_scale: float | None = None
+    rope_theta: float | None = None
     seed: int = 0
     q: Tensor = field(init=False)
     k: Tensor = field(init=False)
@@ -181,9 +185,7 @@ class Problem:
         return oracle.torch_error(self.q, self.k, self.v, self.qo_indptr, self.kv_indptr, **self._options(more))
 
     def _options(self, more: Mapping[str, object]) -> dict[str, object]:
-        own = {
-            n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "v_scale", "pos_encoding_mode")
-        }
+        own = {n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "v_scale", *POSITIONS)}
         return {**own, "sm_scale": self._logits_scale(), **more}
 
     def _logits_scale(self) -> float:
@@ -193,7 +195,7 @@ class Problem:
         """Keywords for the plan() of a prefill wrapper."""
         options: dict[str, object] = {"causal": self.causal, "window_left": self.window_left, "sm_scale": self.sm_scale}
         options |= {"logits_soft_cap": self.soft_cap, "q_data_type": self.dtype}
-        options["pos_encoding_mode"] = self.pos_encoding_mode
+        options |= {name: getattr(self, name) for name in POSITIONS}
         if self.mask is not None:
             options["custom_mask"] = self.mask
         return options

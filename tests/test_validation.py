@@ -258,18 +258,26 @@ def test_head_dims_that_no_kernel_has(device, backend, head_dim):
     refused(lambda: quire.single_prefill_with_kv_cache(p.q[:4], p.k[:50], p.v[:50]), "head_dim", UnsupportedError)
 
 
-@pytest.mark.parametrize("mode", ["ROPE_LLAMA"])
-def test_position_encodings_that_no_kernel_has(device, backend, mode):
-    """Valid words of the surface, refused as unsupported instead of being ignored."""
+@pytest.mark.parametrize("mode", ["NONE", "ALIBI"])
+@pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])
+def test_numbers_of_rotary_embeddings_without_them(device, backend, mode, name):
+    """Refused by name instead of being ignored."""
     p = problem(device)
+    options = {"pos_encoding_mode": mode, name: 2.0}
     cache = p.paged(8)
-    word = "pos_encoding_mode"
-    wrapper = paged_wrapper(p, cache, backend)
-    refused(lambda: plan_paged(wrapper, p, cache, plan={word: mode}), word, UnsupportedError)
-    refused(lambda: plan_ragged(ragged_wrapper(p, backend), p, plan={word: mode}), word, UnsupportedError)
+    refused(lambda: plan_paged(paged_wrapper(p, cache, backend), p, cache, plan=options), name)
+    refused(lambda: plan_ragged(ragged_wrapper(p, backend), p, plan=options), name)
     single = Problem((1,), (9,), dtype=DTYPE, device=device)
-    call = quire.single_decode_with_kv_cache
-    refused(lambda: call(single.q[0], single.k, single.v, pos_encoding_mode=mode), word, UnsupportedError)
+    refused(lambda: quire.single_decode_with_kv_cache(single.q[0], single.k, single.v, **options), name)
+    refused(lambda: quire.single_prefill_with_kv_cache(single.q, single.k, single.v, **options), name)
+
+
+@pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, "ten"])
+def test_numbers_of_rotary_embeddings(device, backend, name, value):
+    p = problem(device)
+    options = {"pos_encoding_mode": "ROPE_LLAMA", name: value}
+    refused(lambda: plan_ragged(ragged_wrapper(p, backend), p, plan=options), name)
 
 
 def test_constructors(device):

@@ -151,7 +151,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             attention = planned(self._attention)
             present = attention.spec.options
             cap = present.logits.logits_soft_cap
-            logits = logits_options(present.head_dim_qk, sm_scale, present.logits.window_left, cap, "NONE")
+            scale = logits_options(present.head_dim_qk, sm_scale, present.logits.window_left, cap, "NONE").sm_scale
+            logits = present.logits._replace(sm_scale=scale)
             self._attention = attention.replan(self._workspace, self._backend, logits=logits)
         given = sinks if sink is None else sink
         if given is not None:

@@ -146,7 +146,8 @@ def _decode(
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
-        logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), q_len > 1, cache.page_size,
+        logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE", None, None), q_len > 1,
+        cache.page_size,
     )  # fmt: skip
     spec = AttentionSpec(
         tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")), options,

@@ -39,12 +39,11 @@ def _plan_options(
     fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int,
 ) -> PlanOptions:  # fmt: skip
     check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
-    refuse(rope_scale=rope_scale, rope_theta=rope_theta)
     dim = check_positive(head_dim, "head_dim")
     return PlanOptions(
         *heads(num_qo_heads, num_kv_heads), dim, dim,
         Types.of(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type),
-        logits_options(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode),
+        logits_options(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
         causal=check_positive(q_len_per_req, "q_len_per_req") > 1, page_size=check_positive(page_size, "page_size"),
         fixed_split_size=split_size(fixed_split_size, disable_split_kv),
     )  # fmt: skip
@@ -220,9 +219,8 @@ def single_decode_with_kv_cache(
     torch.Size([8, 64])
     """
     check_flags(use_tensor_cores=use_tensor_cores)
-    refuse(rope_scale=rope_scale, rope_theta=rope_theta)
     return attend_one(
         q, k, v, return_lse=return_lse, decode=True, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
-        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta,
     )  # fmt: skip

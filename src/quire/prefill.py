@@ -72,7 +72,7 @@ def _plan_options(
         non_blocking=non_blocking, disable_split_kv=disable_split_kv,
     )  # fmt: skip
     refuse(
-        rope_scale=rope_scale, rope_theta=rope_theta, prefix_len_ptr=prefix_len_ptr,
+        prefix_len_ptr=prefix_len_ptr,
         token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
         max_item_len_ptr=max_item_len_ptr,
     )  # fmt: skip
@@ -80,7 +80,7 @@ def _plan_options(
     qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
     return PlanOptions(
         qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-        logits_options(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal,
+        logits_options(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta), causal,
         check_positive(page_size, "page_size") if paged else 0, split_size(fixed_split_size, disable_split_kv),
     )  # fmt: skip
 
@@ -185,8 +185,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
         window_left: how many keys to the left of the diagonal stay visible; -1: all.
         logits_soft_cap: c gives c * tanh(logit / c); None or 0: no cap.
-        pos_encoding_mode: "NONE", or "ALIBI", which adds a slope of the head, times the distance of key and query, to
-            each scaled logit.
+        pos_encoding_mode: "NONE"; "ALIBI", which adds a slope of the head, times the distance of key and query, to each
+            scaled logit; or "ROPE_LLAMA", which turns the pairs (d, d + head_dim_qk / 2) of dims of q and k by
+            position / rope_scale * rope_theta ** (-2 * d / head_dim_qk). A key's position is its number in the request,
+            the last query's is that of the last key. rope_scale defaults to 1, rope_theta to 1e4.
         seq_lens, seq_lens_q: int32 [batch_size], tokens and queries of each request; block_tables: int32 [batch_size,
             pages], page numbers; max_token_per_sequence, max_sequence_kv: the most queries and tokens. They repeat what
             the index arrays say, and are compared with them where they lie on the host.
@@ -406,15 +408,12 @@ def single_prefill_with_kv_cache(
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
     )  # fmt: skip
-    refuse(
-        scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf, rope_scale=rope_scale,
-        rope_theta=rope_theta,
-    )  # fmt: skip
+    refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
     return attend_one(
         q, k, v, return_lse=return_lse, o_dtype=o_dtype, decode=False, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
         q_scale=None, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask,
+        packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta,
     )  # fmt: skip
 
 
@@ -434,7 +433,7 @@ def _attend_one(
     return_lse: bool, o_dtype: Any, *, decode: bool, sm_scale: float | None, window_left: int,
     logits_soft_cap: float | None, pos_encoding_mode: str, kv_layout: str, backend: str, q_scale: Any, k_scale: Any,
     v_scale: Any, causal: bool = False, custom_mask: torch.Tensor | None = None,
-    packed_custom_mask: torch.Tensor | None = None,
+    packed_custom_mask: torch.Tensor | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
 ) -> Result:  # fmt: skip
     rows = {} if decode else {"qo_len": None}
     check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
@@ -451,7 +450,8 @@ def _attend_one(
     options = PlanOptions(
         *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2],
         Types.of(q.dtype, k.dtype, o_dtype if out is None else out.dtype),
-        logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode), causal, page_size=0,
+        logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
+        causal, page_size=0,
     )  # fmt: skip
     indices = Indices(1, None, q.shape[0], kv_indptr, None, None, 1)
     spec = AttentionSpec(indices, options, custom_mask, packed_custom_mask)
@@ -468,7 +468,7 @@ def _attend_one(
     """single(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, *, bool decode, float? sm_scale,
        int window_left, float? logits_soft_cap, str pos_encoding_mode, str kv_layout, str backend, float? q_scale,
        float? k_scale, float? v_scale, bool causal=False, Tensor? custom_mask=None,
-       Tensor? packed_custom_mask=None) -> ()""",
+       Tensor? packed_custom_mask=None, float? rope_scale=None, float? rope_theta=None) -> ()""",
     tags=NOT_CAPTURABLE,
 )
 def _attend_one_into(

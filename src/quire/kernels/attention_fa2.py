@@ -11,6 +11,7 @@ from quire.kernels.attention import (
     first_tile_that_holds,
     tensor_core_reason,
 )
+from quire.types import MaskMode, PosEncodingMode
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
@@ -19,10 +20,20 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
     All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
     """
-    qk, vo = problem.head_dim_qk, problem.head_dim_vo
-    kv = 128 if max(qk, vo) <= 64 else 64
-    rows = (16, 64, 128) if vo <= 128 and qk <= 192 and problem.kv.bits == 16 else (16, 64)
+    qk, vo, encoded = problem.head_dim_qk, problem.head_dim_vo, problem.pos_encoding is not PosEncodingMode.NONE
+    kv = 128 if max(qk, vo) <= 64 and not encoded else 64
+    fits = vo <= 128 and qk <= 192 and problem.kv.bits == 16
+    rows = (16, 64, 128) if fits and not (encoded and _spills(problem)) else (16, 64)
     return tuple(TileShape(m, kv) for m in rows)
+
+
+def _spills(problem: AttentionProblem) -> bool:
+    """Whether 128 rows leave no registers for a position encoding, whatever the order (tile/fa2_pipeline.cuh)."""
+    if problem.head_dim_qk > 128 or problem.mask is MaskMode.CUSTOM or (problem.window and problem.soft_cap):
+        return True
+    is_before_sm90 = problem.target.startswith("sm8")
+    has_alibi = problem.pos_encoding is PosEncodingMode.ALIBI and max(problem.head_dim_qk, problem.head_dim_vo) > 96
+    return has_alibi and not (problem.paged and is_before_sm90)
 
 
 KERNEL = AttentionKernel(

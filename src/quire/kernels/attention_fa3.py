@@ -10,7 +10,7 @@ from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionFa3Params, BlockMaskParams, ScheduleInput, ScheduleOutput
-from quire.types import MaskMode
+from quire.types import MaskMode, PosEncodingMode
 
 _ATOM = 64  #: columns of a 128-byte swizzled row
 
@@ -26,6 +26,10 @@ def _reject(problem: AttentionProblem) -> str | None:
         return f"target {problem.target} is not sm90a"
     if problem.mask is MaskMode.TREE:
         return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
+    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
+        return (
+            "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
+        )
     return tensor_core_reason(problem)
 
 
@@ -37,11 +41,13 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
         tall = plain and _page_size(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
+    if widest <= 128 and problem.soft_cap and problem.pos_encoding:
+        return (TileShape(128, 128),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 112),)
-    return (TileShape(128, 64 if custom or problem.soft_cap else 80),)
+    return (TileShape(128, 48 if problem.pos_encoding else 64 if custom or problem.soft_cap else 80),)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

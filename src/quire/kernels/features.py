@@ -75,7 +75,8 @@ _PAGE_SIZE = Feature(
     {"ragged": 0, "paged": ANY_PAGE_SIZE}, "paged{}", ".",
 )  # fmt: skip
 _POS_ENCODING = Feature(
-    {"kPosEncoding": int}, {"": PosEncodingMode.NONE, "alibi": PosEncodingMode.ALIBI},
+    {"kPosEncoding": int},
+    {"": PosEncodingMode.NONE, "alibi": PosEncodingMode.ALIBI, "rope": PosEncodingMode.ROPE_LLAMA},
     planned=lambda options: options.logits.pos_encoding,
 )  # fmt: skip
 

@@ -93,6 +93,7 @@ class AttentionParams(ctypes.Structure):
         ("window_left", c_int32),
         *((name, c_float) for name in ("logits_scale", "tanh_scale", "logits_cap", "o_scale")),
         ("plan_is_resident", c_int32),
+        ("rope_frequencies", c_void_p),
     )
 
 

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.runtime.checks import check_positive, scalar
 from quire.types import DType, PosEncodingMode, dtype_of
 
 _Returned = TypeVar("_Returned")
+_ROPE_THETA = 1e4  #: unless the caller says another
 _PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 
 
@@ -67,11 +68,15 @@ class LogitsOptions(NamedTuple):
     sm_scale: float
     window_left: int  #: -1: none
     logits_soft_cap: float  #: 0: none
-    pos_encoding: PosEncodingMode
+    pos_encoding: PosEncodingMode = PosEncodingMode.NONE
+    rope_scale: float = 0.0  #: positions are divided by it; 0 without RoPE
+    rope_theta: float = 0.0
 
     def has_same_kernel(self, other: LogitsOptions) -> bool:
         """Whether they differ in numbers alone, which a launch takes along."""
-        return self.window_left == other.window_left and (self.logits_soft_cap > 0) == (other.logits_soft_cap > 0)
+        same_cap = (self.logits_soft_cap > 0) == (other.logits_soft_cap > 0)
+        same_numbers = self._replace(sm_scale=other.sm_scale, logits_soft_cap=other.logits_soft_cap) == other
+        return same_cap and same_numbers  # all other numbers are planned
 
 
 class PlanOptions(NamedTuple):
@@ -112,15 +117,11 @@ def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
 
 @memoised
 def logits_options(
-    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str
-) -> LogitsOptions:
+    head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str,
+    rope_scale: float | None = None, rope_theta: float | None = None,
+) -> LogitsOptions:  # fmt: skip
     """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
     pos_encoding = PosEncodingMode.of(pos_encoding_mode)
-    if pos_encoding is PosEncodingMode.ROPE_LLAMA:
-        raise UnsupportedError(
-            f"pos_encoding_mode: no kernel applies {pos_encoding_mode} by itself; rotate q and k before the call "
-            f"and pass 'NONE'."
-        )
     scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale", positive=True)
     cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
@@ -131,4 +132,15 @@ def logits_options(
         raise ValidationError(
             f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
         )
-    return LogitsOptions(scale, window_left, cap, pos_encoding)
+    return LogitsOptions(scale, window_left, cap, pos_encoding, *_rope(pos_encoding, rope_scale, rope_theta))
+
+
+def _rope(mode: PosEncodingMode, rope_scale: float | None, rope_theta: float | None) -> tuple[float, float]:
+    """Both numbers of rotary embeddings, 0 where there are none."""
+    if mode is PosEncodingMode.ROPE_LLAMA:
+        theta = _ROPE_THETA if rope_theta is None else scalar(rope_theta, "rope_theta", positive=True)
+        return scalar(rope_scale, "rope_scale", positive=True), theta
+    for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+        if value is not None:
+            raise ValidationError(f"{name}: expected None without pos_encoding_mode='ROPE_LLAMA', got {value!r}.")
+    return 0.0, 0.0

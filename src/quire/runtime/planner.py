@@ -24,10 +24,11 @@ from quire.kernels.params import (
     ScheduleOutput,
     aligned_copy,
 )
+from quire.kernels.rotation import rope_frequencies
 from quire.runtime.checks import check_same_device, check_shape, check_tensor
-from quire.runtime.graph import GraphState, is_capturing
+from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.launch import launch
-from quire.runtime.options import PlanOptions
+from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.plan import LOG2E, AttentionPlan, base_of
 from quire.runtime.schedule import (
     Indices,
@@ -42,7 +43,7 @@ from quire.runtime.schedule import (
 from quire.runtime.target import max_ctas
 from quire.runtime.upload import DeviceBuffer, Uploader, uploader_of
 from quire.runtime.workspace import Workspace, partials_bytes
-from quire.types import MaskMode
+from quire.types import MaskMode, PosEncodingMode
 
 
 def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
@@ -180,6 +181,8 @@ def make_plan(
     partials = template.set_partials(base, workspace, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
+    frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
+    base.rope_frequencies = address_of(frequencies)
     own_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
     at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes)
     base.mask = address_of(bits)
@@ -196,7 +199,7 @@ def make_plan(
         graph.keep(decision, partials, params)
     grid = min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas
     return AttentionPlan(
-        decision, module, params, options.logits, device, grid, (bits, partials, pages),
+        decision, module, params, options.logits, device, grid, (bits, partials, pages, frequencies),
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
     )  # fmt: skip
 
@@ -241,6 +244,16 @@ def _send(
         return host_buffer.address, None, pages
     sent = uploader.send(host_buffer, s.staged_bytes, own_bytes)
     return sent.address, sent, pages
+
+
+@lru_cache(maxsize=1024)
+def _rope_frequencies(head_dim: int, logits: LogitsOptions, device: torch.device) -> torch.Tensor | None:
+    """The table of rotary embeddings on the kernel's device; None without them."""
+    if logits.pos_encoding is not PosEncodingMode.ROPE_LLAMA:
+        return None
+    refuse_capture("the first plan() with these rope_scale and rope_theta", device)
+    frequencies = rope_frequencies(head_dim, logits.rope_scale, logits.rope_theta)
+    return torch.tensor(frequencies, dtype=torch.uint64, device="cpu").to(device)
 
 
 def _load_operation(decision: Decision, device: torch.device) -> Module | None:

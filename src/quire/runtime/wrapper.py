@@ -12,7 +12,7 @@ import torch
 
 from quire.errors import PlanError
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
-from quire.runtime.checks import check_flags, check_tensor, refuse
+from quire.runtime.checks import check_flags, check_tensor
 from quire.runtime.engine_attributes import EngineAttributes
 from quire.runtime.graph import GraphState, graph_state
 from quire.runtime.ops import TracedRun, handle_of, is_tracing
@@ -113,7 +113,6 @@ class AttentionWrapper(EngineAttributes):
         """forward() has arguments of plan(), here by name: plan again where they differ from what was planned."""
         flags = ("causal", "use_fp16_qk_reduction", "allow_fp16_qk_reduction")
         check_flags(**{name: arguments[name] for name in flags if name in arguments})
-        refuse(rope_scale=arguments["rope_scale"], rope_theta=arguments["rope_theta"])
         attention = planned(self._attention)
         has_bits = attention.spec.mask is MaskMode.CUSTOM  # which replace `causal`
         changes = {"causal": arguments["causal"]} if "causal" in arguments and not has_bits else {}
@@ -123,4 +122,6 @@ class AttentionWrapper(EngineAttributes):
         self._graph = self._attention.graph
 
 
-_logits_arguments = itemgetter("sm_scale", "window_left", "logits_soft_cap", "pos_encoding_mode")
+_logits_arguments = itemgetter(
+    "sm_scale", "window_left", "logits_soft_cap", "pos_encoding_mode", "rope_scale", "rope_theta"
+)

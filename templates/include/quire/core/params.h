@@ -102,6 +102,8 @@ struct AttentionParams {
   // Tiles and partitions were copied to the device before the launch ahead of this one began: they may be read while
   // that one runs. 0: a kernel ahead may have written them.
   int32_t plan_is_resident;
+  // RoPE: [head_dim_qk / 2] turns a token of each pair of dims (core/rope.h); else null
+  const uint64_t* rope_frequencies;
 };
 
 // What q . k, which becomes a logit or the argument of tanh, and the output are multiplied by. With ragged keys there

@@ -8,6 +8,8 @@
 
 namespace quire {
 
+constexpr int kPosEncodingRope = 1;  // Variant::kPosEncoding
+
 struct Rotation {
   float cos, sin;
 };

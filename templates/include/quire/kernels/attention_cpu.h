@@ -3,10 +3,12 @@
 // Bound: prefill by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread takes
 // one CTA's work tiles at a time. A row tile of up to kFewRows rows streams keys and values through registers
 // (tile/cpu_stream.h); one of more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
+// RoPE rotates such copies, so that few rows take them too.
 // All arithmetic is in float32 whatever the tensors hold. No key that no row of a panel sees is read or computed with.
 #pragma once
 #include <stdlib.h>
 #include "quire/tile/cpu_panel.h"
+#include "quire/tile/cpu_rope.h"
 #include "quire/tile/cpu_rows.h"
 #include "quire/tile/cpu_stream.h"
 
@@ -37,7 +39,9 @@ struct AttentionCpu {
   }
 
  private:
+  using Q = typename V::Q;
   using Kv = typename V::Kv;
+  static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
   static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
   static_assert(kQk % 16 == 0 && kVo % 16 == 0, "a head dimension is whole vectors");
@@ -51,6 +55,7 @@ struct AttentionCpu {
 
     float q[kFewRows * kQk], s_rows[cpu::kStreamRows * kTileKv];
 
+    float rotated[kHasRope ? cpu::kLanes : 0][kQk];  // rows of q
     float qt[kPaddedRows * kQk], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
     cpu::PanelRows<cpu::kPanel, kTileKv> panel;
   };
@@ -80,7 +85,7 @@ struct AttentionCpu {
         cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
         scratch};
     clear(scratch, rows.count);
-    if (rows.count <= kFewRows) {
+    if (!kHasRope && rows.count <= kFewRows) {
       stream_work_tile(c, work);
     } else {
       panel_work_tile(c, work);
@@ -163,9 +168,15 @@ struct AttentionCpu {
   static void panel_work_tile(const Context& c, const WorkTile& work) {
     Scratch& x = c.scratch;
     for (int row = 0; row < c.rows.count; row += cpu::kLanes) {
-      const typename V::Q* q[cpu::kLanes];
+      typename conditional<kHasRope, const float, const Q>::type* q[cpu::kLanes];
       const int count = min(cpu::kLanes, c.rows.count - row);
-      for (int i = 0; i < count; ++i) q[i] = c.rows.template q<typename V::Q>(row + i);
+      for (int i = 0; i < count; ++i) {
+        if constexpr (kHasRope) {
+          q[i] = rotated_q(c, row + i, x.rotated[i]);
+        } else {
+          q[i] = c.rows.template q<Q>(row + i);
+        }
+      }
       float* to = x.qt + row / cpu::kPanel * (kQk * cpu::kPanel) + row % cpu::kPanel;
       cpu::transpose_rows<kQk>(to, q, count, c.logits.q_scale());
     }
@@ -180,6 +191,13 @@ struct AttentionCpu {
     }
   }
 
+  static const float* rotated_q(const Context& c, int row, float (&to)[kQk]) {
+    const Q* from = c.rows.template q<Q>(row);
+    cpu::widen_rows<kQk>(to, &from, 1);
+    cpu::rotate_row<kQk>(to, c.rows.qo_idx(row) + c.logits.diagonal(), c.p.rope_frequencies);
+    return to;
+  }
+
   // Keys and values of the tile that some row sees, as floats; the rest of the first and last key blocks is 0.
   static void stage(const Context& c, KeyRange keys, int tile_begin) {
     Scratch& x = c.scratch;
@@ -190,6 +208,11 @@ struct AttentionCpu {
     c.keys.resolve(keys, k_rows, v_rows);
     memset(x.k + block_begin * kQk, 0, sizeof(float) * (begin - block_begin) * kQk);
     cpu::widen_rows<kQk>(x.k + begin * kQk, k_rows, count);
+    if constexpr (kHasRope) {
+      for (int i = 0; i < count; ++i) {
+        cpu::rotate_row<kQk>(x.k + (begin + i) * kQk, keys.begin + i, c.p.rope_frequencies);
+      }
+    }
     memset(x.k + end * kQk, 0, sizeof(float) * (block_end - end) * kQk);
     cpu::widen_rows<kVo>(x.v + begin * kVo, v_rows, count);
   }

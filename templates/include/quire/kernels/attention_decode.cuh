@@ -46,7 +46,8 @@ class AttentionDecode {
  private:
   static constexpr int kM = Shape::kM, kVo = V::kHeadDimVo, kQk = V::kHeadDimQk, kBlock = Shape::kBlock;
   static constexpr int kStages = Shape::kStages;
-  using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, kQk, Shape::kHeldQ>;
+  static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
+  using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, kQk, Shape::kHeldQ, kHasRope>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
   struct Visible {
@@ -150,7 +151,11 @@ class AttentionDecode {
     for (int b = 0; b < Shape::kSplitTokens / kBlock; ++b, key += kBlock) {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;
       Accumulator<kM, kBlock> s;
-      mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
+      if constexpr (kHasRope) {
+        mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, p_.rope_frequencies);
+      } else {
+        mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
+      }
       const LogitsTransform<V, FragmentMath<false>> transform(p_);
       const float scale = transform.factor;
       if (keys_.all.covers({key, key + kBlock})) {

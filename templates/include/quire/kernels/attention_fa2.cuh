@@ -15,6 +15,7 @@
 #include "quire/tile/kv_ring.cuh"
 #include "quire/tile/logits.cuh"
 #include "quire/tile/partial.cuh"
+#include "quire/tile/rope.cuh"
 #include "quire/tile/softmax.cuh"
 
 namespace quire {
@@ -51,7 +52,8 @@ struct AttentionFa2 {
   using TileK = SmemTile<kTileKv, kQk, kKvBits>;
   using TileV = SmemTile<kTileKv, kVo, kKvBits>;
   using CursorQ = BlockCursor<TileQ>;
-  using Query = QueryFragments<Q, kNarrow, kM, kQk, 0>;  // in place of TileQ, for keys of 8 bits
+  static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
+  using Query = QueryFragments<Q, kNarrow, kM, kQk, 0, kHasRope>;  // in place of TileQ, for keys of 8 bits
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
   // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they
@@ -130,10 +132,15 @@ struct AttentionFa2 {
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
     Query query;
     load_q(query);
+    if constexpr (kHasRope) ptx::cp_async_commit();  // a group of its own
     rows.begin(kv_begin);
     copy_keys(rows, kv_begin);
     if constexpr (kStages == 2) copy_values(rows, kv_begin);
     if constexpr (kEager) copy_keys(rows, kv_begin + 1), copy_values(rows, kv_begin + 1);
+    if constexpr (kHasRope && !kNarrow) {
+      ptx::cp_async_wait<kEager ? 4 : kStages>();
+      rotate_q();
+    }
 
     Accumulator<kM, kVo> o;
     SoftmaxRows<kM> softmax;
@@ -153,10 +160,16 @@ struct AttentionFa2 {
       ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
+      if constexpr (kHasRope && !kNarrow) {
+        rotate_tile<T, kThreads>(k_tile(i), p_.rope_frequencies, thread_, [&](int row) { return i * kTileKv + row; });
+        __syncthreads();  // k of tile i is rotated
+      }
       Accumulator<kM, kTileKv> s;
       if (some) {
         const CursorK k(k_tile(i), lane_);
-        if constexpr (kNarrow) {
+        if constexpr (kNarrow && kHasRope) {  // 8-bit keys have no place for what is rotated: each warp does it anew
+          mma_rotated_keys<T, Kv, kM, kTileKv, kQk>(s, query, k_tile(i), 0, lane_, i * kTileKv, p_.rope_frequencies);
+        } else if constexpr (kNarrow) {
           mma_narrow_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
         } else {
           mma_ABt<T>(s, CursorQ({warp_at()}, lane_), k);
@@ -264,6 +277,18 @@ struct AttentionFa2 {
         ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
       }
     }
+  }
+
+  // Each warp its own rows.
+  QUIRE_DEVICE void rotate_q() const {
+    if constexpr (kThreads > kWarps * 32) {
+      if (!owns_rows()) return;
+    }
+    __syncwarp();
+    const int diagonal = work_.tile.kv_len - work_.tile.qo_len;
+    rotate_tile<T, 32>(TileQ{warp_at()}, p_.rope_frequencies, lane_,
+                       [&](int row) { return p_.group.div(row_begin() + row) + diagonal; });
+    __syncwarp();
   }
 
   // Two neighbouring columns of o: pair n of those that a lane has of row h of block m. Column 8 n + 2 c is the first

@@ -22,6 +22,19 @@ QUIRE_DEVICE float rcp(float x) {
   return y;
 }
 
+// Of an angle in radians within half a turn, within 1e-6.
+QUIRE_DEVICE float sin(float x) {
+  float y;
+  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+QUIRE_DEVICE float cos(float x) {
+  float y;
+  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The lesser of two numbers; NaN if one is.
 QUIRE_DEVICE float min_nan(float a, float b) {
   float y;

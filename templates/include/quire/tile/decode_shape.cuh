@@ -4,6 +4,7 @@
 // softmax of its own. A KV split is one warp, unless the rows are too many for the registers of one warp. Then the
 // warps of a KV split share its keys, and each computes some of the rows.
 #pragma once
+#include "quire/core/rope.h"
 #include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/smem.cuh"
 
@@ -58,11 +59,12 @@ struct DecodeShape {
 
   // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
   static constexpr int kRegisters = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
-  static constexpr bool kHasTreeWindow = V::kMask == kMaskTree && V::kWindow != 0;  // takes registers, too
-  static constexpr int kHeldQ = kQk / (kRegisters <= 160            ? 16
-                                       : kRegisters <= 176          ? 32
-                                       : kM == 2 && !kHasTreeWindow ? 64
-                                                                    : 128);
+  // A tree mask with a window, and rotated keys, take registers, too.
+  static constexpr bool kIsCrowded = (V::kMask == kMaskTree && V::kWindow != 0) || V::kPosEncoding == kPosEncodingRope;
+  static constexpr int kHeldQ = kQk / (kRegisters <= 160        ? 16
+                                       : kRegisters <= 176      ? 32
+                                       : kM == 2 && !kIsCrowded ? 64
+                                                                : 128);
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows
 
   using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;

@@ -27,6 +27,7 @@ constexpr Fa2Pipeline fa2_pipeline() {
     constexpr bool kBits = V::kMask == kMaskCustom || V::kMask == kMaskTree;
     constexpr bool kEarly = V::kPaged != 0 && (kBits || (V::kMask == kMaskNone && V::kWindow != 0));
     if constexpr (ptx::kBeforeSm90) return kEarly ? Fa2Pipeline{0, 4, true} : Fa2Pipeline{2, 2, true};
+    if constexpr (V::kPosEncoding != 0) return {2, 0, true};
     // A custom mask, a cap, or ragged keys without any mask: copies wait until most of s is used, v comes in fours.
     constexpr bool kCustom = V::kMask == kMaskCustom, kCap = V::kSoftCap != 0;
     constexpr bool kAll = V::kMask == kMaskNone && V::kWindow == 0;

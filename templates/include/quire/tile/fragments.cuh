@@ -2,19 +2,23 @@
 // widened to fp16 on the way: a lane then receives four neighbouring dims with one 32-bit word. The order of the dims
 // in a product over dims is free, so q has the same order: block b of 16 dims gives lane c dims 16 b + 4 c + {0, 1} and
 // {2, 3} instead of {2 c, 2 c + 1} and {8 + 2 c, 9 + 2 c}. Columns of o come out in that order, too.
+// RoPE: a lane holds both dims of a pair, so that it rotates them in registers. Block b of 16-bit dims is then the
+// eight dims from 8 b on and those that they are paired with, from 8 b + head_dim / 2 on. 8-bit dims keep their order:
+// the pairs of block b are in block b + head_dim / 32.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/tile/gemm.cuh"
+#include "quire/tile/rope.cuh"
 #include "quire/tile/softmax.cuh"
 
 namespace quire {
 
 // A warp's rows of q: kM blocks of 16 rows of kQk dims. The first kHeld blocks of 16 dims stay in registers. The others
 // lie in shared memory as fragments, one copy for all KV splits.
-template <class Q, bool kNarrow, int kM, int kQk, int kHeld>
+template <class Q, bool kNarrow, int kM, int kQk, int kHeld, bool kHasRope>
 struct QueryFragments {
   static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
   static constexpr int kBlocks = kQk / 16;
@@ -46,6 +50,10 @@ struct QueryFragments {
           const Q* src = static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
           if (rows != nullptr) src = rows + (row - work.tile.row_begin) * kQk;
           load_row(x, m, h, src, lane % 4);
+          if constexpr (kHasRope) {
+            const int position = p.group.div(row) + (work.tile.kv_len - work.tile.qo_len);
+            rotate_row(x, m, h, p.rope_frequencies, position, lane % 4);
+          }
         } else {
 #pragma unroll
           for (int k = 0; k < kBlocks; ++k) x[k][m][h] = x[k][m][h + 2] = 0;
@@ -103,8 +111,26 @@ struct QueryFragments {
         const uint2 word = *reinterpret_cast<const uint2*>(row + 16 * k + 4 * c);
         x[k][m][h] = word.x, x[k][m][h + 2] = word.y;
       } else {
-        x[k][m][h] = *reinterpret_cast<const uint32_t*>(row + 16 * k + 2 * c);
-        x[k][m][h + 2] = *reinterpret_cast<const uint32_t*>(row + 16 * k + 8 + 2 * c);
+        const int first = kHasRope ? 8 * k : 16 * k, second = first + (kHasRope ? kQk / 2 : 8);
+        x[k][m][h] = *reinterpret_cast<const uint32_t*>(row + first + 2 * c);
+        x[k][m][h + 2] = *reinterpret_cast<const uint32_t*>(row + second + 2 * c);
+      }
+    }
+  }
+
+  QUIRE_DEVICE static void rotate_row(Words& x, int m, int h, const uint64_t* frequencies, int position, int c) {
+    if constexpr (kNarrow) {
+#pragma unroll
+      for (int k = 0; k < kBlocks / 2; ++k) {
+        const Frequencies<4> f(frequencies + 16 * k + 4 * c);
+        rotate_words<Q>(x[k][m][h], x[k + kBlocks / 2][m][h], position, f.at);
+        rotate_words<Q>(x[k][m][h + 2], x[k + kBlocks / 2][m][h + 2], position, f.at + 2);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+        const Frequencies<2> f(frequencies + 8 * k + 2 * c);
+        rotate_words<Q>(x[k][m][h], x[k][m][h + 2], position, f.at);
       }
     }
   }
@@ -185,6 +211,49 @@ QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)
       }
     }
   }
+}
+
+// s [kM * 16, kN] = q * k^T for rotated keys kN * block .. of a tile, of which the first stands at `position`. One
+// ldmatrix reads 16 keys x two chunks that are paired: {keys 0..7, 8..15} x {chunk, the other}.
+template <class T, class Kv, int kM, int kN, int kQk, class Query, class Tile>
+QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile tile, int block, int lane, int position,
+                                   const uint64_t* frequencies) {
+  constexpr bool kNarrow = sizeof(Kv) == 1;
+  constexpr int kPairs = Tile::kChunks / 2, kDims = kNarrow ? 4 : 2;  // of chunks; that a lane has of each
+  static_assert(Tile::kChunks % 2 == 0, "all chunks have another to be paired with");
+  const int row = block * kN + (lane & 7) + (lane >> 4) * 8, other = (lane >> 3) & 1 ? kPairs : 0;
+  position += lane / 4;
+  s.clear();
+#pragma unroll
+  for (int k = 0; k < kPairs; ++k) {
+    const Frequencies<kDims> f(frequencies + 4 * kDims * k + kDims * (lane & 3));
+    uint32_t rows[2][kM][4];
+    q.get(k, rows[0]);
+    if constexpr (kNarrow) q.get(k + kPairs, rows[1]);
+#pragma unroll
+    for (int n = 0; n < kN / 8; n += 2) {
+      uint32_t x[4];
+      ptx::ldmatrix_x4(x, tile.chunk(row + 8 * n, k + other));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t b[2][2] = {{x[2 * h], x[2 * h + 1]}};  // operand: words of two dims
+        if constexpr (kNarrow) {
+          ptx::widen(Kv{}, x[2 * h], b[0][0], b[0][1]);
+          ptx::widen(Kv{}, x[2 * h + 1], b[1][0], b[1][1]);
+          rotate_words<T>(b[0][0], b[1][0], position + 8 * (n + h), f.at);
+          rotate_words<T>(b[0][1], b[1][1], position + 8 * (n + h), f.at + kDims - 2);
+        } else {
+          rotate_words<T>(b[0][0], b[0][1], position + 8 * (n + h), f.at);
+        }
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16(T{}, s.at[m][n + h], rows[0][m], b[0][0], b[0][1]);
+          if constexpr (kNarrow) ptx::mma_m16n8k16(T{}, s.at[m][n + h], rows[1][m], b[1][0], b[1][1]);
+        }
+      }
+    }
+  }
+  if constexpr (kNarrow) q.unscale(s);
 }
 
 // s [kM * 16, kN] = q * k^T for keys kN * block .. of the tile behind `keys`.

@@ -1,0 +1,63 @@
+// Rotating what a GPU kernel holds of queries and keys: words of two neighbouring 16-bit dims, in registers or shared
+// memory. Each product and sum is in float32; what is rotated is rounded once.
+#pragma once
+#include "quire/core/convert.h"
+#include "quire/core/rope.h"
+#include "quire/ptx/math.cuh"
+#include "quire/ptx/store.cuh"
+#include "quire/tile/smem.cuh"
+
+namespace quire {
+
+// The frequencies of kCount pairs from a multiple of two on.
+template <int kCount>
+struct Frequencies {
+  uint64_t at[kCount];
+
+  QUIRE_DEVICE explicit Frequencies(const uint64_t* from) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      // Not __ldg: it would be moved out of loops over KV tiles, where registers are short.
+      asm volatile("ld.global.nc.v2.b64 {%0, %1}, [%2];" : "=l"(at[i]), "=l"(at[i + 1]) : "l"(from + i));
+    }
+  }
+};
+
+// Two dims and the two that they are paired with; `at`: the frequencies of both pairs.
+template <class T>
+QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int position, const uint64_t* at) {
+  constexpr float kRadians = 1.4629180792671596e-9f;  // 2 pi / 2^32
+  float x[2], y[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    x[i] = to_float(T{static_cast<uint16_t>(first >> 16 * i)}),
+    y[i] = to_float(T{static_cast<uint16_t>(second >> 16 * i)});
+    const float angle = static_cast<float>(rope_angle(position, at[i])) * kRadians;
+    rotate(x[i], y[i], {ptx::cos(angle), ptx::sin(angle)});
+  }
+  first = ptx::pack(T{}, x[0], x[1]), second = ptx::pack(T{}, y[0], y[1]);
+}
+
+// All rows of a tile of 16-bit numbers, in place, by kThreads threads; position_of(row).
+template <class T, int kThreads, class Tile, class PositionOf>
+QUIRE_DEVICE void rotate_tile(Tile tile, const uint64_t* frequencies, int thread, PositionOf&& position_of) {
+  constexpr int kPairs = Tile::kCols / 16;  // of chunks, eight dims each
+  using Split = RowSplit<kThreads, kPairs>;
+  const Split split(thread);
+#pragma unroll 1
+  for (int c = split.lane; c < kPairs; c += Split::kLanes) {
+    const Frequencies<8> at(frequencies + 8 * c);
+#pragma unroll 1
+    for (int row = split.row; row < Tile::kRows; row += Split::kRowsAtOnce) {
+      uint32_t first[4], second[4];
+      ptx::ld_shared_16(tile.chunk(row, c), first);
+      ptx::ld_shared_16(tile.chunk(row, c + kPairs), second);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rotate_words<T>(first[i], second[i], position_of(row), at.at + 2 * i);
+      ptx::st_shared_16(tile.chunk(row, c), first);
+      ptx::st_shared_16(tile.chunk(row, c + kPairs), second);
+    }
+  }
+}
+
+}  // namespace quire
