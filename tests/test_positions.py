@@ -116,8 +116,6 @@ def test_rotated_keys_of_eight_bits(device, backend):
     stored = torch.float8_e4m3fn
     p = Problem((2, 1), (300, 65), 8, 2, 128, dtype=torch.bfloat16, kv_dtype=stored, device=device)
     p.pos_encoding_mode = "ROPE_LLAMA"
-    if backend in ("fa2", "fa3"):
-        pytest.skip("takes keys of q's dtype")
     check(p, *prefill_paged(p, p.paged(16), backend, plan={"kv_data_type": stored}))
 
 

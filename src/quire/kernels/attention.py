@@ -16,6 +16,7 @@ from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
 from quire.kernels.operands import ATTENTION_OPERANDS, Operand, OperandBlock, TensorCopy, View, with_scales
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
+from quire.types import PosEncodingMode
 
 
 @dataclass(frozen=True)
@@ -223,4 +224,6 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
+    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA and problem.kv.bits == 8 and problem.head_dim_qk % 32:
+        return f"head_dim_qk={problem.head_dim_qk}: expected a multiple of 32 to rotate 8-bit keys"
     return head_dim_reason(problem)

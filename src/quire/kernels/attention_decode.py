@@ -9,7 +9,6 @@ from quire.kernels.attention import (
     first_tile_that_holds,
     tensor_core_reason,
 )
-from quire.types import PosEncodingMode
 
 _WARP_BYTES = 8192  #: of keys and values that a warp copies at a time, where 16 tokens are not more
 
@@ -19,8 +18,6 @@ def _reject(problem: AttentionProblem) -> str | None:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
     if reason := tensor_core_reason(problem, takes_8_bit_kv=True):
         return reason
-    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA and problem.kv.bits == 8 and problem.head_dim_qk % 32:
-        return f"head_dim_qk={problem.head_dim_qk}: expected a multiple of 32 to rotate 8-bit keys"
     most = _tiles(problem)[-1].rows
     return f"{problem.rows} rows (qo_len * group_size) are more than {most}" if problem.rows > most else None
 

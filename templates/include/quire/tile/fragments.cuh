@@ -21,7 +21,7 @@ namespace quire {
 template <class Q, bool kNarrow, int kM, int kQk, int kHeld, bool kHasRope>
 struct QueryFragments {
   static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
-  static constexpr int kBlocks = kQk / 16;
+  static constexpr int kBlocks = kQk / 16, kHeldBlocks = kHeld;
 
   uint32_t held[max(kHeld, 1)][kM][4];  // an array has an element, also where none is held
   uint32_t shared;                      // [kBlocks - kHeld, kM, 32 lanes] of 16 bytes, this lane's first
@@ -224,7 +224,9 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
   const int row = block * kN + (lane & 7) + (lane >> 4) * 8, other = (lane >> 3) & 1 ? kPairs : 0;
   position += lane / 4;
   s.clear();
-#pragma unroll
+  // Registers have names and not numbers: queries that they hold take a loop without turns.
+  constexpr int kUnrolled = Query::kHeldBlocks > 0 ? kPairs : 1;
+#pragma unroll kUnrolled
   for (int k = 0; k < kPairs; ++k) {
     const Frequencies<kDims> f(frequencies + 4 * kDims * k + kDims * (lane & 3));
     uint32_t rows[2][kM][4];
