@@ -20,8 +20,8 @@ constexpr int kSmemOfSm = 100 * 1024;
 #endif
 constexpr int kSmemReservedOfCta = 1024;
 
-// Areas of shared memory that some variants have. The others derive from an empty struct, which takes no bytes: an array
-// without elements is beyond C++, and NVRTC refuses it.
+// Areas of shared memory that some variants have. The others derive from an empty struct, which takes no bytes: an
+// array without elements is beyond C++, and NVRTC refuses it.
 template <int kWarps, int kBytes>
 struct SpillArea {
   unsigned char spill[kWarps][kBytes];  // o of each warp, at the end of a work tile
