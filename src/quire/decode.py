@@ -18,7 +18,7 @@ from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
-from quire.runtime.wrapper import AttentionWrapper, takes_arguments
+from quire.runtime.wrapper import AttentionWrapper
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -30,7 +30,6 @@ __all__ = [
 ]
 
 
-@takes_arguments
 @memoised
 def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
@@ -113,7 +112,11 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        options = _plan_options(locals())
+        options = _plan_options(
+            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap, q_data_type,
+            kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
+            disable_split_kv, q_len_per_req,
+        )  # fmt: skip
         kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
         batch = batch_size_of(kv_indptr, "indptr")
         last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)

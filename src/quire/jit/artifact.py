@@ -15,18 +15,17 @@ def read_exports(image: bytes, spec: Spec) -> dict[str, int]:
 
     CompileError if `image` is not an ELF file that defines the entry point and these values.
     """
+    from elftools.elf.elffile import ELFFile  # needed after a compile only
+
     try:
-        return _read(image, spec)
+        return _read(ELFFile(io.BytesIO(image)), spec)
     except CompileError:
         raise
     except Exception as error:  # whatever the parser stumbles over
         raise _unusable(spec, f"it is no whole ELF file ({type(error).__name__}: {error})") from error
 
 
-def _read(image: bytes, spec: Spec) -> dict[str, int]:
-    from elftools.elf.elffile import ELFFile  # needed after a compile only
-
-    elf = ELFFile(io.BytesIO(image))
+def _read(elf: Any, spec: Spec) -> dict[str, int]:
     _symbol(elf, spec, spec.entry)
     if not spec.exports:
         return {}
