@@ -149,6 +149,36 @@ def test_without_any_temporary_directory_hits_work_and_a_miss_says_what_to_do(
     assert config.cache_root() == Path(f"/tmp/quire-{os.geteuid()}")
 
 
+@only_root
+def test_a_machine_without_tmp(place: Path, fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No directory for temporary files can be written; a cache that can be written needs none."""
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.delenv(name, raising=False)
+    compiler = FakeCompiler(place / "g++", Path("/mnt/log"))
+    monkeypatch.setattr(compiler, "library", Path("/mnt/nothing.so"))
+    compiler.write()
+    monkeypatch.setenv("QUIRE_CXX", "/mnt/g++")
+    monkeypatch.setenv("QUIRE_CACHE_DIR", "/mnt/cache")
+    libc = ctypes.CDLL(None)
+
+    def run() -> list[list[str]]:
+        assert libc.unshare(0x20000) == 0  # CLONE_NEWNS
+        assert libc.mount(b"none", b"/", None, 0x44000, None) == 0  # MS_REC | MS_PRIVATE
+        assert libc.mount(str(place).encode(), b"/mnt", None, 0x1000, None) == 0  # MS_BIND
+        for name in (name for name in ("/tmp", "/var/tmp", "/usr/tmp") if Path(name).is_dir()):
+            assert libc.mount(b"none", name.encode(), b"tmpfs", 1, b"size=64k") == 0  # MS_RDONLY
+        os.chdir("/sys")
+        tempfile.tempdir = None
+        with pytest.raises(FileNotFoundError):
+            tempfile.gettempdir()
+        return build(Path("/mnt"), HOST, HOST)()
+
+    if not Path("/mnt").is_dir() or Child(lambda: libc.unshare(0x20000)).result():
+        pytest.skip("no mount namespaces here")
+    built, hit, lines = Child(run).result()
+    assert (built[0], hit[0], warnings(lines)) == ("built", "hit", [])
+
+
 # --- file systems ----------------------------------------------------------------------------------------------------
 
 
