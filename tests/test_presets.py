@@ -39,6 +39,7 @@ def read(name: str, options: str = "") -> Serving:
         ("gpt-oss-120b", (64, 8), (Layer(64, 64, window=True), Layer(64, 64))),
         ("deepseek-v3", (128, 128), (Layer(192, 128),)),
         ("unknown", (16, 1), (Layer(64, 64),)),
+        ("mpt-7b", (32, 32), (Layer(128, 128, alibi=True),)),
     ],
 )
 def test_fields_decide(name: str, heads: tuple[int, int], layers: tuple[Layer, ...]) -> None:
@@ -145,6 +146,7 @@ def serve(model: Serving) -> None:
     types = {name: getattr(torch, presets.dtype_of(value, name).torch_name) for name, value in types.items()}
     for layer in model.layers:
         options = {
+            "pos_encoding_mode": "ALIBI" if layer.alibi else "NONE",
             "window_left": 127 if layer.window else -1, "logits_soft_cap": 30.0 if layer.soft_cap else 0.0, **types,
         }  # fmt: skip
         for qo_len in (1, 2, 3, 5, 7, 9, 16, 31, 64, 100, 250, 500, 513, 1000, 5000):
@@ -171,6 +173,7 @@ def serve(model: Serving) -> None:
         ("gpt-oss-120b", ",tp=2"),
         ("llama-3.1-70b", ",kv=e4m3"),
         ("unknown", ",spec=3"),
+        ("mpt-7b", ",tp=2"),
     ],
 )
 def test_a_preset_is_exactly_what_plan_asks_for(name: str, options: str, asked: set[str]) -> None:

@@ -18,7 +18,7 @@ from quire.jit import Spec, host_target
 from quire.kernels import AttentionProblem, decide, family, kernel_of, same_rows
 from quire.kernels.attention import AttentionKey
 from quire.kernels.operation import OperationKey
-from quire.types import DType, MaskMode, dtype_of
+from quire.types import DType, MaskMode, PosEncodingMode, dtype_of
 
 _LARGEST_CONFIG = 1 << 24  #: bytes
 _LONG_ROWS = 4096  #: packed rows of a long prompt
@@ -39,6 +39,7 @@ class Layer:
     window: bool = False
     soft_cap: bool = False
     causal: bool = True
+    alibi: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,21 @@ def _layers(fields: Mapping[str, Any], qo_heads: int) -> Iterator[Layer]:
     causal = fields.get("model_type") not in _ENCODERS and not any("MaskedLM" in a for a in _architectures(fields))
     for window in _windows(fields):
         dims = (wide, wide) if wide and not window else (qk, vo)
-        yield Layer(dims[0], dims[1], window=window, soft_cap=bool(fields.get("attn_logit_softcapping")), causal=causal)
+        yield Layer(
+            dims[0],
+            dims[1],
+            window=window,
+            soft_cap=bool(fields.get("attn_logit_softcapping")),
+            causal=causal,
+            alibi=_has_alibi(fields),
+        )
+
+
+def _has_alibi(fields: Mapping[str, Any]) -> bool:
+    """Whether positions are a bias of logits (Bloom, MPT, Falcon's first)."""
+    nested = fields.get("attn_config")
+    own = fields.get("alibi") or fields.get("position_embedding_type") == "alibi" or fields.get("model_type") == "bloom"
+    return bool(own or (isinstance(nested, dict) and nested.get("alibi")))
 
 
 def _architectures(fields: Mapping[str, Any]) -> list[str]:
@@ -245,6 +260,7 @@ def _problem(layer: Layer, target: str, q: DType, kv: DType, page_size: int) -> 
         target, q, kv, q, layer.head_dim_qk, layer.head_dim_vo, page_size,
         MaskMode.CAUSAL if layer.causal else MaskMode.NONE, layer.window, layer.soft_cap, rows=_LONG_ROWS,
         uniform=False,
+        pos_encoding=PosEncodingMode.ALIBI if layer.alibi else PosEncodingMode.NONE,
     )  # fmt: skip
 
 
