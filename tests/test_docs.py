@@ -89,4 +89,7 @@ def test_the_init_container_of_kubernetes(place: Path) -> None:
     (block,) = (block for kind, block in BLOCKS if kind == "yaml")
     command = re.search(r'command: \[sh, -c, "(.*)"\]', block)
     assert command is not None
-    run(f"export QUIRE_CACHE_DIR=/cache/\n{command.group(1)}\nQUIRE_JIT=deny QUIRE_CXX=/nowhere python serve.py", place)
+    run(
+        f"export QUIRE_CACHE_DIR=/cache/quire\n{command.group(1)}\nQUIRE_JIT=deny QUIRE_CXX=/nowhere python serve.py",
+        place,
+    )

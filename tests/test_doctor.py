@@ -178,7 +178,7 @@ BROKEN: dict[Callable[[Path, Patch], None], tuple[str, str, str]] = {
     _no_driver: ("driver", "there is a GPU, but its driver", "--gpus all"),
     _torch_without_cuda: ("torch", "torch 2.13.0+cpu cannot use a GPU", "CUDA index"),
     _file_as_root: ("cache", "file is no directory", "QUIRE_CACHE_DIR"),
-    _open_root: ("cache", "may be written by everybody (mode 0777)", "chmod go-w"),
+    _open_root: ("cache", "may be written by others (mode 0777)", "chmod go-w"),
     _foreign_root: ("cache", "belongs to user 12345", "chown"),
     _read_only: ("cache", "read-only file system", "warm up beforehand"),
     _full_disk: ("cache", "MB left", "quire cache gc"),

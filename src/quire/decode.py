@@ -113,9 +113,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
         options = _plan_options(
-            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap, q_data_type,
-            kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking, fixed_split_size,
-            disable_split_kv, q_len_per_req,
+            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
+            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
+            fixed_split_size, disable_split_kv, q_len_per_req,
         )  # fmt: skip
         kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
         batch = batch_size_of(kv_indptr, "indptr")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
-import stat
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Literal
 
 from quire import _templates, config
 from quire.errors import QuireError
-from quire.jit import cpu, driver, gpu
+from quire.jit import cpu, driver, gpu, trust
 from quire.jit.memory import Memory
 from quire.jit.ninja import find_ninja
 from quire.jit.store import Store
@@ -224,21 +223,27 @@ def _check_root(store: Store) -> Iterator[Finding]:
     root = store.root
     there = next(path for path in (root, *root.parents) if path.exists())
     move = "Set QUIRE_CACHE_DIR to another directory"
-    status, disk = there.stat(), os.statvfs(there)
+    disk, distrust = os.statvfs(there), _distrust(store) if there == root else ""
     faults = (
         (not there.is_dir(), f"{there} is no directory", f"{move}, or remove the file."),
         (not os.access(there, os.W_OK | os.X_OK), f"{there} cannot be written", f"{move}, or `chown` it."),
         (bool(disk.f_flag & os.ST_RDONLY), f"{there} is on a read-only file system", f"{move}, or warm up beforehand."),
-        (there == root and status.st_uid not in (os.geteuid(), 0), f"{root} belongs to user {status.st_uid}, who could "
-         "run code as you", f"{move}, or `chown` it."),
-        (there == root and bool(status.st_mode & stat.S_IWOTH), f"{root} may be written by everybody (mode "
-         f"{stat.S_IMODE(status.st_mode):04o}), who could run code as you", f"chmod go-w {root}"),
+        (bool(distrust), f"{distrust}, who could run code as you", f"{move}, or `chown` and `chmod go-w` {root}."),
         (disk.f_bavail * disk.f_frsize < _LEAST_SPACE, f"{there} has {disk.f_bavail * disk.f_frsize >> 20} MB left",
          "Free space (`quire cache gc --max-size 200MB`), or " + move[0].lower() + move[1:] + "."),
         (disk.f_files > 0 and disk.f_favail == 0, f"{there} has no inodes left", "Remove files, or move the cache."),
     )  # fmt: skip
     found = [Finding("cache", "fault", text, fix) for is_fault, text, fix in faults if is_fault]
     yield from found or [Finding("cache", "ok", f"{root}{'' if there == root else ', which a first build makes'}")]
+
+
+def _distrust(store: Store) -> str:
+    """Why what lies in the root is not loaded; "" if it is."""
+    try:
+        with trust.directory(store.root):
+            return ""
+    except (QuireError, OSError) as error:
+        return str(error)
 
 
 def _check_entries(store: Store, prebuilt: tuple[Store, ...]) -> Iterator[Finding]:
