@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import every_variant
 import quire
 from limits import BEYOND, LIMITS, is_expected, limit
+from quire.jit import host_target
 from quire.kernels import backends, decide
 from targets import CUDA_BACKENDS, pin, targets
 from test_catalogue import _DECODE
@@ -91,3 +93,12 @@ def test_the_suite_has_a_cache_of_its_own() -> None:
     from quire import config
 
     assert config.cache_root() == HERE.parent / "build" / "tests"
+
+
+@pytest.mark.slow
+def test_shipped_variants_are_right() -> None:
+    """The program that compute-sanitizer is run on, where there is no GPU."""
+    keys = list(every_variant.shipped(host_target(), ("cpu",), ("encoder", "speculative")))
+    assert {key.mask.name for key in keys} == {"NONE", "CAUSAL", "TREE"}
+    for key in keys:
+        every_variant.run(key, "quire:cpu", "cpu")

@@ -1,0 +1,106 @@
+"""Each shipped variant of the attention kernels once, on a small batch, against the oracle.
+
+    python tests/every_variant.py                                    # all presets, on the GPU if there is one
+    compute-sanitizer --tool memcheck python tests/every_variant.py --backend decode,fa2
+
+A line for each variant that is wrong; exit status 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import own_environment  # noqa: F401  # before torch is
+
+# isort: split
+import argparse
+import math
+import sys
+from collections.abc import Iterator
+
+import torch
+
+import quire
+from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
+from problems import Problem
+from quire.aot import PRESETS, Selection, select
+from quire.kernels import AttentionKey
+from quire.runtime.target import target_of
+from quire.types import MaskMode, PosEncodingMode
+from test_xqa import Draft, call, with_draft
+
+GROUP_SIZE = 4
+#: Long enough that keys of a request are divided, and a request of none.
+KV_LENS = (300, 0, 67)
+
+
+def shipped(target: str, backends: tuple[str, ...], presets: tuple[str, ...]) -> Iterator[AttentionKey]:
+    """The keys of the presets' variants on these backends, each once."""
+    found: dict[str, AttentionKey] = {}
+    for name in presets:
+        for spec in select(Selection(**{**PRESETS[name], "targets": (target,), "backends": backends})):
+            if spec.slug.startswith("attention_"):
+                found[spec.slug] = AttentionKey.parse(spec.slug)
+    yield from found.values()
+
+
+def problem_of(key: AttentionKey, device: str) -> Problem:
+    """A batch whose requests fill a row tile of the variant."""
+    q_len = max(1, key.tile_rows // GROUP_SIZE) if key.tile_rows > 16 or key.mask is not MaskMode.NONE else 1
+    kv_lens = tuple(max(n, q_len) if n else n for n in KV_LENS)
+    window_left, soft_cap = 100 if key.window else -1, 20.0 if key.soft_cap else None
+    rope = key.pos_encoding is PosEncodingMode.ROPE_LLAMA
+    problem = Problem(
+        (q_len,) * len(kv_lens), kv_lens, num_qo_heads=2 * GROUP_SIZE, num_kv_heads=2, head_dim=key.head_dim_qk,
+        head_dim_vo=key.head_dim_vo, dtype=key.q.torch, kv_dtype=key.kv.torch, device=device,
+        causal=key.mask is MaskMode.CAUSAL, window_left=window_left, soft_cap=soft_cap,
+        pos_encoding_mode=key.pos_encoding.name, rope_scale=2.0 if rope else None, rope_theta=1e4 if rope else None,
+    )  # fmt: skip
+    return problem.random_mask() if key.mask is MaskMode.CUSTOM else problem
+
+
+def run(key: AttentionKey, backend: str, device: str) -> str:
+    """Compute and compare; returns the slug of the variant that ran, which the lengths may have made another one."""
+    problem, types = problem_of(key, device), {"kv_data_type": key.kv.torch, "o_data_type": key.o.torch}
+    if key.mask is MaskMode.TREE:
+        draft = Draft.tree(len(problem.kv_lens), problem.qo_lens[0])
+        with_draft(problem, draft)
+        problem.check(call(problem, problem.paged(16), backend, mask=draft.words(device)))
+        return key.slug
+    if key.paged:
+        cache = problem.paged(key.page_size if key.page_size > 0 else 5)  # 5: fits no tile
+        wrapper = paged_wrapper(problem, cache, backend)
+        plan_paged(wrapper, problem, cache, plan=types)
+        problem.check(*wrapper.run(problem.q, cache.kv, return_lse=True))
+    else:
+        wrapper = ragged_wrapper(problem, backend)
+        plan_ragged(wrapper, problem, plan=types)
+        problem.check(*wrapper.run(problem.q, problem.k, problem.v, return_lse=True))
+    slug: str = wrapper._attention.decision.key.slug
+    return slug
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda:0" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--backend", default="decode,fa2,fa3" if device != "cpu" else "cpu")
+    parser.add_argument("--preset", default=",".join(PRESETS))
+    parser.add_argument("--most", type=int, default=math.inf, help="variants")
+    options = parser.parse_args()
+    backends = tuple(options.backend.split(","))
+    ran, wrong = set(), 0
+    keys = list(shipped(target_of(torch.device(device)), backends, tuple(options.preset.split(","))))
+    for count, key in enumerate(keys):
+        if count >= options.most:
+            break
+        backend = f"quire:{key.kernel.removeprefix('attention_')}"
+        try:
+            ran.add(run(key, backend, device))
+        except (AssertionError, quire.QuireError) as error:
+            wrong += 1
+            print(f"{key.slug}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+    print(f"{len(keys)} variants, {len(ran)} ran, {wrong} wrong")
+    print(*(f"not run: {key.slug}" for key in keys if key.slug not in ran and options.most is math.inf), sep="\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
