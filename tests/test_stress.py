@@ -136,7 +136,7 @@ def stress(device: str, backend: str, dtype: torch.dtype, *, num_workers: int, n
 
 
 def test_threads_on_the_cpu():
-    stress("cpu", "cpu", torch.bfloat16, num_workers=3, num_jobs=40, rounds=5)
+    stress("cpu", "quire:cpu", torch.bfloat16, num_workers=3, num_jobs=40, rounds=5)
 
 
 @pytest.mark.gpu
