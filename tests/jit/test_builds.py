@@ -503,7 +503,7 @@ def test_jobs_bound_the_compilers_that_run_at_once(
     templates: Path, fake: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_MAX_JOBS", "2")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # permits are the machine's, and other tests run beside this one
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))  # permits are the machine's: other tests run beside this one
     running = tmp_path / "running"
     running.mkdir()
     fake.write(
