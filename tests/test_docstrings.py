@@ -10,7 +10,8 @@ import torch
 
 import quire
 
-PUBLIC = {name: getattr(quire, name) for name in quire.__all__}
+#: A module that can be called, xqa, counts as its function.
+PUBLIC = {name: getattr(getattr(quire, name), name, getattr(quire, name)) for name in quire.__all__}
 #: What has tensors for arguments. Exceptions, modules and switches need no example.
 SHOWN = [
     name

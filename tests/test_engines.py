@@ -257,15 +257,6 @@ def test_names_of_other_implementations_are_wishes(device, name):
         plan_decode(decode_wrapper(p, cache, "fa9"), p, cache)
 
 
-def test_drafts_of_several_lengths_are_refused(device):
-    p = decodes(device, any_dtype(device))
-    cache = p.paged(16)
-    call = (p.q, cache.kv, workspace(device), block_tables(cache), ints(p.kv_lens, device), 65, 0.125)
-    p.check(quire.xqa_batch_decode_with_kv_cache(*call, q_cu_seq_lens=None))
-    with pytest.raises(quire.UnsupportedError, match="q_cu_seq_lens"):
-        quire.xqa_batch_decode_with_kv_cache(*call, q_cu_seq_lens=ints((0, 1, 2, 3), device))
-
-
 # Fewer heads than planned
 
 
@@ -447,7 +438,7 @@ def test_trtllm_decode(device, dtype, kv_layout):
     p.check(quire.trtllm_batch_decode_with_kv_cache(*call, sinks=sinks, out_dtype=dtype, **more), sinks=sinks)
     out, lse = quire.trtllm_batch_decode_with_kv_cache(*call, return_lse=True, **more)
     p.check(out, lse)
-    for name, value in (("max_q_len", 2), ("cp_world", 2), ("kv_cache_sf", lse), ("uses_shared_paged_kv_idx", False)):
+    for name, value in (("cp_rank", 2), ("cp_world", 2), ("kv_cache_sf", lse), ("uses_shared_paged_kv_idx", False)):
         with pytest.raises(quire.ValidationError, match="not supported"):
             quire.trtllm_batch_decode_with_kv_cache(*call, **more, **{name: value})
 

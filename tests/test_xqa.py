@@ -103,11 +103,11 @@ class Draft:
 
     def words(self, device: str, padding: bool = True) -> Tensor:
         """uint16 [batch_size, q_len, ceil(q_len / 32) * 2]; what lies beyond q_len is `padding`."""
-        batch_size, q_len, _ = self.sees.shape
-        bits = torch.full((batch_size, q_len, -(-q_len // 32) * 32), padding)
+        batch_size, rows, q_len = self.sees.shape
+        bits = torch.full((batch_size, rows, -(-q_len // 32) * 32), padding)
         bits[..., :q_len] = self.sees
         weights = 1 << torch.arange(16)
-        words = (bits.view(batch_size, q_len, -1, 16) * weights).sum(dim=3)
+        words = (bits.view(batch_size, rows, -1, 16) * weights).sum(dim=3)
         return words.to(torch.uint16).to(device)
 
     def mask(self, kv_lens) -> Tensor:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from quire.block_tables import BlockTables, CacheParts, Scale, Target
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
+from quire.padded_queries import PaddedQueries
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor, refuse
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
-from quire.runtime.workspace import UserWorkspace
+from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
 
 
@@ -48,9 +49,12 @@ def xqa_batch_decode_with_kv_cache(
     workspace_buffer holds partial results, whatever is in it. out: of query's dtype, or float8_e4m3fn, into which the
     result is rounded; there o_scale is what the reader will multiply by, whose reciprocal bmm2_scale already holds.
 
+    q_cu_seq_lens: int32 or uint32 [batch_size + 1], offsets into query, whose requests then have 0..q_len_per_req new
+    tokens each: query is [q_cu_seq_lens[-1], num_qo_heads, head_dim] and mask [q_cu_seq_lens[-1], words]. Rows are
+    copied to and from a batch of q_len_per_req each; on a GPU that needs no look at the offsets either.
+
     Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], `out` if that is given. Raises ValidationError naming
-    the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) and
-    q_cu_seq_lens (drafts of several lengths) are refused.
+    the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
 
     >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
     >>> cache = torch.randn(6, 2, 16, 2, 64, dtype=torch.bfloat16)  # [num_pages, 2, page_size, num_kv_heads, head_dim]
@@ -62,14 +66,13 @@ def xqa_batch_decode_with_kv_cache(
     torch.Size([2, 8, 64])
     """
     refuse(kv_cache_sf=kv_cache_sf)
-    if q_cu_seq_lens is not None:
-        raise UnsupportedError(
-            "q_cu_seq_lens: no kernel takes drafts of several lengths in one call yet; expected None, which is "
-            "q_len_per_req new tokens of each request."
-        )
-    result: torch.Tensor = _decode(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, None, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, None, False, backend,
+    layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
+    result: torch.Tensor = decode_block_tables(
+        query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
+        Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
+        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len_per_req=q_len_per_req,
+        q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
+        o_scale=o_scale, mask=mask, backend=backend,
     )  # fmt: skip
     return result
 
@@ -92,8 +95,9 @@ def trtllm_batch_decode_with_kv_cache(
     """xqa_batch_decode_with_kv_cache() in the spelling of FlashInfer's function of this name, by Quire's own kernels.
 
     kv_layout is "HND" if not said. out_dtype: of the result, query's or float8_e4m3fn. lse: float32 [batch_size *
-    q_len_per_req, num_qo_heads], base 2, written if given and returned with return_lse=True. The counter buffer is
-    scratch memory that is not needed. All other arguments that xqa_batch_decode_with_kv_cache() has not are refused.
+    q_len_per_req, num_qo_heads], base 2, written if given and returned with return_lse=True. cum_seq_lens_q and
+    max_q_len are q_cu_seq_lens and its q_len_per_req. The counter buffer is scratch memory that is not needed. All
+    other arguments that xqa_batch_decode_with_kv_cache() has not are refused.
 
     Returns the result, or (result, lse). Raises ValidationError or UnsupportedError.
 
@@ -109,7 +113,7 @@ def trtllm_batch_decode_with_kv_cache(
     if multi_ctas_kv_counter_buffer is not None:
         check_tensor(multi_ctas_kv_counter_buffer, "multi_ctas_kv_counter_buffer")
     refuse(
-        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, cum_seq_lens_q=cum_seq_lens_q, max_q_len=max_q_len,
+        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf,
         separate_page_tables=not uses_shared_paged_kv_idx, bmm1_scale_log2=bmm1_scale_log2,
         enable_block_sparse_attention=enable_block_sparse_attention, cp_world=None if cp_world == 1 else cp_world,
@@ -117,61 +121,75 @@ def trtllm_batch_decode_with_kv_cache(
         bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode, request_order=request_order,
         request_order_plan=request_order_plan,
     )  # fmt: skip
-    return _decode(
-        query, kv_cache, workspace_buffer, block_tables, seq_lens, max_seq_len, bmm1_scale, bmm2_scale, window_left,
-        out, out_dtype, sinks, kv_layout, enable_pdl, q_len_per_req, o_scale, mask, lse, return_lse, backend,
+    if (cum_seq_lens_q is None) != (max_q_len is None):
+        raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
+    layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
+    return decode_block_tables(
+        query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
+        Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
+        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
+        q_len_per_req=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
+        window_left=window_left, out=out, out_dtype=out_dtype, sinks=sinks, enable_pdl=enable_pdl, o_scale=o_scale,
+        mask=mask, lse=lse, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
-def _decode(
-    query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: Any, bmm2_scale: Any, window_left: int,
-    out: torch.Tensor | None, out_dtype: Any, sinks: torch.Tensor | None, kv_layout: str, enable_pdl: bool | None,
-    q_len_per_req: int | None, o_scale: float | None, mask: torch.Tensor | None, lse: torch.Tensor | None,
-    return_lse: bool, backend: str,
+def decode_block_tables(
+    query: torch.Tensor, cache: CacheParts, workspace: Workspace, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    max_seq_len: int, logits_scale: Scale, v_scale: Scale, layout: KVLayout, *, q_len_per_req: int | None,
+    q_cu_seq_lens: torch.Tensor | None, window_left: int, out: torch.Tensor | None, sinks: torch.Tensor | None,
+    enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
+    lse: torch.Tensor | None = None, return_lse: bool = False,
+    pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None),
 ) -> Any:  # fmt: skip
+    """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling."""
     refuse_make_fx("decode on block tables")
-    check_flags(enable_pdl=enable_pdl)
-    layout = KVLayout.of(kv_layout)
-    workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
-    cache = CacheParts.of(kv_cache, layout)
+    check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
     tables = BlockTables.of(block_tables, seq_lens, workspace.device)
-    rows = {"batch_size * q_len_per_req": tables.batch_size * q_len, "num_qo_heads": None}
-    check_shape(check_tensor(query, "query"), "query", {**rows, "head_dim": cache.head_dim_qk})
+    batch_size = tables.batch_size
+    rows = {"batch_size * q_len_per_req": batch_size * q_len} if q_cu_seq_lens is None else {"q_cu_seq_lens[-1]": None}
+    sizes = {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
+    check_shape(check_tensor(query, "query"), "query", sizes)
     check_same_device(query, "query", workspace.device)
     target = Target.of(out, query, cache.head_dim_vo, o_scale, out_dtype)
-    logits_scale = Scale.of(bmm1_scale, "bmm1_scale", workspace.device)
-    v_scale = Scale.of(bmm2_scale, "bmm2_scale", workspace.device)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
-        logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE", None, None), q_len > 1,
+        logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
         cache.page_size,
     )  # fmt: skip
-    spec = AttentionSpec(
-        tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len")), options,
-        tree_mask=None if mask is None else _tree_mask_bits(mask, tables.batch_size, q_len, workspace.device),
-    )  # fmt: skip
+    indices = tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len"))
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    if tables.batch_size:
-        Attention(spec, layout, workspace, backend).run(
-            query, cache.as_given, out=target.result, lse=lse, return_lse=False, sinks=sinks, q_scale=None,
-            k_scale=None, v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl,
-            logits_scale_by=logits_scale.tensor, o_scale_by=v_scale.tensor,
+    padded = None
+    if q_cu_seq_lens is not None:
+        padded = PaddedQueries.of(q_cu_seq_lens, query.shape[0], batch_size, q_len, workspace.device)
+    if query.shape[0]:
+        tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, workspace.device, padded)
+        q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
+        Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend).run(
+            q, cache.as_given, out=o, lse=statistics, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
+            v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
+            o_scale_by=v_scale.tensor,
         )  # fmt: skip
+        if padded is not None:
+            padded.unpad((o, target.result), (statistics, lse))
     result = target.finish()
     return (result, lse) if return_lse else result
 
 
-def _tree_mask_bits(mask: Any, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:
+def _tree_mask_bits(
+    mask: Any, batch_size: int, q_len: int, device: torch.device, padded: PaddedQueries | None
+) -> torch.Tensor:
     """The bytes of a tree mask, at a multiple of 4."""
     words = check_tensor(mask, "mask")
     if words.dtype is not torch.uint16:
         raise ValidationError(f"mask: expected dtype torch.uint16, 16 tokens a word, got {words.dtype}.")
-    halves = 2 * -(-q_len // 32)
-    check_shape(words, "mask", {"batch_size": batch_size, "q_len_per_req": q_len, "ceil(q_len / 32) * 2": halves})
+    rows = {"batch_size": batch_size, "q_len_per_req": q_len} if padded is None else {"rows of query": padded.num_rows}
+    check_shape(words, "mask", {**rows, "ceil(q_len / 32) * 2": 2 * -(-q_len // 32)})
     check_same_device(words, "mask", device)
     bits = words.contiguous().view(torch.uint8)
+    if padded is not None:
+        return padded.tree_mask(bits)
     return bits.clone() if bits.data_ptr() % 4 else bits

@@ -81,7 +81,7 @@ def trtllm_batch_context_with_kv_cache(
     )
     check_same_device(query, "query", workspace.device)
     target = Target.of(out, query, cache.head_dim_vo, 1.0, out_dtype)
-    logits_scale = Scale.of(bmm1_scale, "bmm1_scale", workspace.device)
+    logits_scale = Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True)
     v_scale = Scale.of(bmm2_scale, "bmm2_scale", workspace.device)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,

@@ -170,7 +170,7 @@ class Scale(NamedTuple):
     tensor: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, value: Any, name: str, device: torch.device) -> Scale:
+    def of(cls, value: Any, name: str, device: torch.device, *, positive: bool = False) -> Scale:
         """A number or a tensor of one element; on a GPU nobody looks at its value here."""
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             check_same_device(check_tensor(value, name), name, device)
@@ -180,4 +180,10 @@ class Scale(NamedTuple):
                     f"{list(value.shape)}."
                 )
             return cls(1.0, value.to(torch.float32))
-        return cls(scalar(value, name, positive=name == "bmm1_scale"))  # kernels take the maximum before they scale
+        return cls(scalar(value, name, positive=positive))
+
+    def times(self, other: Scale) -> Scale:
+        """The product of both."""
+        tensors = [tensor for tensor in (self.tensor, other.tensor) if tensor is not None]
+        product = tensors[0] * tensors[1] if len(tensors) == 2 else next(iter(tensors), None)
+        return Scale(self.number * other.number, product)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope
+from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope, xqa
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
@@ -63,6 +63,7 @@ from quire.rope import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
+from quire.xqa import xqa_mla
 
 __all__: list[str] = [
     "BatchAttention",
@@ -135,5 +136,7 @@ __all__: list[str] = [
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "warmup",
+    "xqa",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_mla",
 ]

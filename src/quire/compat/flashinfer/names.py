@@ -15,11 +15,12 @@ import torch
 import quire
 from quire.errors import UnsupportedError
 from quire.mla import BatchMLAPagedAttentionWrapper
+from quire.xqa import xqa_mla
 
 #: The release whose surface is meant. Engines compare it with what they need.
 VERSION = "0.7.2"
 
-#: Modules of both libraries. "rope" and "xqa" count once Quire has them; "mla" does not while Quire refuses it.
+#: Modules of both libraries. "mla" is not among them while Quire refuses it.
 MODULES = ("attention", "cascade", "decode", "page", "pod", "prefill", "quantization", "rope", "xqa")
 
 
@@ -98,7 +99,7 @@ def _counter_bytes(*_args: Any, **_kwargs: Any) -> int:
 OWN: Mapping[str, Mapping[str, Any]] = {
     "": {
         "__version__": VERSION, "autotune": _nothing_to_tune, "autotune_v2": _nothing_to_tune,
-        "BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper,
+        "BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper, "xqa_mla": xqa_mla,
     },
     "autotuner": {"autotune": _nothing_to_tune},
     "jit": {},
@@ -107,4 +108,5 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "utils": {
         "get_device_sm_count": _device_sm_count, "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
     },
+    "xqa": {"xqa_mla": xqa_mla},
 }  # fmt: skip

@@ -1,0 +1,251 @@
+"""xqa(): decode over a table of pages, in the spellings that its name has had.
+
+The module can be called: `quire.xqa(...)`, as FlashInfer names the function, is `quire.xqa.xqa(...)`. The work is that
+of xqa_batch_decode_with_kv_cache() (block_table_decode.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+
+from quire.block_table_decode import decode_block_tables
+from quire.block_tables import CacheParts, Scale
+from quire.errors import UnsupportedError, ValidationError
+from quire.runtime.checks import (
+    check_output,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    refuse,
+    scalar,
+)
+from quire.runtime.workspace import OwnWorkspace, UserWorkspace, Workspace
+from quire.types import KVLayout
+
+__all__ = ["xqa"]  # xqa_mla, which refuses, takes no name of an installed FlashInfer (quire.compat)
+
+
+def xqa(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor,
+    output: torch.Tensor | None = None, workspace_buffer: torch.Tensor | None = None,
+    semaphores: torch.Tensor | None = None, num_kv_heads: int | None = None, page_size: int | None = None,
+    sinks: torch.Tensor | None = None, q_scale: float | torch.Tensor = 1.0,
+    kv_scale: float | torch.Tensor | None = None, sliding_win_size: int = 0, kv_layout: str | int | None = "NHD",
+    sm_count: int | None = None, enable_pdl: bool | None = None, rcp_out_scale: float = 1.0, q_seq_len: int = 1,
+    mask: torch.Tensor | None = None, *, q_cu_seq_lens: torch.Tensor | None = None, k_sf_cache: Any = None,
+    v_sf_cache: Any = None, head_dim: int | None = None, sliding_window_size: int = -1,
+    pos_encoding_mode: str = "NONE", rope_scale: float | None = None, rope_theta: float | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """Attention of the last q_seq_len tokens of each request over its pages, as FlashInfer's function of this name.
+
+    q: [batch_size, 1, num_qo_heads, head_dim], where 1 is the beam width, the only one there is; or without it,
+    [batch_size, num_qo_heads, head_dim]; with drafts [batch_size, 1, q_seq_len, num_qo_heads, head_dim]; in float16 or
+    bfloat16 (on the CPU also float32). k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] (kv_layout
+    "HND": heads before tokens), or those rows as [num_pages * page_size * num_kv_heads, head_dim], in q's dtype,
+    float8_e4m3fn or float8_e5m2. num_kv_heads and page_size are needed for the latter; elsewhere they repeat the
+    cache's, as head_dim does q's. Any page size will do. page_table: int32 [batch_size, pages]. seq_lens: uint32 or
+    int32 [batch_size] or [batch_size, 1], tokens of each request with its new ones, at most pages * page_size.
+
+    output: of q's shape and dtype, or float8_e4m3fn, and there alone rcp_out_scale multiplies the result. Logits are
+    q . k * q_scale * kv_scale / sqrt(head_dim), and kv_scale multiplies the result too: numbers, or tensors of one
+    element, which on a GPU are read there; None is 1. sinks: float32 natural-log logits [num_kv_heads, group_size] or
+    [num_qo_heads] that join the denominators. sliding_win_size: the keys that a query sees, its own among them; 0: all;
+    sliding_window_size says the same (-1: all). mask, and q_cu_seq_lens for q [q_cu_seq_lens[-1], num_qo_heads,
+    head_dim]: as in xqa_batch_decode_with_kv_cache(), with q_seq_len for q_len_per_req. pos_encoding_mode, rope_scale,
+    rope_theta: as in BatchPrefillWithPagedKVCacheWrapper.plan().
+
+    Permissions, which are checked: workspace_buffer holds partial results if given, whatever is in it; semaphores
+    (uint32) and sm_count are not needed. By position sm_count may stand in the place of kv_layout, as it once did.
+
+    Returns `output`, or a new tensor of q's shape. Raises ValidationError naming the argument, or UnsupportedError with
+    each kernel's reason. k_sf_cache and v_sf_cache (4-bit caches) are refused.
+
+    >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    >>> k_cache, v_cache = torch.randn(2, 6, 16, 2, 64, dtype=torch.bfloat16)
+    >>> page_table = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
+    >>> quire.xqa(q, k_cache, v_cache, page_table, torch.tensor([21, 16], dtype=torch.int32), page_size=16).shape
+    torch.Size([2, 8, 64])
+    """
+    refuse(k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
+    layout = _layout(kv_layout, sm_count)
+    rows, q_len = _query_rows(q, q_seq_len, q_cu_seq_lens is not None)
+    if head_dim is not None and check_positive(head_dim, "head_dim") != rows.shape[-1]:
+        raise ValidationError(f"head_dim: expected {rows.shape[-1]}, q's last dimension, got {head_dim}.")
+    cache = _cache(k_cache, v_cache, page_size, num_kv_heads, layout)
+    workspace = _workspace(workspace_buffer, semaphores, q.device)
+    q_factor, kv_factor = (
+        Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
+    )
+    result: torch.Tensor = decode_block_tables(
+        rows, cache, workspace, page_table, _lengths(seq_lens), page_table.shape[-1] * cache.page_size,
+        q_factor.times(kv_factor).times(Scale(1 / math.sqrt(rows.shape[-1]))),
+        kv_factor.times(_output_scale(rcp_out_scale, output)), layout, q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens,
+        window_left=_window(sliding_win_size, sliding_window_size), out=_output_rows(output, q, cache.head_dim_vo),
+        sinks=_sinks(sinks, cache.num_kv_heads, rows.shape[1]), enable_pdl=enable_pdl, o_scale=1.0, mask=mask,
+        backend=backend, pos_encoding=(pos_encoding_mode, rope_scale, rope_theta),
+    )  # fmt: skip
+    return result.view(*q.shape[:-1], cache.head_dim_vo) if output is None else output
+
+
+def xqa_mla(*_args: Any, **_options: Any) -> NoReturn:
+    """Raises UnsupportedError: xqa() over the compressed keys of multi-head latent attention (MLA) is not there yet."""
+    raise UnsupportedError(
+        "xqa_mla: no kernel attends to compressed keys (head dims 576 and 512) yet; decompress them for "
+        "BatchPrefillWithRaggedKVCacheWrapper (192 and 128), or use another backend."
+    )
+
+
+class _Callable(ModuleType):
+    """This module, which is also called as the function of its name."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the function."""
+        return inspect.signature(xqa)
+
+    def __call__(self, *args: Any, **options: Any) -> torch.Tensor:
+        """xqa() itself."""
+        return xqa(*args, **options)
+
+
+sys.modules[__name__].__class__ = _Callable
+
+
+def _layout(kv_layout: Any, sm_count: Any) -> KVLayout:
+    """kv_layout, in whose place an older page has sm_count."""
+    if kv_layout is None or (isinstance(kv_layout, int) and not isinstance(kv_layout, bool)):
+        if sm_count is not None:
+            raise ValidationError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r} beside sm_count={sm_count}.")
+        kv_layout, sm_count = "NHD", kv_layout
+    if sm_count is not None:
+        check_positive(sm_count, "sm_count")
+    return KVLayout.of(kv_layout)
+
+
+def _query_rows(q: Any, q_seq_len: Any, is_ragged: bool) -> tuple[torch.Tensor, int]:
+    """q as [rows, num_qo_heads, head_dim], and the rows of a request, or the most of one."""
+    q_len, dims = check_positive(q_seq_len, "q_seq_len"), check_tensor(q, "q").dim()
+    beams: dict[str, int | None] = {"batch_size": None, "beam width": 1}
+    sizes: dict[str, int | None] = {"num_qo_heads": None, "head_dim": None}
+    if dims == 3:
+        check_shape(q, "q", {"rows": None, **sizes})
+        if q_len > 1 and not is_ragged:
+            raise ValidationError("q_seq_len: expected 1 for q of 3 dimensions without q_cu_seq_lens.")
+        return q, q_len
+    if is_ragged:
+        raise ValidationError(f"q: expected [rows, num_qo_heads, head_dim] with q_cu_seq_lens, got {list(q.shape)}.")
+    check_shape(q, "q", {**beams, **({} if dims == 4 and q_len == 1 else {"q_seq_len": q_len}), **sizes})
+    return q.reshape(-1, *q.shape[-2:]), q_len
+
+
+def _output_rows(output: Any, q: torch.Tensor, head_dim_vo: int) -> torch.Tensor | None:
+    """`output`, of q's shape, as rows of the same memory."""
+    if output is None:
+        return None
+    dims = {f"q.shape[{i}]": size for i, size in enumerate(q.shape[:-1])}
+    check_shape(check_output(output, "output"), "output", {**dims, "head_dim": head_dim_vo})
+    if output.dim() > 4 and not output.is_contiguous():
+        raise ValidationError(f"output: expected a contiguous tensor, got strides {tuple(output.stride())}.")
+    rows: torch.Tensor = output.squeeze(1) if output.dim() > 3 else output
+    return rows.flatten(0, -3)
+
+
+def _cache(k_cache: Any, v_cache: Any, page_size: Any, num_kv_heads: Any, layout: KVLayout) -> CacheParts:
+    pages = [
+        _pages(t, name, page_size, num_kv_heads, layout) for t, name in ((k_cache, "k_cache"), (v_cache, "v_cache"))
+    ]
+    if pages[1].dtype is not pages[0].dtype or pages[1].shape[:-1] != pages[0].shape[:-1]:
+        raise ValidationError(
+            f"v_cache: expected k_cache's {k_cache.dtype} {list(k_cache.shape)}, got {v_cache.dtype} "
+            f"{list(v_cache.shape)}."
+        )
+    cache = CacheParts.of((pages[0], pages[1]), layout)
+    given = (("page_size", page_size, cache.page_size), ("num_kv_heads", num_kv_heads, cache.num_kv_heads))
+    for name, value, actual in given:
+        if value is not None and check_positive(value, name) != actual:
+            raise ValidationError(f"{name}: expected {actual}, as k_cache {list(k_cache.shape)} has it, got {value}.")
+    return cache
+
+
+def _pages(cache: Any, name: str, page_size: Any, num_kv_heads: Any, layout: KVLayout) -> torch.Tensor:
+    """The cache with a dimension for pages, tokens, heads and head_dim each."""
+    dims = check_tensor(cache, name).dim()
+    if dims == 4:
+        return cache  # type: ignore[no-any-return]
+    if dims != 2:
+        raise ValidationError(
+            f"{name}: expected [num_pages, page_size, num_kv_heads, head_dim] in the order of kv_layout, or its rows "
+            f"[num_pages * page_size * num_kv_heads, head_dim], got {list(cache.shape)}."
+        )
+    page = [check_positive(page_size, "page_size"), check_positive(num_kv_heads, "num_kv_heads")]
+    if cache.shape[0] % math.prod(page):
+        raise ValidationError(
+            f"{name}: expected a multiple of page_size * num_kv_heads={math.prod(page)} rows, got {cache.shape[0]}."
+        )
+    sizes = (cache.shape[0] // math.prod(page), *(page if layout is KVLayout.NHD else page[::-1]))
+    return cache.unflatten(0, sizes)  # type: ignore[no-any-return]
+
+
+def _workspace(buffer: Any, semaphores: Any, device: torch.device) -> Workspace:
+    """Where partial results go: the caller's scratch, or memory of our own. Semaphores are not needed."""
+    if semaphores is not None:
+        check_same_device(check_tensor(semaphores, "semaphores"), "semaphores", device)
+        if semaphores.dtype not in (torch.uint32, torch.int32):
+            raise ValidationError(f"semaphores: expected dtype torch.uint32, got {semaphores.dtype}.")
+    if buffer is None:
+        return OwnWorkspace(device)
+    workspace = UserWorkspace(buffer, "workspace_buffer")
+    check_same_device(buffer, "workspace_buffer", device)
+    return workspace
+
+
+def _lengths(seq_lens: Any) -> torch.Tensor:
+    """seq_lens without a dimension for the beam."""
+    if check_tensor(seq_lens, "seq_lens").dim() == 2:
+        check_shape(seq_lens, "seq_lens", {"batch_size": None, "beam width": 1})
+        return seq_lens.squeeze(1)  # type: ignore[no-any-return]
+    return seq_lens  # type: ignore[no-any-return]
+
+
+def _window(sliding_win_size: Any, sliding_window_size: Any) -> int:
+    """window_left of whichever was given: both count the query's own key."""
+    sizes = []
+    for name, size, least in (
+        ("sliding_win_size", sliding_win_size, 0),
+        ("sliding_window_size", sliding_window_size, -1),
+    ):
+        if isinstance(size, bool) or not isinstance(size, int) or not least <= size < 2**31:
+            raise ValidationError(f"{name}: expected the number of keys, or {least} for all, got {size!r}.")
+        sizes.append(max(0, size))
+    if all(sizes):
+        raise ValidationError(f"sliding_window_size: expected -1 beside sliding_win_size={sizes[0]}, got {sizes[1]}.")
+    return max(sizes) - 1
+
+
+def _output_scale(rcp_out_scale: Any, output: Any) -> Scale:
+    """What a result of 8 bits is multiplied by."""
+    scale = scalar(rcp_out_scale, "rcp_out_scale", positive=True)
+    if scale != 1.0 and (output is None or output.dtype is not torch.float8_e4m3fn):
+        raise ValidationError(f"rcp_out_scale: expected 1 where output is not float8_e4m3fn, got {scale}.")
+    return Scale(scale)
+
+
+def _sinks(sinks: Any, num_kv_heads: int, num_qo_heads: int) -> torch.Tensor | None:
+    """A logit a query head: tokens that attend are no such sinks."""
+    if sinks is None:
+        return None
+    shape = tuple(check_tensor(sinks, "sinks").shape)
+    if shape not in ((num_qo_heads,), (num_kv_heads, num_qo_heads // num_kv_heads)):
+        raise ValidationError(
+            f"sinks: expected float32 logits [num_qo_heads={num_qo_heads}] or [num_kv_heads={num_kv_heads}, "
+            f"{num_qo_heads // num_kv_heads}], got {list(shape)}; keys and values of sink tokens belong into the cache."
+        )
+    return sinks  # type: ignore[no-any-return]
