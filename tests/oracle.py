@@ -69,6 +69,32 @@ def visible(
     return seen
 
 
+def item_positions(item_lens: Sequence[int]) -> list[int]:
+    """The number of each token in its item, from 1 on, and 0 for the delimiters before, between and behind items."""
+    numbers = [0]
+    for n in item_lens:
+        numbers += [*range(1, n + 1), 0]
+    return numbers
+
+
+def visible_items(qo_len: int, prefix_len: int, item_lens: Sequence[int] | None) -> Tensor:
+    """Which key each of the last qo_len queries sees in a request of a prefix and items (None: of the prefix alone).
+
+    The prefix is causal. A token of an item sees the prefix and its item up to itself; a delimiter only the prefix.
+    """
+    owners = ["prefix"] * prefix_len
+    if item_lens is not None:
+        owners += ["delimiter"]
+        for number, n in enumerate(item_lens):
+            owners += [f"item {number}"] * n + ["delimiter"]
+    seen = torch.zeros(len(owners), len(owners), dtype=torch.bool)
+    for query, owner in enumerate(owners):
+        for key in range(query + 1):
+            same = owner == owners[key] and owner != "delimiter"
+            seen[query, key] = owner == "prefix" or owners[key] == "prefix" or same
+    return seen[len(owners) - qo_len :]
+
+
 def split_mask(mask: Tensor | None, qo_indptr: Indptr, kv_indptr: Indptr) -> list[Tensor | None]:
     """A flat bool mask, cut into one [qo_len, kv_len] matrix per request."""
     shapes = list(zip(lengths(qo_indptr), lengths(kv_indptr), strict=True))

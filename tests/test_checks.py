@@ -152,8 +152,9 @@ def test_the_logits_option_that_is_wrong_is_named_alone(name, value):
 
 INDEX_ARRAYS = {"qo_indptr": [0, 1], "paged_kv_indptr": [0, 1], "kv_indptr": [0, 3], "paged_kv_indices": [0]}
 INDEX_ARRAYS |= {"paged_kv_last_page_len": [3], "indptr": [0, 1], "indices": [0], "last_page_len": [3]}
-REFUSED = {"rope_scale", "rope_theta", "prefix_len_ptr", "token_pos_in_items_ptr", "token_pos_in_items_len"}
-REFUSED |= {"max_item_len_ptr", "v_indptr", "o_indptr"}
+ITEMS = {"prefix_len_ptr": torch.zeros(1, dtype=torch.int32).view(torch.uint32), "token_pos_in_items_len": 32}
+ITEMS["token_pos_in_items_ptr"] = torch.zeros(32, dtype=torch.int16).view(torch.uint16)
+REFUSED = {"rope_scale", "rope_theta", "v_indptr", "o_indptr"}
 #: Arguments of plan(), a value unlike the default, and where the plan has it.
 TAKEN = {
     "causal": (True, lambda o: o.causal),
@@ -168,7 +169,8 @@ WRONG = {
     "o_data_type": "f17", "q_data_type": "f18", "data_type": "f19", "pos_encoding_mode": "ROPE", "q_len_per_req": -3,
     "use_fp16_qk_reduction": "no", "allow_fp16_qk_reduction": "no", "non_blocking": 1, "disable_split_kv": 2,
     "custom_mask": "mask", "packed_custom_mask": "mask", "seq_lens": 3, "seq_lens_q": 3, "block_tables": 3,
-    "max_token_per_sequence": 0, "max_sequence_kv": -1,
+    "max_token_per_sequence": 0, "max_sequence_kv": -1, "prefix_len_ptr": 3, "token_pos_in_items_ptr": 3,
+    "token_pos_in_items_len": -1, "max_item_len_ptr": 3,
 }  # fmt: skip
 
 
@@ -190,6 +192,7 @@ def test_each_argument_of_plan_arrives_under_its_name(cls, name, monkeypatch):
     right = {n: ints(v, "cpu") for n, v in INDEX_ARRAYS.items() if n in names}
     right |= {"num_qo_heads": 4, "num_kv_heads": 2, "q_data_type": torch.float32}
     right |= {"page_size": 16} if "page_size" in names else {}
+    right |= ITEMS if "_item" in name or name == "prefix_len_ptr" else {}
     if name != "head_dim":
         right["head_dim_qk" if "head_dim_qk" in names else "head_dim"] = 64
     wrapper = cls(workspace("cpu"))

@@ -28,6 +28,7 @@ from quire.runtime.checks import (
     refuse,
 )
 from quire.runtime.layout import PagedCache
+from quire.runtime.multi_item import with_items
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, new_results, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
@@ -64,17 +65,11 @@ def _plan_options(
     head_dim: int | None, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
     pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
     use_fp16_qk_reduction: bool, allow_fp16_qk_reduction: bool, non_blocking: bool, fixed_split_size: int | None,
-    disable_split_kv: bool, rope_scale: Any, rope_theta: Any, prefix_len_ptr: Any, token_pos_in_items_ptr: Any,
-    token_pos_in_items_len: int, max_item_len_ptr: Any,
+    disable_split_kv: bool, rope_scale: Any, rope_theta: Any,
 ) -> PlanOptions:  # fmt: skip
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
         non_blocking=non_blocking, disable_split_kv=disable_split_kv,
-    )  # fmt: skip
-    refuse(
-        prefix_len_ptr=prefix_len_ptr,
-        token_pos_in_items_ptr=token_pos_in_items_ptr, token_pos_in_items_len=token_pos_in_items_len or None,
-        max_item_len_ptr=max_item_len_ptr,
     )  # fmt: skip
     qo, kv = heads(num_qo_heads, num_kv_heads)
     qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
@@ -180,6 +175,12 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             synchronisation; device arrays are copied to the host first.
         custom_mask: bool, flat, of sum(qo_len * kv_len) values: which keys each query sees. It replaces `causal`.
             packed_custom_mask: uint8, its bits, little-endian, each request from a byte of its own on.
+        prefix_len_ptr: uint32 [batch_size], where items to be scored begin: request i is prefix_len_ptr[i] tokens that
+            all later ones see, and then items that do not see each other, with a delimiter before, between and behind
+            them. token_pos_in_items_ptr: uint16 [batch_size * token_pos_in_items_len], for each of those tokens its
+            number in its item from 1 on, 0 for a delimiter, and zeros up to token_pos_in_items_len. max_item_len_ptr:
+            uint16 [batch_size], the largest of these numbers, which they already say. This is a custom mask: it
+            replaces `causal`, a window holds besides, and on a GPU it is made there.
         causal: query i of a request sees keys up to i + kv_len - qo_len; with more queries than keys the first ones
             see none, and their results are 0.
         sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
@@ -210,6 +211,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or block_tables is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
+        custom_mask = with_items(
+            custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
+            token_pos_in_items_len, max_item_len_ptr,
+        )  # fmt: skip
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 
     begin_forward = plan
@@ -331,6 +336,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, None, *most)
+        custom_mask = with_items(
+            custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
+            token_pos_in_items_len, max_item_len_ptr,
+        )  # fmt: skip
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
 
     begin_forward = plan

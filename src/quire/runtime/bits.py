@@ -24,7 +24,7 @@ def pack_mask(mask: torch.Tensor, indices: Indices, device: torch.device) -> tor
     check_tensor(mask, "custom_mask")
     check_same_device(mask, "custom_mask", device)
     segments = [0]
-    for qo_len, kv_len in zip(_qo_lens(indices), _kv_lens(indices), strict=True):
+    for qo_len, kv_len in zip(qo_lens(indices), kv_lens(indices), strict=True):
         segments.append(segments[-1] + qo_len * kv_len)
     if mask.numel() != segments[-1]:
         raise ValidationError(
@@ -33,13 +33,15 @@ def pack_mask(mask: torch.Tensor, indices: Indices, device: torch.device) -> tor
     return pack_bits(mask.reshape(-1), segments, "little", "custom_mask")
 
 
-def _qo_lens(indices: Indices) -> list[int]:
+def qo_lens(indices: Indices) -> list[int]:
+    """Rows of each request."""
     if indices.qo_indptr is None:
         return [indices.qo_len] * indices.batch_size
     return indices.qo_indptr.diff().tolist()
 
 
-def _kv_lens(indices: Indices) -> list[int]:
+def kv_lens(indices: Indices) -> list[int]:
+    """Tokens of each request."""
     counts = indices.kv_indptr.diff()
     if indices.kv_last_page_len is None:
         return counts.tolist()

@@ -1,0 +1,91 @@
+"""Multi-item scoring: a request is a prefix, and then items with a delimiter before, between and behind them.
+
+A token of an item sees the prefix and its own item up to itself, a delimiter the prefix alone, and a token of the
+prefix what is before it: one pass scores items that do not know of each other. Kernels read that as a custom mask.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.errors import ValidationError
+from quire.runtime.bits import kv_lens, qo_lens
+from quire.runtime.checks import check_positive, check_same_device, check_shape, check_tensor
+from quire.runtime.schedule import Indices
+
+
+def with_items(
+    custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None, indices: Indices, device: torch.device,
+    prefix_len_ptr: Any, token_pos_in_items_ptr: Any, token_pos_in_items_len: Any, max_item_len_ptr: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """The mask of multi-item scoring where plan() was asked for it, else `custom_mask`."""
+    if prefix_len_ptr is None:
+        if token_pos_in_items_ptr is not None or token_pos_in_items_len or max_item_len_ptr is not None:
+            raise ValidationError(
+                "prefix_len_ptr: expected a tensor beside token_pos_in_items_ptr, token_pos_in_items_len and "
+                "max_item_len_ptr, got None."
+            )
+        return custom_mask
+    if custom_mask is not None or packed_custom_mask is not None:
+        name = "packed_custom_mask" if custom_mask is None else "custom_mask"
+        raise ValidationError(f"{name}: expected None beside prefix_len_ptr, which says all that is seen.")
+    length = check_positive(token_pos_in_items_len, "token_pos_in_items_len")
+    batch = {"batch_size": indices.batch_size}
+    prefixes = _prefix_lens(prefix_len_ptr, indices, length)
+    positions = _of_type(token_pos_in_items_ptr, "token_pos_in_items_ptr", torch.uint16, device)
+    check_shape(positions, "token_pos_in_items_ptr", {"batch_size * token_pos_in_items_len": len(prefixes) * length})
+    positions = positions.to(torch.int32).view(-1, length)
+    if max_item_len_ptr is not None:
+        most = _of_type(max_item_len_ptr, "max_item_len_ptr", torch.uint16, device)
+        check_shape(most, "max_item_len_ptr", batch)
+        _check_longest(positions, most)
+    positions = positions.to(device, non_blocking=True)
+    lens = zip(qo_lens(indices), kv_lens(indices), prefixes, positions, strict=True)
+    return torch.cat([torch.empty(0, dtype=torch.bool, device=device), *(_seen(*one).flatten() for one in lens)])
+
+
+def _of_type(value: Any, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of FlashInfer's number type, on the host or the device."""
+    tensor = check_tensor(value, name)
+    if tensor.dtype is not dtype:
+        raise ValidationError(f"{name}: expected dtype {dtype}, got {tensor.dtype}.")
+    if not tensor.is_cpu:
+        check_same_device(tensor, name, device)
+    return tensor.contiguous()
+
+
+def _prefix_lens(value: Any, indices: Indices, length: int) -> list[int]:
+    """On the host, to which a device's are copied, as index arrays are."""
+    tensor = check_tensor(value, "prefix_len_ptr")
+    prefixes = _of_type(tensor, "prefix_len_ptr", torch.uint32, tensor.device)
+    check_shape(prefixes, "prefix_len_ptr", {"batch_size": indices.batch_size})
+    numbers: list[int] = prefixes.cpu().tolist()
+    for request, (prefix, kv_len) in enumerate(zip(numbers, kv_lens(indices), strict=True)):
+        if not kv_len - length <= prefix <= kv_len:
+            raise ValidationError(
+                f"prefix_len_ptr: expected {max(0, kv_len - length)}..{kv_len} of request {request}, with {kv_len} "
+                f"tokens (token_pos_in_items_len={length}), got {prefix}."
+            )
+    return numbers
+
+
+def _check_longest(positions: torch.Tensor, most: torch.Tensor) -> None:
+    """max_item_len_ptr only repeats what the positions say: it is compared with them where both lie on the host."""
+    if positions.is_cpu and most.is_cpu and positions.numel():
+        longest = positions.amax(dim=1)
+        if bool((longest > most.to(torch.int32)).any()):
+            raise ValidationError(
+                f"max_item_len_ptr: expected at least {longest.tolist()}, the largest positions in "
+                f"token_pos_in_items_ptr, got {most.tolist()}."
+            )
+
+
+def _seen(qo_len: int, kv_len: int, prefix_len: int, positions: torch.Tensor) -> torch.Tensor:
+    """Which keys each query of one request sees: bool [qo_len, kv_len]. `positions` begin behind the prefix."""
+    key = torch.arange(kv_len, dtype=torch.int32, device=positions.device)
+    at = torch.arange(kv_len - qo_len, kv_len, dtype=torch.int32, device=positions.device)
+    position = positions[(at - prefix_len).clamp_(0, positions.shape[0] - 1)]
+    begin = torch.where(at < prefix_len, 0, at + 1 - position)
+    return (key <= at[:, None]) & ((key < prefix_len) | (key >= begin[:, None]))
