@@ -26,12 +26,14 @@ PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist wo
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
-	@echo "== 1 of 3: sentence embeddings without padding (examples/embed.py)"
+	@echo "== 1 of 4: sentence embeddings without padding (examples/embed.py)"
 	@$(OFFLINE) $(BIN)/python examples/embed.py
-	@echo "== 2 of 3: a language model that serves requests as they come (examples/generate.py)"
+	@echo "== 2 of 4: a language model that serves requests as they come (examples/generate.py)"
 	@$(OFFLINE) $(BIN)/python examples/generate.py
-	@echo "== 3 of 3: paged prefill of a whole model, and under a custom mask (examples/paged_prefill.py)"
+	@echo "== 3 of 4: paged prefill of a whole model, and under a custom mask (examples/paged_prefill.py)"
 	@$(OFFLINE) $(BIN)/python examples/paged_prefill.py
+	@echo "== 4 of 4: a batch that decodes through all layers (examples/batch_inference.py)"
+	@$(OFFLINE) $(BIN)/python examples/batch_inference.py
 	@echo "== done; compiled kernels are in build/demo, where the next run finds them"
 
 test: $(STAMP)

@@ -33,6 +33,7 @@ def line(output: str, label: str) -> str:
 @pytest.mark.parametrize(
     ("script", "arguments", "package"),
     [
+        ("batch_inference.py", ("--layers", "2"), "torch"),
         ("embed.py", (), "sentence_transformers"),
         ("generate.py", (), "transformers"),
         ("paged_prefill.py", ("--layers", "2"), "torch"),
@@ -59,4 +60,4 @@ def test_a_repeated_example_compiles_nothing(tmp_path: Path) -> None:
 
 def test_each_example_is_run_here() -> None:
     scripts = {path.name for path in EXAMPLES.glob("*.py")} - {"first_call.py"}
-    assert scripts == {"embed.py", "generate.py", "paged_prefill.py"}
+    assert scripts == {"batch_inference.py", "embed.py", "generate.py", "paged_prefill.py"}
