@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -263,7 +264,41 @@ def test_decode_with_shared_prefix_padded(device, backend, dtype, kv_layout):
     parts = [k[0, :50], v[0, :50], k[:, 50:], v[:, 50:]]
     if kv_layout == "HND":
         parts = [t.transpose(-3, -2).contiguous() for t in parts]
-    p.check(quire.batch_decode_with_shared_prefix_padded_kv_cache(p.q, *parts, kv_layout=kv_layout, backend=backend))
+    attend = partial(
+        quire.batch_decode_with_shared_prefix_padded_kv_cache, p.q, *parts, kv_layout=kv_layout, backend=backend
+    )
+    p.check(attend())
+    p.sm_scale = 0.3
+    p.check(attend(sm_scale=0.3, allow_fp16_qk_reduction=True))
+
+
+@pytest.mark.parametrize("name", ["rope_scale", "rope_theta"])
+def test_positions_of_a_shared_prefix_are_refused(name):
+    """The keys of a request's own begin anew at 0 there, so that rotating inside would be wrong."""
+    q, kv = torch.zeros(2, 4, 64), torch.zeros(1, 2, 8, 4, 64)
+    decode = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
+    prefill = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"))
+    for call in (decode.forward, prefill.forward):
+        with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
+            call(q, q, q, kv, **{name: 2.0})
+    with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
+        quire.batch_decode_with_shared_prefix_padded_kv_cache(q, q, q, kv[0], kv[0], **{name: 2.0})
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_shared_prefixes_in_the_words_of_the_first_release(device, kind):
+    """workspace_buffer, new_workspace_buffer and unique_kv_data, and a flag that permits less precision."""
+    dtype, lens = torch.float16, (1, 1, 1) if kind == "decode" else (4, 1, 7)
+    p, tables, cache, k, v = shared_prefix(lens, dtype, device, "NHD", kind == "prefill")
+    cls = getattr(quire, f"Batch{kind.capitalize()}WithSharedPrefixPagedKVCacheWrapper")
+    wrapper = cls(workspace_buffer=torch.empty(1 << 10, dtype=torch.uint8, device=device))
+    wrapper.reset_workspace_buffer(new_workspace_buffer=workspace(device))
+    assert wrapper._unique._workspace.buffer.data_ptr() == workspace(device).data_ptr()
+    wrapper.begin_forward(*tables[kind == "decode" :], p.num_qo_heads, p.num_kv_heads, p.head_dim, 8)
+    p.check(wrapper.forward(p.q, k, v, unique_kv_data=cache.kv, allow_fp16_qk_reduction=True))
+    wrapper.end_forward()
+    with pytest.raises(quire.ValidationError, match="unique_kv_data: expected it or unique_kv_cache, got both"):
+        wrapper.forward(p.q, k, v, unique_kv_data=cache.kv, unique_kv_cache=cache.kv)
 
 
 def test_levels_for_graphs_that_are_planned_wrongly_stay_as_they_were():

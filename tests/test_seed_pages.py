@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+import oracle
 import quire as flashinfer
 
 NUM_LAYERS = 2
@@ -234,3 +237,75 @@ def test_shared_prefix_prefill_page(device):
     # clear auxiliary data structures
     prefill_wrapper.end_forward()
     assert outputs[0].shape == torch.Size([100, 64, 128])
+
+
+def test_merge_page(device):
+    """The functions of the page of cascades, on states of its sizes."""
+    v_a, v_b = torch.randn(2, 7, 64, 128, device=device).half()
+    s_a, s_b = torch.randn(2, 7, 64, device=device)
+    want = oracle.merge_state(v_a, s_a, v_b, s_b)
+    v, s = flashinfer.merge_state(v_a, s_a, v_b, s_b)
+    assert torch.allclose(v.cpu().double(), want.o, atol=2e-3) and torch.allclose(s.cpu().double(), want.lse, atol=1e-5)
+    stacked, lse = flashinfer.merge_states(torch.stack([v_a, v_b], 1), torch.stack([s_a, s_b], 1))
+    assert torch.allclose(stacked, v, atol=1e-3) and torch.allclose(lse, s, atol=1e-5)
+    assert flashinfer.merge_state_in_place(v_a, s_a, v_b, s_b) is None
+    assert torch.equal(v_a, v) and torch.equal(s_a, s)
+
+
+def test_xqa_pages_by_position(device):
+    """The first page's call: one beam, a cache of rows, an output that is written, scratch and semaphores."""
+    batch_size, beam_width, num_q_heads, num_kv_heads, head_dim, page_size, num_pages = 4, 1, 8, 2, 64, 32, 9
+    q = torch.randn(batch_size, beam_width, num_q_heads, head_dim).half().to(device)
+    k_cache, v_cache = torch.randn(2, num_pages * page_size * num_kv_heads, head_dim).half().to(device)
+    page_table = torch.tensor([[0, 1], [2, 3], [4, 5], [6, 7]], dtype=torch.int32, device=device)
+    lens = [64, 33, 1, 40]
+    seq_lens = torch.tensor([[n] for n in lens]).to(torch.uint32).to(device)
+    output = torch.full_like(q, math.nan)
+    workspace_buffer = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+    semaphores = torch.zeros(64, dtype=torch.int32, device=device).view(torch.uint32)
+    sinks = torch.randn(num_kv_heads, num_q_heads // num_kv_heads, device=device)
+    kv_scale = torch.tensor([0.5], dtype=torch.float32, device=device)
+    flashinfer.xqa.xqa(
+        q, k_cache, v_cache, page_table, seq_lens, output, workspace_buffer, semaphores, num_kv_heads, page_size,
+        sinks, 1.5, kv_scale, 20, 132,
+    )  # fmt: skip
+    tokens = [t.view(num_pages * page_size, num_kv_heads, head_dim) for t in (k_cache, v_cache)]
+    k, v = (torch.cat([t[64 * i : 64 * i + n] for i, n in enumerate(lens)]) for t in tokens)
+    indptrs = [*range(batch_size + 1)], oracle.indptr_of(lens)
+    options = {"sm_scale": 0.75 / math.sqrt(head_dim), "window_left": 19, "v_scale": 0.5, "sinks": sinks.flatten()}
+    want = oracle.attention(q[:, 0], k, v, *indptrs, **options)
+    oracle.assert_close(output[:, 0], want.o, oracle.torch_error(q[:, 0], k, v, *indptrs, **options))
+
+
+def test_xqa_pages_by_keyword(device):
+    """The third page's calls, with fewer and shorter requests; its sinks are keys without values, and are refused."""
+    batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, max_num_pages, max_seq_len = 3, 32, 8, 128, 16, 64, 256
+    q = torch.randn(batch_size, num_qo_heads, head_dim).half().to(device)
+    k_cache = torch.randn(max_num_pages, page_size, num_kv_heads, head_dim, dtype=torch.float16, device=device)
+    v_cache = k_cache.clone()
+    max_pages_per_seq = max_seq_len // page_size + 1
+    page_table = torch.randint(0, max_num_pages, (batch_size, max_pages_per_seq)).int().to(device)
+    seq_lens = torch.randint(100, max_seq_len, (batch_size,)).int().to(device)
+    lens = seq_lens.tolist()
+    k = torch.cat([k_cache[row.long()].flatten(0, 1)[:n] for row, n in zip(page_table, lens, strict=True)])
+    indptrs = [*range(batch_size + 1)], oracle.indptr_of(lens)
+
+    def check(more: dict, options: dict) -> None:
+        output = flashinfer.xqa(
+            q, k_cache, v_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size,
+            num_kv_heads=num_kv_heads, **more,
+        )  # fmt: skip
+        want = oracle.attention(q, k, k, *indptrs, **options).o
+        oracle.assert_close(output, want, oracle.torch_error(q, k, k, *indptrs, **options))
+
+    check({"pos_encoding_mode": "NONE"}, {})
+    rope = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 1.0, "rope_theta": 10000.0}
+    check(rope, rope)
+    check({"sliding_window_size": 48}, {"window_left": 47})
+    with pytest.raises(flashinfer.ValidationError, match=r"sinks: expected .*sink tokens belong into the cache"):
+        check({"sinks": torch.randn(4, num_kv_heads, head_dim).half().to(device)}, {})
+    with pytest.raises(flashinfer.UnsupportedError, match="xqa_mla"):
+        mla_kv_cache = torch.randn(8, page_size, num_kv_heads, head_dim * 2, dtype=torch.float16, device=device)
+        flashinfer.xqa_mla(
+            q, mla_kv_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size, num_kv_heads=num_kv_heads
+        )

@@ -7,10 +7,10 @@ are then merged. Keys that several requests share are read once for all of their
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import partial
-from typing import Any, cast
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -157,6 +157,29 @@ def _of_levels(arrays: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
     return [{name: array[i] for name, array in arrays.items()} for i in range(count)]
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def also_named(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Takes keywords by the names of the first release too: also_named(new_name="older_name")."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def either(*args: P.args, **kwargs: P.kwargs) -> R:
+            for name, alias in older.items():
+                if alias in kwargs:
+                    if name in kwargs:
+                        raise ValidationError(f"{alias}: expected it or {name}, got both.")
+                    kwargs[name] = kwargs.pop(alias)
+            return function(*args, **kwargs)
+
+        either.older_names = tuple(older.values())  # type: ignore[attr-defined]
+        return either
+
+    return decorate
+
+
 class _SharedPrefixWrapper:
     """Requests that begin with the same keys: `_unique` is what each has of its own, in a paged cache.
 
@@ -166,10 +189,12 @@ class _SharedPrefixWrapper:
     _kind: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
     _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
+    @also_named(float_workspace_buffer="workspace_buffer")
     def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
         self._kv_layout, self._backend = kv_layout, backend
         self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend)
 
+    @also_named(float_workspace_buffer="new_workspace_buffer")
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
@@ -217,6 +242,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             page_size, data_type=data_type,
         )  # fmt: skip
 
+    @also_named(unique_kv_cache="unique_kv_data")
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None, rope_scale: float | None = None,
@@ -261,6 +287,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             plan(page_size=page_size, causal=True)
         self._planned = plan if page_size is None else None
 
+    @also_named(unique_kv_cache="unique_kv_data")
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         causal: bool = True, allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
