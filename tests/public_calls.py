@@ -121,6 +121,11 @@ def _xqa(t: Tensors) -> Callable[[Tensors], Results]:
     )
 
 
+def _xqa_function(t: Tensors) -> Callable[[Tensors], Results]:
+    names = ("q", "k_cache", "v_cache", "page_table", "seq_lens", "output", "workspace_buffer", "semaphores")
+    return lambda t: (quire.xqa(*(t[n] for n in names), KV_HEADS, PAGE),)
+
+
 def _cascade(t: Tensors) -> Callable[[Tensors], Results]:
     wrapper = quire.MultiLevelCascadeAttentionWrapper(2, t["float_workspace_buffer"])
     wrapper.plan(
@@ -273,6 +278,14 @@ CALLS = (
             "block_tables": ints(4, 0, 2, 1, 3, 0).reshape(2, 3),
         },
         _xqa,
+    ),
+    Call(
+        "xqa",
+        lambda: {
+            **_draw(q=(2, 1, HEADS, DIM), output=(2, 1, HEADS, DIM)), **_cache(), "workspace_buffer": workspace(),
+            "seq_lens": ints(*KV_LENS), "page_table": ints(4, 0, 2, 1, 3, 0).reshape(2, 3), "semaphores": ints(0, 0),
+        },
+        _xqa_function,
     ),
     Call(
         "MultiLevelCascadeAttentionWrapper",

@@ -1,0 +1,279 @@
+"""What becomes of each argument that the manual's pages show: declared here, written to docs/surface.md.
+
+    python tests/surface.py   # writes docs/surface.md
+
+A line of TABLE is `names: how test`: `used` (the test compares the effect with tests/oracle.py), `checked` (a
+permission or a repetition: the test shows that it is taken, and wrong values refused), or `refused` by name. A function
+stands before the lines of its arguments, and `shown` before those that a page has.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import quire
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "surface.md"
+HEAD = """# What becomes of each argument
+
+The functions of the pages of FlashInfer's manual that Quire follows, with all of their arguments. *used*: the test
+compares the argument's effect with `tests/oracle.py`, in float64. *checked*: a permission, which a call may do without,
+or something that repeats other arguments; the test shows that it is taken and that wrong values are refused. *refused*:
+anything but the default raises an error that names the argument. **Bold** arguments are those of the pages; the others
+came later, or are Quire's own. `python tests/surface.py` writes this page, and `tests/test_surface.py` compares it with
+the signatures.
+"""
+
+
+class Row(NamedTuple):
+    """An argument: what becomes of it, and the test that shows it."""
+
+    argument: str
+    how: str
+    test: str
+
+
+class Function(NamedTuple):
+    """A function of the surface, and what a page shows of it."""
+
+    path: str
+    shown: tuple[str, ...]  #: the arguments of the page
+    rows: tuple[Row, ...]
+
+    @property
+    def parameters(self) -> set[str]:
+        """All names that its arguments have."""
+        value = quire
+        for name in self.path.split("."):
+            value = getattr(value, name)
+        parameters = inspect.signature(value).parameters.values()
+        names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD and p.name != "self"}
+        return names | set(getattr(value, "older_names", ()))
+
+
+#: function: shown by the pages / arguments of the page / what becomes of which
+TABLE = """
+xqa.xqa
+  shown q k_cache v_cache page_table seq_lens output workspace_buffer semaphores num_kv_heads page_size sinks q_scale
+  shown kv_scale sliding_win_size sm_count head_dim sliding_window_size pos_encoding_mode rope_scale rope_theta
+  q k_cache v_cache page_table seq_lens output num_kv_heads page_size: used test_xqa_function.py::test_the_oldest_page
+  kv_layout: used test_xqa_function.py::test_page_sizes
+  sinks: used test_xqa_function.py::test_sinks_in_both_shapes
+  q_scale kv_scale: used test_xqa_function.py::test_scales
+  sliding_win_size sliding_window_size: used test_xqa_function.py::test_windows
+  rcp_out_scale: used test_xqa_function.py::test_e4m3_in_and_out
+  q_seq_len mask: used test_xqa_function.py::test_drafts
+  q_cu_seq_lens: used test_padded_queries.py::test_xqa_and_trtllm_take_them_too
+  pos_encoding_mode rope_scale rope_theta: used test_xqa_function.py::test_position_encodings
+  workspace_buffer semaphores sm_count enable_pdl: checked test_xqa_function.py::test_permissions_are_not_needed
+  head_dim: checked test_xqa_function.py::test_wrong_arguments
+  k_sf_cache v_sf_cache: refused test_xqa_function.py::test_wrong_arguments
+  backend: used test_xqa_function.py::test_page_sizes
+xqa_mla
+  shown
+  _args: refused test_xqa_function.py::test_mla_is_refused
+xqa_batch_decode_with_kv_cache
+  shown query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks
+  shown kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf
+  query kv_cache block_tables out: used test_xqa.py::test_cache_forms
+  seq_lens: used test_xqa.py::test_seq_lens
+  max_seq_len o_scale enable_pdl: checked test_xqa.py::test_wrong_arguments
+  workspace_buffer: checked test_xqa.py::test_workspace_may_hold_anything
+  bmm1_scale bmm2_scale: used test_xqa.py::test_scales
+  window_left: used test_xqa.py::test_windows
+  sinks: used test_xqa.py::test_sinks
+  kv_layout: used test_xqa.py::test_page_sizes
+  q_len_per_req: used test_xqa.py::test_several_queries_are_causal
+  mask: used test_xqa.py::test_draft_trees
+  q_cu_seq_lens: used test_padded_queries.py::test_drafts_are_causal
+  kv_cache_sf: refused test_xqa.py::test_wrong_arguments
+  backend: used test_xqa.py::test_page_sizes
+single_prefill_with_kv_cache
+  shown q k v
+  q k v causal: used test_single.py::test_prefill_lengths
+  o_dtype return_lse: used test_single.py::test_prefill_returns
+  custom_mask packed_custom_mask: used test_single.py::test_prefill_custom_mask
+  kv_layout: used test_single.py::test_prefill_layouts
+  sm_scale window_left logits_soft_cap: used test_single.py::test_prefill_window_soft_cap_scale
+  k_scale v_scale: used test_single.py::test_prefill_scales
+  pos_encoding_mode rope_scale rope_theta: used test_positions.py::test_positions_of_single_calls
+  use_fp16_qk_reduction allow_fp16_qk_reduction: checked test_surface.py::test_permissions_of_single_prefill
+  scale_q scale_k scale_v kv_cache_sf: refused test_surface.py::test_what_single_prefill_refuses
+  backend: used test_single.py::test_prefill_lengths
+BatchPrefillWithPagedKVCacheWrapper
+  shown float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf
+  shown paged_kv_last_page_len_buf custom_mask_buf qk_indptr_buf backend
+  float_workspace_buffer: used test_workspace.py::test_exactly_what_is_needed
+  kv_layout: used test_prefill.py::test_page_sizes
+  use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf: used test_graph.py::test_paged_prefill
+  paged_kv_last_page_len_buf: used test_graph.py::test_paged_prefill
+  custom_mask_buf: used test_graph.py::test_paged_prefill_with_masks
+  mask_indptr_buf qk_indptr_buf: checked test_prefill.py::test_buffers_by_both_names
+  backend: used test_prefill.py::test_backend_is_chosen_by_itself
+  jit_args jit_kwargs: refused test_surface.py::test_what_constructors_refuse
+BatchPrefillWithPagedKVCacheWrapper.plan
+  shown qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim page_size
+  shown custom_mask packed_custom_mask causal pos_encoding_mode allow_fp16_qk_reduction sm_scale window_left
+  shown logits_soft_cap rope_scale rope_theta q_data_type kv_data_type non_blocking
+  qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len page_size: used test_prefill.py::test_page_sizes
+  num_qo_heads num_kv_heads: used test_prefill.py::test_group_sizes
+  head_dim head_dim_qk: used test_prefill.py::test_head_dims
+  head_dim_vo: used test_prefill.py::test_values_narrower_than_keys
+  custom_mask packed_custom_mask causal window_left logits_soft_cap: used test_prefill.py::test_masks
+  sm_scale: used test_prefill.py::test_sm_scale
+  pos_encoding_mode: used test_positions.py::test_positions_under_masks
+  rope_scale rope_theta: used test_positions.py::test_rope_scale_and_theta
+  q_data_type: used test_prefill.py::test_dtype_is_float16_unless_said
+  kv_data_type: used test_fp8.py::test_prefill
+  o_data_type: checked test_checks.py::test_each_argument_of_plan_arrives_under_its_name
+  use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking: checked test_surface.py::test_permissions_of_plan
+  prefix_len_ptr token_pos_in_items_ptr: used test_multi_item.py::test_items_do_not_see_each_other
+  token_pos_in_items_len: used test_multi_item.py::test_items_do_not_see_each_other
+  max_item_len_ptr: checked test_multi_item.py::test_wrong_arguments
+  seq_lens seq_lens_q block_tables: checked test_engines.py::test_lengths_are_taken_and_compared
+  max_token_per_sequence max_sequence_kv: checked test_engines.py::test_lengths_are_taken_and_compared
+  fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
+BatchPrefillWithPagedKVCacheWrapper.run
+  shown q paged_kv_cache k_scale v_scale return_lse
+  q paged_kv_cache: used test_prefill.py::test_cache_forms
+  q_scale k_scale v_scale: used test_prefill.py::test_run_scales
+  scales: used test_prefill.py::test_run_scales_in_place_of_the_first_release
+  out lse return_lse: used test_prefill.py::test_results_are_allocated_if_not_given
+  sinks: used test_prefill.py::test_sinks
+  enable_pdl window_left: checked test_surface.py::test_permissions_of_run
+  kv_cache_sf skip_softmax_threshold_scale_factor: refused test_surface.py::test_what_run_refuses
+BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer
+  shown float_workspace_buffer int_workspace_buffer
+  float_workspace_buffer: used test_surface.py::test_another_workspace
+  int_workspace_buffer: checked test_surface.py::test_another_workspace
+BatchPrefillWithRaggedKVCacheWrapper
+  shown float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf kv_indptr_buf custom_mask_buf qk_indptr_buf
+  shown backend
+  float_workspace_buffer: used test_workspace.py::test_exactly_what_is_needed
+  kv_layout: used test_prefill.py::test_ragged_layouts
+  use_cuda_graph qo_indptr_buf kv_indptr_buf: used test_graph.py::test_ragged_prefill
+  custom_mask_buf: used test_surface.py::test_masks_of_ragged_graphs
+  mask_indptr_buf qk_indptr_buf: checked test_prefill.py::test_buffers_by_both_names
+  backend: used test_prefill.py::test_backend_is_chosen_by_itself
+  jit_args jit_kwargs: refused test_surface.py::test_what_constructors_refuse
+BatchPrefillWithRaggedKVCacheWrapper.plan
+  shown qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim custom_mask packed_custom_mask causal pos_encoding_mode
+  shown allow_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type
+  qo_indptr kv_indptr: used test_prefill.py::test_lengths
+  num_qo_heads num_kv_heads: used test_prefill.py::test_group_sizes
+  head_dim head_dim_qk: used test_prefill.py::test_head_dims
+  head_dim_vo: used test_prefill.py::test_values_narrower_than_keys
+  custom_mask packed_custom_mask causal window_left logits_soft_cap: used test_prefill.py::test_masks
+  sm_scale: used test_prefill.py::test_sm_scale
+  pos_encoding_mode: used test_positions.py::test_positions_under_masks
+  rope_scale rope_theta: used test_positions.py::test_rope_scale_and_theta
+  q_data_type: used test_prefill.py::test_dtype_is_float16_unless_said
+  kv_data_type: used test_fp8.py::test_prefill
+  o_data_type: checked test_checks.py::test_each_argument_of_plan_arrives_under_its_name
+  use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking: checked test_surface.py::test_permissions_of_plan
+  prefix_len_ptr token_pos_in_items_ptr: used test_multi_item.py::test_items_do_not_see_each_other
+  token_pos_in_items_len: used test_multi_item.py::test_items_do_not_see_each_other
+  max_item_len_ptr: checked test_multi_item.py::test_wrong_arguments
+  seq_lens seq_lens_q max_token_per_sequence max_sequence_kv: checked test_engines.py::test_lengths_of_ragged_keys
+  fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
+  v_indptr o_indptr: refused test_checks.py::test_each_argument_of_plan_arrives_under_its_name
+BatchPrefillWithRaggedKVCacheWrapper.run
+  shown q k v return_lse
+  q k v: used test_prefill.py::test_ragged_views
+  q_scale k_scale v_scale: used test_surface.py::test_scales_of_ragged_keys
+  out lse return_lse: used test_prefill.py::test_results_are_allocated_if_not_given
+  sinks: used test_prefill.py::test_sinks
+  enable_pdl window_left: checked test_surface.py::test_permissions_of_run
+  kv_cache_sf o_scale: refused test_surface.py::test_what_run_refuses
+BatchPrefillWithRaggedKVCacheWrapper.reset_workspace_buffer
+  shown float_workspace_buffer int_workspace_buffer
+  float_workspace_buffer: used test_surface.py::test_another_workspace
+  int_workspace_buffer: checked test_surface.py::test_another_workspace
+merge_state
+  shown v_a s_a v_b s_b
+  v_a s_a v_b s_b: used test_cascade.py::test_merge_state
+merge_state_in_place
+  shown v s v_other s_other
+  v s v_other s_other mask: used test_cascade.py::test_merge_state_in_place
+merge_states
+  shown v s
+  v s: used test_cascade.py::test_merge_states
+batch_decode_with_shared_prefix_padded_kv_cache
+  shown q
+  q k_shared v_shared k_unique v_unique kv_layout sm_scale: used test_cascade.py::test_decode_with_shared_prefix_padded
+  allow_fp16_qk_reduction: checked test_cascade.py::test_decode_with_shared_prefix_padded
+  rope_scale rope_theta: refused test_cascade.py::test_positions_of_a_shared_prefix_are_refused
+  backend: used test_cascade.py::test_decode_with_shared_prefix_padded
+"""
+#: The two wrappers of shared prefixes differ in little.
+SHARED_PREFIX = """
+BatchKINDWithSharedPrefixPagedKVCacheWrapper.__init__
+  shown workspace_buffer kv_layout
+  workspace_buffer: checked test_cascade.py::test_shared_prefixes_in_the_words_of_the_first_release
+  float_workspace_buffer kv_layout backend: used test_cascade.py::test_LOWER_with_shared_prefix
+BatchKINDWithSharedPrefixPagedKVCacheWrapper.begin_forward
+  shown INDICES num_qo_heads num_kv_heads head_dim TYPES
+  INDICES num_qo_heads num_kv_heads head_dim page_size: used test_cascade.py::test_LOWER_with_shared_prefix
+  TYPE: used test_cascade.py::test_LOWER_with_shared_prefix
+BatchKINDWithSharedPrefixPagedKVCacheWrapper.forward
+  shown q k_shared v_shared unique_kv_data allow_fp16_qk_reduction sm_scale rope_scale rope_theta CAUSAL
+  q k_shared v_shared unique_kv_cache sm_scale CAUSAL: used test_cascade.py::test_LOWER_with_shared_prefix
+  unique_kv_data: used test_cascade.py::test_shared_prefixes_in_the_words_of_the_first_release
+  allow_fp16_qk_reduction FLAG: checked test_cascade.py::test_shared_prefixes_in_the_words_of_the_first_release
+  rope_scale rope_theta: refused test_cascade.py::test_positions_of_a_shared_prefix_are_refused
+BatchKINDWithSharedPrefixPagedKVCacheWrapper.reset_workspace_buffer
+  shown new_workspace_buffer
+  float_workspace_buffer: used test_cascade.py::test_shared_prefixes_in_the_words_of_the_first_release
+  new_workspace_buffer: used test_cascade.py::test_shared_prefixes_in_the_words_of_the_first_release
+  int_workspace_buffer: checked test_surface.py::test_int_workspaces_of_shared_prefixes
+BatchKINDWithSharedPrefixPagedKVCacheWrapper.end_forward
+  shown
+"""
+_WORDS = (
+    {"KIND": "Decode", "LOWER": "decode", "INDICES": "unique_kv_indptr unique_kv_indices unique_kv_last_page_len",
+     "TYPES": "page_size data_type", "TYPE": "data_type", "CAUSAL": "", "FLAG": ""},
+    {"KIND": "Prefill", "LOWER": "prefill", "TYPES": "", "TYPE": "q_data_type", "CAUSAL": "causal",
+     "INDICES": "qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len", "FLAG": "use_fp16_qk_reduction"},
+)  # fmt: skip
+
+
+def functions() -> Iterator[Function]:
+    """The declared table."""
+    text = TABLE
+    for words in _WORDS:
+        part = SHARED_PREFIX
+        for word in sorted(words, key=len, reverse=True):
+            part = part.replace(word, words[word])
+        text += part
+    blocks = text.strip().replace("\n  ", "\t").split("\n")
+    for path, *lines in (block.split("\t") for block in blocks if block):
+        shown, rows = [], []
+        for line in lines:
+            if line.startswith("shown"):
+                shown += line.split()[1:]
+            else:
+                names, how = line.split(":", 1)
+                rows += [Row(name, *how.split()) for name in names.split()]
+        yield Function(path, tuple(shown), tuple(rows))
+
+
+def document() -> str:
+    """docs/surface.md."""
+    parts = [HEAD]
+    for function in functions():
+        parts.append(f"\n## {function.path}\n")
+        if not function.rows:
+            parts.append("\nNo arguments.\n")
+            continue
+        parts.append("\n| argument | | shown by |\n|---|---|---|\n")
+        for row in function.rows:
+            name = f"**{row.argument}**" if row.argument in function.shown else row.argument
+            parts.append(f"| {name} | {row.how} | `{row.test}` |\n")
+    return "".join(parts)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(document(), encoding="utf-8")
