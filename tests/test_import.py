@@ -44,10 +44,11 @@ NAMES = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "xqa",
     "xqa_batch_decode_with_kv_cache",
 ]
 
-MODULES = ("cascade", "decode", "page", "prefill", "quantization", "rope")
+MODULES = ("cascade", "decode", "page", "prefill", "quantization", "rope", "xqa")
 
 WATCHED = """
 import os, sys
