@@ -65,10 +65,11 @@ def integers(value: Any) -> list[int]:
     return list(value)
 
 
-def offsets(value: Any) -> list[int]:
-    """Ascending offsets from 0 on."""
+def offsets(value: Any, *, of_a_part: bool = False) -> list[int]:
+    """Ascending offsets from 0 on; those of keys may be of a part of a batch, and begin further on."""
     ends = integers(value)
-    require(bool(ends) and ends[0] == 0 and ends == sorted(ends), "offsets that do not ascend from 0")
+    begins = bool(ends) and (ends[0] == 0 or (of_a_part and ends[0] > 0))
+    require(begins and ends == sorted(ends), "offsets that do not ascend from 0")
     return ends
 
 
@@ -103,7 +104,7 @@ def logits_of(args: Args) -> dict[str, Any]:
 def paged_tokens(args: Args, page_size: int, layout: str) -> tuple[Tensor, Tensor, list[int]]:
     """Keys and values of the requests, ragged, and their offsets."""
     k, v = (args["k_cache"], args["v_cache"]) if "k_cache" in args else args["cache"].unbind(1)
-    indptr, indices = offsets(args["kv_indptr"]), integers(args["kv_indices"])
+    indptr, indices = offsets(args["kv_indptr"], of_a_part=True), integers(args["kv_indices"])
     last = integers(args["kv_last_page_len"])
     require(len(last) == len(indptr) - 1, "as many last pages as requests")
     require(indptr[-1] <= len(indices), "page numbers that are missing")
@@ -333,7 +334,7 @@ def ragged(rng: random.Random) -> Case:
 
     def check(a: Args, results: Results) -> None:
         k, v = (hnd(a[n], a["kv_layout"]) for n in ("k", "v"))
-        qo, kv = offsets(a["qo_indptr"]), offsets(a["kv_indptr"])
+        qo, kv = offsets(a["qo_indptr"]), offsets(a["kv_indptr"], of_a_part=True)
         require(len(qo) == len(kv), "as many offsets of queries as of keys")
         check_attention(
             results, a["q"], k, v, qo, kv, causal=bool(a["causal"]), mask=a.get("custom_mask"),

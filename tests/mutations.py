@@ -124,7 +124,7 @@ def _one_entry(rng: random.Random, t: Tensor) -> Tensor:
 
 
 def _one_wide_entry(rng: random.Random, t: Tensor) -> Tensor:
-    t = t.to(torch.int64)
+    t = t.to(torch.int64, copy=True)
     if t.numel():
         t.reshape(-1)[rng.randrange(t.numel())] = rng.choice((2**31, 2**32, 2**32 + 1, 2**40, 2**63 - 1, -(2**63)))
     return t
