@@ -89,6 +89,38 @@ def cache_root() -> Path:
     return Path(temporary) / f"quire-{os.geteuid()}"
 
 
+def system_cache() -> Path:
+    """QUIRE_SYSTEM_CACHE: a read-only store of the whole machine; /usr/share/quire by default, which need not exist."""
+    return _path("QUIRE_SYSTEM_CACHE", _read("QUIRE_SYSTEM_CACHE") or "/usr/share/quire")
+
+
+def shared_cache() -> str | None:
+    """QUIRE_SHARED_CACHE: the URL of the remote cache tier, or None."""
+    return _read("QUIRE_SHARED_CACHE")
+
+
+def shared_cache_is_read_only() -> bool:
+    """Whether QUIRE_SHARED_CACHE_MODE=read forbids writing to the remote cache tier."""
+    value = (_read("QUIRE_SHARED_CACHE_MODE") or "write").lower()
+    if value not in ("read", "write"):
+        raise _invalid("QUIRE_SHARED_CACHE_MODE", value, "read or write")
+    return value == "read"
+
+
+def shared_cache_key() -> Path | None:
+    """QUIRE_SHARED_CACHE_KEY: the file with the secret that signs objects of the remote cache tier, or None."""
+    value = _read("QUIRE_SHARED_CACHE_KEY")
+    return None if value is None else _path("QUIRE_SHARED_CACHE_KEY", value)
+
+
+def shared_cache_is_trusted_unsigned() -> bool:
+    """Whether QUIRE_SHARED_CACHE_TRUST=unsigned lets objects of the remote cache tier be used without a signature."""
+    value = (_read("QUIRE_SHARED_CACHE_TRUST") or "signed").lower()
+    if value not in ("signed", "unsigned"):
+        raise _invalid("QUIRE_SHARED_CACHE_TRUST", value, "signed or unsigned")
+    return value == "unsigned"
+
+
 def jit_denied() -> bool:
     """Whether QUIRE_JIT=deny forbids compiling."""
     value = (_read("QUIRE_JIT") or "auto").lower()

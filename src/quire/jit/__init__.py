@@ -4,8 +4,9 @@ The path of `get_module(spec)`:
 
     memory    this process has it                                                      a dictionary lookup
     request   hash what the unit is made from, with its headers and target             request.py
-    stores    the prebuilt package (quire_jit_cache), then the user's cache            store.py
+    stores    the user's cache, the machine's, installed packages                      store.py
     lock      one builder for one entry; ask the store again                           lock.py
+    tier      a remote cache, if one is configured; what it has enters the user's      tier.py
     build     a toolchain compiles in a private staging directory                      toolchain.py, builder.py
     publish   fsync, then one rename                                                   store.py
     load      the bytes whose owner, modes, size and sha256 were checked               trust.py, module.py
@@ -21,8 +22,8 @@ The name of an entry has two halves, `<request>-<toolchain>`:
                 the toolchain's own language: another toolchain compiles the same request with flags of its own, and
                 its entry serves the same callers. A changed flag or version is another entry.
 
-Which toolchain's entries count depends on the store. Prebuilt stores are accepted whatever toolchain made them. In the
-user's cache an entry is accepted if
+Which toolchain's entries count depends on the store. Read-only stores are accepted whatever toolchain made them. In the
+user's cache, and in the remote cache behind it, an entry is accepted if
 
   - its toolchain half is that of a build made now, as far as `compilers.json` remembers the compiler's version; or
   - a toolchain of another name made it (NVRTC and nvcc serve each other), and the user did not name the toolchain; or
@@ -40,12 +41,15 @@ import importlib.util
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from quire import _templates, config
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
@@ -62,6 +66,9 @@ from quire.jit.request import Request, make_request, toolchain_digest
 from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Store
 from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
+
+if TYPE_CHECKING:
+    from quire.jit.tier import Tier
 
 __all__ = [
     "CudaModule",
@@ -99,6 +106,7 @@ __all__ = [
 Status = Literal["hit", "built"]
 
 _PREBUILT_PACKAGE = "quire_jit_cache"
+_GROUP = "quire.stores"  #: of entry points whose values are packages with a directory `store`
 _WRITABLE = "Set QUIRE_CACHE_DIR to a directory that you alone can write"
 
 _guard = threading.Lock()
@@ -125,15 +133,34 @@ def user_store() -> Store:
 
 
 def prebuilt_stores() -> tuple[Store, ...]:
-    """The read-only stores of the installed package `quire_jit_cache`: its `store` directory, or none."""
-    try:
-        package = importlib.util.find_spec(_PREBUILT_PACKAGE)
-    except (ImportError, ValueError):  # half-installed: as good as absent
-        package = None
-    parents = list(package.submodule_search_locations or ()) if package is not None else []
-    roots = [Path(parent) / "store" for parent in parents if (Path(parent) / "store" / "entries").is_dir()]
+    """The read-only stores that exist: that of the machine (QUIRE_SYSTEM_CACHE), then those of installed packages.
+
+    A package has a directory `store`, and is `quire_jit_cache` or the value of an entry point of the group
+    `quire.stores`. Finding it runs none of its code.
+    """
+    system, packaged = config.system_cache(), _package_stores(tuple(sys.path))
+    roots = [root for root in (system, *packaged) if os.path.isdir(root / "entries")]  # noqa: PTH112 - as in _find
     with _guard:
-        return tuple(_stores.setdefault((r, True), Store(r, readonly=True, trusted_group=True)) for r in roots)
+        return tuple(_stores.setdefault((r, True), Store(r, readonly=True, trusted_group=r in packaged)) for r in roots)
+
+
+@cache
+def _package_stores(_search: tuple[str, ...]) -> tuple[Path, ...]:
+    """The directories `store` of installed packages, for this value of sys.path."""
+    import importlib.metadata  # after a miss in the user's cache only
+
+    packages = [_PREBUILT_PACKAGE, *sorted(point.value for point in importlib.metadata.entry_points(group=_GROUP))]
+    return tuple(place / "store" for package in dict.fromkeys(packages) for place in _places(package))
+
+
+def _places(package: str) -> list[Path]:
+    """The directories of a package, which is not imported."""
+    try:
+        found = importlib.util.find_spec(package.partition(".")[0])
+    except (ImportError, ValueError):  # half-installed: as good as absent
+        found = None
+    parents = list(found.submodule_search_locations or ()) if found is not None else []
+    return [Path(parent, *package.split(".")[1:]) for parent in parents]
 
 
 _private_store: Store | None = None
@@ -164,10 +191,10 @@ def _reading_stores(store: Store | None) -> Iterator[Store]:
     if store is not None:
         yield store
         return
-    yield from prebuilt_stores()
     yield user_store()
     if _private_store is not None:
         yield _private_store
+    yield from prebuilt_stores()
 
 
 # --- hits ------------------------------------------------------------------------------------------------------------
@@ -192,7 +219,7 @@ def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | Non
 
 def _find(request: Request, stores: Iterator[Store], *, denied: bool, builds: bool = False) -> Entry | None:
     """The entry of the first store that has one. With `builds` a miss is built, which tells of damaged entries."""
-    spec = request.spec
+    spec, passed = request.spec, list[tuple[Store, str | None]]()
     for store in stores:
         if not os.path.isdir(store.root / "entries" / spec.slug):  # noqa: PTH112 - False where we may not read
             continue  # most misses end here, before any compiler is sought
@@ -202,7 +229,11 @@ def _find(request: Request, stores: Iterator[Store], *, denied: bool, builds: bo
         if entry is None and accepted is not None:
             entry = _of_another_kind(request, store, quiet=quiet)
         if entry is not None:
+            for earlier, toolchain in passed:  # nothing will be built, so nothing else tells of what is damaged there
+                earlier.find(request, toolchain)
             return entry
+        if quiet:
+            passed.append((store, accepted))
     return None
 
 
@@ -243,12 +274,12 @@ def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | No
 
 
 def _explain(request: Request, store: Store | None) -> str:
-    stores = list(_reading_stores(store))
+    written = store or _private_store or user_store()
     try:
-        manifests = [manifest for one in stores for _, manifest in one.manifests()]
+        manifests = [manifest for one in _reading_stores(store) for _, manifest in one.manifests()]
     except CacheError as error:
-        return f"the cache {stores[-1].root} must not be used: {error}"
-    return explain(request, manifests, _known_toolchain(request.spec.target, stores[-1]))
+        return f"the cache {written.root} must not be used: {error}"
+    return explain(request, manifests, _known_toolchain(request.spec.target, written))
 
 
 def _known_toolchain(target: str, store: Store) -> Mapping[str, str] | None:
@@ -313,30 +344,71 @@ class _WaitReporter:
         progress.info(f"waiting for {holder} to compile {self._spec.slug}, {seconds:.0f} s so far")
 
 
+def _writable(store: Store, *, lasting: bool) -> Store:
+    """`store`, ready to be written; else, unless it has to be `lasting`, one that ends with this process."""
+    if not (reason := store.prepare()):
+        return store
+    if lasting:
+        raise CacheError(f"the cache {store.root} cannot be written: {reason}. {_WRITABLE}")
+    temporary = _temporary_store(store, reason)
+    if failure := temporary.prepare():
+        raise CacheError(f"cannot write to {store.root} ({reason}) nor {temporary.root} ({failure}). {_WRITABLE}")
+    return temporary
+
+
+@contextmanager
+def _locked(request: Request, store: Store) -> Iterator[bool]:
+    """The entry's lock; False if it was not to be had, and the wait for it is told of."""
+    spec, report, start = request.spec, _WaitReporter(request.spec), time.monotonic()
+    with entry_lock(store.lock_path(request), report) as held:
+        if report.told is not None:
+            events.emit(events.Event("waited", spec.slug, spec.target, time.monotonic() - start, cause=report.holder))
+        yield held
+
+
+def _shared_tier() -> Tier | None:
+    """The remote cache, if one is configured; then its module is imported too."""
+    if config.shared_cache() is None:
+        return None
+    from quire.jit.tier import shared_tier
+
+    return shared_tier()
+
+
+def _from_tier(request: Request, store: Store, *, denied: bool, lasting: bool) -> Entry | None:
+    """What the remote cache has for `request`, now in `store`; or what another process has put there meanwhile."""
+    if (tier := _shared_tier()) is None:
+        return None
+    target_store, toolchain = _writable(store, lasting=lasting), find_toolchain(request.spec.target)
+    accepted = _accepted_toolchain(request.spec.target, target_store, denied=denied)
+    named = accepted is not None and toolchain is not None and toolchain.named
+    with _locked(request, target_store):
+        entry = _find(request, iter((target_store,)), denied=denied, builds=True)
+        for digest in dict.fromkeys((accepted,) if named else (accepted, None)):
+            if entry is None and tier.import_into(target_store, request, digest) is not None:
+                entry = _find(request, iter((target_store,)), denied=denied)
+    return entry
+
+
 def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tuple[Status, Entry]:
     spec = request.spec
     toolchain = require_toolchain(spec.target)
-    target_store = store
-    if reason := store.prepare():
-        if lasting:
-            raise CacheError(f"the cache {store.root} cannot be written: {reason}. {_WRITABLE}")
-        target_store = _temporary_store(store, reason)
-        if failure := target_store.prepare():
-            raise CacheError(
-                f"cannot write to {store.root} ({reason}) nor {target_store.root} ({failure}). {_WRITABLE}"
-            )
+    target_store = _writable(store, lasting=lasting)
     parts = toolchain.parts(spec.target, toolchain.version(target_store.memory))
     target_store.memory.save()  # what was learnt before the root existed
-    report, start = _WaitReporter(spec), time.monotonic()
-    with entry_lock(target_store.lock_path(request), report) as held:
-        if report.told is not None:
-            events.emit(events.Event("waited", spec.slug, spec.target, time.monotonic() - start, cause=report.holder))
-        entry = target_store.find(request, toolchain_digest(parts), repair=True)
+    tier, digest = _shared_tier(), toolchain_digest(parts)
+    with _locked(request, target_store) as held:
+        entry = target_store.find(request, digest, repair=True)
+        if entry is None and tier is not None and not tier.claim(request, digest):
+            entry = tier.wait_for_object(target_store, request, digest)
         if entry is not None:
             return "hit", entry
         if not held:
             progress.warn_once(f"gave up waiting for the builder of {spec.slug}; building it here as well")
-        return "built", compile_entry(request, toolchain, parts, target_store, cause)
+        entry = compile_entry(request, toolchain, parts, target_store, cause)
+    if tier is not None:
+        tier.offer(entry)
+    return "built", entry
 
 
 def build(
@@ -344,14 +416,16 @@ def build(
 ) -> tuple[Status, Entry]:
     """Make sure that `spec` is in a store: ("hit", entry) or ("built", entry). Safe from many threads and processes.
 
-    With `store`, only that one is read and filled. Where a store cannot be written, one that ends with this process
-    takes its place; with `lasting`, CacheError is raised. Raises CacheMissError where compiling is denied, CompileError
-    where a compiler is missing or fails.
+    With `store`, only that one is read and filled; also from the remote cache, if one is configured. Where a store
+    cannot be written, one that ends with this process takes its place; with `lasting`, CacheError is raised. Raises
+    CacheMissError where compiling is denied, CompileError where a compiler is missing or fails.
     """
     start = time.monotonic()
     request, forbidden = _request(spec, templates), denied()
     entry = _find(request, _reading_stores(store), denied=forbidden, builds=not forbidden)
     status: Status = "hit"
+    if entry is None:
+        entry = _from_tier(request, store or user_store(), denied=forbidden, lasting=lasting)
     if entry is None:
         if forbidden:
             raise _refusal([request], store)

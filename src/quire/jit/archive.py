@@ -14,9 +14,12 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
 from quire.errors import CacheError
-from quire.jit import Entry, Manifest, Store
+from quire.jit.manifest import Manifest
+from quire.jit.request import Request
+from quire.jit.store import Entry, Store
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
 _LARGEST_FILE = 1 << 28  #: bytes
@@ -41,6 +44,14 @@ def export_entries(entries: Iterable[Entry], path: Path) -> int:
     return len(ordered)
 
 
+def pack(entry: Entry) -> bytes:
+    """An archive of one entry, not compressed."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        _add(archive, entry)
+    return packed.getvalue()
+
+
 def _add(archive: tarfile.TarFile, entry: Entry) -> None:
     """The files of an entry, without owners and times."""
     for file in sorted(entry.path.iterdir()):
@@ -50,18 +61,26 @@ def _add(archive: tarfile.TarFile, entry: Entry) -> None:
         archive.addfile(member, io.BytesIO(data))
 
 
-def import_entries(path: Path, store: Store) -> list[Entry]:
-    """Publish the entries of an archive in `store`; CacheError, and nothing published, if any of it is not sound."""
+def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | None = None) -> list[Entry]:
+    """Publish the entries of an archive in `store`; CacheError, and nothing published, if any of it is not sound.
+
+    A stream must not be compressed, so that it holds no more than its size. With `only` an archive of anything but one
+    entry that answers this request is not sound.
+    """
+    name = str(source) if isinstance(source, Path) else "(stream)"
     if reason := store.prepare():
         raise CacheError(f"{store.root} cannot be written: {reason}")
     staging = store.new_staging()
     try:
         try:
-            _unpack(path, staging)
+            with _open(source) as archive:
+                _unpack(archive, name, staging)
             sound = [_check(directory) for directory in sorted(staging.glob("entries/*/*"))]
+            if only is not None and (len(sound) != 1 or not sound[0][1].describes(only)):
+                raise CacheError(f"expected one entry of {only.spec.slug}, got {[found.slug for _, found in sound]}")
             return [_publish(store, directory, manifest) for directory, manifest in sound]
         except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError) as error:
-            raise CacheError(f"the archive {path} cannot be read: {type(error).__name__}: {error}") from error
+            raise CacheError(f"the archive {name} cannot be read: {type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -85,26 +104,29 @@ def _publish(store: Store, directory: Path, manifest: Manifest) -> Entry:
     return entry
 
 
-def _unpack(path: Path, staging: Path) -> None:
+def _open(source: Path | BinaryIO) -> tarfile.TarFile:
+    return tarfile.open(source, "r:*") if isinstance(source, Path) else tarfile.open(fileobj=source, mode="r:")
+
+
+def _unpack(archive: tarfile.TarFile, path: str, staging: Path) -> None:
     seen: dict[PurePosixPath, int] = {}
     total = 0
-    with tarfile.open(path, "r:*") as archive:
-        for member, name in _members(archive, path):
-            seen[name.parent] = seen.get(name.parent, 0) + 1
-            total += member.size
-            if seen[name.parent] > _MOST_FILES or member.size > _LARGEST_FILE or total > _MOST_BYTES:
-                raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
-            source = archive.extractfile(member)
-            assert source is not None  # a plain file
-            target = staging / name
-            for directory in reversed(name.parents[:-1]):
-                (staging / directory).mkdir(exist_ok=True, mode=0o755)
-            with target.open("xb") as file:  # a name that comes twice is an error
-                shutil.copyfileobj(source, file)
-            target.chmod(0o644)
+    for member, name in _members(archive, path):
+        seen[name.parent] = seen.get(name.parent, 0) + 1
+        total += member.size
+        if seen[name.parent] > _MOST_FILES or member.size > _LARGEST_FILE or total > _MOST_BYTES:
+            raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
+        source = archive.extractfile(member)
+        assert source is not None  # a plain file
+        target = staging / name
+        for directory in reversed(name.parents[:-1]):
+            (staging / directory).mkdir(exist_ok=True, mode=0o755)
+        with target.open("xb") as file:  # a name that comes twice is an error
+            shutil.copyfileobj(source, file)
+        target.chmod(0o644)
 
 
-def _members(archive: tarfile.TarFile, path: Path) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
+def _members(archive: tarfile.TarFile, path: str) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
     """The files of an archive; CacheError at the first member that none of ours has."""
     for member in archive:
         parts = member.name.split("/")

@@ -54,6 +54,7 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
         ("memory", _check_memory),
         ("cache", lambda: _check_root(store)),
         ("entries", lambda: _check_entries(store, prebuilt)),
+        ("shared cache", _check_shared_cache),
     )
     findings: list[Finding] = []
     for name, check in checks:
@@ -69,7 +70,8 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
 def _variables() -> Iterator[Finding]:
     readers = (
         config.jit_denied, config.cpu_target, config.log_level, config.max_jobs, config.arch_list, config.record_path,
-        config.cache_root, config.toolchain, cpu.host_target,
+        config.cache_root, config.toolchain, cpu.host_target, config.system_cache, config.shared_cache_is_read_only,
+        config.shared_cache_key, config.shared_cache_is_trusted_unsigned,
     )  # fmt: skip
     faults: dict[str, None] = {}
     for read in readers:
@@ -257,3 +259,17 @@ def _check_entries(store: Store, prebuilt: tuple[Store, ...]) -> Iterator[Findin
         yield Finding("entries", "fault", "QUIRE_JIT=deny forbids compiling, and nothing is compiled", fix)
     elif not bad:
         yield Finding("entries", "ok", f"{count} in the cache, {packaged} prebuilt")
+
+
+def _check_shared_cache() -> Iterator[Finding]:
+    if config.shared_cache() is None:
+        return
+    from quire.jit.tier import shared_tier
+
+    tier = shared_tier()
+    assert tier is not None  # one is configured
+    if problem := tier.problem():
+        fix = "Until it answers, variants are compiled on this host. Correct or unset QUIRE_SHARED_CACHE."
+        yield Finding("shared cache", "fault", f"{tier.url} cannot be read: {problem}", fix)
+    else:
+        yield Finding("shared cache", "ok", f"{tier.url}{', read only' if tier.readonly else ''}")

@@ -1,0 +1,314 @@
+"""The shared tier: a remote cache where hosts find what others have compiled, at an HTTP server or any fsspec URL.
+
+An object is one entry as an archive (archive.py), behind a line with its signature. It has two names, each a sha256 in
+hexadecimal as Bazel's servers want it: one of the request and the toolchain, and one of the request alone, for hosts
+that take any toolchain's work. Objects are added and never overwritten.
+
+The tier is asked after a miss in every local store, and never before. What it has goes through the checks of `quire
+cache import` into the user's cache, where the next process finds it. Each operation has a time limit. Any error is a
+miss; a server that has failed is left alone for a while.
+
+A host that is about to compile adds a claim. Another that finds a young claim waits a little for the object. This only
+saves work: who waits too long, or cannot claim, compiles, and whose object comes first keeps the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import threading
+import time
+import urllib.request
+import uuid
+from base64 import b64encode
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.error import HTTPError
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from quire import config
+from quire.errors import CacheError, ValidationError
+from quire.jit import progress
+from quire.jit.archive import import_entries, pack
+from quire.jit.request import Request, request_digest, toolchain_digest
+from quire.jit.store import Entry, Store
+
+LIMIT_SECONDS = 5.0  #: of one operation
+RETRY_SECONDS = 60.0  #: until a server that has failed is asked again
+PATIENCE_SECONDS = 5.0  #: of waiting for another host's compile
+CLAIM_SECONDS = 60.0  #: age from which a claim counts no more
+LARGEST_OBJECT = 1 << 26  #: bytes
+LEAST_KEY = 16  #: bytes
+
+_POLL_SECONDS = 0.1
+_FORMAT = b"quire-object-1 "
+
+T = TypeVar("T")
+
+
+class _Remote(Protocol):
+    """Where objects lie."""
+
+    def read(self, name: str) -> bytes | None:
+        """The object, or at most LARGEST_OBJECT + 1 bytes of it; None if there is none."""
+
+    def add(self, name: str, data: bytes) -> bool:
+        """Write the object unless there is one; whether it was written."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A password goes to the server that it was given for, and nowhere else."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+class _HttpServer:
+    """GET, HEAD and PUT of one object, as Bazel's and sccache's servers and WebDAV understand them."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        login, _, host = parts.netloc.rpartition("@")
+        self._url = urlunsplit(parts._replace(netloc=host)).rstrip("/")
+        self._headers = {"Authorization": f"Basic {b64encode(unquote(login).encode()).decode()}"} if login else {}
+        self._opener = urllib.request.build_opener(_NoRedirect)
+
+    def _ask(self, method: str, name: str, data: bytes | None = None, **headers: str) -> bytes | None:
+        headers = {name.replace("_", "-"): value for name, value in headers.items()} | self._headers
+        request = urllib.request.Request(f"{self._url}/{name}", data, headers, method=method)
+        try:
+            with self._opener.open(request, timeout=LIMIT_SECONDS) as answer:
+                return bytes(answer.read(LARGEST_OBJECT + 1))
+        except HTTPError as error:
+            error.close()
+            if error.code in (404, 410) and method != "PUT":
+                return None
+            raise
+
+    def read(self, name: str) -> bytes | None:
+        return self._ask("GET", name)
+
+    def add(self, name: str, data: bytes) -> bool:
+        if self._ask("HEAD", name) is not None:  # for servers that do not know the condition of the PUT
+            return False
+        try:
+            self._ask("PUT", name, data, If_None_Match="*", Content_Type="application/octet-stream")
+        except HTTPError as error:
+            if error.code in (409, 412):
+                return False
+            raise
+        return True
+
+
+class _FileSystem:
+    """Files of an fsspec implementation: file://, s3://, gs:// and many more."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import fsspec
+
+            self._files, root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise CacheError(
+                f"QUIRE_SHARED_CACHE={without_login(url)} cannot be opened: {error}. "
+                '`pip install "quire-attention[fleet]"` brings fsspec; s3:// also needs s3fs, gs:// gcsfs'
+            ) from error
+        self._root = root.rstrip("/")
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return bytes(self._files.cat_file(f"{self._root}/{name}", 0, LARGEST_OBJECT + 1))
+        except FileNotFoundError:
+            return None
+
+    def add(self, name: str, data: bytes) -> bool:
+        try:
+            (self._link if "file" in self._files.protocol else self._create)(f"{self._root}/{name}", data)
+        except FileExistsError:
+            return False
+        return True
+
+    def _create(self, path: str, data: bytes) -> None:
+        if self._files.exists(path):  # for implementations that do not know the mode
+            raise FileExistsError(path)
+        self._files.pipe_file(path, data, mode="create")
+
+    def _link(self, path: str, data: bytes) -> None:
+        """In a directory: a whole file, or none."""
+        unfinished = f"{path}.{uuid.uuid4().hex}"
+        self._files.makedirs(self._root, exist_ok=True)
+        try:
+            self._files.pipe_file(unfinished, data)
+            self._files.link(unfinished, path)
+        finally:
+            self._files.rm_file(unfinished)
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T:
+    """The result of `call`; TimeoutError if it takes longer. No implementation can hold up the caller, nor an exit."""
+    future: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="quire-shared-cache", daemon=True).start()
+    return future.result(seconds)
+
+
+def object_name(request: str, toolchain: str | None, kind: str = "entry") -> str:
+    """The name of the object for these halves of an entry's name; of the request alone if `toolchain` is None."""
+    return hashlib.sha256(f"{kind} {request} {toolchain or 'any'}".encode()).hexdigest()
+
+
+def without_login(url: str) -> str:
+    """A URL as it may be printed."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+class Tier:
+    """One remote cache. With `secret` objects are signed and others refused; without one any object is taken."""
+
+    def __init__(self, url: str, remote: _Remote, secret: bytes | None, *, readonly: bool = False) -> None:
+        self.url = without_login(url)
+        self.readonly = readonly
+        self._remote, self._secret = remote, secret
+        self._retry = {"read": 0.0, "write": 0.0}  # seconds of the monotonic clock
+
+    def import_into(self, store: Store, request: Request, toolchain: str | None) -> Entry | None:
+        """Publish in `store` the object of `request` and this toolchain digest (None: any); None if none is good."""
+        name = object_name(request.digest, toolchain)
+        if (data := self._read(name)) is None:
+            return None
+        try:
+            (entry,) = import_entries(io.BytesIO(self._unsigned(name, data)), store, only=request)
+        except CacheError as error:
+            progress.warn_once(f"ignored the object {name} of the shared cache {self.url}: {error}")
+            return None
+        progress.info(f"{request.spec.slug} came from the shared cache {self.url}")
+        return entry
+
+    def claim(self, request: Request, toolchain: str) -> bool:
+        """Whether to compile now: False while another host says that it does."""
+        name = object_name(request.digest, toolchain, "claim")
+        note = self._signed(name, f"{time.time():.3f}".encode())
+        if self.readonly or self._ask("write", lambda: self._remote.add(name, note)) is not False:
+            return True
+        try:
+            since = float(self._unsigned(name, self._read(name) or b""))
+        except (CacheError, ValueError):  # nobody's
+            return True
+        return not abs(time.time() - since) < CLAIM_SECONDS
+
+    def wait_for_object(self, store: Store, request: Request, toolchain: str) -> Entry | None:
+        """As `import_into`, for PATIENCE_SECONDS."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline and not self._is_left_alone("read"):
+            if (entry := self.import_into(store, request, toolchain)) is not None:
+                return entry
+            time.sleep(_POLL_SECONDS)
+        return None
+
+    def offer(self, entry: Entry) -> None:
+        """Add what was compiled here, under both names."""
+        if self.readonly:
+            return
+        request, toolchain = request_digest(entry.manifest.request), toolchain_digest(entry.manifest.toolchain)
+        archive = pack(entry)
+        if len(archive) + 100 > LARGEST_OBJECT:
+            progress.warn_once(f"{entry.slug} is too large for the shared cache: {len(archive)} bytes")
+            return
+        for name in (object_name(request, toolchain), object_name(request, None)):
+            data = self._signed(name, archive)
+            self._ask("write", lambda name=name, data=data: self._remote.add(name, data))  # type: ignore[misc]
+
+    def problem(self) -> str:
+        """Why the tier cannot be read; "" if it can."""
+        try:
+            _within(LIMIT_SECONDS, lambda: self._remote.read(object_name("", None)))
+        except Exception as error:
+            return _text(error)
+        return ""
+
+    def _read(self, name: str) -> bytes | None:
+        return self._ask("read", lambda: self._remote.read(name))
+
+    def _is_left_alone(self, kind: Literal["read", "write"]) -> bool:
+        """Whether a failure is too recent to ask again. What cannot be read is not written either."""
+        return time.monotonic() < max(self._retry["read"], self._retry[kind])
+
+    def _ask(self, kind: Literal["read", "write"], call: Callable[[], T]) -> T | None:
+        """The result of an operation; None, and one warning, if it fails in any way."""
+        if self._is_left_alone(kind):
+            return None
+        try:
+            return _within(LIMIT_SECONDS, call)
+        except Exception as error:  # of whatever implementation
+            self._retry[kind] = time.monotonic() + RETRY_SECONDS
+            progress.warn_once(
+                f"the shared cache {self.url} cannot be {'read' if kind == 'read' else 'written'} ({_text(error)}); "
+                f"doing without it for {RETRY_SECONDS:.0f} s"
+            )
+            return None
+
+    def _signature(self, name: str, body: bytes) -> bytes:
+        if self._secret is None:
+            return b"unsigned"
+        return hmac.new(self._secret, name.encode() + b"\n" + body, "sha256").hexdigest().encode()
+
+    def _signed(self, name: str, body: bytes) -> bytes:
+        return _FORMAT + self._signature(name, body) + b"\n" + body
+
+    def _unsigned(self, name: str, data: bytes) -> bytes:
+        """The body of an object; CacheError if nobody with the key has written it under this name."""
+        head, newline, body = data.partition(b"\n")
+        if len(data) > LARGEST_OBJECT or not newline or not head.startswith(_FORMAT):
+            raise CacheError("it is no object of Quire, or not a whole one")
+        if self._secret is not None and not hmac.compare_digest(head[len(_FORMAT) :], self._signature(name, body)):
+            raise CacheError("it is not signed with the key of QUIRE_SHARED_CACHE_KEY, or was changed")
+        return body
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300].partition("\n")[0]
+
+
+def _read_key(path: Path) -> bytes:
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ValidationError(f"QUIRE_SHARED_CACHE_KEY: expected a file with a secret, got {path}: {error}") from error
+    if len(secret) < LEAST_KEY:
+        raise ValidationError(
+            f"QUIRE_SHARED_CACHE_KEY: expected at least {LEAST_KEY} bytes in {path}, got {len(secret)}. "
+            f"`openssl rand -hex 32 > {path}` makes a key"
+        )
+    return secret
+
+
+@cache
+def _open_tier(url: str, key: Path | None, unsigned: bool, readonly: bool) -> Tier:
+    if (key is None) == (not unsigned):
+        raise ValidationError(
+            f"QUIRE_SHARED_CACHE={without_login(url)}: expected QUIRE_SHARED_CACHE_KEY (a file with a secret, which "
+            "signs what is loaded) or QUIRE_SHARED_CACHE_TRUST=unsigned (everybody who can write there can run code "
+            f"here), got {'neither' if key is None else 'both'}. Set one of them"
+        )
+    remote: _Remote = _HttpServer(url) if url.startswith(("http://", "https://")) else _FileSystem(url)
+    return Tier(url, remote, None if key is None else _read_key(key), readonly=readonly)
+
+
+def shared_tier() -> Tier | None:
+    """The tier that QUIRE_SHARED_CACHE names, or None. ValidationError or CacheError if it is set up wrong."""
+    url = config.shared_cache()
+    if url is None:
+        return None
+    unsigned, readonly = config.shared_cache_is_trusted_unsigned(), config.shared_cache_is_read_only()
+    return _open_tier(url, config.shared_cache_key(), unsigned, readonly)
