@@ -385,7 +385,7 @@ def _from_tier(request: Request, store: Store, *, denied: bool, lasting: bool) -
     with _locked(request, target_store):
         entry = _find(request, iter((target_store,)), denied=denied, builds=True)
         for digest in dict.fromkeys((accepted,) if named else (accepted, None)):
-            if entry is None and tier.import_into(target_store, request, digest) is not None:
+            if entry is None and tier.import_into(target_store, request, digest):
                 entry = _find(request, iter((target_store,)), denied=denied)
     return entry
 
@@ -400,7 +400,8 @@ def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tupl
     with _locked(request, target_store) as held:
         entry = target_store.find(request, digest, repair=True)
         if entry is None and tier is not None and not tier.claim(request, digest):
-            entry = tier.wait_for_object(target_store, request, digest)
+            tier.wait_for_object(target_store, request, digest)
+            entry = target_store.find(request, digest)
         if entry is not None:
             return "hit", entry
         if not held:

@@ -76,7 +76,7 @@ def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | Non
             with _open(source) as archive:
                 _unpack(archive, name, staging)
             sound = [_check(directory) for directory in sorted(staging.glob("entries/*/*"))]
-            if only is not None and (len(sound) != 1 or not sound[0][1].describes(only)):
+            if only is not None and not _is_only(sound, only):
                 raise CacheError(f"expected one entry of {only.spec.slug}, got {[found.slug for _, found in sound]}")
             return [_publish(store, directory, manifest) for directory, manifest in sound]
         except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError) as error:
@@ -91,6 +91,11 @@ def _check(directory: Path) -> tuple[Path, Manifest]:
     if found.slug != directory.parent.name:
         raise CacheError(f"an entry of {found.slug} lies under {directory.parent.name}")
     return directory, found.manifest
+
+
+def _is_only(found: list[tuple[Path, Manifest]], request: Request) -> bool:
+    """Whether one entry was found, and answers `request`."""
+    return [manifest.slug for _, manifest in found] == [request.spec.slug] and found[0][1].describes(request)
 
 
 def _publish(store: Store, directory: Path, manifest: Manifest) -> Entry:

@@ -182,18 +182,21 @@ class Tier:
         self._remote, self._secret = remote, secret
         self._retry = {"read": 0.0, "write": 0.0}  # seconds of the monotonic clock
 
-    def import_into(self, store: Store, request: Request, toolchain: str | None) -> Entry | None:
-        """Publish in `store` the object of `request` and this toolchain digest (None: any); None if none is good."""
+    def import_into(self, store: Store, request: Request, toolchain: str | None) -> bool | None:
+        """Publish in `store` the object of `request` and this toolchain digest (None: any).
+
+        True if it is there now, False if the object is not good, None if there is none.
+        """
         name = object_name(request.digest, toolchain)
         if (data := self._read(name)) is None:
             return None
         try:
-            (entry,) = import_entries(io.BytesIO(self._unsigned(name, data)), store, only=request)
+            import_entries(io.BytesIO(self._unsigned(name, data)), store, only=request)
         except CacheError as error:
             progress.warn_once(f"ignored the object {name} of the shared cache {self.url}: {error}")
-            return None
+            return False
         progress.info(f"{request.spec.slug} came from the shared cache {self.url}")
-        return entry
+        return True
 
     def claim(self, request: Request, toolchain: str) -> bool:
         """Whether to compile now: False while another host says that it does."""
@@ -207,14 +210,13 @@ class Tier:
             return True
         return not abs(time.time() - since) < CLAIM_SECONDS
 
-    def wait_for_object(self, store: Store, request: Request, toolchain: str) -> Entry | None:
-        """As `import_into`, for PATIENCE_SECONDS."""
+    def wait_for_object(self, store: Store, request: Request, toolchain: str) -> None:
+        """As `import_into`, once there is an object or PATIENCE_SECONDS are over."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline and not self._is_left_alone("read"):
-            if (entry := self.import_into(store, request, toolchain)) is not None:
-                return entry
+            if self.import_into(store, request, toolchain) is not None:
+                return
             time.sleep(_POLL_SECONDS)
-        return None
 
     def offer(self, entry: Entry) -> None:
         """Add what was compiled here, under both names."""
