@@ -54,7 +54,7 @@ class _Remote(Protocol):
     """Where objects lie."""
 
     def read(self, name: str) -> bytes | None:
-        """The object, or at most LARGEST_OBJECT + 1 bytes of it; None if there is none."""
+        """The object; some other bytes if it is larger than LARGEST_OBJECT; None if there is none."""
 
     def add(self, name: str, data: bytes) -> bool:
         """Write the object unless there is one; whether it was written."""
@@ -120,8 +120,9 @@ class _FileSystem:
         self._root = root.rstrip("/")
 
     def read(self, name: str) -> bytes | None:
+        path = f"{self._root}/{name}"
         try:
-            return bytes(self._files.cat_file(f"{self._root}/{name}", 0, LARGEST_OBJECT + 1))
+            return bytes(self._files.cat_file(path)) if self._files.size(path) <= LARGEST_OBJECT else b""
         except FileNotFoundError:
             return None
 
