@@ -554,6 +554,7 @@ def test_the_s3_server_of_moto(fake: FakeCompiler, use: Callable[..., None], hos
 # --- three hosts -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # of Python 3.12 on: the server is a thread
 def test_three_hosts_compile_a_key_once(
     fake: FakeCompiler, use: Callable[..., None], templates: Path, tmp_path: Path, server: Server, monkeypatch
 ) -> None:
