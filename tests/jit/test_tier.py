@@ -225,6 +225,17 @@ def test_objects_are_never_overwritten(fake: FakeCompiler, use: Callable[..., No
     assert len([line for line in lines if "ignored the object" in line]) == 1
 
 
+@pytest.mark.parametrize("conditional", [True, False])
+def test_an_http_object_is_added_once(conditional: bool) -> None:
+    """By the condition of the PUT, or on a server that does not know it by asking first."""
+    with Server(conditional=conditional) as server:
+        remote = tier._HttpServer(server.url)
+        assert remote.add("a" * 64, b"first")
+        assert not remote.add("a" * 64, b"second")
+        assert remote.read("a" * 64) == b"first"
+        server.shutdown()
+
+
 def test_read_only_mode_writes_nothing(fake: FakeCompiler, use: Callable[..., None], host: Host, server: Server):
     use(server.url, MODE="read")
     assert host("one")[0] == "built"
