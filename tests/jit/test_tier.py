@@ -13,6 +13,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -461,7 +462,7 @@ def test_hostile_objects_of_a_signer_write_nothing_outside(
     """The signature is right, the archive is not."""
     use(server.url)
     _, entry = host("one")
-    other = HOST.__class__(**{**HOST.__dict__, "slug": "scale.other"})
+    other = replace(HOST, slug="scale.other")
     _, second = host("one", other)
     good = f"entries/{entry.slug}/{entry.path.name}"
     manifest = (entry.path / "manifest.json").read_bytes()

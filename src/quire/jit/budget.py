@@ -33,11 +33,11 @@ def _peaks(store: Store, *, device: bool) -> Iterator[int]:
 
 def permits_directory(store: Store) -> Path:
     """Where the permits of this user lie on this machine; in the cache if nowhere else is private."""
-    root = config.runtime_directory() / f"quire-permits-{os.geteuid()}"
     try:
+        root = config.runtime_directory() / f"quire-permits-{os.geteuid()}"
         root.mkdir(mode=0o700, exist_ok=True)
         status = root.lstat()
-    except OSError:  # a read-only or full file system
+    except OSError:  # none, or a read-only or full file system
         return store.root / "permits"
     private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
     if not private:
