@@ -34,7 +34,7 @@ from quire.runtime.options import PlanOptions, Types, heads, logits_options, mem
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import OwnWorkspace
-from quire.runtime.wrapper import AttentionWrapper, takes_arguments
+from quire.runtime.wrapper import AttentionWrapper
 from quire.types import KVLayout
 
 __all__ = [
@@ -58,7 +58,6 @@ def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | 
     return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
 
 
-@takes_arguments
 @memoised
 def _plan_options(
     paged: bool, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None,
@@ -199,8 +198,11 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        paged = True
-        options = _plan_options(locals())
+        options = _plan_options(
+            True, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, page_size, q_data_type, kv_data_type,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
+            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
+        )  # fmt: skip
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
@@ -324,8 +326,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         logits_soft_cap before sm_scale here). v_indptr and o_indptr are refused: values lie where keys do, and results
         where queries do. Raises ValidationError or UnsupportedError.
         """
-        paged, page_size = False, None
-        options = _plan_options(locals())
+        options = _plan_options(
+            False, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, None, q_data_type, kv_data_type,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
+            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
+        )  # fmt: skip
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr_host = host_indices(kv_indptr, "kv_indptr", batch + 1)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
-from inspect import signature
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,17 +18,6 @@ from quire.runtime.ops import TracedRun, handle_of, is_tracing
 from quire.runtime.options import logits_options
 from quire.runtime.workspace import ALIGNMENT, UserWorkspace
 from quire.types import KVLayout, MaskMode
-
-_Returned = TypeVar("_Returned")
-
-
-def takes_arguments(function: Callable[..., _Returned]) -> Callable[[Mapping[str, Any]], _Returned]:
-    """`function`, whose parameters are taken by their names from the locals() of the method that calls it.
-
-    A plan() of thirty arguments so hands each of them on under its own name.
-    """
-    values_of = itemgetter(*signature(function).parameters)
-    return lambda arguments: function(*values_of(arguments))
 
 
 class AttentionWrapper(EngineAttributes):

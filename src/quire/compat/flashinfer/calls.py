@@ -46,9 +46,10 @@ def _counted(self: Attention, *args: Any, **kwargs: Any) -> Result:
 
 def _public_name() -> str:
     """The function or method of Quire that the program has called."""
-    frame, name = sys._getframe(2), ""
+    frame, called = sys._getframe(2), None
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("quire."):
-        owner = frame.f_locals.get("self")
-        name = f"{type(owner).__name__}.{frame.f_code.co_name}" if owner is not None else frame.f_code.co_name
-        frame = frame.f_back  # type: ignore[assignment]  # None is the end
-    return name
+        frame, called = frame.f_back, frame  # type: ignore[assignment]  # None is the end
+    if called is None:
+        return ""
+    owner = called.f_locals.get("self")  # a copy of all locals: of this frame alone, since each run() comes here
+    return f"{type(owner).__name__}.{called.f_code.co_name}" if owner is not None else called.f_code.co_name
