@@ -133,7 +133,7 @@ def case(name, function, tolerance=2e-3):
             got, want = function()
         error = float((got.double() - want.double()).abs().max() / want.double().abs().max())
         text = f"right ({error:.1e})" if error < tolerance else f"WRONG (error {error:.1e} of the largest)"
-    except Exception as error:
+    except Exception as error:  # an engine may raise anything: the path is then not right
         where = [f for f in traceback.extract_tb(error.__traceback__) if "harness" not in f.filename]
         engine = [
             f

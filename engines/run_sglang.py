@@ -157,7 +157,7 @@ def attend(
     return o.view(n, heads, DIM), torch.cat(want)
 
 
-from sglang.srt.speculative.spec_info import SpecInput, SpecInputType  # noqa: E402
+from sglang.srt.speculative.spec_info import SpecInput, SpecInputType  # noqa: E402 - after the stubs
 
 
 class Spec(SpecInput):
@@ -172,7 +172,10 @@ class Spec(SpecInput):
 
     def generate_attn_arg_prefill(self, **ignored):
         lens, prefix, table = self.args
-        indptr = lambda counts: torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).to(torch.int32)  # noqa: E731
+
+        def indptr(counts):
+            return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).to(torch.int32)
+
         indices = torch.cat([table[i, :m] for i, m in enumerate(lens)]).to(torch.int32)
         return indices, indptr(lens), indptr([m - p for m, p in zip(lens, prefix)]), self.custom_mask
 

@@ -153,7 +153,7 @@ def test_one_graph_for_all_drafts():
     p = drafts(dtype, device)
     cache = p.paged(16)
     out, offsets, words = poisoned(p.q.shape, dtype, device), ints(p.qo_indptr, device), tree(p, 5)
-    call_again = lambda: quire.xqa_batch_decode_with_kv_cache(  # noqa: E731
+    call_again = lambda: quire.xqa_batch_decode_with_kv_cache(  # noqa: E731 - called in a capture and outside
         p.q, cache.kv, workspace(device), block_tables_, lens, 512, 1 / math.sqrt(p.head_dim), q_len_per_req=5,
         out=out, q_cu_seq_lens=offsets, mask=words,
     )  # fmt: skip

@@ -359,7 +359,7 @@ def test_tables_never_lead_outside_the_cache(device, dtype, change, name):
     guard = [torch.zeros_like(pages) for pages in call.cache.kv]
     tables = {"kv_indices": call.cache.indices, "kv_indptr": call.cache.indptr, "batch_indices": call.batch_indices}
     tables |= {n: ints(values, device) for n, values in change.items()}
-    run = lambda: quire.rope_append_paged_kv_cache(  # noqa: E731
+    run = lambda: quire.rope_append_paged_kv_cache(  # noqa: E731 - must raise on one device and not on another
         call.q, call.k, call.v, positions=call.positions, paged_kv_cache=tuple(guard), **tables
     )
     if device == "cpu":

@@ -166,7 +166,7 @@ def nvcc() -> str | None:
 def runtime_directory() -> Path:
     """Where files of this user on this machine belong: XDG_RUNTIME_DIR, else the temporary directory."""
     value = _read("XDG_RUNTIME_DIR")
-    return Path(value) if value is not None and os.path.isdir(value) else Path(tempfile.gettempdir())  # noqa: PTH112
+    return Path(value) if value is not None and os.path.isdir(value) else Path(tempfile.gettempdir())  # noqa: PTH112 - a string
 
 
 def cxx() -> str | None:

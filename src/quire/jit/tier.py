@@ -236,7 +236,7 @@ class Tier:
         """Why the tier cannot be read; "" if it can."""
         try:
             _within(LIMIT_SECONDS, lambda: self._remote.read(object_name("", None)))
-        except Exception as error:
+        except Exception as error:  # of whatever implementation
             return _text(error)
         return ""
 
