@@ -187,6 +187,7 @@ def attention(
     rope_scale: float | None = None,
     rope_theta: float | None = None,
     dtype: torch.dtype = torch.float64,
+    rotated_dtype: torch.dtype | None = None,
 ) -> State:
     """Attention of each request's queries to its own keys.
 
@@ -198,6 +199,7 @@ def attention(
         pos_encoding_mode: "ALIBI" adds the head's slope times the distance from where the query stands to the key to
             each scaled logit, before the soft cap. "ROPE_LLAMA" rotates q and k by where they stand, see rotated().
         dtype: what every operation is rounded to; float64 is the truth, the inputs' own dtype is torch's error.
+        rotated_dtype: what rotated q and k alone are rounded to, as tensor cores take them; as `dtype` if not said.
 
     A row that sees nothing is 0 with lse -inf (with a sink: 0 and the sink).
     """
@@ -211,8 +213,8 @@ def attention(
         q_b, k_b = q[rows], k[keys]
         if pos_encoding_mode == "ROPE_LLAMA":
             scaling = rope_scale or 1.0, rope_theta or 1e4
-            q_b = rotated(q_b, k_b.shape[0] - q_b.shape[0], *scaling, dtype)
-            k_b = rotated(k_b, 0, *scaling, dtype)
+            q_b = rotated(q_b, k_b.shape[0] - q_b.shape[0], *scaling, rotated_dtype or dtype)
+            k_b = rotated(k_b, 0, *scaling, rotated_dtype or dtype)
         seen = visible(qo[b + 1] - qo[b], kv[b + 1] - kv[b], causal=causal, window_left=window_left, mask=m)
         one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype)
         o[rows], lse[rows] = one.o * v_scale, one.lse
@@ -267,11 +269,15 @@ def assert_close(out: Tensor, ref: Tensor, own: Tensor, indptr: Indptr | None = 
             )
 
 
-def assert_lse_close(lse: Tensor, ref: Tensor, *, magnitude: float = 1.0, soft_cap: float | None = None) -> None:
+def assert_lse_close(
+    lse: Tensor, ref: Tensor, *, magnitude: float = 1.0, soft_cap: float | None = None, rounded: Tensor | None = None
+) -> None:
     """`lse` is float32 and equals `ref` to float32 rounding of the largest logit; -inf in the same places.
 
     Args:
         magnitude: the largest |logit * log2(e)| there may be; cancellation is relative to it.
+        rounded: the lse of rotated queries and keys that are rounded to 16 bits, from whose distance `lse` may be
+            twice as far away.
     """
     assert lse.dtype == torch.float32, f"lse: dtype {lse.dtype}, expected float32"
     assert lse.shape == ref.shape, f"lse: shape {tuple(lse.shape)}, expected {tuple(ref.shape)}"
@@ -280,7 +286,8 @@ def assert_lse_close(lse: Tensor, ref: Tensor, *, magnitude: float = 1.0, soft_c
     finite = torch.isfinite(ref)
     peak = max(magnitude, _peak(ref[finite]))
     tanh_error = soft_cap * math.log2(math.e) * TANH_ERROR if soft_cap and lse.is_cuda else 0.0
-    bound = peak * LSE_ULPS * torch.finfo(torch.float32).eps + tanh_error
+    rotation_error = 0.0 if rounded is None else 2.0 * _peak((rounded - ref)[finite])
+    bound = peak * LSE_ULPS * torch.finfo(torch.float32).eps + tanh_error + rotation_error
     error = _peak((got - ref)[finite])
     assert error <= bound, f"lse: largest error {error:.3g} > {bound:.3g}"
 

@@ -171,5 +171,6 @@ def test_one_graph_for_all_drafts():
         out.fill_(math.nan)
         graph.replay()
         other.check(out)
+    on_host = offsets.cpu()
     with capture(), pytest.raises(quire.PlanError, match=r"q_cu_seq_lens: expected .* in the capture"):
-        call(p, q_cu_seq_lens=offsets.cpu())
+        call(p, q_cu_seq_lens=on_host)

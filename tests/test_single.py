@@ -122,7 +122,12 @@ def test_decode_options(device, backend, dtype):
     p.check(out[None], v_scale=2.0)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# A backend for few rows refuses most examples: others are drawn.
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
 @given(
     qo_len=st.integers(0, 150),
     kv_len=st.integers(0, 400),

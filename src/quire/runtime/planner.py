@@ -181,8 +181,7 @@ def make_plan(
     partials = template.set_partials(base, workspace, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
-    base.rope_frequencies = address_of(frequencies)
+    frequencies = _set_rope_frequencies(base, options, device)
     own_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
     at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes)
     base.mask = address_of(bits)
@@ -246,6 +245,13 @@ def _send(
     return sent.address, sent, pages
 
 
+def _set_rope_frequencies(base: AttentionParams, options: PlanOptions, device: torch.device) -> torch.Tensor | None:
+    """The tensor to which `base` then points."""
+    frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
+    base.rope_frequencies = address_of(frequencies)
+    return frequencies
+
+
 @lru_cache(maxsize=1024)
 def _rope_frequencies(head_dim: int, logits: LogitsOptions, device: torch.device) -> torch.Tensor | None:
     """The table of rotary embeddings on the kernel's device; None without them."""
@@ -304,6 +310,7 @@ def make_plan_on_device(
     if decision.kernel.fill is not None:
         decision.kernel.fill(params, template.schedule, ScheduleOutput(), tile_counter, 0)
     partials = template.set_partials(base, workspace, 2 * ctas)
+    frequencies = _set_rope_frequencies(base, options, device)
     p = ScheduleLengthsParams(
         kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, partitions=base.partitions, groups=base.groups,
         tile_counter=tile_counter, batch_size=lengths.batch_size, qo_len=lengths.qo_len,
@@ -313,7 +320,7 @@ def make_plan_on_device(
         window_left=options.logits.window_left, start_cost=template.schedule.start_cost, max_ctas=ctas,
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
-    tensors = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials)
+    tensors = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials, frequencies)
     return AttentionPlan(decision, module, params, options.logits, device, ctas, tensors, uses_pdl=True)
 
 
