@@ -178,7 +178,10 @@ def _masking(inputs: Inputs) -> dict[str, Any]:
 
 
 def _logits(row: Row) -> dict[str, Any]:
-    return {"sm_scale": row.sm_scale, "window_left": row.window_left, "logits_soft_cap": row.soft_cap}
+    return {
+        "sm_scale": row.sm_scale, "window_left": row.window_left, "logits_soft_cap": row.soft_cap,
+        "pos_encoding_mode": row.pos_encoding,
+    }  # fmt: skip
 
 
 # --- FlashInfer ------------------------------------------------------------------------------------------------------
@@ -206,6 +209,8 @@ def _flashinfer_rejects(backend: str, row: Row, device: torch.device) -> str | N
         return reason
     if backend == "fa3" and row.mask == "custom":
         return "fa3 has no custom masks"
+    if backend in ("fa3", "xqa") and row.pos_encoding != "NONE":
+        return f"{backend} has no position encodings"
     if backend == "fa3" and row.kv_dtype != row.dtype:
         return f"fa3 does not take kv dtype {row.kv_dtype} with q dtype {row.dtype}"
     if row.sinks and (row.kind == "ragged" or backend.startswith("decode")):
@@ -331,6 +336,8 @@ def _fa3_rejects(row: Row, device: torch.device) -> str | None:
             return f"the wheel was built with FLASHATTENTION_DISABLE_{feature}"
     if row.mask == "custom":
         return "it has no custom masks"
+    if row.pos_encoding != "NONE":
+        return "it is not asked for position encodings"
     if row.sinks:
         return "it has no sinks"
     return None if row.kv_dtype == row.dtype else f"kv dtype {row.kv_dtype} differs from q dtype {row.dtype}"
@@ -407,8 +414,8 @@ def _torch_rejects(name: str, row: Row, device: torch.device) -> str | None:
         return "it needs a GPU"
     if not row.uniform:
         return "lengths differ"
-    if row.mask == "custom" or row.window_left >= 0 or row.soft_cap or row.sinks:
-        return "no custom mask, window, soft cap or sinks without writing out a bias"
+    if row.mask == "custom" or row.window_left >= 0 or row.soft_cap or row.sinks or row.pos_encoding != "NONE":
+        return "no custom mask, window, soft cap, sinks or positions without writing out a bias"
     if row.kv_dtype != row.dtype:
         return f"kv dtype {row.kv_dtype} differs from q dtype {row.dtype}"
     if row.mask == "causal" and row.qo_lens[0] != row.kv_lens[0]:

@@ -106,8 +106,11 @@ def _part(inputs: Inputs, request: int, head: int, count: int) -> _Part:
     kv_head = head // (row.num_qo_heads // row.num_kv_heads)
     operands = (inputs.q[rows, head], keys[:, kv_head], values[:, kv_head])
     visible = _visible(inputs, request, local, keys.shape[0])
+    places = local + keys.shape[0] - row.qo_lens[request]
     sink = None if inputs.sinks is None else inputs.sinks[head]
-    exact, plain = (_attend(*operands, visible, inputs, sink, dtype) for dtype in (torch.float64, row.q_type))
+    exact, plain = (
+        _attend(*operands, visible, places, head, inputs, sink, dtype) for dtype in (torch.float64, row.q_type)
+    )
     return _Part(rows, head, exact, plain)
 
 
@@ -120,13 +123,32 @@ def _visible(inputs: Inputs, request: int, rows: torch.Tensor, kv_len: int) -> t
     return visible if row.window_left < 0 else visible & (keys >= diagonal - row.window_left)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, inputs: Inputs,
-            sink: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+def _rotate(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x [tokens, head_dim] as RoPE rotates tokens at `places`, in float64."""
+    half = x.shape[1] // 2
+    angles = places.double()[:, None] * 1e4 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    first, second = x.double().split(half, dim=1)
+    return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], 1)
+
+
+def _slope(head: int, num_heads: int) -> float:
+    """ALiBi's slope of a head, of a power of two heads."""
+    assert num_heads & num_heads - 1 == 0, num_heads
+    return 2.0 ** (-8 * (head + 1) / num_heads)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, places: torch.Tensor, head: int,
+            inputs: Inputs, sink: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
     """Attention of q [rows, head_dim] in `dtype`, its sums in float32 or wider as torch does them."""
     row = inputs.row
+    keys = torch.arange(k.shape[0], device=k.device)
+    if row.pos_encoding == "ROPE_LLAMA":
+        q, k = _rotate(q, places), _rotate(k, keys)
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     logits = (q * row.sm_scale) @ k.T
     logits = logits.to(torch.promote_types(dtype, torch.float32))
+    if row.pos_encoding == "ALIBI":
+        logits = logits + _slope(head, row.num_qo_heads) * (keys - places[:, None])
     if row.soft_cap:
         logits = row.soft_cap * torch.tanh(logits / row.soft_cap)
     logits = logits.masked_fill(~visible, -torch.inf)

@@ -61,6 +61,7 @@ class Row:
     mask: str = "causal"  #: none, causal, or custom: a bit mask that equals causal
     window_left: int = -1
     soft_cap: float = 0.0
+    pos_encoding: str = "NONE"  #: or ALIBI, ROPE_LLAMA (theta 10000)
     sinks: bool = False
     dtype: str = "bf16"
     kv_dtype: str = "bf16"
@@ -214,7 +215,16 @@ _PREFILL = (
     _append("mixed-q2048-63decodes-kv4k", (2048, *(1,) * 63), (4096,) * 64, (32, 8), bound="bytes",
             target=Target("us", 560)),
     _append("append-q4-kv8k-b64", (4,) * 64, (8192,) * 64, (64, 8), bound="bytes", target=Target("us", 520)),
-    _prefill("prefill-p16-e4m3-b2-8k", 2, 8192, (32, 8), page_size=16, kv_dtype="e4m3", target=Target("peer", 1.0)),
+    _prefill("prefill-p16-e4m3-b2-8k", 2, 8192, (32, 8), page_size=16, kv_dtype="e4m3", target=Target("tflops", 620)),
+    _append("append-e4m3-q512-kv8k-b8", (512,) * 8, (8192,) * 8, (32, 8), kv_dtype="e4m3",
+            target=Target("rate_of", 1.0, "append-q512-kv8k-b8")),
+    _prefill("prefill-alibi-p16-b2-8k", 2, 8192, (32, 8), page_size=16, pos_encoding="ALIBI",
+             target=Target("rate_of", 0.97, "prefill-p16-causal-b2-8k")),
+    _prefill("prefill-rope-p16-b2-8k", 2, 8192, (32, 8), page_size=16, pos_encoding="ROPE_LLAMA",
+             target=Target("rate_of", 0.85, "prefill-p16-causal-b2-8k")),
+    _prefill("prefill-sinks-d64-full-b1-16k", 1, 16384, (64, 8), 64, mask="none", sinks=True,
+             target=Target("tflops", 540)),
+    _prefill("prefill-sinks-d128-full-b2-8k", 2, 8192, (32, 8), mask="none", sinks=True, target=Target("tflops", 700)),
 )  # fmt: skip
 
 _DECODE = (
@@ -238,6 +248,10 @@ _DECODE = (
     _decode("decode-e4m3-b64-kv8k-p64", (8192,) * 64, (64, 8), 64, kv_dtype="e4m3", target=Target("us", 270)),
     _decode("decode-q1-b64-kv8k", (8192,) * 64, (64, 8)),
     _decode("decode-q4-b64-kv8k", (8192,) * 64, (64, 8), q_len=4, target=Target("time_of", 1.06, "decode-q1-b64-kv8k")),
+    _decode("decode-alibi-b64-kv4k-p16", (4096,) * 64, (32, 8), pos_encoding="ALIBI",
+            target=Target("time_of", 1.0, "decode-b64-kv4k-p16")),
+    _decode("decode-rope-b64-kv4k-p16", (4096,) * 64, (32, 8), pos_encoding="ROPE_LLAMA",
+            target=Target("time_of", 1.03, "decode-b64-kv4k-p16")),
     _decode("decode-window-sinks-b128-kv8k", (8192,) * 128, (64, 8), dim=64, window_left=127, sinks=True,
             target=Target("us", 15)),
 )  # fmt: skip
@@ -250,6 +264,8 @@ _TINY = (
     Row("tiny-paged", "paged", (5, 1), (37, 20), 4, 2, 64, 64, 16, window_left=8, soft_cap=30.0, group="tiny"),
     Row("tiny-decode", "decode", (1, 1, 1), (65, 3, 16), 4, 2, 64, 64, 16, "none", sinks=True, bound="bytes",
         group="tiny"),
+    Row("tiny-alibi", "ragged", (9, 5), (9, 30), 4, 2, 64, 64, pos_encoding="ALIBI", group="tiny"),
+    Row("tiny-rope", "paged", (5, 1), (37, 20), 4, 2, 64, 64, 16, pos_encoding="ROPE_LLAMA", group="tiny"),
 )  # fmt: skip
 
 ROWS: tuple[Row, ...] = (*_PREFILL, *_DECODE, *_TINY)

@@ -45,6 +45,8 @@ def shipped(target: str, backends: tuple[str, ...], presets: tuple[str, ...]) ->
 def problem_of(key: AttentionKey, device: str) -> Problem:
     """A batch whose requests fill a row tile of the variant."""
     q_len = max(1, key.tile_rows // GROUP_SIZE) if key.tile_rows > 16 or key.mask is not MaskMode.NONE else 1
+    if key.tile_rows > 128:  # the highest tiles are for long prompts
+        q_len = 520
     kv_lens = tuple(max(n, q_len) if n else n for n in KV_LENS)
     window_left, soft_cap = 100 if key.window else -1, 20.0 if key.soft_cap else None
     rope = key.pos_encoding is PosEncodingMode.ROPE_LLAMA
