@@ -23,7 +23,7 @@ from quire.kernels.params import (
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
 #: Heads of a token that a thread of kernels/rope.h has: kHeads there.
-HEADS_OF_THREAD = 4
+HEADS_OF_THREAD = 2
 
 
 @dataclass(frozen=True)

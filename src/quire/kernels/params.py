@@ -16,6 +16,8 @@ from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields, 
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
+#: Pairs of dims that turn by a table: kMaxTablePairs in kernels/rope.h.
+MAX_TABLE_PAIRS = 512
 #: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
 MAX_ROTARY_PAIRS = 256
 
@@ -240,7 +242,7 @@ class RopeParams(ctypes.Structure):
     """Rotating queries and keys; see kernels/rope.h."""
 
     _fields_ = (
-        *((name, RopeHeads) for name in ("q", "k", "v")),
+        ("heads", RopeHeads * 3),
         *((name, c_void_p) for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache")),
         ("cos_sin_stride", c_int64),
         *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),

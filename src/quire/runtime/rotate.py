@@ -12,7 +12,7 @@ import torch
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import MAX_ROTARY_PAIRS, HeadRows, RopeHeads, RopeParams
+from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, HeadRows, RopeHeads, RopeParams
 from quire.kernels.rotation import llama31_frequencies, rope_frequencies
 from quire.runtime.checks import (
     batch_size_of,
@@ -24,7 +24,7 @@ from quire.runtime.checks import (
     scalar,
 )
 from quire.runtime.indices import check_offsets, check_range, index_table
-from quire.runtime.launch import launch, row_grid
+from quire.runtime.launch import launch
 from quire.runtime.target import on_cuda, target_of
 
 INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -202,14 +202,15 @@ def check_heads(
 def rotary_dim_of(value: int | None, head_dim: int, cos_sin_cache: torch.Tensor | None, device: torch.device) -> int:
     """How many dims of a head turn."""
     if cos_sin_cache is None:
-        name, dim = "rotary_dim", head_dim if value is None else check_positive(value, "rotary_dim")
-        if dim > 2 * MAX_ROTARY_PAIRS:
-            raise UnsupportedError(
-                f"rotary_dim: angles are computed for up to {2 * MAX_ROTARY_PAIRS} dims, got {dim}; pass a table to "
-                f"apply_rope_with_cos_sin_cache()."
-            )
+        name, most = "rotary_dim", 2 * MAX_ROTARY_PAIRS
+        dim = head_dim if value is None else check_positive(value, name)
     else:
-        name, dim = "cos_sin_cache", _check_table(cos_sin_cache, device)
+        name, dim, most = "cos_sin_cache", _check_table(cos_sin_cache, device), 2 * MAX_TABLE_PAIRS
+    if dim > most:
+        raise UnsupportedError(
+            f"{name}: expected at most {most} dims that turn, got {dim}; {2 * MAX_TABLE_PAIRS} may turn by a table of "
+            "apply_rope_with_cos_sin_cache()."
+        )
     if dim % 2 or not 0 < dim <= head_dim:
         raise ValidationError(f"{name}: expected an even number of dims up to head_dim={head_dim}, got {dim}.")
     return dim
@@ -229,18 +230,17 @@ def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params
     some, params = q.rope, params or RopeParams()
     assert some is not None
     angles.fill(params, some.shape[2])
-    params.nnz, params.q, params.k = some.shape[0], q.params(), k.params()
-    heads = [q, k] if v is None else [q, k, v]
-    if v is not None:
-        params.v = v.params()
+    heads, params.nnz = [q, k] if v is None else [q, k, v], some.shape[0]
+    for i, part in enumerate(heads):
+        params.heads[i] = part.params()
     slug, device = INPUTS[some.dtype], some.device
     vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
     params.lanes = _lanes(heads, vector, device)
-    groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in (params.q, params.k, params.v))
+    groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in params.heads)
     if not params.nnz or not groups:
         return
     module = get_module(OperationKey(name, target_of(device), slug, vector).spec())
-    grid = row_grid(params.nnz, groups * params.lanes)
+    grid = -(-params.nnz * groups * params.lanes // PARALLEL_THREADS)
     launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)
 
 

@@ -38,6 +38,27 @@ QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 #endif
 }
 
+#ifdef __CUDACC__
+// The same for a kernel whose threads share something of a row: which item is the thread's, all items in order, and
+// which rows its CTA works on.
+struct ItemOfThread {
+  int64_t row, cta_row;
+  int column, cta_rows;
+  bool exists;
+
+  QUIRE_DEVICE ItemOfThread(int64_t rows, int columns) {
+    const int64_t begin = static_cast<int64_t>(blockIdx.x) * kParallelThreads;
+    cta_row = begin < 1ll << 32 ? static_cast<uint32_t>(begin) / static_cast<uint32_t>(columns) : begin / columns;
+    const unsigned first = static_cast<unsigned>(begin - cta_row * columns), at = first + threadIdx.x;
+    const unsigned down = at / static_cast<unsigned>(columns);
+    row = cta_row + down, column = static_cast<int>(at - down * columns), exists = row < rows;
+    if (!exists) row = rows - 1;
+    const unsigned last = (first + kParallelThreads - 1) / static_cast<unsigned>(columns);
+    cta_rows = static_cast<int>(min<int64_t>(last + 1, rows - cta_row));
+  }
+};
+#endif
+
 // Calls body(begin, end, lane, lanes) for each `size` items of [0, n): lane l of them does items begin + l, then every
 // `lanes` further on.
 template <class Body>

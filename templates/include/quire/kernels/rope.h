@@ -3,8 +3,9 @@
 // values into a paged cache, in one pass over memory.
 //
 // Both are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
-// a token: the two whose dims turn together, or two that do not turn. The heads share angles, so that angles cost
-// little beside the copy. Heads are loaded before the position, the angles and the page are known.
+// a token: the two whose dims turn together, or two that do not turn. A CTA computes the rotations of its tokens once,
+// into shared memory, while the heads are on their way. A rotation is read there just before its use: registers that it
+// does not take hold more threads, and more threads hide the trips to memory.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/pages.h"
@@ -16,7 +17,32 @@
 
 namespace quire {
 
-constexpr int kMaxRotaryPairs = 256;
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<1> {
+  using Type = uint8_t;
+};
+template <>
+struct WordOf<2> {
+  using Type = uint16_t;
+};
+template <>
+struct WordOf<4> {
+  using Type = uint32_t;
+};
+
+// CTAs an SM, which bound the registers of a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kRopeCtas = 2;
+#else
+constexpr int kRopeCtas = 3;
+#endif
+
+constexpr int kMaxRotaryPairs = 256;  // whose angles are computed
+constexpr int kMaxTablePairs = 512;   // whose angles are in cos_sin_cache
+// Pairs of dims of all tokens of a CTA, of which eight have a warp or more each; the first and the last may have less.
+constexpr int kMaxRotations = (kParallelThreads / 32 + 2) * kMaxTablePairs;
 
 // Dims of all heads of all tokens: [token, head, dim], or [page, token in page, head, dim] where they are in pages.
 struct HeadRows {
@@ -39,7 +65,7 @@ struct RopeHeads {
 };
 
 struct RopeParams {
-  RopeHeads q, k, v;
+  RopeHeads heads[3];          // queries, keys, values
   const void* pos_ids;         // [nnz] positions; null: request b's token i is at offsets[b] + i
   const int32_t* indptr;       // [num_requests + 1] offsets into the tokens
   const int32_t* offsets;      // [num_requests]
@@ -66,26 +92,54 @@ struct RopeParams {
 template <class Variant, bool kFused>
 struct Rope {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = 2, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = kRopeCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
-  static constexpr int kHeads = 4;  // heads of a thread
+  static constexpr int kHeads = 2;  // heads of a thread
 
+  // kVec numbers in whole words: of an array of 16-bit numbers a compiler keeps each one in a register of its own.
   template <class E>
   struct alignas(kVec * sizeof(E)) Vector {
-    E x[kVec];
+    using Word = typename WordOf<kVec == 1 ? sizeof(E) : 4>::Type;
+    static constexpr int kInWord = sizeof(Word) / sizeof(E);
+    Word words[kVec / kInWord];
+
+    QUIRE_HD float get(int i) const {
+      using Bits = typename WordOf<sizeof(E)>::Type;
+      return to_float(__builtin_bit_cast(
+          E, static_cast<Bits>(words[i / kInWord] >> i % kInWord * 8 * static_cast<int>(sizeof(E)))));
+    }
+    // Of numbers i that were 0.
+    QUIRE_HD void set(int i, float x) {
+      using Bits = typename WordOf<sizeof(E)>::Type;
+      const Word bits = __builtin_bit_cast(Bits, from_float<E>(x));
+      words[i / kInWord] |= bits << i % kInWord * 8 * static_cast<int>(sizeof(E));
+    }
   };
 
   QUIRE_HD static int run(const RopeParams& p, unsigned char* = nullptr) {
-    const int columns = (groups_of(p.q) + groups_of(p.k) + groups_of(p.v)) * p.lanes;
-    const uint64_t* frequencies = frequencies_of(p);
+    const int columns = (groups_of(p.heads[0]) + groups_of(p.heads[1]) + groups_of(p.heads[2])) * p.lanes;
 #ifdef __CUDA_ARCH__
-    int64_t row = -1;  // the one item of the thread
-    int at = 0;
-    parallel_rows(p.nnz, columns, [&](int64_t token, int column) { row = token, at = column; });
-    if (row >= 0) process(p, group_of(p, row, at), frequencies);
+    const ItemOfThread item(p.nnz, columns);
+    const Group of = group_of(p, item.row, item.column);
+    Pair x[kHeads] = {};
+    if (item.exists && of.lane < units_of(of.heads)) load(of, unit_of(p, of.heads, of.lane), x);
+    __shared__ Rotation table[kMaxRotations];
+    const int pairs = p.heads[0].rotary_dim / 2;
+    for (int i = threadIdx.x; i < item.cta_rows * pairs; i += kThreads) {
+      const int token = static_cast<unsigned>(i) / static_cast<unsigned>(pairs);
+      table[i] = rotation(p, item.cta_row + token, i - token * pairs);
+    }
+    __syncthreads();
+    if (item.exists) process(p, of, x, table + (item.row - item.cta_row) * pairs);
 #else
-    parallel_rows(p.nnz, columns,
-                  [&](int64_t token, int column) { process(p, group_of(p, token, column), frequencies); });
+    parallel_rows(p.nnz, columns, [&](int64_t token, int column) {
+      const Group of = group_of(p, token, column);
+      Rotation table[kMaxTablePairs];
+      for (int i = 0; i < p.heads[0].rotary_dim / 2; ++i) table[i] = rotation(p, token, i);
+      Pair x[kHeads] = {};
+      if (of.lane < units_of(of.heads)) load(of, unit_of(p, of.heads, of.lane), x);
+      process(p, of, x, table);
+    });
 #endif
     return 0;
   }
@@ -102,8 +156,8 @@ struct Rope {
 
   QUIRE_HD static Group group_of(const RopeParams& p, int64_t token, int column) {
     const int group = static_cast<unsigned>(column) / static_cast<unsigned>(p.lanes);
-    const int k = groups_of(p.q), v = k + groups_of(p.k);
-    const RopeHeads& heads = group < k ? p.q : group < v ? p.k : p.v;
+    const int k = groups_of(p.heads[0]), v = k + groups_of(p.heads[1]);
+    const RopeHeads& heads = p.heads[(group >= k) + (group >= v)];
     const int first = (group - (group < k ? 0 : group < v ? k : v)) * kHeads;
     return {heads, token, first, min(kHeads, heads.num_heads - first), column - group * p.lanes};
   }
@@ -116,23 +170,10 @@ struct Rope {
     bool turns, has_y;
   };
 
-  struct Numbers {
-    float x[kVec], y[kVec];
+  // The two vectors of a head.
+  struct Pair {
+    Vector<T> x, y;
   };
-
-  // The device reads frequencies from shared memory: threads that read different parameters wait for each other.
-  QUIRE_HD static const uint64_t* frequencies_of(const RopeParams& p) {
-#ifdef __CUDA_ARCH__
-    __shared__ uint64_t table[kMaxRotaryPairs];
-    if (p.cos_sin_cache == nullptr) {
-      for (int i = threadIdx.x; i < p.q.rotary_dim / 2; i += kThreads) table[i] = p.frequencies[i];
-      __syncthreads();
-    }
-    return table;
-#else
-    return p.frequencies;
-#endif
-  }
 
   QUIRE_HD static int units_of(const RopeHeads& heads) {
     return heads.rotary_dim / (2 * kVec) + (heads.nope_dim + 2 * kVec - 1) / (2 * kVec);
@@ -148,64 +189,61 @@ struct Rope {
     return {heads.rope, heads.rope_out, x, p.interleave ? x + kVec : x + heads.rotary_dim / 2, 0, true, true};
   }
 
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, const uint64_t* frequencies) {
+  // x: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, Pair* x, const Rotation* turns) {
+    const Place place = kFused && of.heads.is_paged ? place_of(p, of.token) : Place{0, 0};
     float by[kHeads];
     for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads.scale : 1.f;
-    if (kFused && of.heads.weight != nullptr) normalise(p, of, by);
+    if (kFused && of.heads.weight != nullptr) normalise(p, of, x, by);
+    if (place.page < 0) return;
 #pragma unroll 1
     for (int i = of.lane; i < units_of(of.heads); i += p.lanes) {
       const Unit unit = unit_of(p, of.heads, i);
-      Vector<T> x[kHeads], y[kHeads];
-      load(of, unit, x, y);
-      Rotation turns[kVec];
-      if (unit.turns) rotations(p, of.token, i * kVec, frequencies, turns);
-      const Place place = kFused && of.heads.is_paged ? place_of(p, of.token) : Place{0, 0};
-      if (place.page < 0) return;
+      if (i != of.lane) load(of, unit, x);
       const int64_t row = kFused && of.heads.is_paged
                               ? place.page * unit.out.page_stride + place.token_in_page * unit.out.token_stride
                               : of.token * unit.out.token_stride;
-#pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        if (h >= of.count) continue;
-        Numbers n = numbers(x[h], y[h], by[h]);
-        if (kFused && of.heads.weight != nullptr) multiply(of.heads, unit, n);
-        if (unit.turns) turn(p, turns, n);
-        store(of.heads, unit, row + (of.first + h) * unit.out.head_stride, n);
-      }
+      write(p, of, unit, x, by, turns + i * kVec, row + of.first * unit.out.head_stride);
     }
   }
 
-  QUIRE_HD static void load(const Group& of, const Unit& unit, Vector<T>* x, Vector<T>* y) {
+  QUIRE_HD static void load(const Group& of, const Unit& unit, Pair* x) {
     const T* row = static_cast<const T*>(unit.in.data) + of.token * unit.in.token_stride;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= of.count) continue;
       const T* head = row + (of.first + h) * unit.in.head_stride;
-      x[h] = *reinterpret_cast<const Vector<T>*>(head + unit.x);
-      y[h] = unit.has_y ? *reinterpret_cast<const Vector<T>*>(head + unit.y) : Vector<T>{};
+      x[h].x = *reinterpret_cast<const Vector<T>*>(head + unit.x);
+      x[h].y = unit.has_y ? *reinterpret_cast<const Vector<T>*>(head + unit.y) : Vector<T>{};
     }
   }
 
   // Multiplies each `by` with the reciprocal of its head's root mean square.
-  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, float* by) {
+  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, const Pair* first, float* by) {
     float sums[kHeads] = {};
-#pragma unroll 1
-    for (int i = of.lane; i < units_of(of.heads); i += p.lanes) {
-      const Unit unit = unit_of(p, of.heads, i);
-      Vector<T> x[kHeads], y[kHeads];
-      load(of, unit, x, y);
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        if (h >= of.count) continue;
-        for (int c = 0; c < kVec; ++c) {
-          const float a = to_float(x[h].x[c]), b = unit.has_y ? to_float(y[h].x[c]) : 0.f;
-          sums[h] += a * a + b * b;
-        }
-      }
+    for (int h = 0; h < kHeads; ++h) sums[h] = sum_of_squares(first[h]);
+#pragma unroll 1
+    for (int i = of.lane + p.lanes; i < units_of(of.heads); i += p.lanes) {
+      Pair x[kHeads];
+      load(of, unit_of(p, of.heads, i), x);
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) sums[h] += sum_of_squares(x[h]);
     }
+    const bool is_used = of.lane < units_of(of.heads);
     const float dims = static_cast<float>(of.heads.rotary_dim + of.heads.nope_dim);
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) by[h] *= reciprocal_root(sum_of_lanes(sums[h], p.lanes) / dims + p.eps);
+    for (int h = 0; h < kHeads; ++h)
+      by[h] *= reciprocal_root(sum_of_lanes(is_used ? sums[h] : 0.f, p.lanes) / dims + p.eps);
+  }
+
+  QUIRE_HD static float sum_of_squares(const Pair& of) {
+    float sum = 0.f;
+    for (int c = 0; c < kVec; ++c) {
+      const float a = of.x.get(c), b = of.y.get(c);
+      sum += a * a + b * b;
+    }
+    return sum;
   }
 
 #ifdef __CUDACC__
@@ -250,71 +288,74 @@ struct Rope {
     return {static_cast<int32_t>(at), is_known && is_in_table && at == static_cast<int32_t>(at)};
   }
 
-  // The rotations of pairs `pair` on. Those of a token without a position are NaN, and so are its results.
-  QUIRE_HD static void rotations(const RopeParams& p, int64_t token, int pair, const uint64_t* frequencies,
-                                 Rotation* turns) {
+  // The rotation of a pair of dims of a token; NaN, as its results, for a token without a position.
+  QUIRE_HD static Rotation rotation(const RopeParams& p, int64_t token, int pair) {
     const Position position = position_of(p, token);
-    if (!position.is_known) {
-      for (int c = 0; c < kVec; ++c) turns[c] = {__builtin_nanf(""), __builtin_nanf("")};
-    } else if (p.cos_sin_cache == nullptr) {
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) turns[c] = rope_rotation(position.at, frequencies[pair + c]);
-    } else {
-      const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
-      const auto cos = *reinterpret_cast<const Floats*>(row);
-      const auto sin = *reinterpret_cast<const Floats*>(row + p.q.rotary_dim / 2);
-      for (int c = 0; c < kVec; ++c) turns[c] = {cos.x[c], sin.x[c]};
-    }
+    if (!position.is_known) return {__builtin_nanf(""), __builtin_nanf("")};
+    if (p.cos_sin_cache == nullptr) return rope_rotation(position.at, p.frequencies[pair]);
+    const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
+    return {row[0], row[p.heads[0].rotary_dim / 2]};
   }
 
-  struct alignas(min(16, kVec * 4)) Floats {
-    float x[kVec];
-  };
-
-  QUIRE_HD static Numbers numbers(const Vector<T>& x, const Vector<T>& y, float by) {
-    Numbers n;
-    for (int c = 0; c < kVec; ++c) n.x[c] = to_float(x.x[c]), n.y[c] = to_float(y.x[c]);
-    if (kFused) {
-      for (int c = 0; c < kVec; ++c) n.x[c] *= by, n.y[c] *= by;
-    }
-    return n;
-  }
-
-  QUIRE_HD static void multiply(const RopeHeads& heads, const Unit& unit, Numbers& n) {
-    const T* weight = static_cast<const T*>(heads.weight) + unit.first_dim;
-    const auto x = *reinterpret_cast<const Vector<T>*>(weight + unit.x);
-    for (int c = 0; c < kVec; ++c) n.x[c] *= to_float(x.x[c]);
-    if (!unit.has_y) return;
-    const auto y = *reinterpret_cast<const Vector<T>*>(weight + unit.y);
-    for (int c = 0; c < kVec; ++c) n.y[c] *= to_float(y.x[c]);
-  }
-
-  QUIRE_HD static void turn(const RopeParams& p, const Rotation* turns, Numbers& n) {
-    if (kVec == 1 || !p.interleave) {
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) rotate(n.x[c], n.y[c], turns[c]);
-    } else {
-      constexpr int kPairs = kVec / 2;
-#pragma unroll
-      for (int c = 0; c < kPairs; ++c) {
-        rotate(n.x[2 * c], n.x[2 * c + 1], turns[c]);
-        rotate(n.y[2 * c], n.y[2 * c + 1], turns[kPairs + c]);
-      }
-    }
-  }
-
-  QUIRE_HD static void store(const RopeHeads& heads, const Unit& unit, int64_t head, const Numbers& n) {
-    if (!kFused || heads.out_type == HeadType::kAsInput) return store_as<T>(unit, head, n);
-    heads.out_type == HeadType::kE4m3 ? store_as<e4m3_t>(unit, head, n) : store_as<e5m2_t>(unit, head, n);
+  // Scales, turns and stores the vectors of all heads; the first one's place in the output is `head`.
+  QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
+                             const Rotation* turns, int64_t head) {
+    if (!kFused || of.heads.out_type == HeadType::kAsInput) return write_as<T>(p, of, unit, x, by, turns, head);
+    of.heads.out_type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, x, by, turns, head)
+                                         : write_as<e5m2_t>(p, of, unit, x, by, turns, head);
   }
 
   template <class E>
-  QUIRE_HD static void store_as(const Unit& unit, int64_t head, const Numbers& n) {
+  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
+                                const Rotation* turns, int64_t head) {
+    constexpr int kStep = min(2, kVec);  // dims of each vector at a time
+    Vector<E> to_x[kHeads] = {}, to_y[kHeads] = {};
+#pragma unroll
+    for (int c = 0; c < kVec; c += kStep) {
+      const bool neighbours = kVec > 1 && p.interleave;
+      Rotation first{1.f, 0.f}, second{1.f, 0.f};
+      if (unit.turns)
+        first = turns[neighbours ? c / 2 : c], second = turns[neighbours ? (kVec + c) / 2 : c + kStep - 1];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        float a[kStep], b[kStep];
+        for (int i = 0; i < kStep; ++i) a[i] = x[h].x.get(c + i), b[i] = x[h].y.get(c + i);
+        if (kFused) scale<kStep>(of.heads, unit, c, by[h], a, b);
+        if (unit.turns) turn<kStep>(neighbours, first, second, a, b);
+        for (int i = 0; i < kStep; ++i) to_x[h].set(c + i, a[i]), to_y[h].set(c + i, b[i]);
+      }
+    }
     E* to = static_cast<E*>(unit.out.data) + head;
-    Vector<E> x, y;
-    for (int c = 0; c < kVec; ++c) x.x[c] = from_float<E>(n.x[c]), y.x[c] = from_float<E>(n.y[c]);
-    *reinterpret_cast<Vector<E>*>(to + unit.x) = x;
-    if (unit.has_y) *reinterpret_cast<Vector<E>*>(to + unit.y) = y;
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      if (h >= of.count) continue;
+      *reinterpret_cast<Vector<E>*>(to + h * unit.out.head_stride + unit.x) = to_x[h];
+      if (unit.has_y) *reinterpret_cast<Vector<E>*>(to + h * unit.out.head_stride + unit.y) = to_y[h];
+    }
+  }
+
+  // By the norm, or the scale of what is quantised, and by the norm's weights of dims c on.
+  template <int kStep>
+  QUIRE_HD static void scale(const RopeHeads& heads, const Unit& unit, int c, float by, float* a, float* b) {
+    for (int i = 0; i < kStep; ++i) a[i] *= by, b[i] *= by;
+    if (heads.weight == nullptr) return;
+    const T* weight = static_cast<const T*>(heads.weight) + unit.first_dim + c;
+    for (int i = 0; i < kStep; ++i) {
+      a[i] *= to_float(weight[unit.x + i]);
+      if (unit.has_y) b[i] *= to_float(weight[unit.y + i]);
+    }
+  }
+
+  // neighbours: both dims of a pair are in the same vector.
+  template <int kStep>
+  QUIRE_HD static void turn(bool neighbours, Rotation first, Rotation second, float* a, float* b) {
+    if (neighbours) {
+      rotate(a[0], a[kStep - 1], first);
+      rotate(b[0], b[kStep - 1], second);
+    } else {
+      rotate(a[0], b[0], first);
+      if (kStep > 1) rotate(a[kStep - 1], b[kStep - 1], second);
+    }
   }
 };
 
