@@ -59,7 +59,7 @@ from quire.jit.cpu import host_target
 from quire.jit.driver import encode_tensor_map
 from quire.jit.lock import entry_lock
 from quire.jit.manifest import Manifest
-from quire.jit.miss import explain
+from quire.jit.miss import by_nearness, explain
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
 from quire.jit.ninja import stop_compilers
 from quire.jit.request import Request, make_request, toolchain_digest
@@ -275,8 +275,14 @@ def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | No
 
 def _explain(request: Request, store: Store | None) -> str:
     written = store or _private_store or user_store()
+    stores = tuple(_reading_stores(store))
     try:
-        manifests = [manifest for one in _reading_stores(store) for _, manifest in one.manifests()]
+        slugs = {slug for one in stores for slug in one.slugs()}
+        if not slugs:
+            return "the cache is empty"
+        near = by_nearness(request.spec.slug, slugs)  # each miss comes here: not all of a thousand manifests are read
+        found = ([manifest for one in stores for _, manifest in one.manifests(slug)] for slug in near)
+        manifests = next(filter(None, found), [])
     except CacheError as error:
         return f"the cache {written.root} must not be used: {error}"
     return explain(request, manifests, _known_toolchain(request.spec.target, written))

@@ -3,7 +3,8 @@
 The parser is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers that come
 with the compiler. Any other include could change an artifact without changing its key, so it is an error. Sections
 under `#ifdef __CUDACC__` and its negations are followed only in the kind of unit that compiles them. Other conditions
-are not evaluated, so the closure is never too small.
+are not evaluated, so the closure is never too small. A device unit reaches `cuda_runtime.h` as well, which nvcc
+includes of its own accord; the toolkit's headers that it includes in turn are part of the compiler.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ SYSTEM_HEADERS = frozenset(
 )
 #: The two that a device unit may include: fixed by the platform, and part of nvcc's implicit prelude anyway.
 DEVICE_SYSTEM_HEADERS = frozenset({"stddef.h", "stdint.h"})
+
+#: What nvcc includes before every unit: ours comes before the toolkit's on the search path.
+_BEFORE_DEVICE_UNITS = "cuda_runtime.h"
 
 _TOKEN = re.compile(
     r'R"(?P<mark>[^()\\\s]{0,16})\(.*?\)(?P=mark)"'  # raw string
@@ -114,12 +118,18 @@ def _own(operand: str, device: bool, origin: str) -> str | None:
     )
 
 
+def _header(name: str, text: bytes) -> Header:
+    return Header(name, text, hashlib.sha256(text).hexdigest())
+
+
 def closure(root: Path, header: str, *, device: bool) -> tuple[Header, ...]:
     """`header` and every header of ours that it reaches under `root`, by name.
 
     Raises CompileError for a header that does not exist and for an include that a key cannot account for.
     """
     found: dict[str, Header] = {}
+    if device and (before := root / _BEFORE_DEVICE_UNITS).is_file():
+        found[before.name] = _header(before.name, before.read_bytes())
     pending = [(header, "the variant")]
     while pending:
         name, origin = pending.pop()
@@ -129,7 +139,7 @@ def closure(root: Path, header: str, *, device: bool) -> tuple[Header, ...]:
         if not path.is_file():
             raise CompileError(f'{origin}: missing header: "{name}" is not under {root}')
         text = path.read_bytes()
-        found[name] = Header(name, text, hashlib.sha256(text).hexdigest())
+        found[name] = _header(name, text)
         for operand in _includes(text.decode(errors="replace"), device):
             own = _own(operand, device, name)
             if own is not None:

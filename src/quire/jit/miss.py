@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 
 from quire.jit.manifest import Manifest
@@ -57,21 +57,24 @@ def _kernel(slug: str) -> str:
     return slug.partition(".")[0]
 
 
+def by_nearness(slug: str, slugs: Iterable[str]) -> list[str]:
+    """Those of `slugs` that are of the kernel of `slug`: itself, then those that differ in the fewest words."""
+
+    def distance(other: str) -> tuple[int, int, str]:
+        words = zip_longest(slug.split("."), other.split("."))
+        return sum(a != b for a, b in words), -_common_prefix(other, slug), other
+
+    return sorted((other for other in slugs if _kernel(other) == _kernel(slug)), key=distance)
+
+
 def explain(request: Request, manifests: Sequence[Manifest], toolchain: Mapping[str, str] | None) -> str:
-    """One line. `manifests`: of all entries in reach; `toolchain`: the second half of a build's name, if known."""
-    if not manifests:
-        return "the cache is empty"
+    """One line. `manifests`: of the nearest slug's entries; `toolchain`: the second half of a build's name."""
     spec = request.spec
-    same = [manifest for manifest in manifests if manifest.slug == spec.slug]
-    if same:
-        nearest = min(same, key=lambda m: (len(_changed(m.request, request.parts)), -m.created))
-        return _same_variant(request, nearest, toolchain)
-    kernel = [manifest for manifest in manifests if _kernel(manifest.slug) == _kernel(spec.slug)]
-    if not kernel:
+    if not manifests:
         return f"the cache has no variant of {_kernel(spec.slug)}"
-    fields = {"target": spec.target, **dict(spec.fields)}
-    others = {manifest.slug: {"target": manifest.target, **manifest.fields} for manifest in kernel}
-    nearest_slug = min(others, key=lambda s: (len(_changed(others[s], fields)), -_common_prefix(s, spec.slug), s))
-    old = others[nearest_slug]
+    if manifests[0].slug == spec.slug:
+        closest = min(manifests, key=lambda m: (len(_changed(m.request, request.parts)), -m.created))
+        return _same_variant(request, closest, toolchain)
+    fields, old = ({"target": one.target, **dict(one.fields)} for one in (spec, manifests[0]))
     reasons = [f"{name}={fields.get(name, 'unset')}, not {old.get(name, 'unset')}" for name in _changed(old, fields)]
-    return f"nearest is {nearest_slug}: {_first(reasons) or 'only its name differs'}"
+    return f"nearest is {manifests[0].slug}: {_first(reasons) or 'only its name differs'}"

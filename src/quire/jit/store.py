@@ -188,9 +188,9 @@ class Store:
             except (CacheError, OSError) as error:
                 progress.warn_once(f"ignored the cache entry {path}: {error}")
 
-    def manifests(self) -> Iterator[tuple[Path, Manifest]]:
-        """(directory, manifest) of every entry whose manifest can be read, without reading the artifacts."""
-        for path in self.paths():
+    def manifests(self, slug: str | None = None) -> Iterator[tuple[Path, Manifest]]:
+        """(directory, manifest) of every entry, or of a slug's, whose manifest can be read; no artifact is read."""
+        for path in self.paths(slug):
             try:
                 with self._directory("entries", path.parent.name, path.name) as inside:
                     manifest = self._read_manifest(inside)
@@ -198,20 +198,19 @@ class Store:
                 continue
             yield path, manifest
 
-    def paths(self) -> Iterator[Path]:
-        """Every entry directory, sound or not, by slug; CacheError if others could have made them."""
-        entries = self.root / "entries"
+    def slugs(self) -> list[str]:
+        """The slugs that have entries, sound or not; CacheError if others could have made them."""
         try:
             with self._directory("entries") as at:
-                slugs = sorted(trust.names(at))
+                return sorted(trust.names(at))
         except OSError:  # absent, or not for us to read
-            return
-        for slug in slugs:
-            try:
-                found = sorted((entries / slug).iterdir())
-            except OSError:  # no directory, or not for us to read
-                continue
-            yield from found
+            return []
+
+    def paths(self, slug: str | None = None) -> Iterator[Path]:
+        """Every entry directory, or those of a slug, sound or not; CacheError if others could have made them."""
+        for each in self.slugs() if slug is None else (slug,):
+            with suppress(OSError):  # no directory, or not for us to read
+                yield from sorted((self.root / "entries" / each).iterdir())
 
     def total_bytes(self) -> int:
         """Bytes of all files under the root."""
