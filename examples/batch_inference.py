@@ -8,9 +8,7 @@ projections, and hands each layer's output to the next one as queries. Here the 
 
 from __future__ import annotations
 
-import argparse
 import math
-import sys
 import time
 
 import torch
@@ -91,11 +89,11 @@ def attend_once() -> None:
     BatchInferenceEngine(1, device).generate_step(*inputs(device))
 
 
-def main(num_layers: int) -> None:
+def main(layers: int) -> None:
     device = first_call.device()
     first_call.report(__file__)
     torch.manual_seed(0)
-    engine, batch = BatchInferenceEngine(num_layers, device), inputs(device)
+    engine, batch = BatchInferenceEngine(layers, device), inputs(device)
     with first_call.watch() as compiled:
         began = time.perf_counter()
         hidden_states = engine.generate_step(*batch)
@@ -103,24 +101,15 @@ def main(num_layers: int) -> None:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
     print(
-        f"job             {BATCH_SIZE} requests x {num_layers} layers in {seconds:.2f} s on {device}, "
+        f"job             {BATCH_SIZE} requests x {layers} layers in {seconds:.2f} s on {device}, "
         f"{len(compiled.variants)} compiled"
     )
     error = max(
         (o.double() - reference(q, kv_cache, *batch[1:])).abs().max().item()
         for q, o, kv_cache in zip(hidden_states, hidden_states[1:], engine.kv_caches, strict=False)
     )
-    print(f"largest error   {error:.2e} absolute against float64 (allowed {TOLERANCE:.0e})")
-    if not error <= TOLERANCE:
-        sys.exit("FAILED: the output differs from the reference")
+    first_call.judge(error, TOLERANCE)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument(first_call.FLAG, action="store_true", help="make one call and print what it cost, as JSON")
-    arguments = parser.parse_args()
-    if arguments.first_call:
-        first_call.answer(attend_once)
-    else:
-        main(arguments.layers)
+    first_call.run(attend_once, main, __doc__, layers=32)

@@ -149,7 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if first_call.FLAG in sys.argv:
-        first_call.answer(attend_once)
-    else:
-        main()
+    first_call.run(attend_once, main, __doc__)

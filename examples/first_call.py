@@ -7,6 +7,7 @@ the first one finds it too. The example then runs on the same cache: Quire's own
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import subprocess
@@ -75,6 +76,26 @@ def ask(script: str) -> dict:
     """The answer of one fresh process."""
     done = subprocess.run([sys.executable, script, FLAG], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def run(call: Callable[[], object], job: Callable[..., None], description: str | None, **options: int) -> None:
+    """An example as a program: `job` with the values of its `options`, or `call` where a process was asked for that."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(FLAG, action="store_true", help="make one call and print what it cost, as JSON")
+    for name, value in options.items():
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"default: {value}")
+    given = vars(parser.parse_args())
+    if given.pop("first_call"):
+        answer(call)
+    else:
+        job(**given)
+
+
+def judge(error: float, tolerance: float) -> None:
+    """Print the largest error of an example against float64; it fails where that is too large, or no number."""
+    print(f"largest error   {error:.2e} absolute against float64 (allowed {tolerance:.0e})")
+    if not error <= tolerance:
+        sys.exit("FAILED: the output differs from the reference")
 
 
 def device() -> torch.device:

@@ -374,7 +374,4 @@ def compare(model: LlamaForCausalLM, requests: list[Request]) -> None:
 
 
 if __name__ == "__main__":
-    if first_call.FLAG in sys.argv:
-        first_call.answer(attend_once)
-    else:
-        main()
+    first_call.run(attend_once, main, __doc__)

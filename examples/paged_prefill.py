@@ -8,7 +8,6 @@ The calls are those of FlashInfer's documentation of BatchPrefillWithPagedKVCach
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 import time
@@ -82,15 +81,15 @@ def attend_once() -> None:
         wrapper.run(q, kv_cache)
 
 
-def main(num_layers: int) -> None:
+def main(layers: int) -> None:
     device = first_call.device()
     first_call.report(__file__)
     torch.manual_seed(0)
     qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len = inputs(device)
     each = lengths(qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
-    q_at_layer = torch.randn(num_layers, NNZ_QO, NUM_QO_HEADS, HEAD_DIM).half().to(device)
+    q_at_layer = torch.randn(layers, NNZ_QO, NUM_QO_HEADS, HEAD_DIM).half().to(device)
     kv_cache_at_layer = torch.randn(
-        num_layers, MAX_NUM_PAGES, 2, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype=torch.float16, device=device
+        layers, MAX_NUM_PAGES, 2, PAGE_SIZE, NUM_KV_HEADS, HEAD_DIM, dtype=torch.float16, device=device
     )
     prefill_wrapper = new_wrapper(device)
 
@@ -125,7 +124,7 @@ def main(num_layers: int) -> None:
         seconds = time.perf_counter() - began
 
     print(
-        f"job             {len(each)} requests x {num_layers} layers, twice, in {seconds:.2f} s on {device}, "
+        f"job             {len(each)} requests x {layers} layers, twice, in {seconds:.2f} s on {device}, "
         f"{len(compiled.variants)} compiled"
     )
     error = 0.0
@@ -133,17 +132,8 @@ def main(num_layers: int) -> None:
         if not torch.allclose(o_custom, o, rtol=1e-3, atol=1e-3):
             sys.exit("FAILED: the custom mask gives something else than causal=True")
         error = max(error, (o.double() - reference(q, kv_cache, each)).abs().max().item())
-    print(f"largest error   {error:.2e} absolute against float64 (allowed {TOLERANCE:.0e})")
-    if not error <= TOLERANCE:
-        sys.exit("FAILED: the output differs from the reference")
+    first_call.judge(error, TOLERANCE)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument(first_call.FLAG, action="store_true", help="make one call and print what it cost, as JSON")
-    arguments = parser.parse_args()
-    if arguments.first_call:
-        first_call.answer(attend_once)
-    else:
-        main(arguments.layers)
+    first_call.run(attend_once, main, __doc__, layers=32)
