@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,8 @@ import pytest
 
 from quire import aot
 from quire.__main__ import main
+from quire.jit import Store
+from quire.jit.toolchain import find_toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = {
@@ -63,6 +66,37 @@ def test_lint_fails_in_ci_without_a_disassembler(tmp_path: Path, monkeypatch: py
     assert lint.main(store_with(tmp_path / "a")) == 1
     monkeypatch.delenv("CI")
     assert lint.main(store_with(tmp_path / "b")) == 0
+
+
+LISTING = """
+        /*6d90*/   HMMA.16816.F32.BF16 R132, R4.reuse, R128, RZ ;   /* 0x000000800484723c */
+                                                                    /* 0x062fe600000418ff */
+        /*6da0*/   MOV R1, 0x23c ;                                  /* 0x0000000400017c02 */
+"""
+
+
+def test_opcodes_are_learnt_from_a_listing() -> None:
+    lint = script(".ci/lint_cubins.py")
+    assert lint.opcodes_of(lint.TENSOR_CORE["attention_fa2"], LISTING) == {b"\x3c\x02"}
+    assert lint.opcodes_of(lint.TENSOR_CORE["attention_fa3"], LISTING) == set()
+
+
+def test_one_cubin_of_a_family_is_disassembled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each one that lacks what the family must have."""
+    lint = script(".ci/lint_cubins.py")
+    cuobjdump = lint.find_cuobjdump()
+    if cuobjdump is None or find_toolchain("sm80") is None:
+        pytest.skip("needs a compiler for CUDA and a disassembler")
+    specs = [aot.spec_of(f"merge.sm80.{dtype}.v8") for dtype in ("bf16", "fp16")]
+    assert {built.status for built in aot.warm(specs, store=Store(tmp_path))} == {"built"}
+    monkeypatch.setitem(lint.TENSOR_CORE, "merge", re.compile(r"\bFFMA\b"))
+    instructions = lint.Instructions(cuobjdump)
+    assert [instructions.missing(*found) for found in lint.manifests(tmp_path)] == [None, None]
+    assert instructions.disassembled == 1
+    monkeypatch.setitem(lint.TENSOR_CORE, "merge", re.compile(r"\bHMMA\."))
+    instructions = lint.Instructions(cuobjdump)
+    assert [instructions.missing(*found) for found in lint.manifests(tmp_path)] == ["no HMMA in its machine code"] * 2
+    assert instructions.disassembled == 2
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="variants.toml has no host variants for it")
