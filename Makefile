@@ -66,8 +66,8 @@ ci:
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	find templates/include -name '*.h' -o -name '*.cuh' | xargs -P $(WORKERS) -n 8 $(BIN)/clang-format --dry-run -Werror
 	$(BIN)/mypy
-	find templates/include -name '*.h' -o -name '*.cuh' | xargs $(BIN)/clang-format --dry-run -Werror
 
 format: $(STAMP)
 	$(BIN)/ruff format .

@@ -1,10 +1,12 @@
 """Fill src/quire_jit_cache/store with the variants of variants.toml, or check that an installation has them.
 
     python jit_cache/prebuild.py                 compile what is missing, remove what is no longer wanted
+    python jit_cache/prebuild.py --arch 8.9,10.0a,12.0a   for these architectures in place of those of variants.toml
     python jit_cache/prebuild.py --only SLUG     compile this one, beside what is there
     python jit_cache/prebuild.py --check PYTHON  PYTHON's quire must find each variant without compiling
 
-Then `python -m build --wheel jit_cache` packs the store. It needs nvcc and g++, and no GPU.
+Then `python -m build --wheel jit_cache` packs the store. It needs nvcc and g++, and no GPU. What lies in the store does
+not depend on when or how fast it was compiled, so that two builds of one tree make equal wheels.
 """
 
 from __future__ import annotations
@@ -17,9 +19,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from hatchling.builders.utils import get_reproducible_timestamp
+
+from quire.jit import Manifest
+from quire.jit.manifest import MANIFEST
 
 try:
     import tomllib
@@ -28,12 +37,15 @@ except ModuleNotFoundError:  # Python 3.10; hatchling brings it along
 
 HERE = Path(__file__).resolve().parent
 STORE = HERE / "src" / "quire_jit_cache" / "store"
+LARGEST_MB = 30  #: of one target's entries
 
 
-def calls() -> Iterator[list[str]]:
-    """The arguments of `quire warmup` for each table."""
+def calls(arch: list[str] | None = None) -> Iterator[list[str]]:
+    """The arguments of `quire warmup` for each table; `arch`: the architectures in place of the tables' own."""
     tables = tomllib.loads((HERE / "variants.toml").read_text(encoding="utf-8"))
     hosts = tables.pop("host")
+    if arch:
+        tables = {name: {**table, "arch": arch} for name, table in tables.items()}
     if platform.machine() not in hosts:
         sys.exit(f"prebuild: variants.toml has no [host.{platform.machine()}]; expected one of {', '.join(hosts)}")
     for table in (*tables.values(), *(hosts[machine] for machine in hosts if can_compile_for(machine))):
@@ -67,23 +79,60 @@ def warmup(python: str, arguments: list[str], **environment: str) -> list[dict[s
     return variants
 
 
-def fill() -> None:
+def fill(arch: list[str] | None) -> None:
     """Compile every wanted variant into the store, and drop what nothing asked for."""
-    variants = [variant for call in calls() for variant in warmup(sys.executable, [*call, "--store", str(STORE)])]
-    wanted = {Path(variant["path"]) for variant in variants}
-    stale = [path for path in STORE.glob("entries/*/*") if path not in wanted]
+    listed = [variant for call in calls(arch) for variant in warmup(sys.executable, [*call, "--dry-run"])]
+    slugs = sorted({variant["slug"] for variant in listed})
+    variants = warmup(sys.executable, ["--exact", *slugs, "--store", str(STORE)])
+    wanted = [Path(variant["path"]) for variant in variants]
+    stale = set(STORE.glob("entries/*/*")) - set(wanted)
     for path in stale:
         shutil.rmtree(path)
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
-    built = sum(variant["status"] == "built" for variant in variants)
-    missing = [machine for machine in ("x86_64", "aarch64") if not can_compile_for(machine)]
-    for machine in missing:
-        print(f"prebuild: NOTICE: no {machine}-linux-gnu-g++, so the store has no host code for {machine}")
-    size = sum(file.stat().st_size for path in wanted for file in path.iterdir())
+    built = {variant["slug"]: variant["seconds"] for variant in variants if variant["status"] == "built"}
+    for path in wanted:
+        settle(path)
+    report(wanted)
+    for machine in ("x86_64", "aarch64"):
+        if not can_compile_for(machine):
+            print(f"prebuild: NOTICE: no {machine}-linux-gnu-g++, so the store has no host code for {machine}")
+    slowest = max(built, key=lambda slug: built[slug], default=None)
     print(
-        f"prebuild: {len(wanted)} variants in {STORE}, {built} compiled, {len(stale)} dropped, {size / 2**20:.1f} MiB"
+        f"prebuild: {len(wanted)} variants in {STORE}, {len(built)} compiled, {len(stale)} dropped"
+        + (f"; the slowest took {built[slowest]:.1f} s: {slowest}" if slowest else "")
     )
+
+
+def settle(entry: Path) -> None:
+    """Leave of an entry what does not depend on its compile: the artifact, and a manifest without times.
+
+    It counts as made at SOURCE_DATE_EPOCH, or at the time that hatchling gives to a wheel's files.
+    """
+    manifest = Manifest.read((entry / MANIFEST).read_bytes())
+    created = float(get_reproducible_timestamp())
+    settled = replace(manifest, seconds=0.0, peak_bytes=None, created=created)
+    if settled != manifest:
+        unfinished = entry / f"{MANIFEST}.new"
+        unfinished.write_text(settled.write(), encoding="utf-8")
+        unfinished.replace(entry / MANIFEST)
+    for file in entry.iterdir():
+        if file.name not in (MANIFEST, manifest.artifact):
+            file.unlink()
+
+
+def report(entries: Iterable[Path]) -> None:
+    """The bytes of each variant, the largest last; then those of each target, which must not be too many."""
+    sizes = {entry.parent.name: sum(file.stat().st_size for file in entry.iterdir()) for entry in entries}
+    targets: dict[str, int] = defaultdict(int)
+    for slug, size in sorted(sizes.items(), key=lambda item: item[1]):
+        targets[slug.split(".")[1]] += size
+        print(f"{size:>9}  {slug}")
+    for target, size in targets.items():
+        count = sum(slug.split(".")[1] == target for slug in sizes)
+        print(f"prebuild: {target}: {count} variants, {size / 1e6:.1f} MB of at most {LARGEST_MB}")
+    if any(size > LARGEST_MB * 1e6 for size in targets.values()):
+        sys.exit(f"prebuild: a target has more than {LARGEST_MB} MB; leave out of variants.toml what few callers need")
 
 
 def check(python: str) -> None:
@@ -98,6 +147,7 @@ def check(python: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group()
+    parser.add_argument("--arch", metavar="ARCH,...", type=lambda text: text.split(","))
     action.add_argument("--only", metavar="SLUG")
     action.add_argument("--check", metavar="PYTHON")
     arguments = parser.parse_args()
@@ -106,7 +156,7 @@ def main() -> None:
     elif arguments.only:
         warmup(sys.executable, ["--exact", arguments.only, "--store", str(STORE)])
     else:
-        fill()
+        fill(arguments.arch)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import pytest
 
 from quire import aot
 from quire.__main__ import main
-from quire.jit import Store
+from quire.jit import Store, host_target
 from quire.jit.toolchain import find_toolchain
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = {
     "slug": "merge.sm90a.fp16.v8", "target": "sm90a", "artifact": "variant.cubin",
-    "registers": 56, "spills": 0, "warnings": [], "seconds": 1.0,
+    "registers": 56, "spills": 0, "warnings": [],
 }  # fmt: skip
 
 
@@ -122,6 +122,35 @@ def test_other_hosts_are_prebuilt_where_there_is_a_cross_compiler(monkeypatch: p
     assert hosts() == {"x86-64-v3,x86-64-v4"}
     monkeypatch.setattr(prebuild.shutil, "which", lambda name: name)
     assert hosts() == {"x86-64-v3,x86-64-v4", "aarch64"}
+
+
+def test_what_is_packed_does_not_depend_on_when_it_was_compiled(tmp_path: Path) -> None:
+    prebuild, spec = script("jit_cache/prebuild.py"), aot.spec_of(f"packbits.{host_target()}.any.v1")
+    packed = []
+    for name in ("one", "two"):
+        (built,) = aot.warm([spec], store=Store(tmp_path / name))
+        assert built.status == "built"
+        prebuild.settle(Path(built.path))
+        packed.append({file.name: file.read_bytes() for file in Path(built.path).iterdir()})
+        assert [built.status for built in aot.warm([spec], store=Store(tmp_path / name))] == ["hit"]
+    assert packed[0] == packed[1]
+    assert sorted(packed[0]) == ["manifest.json", "variant.so"]
+
+
+def test_too_large_a_package_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prebuild = script("jit_cache/prebuild.py")
+    entries = [tmp_path / f"merge.{target}.fp16.v8" / "digest" for target in ("sm80", "sm90a")]
+    for entry, size in zip(entries, (10_000, 20_000), strict=True):
+        entry.mkdir(parents=True)
+        (entry / "variant.cubin").write_bytes(bytes(size))
+    prebuild.report(entries)
+    said = capsys.readouterr().out
+    assert "    20000  merge.sm90a.fp16.v8" in said and "sm80: 1 variants, 0.0 MB of at most 30" in said
+    monkeypatch.setattr(prebuild, "LARGEST_MB", 0.015)
+    with pytest.raises(SystemExit, match=r"more than 0\.015 MB"):
+        prebuild.report(entries)
 
 
 @pytest.mark.parametrize(
