@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from quire import _templates
 from quire.errors import CompileError
 from quire.jit.headers import closure
+from quire.jit.toolchain import Nvcc
 
 
 def write(root: Path, **texts: str) -> Path:
@@ -84,3 +89,38 @@ def test_a_missing_header_names_its_includer(tmp_path: Path) -> None:
     write(tmp_path, a='#include "quire/gone.h"\n')
     with pytest.raises(CompileError, match=r'quire/a\.h: missing header: "quire/gone\.h"'):
         names(tmp_path)
+
+
+# What nvcc includes of its own accord
+
+BEFORE = _templates.root() / "include" / "cuda_runtime.h"
+
+
+def test_device_units_reach_what_nvcc_includes(tmp_path: Path) -> None:
+    write(tmp_path, a="")
+    (tmp_path / "cuda_runtime.h").write_text('#include "crt/host_defines.h"\n')
+    assert names(tmp_path) == ["cuda_runtime.h", "quire/a.h"]
+    assert names(tmp_path, device=False) == ["quire/a.h"]
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90a"])
+@pytest.mark.skipif(Nvcc.find() is None, reason="no nvcc")
+def test_it_is_to_a_cubin_as_the_toolkits_own(tmp_path: Path, target: str) -> None:
+    """Each function that it declares, and some intrinsics of the headers that it includes."""
+    calls = [
+        f"{name}({', '.join('xyz'[: parameters.count('float')])})"
+        for name, parameters in re.findall(r"^QUIRE_BUILTIN (\w+)\((.*)\);", BEFORE.read_text(), re.M)
+    ]
+    assert len(calls) > 30
+    calls += ["__shfl_xor_sync(~0u, x, 1)", "__ldg(p)", "__expf(x)", "__uint_as_float(__byte_perm(1, threadIdx.x, 2))"]
+    lines = "\n".join(f"  *p++ = {call};" for call in calls)
+    (tmp_path / "unit.cu").write_text(
+        f'extern "C" __global__ void k(float* p, float x, float y, float z) {{\n{lines}\n__syncthreads();\n}}\n'
+    )
+    nvcc, cubins = Nvcc.require(), []
+    for name, path in (("ours", ["-I", str(BEFORE.parent)]), ("toolkit", [])):
+        words = [nvcc.path, *nvcc.flags(target), *path, "-o", f"{name}.cubin", "unit.cu"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"{shlex.join(words)}\n{done.stderr}"
+        cubins.append((tmp_path / f"{name}.cubin").read_bytes())
+    assert cubins[0] == cubins[1]
