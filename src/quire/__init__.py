@@ -40,8 +40,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """What is public: a name that is not there may change."""
     _load()
-    return sorted(globals())
+    return sorted([*globals()["__all__"], "__version__"])
 
 
 if "torch" in sys.modules:

@@ -13,6 +13,7 @@ from quire.errors import ValidationError
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.runtime.attention import AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, check_positive, check_same_device, host_indices, refuse
+from quire.runtime.keywords import Pair
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import logits_options
 
@@ -69,7 +70,7 @@ class BatchAttention:
         self, q: torch.Tensor, kv_cache: PagedCache, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
         k_scale: Any = None, v_scale: Any = None, logits_soft_cap: float = 0.0,
         profiler_buffer: torch.Tensor | None = None, kv_cache_sf: Any = None,
-    ) -> Result:  # fmt: skip
+    ) -> Pair:  # fmt: skip
         """(o [nnz_qo, num_qo_heads, head_dim_vo], lse [nnz_qo, num_qo_heads] float32, base 2).
 
         logits_soft_cap: plan()'s, or 0 for it. k_scale, v_scale: numbers or tensors of one element.

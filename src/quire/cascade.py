@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -140,7 +140,7 @@ class MultiLevelCascadeAttentionWrapper:
         o, lse = self._levels[0].run_return_lse(q, paged_kv_cache)
         for level in self._levels[1:]:
             merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache))
-        return cast(torch.Tensor, o)
+        return o
 
     forward = run
 
@@ -210,7 +210,7 @@ class _SharedPrefixWrapper:
         )
         o, lse = self._unique.forward_return_lse(q, unique_kv_cache, sm_scale=sm_scale, **options)
         merge_state_in_place(o, lse, *shared)
-        return cast(torch.Tensor, o)
+        return o
 
     def end_forward(self) -> None:
         """Nothing to do: a plan is released with its wrapper or by the next begin_forward()."""
@@ -339,7 +339,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
         q, k_shared, v_shared, kv_layout=kv_layout, sm_scale=sm_scale, backend=backend, return_lse=True
     )
     merge_state_in_place(o, lse, *shared)
-    return cast(torch.Tensor, o)
+    return o
 
 
 def _scratch(q: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -14,11 +14,15 @@ from quire.errors import ValidationError
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
+from quire.runtime.keywords import DecodeKeywords, Pair, SingleDecodeKeywords
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.wrapper import AttentionWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
@@ -128,6 +132,20 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, return_lse: Literal[False] = False,
+        **options: Unpack[DecodeKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, return_lse: Literal[True],
+        **options: Unpack[DecodeKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, return_lse: bool, **options: Unpack[DecodeKeywords]
+    ) -> Result: ...
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -149,7 +167,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
 
-    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Any) -> Result:
+    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Unpack[DecodeKeywords]) -> Pair:
         """run() with return_lse=True."""
         return self.run(q, paged_kv_cache, **options, return_lse=True)
 
@@ -163,9 +181,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self._replan(locals())
         return self.run(q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
+    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
         """forward() with return_lse=True."""
-        return self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+        o, lse = self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+        return o, lse
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
@@ -203,6 +222,20 @@ def fast_decode_plan(
     wrapper.plan(**arguments | ({} if on_host is None else {"indptr": on_host}))
 
 
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+    **options: Unpack[SingleDecodeKeywords],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+    **options: Unpack[SingleDecodeKeywords],
+) -> Pair: ...  # fmt: skip
+@overload
+def single_decode_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
+) -> Result: ...
 def single_decode_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
 import torch
 
@@ -27,6 +27,7 @@ from quire.runtime.checks import (
     host_indices,
     refuse,
 )
+from quire.runtime.keywords import Pair, RunKeywords, SinglePrefillKeywords
 from quire.runtime.layout import PagedCache
 from quire.runtime.multi_item import with_items
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, new_results, operator
@@ -36,6 +37,9 @@ from quire.runtime.schedule import Indices
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
 from quire.types import KVLayout
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
@@ -221,6 +225,21 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[False] = False,
+        **options: Unpack[RunKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[True],
+        **options: Unpack[RunKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: bool,
+        **options: Unpack[RunKeywords],
+    ) -> Result: ...  # fmt: skip
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -254,8 +273,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
 
     def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Any
-    ) -> Result:
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Unpack[RunKeywords]
+    ) -> Pair:
         """run() with return_lse=True."""
         return self.run(q, paged_kv_cache, *scales, **options, return_lse=True)
 
@@ -270,9 +289,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         self._replan(locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
 
-    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Result:
+    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
         """forward() with return_lse=True."""
-        return self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+        o, lse = self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
+        return o, lse
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
@@ -349,6 +369,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+        **options: Unpack[RunKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+        **options: Unpack[RunKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[RunKeywords]
+    ) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
@@ -366,7 +400,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
         )  # fmt: skip
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Result:
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[RunKeywords]) -> Pair:
         """run() with return_lse=True."""
         return self.run(q, k, v, **options, return_lse=True)
 
@@ -380,11 +414,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         self._replan(locals())
         return self.run(q, k, v, return_lse=return_lse)
 
-    def forward_return_lse(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
-    ) -> Result:
+    def forward_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Pair:
         """forward() with return_lse=True."""
-        return self.forward(q, k, v, *args, **options, return_lse=True)
+        o, lse = self.forward(q, k, v, *args, **options, return_lse=True)
+        return o, lse
 
 
 def _positional_scales(
@@ -396,6 +429,20 @@ def _positional_scales(
     return scales[0], scales[1] if len(scales) == 2 else v_scale
 
 
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+    **options: Unpack[SinglePrefillKeywords],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+    **options: Unpack[SinglePrefillKeywords],
+) -> Pair: ...  # fmt: skip
+@overload
+def single_prefill_with_kv_cache(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
+) -> Result: ...
 def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
     scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: torch.dtype | None = None,
@@ -491,4 +538,6 @@ def _attend_one_into(
     _attend_one(q, k, v, out, lse, False, None, **options)
 
 
-single_prefill_with_kv_cache_return_lse = partial(single_prefill_with_kv_cache, return_lse=True)
+single_prefill_with_kv_cache_return_lse: Callable[..., Pair] = partial(  # type: ignore[assignment]
+    single_prefill_with_kv_cache, return_lse=True
+)

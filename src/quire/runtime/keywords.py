@@ -1,0 +1,59 @@
+"""The keyword arguments that overloads share: type checkers know by return_lse whether a call returns o or (o, lse)."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]  #: (o, lse)
+
+
+class RunKeywords(TypedDict, total=False):
+    """What run() of each planned wrapper takes beside its tensors."""
+
+    q_scale: float | None
+    k_scale: float | None
+    v_scale: float | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    enable_pdl: bool | None
+    window_left: int | None
+    sinks: torch.Tensor | None
+
+
+class DecodeKeywords(RunKeywords, total=False):
+    """What run() of the decode wrapper takes."""
+
+    q_len_per_req: int | None
+
+
+class _SingleKeywords(TypedDict, total=False):
+    kv_layout: str
+    backend: str
+    pos_encoding_mode: str
+    sm_scale: float | None
+    window_left: int
+    logits_soft_cap: float | None
+    rope_scale: float | None
+    rope_theta: float | None
+    k_scale: float | None
+    v_scale: float | None
+
+
+class SingleDecodeKeywords(_SingleKeywords, total=False):
+    """What single_decode_with_kv_cache() takes beside its tensors."""
+
+    q_scale: float | None
+    use_tensor_cores: bool
+
+
+class SinglePrefillKeywords(_SingleKeywords, total=False):
+    """What single_prefill_with_kv_cache() takes beside its tensors."""
+
+    o_dtype: torch.dtype | None
+    custom_mask: torch.Tensor | None
+    packed_custom_mask: torch.Tensor | None
+    causal: bool
+    use_fp16_qk_reduction: bool
+    allow_fp16_qk_reduction: bool

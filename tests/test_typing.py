@@ -1,0 +1,70 @@
+"""Types of the public surface, as a user's type checker sees them, and what dir(quire) shows."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+
+SCRIPT = Path(__file__).with_name("typed_user.py")
+
+#: Each of the last lines is a mistake that a type checker must find.
+WRONG = """import quire
+import torch
+
+def f(w: quire.BatchDecodeWithPagedKVCacheWrapper, t: torch.Tensor) -> None:
+    w.run(t, t).strange
+    x: torch.Tensor = w.run(t, t, return_lse=True)
+    w.run(t, t, k_sclae=1.0)
+"""
+
+
+def mypy(path: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "MYPYPATH": str(Path(quire.__file__).parents[1])}
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(path.parent / ".cache"), str(path)]
+    return subprocess.run(
+        command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False, timeout=500
+    )
+
+
+@pytest.mark.slow
+def test_mypy_accepts_a_typed_user(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    done = mypy(Path(shutil.copy(SCRIPT, tmp_path)))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_mypy_finds_mistakes(tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    path = tmp_path / "wrong.py"
+    path.write_text(WRONG)
+    done = mypy(path)
+    assert [line in done.stdout for line in ("wrong.py:5", "wrong.py:6", "wrong.py:7")] == [True] * 3, done.stdout
+
+
+@pytest.mark.slow
+def test_pyright_accepts_a_typed_user(tmp_path: Path) -> None:
+    if shutil.which("pyright") is None:
+        pytest.skip("no pyright on PATH")
+    shutil.copy(SCRIPT, tmp_path)
+    (tmp_path / "pyrightconfig.json").write_text(f'{{"extraPaths": ["{Path(quire.__file__).parents[1]}"]}}')
+    command = ["pyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_typed_user_runs() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("torch.Size([2, 8, 64])") == 6
+
+
+def test_dir_shows_what_is_public() -> None:
+    assert set(dir(quire)) == {*quire.__all__, "__version__"}
