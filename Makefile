@@ -4,6 +4,8 @@
 #   make test       install into .venv and run the tests, but for the slow ones
 #   make test-slow  the slow ones: .ci/run runs them too
 #   make test-all   both
+#   make docs       the documents as one folder that opens from disk: build/docs/index.html; warnings are errors
+#   make figures    draws benchmarks/results/*.json into docs/figures/
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #
 # All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
@@ -22,7 +24,7 @@ OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all engines venv ci lint format clean
+.PHONY: demo test test-slow test-all docs figures engines venv ci lint format clean
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
@@ -43,6 +45,13 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+docs: $(STAMP)
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open build/docs/index.html"
+
+figures: $(STAMP)
+	$(BIN)/python benchmarks/figures.py
 
 engines: export QUIRE_CACHE_DIR = $(CURDIR)/build/engines/cache
 engines: export QUIRE_LOG = error

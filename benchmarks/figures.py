@@ -1,0 +1,312 @@
+"""Draws the committed result files: speed beside peers, roofline, first call, host cost, and the CPU.
+
+    python benchmarks/figures.py [--out docs/figures]
+
+Each picture is an SVG for light pages and one for dark pages. The bytes depend on the files and on matplotlib's version
+alone. Nothing is drawn that is not in a file, and each picture names the machine and the date of its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+#: What rcParams say on each kind of page; C0 is Quire's colour, C1 a warning's, the others are of peers.
+THEMES = {
+    "light": {"ink": "#24292f", "faint": "#d0d7de", "cycle": ["#0a7d74", "#c2410c", "#2563eb", "#7c3aed", "#a16207"]},
+    "dark": {"ink": "#e6edf3", "faint": "#3d444d", "cycle": ["#2dd4bf", "#fb923c", "#60a5fa", "#c084fc", "#facc15"]},
+}
+#: Providers of the result files, their names, and their colours and marks.
+PROVIDERS = {
+    "quire": ("Quire", "C0", "o"),
+    "fa3": ("FlashAttention-3", "C2", "s"),
+    "fi-fa3": ("FlashInfer fa3", "C3", "^"),
+    "fi-fa2": ("FlashInfer fa2", "C3", "v"),
+    "fi-decode-tc": ("FlashInfer decode", "C3", "D"),
+    "torch-cudnn": ("cuDNN", "C4", "P"),
+}
+WITHOUT_PAGES = ("fa3", "torch-cudnn")  #: run on a copy without pages where a row has pages, which is less work
+
+
+class Row(NamedTuple):
+    """One row of a report of attention.py."""
+
+    name: str
+    flops: float
+    num_bytes: float
+    unit: str
+    has_pages: bool
+    rates: dict[str, float]  #: by provider
+
+    @property
+    def best_peer(self) -> str:
+        return max((name for name in self.rates if name != "quire"), key=self.rates.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """Quire's speed, as a multiple of the fastest peer's."""
+        return self.rates["quire"] / self.rates[self.best_peer]
+
+    @property
+    def label(self) -> str:
+        copied = self.has_pages and self.best_peer in WITHOUT_PAGES
+        return self.name + (" *" if copied else " †" if self.name in _later_rates() else "")
+
+
+def latest(pattern: str) -> dict[str, Any]:
+    """The newest result file of a name such as `*-h200-attention.json`; names begin with dates."""
+    report: dict[str, Any] = json.loads(max(RESULTS.glob(pattern)).read_text(encoding="utf-8"))
+    return report
+
+
+def _later_rates() -> dict[str, float]:
+    """Rows that a later commit made slower, in their unit: the precise tanh of a soft cap."""
+    found = latest("*-h200-suite.json")["tanh_of_a_soft_cap_tflops"]
+    return {found["row"]: next(rate for name, rate in found.items() if "kept" in name)}
+
+
+def attention_rows() -> list[Row]:
+    """The rows that Quire and a peer computed."""
+    rows = []
+    for row in latest("*-h200-attention.json")["rows"]:
+        rates = {result["provider"]: result["rate"] for result in row["results"] if result["timing"]}
+        if row["row"] in _later_rates():
+            rates["quire"] = _later_rates()[row["row"]]
+        if {"quire"} < rates.keys():
+            paged = row["problem"]["page_size"] > 0
+            rows.append(Row(row["row"], row["flops"], row["bytes"], row["unit"], paged, rates))
+    return rows
+
+
+def _machine(report: dict[str, Any]) -> str:
+    return f"{report['device']}, {report['date'][:10]}, random bf16 inputs, medians, all in turn in one process"
+
+
+def _ranked(ax: Axes, names: list[str]) -> None:
+    """Rows from the top down, named on the left."""
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.4, -0.6)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x")
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+def speed(figure: Figure) -> str:
+    """Quire beside the fastest other, row by row."""
+    rows = attention_rows()
+    figure.set_size_inches(11.2, 5.4)
+    for ax, unit, title in zip(
+        figure.subplots(1, 2), ("TFLOP/s", "GB/s"), ("prefill and append", "decode and mixed"), strict=True
+    ):
+        part = [row for row in rows if row.unit == unit]
+        for y, row in enumerate(part):
+            colour, end = "C0" if row.ratio >= 1 else "C1", min(row.ratio, 2.6)
+            ax.barh(y, end - 1, left=1, height=0.62, color=colour)
+            side = 4 if row.ratio >= 1 else -4
+            ax.annotate(
+                f"{row.ratio:.2f}" + (" →" if row.ratio > end else ""), (end, y), (side, 0), va="center",
+                textcoords="offset points", ha="left" if side > 0 else "right", color=colour, fontsize=8.5,
+            )  # fmt: skip
+        _ranked(ax, [row.label for row in part])
+        ax.set_xticks([1, 1.5, 2, 2.5], ["1x", "1.5x", "2x", "2.5x"])
+        ax.set_xlim(0.62, 2.95)
+        ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
+        ax.set_title(title)
+    slower = sum(row.ratio < 1 for row in rows)
+    figure.suptitle(f"Quire's speed beside the fastest other in each row ({slower} of {len(rows)} rows: slower)")
+    return (
+        f"{_machine(latest('*-h200-attention.json'))}. The others: FlashInfer (its kernels), FlashAttention-3, cuDNN.\n"
+        "* the fastest other ran on a copy without pages, which is less work. "
+        "† Quire's figure is a later one, since its tanh became precise."
+    )
+
+
+def rates(figure: Figure) -> str:
+    """What each provider reaches."""
+    rows, report = attention_rows(), latest("*-h200-attention.json")
+    figure.set_size_inches(11.2, 5.8)
+    for ax, unit, roof in zip(figure.subplots(1, 2), ("TFLOP/s", "GB/s"), ("tflops", "gigabytes_per_s"), strict=True):
+        part = [row for row in rows if row.unit == unit]
+        for name, (_, colour, mark) in reversed(PROVIDERS.items()):
+            at = [y for y, row in enumerate(part) if name in row.rates]
+            size = 58 if name == "quire" else 30
+            ax.scatter([part[y].rates[name] for y in at], at, s=size, color=colour, marker=mark, zorder=3, lw=0)
+        _ranked(ax, [row.label for row in part])
+        ax.set_xlim(0, report["roof"][roof] * 1.06)
+        ax.axvline(report["roof"][roof], color=mpl.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
+        ax.set_title(f"{unit} (dashed: what this card reached)")
+    _legend(figure, list(PROVIDERS))
+    return f"{_machine(report)}.\n* and †: as in the picture of speed."
+
+
+def roofline(figure: Figure) -> str:
+    """Rates by operations a byte, under the card's two roofs."""
+    rows, report = attention_rows(), latest("*-h200-attention.json")
+    figure.set_size_inches(8.4, 4.8)
+    ax = figure.subplots()
+    tflops, bandwidth = report["roof"]["tflops"], report["roof"]["gigabytes_per_s"] / 1e3
+    low, high = 1.5, 4e4
+    ink = mpl.rcParams["text.color"]
+    ax.plot([low, tflops / bandwidth, high], [low * bandwidth, tflops, tflops], color=ink, linewidth=1.3)
+    for name, (_, colour, mark) in reversed(PROVIDERS.items()):
+        for row in (row for row in rows if name in row.rates):
+            intensity = row.flops / row.num_bytes
+            rate = row.rates[name] * (1 if row.unit == "TFLOP/s" else intensity / 1e3)
+            ax.scatter(intensity, rate, s=46 if name == "quire" else 22, color=colour, marker=mark, zorder=3, lw=0)
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.set_xlim(low, high)
+    ax.set_ylim(1.5, 1600)
+    ax.set_xticks([10, 100, 1000, 10000], ["10", "100", "1,000", "10,000"])
+    ax.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
+    ax.set_xlabel("operations a byte (q, keys, values and output, each once)")
+    ax.set_ylabel("TFLOP/s")
+    ax.grid(which="major")
+    ax.text(2, 2 * bandwidth * 3, f"memory:\n{bandwidth * 1e3:,.0f} GB/s", fontsize=9)
+    ax.text(high * 0.9, tflops * 1.12, f"tensor cores: {tflops:.0f} TFLOP/s", fontsize=9, ha="right")
+    _legend(figure, list(PROVIDERS))
+    return f"{_machine(report)}.\nThe roofs are what a matrix product and a large read reached in the same run."
+
+
+def first_call(figure: Figure) -> str:
+    """Seconds that a cold compile takes."""
+    report = latest("*-compile.json")
+    families = sorted(report["families"].items(), key=lambda item: -item[1]["median_seconds"])
+    figure.set_size_inches(8.4, 2.9)
+    ax = figure.subplots()
+    for y, (_, found) in enumerate(families):
+        ax.barh(y, found["median_seconds"], height=0.55, color="C0")
+        ax.plot([found["median_seconds"], found["largest_seconds"]], [y, y], color="C0", linewidth=1.4)
+        ax.plot(found["largest_seconds"], y, marker="|", markersize=11, color="C0", markeredgewidth=1.6)
+        text = f"{found['median_seconds']:.1f} s, slowest {found['largest_seconds']:.1f} s"
+        ax.annotate(text, (found["largest_seconds"], y), (8, 0), textcoords="offset points", va="center", fontsize=9)
+    busy = {name for name, found in families if "note" in found}
+    names = [f"{name} ({found['variants']}){' *' if name in busy else ''}" for name, found in families]
+    _ranked(ax, names)
+    ax.set_xlim(0, max(found["largest_seconds"] for _, found in families) * 1.32)
+    ax.set_xlabel("seconds of a cold compile; in brackets: variants")
+    return (
+        f"{report['date']}, nvcc {report['nvcc']}, g++ {report['gxx']}, two compiles at a time on 2 cores, "
+        f"commit {report['commit']}.\n* while other work kept both cores busy."
+    )
+
+
+def host(figure: Figure) -> str:
+    """What plan() and run() cost the host."""
+    report = latest("*-h200-plan.json")
+    results = [result for result in report["results"] if result["plan"]]
+    cases = list(dict.fromkeys(result["case"] for result in results))
+    figure.set_size_inches(9.6, 3.4)
+    shown = {"quire": 0.0, "fi-fa2": 0.26, "fi-fa3": 0.52}
+    for ax, call in zip(figure.subplots(1, 2), ("plan", "run"), strict=True):
+        for result in results:
+            name, value = result["provider"], result[call]["p50"]
+            y = cases.index(result["case"]) + shown[name] - 0.26
+            ax.barh(y, value, height=0.24, color=PROVIDERS[name][1], alpha=0.6 if name == "fi-fa2" else 1)
+            ax.annotate(f"{value:.0f}" if value > 20 else f"{value:.1f}", (value, y), (3, 0),
+                        textcoords="offset points", va="center", fontsize=7.5)  # fmt: skip
+        _ranked(ax, cases)
+        ax.set_xlim(0, max(result[call]["p50"] for result in results) * 1.14)
+        ax.set_title(f"{call}(), microseconds")
+    figure.legend(
+        [Line2D([], [], lw=6, color=PROVIDERS[name][1], alpha=0.6 if name == "fi-fa2" else 1) for name in shown],
+        ["Quire", "FlashInfer fa2 (pale)", "FlashInfer fa3"], loc="outside upper center", ncols=3,
+    )  # fmt: skip
+    return (
+        f"The host of one {report['device']}, {report['date'][:10]}, {report['calls']:,} calls, medians; b: requests,\n"
+        f"{report['kv_len']} keys each; flashinfer-python {report['peers']['flashinfer-python']}."
+    )
+
+
+def cpu(figure: Figure) -> str:
+    """The cpu backend beside torch's SDPA."""
+    report = latest("cpu-*.json")
+    figure.set_size_inches(9.6, 4.6)
+    ax = figure.subplots()
+    for y, result in enumerate(report["results"]):
+        colour = "C0" if result["speedup"] >= 1 else "C1"
+        ax.barh(y, result["speedup"] - 1, left=1, height=0.62, color=colour)
+        ax.annotate(f"{result['speedup']:.1f}", (result["speedup"], y), (4, 0), textcoords="offset points", va="center",
+                    color=colour, fontsize=8.5)  # fmt: skip
+    _ranked(ax, [result["case"] for result in report["results"]])
+    ax.set_xscale("log")
+    ax.set_xticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
+    ax.set_xticks([], minor=True)
+    ax.set_xlim(0.9, 28)
+    ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
+    ax.set_title("Quire's speed beside torch's SDPA on a CPU")
+    return (
+        f"{report['cpu']}, {report['threads']} threads, {report['target']}, {report['date'][:10]}, torch "
+        f"{report['torch']}, medians.\nOthers used the cores meanwhile (load {report['load_before']} to "
+        f"{report['load_after']}): trust the ratios."
+    )
+
+
+PICTURES: tuple[Callable[[Figure], str], ...] = (speed, rates, roofline, first_call, host, cpu)
+
+
+def _legend(figure: Figure, names: list[str]) -> None:
+    kinds = [PROVIDERS[name] for name in names]
+    marks = [Line2D([], [], linestyle="", marker=mark, color=colour, markersize=6) for _, colour, mark in kinds]
+    figure.legend(marks, [label for label, _, _ in kinds], loc="outside upper center", ncols=len(names))
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _settings(theme: dict[str, Any]) -> dict[str, Any]:
+    ink, faint = theme["ink"], theme["faint"]
+    return {
+        "svg.hashsalt": "quire", "svg.fonttype": "none", "font.size": 9.5, "axes.titlesize": 10.5,
+        "figure.titlesize": 12, "figure.titleweight": "bold", "text.color": ink, "axes.labelcolor": ink,
+        "axes.edgecolor": faint, "xtick.color": ink, "ytick.color": ink, "grid.color": faint, "grid.linewidth": 0.6,
+        "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": "none",
+        "figure.facecolor": "none", "legend.frameon": False, "legend.handletextpad": 0.3,
+        "axes.prop_cycle": mpl.cycler(color=theme["cycle"]),
+    }  # fmt: skip
+
+
+def draw() -> Iterator[tuple[str, str]]:
+    """Name and text of each picture."""
+    for kind, theme in THEMES.items():
+        for picture in PICTURES:
+            with mpl.rc_context({**mpl.rcParamsDefault, **_settings(theme)}):
+                figure = Figure(layout="constrained")
+                figure.text(0.008, 0.012, picture(figure), fontsize=7.5, alpha=0.8, linespacing=1.5)
+                engine = figure.get_layout_engine()
+                assert engine is not None
+                engine.set(rect=(0, 0.42 / figure.get_figheight(), 1, 1 - 0.42 / figure.get_figheight()))
+                yield f"{picture.__name__.replace('_', '-')}-{kind}.svg", _svg(figure, picture.__doc__ or "")
+
+
+def _svg(figure: Figure, title: str) -> str:
+    file = StringIO()
+    FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None, "Creator": None, "Title": title})
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "figures")
+    out: Path = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in draw():
+        (out / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

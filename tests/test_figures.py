@@ -1,0 +1,45 @@
+"""The committed pictures are those that benchmarks/figures.py draws from the committed result files."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="make docs installs it")
+
+ROOT = Path(__file__).resolve().parent.parent
+FIGURES = ROOT / "docs" / "figures"
+PINNED = re.search(r"^matplotlib==(\S+)", (ROOT / "constraints-dev.txt").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, str]:
+    assert PINNED is not None
+    if version("matplotlib") != PINNED.group(1):
+        pytest.skip(f"matplotlib {version('matplotlib')} draws other bytes than {PINNED.group(1)}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        import figures
+
+        return dict(figures.draw())
+
+
+def test_committed_pictures_are_fresh(drawn: dict[str, str]) -> None:
+    assert {path.name for path in FIGURES.glob("*.svg")} == drawn.keys()
+    stale = [name for name, text in drawn.items() if (FIGURES / name).read_text(encoding="utf-8") != text]
+    assert not stale, f"run make figures: {stale}"
+
+
+def test_drawn_twice_they_are_equal(drawn: dict[str, str]) -> None:
+    import figures
+
+    assert dict(figures.draw()) == drawn
+
+
+def test_each_picture_names_machine_and_date(drawn: dict[str, str]) -> None:
+    for name, text in drawn.items():
+        assert re.search(r"20\d\d-\d\d-\d\d", text), name
+        assert re.search(r"H200|EPYC|Xeon|g\+\+ 12", text), name
