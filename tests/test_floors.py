@@ -14,7 +14,7 @@ SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rop
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__", "cli", "compat", "public"},
-    {"estimates", "presets"},
+    {"estimates", "presets", "viz"},
     {"aot"},
     {
         "attention",

@@ -13,6 +13,7 @@ from quire.errors import ValidationError
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.runtime.attention import AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, check_positive, check_same_device, host_indices, refuse
+from quire.runtime.explanation import Explanation
 from quire.runtime.keywords import Pair
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import logits_options
@@ -80,8 +81,8 @@ class BatchAttention:
             raise ValidationError(f"logits_soft_cap: expected {cap} (fixed by plan()) or 0, got {logits_soft_cap}.")
         return self._wrapper.run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
 
-    def explain(self) -> str:
-        """Which kernel plan() chose and why each other was refused."""
+    def explain(self) -> Explanation:
+        """Which kernel plan() chose, why each other was refused, and what was planned."""
         return self._wrapper.explain()
 
 

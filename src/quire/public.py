@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope, xqa
+from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope, viz, xqa
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
@@ -135,6 +135,7 @@ __all__: list[str] = [
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "viz",
     "warmup",
     "xqa",
     "xqa_batch_decode_with_kv_cache",

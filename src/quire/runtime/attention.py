@@ -27,6 +27,7 @@ from quire.runtime.checks import (
     scalar,
     to_int32,
 )
+from quire.runtime.explanation import Explanation, figures_of
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
 from quire.runtime.options import LogitsOptions, PlanOptions
@@ -36,7 +37,8 @@ from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
-from quire.runtime.workspace import Workspace
+from quire.runtime.work import Placed, place_work
+from quire.runtime.workspace import Workspace, partials_bytes
 from quire.types import DType, KVLayout, MaskMode
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
@@ -206,9 +208,20 @@ class Attention:
         for narrowed in self._narrowed.values():
             narrowed.set_logits(logits)
 
-    def explain(self) -> str:
-        """Which kernel was chosen, why each other was refused, and what is unusual about the plan."""
-        return "\n".join(filter(None, (str(self.decision), self._plan.note)))
+    def explain(self) -> Explanation:
+        """Which kernel was chosen, why each other was refused, and what was planned."""
+        key, schedule = self.decision.key, self._plan.schedule
+        partial = partials_bytes(1, key.tile_rows, key.head_dim_vo)
+        sizes = None if schedule is None else schedule.sizes
+        return Explanation.of(
+            self.decision, figures_of(sizes, self.decision, self.spec.indices.batch_size, partial), self._plan.note
+        )
+
+    def placed_work(self) -> list[Placed]:
+        """Who computes what; PlanError where only the device knows the lengths."""
+        if self._plan.schedule_input is None or not isinstance(self.spec.indices, Indices):
+            raise PlanError("the schedule of this call is made on the GPU: plan() a wrapper with lengths on the host.")
+        return place_work(self._plan.indices(self.spec.indices), self._plan.schedule_input)
 
     def _same_batch(self) -> AttentionSpec:
         """The spec with index arrays as they were: the caller may have written others since."""

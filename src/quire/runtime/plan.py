@@ -13,7 +13,7 @@ from torch._C._autograd import _profiler_enabled as is_profiling
 from quire.jit import Module
 from quire.kernels import Decision
 from quire.kernels.operands import View
-from quire.kernels.params import AttentionParams
+from quire.kernels.params import AttentionParams, ScheduleInput
 from quire.runtime.launch import bind, profiled
 from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Schedule
@@ -34,10 +34,11 @@ class AttentionPlan:
         self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
         grid: int, tensors: tuple[torch.Tensor | None, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
         sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
-        note: str = "",
+        note: str = "", schedule_input: ScheduleInput | None = None,
     ) -> None:  # fmt: skip
         self.note = note  #: what explain() adds about this plan
         self.schedule = schedule  #: None where only the device knows the lengths
+        self.schedule_input = schedule_input  #: what it was made with, beside the batch
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind the schedule
         self._module, self._device, self._grid = module, device, grid

@@ -200,6 +200,7 @@ def make_plan(
     return AttentionPlan(
         decision, module, params, options.logits, device, grid, (bits, partials, pages, frequencies),
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
+        schedule_input=template.schedule,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from quire.errors import PlanError
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
 from quire.runtime.checks import check_flags, check_tensor
 from quire.runtime.engine_attributes import EngineAttributes
+from quire.runtime.explanation import Explanation
 from quire.runtime.graph import GraphState, graph_state
 from quire.runtime.ops import TracedRun, handle_of, is_tracing
 from quire.runtime.options import logits_options
@@ -65,8 +66,10 @@ class AttentionWrapper(EngineAttributes):
         self._int_workspace_buffer = none if int_workspace_buffer is None else int_workspace_buffer
         check_tensor(self._int_workspace_buffer, "int_workspace_buffer")
 
-    def explain(self) -> str:
-        """Which kernel plan() chose and why each other was refused."""
+    def explain(self) -> Explanation:
+        """Which kernel plan() chose, why each other was refused, and what was planned: a str that notebooks show as
+        HTML and Python's prompt as a table.
+        """
         return planned(self._attention).explain()
 
     def end_forward(self) -> None:

@@ -1,0 +1,111 @@
+"""Who computes what: the schedule of a plan as lists of work tiles, read back from the arrays that kernels read.
+
+This repeats WorkCursor of core/schedule.h in Python, for pictures; kernels never wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import heapq
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeVar
+
+from quire.kernels.params import Partition, RowTile, ScheduleInput
+from quire.runtime.schedule import Indices, Schedule, make_schedule
+
+_Struct = TypeVar("_Struct", bound=ctypes.Structure)
+
+START_COST_UNIT = 16  #: start costs are in sixteenths of a KV tile
+
+
+class Work(NamedTuple):
+    """A work tile: a run of KV tiles of one row tile and KV head, which one CTA computes at a time."""
+
+    request: int
+    kv_head: int
+    rows: tuple[int, int]  #: packed rows of the request: query token * group_size + query head in the group
+    keys: tuple[int, int]  #: tokens of the request
+    units: int  #: KV tiles, at least 1
+    group: int  #: merge group; -1: it computes its rows alone
+
+
+class Placed(NamedTuple):
+    """A work tile on a line of the picture, and when it runs, counted in KV tiles."""
+
+    work: Work
+    line: int  #: the CTA, or the host's thread
+    begin: float
+    end: float
+
+
+def place_work(indices: Indices, template: ScheduleInput) -> list[Placed]:
+    """The work tiles of a batch, where and when they run if each KV tile takes equally long.
+
+    A partition is one CTA's. Whole row tiles go to whichever CTA is free first, in their order.
+    """
+    schedule = make_schedule(indices, template)
+    start, lines = template.start_cost / START_COST_UNIT, max(1, template.max_ctas)
+    partitions = _array(Partition, schedule, schedule.sizes.partitions_offset, _num_partitions(schedule))
+    placed: list[Placed] = []
+    if partitions:
+        for line, partition in enumerate(partitions):
+            at = 0.0
+            for work in _of_partition(partition, _tiles(schedule), template):
+                placed.append(Placed(work, line, at, at + start + work.units))
+                at = placed[-1].end
+        return placed
+    free = [(0.0, line) for line in range(lines)]
+    for work in _whole(_tiles(schedule), template):
+        at, line = heapq.heappop(free)
+        placed.append(Placed(work, line, at, at + start + work.units))
+        heapq.heappush(free, (placed[-1].end, line))
+    return placed
+
+
+def _num_partitions(schedule: Schedule) -> int:
+    """Partitions that say what to do; none where CTAs take whole row tiles."""
+    sizes = schedule.sizes
+    return sizes.num_ctas if sizes.is_partitioned and not sizes.is_dynamic else 0
+
+
+def _array(cls: type[_Struct], schedule: Schedule, offset: int, count: int) -> list[_Struct]:
+    address, size = schedule.host_buffer.address + offset, ctypes.sizeof(cls)
+    return [cls.from_buffer_copy(ctypes.string_at(address + i * size, size)) for i in range(count)]
+
+
+def _tiles(schedule: Schedule) -> list[RowTile]:
+    return _array(RowTile, schedule, schedule.sizes.tiles_offset, schedule.sizes.num_tiles)
+
+
+def _units(tile: RowTile) -> int:
+    return int(max(1, tile.kv_end - tile.kv_begin))
+
+
+def _work(tile: RowTile, kv_head: int, offset: int, units: int, group: int, template: ScheduleInput) -> Work:
+    first = tile.kv_begin + offset
+    keys = (first * template.tile_kv, min(min(first + units, tile.kv_end) * template.tile_kv, tile.kv_len))
+    rows = tile.row_begin, min(tile.row_begin + template.tile_rows, tile.qo_len * template.group_size)
+    return Work(tile.request, kv_head, rows, (keys[0], max(keys)), units, group)
+
+
+def _group(tile: RowTile, kv_head: int) -> int:
+    """The merge group of a fixed split; -1 of a whole row tile."""
+    return tile.group + kv_head if tile.partial >= 0 else -1
+
+
+def _whole(tiles: Iterable[RowTile], template: ScheduleInput) -> Iterator[Work]:
+    for tile in tiles:
+        for head in range(template.num_kv_heads):
+            yield _work(tile, head, 0, _units(tile), _group(tile, head), template)
+
+
+def _of_partition(partition: Partition, tiles: list[RowTile], template: ScheduleInput) -> Iterator[Work]:
+    head, index, offset, left = partition.kv_head, partition.tile, partition.offset, partition.units
+    while left > 0:
+        size = _units(tiles[index])
+        units = min(left, size - offset)
+        group = _group(tiles[index], head) if units == size else partition.group + (offset == 0)
+        yield _work(tiles[index], head, offset, units, group, template)
+        left, offset, index = left - units, 0, index + 1
+        if index == partition.num_tiles:
+            index, head = 0, head + 1
