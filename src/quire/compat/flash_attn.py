@@ -1,0 +1,578 @@
+"""FlashAttention's functions, with its signatures and semantics, over Quire's kernels.
+
+    from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+The surface is that of flash-attn 2 (https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py). What all
+functions have in common:
+
+- q is [..., num_heads, head_dim], k and v are [..., num_heads_k, head_dim]; num_heads is a multiple of num_heads_k, and
+  v may have a head_dim of its own, which the result then has.
+- causal: the last query sees the last key (bottom-right). Queries that see no key give zeros, and an lse of -inf.
+- window_size=(left, right): keys seen to the left and right of where a query stands; -1: all. With causal, right is 0.
+- softcap: c > 0 makes each scaled logit x into c * tanh(x / c). softmax_scale: None is 1 / sqrt(head_dim).
+- alibi_slopes: those of the ALiBi paper alone, float32 [num_heads] or [batch, num_heads], where no query sees keys to
+  its right. Slopes on a GPU are waited for.
+- s_aux: [num_heads] natural-log logits that join each denominator (attention sinks), as in vLLM's flash-attn 3.
+- deterministic is a permission, as results are the same in every run. dropout_p must be 0: Quire is for inference.
+- return_attn_probs=True returns (out, softmax_lse, None): softmax_lse is float32 and in natural logarithms; the third
+  is only there with dropout. flash_attn_with_kvcache has return_softmax_lse, which returns (out, softmax_lse).
+
+Each function raises ValidationError naming the argument, or UnsupportedError. Results have q's dtype: float16,
+bfloat16, and float32 on the CPU. Layers that call with the same index tensors plan once.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.block_tables import check_lengths, indices_of
+from quire.compat.recent_plans import RecentPlans, Source
+from quire.errors import UnsupportedError, ValidationError
+from quire.page import append_paged_kv_cache
+from quire.rope import apply_rope_with_cos_sin_cache
+from quire.runtime.attention import AttentionSpec
+from quire.runtime.bits import kv_lens, qo_lens
+from quire.runtime.checks import (
+    batch_size_of,
+    check_flags,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    host_indices,
+    to_int32,
+)
+from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
+from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
+from quire.runtime.schedule import Indices, Lengths
+from quire.types import KVLayout
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+Window = tuple[int, int]
+Result = Any  #: out, or a tuple of out, softmax_lse and what else was asked for
+_ALL = (-1, -1)
+_recent = RecentPlans()
+
+
+class _Scoring(NamedTuple):
+    """What the arguments that are no tensors say."""
+
+    softmax_scale: float | None
+    causal: bool
+    left: int  #: keys to the left of a query that it sees; -1: all
+    right: int  #: keys to its right; -1: all
+    softcap: float
+    has_alibi: bool
+    num_splits: int = 0
+
+    @classmethod
+    def of(
+        cls, softmax_scale: float | None, causal: bool, window_size: Window, softcap: float,
+        alibi_slopes: torch.Tensor | None, num_heads: int, qo_len: int | None, num_splits: int = 0,
+        dropout_p: float = 0.0, deterministic: bool = False,
+    ) -> _Scoring:  # fmt: skip
+        """Checked; qo_len is None where it differs between requests."""
+        check_flags(causal=causal, deterministic=deterministic)
+        if dropout_p != 0:
+            raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
+        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+            raise ValidationError(f"num_splits: expected 0 (any number) or a positive integer, got {num_splits!r}.")
+        left, right = _window(window_size)
+        if alibi_slopes is not None:
+            if not (causal or right == 0 or qo_len == 1):
+                raise UnsupportedError("alibi_slopes: expected causal=True, as keys to the right have no bias here.")
+            _check_slopes(alibi_slopes, num_heads)
+        causal = causal or right == 0
+        return cls(softmax_scale, causal, left, 0 if causal else right, softcap, alibi_slopes is not None, num_splits)
+
+
+def _window(window_size: Any) -> Window:
+    """FlashAttention takes any negative number for no limit."""
+    try:
+        left, right = (int(side) for side in window_size)
+    except (TypeError, ValueError) as error:
+        raise ValidationError(f"window_size: expected (left, right), two integers, got {window_size!r}.") from error
+    return max(-1, left), max(-1, right)
+
+
+def _check_slopes(slopes: Any, num_heads: int) -> None:
+    """The kernels compute the slopes of the paper (Press et al., 2022): others would be another bias."""
+    given = check_tensor(slopes, "alibi_slopes")
+    if given.dim() not in (1, 2) or given.shape[-1] != num_heads:
+        raise ValidationError(
+            f"alibi_slopes: expected [num_heads={num_heads}] or [batch, num_heads], got {list(given.shape)}."
+        )
+    n = 2 ** math.floor(math.log2(num_heads))
+    powers = [8 / n * (i + 1) for i in range(n)] + [4 / n * (2 * i + 1) for i in range(num_heads - n)]
+    known = torch.tensor([2.0**-power for power in powers], dtype=torch.float64, device="cpu")
+    if not torch.allclose(given.cpu().double(), known.expand(given.shape), rtol=1e-5, atol=0):
+        raise UnsupportedError(
+            f"alibi_slopes: expected those of the ALiBi paper for {num_heads} heads, which the kernels compute "
+            f"({known[0]:.6g}, {known[1 % num_heads]:.6g}, ...), got other numbers."
+        )
+
+
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Attention of a batch whose requests are equally long.
+
+    q: [batch, seqlen_q, num_heads, head_dim]; k, v: [batch, seqlen_k, num_heads_k, head_dim]. Other arguments and
+    errors: at the top of the module. Returns out [batch, seqlen_q, num_heads, head_dim], or (out, softmax_lse [batch,
+    num_heads, seqlen_q], None).
+
+    >>> from quire.compat.flash_attn import flash_attn_func
+    >>> q, k, v = torch.randn(2, 5, 8, 64), torch.randn(2, 20, 2, 64), torch.randn(2, 20, 2, 64)
+    >>> flash_attn_func(q, k, v, causal=True, window_size=(7, 0)).shape
+    torch.Size([2, 5, 8, 64])
+    """
+    batch, seqlen_q, num_heads = _check_queries(q)
+    check_shape(_tensor(k, "k"), "k", _sizes("batch", batch, "seqlen_k"))
+    check_shape(_tensor(v, "v"), "v", _sizes("batch", batch, "seqlen_k", k.shape[1], k.shape[2]))
+    scoring = _Scoring.of(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, 0, dropout_p, deterministic
+    )
+    batch_k = _equal(batch, k.shape[1])
+    where: tuple[Source, Source, Source, Source] = None, None, batch_k.lens, batch_k.rows
+    if all(t.stride(0) == k.shape[1] * t.stride(1) or not t.numel() for t in (k, v)):
+        where = _equal(batch, seqlen_q).offsets, batch_k.offsets, None, None
+        k, v = k.flatten(0, 1), v.flatten(0, 1)
+    out, lse = _attend_equal(q, k, v, where, scoring, s_aux, return_attn_probs)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """flash_attn_func() with keys and values in one tensor: kv [batch, seqlen_k, 2, num_heads_k, head_dim]."""
+    k, v = _unpacked(kv, "kv", 5, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """flash_attn_func() with queries, keys and values in one tensor: qkv [batch, seqlen, 3, num_heads, head_dim]."""
+    q, k, v = _unpacked(qkv, "qkv", 5, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None, *, s_aux: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Attention of a batch whose requests lie one after another, each with a length of its own.
+
+    q: [total_q, num_heads, head_dim]; k, v: [total_k, num_heads_k, head_dim]. cu_seqlens_q, cu_seqlens_k: int32
+    [batch + 1], offsets into them; those on a GPU are copied to the host, which waits for it. Rows of q beyond
+    cu_seqlens_q[-1] give zeros. max_seqlen_q, max_seqlen_k: the longest request, which the offsets say too; offsets on
+    the host must not be longer. block_table: int32 [batch, pages]; k and v are then [num_blocks, page_block_size,
+    num_heads_k, head_dim], and cu_seqlens_k sums up the tokens in them. Other arguments and errors: at the top of the
+    module. Returns out [total_q, num_heads, head_dim], or (out, softmax_lse [num_heads, total_q], None).
+
+    >>> from quire.compat.flash_attn import flash_attn_varlen_func
+    >>> q, k, v = torch.randn(5, 8, 64), torch.randn(30, 2, 64), torch.randn(30, 2, 64)
+    >>> cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 5], [0, 20, 30]))
+    >>> flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_seqlen_q=4, max_seqlen_k=20, causal=True).shape
+    torch.Size([5, 8, 64])
+    """
+    check_shape(_tensor(q, "q"), "q", dict.fromkeys(("total_q", "num_heads", "head_dim")))
+    pages = ("num_blocks", "page_block_size") if block_table is not None else ("total_k",)
+    for tensor, name in ((k, "k"), (v, "v")):
+        check_shape(_tensor(tensor, name), name, dict.fromkeys((*pages, "num_heads_k", "head_dim")))
+    scoring = _Scoring.of(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, q.shape[1], None, 0, dropout_p, deterministic
+    )
+    for offsets, most, name in (
+        (cu_seqlens_q, max_seqlen_q, "max_seqlen_q"),
+        (cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
+    ):
+        _check_longest(offsets, most, name)
+    out, lse = _new_results(q, v, return_attn_probs)
+    _launch(q, k, v, out, lse, s_aux, cu_seqlens_q, cu_seqlens_k, None, block_table, 0, *scoring)
+    return (out, _natural(lse).t().contiguous(), None) if lse is not None else out
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """flash_attn_varlen_func() with keys and values in one tensor: kv [total_k, 2, num_heads_k, head_dim]."""
+    k, v = _unpacked(kv, "kv", 4, 2)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Result:  # fmt: skip
+    """flash_attn_varlen_func() with all three in one tensor: qkv [total, 3, num_heads, head_dim]."""
+    q, k, v = _unpacked(qkv, "qkv", 4, 3)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None, cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
+    rotary_interleaved: bool = True, alibi_slopes: torch.Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, *, s_aux: torch.Tensor | None = None,
+) -> Result:  # fmt: skip
+    """Attention over a cache, into which new keys and values are written first.
+
+    q: [batch, seqlen_q, num_heads, head_dim]. k_cache, v_cache: [batch_cache, seqlen_cache, num_heads_k, head_dim]; or
+    with block_table, int32 [batch, pages], [num_blocks, page_block_size, num_heads_k, head_dim].
+    k, v: [batch, seqlen_new, num_heads_k, head_dim], written to the cache in place, behind what each request has.
+    cache_seqlens: tokens of each request before that, one number or int32 [batch]; None: all of the cache. On a GPU it
+    is read there alone, so that the call may be captured in a CUDA graph; tokens beyond the cache are not written, and
+    a request with a negative length has no keys and writes none.
+    rotary_cos, rotary_sin: [seqlen_rotary, rotary_dim / 2]: k is rotated by its position, and q by its own with causal
+    or a window, else by cache_seqlens; rotary_interleaved: dims 2 i and 2 i + 1 turn together, else i and i +
+    rotary_dim / 2. They need k.
+    cache_batch_idx: int32 [batch], the row of the cache of each request. cache_leftpad: int32 [batch], where the keys
+    of each row begin. Both are refused beside block_table.
+    num_splits: 1 divides no request's keys; other numbers are a permission. Other arguments and errors: at the top of
+    the module. Returns out [batch, seqlen_q, num_heads, head_dim], or (out, softmax_lse [batch, num_heads, seqlen_q]).
+
+    >>> from quire.compat.flash_attn import flash_attn_with_kvcache
+    >>> q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+    >>> k_cache, v_cache = torch.zeros(2, 32, 2, 64), torch.zeros(2, 32, 2, 64)
+    >>> lens = torch.tensor([0, 7], dtype=torch.int32)
+    >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lens, causal=True).shape
+    torch.Size([2, 1, 8, 64])
+    >>> torch.equal(k_cache[1, 7], k[1, 0])
+    True
+    """
+    batch, seqlen_q, num_heads = _check_queries(q)
+    check_flags(rotary_interleaved=rotary_interleaved)
+    cache = _Cache.of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    scoring = _Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, num_splits)
+    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
+        raise ValidationError("k, v and rotary_cos, rotary_sin: expected both of a pair or neither.")
+    if k is not None and v is not None:
+        if rotary_cos is not None and rotary_sin is not None:
+            moves = scoring.causal or (scoring.left, scoring.right) != _ALL
+            q, k = _rotated(q, k, cache.lens, rotary_cos, rotary_sin, rotary_interleaved, moves)
+        cache = cache.append(k, v)
+    elif rotary_cos is not None:
+        raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
+    lens, pages = (cache.lens.clamp(min=0), cache.pages) if cache.leftpad is None else cache.without_padding()
+    page_k, page_v = cache.tensors if cache.leftpad is None else (_token_pages(t) for t in cache.tensors)
+    out, lse = _attend_equal(q, page_k, page_v, (None, None, lens, pages), scoring, s_aux, return_softmax_lse)
+    return (out, lse) if return_softmax_lse else out
+
+
+class _Cache(NamedTuple):
+    """A cache in pages: those of the block table, or a row of the cache as one page."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    lens: torch.Tensor  #: int32 [batch], tokens
+    pages: torch.Tensor  #: int32 [batch, pages]
+    leftpad: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, k_cache: Any, v_cache: Any, batch: int, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
+        block_table: Any,
+    ) -> _Cache:  # fmt: skip
+        """Checked, with index tensors on the cache's device or the host."""
+        for tensor, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+            _tensor(tensor, name)
+            check_shape(tensor, name, _sizes("num_pages", None, "page_size"))
+        rows, size = k_cache.shape[:2]
+        check_shape(v_cache, "v_cache", _sizes("num_pages", rows, "page_size", size, k_cache.shape[2]))
+        if block_table is None:
+            at = _equal(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
+            pages = _index(at, "cache_batch_idx", batch, k_cache.device, rows - 1)[:, None]
+        elif cache_batch_idx is not None or cache_leftpad is not None:
+            name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
+            raise ValidationError(f"{name}: expected None beside block_table, which says where keys are.")
+        else:
+            pages = _tensor(block_table, "block_table")
+            check_shape(pages, "block_table", {"batch": batch, "pages": None})
+        most = pages.shape[1] * size
+        lens = most if cache_seqlens is None else cache_seqlens
+        if not isinstance(lens, torch.Tensor):
+            lens = _equal(batch, int(lens)).lens
+        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
+        pad = None if cache_leftpad is None else _index(cache_leftpad, "cache_leftpad", batch, k_cache.device, most)
+        return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"), pad)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> _Cache:
+        """Writes new tokens behind those that are there; returns the cache with them."""
+        batch, device = self.lens.shape[0], self.tensors[0].device
+        for tensor, name in ((k, "k"), (v, "v")):
+            check_shape(_tensor(tensor, name), name, _sizes("batch", batch, "seqlen_new"))
+        new, most = k.shape[1], self.pages.shape[1] * self.tensors[0].shape[1]
+        if self.lens.is_cpu and not is_tracing() and batch and int(self.lens.max()) + new > most:
+            raise ValidationError(
+                f"cache_seqlens: expected at most {most - new}, as {new} new tokens follow in {most} places, got "
+                f"{int(self.lens.max())}."
+            )
+        lens, pages = self.lens.to(device), self.pages.to(device).contiguous()
+        positions = (lens[:, None] + torch.arange(new, dtype=torch.int32, device=device)).view(-1)
+        requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(new)
+        indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * pages.shape[1]
+        append_paged_kv_cache(
+            k.flatten(0, 1), v.flatten(0, 1), torch.where(positions < 0, -1, requests), positions, self.tensors,
+            pages.view(-1), indptr, torch.ones_like(lens),
+        )  # fmt: skip
+        return self._replace(lens=self.lens + new)
+
+    def without_padding(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens behind the padding on the left, and the numbers of their pages of one token (_token_pages())."""
+        assert self.leftpad is not None
+        keys, size = self.tensors[0], self.tensors[0].shape[1]
+        pad, lens, rows = (t.to(keys.device) for t in (self.leftpad, self.lens, self.pages))
+        tokens = pad[:, None] + torch.arange(size, dtype=torch.int32, device=keys.device)
+        pages = rows * (keys.stride(0) // keys.stride(1)) + tokens.clamp(max=size - 1)
+        lens = (lens - pad).clamp(min=0)
+        return lens.to(self.lens.device), pages.to(torch.int32)
+
+
+def _index(value: Any, name: str, batch: int, device: torch.device, most: int) -> torch.Tensor:
+    """An int32 index tensor on the host, where its numbers are checked, or on `device`."""
+    tensor = to_int32(_tensor(value, name), name)
+    check_shape(tensor, name, {"batch": batch})
+    if tensor.is_cpu and not is_tracing() and tensor.numel() and int(tensor.max()) > most:
+        raise ValidationError(f"{name}: expected at most {most}, got {int(tensor.max())}.")
+    if not tensor.is_cpu:
+        check_same_device(tensor, name, device)
+    return tensor
+
+
+def _token_pages(cache: torch.Tensor) -> torch.Tensor:
+    """A view of [rows, tokens, heads, dim] as pages of one token; token t of row r is page r * row stride / token
+    stride + t. Pages overlap where heads come before tokens: they are only read.
+    """
+    rows, tokens, heads, dim = cache.shape
+    step, token = cache.stride(0), cache.stride(1)
+    if rows > 1 and (token == 0 or step % token):
+        raise ValidationError(f"k_cache: expected rows a multiple of tokens apart, got strides {cache.stride()}.")
+    pages = (rows - 1) * (step // token) + tokens
+    return cache.as_strided((pages, 1, heads, dim), (token, token, *cache.stride()[2:]))
+
+
+def _rotated(
+    q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor, cos: Any, sin: Any, interleaved: bool, moves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, rotated by where their tokens stand; all of q at the first new token unless it moves."""
+    table = torch.cat([cos, sin], dim=1).float()
+    start = lens.to(q.device).clamp(min=0)[:, None]
+
+    def turn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(x.shape[0] * x.shape[1], -1)
+        none = flat.new_zeros(flat.shape[0], 0)
+        return apply_rope_with_cos_sin_cache(at, flat, none, x.shape[3], table, not interleaved)[0].view(x.shape)
+
+    steps = [torch.arange(t.shape[1], dtype=torch.int32, device=q.device) for t in (q, k)]
+    return turn(q, (start + steps[0] * moves).view(-1)), turn(k, (start + steps[1]).view(-1))
+
+
+def _attend_equal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: tuple[Source, Source, Source, Source], scoring: _Scoring,
+    sinks: torch.Tensor | None, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """out [batch, seqlen_q, num_heads, head_dim], and the lse as FlashAttention has it. `where` is as in _attend()."""
+    flat = q.reshape(-1, *q.shape[2:])
+    out, lse = _new_results(flat, v, return_lse)
+    _launch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
+    out = out.view(*q.shape[:3], out.shape[2])
+    return out, None if lse is None else _natural(lse).view(q.shape[:3]).transpose(1, 2).contiguous()
+
+
+class _Equal(NamedTuple):
+    """Index tensors, on the host, of a batch whose requests are equally long."""
+
+    offsets: torch.Tensor  #: [batch + 1]
+    lens: torch.Tensor  #: [batch]
+    rows: torch.Tensor  #: [batch, 1], the number of each request
+
+
+def _equal(batch: int, length: int) -> _Equal:
+    """The same tensors for the same batch, so that a plan of them is found again."""
+    if is_tracing():
+        return _new_equal(batch, length)
+    with torch.inference_mode(False):
+        return _known_equal(batch, length)
+
+
+def _new_equal(batch: int, length: int) -> _Equal:
+    numbers = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
+    return _Equal(numbers * length, torch.full_like(numbers[:-1], length), numbers[:-1, None])
+
+
+_known_equal = lru_cache(maxsize=256)(_new_equal)
+
+
+def _new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_flags(return_lse=return_lse)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+
+
+def _natural(lse: torch.Tensor) -> torch.Tensor:
+    """From base 2, in place."""
+    return lse.mul_(math.log(2))
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+    sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
+    seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
+    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int,
+) -> None:  # fmt: skip
+    """Writes out, and lse in base 2. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
+    seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
+    """
+    page_size = 0 if block_table is None else k.shape[1]
+    options = PlanOptions(
+        *heads(q.shape[1], k.shape[-2]), q.shape[2], v.shape[-1], Types.of(q.dtype, k.dtype, None),
+        logits_options(q.shape[2], softmax_scale, left, softcap, "ALIBI" if has_alibi else "NONE"), causal, page_size,
+        split_size(None, num_splits == 1),
+    )  # fmt: skip
+
+    def spec() -> AttentionSpec:
+        indices = _indices(q, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size, right > 0)
+        mask = _right_window(indices, right, q.device) if isinstance(indices, Indices) and right > 0 else None
+        return AttentionSpec(indices, options, mask)
+
+    sources = cu_seqlens_q, cu_seqlens_k, seq_lens, block_table
+    if not q.shape[0]:
+        return
+    attention = _recent.get((options, qo_len, right), sources, KVLayout.NHD, q.device, spec)
+    rows = attention.spec.nnz_qo
+    if rows > q.shape[0]:
+        raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    attention.run(
+        q[:rows], (k, v), out=out[:rows], lse=None if lse is None else lse[:rows], return_lse=False, sinks=sinks,
+        q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None,
+    )  # fmt: skip
+    out[rows:].zero_()
+    if lse is not None:
+        lse[rows:].fill_(-math.inf)
+
+
+_record = operator(
+    """flash_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
+       Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? block_table, SymInt qo_len,
+       float? softmax_scale, bool causal, int left, int right, float softcap, bool has_alibi, int num_splits) -> ()""",
+    tags=NOT_CAPTURABLE,
+)(_attend)
+
+
+def _launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
+    _record(q, k, v, *rest)
+
+
+def _indices(
+    q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seq_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None, qo_len: int, page_size: int, needs_host: bool,
+) -> Indices | Lengths:  # fmt: skip
+    """What the planner is given; lengths that only a GPU knows stay there where queries are equally many."""
+    indptr = None if cu_seqlens_q is None else host_indices(cu_seqlens_q, "cu_seqlens_q")
+    if block_table is None:
+        assert indptr is not None
+        batch = batch_size_of(indptr, "cu_seqlens_q")
+        return Indices(batch, indptr, 0, host_indices(cu_seqlens_k, "cu_seqlens_k", batch + 1), None, None, 1)
+    if seq_lens is None:
+        seq_lens = host_indices(cu_seqlens_k, "cu_seqlens_k").diff()
+    if indptr is not None:
+        check_shape(indptr, "cu_seqlens_q", {"batch + 1": seq_lens.shape[0] + 1})
+    check_shape(block_table, "block_table", {"batch": seq_lens.shape[0], "pages": None})
+    if not (seq_lens.is_cpu or needs_host):
+        return Lengths(seq_lens.contiguous(), _rows(block_table.to(q.device)), qo_len, page_size)
+    lens = seq_lens.cpu()
+    check_lengths(lens, block_table.shape[1], page_size, 2**31 - 1, "2^31 - 1")
+    return indices_of(_rows(block_table), lens, indptr, qo_len, page_size)
+
+
+def _rows(table: torch.Tensor) -> torch.Tensor:
+    table = to_int32(table, "block_table")
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _right_window(indices: Indices, right: int, device: torch.device) -> torch.Tensor | None:
+    """Which keys each query sees, flat; None if no query has as many to its right."""
+    lens = list(zip(qo_lens(indices), kv_lens(indices), strict=True))
+    if all(right >= min(qo, kv) - 1 for qo, kv in lens):
+        return None
+    longest = max(max(pair) for pair in lens)
+    at = torch.arange(longest, dtype=torch.int32, device=device)
+    return torch.cat([(at[:kv] <= (at[:qo] + (kv - qo + right))[:, None]).flatten() for qo, kv in lens])
+
+
+def _check_queries(q: Any) -> tuple[int, int, int]:
+    """batch, seqlen_q and num_heads."""
+    check_shape(_tensor(q, "q"), "q", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
+    return q.shape[0], q.shape[1], q.shape[2]
+
+
+def _tensor(value: Any, name: str) -> torch.Tensor:
+    """check_tensor(), for tensors that have memory."""
+    if is_tracing() and isinstance(value, torch.Tensor):
+        return value
+    return check_tensor(value, name)
+
+
+def _sizes(
+    first: str, rows: int | None, second: str, tokens: int | None = None, num_heads: int | None = None
+) -> dict[str, int | None]:
+    return {first: rows, second: tokens, "num_heads_k": num_heads, "head_dim": None}
+
+
+def _unpacked(tensor: Any, name: str, dims: int, count: int) -> tuple[torch.Tensor, ...]:
+    """The tensors that lie in one, which has `dims` dimensions, the third of the last `count`."""
+    given = _tensor(tensor, name)
+    if given.dim() != dims or given.shape[-3] != count:
+        raise ValidationError(f"{name}: expected [..., {count}, num_heads, head_dim], got {list(given.shape)}.")
+    return given.unbind(-3)
+
+
+def _check_longest(offsets: Any, most: int | torch.Tensor, name: str) -> None:
+    """max_seqlen only repeats what offsets say: it is compared with them where both lie on the host."""
+    if is_tracing() or not isinstance(offsets, torch.Tensor) or not offsets.is_cpu or offsets.numel() < 2:
+        return
+    if isinstance(most, torch.Tensor) and not most.is_cpu:
+        return
+    longest = int(offsets.diff().max())
+    if longest > int(most):
+        raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {int(most)}.")

@@ -1,0 +1,342 @@
+"""FlashAttention's functions over Quire, against the oracle in float64."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+import quire
+from problems import ints
+from quire.compat import flash_attn
+from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+
+Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
+WINDOWS = [(-1, -1), (5, 0), (4, 2), (-1, 3), (1000, 1000)]
+
+
+def random(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+    return made.to(device=device, dtype=dtype)
+
+
+def ragged(dtype: torch.dtype, device: str, num_heads: int = 8, num_heads_k: int = 2, dim: int = 64) -> list[Tensor]:
+    shapes = (sum(Q_LENS), num_heads), (sum(KV_LENS), num_heads_k), (sum(KV_LENS), num_heads_k)
+    return [random(*shape, dim, device=device, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def seen(q_lens, kv_lens, causal: bool, window: tuple[int, int]) -> Tensor:
+    """Which keys each query sees as FlashAttention's documentation says, flat."""
+    masks = []
+    for n, m in zip(q_lens, kv_lens, strict=True):
+        distance = torch.arange(m)[None] - (torch.arange(n)[:, None] + m - n)  # right of where the query stands
+        left, right = window[0], 0 if causal else window[1]
+        masks.append(((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right)))
+    return torch.cat([mask.flatten() for mask in masks])
+
+
+def check(out, lse, q, k, v, q_lens=Q_LENS, kv_lens=KV_LENS, causal=False, window=(-1, -1), soft_cap=None, **options):
+    """out [total_q, heads, dim] and lse [total_q, heads] in natural logarithms, against the oracle."""
+    indptrs = oracle.indptr_of(q_lens), oracle.indptr_of(kv_lens)
+    how = {"mask": seen(q_lens, kv_lens, causal, window), "soft_cap": soft_cap, **options}
+    ref = oracle.attention(q, k, v, *indptrs, **how)
+    oracle.assert_close(out, ref.o, oracle.torch_error(q, k, v, *indptrs, **how), indptrs[0])
+    if lse is not None:
+        oracle.assert_lse_close(lse / math.log(2), ref.lse, magnitude=64.0, soft_cap=soft_cap)
+
+
+def offsets(lens, device: str) -> Tensor:
+    return ints(oracle.indptr_of(lens), device)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_varlen(device, backend, dtype, causal, window):
+    q, k, v = ragged(dtype, device)
+    cu = offsets(Q_LENS, device), offsets(KV_LENS, device)
+    out, lse, none = flash_attn_varlen_func(
+        q, k, v, *cu, max(Q_LENS), max(KV_LENS), causal=causal, window_size=window, return_attn_probs=True
+    )
+    assert none is None and lse.shape == (8, sum(Q_LENS))
+    check(out, lse.t(), q, k, v, causal=causal, window=window)
+
+
+def test_varlen_scale_cap_and_sinks(device, backend, dtype):
+    q, k, v = ragged(dtype, device)
+    cu, sinks = (offsets(Q_LENS, device), offsets(KV_LENS, device)), random(8, device=device, dtype=dtype, seed=9)
+    options = {"softmax_scale": 0.3, "softcap": 5.0, "causal": True, "s_aux": sinks, "deterministic": True}
+    out = flash_attn_varlen_func(q, k, v, *cu, torch.tensor(17), torch.tensor(20), **options)
+    check(out, None, q, k, v, causal=True, sm_scale=0.3, soft_cap=5.0, sinks=sinks)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (4, 2)])
+def test_varlen_over_pages(device, backend, dtype, window):
+    q, k, v = ragged(dtype, device)
+    counts = [-(-n // 8) for n in KV_LENS]
+    table, free = torch.full((4, max(counts)), 0, dtype=torch.int32), iter(torch.randperm(sum(counts)).tolist())
+    pages = torch.full((2, sum(counts), 8, 2, 64), math.nan, dtype=dtype, device=device)
+    for b, (begin, n) in enumerate(zip(oracle.indptr_of(KV_LENS), KV_LENS, strict=False)):
+        for i in range(counts[b]):
+            table[b, i] = page = next(free)
+            for cache, tokens in zip(pages, (k, v), strict=True):
+                part = tokens[begin + 8 * i : begin + min(n, 8 * i + 8)]
+                cache[page, : part.shape[0]] = part
+    cu = offsets(Q_LENS, device), offsets(KV_LENS, device)
+    out = flash_attn_varlen_func(
+        q, *pages, *cu, 17, 20, causal=window == (-1, -1), window_size=window, block_table=table.to(device)
+    )
+    check(out, None, q, k, v, causal=window == (-1, -1), window=window)
+
+
+def test_rows_behind_the_last_offset_give_zeros(device, backend, dtype):
+    q, k, v = ragged(dtype, device)
+    longer = torch.cat([q, torch.full_like(q[:3], math.nan)])
+    cu = offsets(Q_LENS, device), offsets(KV_LENS, device)
+    out, lse, _ = flash_attn_varlen_func(longer, k, v, *cu, 17, 20, return_attn_probs=True)
+    assert not out[-3:].any() and (lse[:, -3:] == -math.inf).all()
+    check(out[:-3], lse[:, :-3].t(), q, k, v)
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "heads first", "wider", "fewer dims of v"])
+@pytest.mark.parametrize(("n", "m"), [(5, 33), (1, 7), (33, 33), (3, 0)])
+def test_equal_lengths(device, backend, dtype, kind, n, m):
+    dim_v = 32 if kind.startswith("fewer") else 64
+    q = random(2, n, 8, 64, device=device, dtype=dtype)
+    k, v = (random(2, m, 2, dim, device=device, dtype=dtype, seed=dim) for dim in (64, dim_v))
+    if kind == "heads first":
+        k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+    if kind == "wider":
+        k, v = (torch.cat([t, torch.full_like(t, math.nan)], dim=1)[:, :m] for t in (k, v))
+    out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert out.shape == (2, n, 8, dim_v) and lse.shape == (2, 8, n)
+    flat = [t.flatten(0, 1) for t in (q, k, v)]
+    check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), *flat, (n, n), (m, m), causal=True)
+
+
+def test_packed_forms(device, backend, dtype):
+    qkv = random(2, 9, 3, 4, 64, device=device, dtype=dtype)
+    q, k, v = qkv.unbind(2)
+    want = flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn.flash_attn_qkvpacked_func(qkv, causal=True), want)
+    assert torch.equal(flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), want)
+    cu = offsets((9, 9), device)
+    flat = flash_attn.flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), cu, 9, causal=True)
+    check(flat, None, *(t.flatten(0, 1) for t in (q, k, v)), (9, 9), (9, 9), causal=True)
+    again = flash_attn.flash_attn_varlen_kvpacked_func(
+        q.flatten(0, 1), qkv.flatten(0, 1)[:, 1:], cu, cu, 9, 9, causal=True
+    )
+    assert torch.equal(again, flat)
+
+
+@pytest.mark.parametrize("per_request", [False, True])
+def test_alibi(device, backend, dtype, per_request):
+    q, k, v = ragged(dtype, device, num_heads=6)
+    slopes = oracle.alibi_slopes(6).float().to(device)
+    cu = offsets(Q_LENS, device), offsets(KV_LENS, device)
+    given = slopes.expand(4, 6) if per_request else slopes
+    out = flash_attn_varlen_func(q, k, v, *cu, 17, 20, causal=True, alibi_slopes=given)
+    indptrs = oracle.indptr_of(Q_LENS), oracle.indptr_of(KV_LENS)
+    how = {"causal": True, "pos_encoding_mode": "ALIBI"}
+    ref = oracle.attention(q, k, v, *indptrs, **how)
+    oracle.assert_close(out, ref.o, oracle.torch_error(q, k, v, *indptrs, **how), indptrs[0])
+
+
+LENS, NEW = (11, 0, 24, 5), 3  # tokens in the cache, and new ones
+
+
+class Cached:
+    """A cache of four requests, in rows or in pages, whose unused places are NaN."""
+
+    def __init__(self, dtype, device: str, paged: bool, rows: int = 32, leftpad: tuple[int, ...] = (0, 0, 0, 0)):
+        self.old = [[random(n, 2, 64, device=device, dtype=dtype, seed=i) for n in LENS] for i in (1, 2)]
+        self.new = [random(4, NEW, 2, 64, device=device, dtype=dtype, seed=i) for i in (3, 4)]
+        size = 8 if paged else rows
+        pages = rows // size
+        table = torch.randperm(4 * pages, generator=torch.Generator().manual_seed(1)).view(4, pages)
+        self.table = table.to(device=device, dtype=torch.int32)
+        shape = (4 * pages, size, 2, 64)
+        self.caches = [torch.full(shape, math.nan, dtype=dtype, device=device) for _ in range(2)]
+        for cache, tokens in zip(self.caches, self.old, strict=True):
+            for b, part in enumerate(tokens):
+                for i, token in enumerate(part, leftpad[b]):
+                    cache[self.table[b, i // size], i % size] = token
+
+    def keys(self, new: list[Tensor] | None = None) -> list[Tensor]:
+        """Old and new tokens of keys and of values, ragged."""
+        new = self.new if new is None else new
+        return [
+            torch.cat([t for b in range(4) for t in (old[b], fresh[b])])
+            for old, fresh in zip(self.old, new, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("lens_on_host", [False, True])
+@pytest.mark.parametrize("n", [1, NEW])
+def test_kvcache(device, backend, dtype, paged, lens_on_host, n):
+    c = Cached(dtype, device, paged)
+    q = random(4, n, 8, 64, device=device, dtype=dtype)
+    lens = ints(LENS, "cpu" if lens_on_host else device)
+    where = {"block_table": c.table} if paged else {"cache_batch_idx": c.table[:, 0]}
+    out, lse = flash_attn_with_kvcache(
+        q, *c.caches, *c.new, cache_seqlens=lens, causal=True, window_size=(9, 0), return_softmax_lse=True, **where
+    )
+    kv_lens = [length + NEW for length in LENS]
+    rows = q.flatten(0, 1), *c.keys()
+    check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), *rows, (n,) * 4, kv_lens, causal=True, window=(9, 0))
+    again = flash_attn_with_kvcache(
+        q, *c.caches, cache_seqlens=lens + NEW, causal=True, window_size=(9, 0), num_splits=1, **where
+    )
+    check(again.flatten(0, 1), None, *rows, (n,) * 4, kv_lens, causal=True, window=(9, 0))
+
+
+def test_kvcache_takes_one_length_or_none(device, backend, dtype):
+    cache = [random(2, 16, 2, 64, device=device, dtype=dtype, seed=i) for i in (1, 2)]
+    q = random(2, 1, 8, 64, device=device, dtype=dtype)
+    for length in (5, None):
+        out = flash_attn_with_kvcache(q, *cache, cache_seqlens=length, softcap=3.0)
+        n = length or 16
+        check(out.flatten(0, 1), None, q[:, 0], *(t[:, :n].flatten(0, 1) for t in cache), (1, 1), (n, n), soft_cap=3.0)
+
+
+def test_kvcache_of_negative_length_writes_nothing(device, backend, dtype):
+    cache = [torch.full((2, 8, 2, 64), 2.0, dtype=dtype, device=device) for _ in range(2)]
+    q, new = (random(2, 1, h, 64, device=device, dtype=dtype) for h in (8, 2))
+    out = flash_attn_with_kvcache(q, *cache, new, new, cache_seqlens=ints([-1, 2], device))
+    assert not out[0].any() and out[1].any()
+    assert (cache[0][0] == 2).all() and torch.equal(cache[0][1, 2], new[1, 0])
+
+
+def test_kvcache_leftpad(device, backend, dtype):
+    pads = (2, 0, 5, 1)
+    c = Cached(dtype, device, paged=False, leftpad=pads)
+    q = random(4, NEW, 8, 64, device=device, dtype=dtype)
+    out = flash_attn_with_kvcache(
+        q, *c.caches, *c.new, cache_seqlens=ints([a + b for a, b in zip(LENS, pads, strict=True)], device), causal=True,
+        cache_leftpad=ints(pads, device), cache_batch_idx=c.table[:, 0],
+    )  # fmt: skip
+    kv_lens = [length + NEW for length in LENS]
+    check(out.flatten(0, 1), None, q.flatten(0, 1), *c.keys(), (NEW,) * 4, kv_lens, causal=True)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kvcache_rotates(device, backend, dtype, interleaved, causal):
+    c = Cached(dtype, device, paged=True)
+    q = random(4, NEW, 8, 64, device=device, dtype=dtype)
+    angles = oracle.rope_angles(torch.arange(40), 32).float()
+    table = [t.to(device=device, dtype=dtype) for t in (angles.cos(), angles.sin())]
+    out = flash_attn_with_kvcache(
+        q, *c.caches, *c.new, *table, cache_seqlens=ints(LENS, device), causal=causal, block_table=c.table,
+        rotary_interleaved=interleaved,
+    )  # fmt: skip
+    at = torch.cat([torch.arange(NEW) + length for length in LENS])
+    at_q = at if causal else torch.tensor(LENS).repeat_interleave(NEW)
+    cos, sin = (t.cpu().double() for t in table)
+    turned_q = oracle.rotate(q.flatten(0, 1), cos[at_q], sin[at_q], interleaved).to(dtype)
+    turned_k = oracle.rotate(c.new[0].flatten(0, 1), cos[at], sin[at], interleaved).to(dtype).view(4, NEW, 2, 64)
+    k, v = c.keys([turned_k.to(device), c.new[1]])
+    check(out.flatten(0, 1), None, turned_q.to(device), k, v, (NEW,) * 4, [n + NEW for n in LENS], causal=causal)
+
+
+def test_layers_of_one_batch_plan_once(monkeypatch):
+    plans = []
+    made = flash_attn._recent.get.__globals__["Attention"]
+
+    def count(*arguments):
+        plans.append(arguments)
+        return made(*arguments)
+
+    monkeypatch.setitem(flash_attn._recent.get.__globals__, "Attention", count)
+    q, k, v = ragged(torch.float32, "cpu")
+    cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")
+    for layer in range(3):
+        out = flash_attn_varlen_func(q + layer, k, v, *cu, 17, 20)
+        check(out, None, q + layer, k, v)
+    assert len(plans) == 1
+    cu[1][1] -= 1  # in place: another batch, whose plan is another
+    check(flash_attn_varlen_func(q, k, v, *cu, 17, 20), None, q, k, v, kv_lens=(19, 10, 17, 0))
+    assert len(plans) == 2
+
+
+@pytest.mark.slow
+def test_compiled_without_a_break():
+    q, k, v = ragged(torch.float32, "cpu")
+    cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")
+    compiled = torch.compile(flash_attn_varlen_func, fullgraph=True, backend="aot_eager")
+    assert torch.equal(
+        compiled(q, k, v, *cu, 17, 20, causal=True), flash_attn_varlen_func(q, k, v, *cu, 17, 20, causal=True)
+    )
+    many = q[None]
+    compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(many, k[None], v[None]), flash_attn_func(many, k[None], v[None]))
+
+
+Q, K = random(2, 3, 8, 64), random(2, 9, 2, 64)
+CU = torch.tensor([0, 3, 6], dtype=torch.int32)
+LEN = torch.tensor([9, 9], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "name"),
+    [
+        (lambda: flash_attn_func(Q, K, K, 0.1), quire.UnsupportedError, "dropout_p"),
+        (lambda: flash_attn_func(Q, K[0], K), quire.ValidationError, "k:"),
+        (lambda: flash_attn_func(Q, K, K[:, :5]), quire.ValidationError, "v:"),
+        (lambda: flash_attn_func(Q[0], K, K), quire.ValidationError, "q:"),
+        (lambda: flash_attn_func(Q, K, K, causal=1), quire.ValidationError, "causal"),
+        (lambda: flash_attn_func(Q, K, K, window_size=3), quire.ValidationError, "window_size"),
+        (lambda: flash_attn_func(Q, K, K, softcap=-1.0), quire.ValidationError, "logits_soft_cap"),
+        (lambda: flash_attn_func(Q, K, K, deterministic="no"), quire.ValidationError, "deterministic"),
+        (
+            lambda: flash_attn_func(Q, K, K, 0.0, None, True, alibi_slopes=torch.ones(8)),
+            quire.UnsupportedError,
+            "alibi_slopes",
+        ),
+        (lambda: flash_attn_func(Q, K, K, alibi_slopes=torch.ones(8)), quire.UnsupportedError, "alibi_slopes"),
+        (
+            lambda: flash_attn_func(Q, K, K, causal=True, alibi_slopes=torch.ones(7)),
+            quire.ValidationError,
+            "alibi_slopes",
+        ),
+        (lambda: flash_attn.flash_attn_qkvpacked_func(Q), quire.ValidationError, "qkv"),
+        (lambda: flash_attn_varlen_func(Q[0], K[0], K[0], CU, CU, 3, 3), quire.ValidationError, "cu_seqlens_q"),
+        (
+            lambda: flash_attn_varlen_func(Q.flatten(0, 1), K[0], K[0], CU, CU, 2, 3),
+            quire.ValidationError,
+            "max_seqlen_q",
+        ),
+        (
+            lambda: flash_attn_varlen_func(Q.flatten(0, 1), K[0], K[0], CU, CU[:2], 3, 3),
+            quire.ValidationError,
+            "cu_seqlens_k",
+        ),
+        (lambda: flash_attn_with_kvcache(Q, K, K, cache_seqlens=10), quire.ValidationError, "cache_seqlens"),
+        (
+            lambda: flash_attn_with_kvcache(Q, K, K, K[:, :1], K[:, :1], cache_seqlens=LEN),
+            quire.ValidationError,
+            "cache_seqlens",
+        ),
+        (lambda: flash_attn_with_kvcache(Q, K, K, K[:, :1]), quire.ValidationError, "k, v"),
+        (lambda: flash_attn_with_kvcache(Q, K, K, rotary_cos=K, rotary_sin=K), quire.ValidationError, "rotary_cos"),
+        (lambda: flash_attn_with_kvcache(Q, K, K, num_splits=-1), quire.ValidationError, "num_splits"),
+        (lambda: flash_attn_with_kvcache(Q, K, K, cache_batch_idx=LEN), quire.ValidationError, "cache_batch_idx"),
+        (
+            lambda: flash_attn_with_kvcache(Q, K, K, cache_batch_idx=LEN - 9, block_table=LEN[:, None]),
+            quire.ValidationError,
+            "cache_batch_idx",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, name):
+    with pytest.raises(error, match=name):
+        call()
+
+
+def test_examples_in_docstrings():
+    done = doctest.testmod(flash_attn, extraglobs={"torch": torch}, optionflags=doctest.ELLIPSIS)
+    assert done.attempted > 10 and not done.failed
