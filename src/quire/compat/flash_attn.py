@@ -24,13 +24,13 @@ bfloat16, and float32 on the CPU. Layers that call with the same index tensors p
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.block_tables import check_lengths, indices_of
 from quire.compat.recent_plans import RecentPlans, Source
+from quire.compat.rows import equal_lengths, row_step, token_pages
 from quire.errors import UnsupportedError, ValidationError
 from quire.page import append_paged_kv_cache
 from quire.rope import apply_rope_with_cos_sin_cache
@@ -146,10 +146,10 @@ def flash_attn_func(
     scoring = _Scoring.of(
         softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, 0, dropout_p, deterministic
     )
-    batch_k = _equal(batch, k.shape[1])
+    batch_k = equal_lengths(batch, k.shape[1])
     where: tuple[Source, Source, Source, Source] = None, None, batch_k.lens, batch_k.rows
     if all(t.stride(0) == k.shape[1] * t.stride(1) or not t.numel() for t in (k, v)):
-        where = _equal(batch, seqlen_q).offsets, batch_k.offsets, None, None
+        where = equal_lengths(batch, seqlen_q).offsets, batch_k.offsets, None, None
         k, v = k.flatten(0, 1), v.flatten(0, 1)
     out, lse = _attend_equal(q, k, v, where, scoring, s_aux, return_attn_probs)
     return (out, lse, None) if return_attn_probs else out
@@ -293,7 +293,7 @@ def flash_attn_with_kvcache(
     elif rotary_cos is not None:
         raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
     lens, pages = (cache.lens.clamp(min=0), cache.pages) if cache.leftpad is None else cache.without_padding()
-    page_k, page_v = cache.tensors if cache.leftpad is None else (_token_pages(t) for t in cache.tensors)
+    page_k, page_v = cache.tensors if cache.leftpad is None else (token_pages(t) for t in cache.tensors)
     out, lse = _attend_equal(q, page_k, page_v, (None, None, lens, pages), scoring, s_aux, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
 
@@ -318,7 +318,7 @@ class _Cache(NamedTuple):
         rows, size = k_cache.shape[:2]
         check_shape(v_cache, "v_cache", _sizes("num_pages", rows, "page_size", size, k_cache.shape[2]))
         if block_table is None:
-            at = _equal(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
+            at = equal_lengths(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
             pages = _index(at, "cache_batch_idx", batch, k_cache.device, rows - 1)[:, None]
         elif cache_batch_idx is not None or cache_leftpad is not None:
             name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
@@ -329,8 +329,10 @@ class _Cache(NamedTuple):
         most = pages.shape[1] * size
         lens = most if cache_seqlens is None else cache_seqlens
         if not isinstance(lens, torch.Tensor):
-            lens = _equal(batch, int(lens)).lens
+            lens = equal_lengths(batch, int(lens)).lens
         lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
+        if cache_leftpad is not None and not (row_step(k_cache) and row_step(k_cache) == row_step(v_cache)):
+            raise ValidationError(f"cache_leftpad: expected rows a multiple of tokens apart, got {k_cache.stride()}.")
         pad = None if cache_leftpad is None else _index(cache_leftpad, "cache_leftpad", batch, k_cache.device, most)
         return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"), pad)
 
@@ -356,12 +358,12 @@ class _Cache(NamedTuple):
         return self._replace(lens=self.lens + new)
 
     def without_padding(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens behind the padding on the left, and the numbers of their pages of one token (_token_pages())."""
+        """Tokens behind the padding on the left, and the numbers of their pages of one token (token_pages())."""
         assert self.leftpad is not None
         keys, size = self.tensors[0], self.tensors[0].shape[1]
         pad, lens, rows = (t.to(keys.device) for t in (self.leftpad, self.lens, self.pages))
         tokens = pad[:, None] + torch.arange(size, dtype=torch.int32, device=keys.device)
-        pages = rows * (keys.stride(0) // keys.stride(1)) + tokens.clamp(max=size - 1)
+        pages = rows * row_step(keys) + tokens.clamp(max=size - 1)
         lens = (lens - pad).clamp(min=0)
         return lens.to(self.lens.device), pages.to(torch.int32)
 
@@ -375,18 +377,6 @@ def _index(value: Any, name: str, batch: int, device: torch.device, most: int) -
     if not tensor.is_cpu:
         check_same_device(tensor, name, device)
     return tensor
-
-
-def _token_pages(cache: torch.Tensor) -> torch.Tensor:
-    """A view of [rows, tokens, heads, dim] as pages of one token; token t of row r is page r * row stride / token
-    stride + t. Pages overlap where heads come before tokens: they are only read.
-    """
-    rows, tokens, heads, dim = cache.shape
-    step, token = cache.stride(0), cache.stride(1)
-    if rows > 1 and (token == 0 or step % token):
-        raise ValidationError(f"k_cache: expected rows a multiple of tokens apart, got strides {cache.stride()}.")
-    pages = (rows - 1) * (step // token) + tokens
-    return cache.as_strided((pages, 1, heads, dim), (token, token, *cache.stride()[2:]))
 
 
 def _rotated(
@@ -415,30 +405,6 @@ def _attend_equal(
     _launch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
     out = out.view(*q.shape[:3], out.shape[2])
     return out, None if lse is None else _natural(lse).view(q.shape[:3]).transpose(1, 2).contiguous()
-
-
-class _Equal(NamedTuple):
-    """Index tensors, on the host, of a batch whose requests are equally long."""
-
-    offsets: torch.Tensor  #: [batch + 1]
-    lens: torch.Tensor  #: [batch]
-    rows: torch.Tensor  #: [batch, 1], the number of each request
-
-
-def _equal(batch: int, length: int) -> _Equal:
-    """The same tensors for the same batch, so that a plan of them is found again."""
-    if is_tracing():
-        return _new_equal(batch, length)
-    with torch.inference_mode(False):
-        return _known_equal(batch, length)
-
-
-def _new_equal(batch: int, length: int) -> _Equal:
-    numbers = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
-    return _Equal(numbers * length, torch.full_like(numbers[:-1], length), numbers[:-1, None])
-
-
-_known_equal = lru_cache(maxsize=256)(_new_equal)
 
 
 def _new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -1,0 +1,285 @@
+"""attn_implementation="quire" on small models with random weights, beside transformers' own attention."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import quire
+
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
+transformers = pytest.importorskip("transformers", minversion="5.0")
+
+from quire.compat import transformers as integration  # noqa: E402
+from quire.compat.flash_attn import flash_attn_func  # noqa: E402
+
+SIZES = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.5, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": 0, "tie_word_embeddings": False,
+}  # fmt: skip
+TYPES = ["sliding_attention", "full_attention"]
+#: Name: its config, and the implementation to compare with: sdpa knows neither soft caps nor sinks.
+MODELS = {
+    "Llama": ({}, "sdpa"),
+    "Qwen3": ({}, "sdpa"),
+    "Mistral": ({"sliding_window": 8}, "sdpa"),
+    "Gemma2": ({"sliding_window": 8, "layer_types": TYPES, "attn_logit_softcapping": 2.0}, "eager"),
+    "Gemma3": ({"sliding_window": 8, "layer_types": TYPES}, "sdpa"),
+    "GptOss": ({"sliding_window": 8, "layer_types": TYPES, "num_local_experts": 4, "num_experts_per_tok": 2}, "eager"),
+    "DeepseekV3": (
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16, "v_head_dim": 32, "head_dim": 16, "n_routed_experts": 4, "n_group": 1,
+            "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+        },
+        "sdpa",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    """The matrices of these models are smaller than what it costs to wake a second thread."""
+    integration.register()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def new_model(name: str, dtype: torch.dtype = torch.float32):
+    """A model of random weights, one for each name."""
+    torch.manual_seed(len(name))
+    more, _ = MODELS[name]
+    stem = "Gemma3Text" if name == "Gemma3" else name
+    config = getattr(transformers, f"{stem}Config")(**{**SIZES, **more})
+    kind = {"Gemma3": "Gemma3ForCausalLM"}.get(name, f"{name}ForCausalLM")
+    model = getattr(transformers, kind)(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 1 and not parameter.any():  # sinks
+            torch.nn.init.normal_(parameter)
+    return model.to(dtype)
+
+
+def prompts(pads: tuple[int, ...] = (0, 0)) -> dict[str, Tensor]:
+    """Requests of 20 tokens, of which the first are padding."""
+    ids = torch.randint(3, 128, (len(pads), 20), generator=torch.Generator().manual_seed(7))
+    mask = torch.ones_like(ids)
+    for row, pad in enumerate(pads):
+        ids[row, :pad], mask[row, :pad] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generated(model, implementation: str, num_tokens: int = 64, pads: tuple[int, ...] = (0, 5, 13), **options):
+    """Greedy tokens [batch, num_tokens], and the logits that chose them."""
+    model.set_attn_implementation(implementation)
+    given = prompts(pads)
+    done = model.generate(
+        **given, do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, output_logits=True,
+        return_dict_in_generate=True, **options,
+    )  # fmt: skip
+    return done.sequences[:, given["input_ids"].shape[1] :], torch.stack(done.logits)
+
+
+def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None:
+    assert torch.equal(got[0], want[0])
+    assert (got[1] - want[1]).abs().max() <= 1e-4 * want[1].abs().max()
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("pads", [(0,), (0, 5, 13)])
+def test_greedy_tokens_of_a_dynamic_cache(name, pads):
+    model = new_model(name)
+    want = generated(model, MODELS[name][1], pads=pads)
+    assert want[0].unique().numel() > 10  # a model that repeats one token shows nothing
+    assert_same(generated(model, "quire", pads=pads), want)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_tokens_of_a_static_cache(name):
+    model = new_model(name)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert_same(generated(model, "quire", **static), generated(model, MODELS[name][1]))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n != "Llama" else ()) for n in MODELS])
+def test_logits_in_bfloat16(name):
+    """At most twice as far from float32's as those of transformers' own attention."""
+    _, reference = MODELS[name]
+    given, logits = prompts((0, 5, 13)), {}
+    for dtype, implementation in ((torch.float32, reference), (torch.bfloat16, reference), (torch.bfloat16, "quire")):
+        model = new_model(name, dtype)
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits[dtype, implementation] = model(**given).logits.float()[given["attention_mask"].bool()]
+    truth = logits[torch.float32, reference]
+    own, ours = ((logits[torch.bfloat16, who] - truth).square().mean().sqrt() for who in (reference, "quire"))
+    assert ours <= 2 * own
+
+
+def bert(layers: int = 3):
+    torch.manual_seed(3)
+    sizes = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
+    config = transformers.ModernBertConfig(
+        **{**sizes, "hidden_size": 128, "num_hidden_layers": layers}, local_attention=8, global_attn_every_n_layers=2,
+        cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    return transformers.ModernBertForMaskedLM(config).eval()
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 9)])
+def test_an_encoder_with_local_attention(pads):
+    model, given, logits = bert(), prompts(pads), {}
+    for implementation in ("sdpa", "quire"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            logits[implementation] = model(**given).logits[given["attention_mask"].bool()]
+    assert torch.allclose(logits["quire"], logits["sdpa"], atol=1e-4 * logits["sdpa"].abs().max())
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("spelling", ["position_ids", "cu_seq_lens"])
+def test_packed_sequences_do_not_see_each_other(use_cache, spelling):
+    """transformers makes a mask of them without a cache; with one, only position_ids and cu_seq_lens tell."""
+    model = new_model("Llama")
+    lens, ids = (7, 1, 12), prompts((0,))["input_ids"]
+    parts = ids.split(lens, dim=1)
+    more = {"position_ids": torch.cat([torch.arange(n) for n in lens])[None]}
+    if spelling == "cu_seq_lens":
+        offsets = torch.tensor([0, 7, 8, 20], dtype=torch.int32)
+        more |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets, "max_length_q": 12, "max_length_k": 12}
+    with torch.no_grad():
+        model.set_attn_implementation("sdpa")
+        want = torch.cat([model(part, use_cache=False).logits for part in parts], dim=1)
+        model.set_attn_implementation("quire")
+        got = model(ids, use_cache=use_cache, **more).logits
+    assert torch.allclose(got, want, atol=1e-4 * want.abs().max())
+
+
+def test_a_prompt_in_chunks_and_drafts():
+    """Queries behind what the cache has: prefill in chunks, and drafts that are looked up in the prompt."""
+    model = new_model("Llama")
+    want = generated(model, "sdpa", pads=(0,))
+    assert_same(generated(model, "quire", pads=(0,), prefill_chunk_size=6), want)
+    assert torch.equal(generated(model, "quire", pads=(0,), prompt_lookup_num_tokens=4)[0], want[0])
+
+
+def test_beams_and_flash():
+    model = new_model("Qwen3")
+    want = generated(model, "sdpa", num_tokens=16, num_beams=3)
+    assert torch.equal(generated(model, "quire", num_tokens=16, num_beams=3)[0], want[0])
+    assert torch.equal(generated(model, "quire_flash_2", num_tokens=16, num_beams=3)[0], want[0])
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+def test_flash_path(name):
+    model = new_model(name)
+    assert_same(generated(model, "quire_flash_2"), generated(model, MODELS[name][1]))
+
+
+@pytest.mark.parametrize("dim", [24, 40])
+def test_head_dims_that_no_kernel_takes_are_padded(dim):
+    more = {**SIZES, "head_dim": dim}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**more)).eval()
+    assert_same(generated(model, "quire", num_tokens=4), generated(model, "sdpa", num_tokens=4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_compiled_generate(name):
+    """With a static cache transformers compiles the step: torch.compile(fullgraph=True)."""
+    model = new_model(name)
+    want = generated(model, "sdpa", num_tokens=8)
+    config = transformers.CompileConfig(fullgraph=True, mode="default", backend="aot_eager")
+    config._compile_all_devices = True
+    got = generated(model, "quire", num_tokens=8, cache_implementation="static", compile_config=config)
+    assert_same(got, want)
+
+
+def test_compiled_forward_without_a_break():
+    model = new_model("Llama")
+    model.set_attn_implementation("quire")
+    given = prompts((0, 5))
+    with torch.no_grad():
+        want = model(**given, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert torch.allclose(compiled(**given, use_cache=False).logits, want, atol=1e-5 * want.abs().max())
+
+
+def test_generate_batch():
+    """Continuous batching over transformers' paged cache."""
+    model = new_model("Llama")
+    lens = (3, 20, 9, 14)
+    ids = [prompts((0,))["input_ids"][0, :n].tolist() for n in lens]
+    model.set_attn_implementation("sdpa")
+    config = transformers.GenerationConfig(
+        max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False, num_blocks=64,
+        block_size=8, max_batch_tokens=32,
+    )  # fmt: skip
+    want = [
+        model.generate(torch.tensor([one]), do_sample=False, max_new_tokens=12, min_new_tokens=12)[0, len(one) :]
+        for one in ids
+    ]
+    model.set_attn_implementation("quire_flash_2")
+    done = model.generate_batch(ids, generation_config=config, progress_bar=False)
+    got = sorted((output for output in done.values()), key=lambda output: len(output.prompt_ids))
+    for output, tokens in zip(got, sorted(zip(lens, want, strict=True)), strict=True):
+        assert output.generated_tokens == tokens[1].tolist()
+
+
+def test_plans_are_shared_by_layers():
+    model = new_model("Llama")
+    model.set_attn_implementation("quire")
+    integration._recent._plans.clear()
+    with torch.no_grad():
+        model(**prompts((0, 5)), use_cache=False)
+    assert len(integration._recent._plans) == 1
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+Q = torch.randn(2, 4, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "name"),
+    [
+        ({"dropout": 0.5}, quire.UnsupportedError, "dropout"),
+        ({"position_bias": torch.ones(1)}, quire.UnsupportedError, "position_bias"),
+        ({"output_attentions": True}, quire.UnsupportedError, "output_attentions"),
+        ({"cache": object()}, quire.UnsupportedError, "cache"),
+        ({"attention_mask": torch.zeros(2, 1, 3, 3)}, quire.ValidationError, "attention_mask"),
+        ({"attention_mask": torch.ones(2, 4, 3, 3) > 0}, quire.ValidationError, "attention_mask"),
+        ({"attention_mask": torch.ones(2, 3) > 0}, quire.ValidationError, "attention_mask"),
+    ],
+)
+def test_what_is_not_supported_is_named(options, error, name):
+    with pytest.raises(error, match=name):
+        integration.attend(Layer(), Q, Q, Q, **{"attention_mask": None, **options})
+
+
+def test_training_is_refused():
+    q = Q.clone().requires_grad_()
+    with pytest.raises(quire.ValidationError, match="grad"):
+        integration.attend(Layer(), q, Q, Q, None)
+
+
+def test_causal_is_bottom_right_without_a_mask():
+    q, kv = Q, torch.randn(2, 4, 9, 32)
+    out, _ = integration.attend(Layer(), q, kv, kv, None)
+    want = flash_attn_func(*(t.transpose(1, 2) for t in (q, kv, kv)), causal=True)
+    assert torch.allclose(out, want, atol=1e-6)
+    one, _ = integration.attend(Layer(), q[:, :, :1], kv, kv, None, scaling=1 / math.sqrt(32), is_causal=True)
+    assert one.shape == (2, 1, 4, 32)
+
+
+def test_example_in_the_docstring():
+    done = doctest.testmod(integration, extraglobs={"torch": torch})
+    assert done.attempted and not done.failed
