@@ -153,9 +153,9 @@ def test_one_graph_for_all_drafts():
     p = drafts(dtype, device)
     cache = p.paged(16)
     out, offsets, words = poisoned(p.q.shape, dtype, device), ints(p.qo_indptr, device), tree(p, 5)
-    call_again = lambda: quire.xqa_batch_decode_with_kv_cache(  # noqa: E731 - called in a capture and outside
+    call_again = lambda q_cu_seq_lens=offsets: quire.xqa_batch_decode_with_kv_cache(  # noqa: E731 - for captures
         p.q, cache.kv, workspace(device), block_tables_, lens, 512, 1 / math.sqrt(p.head_dim), q_len_per_req=5,
-        out=out, q_cu_seq_lens=offsets, mask=words,
+        out=out, q_cu_seq_lens=q_cu_seq_lens, mask=words,
     )  # fmt: skip
     block_tables_, lens = block_tables(cache), ints(KV_LENS, device)
     call_again()
@@ -173,4 +173,4 @@ def test_one_graph_for_all_drafts():
         other.check(out)
     on_host = offsets.cpu()
     with capture(), pytest.raises(quire.PlanError, match=r"q_cu_seq_lens: expected .* in the capture"):
-        call(p, q_cu_seq_lens=on_host)
+        call_again(on_host)
