@@ -243,12 +243,13 @@ class RopeParams(ctypes.Structure):
 
     _fields_ = (
         ("heads", RopeHeads * 3),
+        *((name, FastDivisor) for name in ("columns", "lanes_divisor", "pairs")),
         *((name, c_void_p) for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache")),
         ("cos_sin_stride", c_int64),
         *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),
         *((name, c_int64) for name in ("nnz", "num_indices")),
         *((name, c_int32) for name in ("batch_size", "num_pages", "page_size", "has_long_pos_ids")),
-        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave", "lanes")),
+        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave", "lanes", "parts")),
         ("eps", c_float),
         ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
     )

@@ -12,7 +12,7 @@ import torch
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, HeadRows, RopeHeads, RopeParams
+from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, FastDivisor, HeadRows, RopeHeads, RopeParams
 from quire.kernels.rotation import llama31_frequencies, rope_frequencies
 from quire.runtime.checks import (
     batch_size_of,
@@ -29,6 +29,7 @@ from quire.runtime.target import on_cuda, target_of
 
 INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  #: HeadType in kernels/rope.h; 0: as the input
+_THREADS_AN_SM = 1024  #: that hide the trips to memory; with more of them a thread has fewer heads
 _LEAST, _MOST = -(2**31), 2**31 - 1  #: of positions
 _LEAST_SCALE = 1e-3
 
@@ -236,11 +237,15 @@ def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params
     slug, device = INPUTS[some.dtype], some.device
     vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
     params.lanes = _lanes(heads, vector, device)
-    groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in params.heads)
+    groups = sum(-(-part.num_heads // HEADS_OF_THREAD[name]) for part in params.heads)
     if not params.nnz or not groups:
         return
+    params.parts = _parts(params.nnz * params.lanes, groups, device)
+    columns = params.parts * params.lanes
+    params.columns, params.lanes_divisor = FastDivisor.of(columns), FastDivisor.of(params.lanes)
+    params.pairs = FastDivisor.of(max(1, params.heads[0].rotary_dim // 2))
     module = get_module(OperationKey(name, target_of(device), slug, vector).spec())
-    grid = -(-params.nnz * groups * params.lanes // PARALLEL_THREADS)
+    grid = -(-params.nnz * columns // PARALLEL_THREADS)
     launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)
 
 
@@ -251,6 +256,14 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
         return all(part.allows(vector) for part in heads) and (table is None or _is_aligned(table, min(4, vector)))
 
     return max(vector for vector in widths if vector == 1 or allowed(vector))
+
+
+def _parts(threads: int, groups: int, device: torch.device) -> int:
+    """Among how many threads the groups of heads of a token are divided, if undivided they take `threads` of a batch."""
+    if not on_cuda(device):
+        return groups
+    wanted = _THREADS_AN_SM * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(groups, -(-wanted // threads))
 
 
 def _lanes(heads: list[Heads], vector: int, device: torch.device) -> int:

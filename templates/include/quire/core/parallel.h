@@ -46,15 +46,14 @@ struct ItemOfThread {
   int column, cta_rows;
   bool exists;
 
-  QUIRE_DEVICE ItemOfThread(int64_t rows, int columns) {
+  QUIRE_DEVICE ItemOfThread(int64_t rows, const FastDivisor& columns) {
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kParallelThreads;
-    cta_row = begin < 1ll << 32 ? static_cast<uint32_t>(begin) / static_cast<uint32_t>(columns) : begin / columns;
-    const unsigned first = static_cast<unsigned>(begin - cta_row * columns), at = first + threadIdx.x;
-    const unsigned down = at / static_cast<unsigned>(columns);
-    row = cta_row + down, column = static_cast<int>(at - down * columns), exists = row < rows;
+    cta_row = begin < 1ll << 31 ? columns.div(static_cast<int>(begin)) : begin / columns.divisor;
+    const int first = static_cast<int>(begin - cta_row * columns.divisor), at = first + threadIdx.x;
+    const int down = columns.div(at);
+    row = cta_row + down, column = at - down * columns.divisor, exists = row < rows;
     if (!exists) row = rows - 1;
-    const unsigned last = (first + kParallelThreads - 1) / static_cast<unsigned>(columns);
-    cta_rows = static_cast<int>(min<int64_t>(last + 1, rows - cta_row));
+    cta_rows = static_cast<int>(min<int64_t>(columns.div(first + kParallelThreads - 1) + 1, rows - cta_row));
   }
 };
 #endif
