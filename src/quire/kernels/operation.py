@@ -49,6 +49,12 @@ def _header(name: str) -> str:
 _ONE = {"": (1,)}
 _STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
 _HEADS = {"fp32": (1, 4), "fp16": (1, 8), "bf16": (1, 8)}
+
+
+def _heads(name: str) -> tuple[tuple[str, int], ...]:
+    return (("kHeads", HEADS_OF_THREAD[name]),)
+
+
 _BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
 OPERATIONS: dict[str, Operation] = {
@@ -66,8 +72,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation("merge", _header("merge.h"), "MergeStates", MergeParams, _STATES),
         Operation("merge_pair", _header("merge.h"), "MergePair", MergeParams, _STATES),
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
-        Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=(("kHeads", HEADS_OF_THREAD["rope"]),)),
-        Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=(("kHeads", HEADS_OF_THREAD["rope_append"]),)),
+        Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_heads("rope")),
+        Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_heads("rope_append")),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip

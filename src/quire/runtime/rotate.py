@@ -259,7 +259,7 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
 
 
 def _parts(threads: int, groups: int, device: torch.device) -> int:
-    """Among how many threads the groups of heads of a token are divided, if undivided they take `threads` of a batch."""
+    """How many threads share the groups of heads of a token; `threads`: of the batch, if none are shared."""
     if not on_cuda(device):
         return groups
     wanted = _THREADS_AN_SM * torch.cuda.get_device_properties(device).multi_processor_count
