@@ -12,7 +12,7 @@ from torch import Tensor
 import quire
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
-transformers = pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from quire.compat import transformers as integration  # noqa: E402
 from quire.compat.flash_attn import flash_attn_func  # noqa: E402
@@ -91,8 +91,15 @@ def assert_same(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor]) -> None
     assert (got[1] - want[1]).abs().max() <= 1e-4 * want[1].abs().max()
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("pads", [(0,), (0, 5, 13)])
+def slow_but(*fast: str) -> list[object]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize(
+    ("name", "pads"),
+    [(name, (0, 5, 13)) for name in MODELS]
+    + [pytest.param(name, (0,), marks=() if name == "Mistral" else pytest.mark.slow) for name in MODELS],
+)
 def test_greedy_tokens_of_a_dynamic_cache(name, pads):
     model = new_model(name)
     want = generated(model, MODELS[name][1], pads=pads)
@@ -100,14 +107,14 @@ def test_greedy_tokens_of_a_dynamic_cache(name, pads):
     assert_same(generated(model, "quire", pads=pads), want)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but("Llama", "GptOss"))
 def test_greedy_tokens_of_a_static_cache(name):
     model = new_model(name)
     static = {"cache_implementation": "static", "disable_compile": True}
     assert_same(generated(model, "quire", **static), generated(model, MODELS[name][1]))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n != "Llama" else ()) for n in MODELS])
+@pytest.mark.parametrize("name", slow_but("Llama"))
 def test_logits_in_bfloat16(name):
     """At most twice as far from float32's as those of transformers' own attention."""
     _, reference = MODELS[name]
@@ -176,7 +183,7 @@ def test_beams_and_flash():
     assert torch.equal(generated(model, "quire_flash_2", num_tokens=16, num_beams=3)[0], want[0])
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("name", ["Mistral", pytest.param("Gemma2", marks=pytest.mark.slow)])
 def test_flash_path(name):
     model = new_model(name)
     assert_same(generated(model, "quire_flash_2"), generated(model, MODELS[name][1]))
@@ -197,10 +204,13 @@ def test_compiled_generate(name):
     want = generated(model, "sdpa", num_tokens=8)
     config = transformers.CompileConfig(fullgraph=True, mode="default", backend="aot_eager")
     config._compile_all_devices = True
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     got = generated(model, "quire", num_tokens=8, cache_implementation="static", compile_config=config)
     assert_same(got, want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
 
 
+@pytest.mark.slow
 def test_compiled_forward_without_a_break():
     model = new_model("Llama")
     model.set_attn_implementation("quire")
@@ -214,22 +224,17 @@ def test_compiled_forward_without_a_break():
 def test_generate_batch():
     """Continuous batching over transformers' paged cache."""
     model = new_model("Llama")
-    lens = (3, 20, 9, 14)
-    ids = [prompts((0,))["input_ids"][0, :n].tolist() for n in lens]
+    ids = [prompts((0,))["input_ids"][0, :n].tolist() for n in (3, 9, 14, 20)]
+    greedy = {"do_sample": False, "max_new_tokens": 12}
     model.set_attn_implementation("sdpa")
-    config = transformers.GenerationConfig(
-        max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=0, use_cuda_graph=False, num_blocks=64,
-        block_size=8, max_batch_tokens=32,
-    )  # fmt: skip
-    want = [
-        model.generate(torch.tensor([one]), do_sample=False, max_new_tokens=12, min_new_tokens=12)[0, len(one) :]
-        for one in ids
-    ]
+    want = [model.generate(torch.tensor([one]), **greedy)[0, len(one) :].tolist() for one in ids]
     model.set_attn_implementation("quire_flash_2")
-    done = model.generate_batch(ids, generation_config=config, progress_bar=False)
-    got = sorted((output for output in done.values()), key=lambda output: len(output.prompt_ids))
-    for output, tokens in zip(got, sorted(zip(lens, want, strict=True)), strict=True):
-        assert output.generated_tokens == tokens[1].tolist()
+    sizes = {"page_size": 8, "num_blocks": 64, "max_batch_tokens": 32, "max_requests_per_batch": 8}
+    done = model.generate_batch(
+        ids, transformers.GenerationConfig(**greedy, eos_token_id=-1, pad_token_id=0),
+        transformers.ContinuousBatchingConfig(**sizes),
+    )  # fmt: skip
+    assert [done[name].generated_tokens for name in sorted(done, key=lambda name: len(done[name].prompt_ids))] == want
 
 
 def test_plans_are_shared_by_layers():

@@ -20,14 +20,14 @@ Both are for inference: under autograd they raise ValidationError.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
+from collections.abc import MutableMapping
 from functools import wraps
 from typing import Any
 
 import torch
 import transformers.modeling_flash_attention_utils as flash_utils
 from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
@@ -47,6 +47,7 @@ __all__ = ["FLASH_NAME", "NAME", "attend", "make_mask", "register"]
 
 NAME, FLASH_NAME = "quire", "quire_flash_2"  #: the second: transformers asks for "flash", and a 2 for paged decode
 _recent = RecentPlans()
+_packed: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()  #: offsets, by position_ids
 
 
 def register() -> None:
@@ -155,7 +156,7 @@ def _refuse(**arguments: Any) -> None:
             )
 
 
-def _checked_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+def _checked_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     if mask is None:
         return None
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
@@ -195,13 +196,6 @@ def _attend_packed(
     return out.view(query.shape[0], -1, *out.shape[1:])
 
 
-class _Packed:
-    """The offsets of the last position_ids: all layers of a forward() have the same."""
-
-    position_ids: Callable[[], Any] = staticmethod(lambda: None)
-    offsets: torch.Tensor | None = None
-
-
 def _packed_offsets(query: torch.Tensor, key: torch.Tensor, position_ids: Any) -> torch.Tensor | None:
     """Where sequences begin in one row, whose position_ids [1, q_length] do not go on there; None if it is one."""
     length = query.shape[2]
@@ -209,12 +203,11 @@ def _packed_offsets(query: torch.Tensor, key: torch.Tensor, position_ids: Any) -
         return None
     if not isinstance(position_ids, torch.Tensor) or position_ids.shape != (1, length):
         return None
-    if _Packed.position_ids() is not position_ids:
+    if position_ids not in _packed:
         starts = (position_ids[0].diff() != 1).nonzero().view(-1).cpu() + 1
         whole = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), length)]).to(torch.int32)
-        _Packed.position_ids, _Packed.offsets = weakref.ref(position_ids), whole if len(starts) else None
-    offsets: torch.Tensor | None = _Packed.offsets
-    return offsets
+        _packed[position_ids] = whole if len(starts) else None
+    return _packed[position_ids]
 
 
 def _attend(
