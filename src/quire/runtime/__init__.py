@@ -1,0 +1,1 @@
+"""Makes plans and runs them: from index arrays and tensors to launches."""

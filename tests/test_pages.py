@@ -1,0 +1,80 @@
+"""The pages of docs/: each block of Python runs, prints what the page says, and quotes are what the files have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import quire
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+#: A block, its kind and title, and the block of text behind it, which is what it prints.
+BLOCKS = re.compile(r'^```(\w+)(?: title="(.+?)")?\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?', re.MULTILINE | re.DOTALL)
+RUN = [page for page in PAGES if "```python\n" in page.read_text(encoding="utf-8")]
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def blocks(page: Path) -> list[tuple[str, str, str, str]]:
+    return BLOCKS.findall(page.read_text(encoding="utf-8"))
+
+
+def test_there_are_pages() -> None:
+    assert len(RUN) >= 12
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(DOCS)))
+def test_python_runs_and_prints_what_the_page_says(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for kind, title, code, printed in blocks(page):
+        if kind != "python" or title:
+            continue
+        exec(compile(code, str(page), "exec"), names)
+        said = capsys.readouterr().out
+        assert not printed or said.split() == printed.split(), code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_quotes_are_in_the_files_that_they_name(page: Path) -> None:
+    for _, title, code, _ in blocks(page):
+        if title:
+            assert code in (ROOT / title).read_text(encoding="utf-8"), f"{title} no longer has:\n{code}"
+
+
+def test_pictures_are_well_formed_and_used() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for picture in (DOCS / "pictures").glob("*.svg"):
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+        assert f'"{picture.name}"' in text, f"no page shows {picture.name}"
+    for figure in (DOCS / "figures").glob("*.svg"):
+        assert f"figures/{figure.name}" in text, f"no page shows {figure.name}"
+
+
+@pytest.mark.skipif(not quire.jit.host_target().startswith("x86-64"), reason="the picture is of an x86-64 host")
+def test_the_picture_of_the_schedule_is_what_its_page_draws() -> None:
+    page = DOCS / "concepts" / "schedule.md"
+    names: dict[str, object] = {}
+    for kind, _, code, _ in blocks(page):
+        if kind == "python":
+            exec(compile(code, str(page), "exec"), names)
+    assert names["picture"].svg == (DOCS / "pictures" / "schedule.svg").read_text(encoding="utf-8")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (DOCS / "reference").glob("*.md"))
+    modules = {name for name in quire.__all__ if type(getattr(quire, name)).__name__ in ("module", "CallableModule")}
+    missing = [
+        name
+        for name in set(quire.__all__) - modules
+        if f".{name}\n" not in pages and f"quire.{name}`" not in pages and not hasattr(quire.errors, name)
+    ]
+    assert sorted(missing) == []
