@@ -8,7 +8,8 @@ from typing import Any
 
 from griffe import Extension, Object
 
-_ARGUMENT = re.compile(r"^((?:\w+(?:\[[^\]]*\])?, )*\w+): (?=\S)")  #: "q, k: what they are"
+_NAME = r"[a-z]\w*(?: \[[^\]]*\])?"  #: "q", "k [nnz_kv]"
+_ARGUMENT = re.compile(rf"^({_NAME}(?:, {_NAME})*): (?=\S)")  #: "q, k [nnz_kv]: what they are"
 
 
 def markdown(text: str) -> str:
@@ -28,20 +29,21 @@ def _lines(lines: list[str]) -> Iterator[str]:
         if is_code:
             yield line
             continue
-        line = line.replace("[", r"\[").replace("*", r"\*").replace("<", "&lt;").replace("`", "")
         argument = _ARGUMENT.match(line)
-        if argument and argument.group(1)[0].islower():
-            names = ", ".join(f"`{name}`" for name in argument.group(1).split(", "))
+        line = _escaped(line[argument.end() :] if argument else line)
+        if argument:
             yield from ([] if is_list else [""])
-            yield f"- {names}: {line[argument.end() :]}"
+            yield f"- `{argument.group(1)}`: {line}"
             is_list = True
         else:
-            if is_list and not line.startswith(" "):
-                is_list = False
-                yield ""
+            is_list = is_list and bool(line.strip())
             yield line
     if is_code:
         yield "```"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", r"\[").replace("*", r"\*").replace("<", "&lt;").replace("`", "")
 
 
 class Docstrings(Extension):
