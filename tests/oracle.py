@@ -50,20 +50,24 @@ def indptr_of(lens: Sequence[int]) -> list[int]:
 
 
 def visible(
-    qo_len: int, kv_len: int, *, causal: bool = False, window_left: int = -1, mask: Tensor | None = None
-) -> Tensor:
+    qo_len: int, kv_len: int, *, causal: bool = False, window_left: int = -1, mask: Tensor | None = None,
+    chunk_size: int | None = None,
+) -> Tensor:  # fmt: skip
     """Which key each query of one request sees: bool [qo_len, kv_len].
 
     Query i stands at key i + kv_len - qo_len. Causal hides the keys to its right; a window hides those further left
-    than `window_left`; a custom mask takes causal's place and leaves the window.
+    than `window_left`; a custom mask takes causal's place and leaves the window. With chunks a query sees the keys of
+    its own chunk, from the multiple of chunk_size at or before it up to itself.
     """
     at = torch.arange(qo_len)[:, None] + kv_len - qo_len
     key = torch.arange(kv_len)[None, :]
     seen = torch.ones(qo_len, kv_len, dtype=torch.bool)
     if mask is not None:
         seen = seen & mask.cpu().bool().reshape(qo_len, kv_len)
-    elif causal:
+    elif causal or chunk_size:
         seen = seen & (key <= at)
+    if chunk_size:
+        seen = seen & (key >= at.clamp(min=0) // chunk_size * chunk_size)
     if window_left >= 0:
         seen = seen & (key >= at - window_left)
     return seen
@@ -186,6 +190,7 @@ def attention(
     pos_encoding_mode: str = "NONE",
     rope_scale: float | None = None,
     rope_theta: float | None = None,
+    attention_chunk_size: int | None = None,
     dtype: torch.dtype = torch.float64,
     rotated_dtype: torch.dtype | None = None,
 ) -> State:
@@ -198,6 +203,7 @@ def attention(
         sinks: [num_qo_heads] natural-log logits that join each denominator and bring no value. They count in the lse.
         pos_encoding_mode: "ALIBI" adds the head's slope times the distance from where the query stands to the key to
             each scaled logit, before the soft cap. "ROPE_LLAMA" rotates q and k by where they stand, see rotated().
+        attention_chunk_size: causal, and keys before the query's own chunk of so many are hidden; None: no chunks.
         dtype: what every operation is rounded to; float64 is the truth, the inputs' own dtype is torch's error.
         rotated_dtype: what rotated q and k alone are rounded to, as tensor cores take them; as `dtype` if not said.
 
@@ -215,7 +221,10 @@ def attention(
             scaling = rope_scale or 1.0, rope_theta or 1e4
             q_b = rotated(q_b, k_b.shape[0] - q_b.shape[0], *scaling, rotated_dtype or dtype)
             k_b = rotated(k_b, 0, *scaling, rotated_dtype or dtype)
-        seen = visible(qo[b + 1] - qo[b], kv[b + 1] - kv[b], causal=causal, window_left=window_left, mask=m)
+        seen = visible(
+            qo[b + 1] - qo[b], kv[b + 1] - kv[b],
+            causal=causal, window_left=window_left, mask=m, chunk_size=attention_chunk_size,
+        )  # fmt: skip
         one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype)
         o[rows], lse[rows] = one.o * v_scale, one.lse
     return State(o, lse)

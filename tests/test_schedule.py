@@ -76,8 +76,9 @@ class Batch:
         """Per (request, first row): the range of kv tiles with a visible key, from the definition of the masks."""
         out = {}
         for b, (qo_len, kv_len) in enumerate(zip(self.qo_lens, self.kv_lens, strict=True)):
-            causal = self.mask is MaskMode.CAUSAL
-            seen = oracle.visible(qo_len, kv_len, causal=causal, window_left=self.window_left)
+            causal, chunked = self.mask in (MaskMode.CAUSAL, MaskMode.CHUNKED), self.mask is MaskMode.CHUNKED
+            width = {"chunk_size": self.window_left + 1} if chunked else {"window_left": self.window_left}
+            seen = oracle.visible(qo_len, kv_len, causal=causal, **width)
             for row in range(0, qo_len * self.group_size, self.tile_rows):
                 end = min(row + self.tile_rows, qo_len * self.group_size)
                 rows = seen[row // self.group_size : (end - 1) // self.group_size + 1]

@@ -64,6 +64,7 @@ class MaskMode(IntEnum):
     CAUSAL = 1  #: key j is visible to query i if j <= i + kv_len - qo_len
     CUSTOM = 2  #: one bit per (query, key); replaces causal
     TREE = 3  #: one bit per (query, key among the last qo_len); all keys before those are seen
+    CHUNKED = 4  #: causal, and no key before the query's own chunk of window_left + 1 keys
 
     @property
     def slug(self) -> str:

@@ -2,6 +2,7 @@
 //   causal: bottom-right; query qo_idx stands at key qo_idx + kv_len - qo_len and sees the keys up to that one
 //   window: a query sees window_left keys to the left of where it stands, and the key where it stands
 //   custom: bits for all queries and keys; replaces causal, and the window still holds
+//   chunked: causal, and keys stand in chunks of window_left + 1, of which a query sees none before its own
 //   tree:   bits for the last qo_len keys (draft tokens of speculative decoding); every query sees all keys before them
 // No query sees a key at or beyond kv_len.
 #pragma once
@@ -13,6 +14,7 @@ constexpr int kMaskNone = 0;
 constexpr int kMaskCausal = 1;
 constexpr int kMaskCustom = 2;
 constexpr int kMaskTree = 3;
+constexpr int kMaskChunked = 4;
 
 QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || mask == kMaskTree; }
 
@@ -32,11 +34,13 @@ struct KeyRange {
 };
 
 // The keys that a query sees which stands at key `position`, before bits hide some of them. window_left: -1 is no
-// window.
+// window, and no chunks.
 QUIRE_HD KeyRange visible_from(int mask_mode, int window_left, int kv_len, int position) {
+  const bool chunked = mask_mode == kMaskChunked;
   KeyRange range = {0, kv_len};
-  if (mask_mode == kMaskCausal) range.end = max(0, min(kv_len, position + 1));
-  if (window_left >= 0 && position > window_left) range.begin = position - window_left;
+  if (mask_mode == kMaskCausal || chunked) range.end = max(0, min(kv_len, position + 1));
+  if (window_left >= 0 && position > window_left)
+    range.begin = position - (chunked ? position % (window_left + 1) : window_left);
   return range;
 }
 
@@ -49,7 +53,7 @@ QUIRE_HD KeyRange visible_to_any(int mask_mode, int window_left, int qo_len, int
 
 template <int kMask, bool kWindow>
 struct Mask {
-  static_assert(kMask >= kMaskNone && kMask <= kMaskTree, "kMask is none, causal, custom or tree");
+  static_assert(kMask >= kMaskNone && kMask <= kMaskChunked, "kMask is none, causal, custom, tree or chunked");
 
   int32_t qo_len;
   int32_t kv_len;
