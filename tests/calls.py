@@ -147,7 +147,8 @@ def plan_decode(
     indptr, indices, last = cache.tables(index_device)
     options: dict[str, object] = {"window_left": problem.window_left, "sm_scale": problem.sm_scale}
     options |= {"logits_soft_cap": problem.soft_cap, "q_data_type": problem.dtype}
-    options |= {**{name: getattr(problem, name) for name in POSITIONS}, **plan}
+    options |= {name: getattr(problem, name) for name in POSITIONS}
+    options |= {"attention_chunk_size": problem.attention_chunk_size, **plan}
     heads = (problem.num_qo_heads, problem.num_kv_heads)
     wrapper.plan(indptr, indices, last, *heads, problem.head_dim, cache.page_size, **options)
 

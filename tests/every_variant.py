@@ -48,12 +48,14 @@ def problem_of(key: AttentionKey, device: str) -> Problem:
     if key.tile_rows > 128:  # the highest tiles are for long prompts
         q_len = 520
     kv_lens = tuple(max(n, q_len) if n else n for n in KV_LENS)
-    window_left, soft_cap = 100 if key.window else -1, 20.0 if key.soft_cap else None
+    chunked, soft_cap = key.mask is MaskMode.CHUNKED, 20.0 if key.soft_cap else None
+    window_left = 100 if key.window and not chunked else -1
     rope = key.pos_encoding is PosEncodingMode.ROPE_LLAMA
     problem = Problem(
         (q_len,) * len(kv_lens), kv_lens, num_qo_heads=2 * GROUP_SIZE, num_kv_heads=2, head_dim=key.head_dim_qk,
         head_dim_vo=key.head_dim_vo, dtype=key.q.torch, kv_dtype=key.kv.torch, device=device,
         causal=key.mask is MaskMode.CAUSAL, window_left=window_left, soft_cap=soft_cap,
+        attention_chunk_size=70 if chunked else None,
         pos_encoding_mode=key.pos_encoding.name, rope_scale=2.0 if rope else None, rope_theta=1e4 if rope else None,
     )  # fmt: skip
     return problem.random_mask() if key.mask is MaskMode.CUSTOM else problem

@@ -125,6 +125,7 @@ class Problem:
     pos_encoding_mode: str = "NONE"
     rope_scale: float | None = None
     rope_theta: float | None = None
+    attention_chunk_size: int | None = None
     seed: int = 0
     q: Tensor = field(init=False)
     k: Tensor = field(init=False)
@@ -186,6 +187,7 @@ class Problem:
 
     def _options(self, more: Mapping[str, object]) -> dict[str, object]:
         own = {n: getattr(self, n) for n in ("causal", "mask", "window_left", "soft_cap", "v_scale", *POSITIONS)}
+        own["attention_chunk_size"] = self.attention_chunk_size
         return {**own, "sm_scale": self._logits_scale(), **more}
 
     def _logits_scale(self) -> float:
@@ -198,6 +200,8 @@ class Problem:
         options |= {name: getattr(self, name) for name in POSITIONS}
         if self.mask is not None:
             options["custom_mask"] = self.mask
+        if self.attention_chunk_size is not None:
+            options["attention_chunk_size"] = self.attention_chunk_size
         return options
 
     def paged(

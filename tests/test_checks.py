@@ -163,6 +163,7 @@ TAKEN = {
     "logits_soft_cap": (5.0, lambda o: o.logits.logits_soft_cap),
     "kv_data_type": ("float8_e4m3fn", lambda o: o.types.kv.slug.replace("e4m3", "float8_e4m3fn")),
     "fixed_split_size": (256, lambda o: o.fixed_split_size),
+    "attention_chunk_size": (48, lambda o: o.logits.attention_chunk_size),
 }
 WRONG = {
     "num_qo_heads": 5, "num_kv_heads": 0, "head_dim_qk": -1, "head_dim_vo": 0, "page_size": -2, "head_dim": 0,

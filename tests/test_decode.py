@@ -61,6 +61,19 @@ def test_windows_and_soft_caps(device, backend, dtype, window_left, soft_cap):
     p.check(*decode(p, p.paged(16), backend))
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("chunk", [1, 16, 50, 4096])
+def test_chunks(device, backend, dtype, chunk, q_len):
+    kv_lens = (1, 0, 49, 50, 51, 5000)
+    p = Problem((q_len,) * 6, kv_lens, num_qo_heads=8, dtype=dtype, device=device, attention_chunk_size=chunk)
+    cache = p.paged(16)
+    wrapper = decode_wrapper(p, cache, backend)
+    plan_decode(wrapper, p, cache, plan={"q_len_per_req": q_len})
+    p.check(*wrapper.run(p.q, cache.kv, return_lse=True))
+    p.sm_scale = 0.3
+    p.check(wrapper.forward(p.q, cache.kv, sm_scale=0.3))
+
+
 @pytest.mark.parametrize(
     "kv_lens", [(1,), (0,), (0, 0, 5), (5000,), (1, 5000, 3), tuple(range(70)), (64,) * 9], ids=lambda n: str(n)[:24]
 )

@@ -233,6 +233,42 @@ def test_which_keys_are_seen(device, backend, dtype, kind, causal, window_left):
     p.check(out, lse)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks(device, backend, dtype, kind, chunk):
+    """Requests that are shorter than a chunk, end in one, begin in one, and have more queries than keys."""
+    p = Problem((150, 1, 0, 40, 129), (333, 77, 5, 9, 129), dtype=dtype, device=device, attention_chunk_size=chunk)
+    p.check(*prefill(p, kind, backend))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_as_a_custom_mask(device, backend, dtype, kind):
+    """What engines did instead: the same keys, by bits."""
+    p = Problem((70, 5), (200, 64), dtype=dtype, device=device, attention_chunk_size=48)
+    chunks = prefill(p, kind, backend)
+    masks = [oracle.visible(q, k, chunk_size=48) for q, k in zip(p.qo_lens, p.kv_lens, strict=True)]
+    p.attention_chunk_size, p.mask = None, torch.cat([mask.flatten() for mask in masks]).to(device)
+    p.check(*prefill(p, kind, backend))
+    p.check(*chunks)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"attention_chunk_size": 0}, "attention_chunk_size: expected a positive integer"),
+        ({"attention_chunk_size": 64, "window_left": 3}, "expected None beside window_left=3, got 64"),
+        (
+            {"attention_chunk_size": 64, "custom_mask": torch.ones(40, dtype=torch.bool)},
+            "expected None beside a custom",
+        ),
+    ],
+)
+def test_wrong_chunks(options, told):
+    p = Problem((4,), (10,))
+    with pytest.raises(quire.ValidationError, match=told):
+        plan_ragged(ragged_wrapper(p, "auto"), p, plan=options)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_logits(device, backend, dtype, kind):
     """Logits in the hundreds: one key takes all, and nothing overflows."""

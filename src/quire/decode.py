@@ -39,14 +39,16 @@ def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
     logits_soft_cap: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, data_type: Any,
     sm_scale: float | None, rope_scale: Any, rope_theta: Any, non_blocking: bool,
-    fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int,
+    fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int, attention_chunk_size: int | None,
 ) -> PlanOptions:  # fmt: skip
     check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
     dim = check_positive(head_dim, "head_dim")
     return PlanOptions(
         *heads(num_qo_heads, num_kv_heads), dim, dim,
         Types.of(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type),
-        logits_options(dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
+        logits_options(
+            dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta, attention_chunk_size
+        ),
         causal=check_positive(q_len_per_req, "q_len_per_req") > 1, page_size=check_positive(page_size, "page_size"),
         fixed_split_size=split_size(fixed_split_size, disable_split_kv),
     )  # fmt: skip
@@ -99,7 +101,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        q_len_per_req: int = 1,
+        q_len_per_req: int = 1, *, attention_chunk_size: int | None = None,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -119,7 +121,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
-            fixed_split_size, disable_split_kv, q_len_per_req,
+            fixed_split_size, disable_split_kv, q_len_per_req, attention_chunk_size,
         )  # fmt: skip
         kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
         batch = batch_size_of(kv_indptr, "indptr")

@@ -68,7 +68,7 @@ def _plan_options(
     head_dim: int | None, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
     pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
     use_fp16_qk_reduction: bool, allow_fp16_qk_reduction: bool, non_blocking: bool, fixed_split_size: int | None,
-    disable_split_kv: bool, rope_scale: Any, rope_theta: Any,
+    disable_split_kv: bool, rope_scale: Any, rope_theta: Any, attention_chunk_size: int | None,
 ) -> PlanOptions:  # fmt: skip
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
@@ -78,8 +78,10 @@ def _plan_options(
     qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
     return PlanOptions(
         qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-        logits_options(qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta), causal,
-        check_positive(page_size, "page_size") if paged else 0, split_size(fixed_split_size, disable_split_kv),
+        logits_options(
+            qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta, attention_chunk_size
+        ),
+        causal, check_positive(page_size, "page_size") if paged else 0, split_size(fixed_split_size, disable_split_kv),
     )  # fmt: skip
 
 
@@ -167,7 +169,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         seq_lens: torch.Tensor | None = None, seq_lens_q: torch.Tensor | None = None,
         block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
-        head_dim: int | None = None, allow_fp16_qk_reduction: bool = False,
+        head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -188,6 +190,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             see none, and their results are 0.
         sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
         window_left: how many keys to the left of the diagonal stay visible; -1: all.
+        attention_chunk_size: causal, and the keys of a request stand in chunks of so many: a query sees none before its
+            own chunk (Llama 4's local layers). It goes with neither a window nor a custom mask.
         logits_soft_cap: c gives c * tanh(logit / c); None or 0: no cap.
         pos_encoding_mode: "NONE"; "ALIBI", which adds a slope of the head, times the distance of key and query, to each
             scaled logit; or "ROPE_LLAMA", which turns the pairs (d, d + head_dim_qk / 2) of dims of q and k by
@@ -206,6 +210,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             True, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, page_size, q_data_type, kv_data_type,
             o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
             allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
+            attention_chunk_size,
         )  # fmt: skip
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
@@ -338,7 +343,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         fixed_split_size: int | None = None, disable_split_kv: bool = False, seq_lens: torch.Tensor | None = None,
         seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
-        *, head_dim: int | None = None, allow_fp16_qk_reduction: bool = False,
+        *, head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
     ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
@@ -350,6 +355,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             False, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, None, q_data_type, kv_data_type,
             o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
             allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
+            attention_chunk_size,
         )  # fmt: skip
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")

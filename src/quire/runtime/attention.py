@@ -69,11 +69,20 @@ class AttentionSpec(NamedTuple):
 
     @property
     def mask(self) -> MaskMode:
+        if self.options.logits.chunked:
+            return self._chunked()
         if self.tree_mask is not None:
             return MaskMode.TREE
         if self.custom_mask is not None or self.packed_custom_mask is not None:
             return MaskMode.CUSTOM
         return MaskMode.CAUSAL if self.options.causal else MaskMode.NONE
+
+    def _chunked(self) -> MaskMode:
+        if (self.tree_mask, self.custom_mask, self.packed_custom_mask) != (None, None, None):
+            raise ValidationError(
+                "attention_chunk_size: expected None beside a custom mask; leave the chunks to its bits."
+            )
+        return MaskMode.CHUNKED
 
     @property
     def nnz_qo(self) -> int:

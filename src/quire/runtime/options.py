@@ -71,6 +71,12 @@ class LogitsOptions(NamedTuple):
     pos_encoding: PosEncodingMode = PosEncodingMode.NONE
     rope_scale: float = 0.0  #: positions are divided by it; 0 without RoPE
     rope_theta: float = 0.0
+    chunked: bool = False  #: no key before the query's own chunk of window_left + 1 keys, in place of a sliding window
+
+    @property
+    def attention_chunk_size(self) -> int | None:
+        """As plan() is told it."""
+        return self.window_left + 1 if self.chunked else None
 
     def has_same_kernel(self, other: LogitsOptions) -> bool:
         """Whether they differ in numbers alone, which a launch takes along."""
@@ -118,7 +124,7 @@ def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
 @memoised
 def logits_options(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str,
-    rope_scale: float | None = None, rope_theta: float | None = None,
+    rope_scale: float | None = None, rope_theta: float | None = None, attention_chunk_size: int | None = None,
 ) -> LogitsOptions:  # fmt: skip
     """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
     pos_encoding = PosEncodingMode.of(pos_encoding_mode)
@@ -132,7 +138,20 @@ def logits_options(
         raise ValidationError(
             f"window_left: expected -1 (none) or the number of keys to the left, got {window_left!r}."
         )
-    return LogitsOptions(scale, window_left, cap, pos_encoding, *_rope(pos_encoding, rope_scale, rope_theta))
+    chunked = attention_chunk_size is not None
+    if attention_chunk_size is not None:
+        window_left = _chunk(attention_chunk_size, window_left)
+    return LogitsOptions(scale, window_left, cap, pos_encoding, *_rope(pos_encoding, rope_scale, rope_theta), chunked)
+
+
+def _chunk(attention_chunk_size: int, window_left: int) -> int:
+    """The most keys to the left that a query sees in its chunk."""
+    if window_left != -1:
+        raise ValidationError(
+            f"attention_chunk_size: expected None beside window_left={window_left}, got {attention_chunk_size}; "
+            "a query sees a window or its chunk."
+        )
+    return check_positive(attention_chunk_size, "attention_chunk_size") - 1
 
 
 def _rope(mode: PosEncodingMode, rope_scale: float | None, rope_theta: float | None) -> tuple[float, float]:

@@ -107,8 +107,8 @@ class AttentionWrapper(EngineAttributes):
         attention = planned(self._attention)
         has_bits = attention.spec.mask is MaskMode.CUSTOM  # which replace `causal`
         changes = {"causal": arguments["causal"]} if "causal" in arguments and not has_bits else {}
-        head_dim = attention.spec.options.head_dim_qk
-        logits = logits_options(head_dim, *_logits_arguments(arguments))
+        head_dim, planned_logits = attention.spec.options.head_dim_qk, attention.spec.options.logits
+        logits = logits_options(head_dim, *_logits_arguments(arguments), planned_logits.attention_chunk_size)
         self._attention = attention.replan(self._workspace, self._backend, logits=logits, **changes)
         self._graph = self._attention.graph
 
