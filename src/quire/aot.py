@@ -20,6 +20,7 @@ from quire.jit import Spec, Store, build, host_target, lookup, stop_compilers
 from quire.jit.cpu import default_jobs
 from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
+from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
 from quire.kernels.operation import OPERATIONS, OperationKey
 from quire.types import dtype_of
@@ -46,7 +47,7 @@ _LONGEST_SLUG = 300  #: what is longer is no slug, and not repeated whole in an 
 class Selection:
     """A cross product of options; each variant in it that a kernel accepts is built."""
 
-    backends: tuple[str, ...] = tuple(kernel.backend for kernel in KERNELS)
+    backends: tuple[str, ...] = tuple(dict.fromkeys(kernel.backend for kernel in KERNELS))
     head_dims: tuple[tuple[int, int], ...] = ((128, 128),)
     page_sizes: tuple[int, ...] = (0, 16)  #: 0: ragged
     dtypes: tuple[str, ...] = ("bf16",)
@@ -84,7 +85,8 @@ def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], Atten
                 "head_dims": (qk, vo), "page_sizes": page_size, "dtypes": dtype, "masks": mask, "kv_dtypes": kv_dtype,
                 "targets": target,
             }  # fmt: skip
-            yield values, AttentionProblem(target, q, kv, q, qk, vo, page_size, **features, rows=0)
+            is_mla = (qk, vo) == MLA_DIMS
+            yield values, AttentionProblem(target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=is_mla)
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
@@ -122,7 +124,7 @@ class _Answers:
 
     def accepting(self, values: Mapping[str, Any], problem: AttentionProblem) -> list[AttentionKernel]:
         """The kernels of the chosen backends that take `problem`, which was made from `values`."""
-        here = [k for k in KERNELS if k.on_cuda == problem.on_cuda and k.backend in self._backends]
+        here = [k for k in KERNELS if k.is_for(problem) and k.backend in self._backends]
         accepting = [kernel for kernel in here if kernel.refusal(problem) is None]
         if accepting:
             self._taken |= {*values.items(), *(("backends", kernel.backend) for kernel in accepting)}

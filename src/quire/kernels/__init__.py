@@ -9,7 +9,7 @@ from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.spec import Spec
-from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3
+from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3, attention_mla_cpu
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
 
 __all__ = [
@@ -35,6 +35,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     attention_fa3.KERNEL,
     attention_fa2.KERNEL,
     attention_cpu.KERNEL,
+    attention_mla_cpu.KERNEL,
 )
 
 PIN = "quire:"  #: before a kernel's name in `backend=`: that kernel or an error
@@ -78,8 +79,10 @@ class Decision:
 
 
 def backends() -> tuple[str, ...]:
-    """The names that `backend=` takes, besides those of FlashInfer's implementations, which mean "auto"."""
-    return ("auto", *(PIN + kernel.backend for kernel in KERNELS))
+    """The names that `backend=` takes, besides those of FlashInfer's implementations, which mean "auto". A kernel of
+    MLA has the name of the kernel that does the same for other attention.
+    """
+    return ("auto", *dict.fromkeys(PIN + kernel.backend for kernel in KERNELS))
 
 
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
@@ -95,7 +98,7 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
             f"backend: expected one of {', '.join(backends())} or a name of FlashInfer's, which means auto "
             f"({', '.join(sorted(WISHES))}), got {backend!r}."
         )
-    here = [kernel for kernel in KERNELS if kernel.on_cuda == problem.on_cuda]
+    here = [kernel for kernel in KERNELS if kernel.is_for(problem)]
     trace = tuple(Verdict(kernel, _reason(kernel, problem, backend), kernel.yields(problem)) for kernel in here)
     accepting = [verdict for verdict in trace if verdict.reason is None]
     if accepting:

@@ -13,10 +13,18 @@ from typing import Annotated, Any, NamedTuple
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
-from quire.kernels.operands import ATTENTION_OPERANDS, Operand, OperandBlock, TensorCopy, View, with_scales
+from quire.kernels.operands import (
+    ATTENTION_OPERANDS,
+    MLA_OPERANDS,
+    Operand,
+    OperandBlock,
+    TensorCopy,
+    View,
+    with_scales,
+)
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
-from quire.types import PosEncodingMode
+from quire.types import MaskMode, PosEncodingMode
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class AttentionProblem(Features):
     rows: int  #: packed rows (qo_len * group_size) of a typical request, see same_rows()
     uniform: bool = True  #: every request has as many rows, whatever else is in the batch
     fixed_split_size: int = 0  #: tokens of a split; -1: never split (no request may influence another); 0: automatic
+    is_mla: bool = False  #: keys and values are one cache of latents, see MLA_OPERANDS
 
     def __str__(self) -> str:
         return f"({self.target}, {', '.join(f'{name}={value}' for name, value in self.fields)})"
@@ -45,6 +54,8 @@ class TileShape(NamedTuple):
     kv: int  #: keys of a kv tile
 
 
+#: Dims of a key and of a value in multi-head latent attention.
+MLA_DIMS = (576, 512)
 #: What a GPU kernel exports: threads of a CTA, CTAs that share an SM, bytes of dynamic shared memory.
 _EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
@@ -79,7 +90,8 @@ class AttentionKey(Features):
     def problem(self) -> AttentionProblem:
         """A problem that this variant takes."""
         page_size = 1 if self.page_size == ANY_PAGE_SIZE else self.page_size
-        return AttentionProblem(**{**shared_fields(self), "page_size": page_size}, rows=self.tile_rows)
+        shared = {**shared_fields(self), "page_size": page_size}
+        return AttentionProblem(**shared, rows=self.tile_rows, is_mla=self.kernel.startswith("attention_mla"))
 
     @classmethod
     def parse(cls, slug: str) -> AttentionKey:
@@ -146,9 +158,24 @@ class AttentionKernel:
         blocks = (OperandBlock(0, first),)
         return (*blocks, OperandBlock(getattr(self.params, more[0].name).offset, more, first)) if more else blocks
 
+    @property
+    def is_mla(self) -> bool:
+        """Whether it computes multi-head latent attention, and nothing else."""
+        return self.operands is MLA_OPERANDS
+
+    def is_for(self, problem: AttentionProblem) -> bool:
+        """Whether `problem` is of its device and its kind of attention."""
+        return (self.on_cuda, self.is_mla) == (problem.on_cuda, problem.is_mla)
+
     def refusal(self, problem: AttentionProblem) -> str | None:
         """Why it does not take `problem`, on whatever device; None if it does."""
-        return f"target {problem.target} is another device" if self.on_cuda != problem.on_cuda else self.reject(problem)
+        if self.on_cuda != problem.on_cuda:
+            return f"target {problem.target} is another device"
+        if self.is_mla != problem.is_mla:
+            return (
+                "it is for multi-head latent attention" if self.is_mla else "it is not for multi-head latent attention"
+            )
+        return self.reject(problem)
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
         """The key of the variant that takes `problem`."""
@@ -227,3 +254,18 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA and problem.kv.bits == 8 and problem.head_dim_qk % 32:
         return f"head_dim_qk={problem.head_dim_qk}: expected a multiple of 32 to rotate 8-bit keys"
     return head_dim_reason(problem)
+
+
+def mla_reason(problem: AttentionProblem) -> str | None:
+    """Why no MLA kernel takes these dims and logits; None if they are fine."""
+    if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
+        latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
+        return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
+    if (
+        problem.window
+        or problem.soft_cap
+        or problem.pos_encoding
+        or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL)
+    ):
+        return "it has no window, no soft cap, no position encoding and no mask but causal"
+    return None if problem.paged else "keys are ragged: it takes pages only"

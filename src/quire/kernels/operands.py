@@ -76,6 +76,16 @@ ATTENTION_OPERANDS = (
     Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
 )
 
+#: Multi-head latent attention (MLA): one head of keys, [ckv, kpe], whose first part, the latent, is the value too. The
+#: first four lie where ATTENTION_OPERANDS do: k is the part with positions, v the latent.
+MLA_OPERANDS = (
+    Operand("q_pe", ("nnz_qo", "num_qo_heads", "head_dim_kpe"), "q"),
+    Operand("kpe", ("num_pages", "page_size", "num_kv_heads", "head_dim_kpe"), "kv"),
+    Operand("ckv", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
+    Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
+    Operand("q_nope", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "q"),
+)
+
 
 def with_scales(operands: Sequence[Operand]) -> tuple[Operand, ...]:
     """The operands, and then the scales of those that have some."""

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 from quire.jit.spec import Struct
-from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields, with_scales
+from quire.kernels.operands import ATTENTION_OPERANDS, MLA_OPERANDS, Operand, operand_fields, with_scales
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
@@ -103,6 +103,10 @@ def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure
     """The parameter struct `name` of a kernel that has more operands than ATTENTION_OPERANDS."""
     more = operand_fields(with_scales(operands)[len(ATTENTION_OPERANDS) :])
     return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *more)})
+
+
+#: What an MLA kernel is given; see core/params_mla.h.
+AttentionMlaParams = params_with("AttentionMlaParams", MLA_OPERANDS)
 
 
 class TensorMap(ctypes.Structure):

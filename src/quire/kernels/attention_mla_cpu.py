@@ -1,0 +1,40 @@
+"""attention_mla_cpu: multi-head latent attention on host threads."""
+
+from __future__ import annotations
+
+from quire.kernels.attention import AttentionKernel, AttentionProblem, TileShape, first_tile_that_holds, mla_reason
+from quire.kernels.operands import MLA_OPERANDS
+from quire.kernels.params import AttentionMlaParams
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    for name, dtype in (("q", problem.q), ("o", problem.o)):
+        if dtype.bits < 16:
+            return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
+    if problem.kv != problem.q and problem.kv.bits != 8:
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q} and has not 8 bits"
+    return mla_reason(problem)
+
+
+def _tiles(_: AttentionProblem) -> tuple[TileShape, ...]:
+    """16 heads of a query, or 128."""
+    return TileShape(16, 64), TileShape(128, 64)
+
+
+def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """The lowest tile that holds a typical request; the lowest of all where neighbours must have no influence."""
+    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
+
+
+KERNEL = AttentionKernel(
+    name="attention_mla_cpu",
+    backend="cpu",
+    header="quire/kernels/attention_mla_cpu.h",
+    cxx="AttentionMlaCpu",
+    on_cuda=False,
+    reject=_reject,
+    tiles=_tiles,
+    choose_rows=_choose_rows,
+    operands=MLA_OPERANDS,
+    params=AttentionMlaParams,
+)

@@ -1,0 +1,18 @@
+// What a kernel of multi-head latent attention (MLA) is given. Mirrored by AttentionMlaParams in
+// quire/kernels/params.py.
+#pragma once
+#include "quire/core/params.h"
+
+namespace quire {
+
+// Keys have one head of head_dim_qk dims: the latent ckv, head_dim_vo dims, which is the value too, and kpe, the rest,
+// which RoPE has rotated. Of `base`, q is q_pe [nnz_qo, num_qo_heads, kpe's dims], k is kpe [num_pages, page_size, 1,
+// kpe's dims] and v is ckv [num_pages, page_size, 1, head_dim_vo]. Both may be parts of one tensor: strides say so.
+// A logit is (q_nope . ckv + q_pe . kpe) * logits_scale. Packed rows are qo position * num_qo_heads + head.
+struct AttentionMlaParams {
+  AttentionParams base;
+  const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
+  int64_t q_nope_token_stride, q_nope_head_stride;
+};
+
+}  // namespace quire

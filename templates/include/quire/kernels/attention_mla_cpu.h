@@ -1,0 +1,186 @@
+// Multi-head latent attention on the cpu: all query heads share one head of keys, whose latent part is the value too.
+//
+// Bound: floating-point units from a few heads on, as each key is read once for all heads. Work comes from
+// core/schedule.h; an OpenMP thread takes one CTA's work tiles at a time. Each kv tile is copied once, widened, beside
+// panels of rows (tile/cpu_panel.h). All arithmetic is in float32 whatever the tensors hold. No key that no row of a
+// panel sees is read or computed with.
+#pragma once
+#include <stdlib.h>
+#include "quire/core/params_mla.h"
+#include "quire/tile/cpu_panel.h"
+#include "quire/tile/cpu_rows.h"
+
+namespace quire {
+
+template <class V>
+struct AttentionMlaCpu {
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+
+  // 0, or 1 when no thread got memory for its scratch: then nothing was done.
+  static int run(AttentionMlaParams& p) {
+    int next = 0;
+#pragma omp parallel if (p.base.num_ctas > 1) shared(next)
+    {
+      Scratch* scratch = static_cast<Scratch*>(aligned_alloc(alignof(Scratch), sizeof(Scratch)));
+      while (scratch != nullptr) {
+        const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+        if (cta >= p.base.num_ctas) break;
+        WorkCursor cursor = WorkCursor::of_cta(p.base, cta);
+        for (WorkTile work; cursor.next(p.base, kTileKv, work);) attend(p, work, *scratch);
+      }
+      free(scratch);
+    }
+    return next == 0 ? 1 : 0;
+  }
+
+ private:
+  using Q = typename V::Q;
+  using Kv = typename V::Kv;
+  static constexpr int kCkv = V::kHeadDimVo, kKpe = V::kHeadDimQk - V::kHeadDimVo;
+  static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
+  static_assert(kCkv % 16 == 0 && kKpe % 16 == 0 && kKpe > 0, "a head dimension is whole vectors");
+  static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a mask");
+
+  // What a thread computes with: the running softmax, queries transposed, a kv tile, and its logits.
+  struct alignas(64) Scratch {
+    float m[kPaddedRows], d[kPaddedRows], alpha[cpu::kPanel];
+    float o[kPaddedRows * kCkv];
+    float q_nope[kPaddedRows * kCkv], q_pe[kPaddedRows * kKpe];
+    const Kv *kpe_rows[kTileKv], *ckv_rows[kTileKv];
+    float ckv[kTileKv * kCkv], kpe[kTileKv * kKpe];
+    float s[kTileKv * cpu::kPanel], s_pe[kTileKv * cpu::kPanel];
+    cpu::PanelRows<cpu::kPanel, kTileKv> panel;
+  };
+
+  struct Context {
+    const AttentionMlaParams& p;
+    const cpu::Rows& rows;
+    cpu::LogitsTile<V> logits;
+    cpu::Keys<V> keys;  // k is kpe, v is ckv
+    Scratch& scratch;
+
+    KeyRange visible(int first_row, int last_row, KeyRange tile) const {
+      return logits.mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
+    }
+    const Q* q_nope(int row) const {
+      const WorkTile::Place at = rows.place(row);
+      return static_cast<const Q*>(p.q_nope) + at.token * p.q_nope_token_stride + at.head * p.q_nope_head_stride;
+    }
+  };
+
+  static void attend(const AttentionMlaParams& p, const WorkTile& work, Scratch& scratch) {
+    const AttentionParams& base = p.base;
+    const cpu::Rows rows(base, work, kTileRows);
+    const Mask<V::kMask, V::kWindow != 0> mask = Mask<V::kMask, V::kWindow != 0>::of(base, work.tile);
+    const Context c = {p,
+                       rows,
+                       {rows, work.tile.request, mask, LogitsTransform<V, cpu::Math>(base)},
+                       cpu::Keys<V>(base, work.tile.kv_first, work.kv_head),
+                       scratch};
+    clear(scratch, rows.count);
+    load_queries(c);
+    for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
+      const KeyRange tile = {kv * kTileKv, (kv + 1) * kTileKv}, keys = c.visible(0, rows.count - 1, tile);
+      if (!keys.empty()) attend_tile(c, tile, keys);
+    }
+    cpu::finish_work_tile<V>(rows, scratch.o, scratch.m, scratch.d);
+  }
+
+  static void clear(Scratch& x, int count) {
+    const int padded = static_cast<int>(round_up(count, cpu::kPanel));
+    for (int row = 0; row < padded; ++row) x.m[row] = -cpu::kInfinity, x.d[row] = 0.0f;
+    memset(x.o, 0, sizeof(float) * padded * kCkv);
+  }
+
+  static void load_queries(const Context& c) {
+    Scratch& x = c.scratch;
+    for (int row = 0; row < c.rows.count; row += cpu::kLanes) {
+      const Q *nope[cpu::kLanes], *pe[cpu::kLanes];
+      const int count = min(cpu::kLanes, c.rows.count - row), panel = row / cpu::kPanel, lane = row % cpu::kPanel;
+      for (int i = 0; i < count; ++i) nope[i] = c.q_nope(row + i), pe[i] = c.rows.template q<Q>(row + i);
+      cpu::transpose_rows<kCkv>(x.q_nope + panel * (kCkv * cpu::kPanel) + lane, nope, count, c.logits.q_scale());
+      cpu::transpose_rows<kKpe>(x.q_pe + panel * (kKpe * cpu::kPanel) + lane, pe, count, c.logits.q_scale());
+    }
+  }
+
+  static void attend_tile(const Context& c, KeyRange tile, KeyRange keys) {
+    Scratch& x = c.scratch;
+    const int begin = keys.begin - tile.begin, end = keys.end - tile.begin;
+    c.keys.resolve(keys, x.kpe_rows, x.ckv_rows);
+    stage<kKpe>(x.kpe, x.kpe_rows, begin, end);
+    stage<kCkv>(x.ckv, x.ckv_rows, begin, end);
+    const bool finite = c.logits.mask.full(c.rows.qo_idx(0), c.rows.qo_idx(c.rows.count - 1), keys) ||
+                        cpu::all_finite(x.ckv + begin * kCkv, static_cast<int64_t>(end - begin) * kCkv);
+    for (int row = 0; row < c.rows.count; row += cpu::kPanel) panel_tile(c, row, tile, finite);
+  }
+
+  // Rows [begin, end) of a tile as floats; the rest of the first and last key blocks is 0.
+  template <int kDim>
+  static void stage(float* to, const Kv* const* rows, int begin, int end) {
+    const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
+    const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
+    memset(to + block_begin * kDim, 0, sizeof(float) * (begin - block_begin) * kDim);
+    cpu::widen_rows<kDim>(to + begin * kDim, rows, end - begin);
+    memset(to + end * kDim, 0, sizeof(float) * (block_end - end) * kDim);
+  }
+
+  // One panel of rows against one staged kv tile.
+  static void panel_tile(const Context& c, int row, KeyRange tile, bool finite) {
+    Scratch& x = c.scratch;
+    const int count = min(cpu::kPanel, c.rows.count - row);
+    const KeyRange visible = c.visible(row, row + count - 1, tile);
+    if (visible.empty()) return;
+    const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin};
+    score<kCkv>(x.s, x.ckv, x.q_nope + row * kCkv, keys, count);
+    score<kKpe>(x.s_pe, x.kpe, x.q_pe + row * kKpe, keys, count);
+    describe_panel(c, row, tile, count);
+    const bool full = c.logits.mask.full(c.rows.qo_idx(row), c.rows.qo_idx(row + count - 1), visible);
+    if (full) {
+      softmax_panel<false>(c, row, keys, tile.begin, count);
+    } else {
+      softmax_panel<true>(c, row, keys, tile.begin, count);
+    }
+    if (full || finite) {
+      cpu::accumulate_values<kCkv>(x.o + row * kCkv, x.s, x.ckv, x.alpha, keys, count);
+    } else {
+      cpu::accumulate_visible_values<kCkv>(x.o + row * kCkv, x.s, x.ckv, x.alpha, keys, count);
+    }
+  }
+
+  template <int kDim>
+  static void score(float* s, const float* k, const float* q, KeyRange keys, int count) {
+    const int begin = keys.begin / cpu::kKeyBlock * cpu::kKeyBlock;
+    if (count > 2 * cpu::kLanes) {
+      cpu::score_block<kDim, 3>(s, k, q, begin, keys.end);
+    } else if (count > cpu::kLanes) {
+      cpu::score_block<kDim, 2>(s, k, q, begin, keys.end);
+    } else {
+      cpu::score_block<kDim, 1>(s, k, q, begin, keys.end);
+    }
+  }
+
+  template <bool kMasked>
+  static void softmax_panel(const Context& c, int row, KeyRange keys, int tile_begin, int count) {
+    Scratch& x = c.scratch;
+    for (int i = 0; i < count; i += cpu::kLanes) {
+      const auto score = [&](cpu::Floats s, int at) {
+        const cpu::RowLanes<V, decltype(x.panel)> lanes = {c.logits, x.panel, i, tile_begin, at};
+        return cpu::score_logits<kMasked>(c.logits, s + cpu::load(x.s_pe + at * cpu::kPanel + i), lanes);
+      };
+      cpu::store(x.alpha + i, cpu::softmax_rows(x.s + i, keys, score, x.m + row + i, x.d + row + i));
+    }
+  }
+
+  // What softmax has to know of each row.
+  static void describe_panel(const Context& c, int row, KeyRange tile, int count) {
+    auto& panel = c.scratch.panel;
+    for (int i = 0; i < count; ++i) {
+      const int qo_idx = c.rows.qo_idx(row + i);
+      const KeyRange keys = c.logits.mask.visible(qo_idx);
+      panel.q_idx[i] = qo_idx, panel.head[i] = c.rows.head(row + i);
+      panel.begin[i] = keys.begin - tile.begin, panel.end[i] = keys.end - tile.begin;
+    }
+  }
+};
+
+}  // namespace quire
