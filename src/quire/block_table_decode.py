@@ -140,9 +140,13 @@ def decode_block_tables(
     q_cu_seq_lens: torch.Tensor | None, window_left: int, out: torch.Tensor | None, sinks: torch.Tensor | None,
     enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
     lse: torch.Tensor | None = None, return_lse: bool = False,
-    pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None),
+    pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling."""
+    """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling.
+
+    q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
+    `query` and the cache's keys are then the parts with positions.
+    """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
@@ -153,11 +157,12 @@ def decode_block_tables(
     check_shape(check_tensor(query, "query"), "query", sizes)
     check_same_device(query, "query", workspace.device)
     target = Target.of(out, query, cache.head_dim_vo, o_scale, out_dtype)
+    head_dim_qk = cache.head_dim_qk + (0 if q_nope is None else cache.head_dim_vo)
     options = PlanOptions(
-        *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
+        *heads(query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
-        logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
-        cache.page_size,
+        logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
+        cache.page_size, is_mla=q_nope is not None,
     )  # fmt: skip
     indices = tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len"))
     if return_lse and lse is None:
@@ -168,10 +173,11 @@ def decode_block_tables(
     if query.shape[0]:
         tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, workspace.device, padded)
         q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
+        others = () if q_nope is None else (q_nope if padded is None else padded.rows(q_nope),)
         Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend).run(
             q, cache.as_given, out=o, lse=statistics, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
             v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
-            o_scale_by=v_scale.tensor,
+            o_scale_by=v_scale.tensor, others=others,
         )  # fmt: skip
         if padded is not None:
             padded.unpad((o, target.result), (statistics, lse))

@@ -1,39 +1,242 @@
-"""Multi-head latent attention (MLA): the names of FlashInfer's flashinfer.mla, which no kernel of Quire serves yet."""
+"""Multi-head latent attention (MLA) over a paged cache of latents, in the absorbed form that decode takes.
+
+The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html#flashinfer-mla). All query heads share one
+head of keys, which is in two parts: the latent ckv, which is the value too, and kpe, which RoPE has rotated. So is a
+query: q_nope, multiplied by the key projection beforehand, and q_pe. Logits are (q_nope . ckv + q_pe . kpe) * sm_scale.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+import math
+from typing import Any
 
 import torch
 
-from quire.errors import UnsupportedError
-from quire.runtime.workspace import UserWorkspace
+from quire.block_table_mla import (
+    decode_latents,
+    trtllm_batch_decode_with_kv_cache_mla,
+    xqa_batch_decode_with_kv_cache_mla,
+)
+from quire.block_tables import Scale
+from quire.errors import ValidationError
+from quire.mla_metadata import MLAPlanMetadata
+from quire.runtime.attention import AttentionSpec, Result
+from quire.runtime.checks import check_flags, check_positive, refuse
+from quire.runtime.engine_attributes import MlaModule
+from quire.runtime.layout import latent_parts
+from quire.runtime.options import PlanOptions, Types, logits_options, memoised, split_size
+from quire.runtime.wrapper import AttentionWrapper
 
-__all__ = ["BatchMLAPagedAttentionWrapper"]
+__all__ = [
+    "BatchMLAPagedAttentionWrapper",
+    "MLAPlanMetadata",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache_mla",
+]
+
+_LN2 = math.log(2)
+_LSE_MODES = {"none": None, "base2": False, "basee": True}  #: what return_lse_base_on_e must be
 
 
-class BatchMLAPagedAttentionWrapper:
-    """MLA over a paged cache of latents. It can be constructed, so that an engine that uses it for some batches and the
-    ragged prefill wrapper for others runs the latter; plan() and run() raise UnsupportedError.
+@memoised
+def _plan_options(
+    num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
+    q_data_type: Any, kv_data_type: Any, output_dtype: Any, fixed_split_size: int | None, disable_split_kv: bool,
+) -> PlanOptions:  # fmt: skip
+    check_flags(causal=causal, disable_split_kv=disable_split_kv)
+    if causal is None or sm_scale is None:
+        name = "causal" if causal is None else "sm_scale"
+        raise ValidationError(f"{name}: expected it with the other arguments of plan(), got None.")
+    vo = check_positive(head_dim_ckv, "head_dim_ckv")
+    qk = vo + check_positive(head_dim_kpe, "head_dim_kpe")
+    return PlanOptions(
+        check_positive(num_heads, "num_heads"), 1, qk, vo, Types.of(q_data_type, kv_data_type, output_dtype),
+        logits_options(qk, sm_scale, -1, None, "NONE"), causal, check_positive(page_size, "page_size"),
+        split_size(fixed_split_size, disable_split_kv), is_mla=True,
+    )  # fmt: skip
 
-    float_workspace_buffer: as of the other wrappers. The buffers and `backend` are not looked at.
 
-    >>> wrapper = quire.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
-    >>> try:
-    ...     wrapper.plan()
-    ... except quire.UnsupportedError as error:
-    ...     str(error).split(":")[0]
-    'BatchMLAPagedAttentionWrapper'
+class BatchMLAPagedAttentionWrapper(AttentionWrapper):
+    """MLA of a batch of requests over a paged cache of latents: decode, drafts, and prefill of what is absorbed.
+
+    float_workspace_buffer, backend: as of the other wrappers; 128 MiB of any dtype on the device of the calls.
+        FlashInfer's names ("fa2", "fa3", "cutlass") mean "auto".
+    use_cuda_graph: run() may be captured, and plan() called again before each replay. The buffers are then needed,
+        int32 on the device: qo_indptr and kv_indptr [batch_size + 1], kv_len_arr [batch_size], and kv_indices [most
+        pages], into which page numbers are copied.
+
+    >>> wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> int32 = {"dtype": torch.int32}
+    >>> wrapper.plan(
+    ...     torch.tensor([0, 1, 2], **int32), torch.tensor([0, 2, 3], **int32), torch.tensor([4, 0, 2], **int32),
+    ...     torch.tensor([21, 16], **int32), num_heads=16, head_dim_ckv=512, head_dim_kpe=64, page_size=16,
+    ...     causal=False, sm_scale=192**-0.5, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    ... )
+    >>> q_nope, q_pe = torch.randn(2, 16, 512).bfloat16(), torch.randn(2, 16, 64).bfloat16()
+    >>> cache = torch.randn(6, 16, 576).bfloat16()  # [num_pages, page_size, head_dim_ckv + head_dim_kpe]
+    >>> wrapper.run(q_nope, q_pe, cache[..., :512], cache[..., 512:]).shape
+    torch.Size([2, 16, 512])
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, *_args: Any, **_options: Any) -> None:
-        self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
+    _causal: bool | None = None  # type: ignore[assignment]  # SGLang writes these three, and then plans by _cached_module
+    _sm_scale: float | None = None  # type: ignore[assignment]
+    _page_size: int | None = None
 
-    def plan(self, *_args: Any, **_options: Any) -> NoReturn:
-        """Raises UnsupportedError."""
-        raise UnsupportedError(
-            "BatchMLAPagedAttentionWrapper: no kernel attends to compressed keys (head dims 576 and 512) yet; "
-            "decompress them for BatchPrefillWithRaggedKVCacheWrapper (192 and 128), or use another backend."
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, use_cuda_graph: bool = False,
+        qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, backend: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(
+            float_workspace_buffer, "NHD", use_cuda_graph, backend, qo_indptr=qo_indptr, kv_indptr=kv_indptr,
+            kv_indices=kv_indices, kv_len_arr=kv_len_arr,
+        )  # fmt: skip
+        self._lse_base_on_e: bool | None = None
+
+    def plan(
+        self, qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
+        kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, num_heads: int | None = None,
+        head_dim_ckv: int | None = None, head_dim_kpe: int | None = None, page_size: int | None = None,
+        causal: bool | None = None, sm_scale: float | None = None, q_data_type: str | torch.dtype | None = None,
+        kv_data_type: str | torch.dtype | None = None, use_profiler: bool = False, *,
+        metadata: MLAPlanMetadata | None = None, cum_seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None, max_q_len: int | None = None,
+        query_layout: str | None = None, kv_cache_layout: str | None = None, lse_mode: str = "none",
+        output_dtype: str | torch.dtype | None = None, output_scale: str = "none", scale_mode: str = "default",
+        skip_softmax: bool = False, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+    ) -> None:  # fmt: skip
+        """Plan a batch.
+
+        qo_indptr: int32 [batch_size + 1], offsets into the rows of q; the queries of a request are its last tokens.
+        kv_indptr: int32 [batch_size + 1], offsets into kv_indices, the page numbers. Those on the host are copied;
+            those on a device are read by each run() where they lie.
+        kv_len_arr: int32 [batch_size], tokens of each request; pages beyond them are not read.
+        cum_seq_lens_q, block_tables int32 [batch_size, pages], seq_lens, max_q_len: the same batch as a table of pages.
+        metadata: the same arrays as MLAPlanMetadata. Arrays of lengths on the host plan without a synchronisation.
+        num_heads: any; head_dim_ckv, head_dim_kpe: 512 and 64. causal: query i sees keys up to
+            i + kv_len - qo_len. sm_scale multiplies logits: 1 / sqrt(128 + 64) for DeepSeek's models.
+        q_data_type, kv_data_type, output_dtype: of the queries, the cache and the result, which default to the former.
+        lse_mode: "none", or the base of run()'s lse, "base2" or "basee", which run() must then be told too.
+        query_layout, kv_cache_layout: "packed" or "split"; run() takes both. output_scale: "none". scale_mode:
+            "default" or "kv-per-tensor", for caches of 8 bits. use_profiler, skip_softmax: only False.
+        fixed_split_size, disable_split_kv: as in BatchPrefillWithPagedKVCacheWrapper.plan().
+
+        Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
+        """
+        refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
+        for name, value in (("query_layout", query_layout), ("kv_cache_layout", kv_cache_layout)):
+            _check_word(name, value, (None, "packed", "split"))
+        _check_word("lse_mode", lse_mode, tuple(_LSE_MODES))
+        _check_word("output_scale", output_scale, ("none",))
+        _check_word("scale_mode", scale_mode, ("default", "kv-per-tensor"))
+        options = _plan_options(
+            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
+            output_dtype, fixed_split_size, disable_split_kv,
+        )  # fmt: skip
+        flat = MLAPlanMetadata(
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
+        self._set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
+        self._lse_base_on_e = _LSE_MODES[lse_mode]
+        self._causal, self._sm_scale, self._page_size = options.causal, options.logits.sm_scale, options.page_size
 
-    begin_forward = run = plan
+    begin_forward = plan
+
+    def run(
+        self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None,
+        out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
+        profiler_buffer: torch.Tensor | None = None, kv_len: torch.Tensor | None = None,
+        page_table: torch.Tensor | None = None, return_lse_base_on_e: bool = False, o_scale: float | None = None, *,
+        query: Any = None, kv_cache: Any = None, ckv_scale: float | None = None, ckv_scale_arr: Any = None,
+        kpe_scale: float | None = None, sinks: torch.Tensor | None = None, enable_pdl: bool | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of the queries over the cache; returns o [nnz_qo, num_heads, head_dim_ckv], or (o, lse) with
+        return_lse=True: lse [nnz_qo, num_heads] float32, of base 2, or e with return_lse_base_on_e=True.
+
+        q_nope [nnz_qo, num_heads, head_dim_ckv] and q_pe [nnz_qo, num_heads, head_dim_kpe], or `query`: one tensor of
+            both side by side, or the pair.
+        ckv_cache [num_pages, page_size, head_dim_ckv] and kpe_cache [num_pages, page_size, head_dim_kpe], or `kv_cache`
+            in the same way. Of all of them only the last dimension must be contiguous, so that they may be views.
+        out, lse: written instead of new tensors.
+        kv_len, page_table: without a plan, tokens [batch_size] and pages [batch_size, pages] of each request, which has
+            one query; sm_scale is then 1 / sqrt(192). On a GPU such a call may be captured. With a plan only None.
+        ckv_scale, kpe_scale: equal numbers that a cache of 8 bits is multiplied by.
+        sinks: float32 [num_heads], natural-log logits that join the denominators.
+        profiler_buffer, o_scale, ckv_scale_arr: only None.
+
+        Raises ValidationError naming the argument, PlanError without a plan.
+        """
+        refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e)
+        nope, pe = latent_parts(_either("query", query, "q_nope", q_nope, "q_pe", q_pe), "query", "q_nope", "q_pe")
+        pair = _either("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache)
+        ckv, kpe = latent_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
+        if ckv_scale != kpe_scale:
+            raise ValidationError(f"kpe_scale: expected ckv_scale={ckv_scale}, got {kpe_scale}.")
+        self._check_base(return_lse or lse is not None, return_lse_base_on_e)
+        if kv_len is not None or page_table is not None:
+            result = self._run_unplanned(
+                (nope, pe), (ckv, kpe), kv_len, page_table, out, lse, return_lse, ckv_scale, sinks, enable_pdl
+            )
+        else:
+            result = self._runner().run(
+                pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out=out, lse=lse, return_lse=return_lse, sinks=sinks,
+                q_scale=None, k_scale=ckv_scale, v_scale=ckv_scale, window_left=None, enable_pdl=enable_pdl,
+                others=(nope,),
+            )  # fmt: skip
+        statistics = result[1] if return_lse else lse
+        if return_lse_base_on_e and statistics is not None:
+            statistics.mul_(_LN2)
+        return result
+
+    def _check_base(self, wants_lse: bool, base_on_e: bool) -> None:
+        """The base of lse is that which plan() was told, if any."""
+        if wants_lse and self._lse_base_on_e not in (None, base_on_e):
+            raise ValidationError(
+                f"return_lse_base_on_e: expected {self._lse_base_on_e}, as lse_mode of plan() says, got {base_on_e}."
+            )
+
+    def _run_unplanned(
+        self, query: tuple[torch.Tensor, torch.Tensor], cache: tuple[torch.Tensor, torch.Tensor], kv_len: Any,
+        page_table: Any, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, ckv_scale: Any,
+        sinks: torch.Tensor | None, enable_pdl: bool | None,
+    ) -> Result:  # fmt: skip
+        """run() on a table of pages and lengths instead of a plan."""
+        if self._attention is not None or kv_len is None or page_table is None:
+            raise ValidationError(
+                "kv_len, page_table: expected both without a plan, or neither after plan(), which was told the lengths."
+            )
+        scale = Scale.of(ckv_scale, "ckv_scale", self.device, positive=True)
+        return decode_latents(
+            query, cache, self._workspace, page_table, kv_len, page_table.shape[-1] * cache[0].shape[1],
+            scale.times(Scale(192**-0.5)), scale, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
+            enable_pdl=enable_pdl, backend=self._backend,
+        )  # fmt: skip
+
+    @property
+    def _kv_indices_buf(self) -> torch.Tensor | None:
+        return self._array("kv_indices", "kv_indices")
+
+    @property
+    def _kv_len_arr_buf(self) -> torch.Tensor | None:
+        return self._buffers["kv_len_arr"]
+
+    @property
+    def _cached_module(self) -> MlaModule | None:  # type: ignore[override]
+        return None if self._attention is None else MlaModule(self)
+
+
+def _check_word(name: str, value: Any, words: tuple[str | None, ...]) -> None:
+    if value not in words:
+        raise ValidationError(f"{name}: expected one of {', '.join(map(repr, words))}, got {value!r}.")
+
+
+def _either(name: str, whole: Any, first_name: str, first: Any, second_name: str, second: Any) -> Any:
+    """`whole`, or the pair of its parts: one of both must be given."""
+    has_parts = first is not None, second is not None
+    if whole is None and all(has_parts):
+        return first, second
+    if whole is None or any(has_parts):
+        raise ValidationError(f"{name}: expected it, or {first_name} and {second_name}, and not both.")
+    return whole

@@ -42,13 +42,17 @@ class PaddedQueries(NamedTuple):
         """Rows of the call."""
         return self.places.shape[0]
 
+    def rows(self, query: torch.Tensor) -> torch.Tensor:
+        """The rows of the batch, of the call's."""
+        return query[self.sources.view(-1)]
+
     def batch(
         self, query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """query, and memory for out and lse, of the batch."""
         rows = self.sources.numel()
         return (
-            query[self.sources.view(-1)],
+            self.rows(query),
             out.new_empty((rows, *out.shape[1:])),
             None if lse is None else lse.new_empty((rows, *lse.shape[1:])),
         )

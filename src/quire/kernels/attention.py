@@ -172,9 +172,7 @@ class AttentionKernel:
         if self.on_cuda != problem.on_cuda:
             return f"target {problem.target} is another device"
         if self.is_mla != problem.is_mla:
-            return (
-                "it is for multi-head latent attention" if self.is_mla else "it is not for multi-head latent attention"
-            )
+            return f"it is {'only' if self.is_mla else 'not'} for multi-head latent attention"
         return self.reject(problem)
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
@@ -261,11 +259,7 @@ def mla_reason(problem: AttentionProblem) -> str | None:
     if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
         latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
         return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
-    if (
-        problem.window
-        or problem.soft_cap
-        or problem.pos_encoding
-        or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL)
-    ):
+    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding
+    if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
         return "it has no window, no soft cap, no position encoding and no mask but causal"
     return None if problem.paged else "keys are ragged: it takes pages only"

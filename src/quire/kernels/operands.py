@@ -80,8 +80,8 @@ ATTENTION_OPERANDS = (
 #: first four lie where ATTENTION_OPERANDS do: k is the part with positions, v the latent.
 MLA_OPERANDS = (
     Operand("q_pe", ("nnz_qo", "num_qo_heads", "head_dim_kpe"), "q"),
-    Operand("kpe", ("num_pages", "page_size", "num_kv_heads", "head_dim_kpe"), "kv"),
-    Operand("ckv", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
+    Operand("kpe_cache", ("num_pages", "page_size", "num_kv_heads", "head_dim_kpe"), "kv"),
+    Operand("ckv_cache", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
     Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
     Operand("q_nope", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "q"),
 )

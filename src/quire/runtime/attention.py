@@ -107,7 +107,7 @@ def _decide(
 ) -> Decision:
     problem = AttentionProblem(
         target=target_of(device), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
-        fixed_split_size=options.fixed_split_size,
+        fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
     )  # fmt: skip
     decision = decide(problem, backend)
     if is_recording():  # with what other lengths take, so that a process that is sealed later has it
@@ -168,7 +168,8 @@ class Attention:
             self.set_logits(told.logits)
         schedule = self._plan.schedule
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.sizes.nnz_qo
-        self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, spec.options.head_dim_qk)
+        head_dim = spec.options.head_dim_kpe if spec.options.is_mla else spec.options.head_dim_qk
+        self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, head_dim)
         self._num_operands = len(self.decision.kernel.tensors)
         self._lock = Lock()
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
@@ -260,12 +261,13 @@ class Attention:
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
-        kv_scales: tuple[torch.Tensor, ...] = (),
+        others: tuple[torch.Tensor, ...] = (),
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
 
         kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
-        multiplied by besides; paged keys only. kv_scales: a tensor for each scale that the kernel's operands declare.
+        multiplied by besides; paged keys only. others: a tensor for each operand that the kernel declares beside q, k,
+        v and o, and each scale; q, k and v are those that it declares in their places.
         Runs of one plan from several threads follow one another.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
@@ -274,7 +276,7 @@ class Attention:
             return narrowed.run(
                 q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
                 v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, logits_scale_by=logits_scale_by,
-                o_scale_by=o_scale_by, kv_scales=kv_scales,
+                o_scale_by=o_scale_by, others=others,
             )  # fmt: skip
         nnz_qo = self._nnz_qo
         if self.graph is not None:
@@ -284,7 +286,7 @@ class Attention:
         if out is None:
             if nnz_qo != self._nnz_qo or q_shape != self._q_shape:
                 operand = self.decision.kernel.operands[0]  # checked before memory is asked for
-                self._check(operand, q, "q", self._view_of(operand, q, "q"), nnz_qo)
+                self._check(operand, q, operand.name, self._view_of(operand, q, operand.name), nnz_qo)
             o_shape = (nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo)
             out = torch.empty(o_shape, dtype=self._plan_options.types.o.torch, device=self._device)
         if window_left is not None and window_left != self._plan_options.logits.window_left:
@@ -298,14 +300,14 @@ class Attention:
             logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
             product = logits_scale * self._plan_options.logits.sm_scale
             scalar(product, "q_scale * k_scale * sm_scale", positive=True)  # kernels take the maximum before they scale
-        tensors = [q, *cache, out, *kv_scales]
+        tensors = [q, *cache, out, *others]
         pointers = pointers_of(tensors)
         self._lock.acquire()  # half the time of a with statement
         try:
             known = self._signature
             is_known = known is not None and len(tensors) == known.count and known.fits(*tensors)
             if not ((is_known and not self._unusual(pointers)) or self._checked_before(tensors, pointers, nnz_qo)):
-                self._check_all(tensors, pointers, q, cache, out, kv_scales, nnz_qo)
+                self._check_all(tensors, pointers, q, cache, out, others, nnz_qo)
             if len(pointers) != self._num_operands:
                 self._complete(pointers, len(cache))
             self._plan.run(
@@ -363,18 +365,18 @@ class Attention:
 
     def _check_all(
         self, tensors: list[torch.Tensor], pointers: list[int], q: torch.Tensor, kv: tuple[torch.Tensor, ...],
-        out: torch.Tensor, kv_scales: tuple[torch.Tensor, ...], nnz_qo: int,
+        out: torch.Tensor, others: tuple[torch.Tensor, ...], nnz_qo: int,
     ) -> None:  # fmt: skip
         """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
         paged, operands = self._plan_options.page_size > 0, self.decision.kernel.tensors
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
-        views = {"k": _view(k), "v": _view(v)}
+        views = {operands[1].name: _view(k), operands[2].name: _view(v)}
+        names = {"o": "out"} | ({"k": "paged_kv_cache (keys)", "v": "paged_kv_cache (values)"} if paged else {})
+        all_tensors = (q, k, v, out, *others)
         given = {
-            "q": (q, "q"), "k": (k, "paged_kv_cache (keys)" if paged else "k"),
-            "v": (v, "paged_kv_cache (values)" if paged else "v"), "o": (out, "out"),
-        }  # fmt: skip
-        scales = operands[len(self.decision.kernel.operands) :] if kv_scales else ()
-        given |= {operand.name: (t, operand.name) for operand, t in zip(scales, kv_scales, strict=True)}
+            operand.name: (tensor, names.get(operand.name, operand.name))
+            for operand, tensor in zip(operands, all_tensors, strict=False)  # scales may be left out
+        }
         for operand in operands:
             if operand.name in given:
                 tensor, name = given[operand.name]
@@ -431,7 +433,10 @@ class Attention:
 
     def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
         options = self._plan_options
-        known = {**options._asdict(), "nnz_qo": nnz_qo, "num_pages": None, "page_size": options.page_size or None}
+        known = {
+            **options._asdict(), "head_dim_kpe": options.head_dim_kpe, "nnz_qo": nnz_qo, "num_pages": None,
+            "page_size": options.page_size or None,
+        }  # fmt: skip
         wanted = [known[dim] for dim in operand.dims]
         if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
             return

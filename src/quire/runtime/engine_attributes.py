@@ -105,7 +105,7 @@ class EngineAttributes:
     def _array(self, buffer: str, name: str) -> torch.Tensor | None:
         """With CUDA graphs the constructor's buffer, else the array that was planned on; on the device."""
         if self._graph is not None:
-            return self._buffers.get(buffer, self._buffers.get(buffer + "fer"))
+            return next((self._buffers[key] for key in (buffer, buffer + "fer", name) if key in self._buffers), None)
         array = getattr(planned(self._attention).spec.indices, name, None)
         return None if array is None else array.to(self.device)
 
@@ -157,3 +157,26 @@ class PrefillModule:
             bits = graph.mask[: int(((qo_indptr.diff() * kv_lens + 7) // 8).sum())]
         spec = AttentionSpec(indices, options, None, bits)
         return Attention(spec, w._layout, w._workspace, w._backend, graph, before)
+
+
+class MlaModule:
+    """The part of FlashInfer's module for multi-head latent attention (MLA) that SGLang calls between replays."""
+
+    def __init__(self, wrapper: EngineAttributes) -> None:
+        self._wrapper = wrapper
+
+    def plan(
+        self, _float_workspace: torch.Tensor, _int_workspace: torch.Tensor, _pinned_int_workspace: torch.Tensor,
+        qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_lens: torch.Tensor, num_heads: int, head_dim_ckv: int,
+        causal: bool,
+    ) -> None:  # fmt: skip
+        """Plans the wrapper, for CUDA graphs, on page numbers that lie in the constructor's buffer already."""
+        w = self._wrapper
+        graph, before = w._graph, planned(w._attention)
+        if graph is None or graph.told is None:
+            raise UnsupportedError("_cached_module.plan(): only for wrappers with use_cuda_graph=True; call plan().")
+        options = graph.told._replace(num_qo_heads=num_heads, head_dim_vo=head_dim_ckv, causal=causal)
+        last = kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * options.page_size
+        pages, batch = graph.kv_indices, graph.batch_size
+        indices = Indices(batch, qo_indptr, 0, kv_indptr, last.to(torch.int32), pages, options.page_size)
+        w._attention = Attention(AttentionSpec(indices, options), w._layout, w._workspace, w._backend, graph, before)

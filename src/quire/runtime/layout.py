@@ -16,6 +16,7 @@ from quire.errors import ValidationError
 from quire.runtime.checks import check_tensor
 from quire.types import KVLayout
 
+LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -59,6 +60,27 @@ def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int
         raise _wrong_shape("paged_kv_cache", "num_pages, 2", layout, tensor)
     k, v = (_pages(tensor.select(1, which), "paged_kv_cache", layout, page_size) for which in (0, 1))
     return k, v
+
+
+def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part and the rest of queries or keys of multi-head latent attention (MLA): a pair of 3-D tensors, or
+    views of one in which they are side by side. FlashInfer's (pair, tensor) is its pair. `latent` and `rest` are the
+    names of a pair's tensors.
+    """
+    if isinstance(value, torch.Tensor):
+        width = check_tensor(value, name).shape[-1]
+        if value.dim() != 3 or width <= LATENT_DIM:
+            raise ValidationError(
+                f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(value.shape)}."
+            )
+        return value[..., :LATENT_DIM], value[..., LATENT_DIM:]
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
+    pair = next((part for part in value if isinstance(part, (tuple, list))), value)
+    for tensor, part in zip(pair, (latent, rest), strict=True):
+        if check_tensor(tensor, part).dim() != 3:
+            raise ValidationError(f"{part}: expected 3 dimensions, got {list(tensor.shape)}.")
+    return pair[0], pair[1]
 
 
 def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) -> torch.Tensor:

@@ -122,20 +122,20 @@ def new_results(
 
 #: `v` is None where one tensor `k` is the cache of keys and values.
 _RUN = """(SymInt wrapper, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
-           float? q_scale, float? k_scale, float? v_scale, int? window_left, bool? enable_pdl) -> ()"""
+           float? q_scale, float? k_scale, float? v_scale, int? window_left, bool? enable_pdl, Tensor[] others) -> ()"""
 
 
 def _run(
     wrapper: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, out: torch.Tensor,
     lse: torch.Tensor | None, sinks: torch.Tensor | None, q_scale: float | None, k_scale: float | None,
-    v_scale: float | None, window_left: int | None, enable_pdl: bool | None,
+    v_scale: float | None, window_left: int | None, enable_pdl: bool | None, others: list[torch.Tensor],
 ) -> None:  # fmt: skip
     found = _wrappers.get(wrapper)
     if found is None:
         raise PlanError("run(): the wrapper that was traced is gone; keep it for as long as the graph is used.")
     planned(found._attention).run(
         q, k if v is None else (k, v), out=out, lse=lse, return_lse=False, sinks=sinks, q_scale=q_scale,
-        k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+        k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, others=tuple(others),
     )  # fmt: skip
 
 
@@ -152,12 +152,15 @@ class TracedRun:
     def run(
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
-        enable_pdl: bool | None,
+        enable_pdl: bool | None, others: tuple[torch.Tensor, ...] = (),
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         """run() of the plan that the wrapper has when the graph runs."""
         wrapper, tensors = self._wrapper, cache_tensors(kv)
         out, lse = new_results(q, tensors[-1], planned(wrapper._attention).o_dtype, out, lse, return_lse)
         call = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly
         v = tensors[1] if len(tensors) == 2 else None
-        call(wrapper._handle, q, tensors[0], v, out, lse, sinks, q_scale, k_scale, v_scale, window_left, enable_pdl)
+        call(
+            wrapper._handle, q, tensors[0], v, out, lse, sinks, q_scale, k_scale, v_scale, window_left, enable_pdl,
+            list(others),
+        )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out

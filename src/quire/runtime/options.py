@@ -97,11 +97,17 @@ class PlanOptions(NamedTuple):
     causal: bool
     page_size: int  #: 0: ragged
     fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
+    is_mla: bool = False  #: head_dim_vo dims of each key are its value, too
 
     @property
     def group_size(self) -> int:
         """Query heads of a kv head."""
         return self.num_qo_heads // self.num_kv_heads
+
+    @property
+    def head_dim_kpe(self) -> int:
+        """With is_mla: dims of a key that are no part of its value."""
+        return self.head_dim_qk - self.head_dim_vo
 
 
 def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
