@@ -230,6 +230,42 @@ def attention(
     return State(o, lse)
 
 
+def latent_attention(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    ckv: Tensor,
+    kpe: Tensor,
+    qo_indptr: Indptr,
+    kv_indptr: Indptr,
+    *,
+    causal: bool = False,
+    sm_scale: float,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> State:
+    """Multi-head latent attention: q_nope [nnz_qo, num_heads, 512], q_pe [nnz_qo, num_heads, 64], ckv [nnz_kv, 512] and
+    kpe [nnz_kv, 64]. All heads attend to the keys [ckv, kpe], of which ckv is the value.
+
+    The heads are rows here, so that the keys are there once.
+    """
+    num_heads, keys = q_nope.shape[1], torch.cat([ckv, kpe], -1)[:, None]
+    masks = [
+        visible(qo_len, kv_len, causal=causal).repeat_interleave(num_heads, 0).flatten()
+        for qo_len, kv_len in zip(lengths(qo_indptr), lengths(kv_indptr), strict=True)
+    ]
+    rows = torch.cat([q_nope, q_pe], -1).reshape(-1, 1, keys.shape[-1])
+    row_indptr = [int(i) * num_heads for i in qo_indptr]
+    mask = torch.cat([*masks, torch.zeros(0, dtype=torch.bool)])
+    o, lse = attention(
+        rows, keys, ckv[:, None], row_indptr, kv_indptr, mask=mask, sm_scale=sm_scale, dtype=dtype
+    )  # fmt: skip
+    o, lse = o.view(*q_nope.shape[:2], ckv.shape[1]), lse.view(q_nope.shape[:2])
+    if sinks is not None:
+        total = torch.logaddexp2(lse, sinks.cpu().double() / math.log(2.0))
+        o, lse = (o * torch.exp2(lse - total)[..., None]).to(dtype), total
+    return State(o, lse)
+
+
 # Comparing
 
 

@@ -68,8 +68,7 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
     names of a pair's tensors.
     """
     if isinstance(value, torch.Tensor):
-        width = check_tensor(value, name).shape[-1]
-        if value.dim() != 3 or width <= LATENT_DIM:
+        if value.dim() != 3 or value.shape[-1] <= LATENT_DIM:
             raise ValidationError(
                 f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(value.shape)}."
             )
@@ -78,8 +77,9 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
         raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
     pair = next((part for part in value if isinstance(part, (tuple, list))), value)
     for tensor, part in zip(pair, (latent, rest), strict=True):
-        if check_tensor(tensor, part).dim() != 3:
-            raise ValidationError(f"{part}: expected 3 dimensions, got {list(tensor.shape)}.")
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValidationError(f"{part}: expected a tensor of 3 dimensions, got {got}.")
     return pair[0], pair[1]
 
 

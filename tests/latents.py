@@ -1,0 +1,108 @@
+"""Problems of multi-head latent attention for the tests: random inputs, pages that hold them, and a comparison.
+
+Whatever a kernel must not read is NaN: pages that no request owns, the tail of last pages, and the gaps of views.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import oracle
+from problems import ints, poisoned
+
+SCALE = 192**-0.5
+
+
+@dataclass
+class Latents:
+    """Random queries and latents of a batch, ragged, and the options of the call."""
+
+    qo_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    num_heads: int = 16
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+    causal: bool = False
+    sinks: Tensor | None = None
+    seed: int = 0
+    outlier: float = 1.0  #: by which one dim of latents is larger than the others
+    query: Tensor = field(init=False)  #: [nnz_qo, num_heads, 576]
+    keys: Tensor = field(init=False)  #: [nnz_kv, 576]
+
+    def __post_init__(self) -> None:
+        """Draws the inputs on the CPU, so that every device gets the same."""
+        source = torch.Generator().manual_seed(self.seed)
+        self.query = torch.randn(sum(self.qo_lens), self.num_heads, 576, generator=source)
+        self.keys = torch.randn(sum(self.kv_lens), 576, generator=source)
+        self.keys[:, 7] *= self.outlier
+        self.query, self.keys = (t.to(self.dtype).to(self.device) for t in (self.query, self.keys))
+
+    @property
+    def qo_indptr(self) -> list[int]:
+        """Rows of the queries, [batch_size + 1]."""
+        return oracle.indptr_of(self.qo_lens)
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> oracle.State:
+        """The truth in float64, or torch's own answer, each operation rounded to `dtype`."""
+        parts = self.query[..., :512], self.query[..., 512:], self.keys[:, :512], self.keys[:, 512:]
+        kv_indptr = oracle.indptr_of(self.kv_lens)
+        return oracle.latent_attention(
+            *(part.cpu() for part in parts), self.qo_indptr, kv_indptr, causal=self.causal, sm_scale=SCALE,
+            sinks=self.sinks, dtype=dtype,
+        )  # fmt: skip
+
+    def check(self, out: Tensor, lse: Tensor | None = None) -> None:
+        """Compares a result, and its base-2 lse, with the truth."""
+        assert out.dtype == self.dtype
+        truth = self.expected()
+        oracle.assert_close(out, truth.o, self.expected(self.dtype).o.double(), self.qo_indptr)
+        if lse is not None:
+            norms = [float(t.cpu().double().norm(dim=-1).amax()) if t.numel() else 0.0 for t in (self.query, self.keys)]
+            oracle.assert_lse_close(lse, truth.lse, magnitude=norms[0] * norms[1] * SCALE * math.log2(math.e) + 1.0)
+
+    def paged(self, page_size: int = 16, form: str = "joined", spare: int = 3) -> LatentPages:
+        """The latents in pages of a random order, with `spare` pages of NaN among them.
+
+        joined: views of one tensor of 576 dims; split: two tensors; sliced: views of a wider one, pages apart.
+        """
+        counts = [-(-n // page_size) for n in self.kv_lens]
+        num_pages, width = sum(counts) + spare, 576 if form == "joined" else 640
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(self.seed))[: sum(counts)].tolist()
+        pages, free, at = (
+            poisoned((num_pages, page_size + (form == "sliced"), width), self.dtype, self.device),
+            iter(order),
+            0,
+        )
+        for n in self.kv_lens:
+            for begin in range(0, n, page_size):
+                count = min(page_size, n - begin)
+                pages[next(free), :count, :576] = self.keys[at : at + count]
+                at += count
+        ckv, kpe = pages[:, :page_size, :512], pages[:, :page_size, 512:576]
+        if form == "split":
+            ckv, kpe = ckv.contiguous(), kpe.contiguous()
+        return LatentPages(ckv, kpe, oracle.indptr_of(counts), order, page_size)
+
+
+@dataclass(frozen=True)
+class LatentPages:
+    """A paged cache of latents and its tables."""
+
+    ckv: Tensor
+    kpe: Tensor
+    indptr: list[int]
+    indices: list[int]
+    page_size: int
+
+    def table(self, device: str) -> Tensor:
+        """Page numbers [batch_size, pages], those that no request has beyond any cache."""
+        counts = oracle.lengths(self.indptr)
+        rows = torch.full((len(counts), max([*counts, 1])), 2**30, dtype=torch.int32)
+        for row, begin, count in zip(rows, self.indptr, counts, strict=False):
+            row[:count] = ints(self.indices[begin : begin + count], "cpu")
+        return rows.to(device)

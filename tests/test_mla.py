@@ -1,0 +1,409 @@
+"""Multi-head latent attention over a paged cache of latents, against the oracle."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import quire
+from latents import SCALE, LatentPages, Latents
+from problems import ints, poisoned, workspace
+
+KV_LENS = (37, 1, 0, 300, 128, 129)
+FORMS = ("joined", "split", "sliced")
+
+
+def plan(wrapper: quire.BatchMLAPagedAttentionWrapper, p: Latents, pages: LatentPages, **more: object) -> None:
+    """plan() on flat arrays, on the host but for the page numbers."""
+    wrapper.plan(
+        ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, p.device), ints(p.kv_lens, "cpu"),
+        p.num_heads, 512, 64, pages.page_size, p.causal, SCALE, p.dtype, p.dtype, **more,
+    )  # fmt: skip
+
+
+def planned(
+    p: Latents, pages: LatentPages, backend: str = "auto", **more: object
+) -> quire.BatchMLAPagedAttentionWrapper:
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(p.device), backend=backend)
+    plan(wrapper, p, pages, **more)
+    return wrapper
+
+
+def parts(p: Latents) -> tuple[torch.Tensor, torch.Tensor]:
+    return p.query[..., :512], p.query[..., 512:]
+
+
+def attend(p: Latents, pages: LatentPages, backend: str = "auto", **more: object) -> tuple[torch.Tensor, torch.Tensor]:
+    """(o, lse) into tensors that were NaN."""
+    out = poisoned((*p.query.shape[:2], 512), p.dtype, p.device)
+    lse = poisoned(p.query.shape[:2], torch.float32, p.device)
+    wrapper = planned(p, pages, backend)
+    result = wrapper.run(
+        *parts(p), pages.ckv, pages.kpe, out, lse, True, sinks=None if p.sinks is None else p.sinks.to(p.device), **more
+    )
+    assert result[0] is out and result[1] is lse
+    return out, lse
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 64, 128])
+def test_page_sizes_and_forms(device, backend, dtype, page_size, form):
+    p = Latents((1,) * len(KV_LENS), KV_LENS, dtype=dtype, device=device)
+    p.check(*attend(p, p.paged(page_size, form), backend))
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 7, 8, 16, 20, 64, 128])
+def test_heads(device, backend, dtype, num_heads):
+    p = Latents((1, 1, 1), (65, 4, 200), num_heads, dtype, device)
+    p.check(*attend(p, p.paged(), backend))
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+@pytest.mark.parametrize("q_len", [2, 5, 16])
+@pytest.mark.parametrize("causal", [False, True])
+def test_several_queries(device, backend, dtype, causal, q_len, num_heads):
+    p = Latents((q_len,) * 4, (q_len, 100, 3, 130), num_heads, dtype, device, causal)  # one has fewer keys than queries
+    p.check(*attend(p, p.paged(), backend))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged_queries(device, backend, dtype, causal):
+    p = Latents((3, 0, 1, 17, 40, 2), (3, 5, 0, 90, 64, 1), 12, dtype, device, causal)
+    p.check(*attend(p, p.paged(8), backend))
+
+
+@pytest.mark.parametrize(
+    "kv_lens", [(1,), (0,), (0, 0, 5), (5000,), (1, 4000, 3), tuple(range(40)), ()], ids=lambda n: str(n)[:24]
+)
+def test_lengths(device, backend, dtype, kv_lens):
+    p = Latents((1,) * len(kv_lens), kv_lens, 8, dtype, device)
+    p.check(*attend(p, p.paged(), backend))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_heads", [5, 128])
+def test_sinks(device, backend, dtype, num_heads, causal):
+    p = Latents((2, 1, 4), (40, 0, 3000), num_heads, dtype, device, causal, sinks=torch.randn(num_heads))
+    p.check(*attend(p, p.paged(), backend))
+
+
+def test_long_keys_with_an_outlier_dim(device, backend, dtype):
+    """One dim of latents eight times as large as the others, where partial results are merged."""
+    p = Latents((1, 1), (20000, 7), 4, dtype, device, outlier=8.0)
+    p.check(*attend(p, p.paged(64), backend))
+
+
+def test_lse_of_both_bases(device, backend):
+    p = Latents((1, 2), (3000, 0), 16, torch.float16, device)
+    pages = p.paged()
+    wrapper = planned(p, pages, backend)
+    _, base_2 = wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)
+    _, base_e = wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True, return_lse_base_on_e=True)
+    torch.testing.assert_close(base_e, base_2 * math.log(2), rtol=1e-6, atol=0)
+    p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe), base_2)
+    plan(wrapper, p, pages, lse_mode="basee")
+    with pytest.raises(quire.ValidationError, match="return_lse_base_on_e: expected True"):
+        wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)
+
+
+def test_queries_and_cache_as_one_tensor_or_a_pair(device, backend):
+    p = Latents((1, 2), (30, 50), 16, torch.bfloat16, device)
+    pages = p.paged()
+    wrapper = planned(p, pages, backend)
+    expected = wrapper.run(*parts(p), pages.ckv, pages.kpe)
+    cache = pages.ckv.as_strided((*pages.ckv.shape[:2], 576), pages.ckv.stride())
+    for query in (p.query, parts(p), (parts(p), p.query)):
+        for kv_cache in (cache, (pages.ckv, pages.kpe)):
+            assert torch.equal(wrapper.run(query=query, kv_cache=kv_cache), expected)
+    with pytest.raises(quire.ValidationError, match="query: expected it, or q_nope and q_pe, and not both"):
+        wrapper.run(parts(p)[0], None, pages.ckv, pages.kpe)
+
+
+def test_metadata(device, backend):
+    """The same batch as offsets, as a table of pages, and as both."""
+    p = Latents((1, 2, 1), (30, 50, 0), 16, torch.bfloat16, device)
+    pages = p.paged()
+    qo, lens, table = ints(p.qo_indptr, "cpu"), ints(p.kv_lens, device), pages.table(device)
+    offsets = qo, ints(pages.indptr, "cpu"), ints(pages.indices, device), lens
+    tables = {"cum_seq_lens_q": qo, "block_tables": table, "seq_lens": lens}
+    rest = {
+        "num_heads": 16, "head_dim_ckv": 512, "head_dim_kpe": 64, "page_size": 16, "causal": True, "sm_scale": SCALE,
+        "q_data_type": p.dtype, "kv_data_type": p.dtype,
+    }  # fmt: skip
+    p.causal = True
+    wrapper, kind = quire.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend), quire.mla.MLAPlanMetadata
+    for arrays in (
+        dict(zip(("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr"), offsets, strict=True)), tables,
+        tables | {"max_q_len": 2}, {"metadata": kind.csr(*offsets)}, {"metadata": kind.dense(**tables)},
+        {"metadata": kind.dual(*offsets, **tables)},
+    ):  # fmt: skip
+        wrapper.plan(**arrays, **rest)
+        p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe))
+    for arrays, message in (
+        ({}, "qo_indptr: expected a tensor"),
+        ({"metadata": kind.csr(*offsets), "seq_lens": lens}, "metadata: expected it or arrays"),
+        ({"metadata": kind.dual(*offsets, **tables | {"cum_seq_lens_q": qo + 1})}, "cum_seq_lens_q: expected"),
+        (tables | {"max_q_len": 1}, "max_token_per_sequence"),
+        ({"metadata": 3}, "metadata: expected MLAPlanMetadata, got int"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            wrapper.plan(**arrays, **rest)
+
+
+def test_pages_beyond_the_lengths_are_not_read(device, backend):
+    """Requests keep pages for tokens to come, whose numbers may be anything."""
+    p = Latents((1, 1, 1), (5, 0, 40), 16, torch.float16, device)
+    pages = p.paged(8)
+    order = pages.indices
+    surplus = [*order[:1], 2**30, 2**30, *order[1:], 2**30]
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    more = LatentPages(pages.ckv, pages.kpe, [0, 2, 3, 9], surplus, 8)
+    plan(wrapper, p, more)
+    p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe))
+    with pytest.raises(quire.ValidationError, match="kv_len_arr: expected at most"):
+        plan(wrapper, p, LatentPages(pages.ckv, pages.kpe, [0, 1, 1, 5], order, 8))
+
+
+def test_a_large_page_number_and_stride(device, backend):
+    """Places in the cache beyond 2^31 elements, of a cache whose rows overlap nothing but are far apart."""
+    if device == "cpu":
+        pytest.skip("the address space of a test")
+    p = Latents((1, 1), (70, 3), 16, torch.bfloat16, device)
+    pages = p.paged(16, spare=0)
+    cache = torch.empty(70000, 16, 2048, dtype=p.dtype, device=device)
+    numbers = [69999 - 3 * i for i in pages.indices]
+    cache[numbers, :, :512], cache[numbers, :, 512:576] = pages.ckv[pages.indices], pages.kpe[pages.indices]
+    far = LatentPages(cache[..., :512], cache[..., 512:576], pages.indptr, numbers, 16)
+    p.check(*attend(p, far, backend))
+
+
+def test_new_lengths_of_the_same_wrapper(device, backend):
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    for seed, kv_lens in enumerate([(70, 3), (9, 200, 1), (0, 0)]):
+        p = Latents((1,) * len(kv_lens), kv_lens, 16, torch.float16, device, seed=seed)
+        pages = p.paged()
+        plan(wrapper, p, pages)
+        p.check(*wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True))
+
+
+def test_repeated_runs_are_the_same_bits(device, backend):
+    p = Latents((1,) * 3, (3000, 77, 4000), 20, torch.bfloat16, device)
+    pages = p.paged()
+    wrapper = planned(p, pages, backend)
+    first = wrapper.run(*parts(p), pages.ckv, pages.kpe)
+    for _ in range(5):
+        assert torch.equal(wrapper.run(*parts(p), pages.ckv, pages.kpe), first)
+
+
+def test_fixed_splits_do_not_depend_on_neighbours(device, backend):
+    p = Latents((1, 1, 1), (700, 3, 1500), 16, torch.bfloat16, device)
+    pages = p.paged()
+    together = planned(p, pages, backend, fixed_split_size=256).run(*parts(p), pages.ckv, pages.kpe)
+    begin, end = pages.indptr[2:]
+    alone = Latents((1,), (1500,), 16, torch.bfloat16, device)
+    alone.query, alone.keys = p.query[2:], p.keys[703:]
+    own = LatentPages(pages.ckv, pages.kpe, [0, end - begin], pages.indices[begin:end], 16)
+    assert torch.equal(
+        planned(alone, own, backend, fixed_split_size=256).run(*parts(alone), own.ckv, own.kpe)[0], together[2]
+    )
+    p.check(together)
+
+
+def graph_wrapper(p: Latents, batch_size: int, num_pages: int, backend: str) -> quire.BatchMLAPagedAttentionWrapper:
+    """For CUDA graphs, with buffers of `batch_size` requests and `num_pages` page numbers."""
+    sizes = {
+        "qo_indptr": batch_size + 1,
+        "kv_indptr": batch_size + 1,
+        "kv_indices": num_pages,
+        "kv_len_arr": batch_size,
+    }
+    buffers = {name: torch.empty(size, dtype=torch.int32, device=p.device) for name, size in sizes.items()}
+    return quire.BatchMLAPagedAttentionWrapper(workspace(p.device), True, **buffers, backend=backend)
+
+
+@pytest.mark.parametrize("by_module", [False, True])
+def test_cuda_graphs_follow_new_lengths(device, backend, by_module):
+    """On the CPU nothing is captured, but plans obey the same limits."""
+    p = Latents((1, 1, 1), (3000, 40, 5), 16, torch.float16, device)
+    pages = p.paged(1, spare=7)
+    wrapper = graph_wrapper(p, 3, 4000, backend)
+    plan(wrapper, p, pages)
+    query, out, graph = p.query.clone(), poisoned((3, 16, 512), p.dtype, device), None
+    lse = poisoned((3, 16), torch.float32, device)
+    cache = torch.empty(4000, 1, 576, dtype=p.dtype, device=device)
+
+    def run() -> None:
+        wrapper.run(query[..., :512], query[..., 512:], cache[..., :512], cache[..., 512:], out, lse)
+
+    run()
+    if device != "cpu":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+    for seed, kv_lens in enumerate([(3000, 40, 5), (1, 0, 900), (2000, 1000, 17)]):
+        p = Latents((1, 1, 1), kv_lens, 16, torch.float16, device, seed=seed)
+        pages = p.paged(1, spare=7)
+        cache.fill_(math.nan)
+        cache[: pages.ckv.shape[0], :, :512], cache[: pages.ckv.shape[0], :, 512:] = pages.ckv, pages.kpe
+        query.copy_(p.query)
+        if by_module:
+            as_sglang_plans(wrapper, p, pages)
+        else:
+            plan(wrapper, p, pages)
+        graph.replay() if graph is not None else run()
+        p.check(out, lse)
+
+
+def as_sglang_plans(wrapper: quire.BatchMLAPagedAttentionWrapper, p: Latents, pages: LatentPages) -> None:
+    """Between replays: page numbers into the buffer, and lengths straight to the module."""
+    wrapper._causal, wrapper._page_size, wrapper._sm_scale = p.causal, 1, SCALE
+    wrapper._kv_indices_buf[: len(pages.indices)].copy_(ints(pages.indices, p.device))
+    for buffer, values in ((wrapper._qo_indptr_buf, p.qo_indptr), (wrapper._kv_indptr_buf, pages.indptr)):
+        buffer.copy_(ints(values, p.device))
+    wrapper._kv_len_arr_buf.copy_(ints(p.kv_lens, p.device))
+    arrays = (ints(values, "cpu") for values in (p.qo_indptr, pages.indptr, p.kv_lens))
+    buffers = wrapper._float_workspace_buffer, wrapper._int_workspace_buffer, wrapper._pin_memory_int_workspace_buffer
+    wrapper._cached_module.plan(*buffers, *arrays, p.num_heads, 512, p.causal)
+
+
+def test_arguments_are_used_or_refused(device, backend):
+    p = Latents((1, 1), (30, 50), 16, torch.bfloat16, device)
+    pages = p.paged()
+    wrapper = planned(p, pages, backend)
+    run = (*parts(p), pages.ckv, pages.kpe)
+    scaled = wrapper.run(*run, ckv_scale=0.5, kpe_scale=0.5)
+    torch.testing.assert_close(scaled.float(), reference_scaled(p, 0.5).to(device), rtol=0.02, atol=0.01)
+    table = {"kv_len": ints(p.kv_lens, device), "page_table": pages.table(device)}
+    for options, message in (
+        ({"profiler_buffer": torch.zeros(1)}, "profiler_buffer"),
+        ({"o_scale": 2.0}, "o_scale"),
+        ({"ckv_scale_arr": torch.ones(2)}, "ckv_scale_arr"),
+        ({"ckv_scale": 0.5}, "kpe_scale: expected ckv_scale=0.5"),
+        (table, "kv_len, page_table: expected both without a plan"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            wrapper.run(*run, **options)
+    for options, message in (
+        ({"use_profiler": True}, "use_profiler"),
+        ({"skip_softmax": True}, "skip_softmax"),
+        ({"query_layout": "both"}, "query_layout: expected one of"),
+        ({"lse_mode": "base10"}, "lse_mode"),
+        ({"output_scale": "per-tensor"}, "output_scale"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            plan(wrapper, p, pages, **options)
+    with pytest.raises(quire.ValidationError, match="sm_scale: expected it"):
+        wrapper.plan(*[ints([0], "cpu")] * 3, ints([], "cpu"), 16, 512, 64, 1, False, None, p.dtype, p.dtype)
+    with pytest.raises(quire.UnsupportedError, match="head_dim_ckv=256, head_dim_kpe=32: expected 512 and 64"):
+        wrapper.plan(*[ints([0], "cpu")] * 3, ints([], "cpu"), 16, 256, 32, 1, False, SCALE, p.dtype, p.dtype)
+
+
+def reference_scaled(p: Latents, scale: float) -> torch.Tensor:
+    twin = Latents(p.qo_lens, p.kv_lens, p.num_heads, p.dtype, p.device)
+    twin.keys = p.keys * scale
+    return twin.expected().o.float()
+
+
+@pytest.mark.parametrize("name", ["q_nope", "q_pe", "ckv_cache", "kpe_cache", "out"])
+def test_tensors_are_checked_by_name(device, backend, name):
+    p = Latents((1, 1), (30, 50), 16, torch.bfloat16, device)
+    pages = p.paged()
+    wrapper = planned(p, pages, backend)
+    tensors = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), (*parts(p), pages.ckv, pages.kpe), strict=True))
+    tensors["out"] = torch.empty(2, 16, 512, dtype=p.dtype, device=device)
+    wrapper.run(**tensors)
+    wrong = tensors[name]
+    for tensor in (wrong[..., ::2], wrong.float(), wrong[:1] if name[0] != "k" and name[0] != "c" else wrong[:, :3]):
+        with pytest.raises(quire.ValidationError, match=name):
+            wrapper.run(**tensors | {name: tensor})
+
+
+def tables(p: Latents, pages: LatentPages) -> dict[str, object]:
+    """Keywords that the calls on tables of pages share."""
+    return {
+        "workspace_buffer": workspace(p.device), "qk_nope_head_dim": 128, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        "block_tables": pages.table(p.device), "seq_lens": ints(p.kv_lens, p.device),
+        "max_seq_len": max([*p.kv_lens, 1]), "bmm1_scale": SCALE,
+    }  # fmt: skip
+
+
+def joined(pages: LatentPages) -> torch.Tensor:
+    return pages.ckv.as_strided((*pages.ckv.shape[:2], 576), pages.ckv.stride())
+
+
+@pytest.mark.parametrize("page_size", [1, 32, 64])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_trtllm_decode(device, dtype, q_len, page_size):
+    p = Latents((q_len,) * 4, (37, q_len, 300, 64), 16, dtype, device, causal=q_len > 1)
+    pages = p.paged(page_size)
+    query = p.query.view(4, q_len, 16, 576)
+    decode = quire.mla.trtllm_batch_decode_with_kv_cache_mla
+    out, lse = decode(query, joined(pages), **tables(p, pages), return_lse=True)
+    assert out.shape == (4, q_len, 16, 512)
+    p.check(out.flatten(0, 1), lse)
+    given, statistics = torch.empty_like(out), torch.empty(4, q_len, 16, device=device)
+    result = decode(query, joined(pages).unsqueeze(1), **tables(p, pages), out=given, lse=statistics, return_lse=True)
+    assert result[0] is given and result[1] is statistics
+    assert torch.equal(given, out) and torch.equal(statistics.flatten(0, 1), lse)
+    p.sinks = torch.randn(16)
+    p.check(decode(query, joined(pages), **tables(p, pages), sinks=[p.sinks.to(device)]).flatten(0, 1))
+    if q_len == 1:
+        again = quire.mla.xqa_batch_decode_with_kv_cache_mla(query, joined(pages), **tables(p, pages))
+        assert torch.equal(again, out)
+
+
+def test_trtllm_decode_of_ragged_queries(device, dtype):
+    p = Latents((1, 4, 0, 2), (37, 4, 5, 300), 16, dtype, device, causal=True)
+    pages = p.paged(32)
+    out, lse = quire.mla.trtllm_batch_decode_with_kv_cache_mla(
+        p.query, joined(pages), **tables(p, pages), cum_seq_lens_q=ints(p.qo_indptr, device), max_q_len=4,
+        return_lse=True,
+    )  # fmt: skip
+    p.check(out, lse)
+
+
+def test_trtllm_decode_refuses_by_name(device):
+    p = Latents((1, 1), (30, 50), 16, torch.bfloat16, device)
+    pages = p.paged()
+    call = {"query": p.query.view(2, 1, 16, 576), "kv_cache": joined(pages), **tables(p, pages)}
+    for options, message in (
+        ({"sparse_mla_top_k": 8}, "sparse_mla_top_k"),
+        ({"cp_world": 2}, "cp_world"),
+        ({"use_fp16_softmax": True}, "use_fp16_softmax"),
+        ({"max_q_len": 2}, "max_q_len: expected it beside cum_seq_lens_q"),
+        ({"kv_scale_format": "e8m0"}, "kv_scale_format"),
+        ({"sinks": []}, "sinks: expected a tensor or a list of one"),
+        ({"query": p.query}, "query: expected"),
+        ({"out": torch.empty(2, 1, 16, 576, dtype=p.dtype, device=device)}, "out: expected"),
+        ({"backend": "sparse"}, "backend: expected one of"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            quire.mla.trtllm_batch_decode_with_kv_cache_mla(**call | options)
+    with pytest.raises(quire.UnsupportedError, match="expected 512 and 64, got 256 and 64"):
+        quire.mla.trtllm_batch_decode_with_kv_cache_mla(**call | {"kv_lora_rank": 256})
+
+
+def test_run_without_a_plan(device, dtype):
+    """As FlashInfer's cutlass backend: tables of pages and lengths, one query each."""
+    p = Latents((1,) * 3, (37, 0, 300), 16, dtype, device)
+    pages = p.paged(32)
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device), backend="cutlass")
+    where = {"kv_len": ints(p.kv_lens, device), "page_table": pages.table(device)}
+    p.check(*wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True, **where))
+    with pytest.raises(quire.PlanError):
+        wrapper.run(*parts(p), pages.ckv, pages.kpe)
+
+
+def test_torch_compile(device, backend):
+    p = Latents((1, 1), (30, 50), 16, torch.float16, device)
+    pages = p.paged()
+    wrapper = planned(p, pages, backend)
+
+    def step(q_nope, q_pe, ckv, kpe):
+        return wrapper.run(q_nope, q_pe, ckv, kpe) * 2
+
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(*parts(p), pages.ckv, pages.kpe)
+    assert torch.equal(got, step(*parts(p), pages.ckv, pages.kpe))
