@@ -317,4 +317,4 @@ case("MLA decode", mla(D, [17, 1, 64], [16, 0, 63]), ROUND)
 case("MLA extend, prefix (paged)", mla(E, [17, 40, 64], [8, 0, 32]), ROUND)
 case("MLA extend, no prefix (ragged, 192 and 128)", mla(E, [17, 40, 64], [0, 0, 0]), ROUND)
 # No kernel attends to compressed keys yet.
-finish(expected=("MLA decode", "MLA extend, prefix (paged)"))
+finish()

@@ -19,9 +19,11 @@ FLOORS = [
     {
         "attention",
         "block_table_decode",
+        "block_table_mla",
         "block_table_prefill",
         "block_tables",
         "mla",
+        "mla_metadata",
         "padded_queries",
         "pod",
         "xqa",

@@ -386,6 +386,28 @@ def test_trtllm_decode_refuses_by_name(device):
         quire.mla.trtllm_batch_decode_with_kv_cache_mla(**call | {"kv_lora_rank": 256})
 
 
+def test_xqa_mla(device, dtype):
+    p = Latents((1,) * 3, (37, 5, 300), 20, dtype, device)
+    pages = p.paged(32)
+    q, cache = p.query.unsqueeze(1), joined(pages).unsqueeze(2)
+    where = pages.table(device), ints(p.kv_lens, device)
+    out = quire.xqa_mla(q, cache, cache, *where, page_size=32, q_scale=SCALE)
+    p.check(out.squeeze(1))
+    output = torch.empty_like(out)
+    more = {"semaphores": ints([0] * 8, device).view(torch.uint32), "workspace_buffer": workspace(device)}
+    for values in (cache, cache[..., :512]):
+        output.fill_(math.nan)
+        options = {"page_size": 32, "q_scale": 2 * SCALE, "kv_scale": 0.5, "sm_count": 8, "enable_pdl": False, **more}
+        assert quire.xqa_mla(q, cache, values, *where, output, **options) is output
+        torch.testing.assert_close(output, out * 0.5)
+    with pytest.raises(quire.ValidationError, match="v_cache: expected k_cache itself"):
+        quire.xqa_mla(q, cache, cache.clone(), *where)
+    with pytest.raises(quire.ValidationError, match="num_kv_heads: expected 1, got 2"):
+        quire.xqa_mla(q, cache, cache, *where, num_kv_heads=2)
+    with pytest.raises(quire.ValidationError, match="head_dim: expected 576, got 64"):
+        quire.xqa_mla(q, cache, cache, *where, head_dim=64)
+
+
 def test_run_without_a_plan(device, dtype):
     """As FlashInfer's cutlass backend: tables of pages and lengths, one query each."""
     p = Latents((1,) * 3, (37, 0, 300), 16, dtype, device)

@@ -304,8 +304,8 @@ def test_xqa_pages_by_keyword(device):
     check({"sliding_window_size": 48}, {"window_left": 47})
     with pytest.raises(flashinfer.ValidationError, match=r"sinks: expected .*sink tokens belong into the cache"):
         check({"sinks": torch.randn(4, num_kv_heads, head_dim).half().to(device)}, {})
-    with pytest.raises(flashinfer.UnsupportedError, match="xqa_mla"):
-        mla_kv_cache = torch.randn(8, page_size, num_kv_heads, head_dim * 2, dtype=torch.float16, device=device)
-        flashinfer.xqa_mla(
-            q, mla_kv_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size, num_kv_heads=num_kv_heads
-        )
+    mla_kv_cache = torch.cat([k_cache, v_cache], -1)
+    output = flashinfer.xqa_mla(
+        q, mla_kv_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size, num_kv_heads=num_kv_heads
+    )
+    oracle.assert_close(output, oracle.attention(q, k, k, *indptrs).o, oracle.torch_error(q, k, k, *indptrs))

@@ -251,8 +251,3 @@ def test_wrong_arguments(case):
     assert not quire.xqa(**right).any()
     with pytest.raises(quire.ValidationError, match=message):
         quire.xqa(**{**right, **change})
-
-
-def test_mla_is_refused():
-    with pytest.raises(quire.UnsupportedError, match="xqa_mla: no kernel attends to compressed keys"):
-        quire.xqa_mla(fp16(2, 4, 64), fp16(8, 16, 1, 128), None, None, head_dim=64, page_size=16, num_kv_heads=1)

@@ -37,8 +37,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     a dimension of 1 before page_size, with any strides but a contiguous last dimension. block_tables int32
     [batch_size, pages], seq_lens [batch_size], max_seq_len, bmm1_scale, bmm2_scale: as in
     xqa_batch_decode_with_kv_cache(); nobody waits for those on a GPU, and the call may be captured in a CUDA graph.
-    kv_lora_rank and qk_rope_head_dim are 512 and 64; qk_nope_head_dim is that of the model, which the absorbed form has
-    no use for.
+    kv_lora_rank and qk_rope_head_dim are 512 and 64; qk_nope_head_dim is that of the model, whose projection `query`
+    has been multiplied by.
 
     out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], base 2,
     written if given and returned with return_lse=True. sinks: float32 [num_heads] natural-log logits, or a list of one

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
 from quire.errors import ValidationError
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
@@ -30,6 +31,7 @@ __all__ = [
     "fast_decode_plan",
     "single_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
 ]
 

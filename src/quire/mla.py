@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) over a paged cache of latents, in the absorbed form that decode takes.
+"""Multi-head latent attention (MLA) over a paged cache of latents, with absorbed projections, as in decode.
 
 The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html#flashinfer-mla). All query heads share one
 head of keys, which is in two parts: the latent ckv, which is the value too, and kpe, which RoPE has rotated. So is a

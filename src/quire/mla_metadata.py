@@ -80,16 +80,16 @@ class MLAPlanMetadata:
 
     def indices(self, page_size: int) -> Indices:
         """What the planner is given. ValidationError naming the array that is wrong or missing."""
-        forms = [names for names in (_OFFSETS, _TABLES) if any(getattr(self, name) is not None for name in names)]
-        for names in forms or [_OFFSETS]:
+        given = [names for names in (_OFFSETS, _TABLES) if any(getattr(self, name) is not None for name in names)]
+        for names in given or [_OFFSETS]:
             for name in names:
                 if getattr(self, name) is None:
                     raise ValidationError(f"{name}: expected a tensor, as of {', '.join(names)}; got None.")
-        result = self._from_offsets(page_size) if _OFFSETS in forms else self._from_tables(page_size)
-        if len(forms) == 2:
+        result = self._from_offsets(page_size) if _OFFSETS in given else self._from_tables(page_size)
+        if len(given) == 2:
             self._check_tables(result)
         if self.max_q_len is not None:
-            if _TABLES not in forms:
+            if _TABLES not in given:
                 raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, got {self.max_q_len}.")
             check_repeated(result, max_token_per_sequence=self.max_q_len)
         return result
@@ -99,8 +99,8 @@ class MLAPlanMetadata:
         batch = batch_size_of(kv_indptr, "kv_indptr")
         qo_indptr, lens = self._on_host("qo_indptr", batch + 1), self._on_host("kv_len_arr", batch)
         pages = page_indices(self.kv_indices)
-        used, given = -(-lens // page_size), kv_indptr.diff()
-        if not torch.equal(used, given):
+        used = -(-lens // page_size)
+        if not torch.equal(used, kv_indptr.diff()):
             kv_indptr, pages = _without_surplus(kv_indptr, pages, lens, used, page_size)
         last = lens - (used - 1).clamp_(min=0) * page_size
         return Indices(batch, qo_indptr, 0, kv_indptr, last, pages, page_size)

@@ -10,13 +10,14 @@ import inspect
 import math
 import sys
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from quire.block_table_decode import decode_block_tables
+from quire.block_table_mla import decode_latents
 from quire.block_tables import CacheParts, Scale
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.runtime.checks import (
     check_output,
     check_positive,
@@ -26,10 +27,11 @@ from quire.runtime.checks import (
     refuse,
     scalar,
 )
+from quire.runtime.layout import LATENT_DIM, latent_parts
 from quire.runtime.workspace import OwnWorkspace, UserWorkspace, Workspace
 from quire.types import KVLayout
 
-__all__ = ["xqa"]  # xqa_mla, which refuses, takes no name of an installed FlashInfer (quire.compat)
+__all__ = ["xqa", "xqa_mla"]
 
 
 def xqa(
@@ -95,12 +97,76 @@ def xqa(
     return result.view(*q.shape[:-1], cache.head_dim_vo) if output is None else output
 
 
-def xqa_mla(*_args: Any, **_options: Any) -> NoReturn:
-    """Raises UnsupportedError: xqa() over the compressed keys of multi-head latent attention (MLA) is not there yet."""
-    raise UnsupportedError(
-        "xqa_mla: no kernel attends to compressed keys (head dims 576 and 512) yet; decompress them for "
-        "BatchPrefillWithRaggedKVCacheWrapper (192 and 128), or use another backend."
+def xqa_mla(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
+    seq_lens: torch.Tensor | None = None, output: torch.Tensor | None = None,
+    workspace_buffer: torch.Tensor | None = None, semaphores: torch.Tensor | None = None,
+    page_size: int | None = None, q_scale: float | torch.Tensor = 1.0, kv_scale: float | torch.Tensor | None = 1.0,
+    sm_count: int | None = None, enable_pdl: bool | None = None, *, head_dim: int | None = None,
+    num_kv_heads: int | None = None, backend: str = "auto",
+) -> torch.Tensor:  # fmt: skip
+    """xqa() over a cache of latents: multi-head latent attention (MLA) of one query a request, of any number of heads.
+
+    q: [batch_size, 1, num_heads, 576] or without the beam width 1. k_cache: [num_pages, page_size, 1, 576] or without
+    the dimension of 1; v_cache: the same tensor, or its first 512 dims. page_table, seq_lens, output [..., 512],
+    workspace_buffer, semaphores, page_size, sm_count: as in xqa(). Logits are q . k * q_scale * kv_scale, without
+    another factor, and kv_scale multiplies the result too.
+
+    The manual's page shows xqa_mla(q, mla_kv_cache, page_table, seq_lens, head_dim=, page_size=, num_kv_heads=) with
+    mla_kv_cache [num_pages, page_size, num_kv_heads, 2 * head_dim]: keys and then values, for which xqa() is called.
+
+    Returns `output`, or a new tensor. Raises ValidationError naming the argument, or UnsupportedError.
+
+    >>> q, cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(6, 16, 1, 576).bfloat16()
+    >>> page_table, seq_lens = torch.tensor([[4, 0], [2, 0]]), torch.tensor([21, 16])
+    >>> quire.xqa_mla(q, cache, cache, page_table, seq_lens, page_size=16, q_scale=192**-0.5).shape
+    torch.Size([2, 1, 16, 512])
+    """
+    if seq_lens is None:  # as the page has it: one cache, and then page_table and seq_lens
+        return _xqa_of_halves(
+            q, k_cache, v_cache, page_table, head_dim, page_size=page_size, num_kv_heads=num_kv_heads, output=output,
+            workspace_buffer=workspace_buffer, semaphores=semaphores, q_scale=q_scale, kv_scale=kv_scale,
+            sm_count=sm_count, enable_pdl=enable_pdl, backend=backend,
+        )  # fmt: skip
+    for name, value, expected in (("head_dim", head_dim, q.shape[-1]), ("num_kv_heads", num_kv_heads, 1)):
+        if value not in (None, expected):
+            raise ValidationError(f"{name}: expected {expected}, got {value}.")
+    _layout("NHD", sm_count)
+    rows, _ = _query_rows(q, 1, False)
+    cache = _latents(k_cache, v_cache, page_size)
+    q_factor, kv_factor = (
+        Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
     )
+    result: torch.Tensor = decode_latents(
+        latent_parts(rows, "q"), latent_parts(cache, "k_cache"), _workspace(workspace_buffer, semaphores, q.device),
+        page_table, _lengths(seq_lens), page_table.shape[-1] * cache.shape[1], q_factor.times(kv_factor), kv_factor,
+        out=_output_rows(output, q, LATENT_DIM), enable_pdl=enable_pdl, backend=backend,
+    )  # fmt: skip
+    return result.view(*q.shape[:-1], LATENT_DIM) if output is None else output
+
+
+def _xqa_of_halves(
+    q: torch.Tensor, kv_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor, head_dim: Any,
+    **options: Any,
+) -> torch.Tensor:  # fmt: skip
+    """xqa() over a cache [num_pages, page_size, num_kv_heads, 2 * head_dim] of keys and then values."""
+    dim = check_positive(head_dim, "head_dim")
+    sizes = {"num_pages": None, "page_size": options["page_size"], "num_kv_heads": options["num_kv_heads"]}
+    check_shape(check_tensor(kv_cache, "mla_kv_cache"), "mla_kv_cache", {**sizes, "2 * head_dim": 2 * dim})
+    keys, values = kv_cache[..., :dim], kv_cache[..., dim:]
+    return xqa(q, keys, values, page_table, seq_lens, head_dim=dim, **options)
+
+
+def _latents(k_cache: Any, v_cache: Any, page_size: Any) -> torch.Tensor:
+    """The cache [num_pages, page_size, 576] of keys, which values repeat."""
+    cache: torch.Tensor = check_tensor(k_cache, "k_cache")
+    cache = cache.squeeze(2) if cache.dim() == 4 and cache.shape[2] == 1 else cache
+    size = None if page_size is None else check_positive(page_size, "page_size")
+    check_shape(cache, "k_cache", {"num_pages": None, "page_size": size, "head_dim": LATENT_DIM + 64})
+    values = check_tensor(v_cache, "v_cache")
+    if values.data_ptr() != k_cache.data_ptr() or values.stride() != k_cache.stride():
+        raise ValidationError("v_cache: expected k_cache itself, or its first 512 dims: latents are keys and values.")
+    return cache
 
 
 class _Callable(ModuleType):

@@ -14,14 +14,12 @@ import torch
 
 import quire
 from quire.errors import UnsupportedError
-from quire.mla import BatchMLAPagedAttentionWrapper
-from quire.xqa import xqa_mla
 
 #: The release whose surface is meant. Engines compare it with what they need.
 VERSION = "0.7.2"
 
-#: Modules of both libraries. "mla" is not among them while Quire refuses it.
-MODULES = ("attention", "cascade", "decode", "page", "pod", "prefill", "quantization", "rope", "xqa")
+#: Modules of both libraries.
+MODULES = ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "xqa")
 
 
 @cache
@@ -69,7 +67,6 @@ REFUSED: Mapping[str, tuple[str, ...]] = {
         "SfLayout", "bmm_fp8", "mm_mxfp8", "mxfp8_quantize", "nvfp4_block_scale_interleave", "nvfp4_quantize",
         "nvfp4_quantize_append_paged_kv_cache_with_slot_mapping", "shuffle_matrix_a", "shuffle_matrix_sf_a", "top_k",
     ),
-    "decode": ("trtllm_batch_decode_with_kv_cache_mla",),
     "fp4_quantization": ("block_scale_interleave",),
     "fused_moe": (),
     "fused_moe.core": ("get_w2_permute_indices_with_cache", "_maybe_get_cached_w3_w1_permute_indices"),
@@ -99,14 +96,11 @@ def _counter_bytes(*_args: Any, **_kwargs: Any) -> int:
 OWN: Mapping[str, Mapping[str, Any]] = {
     "": {
         "__version__": VERSION, "autotune": _nothing_to_tune, "autotune_v2": _nothing_to_tune,
-        "BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper, "xqa_mla": xqa_mla,
     },
     "autotuner": {"autotune": _nothing_to_tune},
     "jit": {},
-    "mla": {"BatchMLAPagedAttentionWrapper": BatchMLAPagedAttentionWrapper},
     "jit.core": {"logger": logging.getLogger("flashinfer.jit")},
     "utils": {
         "get_device_sm_count": _device_sm_count, "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
     },
-    "xqa": {"xqa_mla": xqa_mla},
 }  # fmt: skip
