@@ -9,7 +9,14 @@ from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.spec import Spec
-from quire.kernels import attention_cpu, attention_decode, attention_fa2, attention_fa3, attention_mla_cpu
+from quire.kernels import (
+    attention_cpu,
+    attention_decode,
+    attention_fa2,
+    attention_fa3,
+    attention_mla_cpu,
+    attention_mla_fa2,
+)
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
 
 __all__ = [
@@ -35,6 +42,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     attention_fa3.KERNEL,
     attention_fa2.KERNEL,
     attention_cpu.KERNEL,
+    attention_mla_fa2.KERNEL,
     attention_mla_cpu.KERNEL,
 )
 

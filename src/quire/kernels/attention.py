@@ -254,6 +254,18 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
     return head_dim_reason(problem)
 
 
+def mla_tensor_core_reason(problem: AttentionProblem) -> str | None:
+    """Why no MLA kernel of 16-bit tensor-core products takes these number types."""
+    if problem.target == "sm75":
+        return "target sm75 has no asynchronous copies"
+    if problem.q.slug not in ("fp16", "bf16"):
+        return f"q dtype {problem.q} is not fp16 or bf16"
+    for name, dtype in (("kv", problem.kv), ("o", problem.o)):
+        if dtype != problem.q:
+            return f"{name} dtype {dtype} differs from q dtype {problem.q}"
+    return mla_reason(problem)
+
+
 def mla_reason(problem: AttentionProblem) -> str | None:
     """Why no MLA kernel takes these dims and logits; None if they are fine."""
     if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:

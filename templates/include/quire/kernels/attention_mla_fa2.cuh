@@ -1,0 +1,373 @@
+// Multi-head latent attention with the warp-wide matrix instruction: sm_80 and newer.
+//
+// All query heads share one head of keys [ckv, kpe], 512 + 64 dims, and ckv is the value too: a tile of keys is copied
+// once and read by both products. Bound: memory for few rows, tensor cores for many, shared memory close behind.
+// A row of o has 512 columns, more than a warp's registers hold beside others: the warps that own the same 16 rows
+// divide the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go
+// through shared memory, and so do the maxima of rows: three barriers a tile, while the next tiles are in flight.
+#pragma once
+#include "quire/core/params_mla.h"
+#include "quire/core/schedule.h"
+#include "quire/ptx/warp.cuh"
+#include "quire/tile/current_work.cuh"
+#include "quire/tile/gemm.cuh"
+#include "quire/tile/kv_ring.cuh"
+#include "quire/tile/logits.cuh"
+#include "quire/tile/partial.cuh"
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+// The columns of a tile from chunk kFirst on, as a tile that is copied into.
+template <class Tile, int kFirst, int kCols_>
+struct TileColumns {
+  static constexpr int kRows = Tile::kRows, kCols = kCols_, kChunks = kCols / 8;
+
+  Tile tile;
+
+  QUIRE_DEVICE uint32_t chunk(int row, int col) const { return tile.chunk(row, col + kFirst); }
+};
+
+template <class V>
+struct AttentionMlaFa2 {
+  using T = typename V::Q;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kKpe = kQk - kVo;
+  static_assert(is_same<T, typename V::Kv>::value && is_same<T, typename V::O>::value, "one number type");
+  static_assert(kQk == 576 && kVo == 512, "512 dims of a latent and 64 more");
+  static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
+
+  static constexpr int kWarps = 8, kThreads = kWarps * 32, kMinCtas = 1;
+  static constexpr int kRowGroups = kTileRows / 16, kColGroups = kWarps / kRowGroups;        // warps of the same rows
+  static constexpr int kCols = kVo / kColGroups;                                             // of o that a warp owns
+  static constexpr int kKeys = max(16, kTileKv / kColGroups), kKeyGroups = kTileKv / kKeys;  // of s
+
+ private:
+  using TileQ = SmemTile<kTileRows, kQk>;
+  using TileO = SmemTile<kTileRows, kVo>;  // takes its place at the end
+  using TileKv = SmemTile<kTileKv, kQk>;
+  using TileP = SmemTile<kTileRows, kTileKv>;
+  using Ckv = TileColumns<TileKv, 0, kVo>;
+  using Kpe = TileColumns<TileKv, kVo / 8, kKpe>;
+  using CursorQ = BlockCursor<TileQ>;
+  using CursorP = BlockCursor<TileP>;
+  using CursorK = BlockCursor<TileKv, Quarters::kTopFirst>;
+  using CursorV = BlockCursor<TileKv>;
+  static_assert(TileKv::kSwizzled && kCols % 64 == 0, "a warp's columns begin at a multiple of 128 bytes");
+
+  // Of a CTA: 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on others.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+  static constexpr int kMostBytes = 227 * 1024;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870)
+  static constexpr int kMostBytes = 163 * 1024;
+#else
+  static constexpr int kMostBytes = 99 * 1024;
+#endif
+
+  // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
+  struct Shared {
+    CurrentWork current;
+    float of_rows[kKeyGroups][kTileRows];
+  };
+  static constexpr int kOffsetBytes = kTileKv * 16;  // of a tile's tokens
+  static constexpr int kFixedBytes = TileQ::kBytes + TileP::kBytes + round_up(sizeof(Shared), 16);
+  static constexpr int kStages =
+      max(1, min(4, (kMostBytes - kFixedBytes - kOffsetBytes) / (TileKv::kBytes + kOffsetBytes)));
+  static constexpr int kTableStages = max(2, kStages);
+  using Rows = KvRows<V, kThreads, kTableStages>;
+
+  static constexpr int kRingAt = TileQ::kBytes, kWeightsAt = kRingAt + kStages * TileKv::kBytes;
+  static constexpr int kTableAt = kWeightsAt + TileP::kBytes;
+  static constexpr int kSharedAt = kTableAt + Rows::kTableBytes;
+
+ public:
+  static constexpr int kSmemBytes = kSharedAt + round_up(sizeof(Shared), 16);
+  static_assert(kSmemBytes <= kMostBytes, "a CTA fits");
+
+  QUIRE_DEVICE static void run(const AttentionMlaParams& p, unsigned char* smem) {
+    Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
+    if (threadIdx.x == 0) shared.current.cursor = WorkCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
+    for (;;) {
+      __syncthreads();  // all of shared memory may still be in use for the work tile before
+      if (threadIdx.x == 0) shared.current.exists = shared.current.cursor.next(p.base, kTileKv, shared.current.work);
+      __syncthreads();
+      if (!shared.current.exists) return;
+      AttentionMlaFa2(p, shared, smem).attend();
+    }
+  }
+
+ private:
+  const AttentionMlaParams& mla_;
+  const AttentionParams& p_;
+  Shared& shared_;
+  const WorkTile& work_;
+  unsigned char* smem_;
+  int thread_, lane_, rows_, columns_;  // rows_: this warp's first row in the tile; columns_: its group of columns
+
+  QUIRE_DEVICE AttentionMlaFa2(const AttentionMlaParams& p, Shared& shared, unsigned char* smem)
+      : mla_(p),
+        p_(p.base),
+        shared_(shared),
+        work_(shared.current.work),
+        smem_(smem),
+        thread_(threadIdx.x),
+        lane_(threadIdx.x % 32),
+        rows_(threadIdx.x / 32 / kColGroups * 16),
+        columns_(threadIdx.x / 32 % kColGroups) {}
+
+  QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
+  QUIRE_DEVICE TileKv kv_tile(int i) const { return {smem_at(kRingAt + i % kStages * TileKv::kBytes)}; }
+  QUIRE_DEVICE TileP weights() const { return {smem_at(kWeightsAt)}; }
+  QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + rows_; }
+  QUIRE_DEVICE bool has_keys() const { return kKeyGroups == kColGroups || columns_ < kKeyGroups; }
+  QUIRE_DEVICE Mask<V::kMask, false> mask() const { return Mask<V::kMask, false>::of(p_, work_.tile); }
+
+  // Key tiles that some row of the warp sees, and those that each of its rows sees whole.
+  QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
+    any = all = {0, 0};
+    if (row_begin() >= work_.row_end) return;
+    const auto mask = this->mask();
+    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + 16, work_.row_end) - 1);
+    any = mask.any(first, last), all = mask.all(first, last);
+    any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
+    all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
+  }
+
+  QUIRE_DEVICE void attend() {
+    const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
+    Rows rows(p_, work_, smem_ + kTableAt, thread_);
+    load_q();
+    rows.begin(kv_begin);
+    constexpr int kAhead = max(1, kStages - 1);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) copy(rows, kv_begin + i);
+    KeyRange any, all;
+    find_tiles(any, all);
+    Accumulator<1, kCols> o;
+    float m[2] = {kNoLogit, kNoLogit}, d[2] = {0.f, 0.f};  // reference maxima, and this lane's part of denominators
+    o.clear();
+#pragma unroll 1
+    for (int i = kv_begin; i < kv_end; ++i) {
+      ptx::cp_async_wait<kAhead - 1>();
+      __syncthreads();  // tile i is there, and all are done with tile i - 1
+      if constexpr (kStages > 1) copy(rows, i + kAhead);
+      rows.prefetch_pages(i + kTableStages);
+      Accumulator<1, kKeys> s;
+      const bool some = any.contains(i), attends = some && has_keys();
+      if (attends) score(s, i, all.contains(i));
+      __syncthreads();  // the maxima of all keys are there
+      if (some) raise_max(o, m, d);
+      if (attends) exponentiate(s, m, d);
+      rows.publish_offsets(i + kTableStages);
+      __syncthreads();  // so are the weights
+      if (some) add_values(o, i);
+      if constexpr (kStages == 1) {
+        __syncthreads();  // all are done with tile i
+        copy(rows, i + 1);
+      }
+    }
+    ptx::cp_async_wait<0>();
+    sum_denominators(d);
+    if (work_.is_whole()) {
+      store(o, m, d);
+      return;
+    }
+    const MergeGroup group = p_.groups[work_.group];
+    store_partial(o, m, d);
+    if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, shared_.current.is_last,
+                     [] { __syncthreads(); })) {
+      call_merge_partials<V, kWarps>(p_, work_, group, thread_);
+    }
+  }
+
+  // Rows that do not exist become zeros.
+  QUIRE_DEVICE void load_q() const {
+    const TileQ tile = {smem_at(0)};
+    copy_q<kVo>(TileColumns<TileQ, 0, kVo>{tile}, mla_.q_nope, mla_.q_nope_token_stride, mla_.q_nope_head_stride);
+    copy_q<kKpe>(TileColumns<TileQ, kVo / 8, kKpe>{tile}, p_.q, p_.q_token_stride, p_.q_head_stride);
+  }
+
+  template <int kDims, class Columns>
+  QUIRE_DEVICE void copy_q(Columns tile, const void* q, int64_t token_stride, int64_t head_stride) const {
+    using Split = RowSplit<kThreads, Columns::kChunks>;
+    const Split split(thread_);
+#pragma unroll 4
+    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
+      const int row = work_.tile.row_begin + r;
+      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
+      const T* src = static_cast<const T*>(q) + at.token * token_stride + at.head * head_stride;
+#pragma unroll
+      for (int c = 0; c < Split::kChunksPerLane; ++c) {
+        const int chunk = c * Split::kLanes + split.lane;
+        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
+      }
+    }
+  }
+
+  // One group of asynchronous copies.
+  QUIRE_DEVICE void copy(const Rows& rows, int i) const {
+    rows.template copy<1>(Ckv{kv_tile(i)}, i);
+    rows.template copy<0>(Kpe{kv_tile(i)}, i);
+    ptx::cp_async_commit();
+  }
+
+  // s = q k^T of the warp's rows and keys, masked; tells the maxima.
+  QUIRE_DEVICE void score(Accumulator<1, kKeys>& s, int i, bool every) const {
+    CursorQ q({smem_at(0)}, lane_);
+    CursorK k(kv_tile(i), lane_);
+    q.lane_base += rows_ * TileQ::kRowBytes;
+    k.lane_base += columns_ * kKeys * TileKv::kRowBytes;
+    s.clear();
+#pragma unroll 3
+    for (int atom = 0; atom < kQk / 64; ++atom) {  // 128 bytes of a row
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t x[4];
+        ptx::ldmatrix_x4(x, q.at(0, j) + atom * 128);
+#pragma unroll
+        for (int n = 0; n < kKeys / 16; ++n) {
+          uint32_t keys[4];
+          ptx::ldmatrix_x4(keys, k.at(n, j) + atom * 128);
+          ptx::mma_m16n8k16(T{}, s.at[0][2 * n], x, keys[0], keys[1]);
+          ptx::mma_m16n8k16(T{}, s.at[0][2 * n + 1], x, keys[2], keys[3]);
+        }
+      }
+    }
+    const LogitsTile<V> tile = {
+        mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv + columns_ * kKeys,
+        lane_};
+    const LogitsTransform<V, FragmentMath<false>> transform(p_);
+    if (!every) score_logits<true>(s, transform, tile);
+    const float scale = transform.factor;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = kNoLogit;
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        s.at[0][n][2 * h] *= scale, s.at[0][n][2 * h + 1] *= scale;
+        top = fmaxf(top, fmaxf(s.at[0][n][2 * h], s.at[0][n][2 * h + 1]));
+      }
+      top = quad_max(top);
+      if (lane_ % 4 == 0) shared_.of_rows[columns_][rows_ + 8 * h + lane_ / 4] = top;
+    }
+  }
+
+  // Raises m where a row's maximum exceeds it by more than kMaxLag, and rescales d and o to match.
+  QUIRE_DEVICE void raise_max(Accumulator<1, kCols>& o, float (&m)[2], float (&d)[2]) const {
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = kNoLogit;
+#pragma unroll
+      for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, shared_.of_rows[g][rows_ + 8 * h + lane_ / 4]);
+      const float next = top > m[h] + kMaxLag ? top : m[h];
+      factor[h] = ptx::ex2(m[h] - next);
+      m[h] = next, d[h] *= factor[h];
+    }
+    if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) return;
+#pragma unroll
+    for (int n = 0; n < kCols / 8; ++n) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) o.at[0][n][2 * h] *= factor[h], o.at[0][n][2 * h + 1] *= factor[h];
+    }
+  }
+
+  // s becomes exp2(s - m), added up in d and rounded to T in shared memory.
+  QUIRE_DEVICE void exponentiate(Accumulator<1, kKeys>& s, const float (&m)[2], float (&d)[2]) const {
+    const TileP tile = weights();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+        const float x = ptx::ex2(s.at[0][n][2 * h] - m[h]), y = ptx::ex2(s.at[0][n][2 * h + 1] - m[h]);
+        d[h] += x + y;
+        ptx::st_shared(tile.chunk(rows_ + 8 * h + lane_ / 4, columns_ * (kKeys / 8) + n) + lane_ % 4 * 4,
+                       ptx::pack(T{}, x, y));
+      }
+    }
+  }
+
+  // o += p v of the warp's rows and columns.
+  QUIRE_DEVICE void add_values(Accumulator<1, kCols>& o, int i) const {
+    CursorP p(weights(), lane_);
+    CursorV v(kv_tile(i), lane_);
+    p.lane_base += rows_ * TileP::kRowBytes;
+    v.lane_base += columns_ * (kCols * 2);
+#pragma unroll
+    for (int k = 0; k < kTileKv / 16; ++k) {
+      uint32_t x[4];
+      ptx::ldmatrix_x4(x, p.at(0, k));
+#pragma unroll
+      for (int n = 0; n < kCols / 16; ++n) {
+        uint32_t values[4];
+        ptx::ldmatrix_x4_trans(values, v.at(k, n));
+        ptx::mma_m16n8k16(T{}, o.at[0][2 * n], x, values[0], values[1]);
+        ptx::mma_m16n8k16(T{}, o.at[0][2 * n + 1], x, values[2], values[3]);
+      }
+    }
+  }
+
+  // Every lane gets the whole denominators of its rows.
+  QUIRE_DEVICE void sum_denominators(float (&d)[2]) const {
+    __syncthreads();  // all have read the last maxima, and are done with q
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float sum = quad_sum(d[h]);
+      if (has_keys() && lane_ % 4 == 0) shared_.of_rows[columns_][rows_ + 8 * h + lane_ / 4] = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      d[h] = 0.f;
+#pragma unroll
+      for (int g = 0; g < kKeyGroups; ++g) d[h] += shared_.of_rows[g][rows_ + 8 * h + lane_ / 4];
+    }
+  }
+
+  // o and lse of a whole tile: rounded, gathered in shared memory (q is done with), stored in rows.
+  QUIRE_DEVICE void store(Accumulator<1, kCols>& o, const float (&m)[2], const float (&d)[2]) const {
+    const TileO tile = {smem_at(0)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = rows_ + 8 * h + lane_ / 4, row = work_.tile.row_begin + r;
+      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
+      const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
+      const RowResult result = finish_row(m[h], d[h], sink, output_scale(p_));
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) {
+        ptx::st_shared(tile.chunk(r, columns_ * (kCols / 8) + n) + lane_ % 4 * 4,
+                       ptx::pack(T{}, o.at[0][n][2 * h] * result.scale, o.at[0][n][2 * h + 1] * result.scale));
+      }
+      if (p_.lse != nullptr && columns_ == 0 && lane_ % 4 == 0 && row < work_.row_end) {
+        p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
+      }
+    }
+    __syncthreads();
+    using Split = RowSplit<kThreads, TileO::kChunks>;
+    const Split split(thread_);
+#pragma unroll 4
+    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
+      const int row = work_.tile.row_begin + r;
+      if (row >= work_.row_end) break;
+      const WorkTile::Place at = work_.place(p_.group, row);
+      T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
+      *reinterpret_cast<uint4*>(dst + split.lane * 8) = ptx::ld_shared_16(tile.chunk(r, split.lane));
+    }
+  }
+
+  // Rows of partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2] that exist.
+  QUIRE_DEVICE void store_partial(const Accumulator<1, kCols>& o, const float (&m)[2], const float (&d)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int r = rows_ + 8 * h + lane_ / 4;
+      if (work_.tile.row_begin + r >= work_.row_end) continue;
+      const int64_t at = static_cast<int64_t>(work_.partial) * kTileRows + r;
+      float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo + columns_ * kCols) + lane_ % 4;
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) dst[4 * n] = {o.at[0][n][2 * h], o.at[0][n][2 * h + 1]};
+      if (columns_ == 0 && lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {m[h], d[h]};
+    }
+  }
+};
+
+}  // namespace quire
