@@ -53,12 +53,12 @@ def _draw_within_limits(test: pytest.Function) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Fills in `device`, `backend` and `dtype`."""
+    """Fills in `device`, `backend` and `dtype`. A module may have CUDA_BACKENDS of its own."""
     names = [n for n in ("device", "backend", "dtype") if n in metafunc.fixturenames]
     if not names:
         return
     rows: dict[str, tuple[object, ...]] = {}
-    for target in targets():
+    for target in targets(getattr(metafunc.module, "CUDA_BACKENDS", CUDA_BACKENDS)):
         for dtype in target.dtypes:
             values = {"device": target.device, "backend": target.backend, "dtype": dtype}
             row = tuple(values[n] for n in names)

@@ -20,11 +20,13 @@ import torch
 
 import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
+from latents import Latents
 from problems import Problem
 from quire.aot import PRESETS, Selection, select
-from quire.kernels import AttentionKey
+from quire.kernels import AttentionKey, kernel_of
 from quire.runtime.target import target_of
 from quire.types import MaskMode, PosEncodingMode
+from test_mla import parts, planned
 from test_xqa import Draft, call, with_draft
 
 GROUP_SIZE = 4
@@ -63,6 +65,8 @@ def problem_of(key: AttentionKey, device: str) -> Problem:
 
 def run(key: AttentionKey, backend: str, device: str) -> str:
     """Compute and compare; returns the slug of the variant that ran, which the lengths may have made another one."""
+    if key.problem().is_mla:
+        return run_mla(key, backend, device)
     problem, types = problem_of(key, device), {"kv_data_type": key.kv.torch, "o_data_type": key.o.torch}
     if key.mask is MaskMode.TREE:
         draft = Draft.tree(len(problem.kv_lens), problem.qo_lens[0])
@@ -82,6 +86,19 @@ def run(key: AttentionKey, backend: str, device: str) -> str:
     return slug
 
 
+def run_mla(key: AttentionKey, backend: str, device: str) -> str:
+    """run() for latents; a query has half the heads of a row tile where the mask needs several queries."""
+    q_len = 1 if key.mask is MaskMode.NONE else 2
+    problem = Latents(
+        (q_len,) * len(KV_LENS), KV_LENS, key.tile_rows // q_len, key.q.torch, device, key.mask is MaskMode.CAUSAL
+    )
+    pages = problem.paged(5)
+    wrapper = planned(problem, pages, backend)
+    problem.check(*wrapper.run(*parts(problem), pages.ckv, pages.kpe, return_lse=True))
+    slug: str = wrapper._attention.decision.key.slug
+    return slug
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
@@ -95,7 +112,7 @@ def main() -> int:
     for count, key in enumerate(keys):
         if count >= options.most:
             break
-        backend = f"quire:{key.kernel.removeprefix('attention_')}"
+        backend = f"quire:{kernel_of(key).backend}"
         try:
             ran.add(run(key, backend, device))
         except (AssertionError, quire.QuireError) as error:

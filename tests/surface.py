@@ -73,8 +73,54 @@ xqa.xqa
   k_sf_cache v_sf_cache: refused test_xqa_function.py::test_wrong_arguments
   backend: used test_xqa_function.py::test_page_sizes
 xqa_mla
-  shown
-  _args: refused test_xqa_function.py::test_mla_is_refused
+  shown q k_cache v_cache page_table seq_lens head_dim page_size num_kv_heads
+  q k_cache v_cache page_table seq_lens output q_scale kv_scale: used test_mla.py::test_xqa_mla
+  head_dim page_size num_kv_heads: used test_seed_pages.py::test_xqa_pages_by_keyword
+  workspace_buffer semaphores sm_count enable_pdl: checked test_mla.py::test_xqa_mla
+  backend: used test_mla.py::test_xqa_mla
+mla.BatchMLAPagedAttentionWrapper
+  shown float_workspace_buffer use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr backend
+  float_workspace_buffer backend: used test_mla.py::test_page_sizes_and_forms
+  use_cuda_graph qo_indptr kv_indptr kv_indices kv_len_arr: used test_mla.py::test_cuda_graphs_follow_new_lengths
+mla.BatchMLAPagedAttentionWrapper.plan
+  shown qo_indptr kv_indptr kv_indices kv_len_arr num_heads head_dim_ckv head_dim_kpe page_size causal sm_scale
+  shown q_data_type kv_data_type use_profiler metadata cum_seq_lens_q block_tables seq_lens max_q_len
+  qo_indptr: used test_mla.py::test_ragged_queries
+  kv_indptr kv_indices kv_len_arr page_size q_data_type kv_data_type: used test_mla.py::test_page_sizes_and_forms
+  num_heads: used test_mla.py::test_heads
+  causal sm_scale: used test_mla.py::test_several_queries
+  metadata cum_seq_lens_q block_tables seq_lens: used test_mla.py::test_metadata
+  max_q_len: checked test_mla.py::test_metadata
+  lse_mode: checked test_mla.py::test_lse_of_both_bases
+  head_dim_ckv head_dim_kpe query_layout kv_cache_layout: checked test_mla.py::test_arguments_are_used_or_refused
+  output_dtype output_scale scale_mode: checked test_mla.py::test_arguments_are_used_or_refused
+  use_profiler skip_softmax: refused test_mla.py::test_arguments_are_used_or_refused
+  fixed_split_size disable_split_kv: used test_mla.py::test_fixed_splits_do_not_depend_on_neighbours
+mla.BatchMLAPagedAttentionWrapper.run
+  shown q_nope q_pe ckv_cache kpe_cache out lse return_lse profiler_buffer kv_len page_table return_lse_base_on_e
+  shown o_scale query kv_cache ckv_scale ckv_scale_arr kpe_scale
+  q_nope q_pe ckv_cache kpe_cache out lse return_lse: used test_mla.py::test_page_sizes_and_forms
+  return_lse_base_on_e: used test_mla.py::test_lse_of_both_bases
+  query kv_cache: used test_mla.py::test_queries_and_cache_as_one_tensor_or_a_pair
+  kv_len page_table: used test_mla.py::test_run_without_a_plan
+  ckv_scale kpe_scale: used test_mla.py::test_arguments_are_used_or_refused
+  sinks: used test_mla.py::test_sinks
+  enable_pdl: checked test_mla.py::test_arguments_are_used_or_refused
+  profiler_buffer o_scale ckv_scale_arr: refused test_mla.py::test_arguments_are_used_or_refused
+mla.trtllm_batch_decode_with_kv_cache_mla
+  shown query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens
+  shown max_seq_len out bmm1_scale bmm2_scale sinks enable_pdl backend
+  query kv_cache block_tables seq_lens out lse return_lse sinks: used test_mla.py::test_trtllm_decode
+  workspace_buffer max_seq_len: used test_mla.py::test_trtllm_decode
+  bmm1_scale bmm2_scale: used test_mla.py::test_trtllm_decode
+  cum_seq_lens_q max_q_len: used test_mla.py::test_trtllm_decode_of_ragged_queries
+  qk_nope_head_dim kv_lora_rank qk_rope_head_dim backend: checked test_mla.py::test_trtllm_decode_refuses_by_name
+  is_var_seq cute_dsl_impl kv_scale_format: checked test_mla.py::test_trtllm_decode_refuses_by_name
+  multi_ctas_kv_counter_buffer enable_pdl: checked test_mla.py::test_trtllm_decode_refuses_by_name
+  sparse_mla_top_k sparse_mla_top_k_lens enable_dcp: refused test_mla.py::test_trtllm_decode_refuses_by_name
+  skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx: refused test_mla.py::test_trtllm_decode_refuses_by_name
+  cp_world cp_rank causal_seqlens_kv_global: refused test_mla.py::test_trtllm_decode_refuses_by_name
+  use_fp16_softmax: refused test_mla.py::test_trtllm_decode_refuses_by_name
 xqa_batch_decode_with_kv_cache
   shown query kv_cache workspace_buffer block_tables seq_lens max_seq_len bmm1_scale bmm2_scale window_left out sinks
   shown kv_layout enable_pdl q_len_per_req o_scale mask kv_cache_sf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,12 +28,12 @@ CPU = Target("cpu", pin("cpu"), (torch.float32, torch.float16, torch.bfloat16))
 CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
 
 
-def targets() -> list[Target]:
-    """The backends that this machine can run."""
+def targets(backends: Mapping[str, tuple[int, int]] = CUDA_BACKENDS) -> list[Target]:
+    """The backends that this machine can run, of those on GPUs `backends`."""
     if not torch.cuda.is_available():
         return [CPU]
     capability = torch.cuda.get_device_capability()
     names = [
-        name for name, oldest in CUDA_BACKENDS.items() if capability >= oldest and (name != "fa3" or capability[0] == 9)
+        name for name, oldest in backends.items() if capability >= oldest and (name != "fa3" or capability[0] == 9)
     ]
     return [CPU, *(Target("cuda:0", pin(name), (torch.float16, torch.bfloat16)) for name in names)]

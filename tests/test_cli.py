@@ -111,7 +111,11 @@ def test_a_wrong_command_line_ends_with_2_and_says_what_was_meant(line: str, hin
             "--head-dim 576x576",
             ["attention_decode head_dim_qk=576: expected at most 256"],
         ),
-        ("--arch 9.0a --head-dim 576x512", "--head-dim 576x512", ["attention_fa3    head_dim=576/512: MLA"]),
+        (
+            "--arch 9.0a --head-dim 576x512 --page-size ragged",
+            "--head-dim 576x512",
+            ["attention_mla_fa2 keys are ragged: it takes pages only"],
+        ),
         ("--arch 9.0a --dtype fp32", "--dtype fp32", ["attention_fa2    q dtype fp32 is not fp16 or bf16"]),
         ("--arch 8.0 --backend fa3", "--backend fa3", ["attention_fa3    target sm80 is not sm90a"]),
         ("--arch 9.0a --backend cpu", "--backend cpu", ["no chosen backend runs on sm90a"]),

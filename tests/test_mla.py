@@ -11,6 +11,7 @@ import quire
 from latents import SCALE, LatentPages, Latents
 from problems import ints, poisoned, workspace
 
+CUDA_BACKENDS = {"fa2": (8, 0), "auto": (8, 0)}  #: that have kernels of MLA
 KV_LENS = (37, 1, 0, 300, 128, 129)
 FORMS = ("joined", "split", "sliced")
 
@@ -283,6 +284,7 @@ def test_arguments_are_used_or_refused(device, backend):
         ({"ckv_scale_arr": torch.ones(2)}, "ckv_scale_arr"),
         ({"ckv_scale": 0.5}, "kpe_scale: expected ckv_scale=0.5"),
         (table, "kv_len, page_table: expected both without a plan"),
+        ({"enable_pdl": 1}, "enable_pdl: expected a bool"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             wrapper.run(*run, **options)
@@ -292,6 +294,9 @@ def test_arguments_are_used_or_refused(device, backend):
         ({"query_layout": "both"}, "query_layout: expected one of"),
         ({"lse_mode": "base10"}, "lse_mode"),
         ({"output_scale": "per-tensor"}, "output_scale"),
+        ({"kv_cache_layout": 3}, "kv_cache_layout: expected one of"),
+        ({"scale_mode": "per-token"}, "scale_mode"),
+        ({"output_dtype": "int8"}, "o_data_type"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             plan(wrapper, p, pages, **options)
@@ -350,6 +355,8 @@ def test_trtllm_decode(device, dtype, q_len, page_size):
     assert torch.equal(given, out) and torch.equal(statistics.flatten(0, 1), lse)
     p.sinks = torch.randn(16)
     p.check(decode(query, joined(pages), **tables(p, pages), sinks=[p.sinks.to(device)]).flatten(0, 1))
+    scales = {"bmm1_scale": torch.tensor([SCALE], device=device), "bmm2_scale": torch.tensor([0.5], device=device)}
+    torch.testing.assert_close(decode(query, joined(pages), **tables(p, pages) | scales), out * 0.5)
     if q_len == 1:
         again = quire.mla.xqa_batch_decode_with_kv_cache_mla(query, joined(pages), **tables(p, pages))
         assert torch.equal(again, out)
@@ -371,6 +378,17 @@ def test_trtllm_decode_refuses_by_name(device):
     call = {"query": p.query.view(2, 1, 16, 576), "kv_cache": joined(pages), **tables(p, pages)}
     for options, message in (
         ({"sparse_mla_top_k": 8}, "sparse_mla_top_k"),
+        ({"sparse_mla_top_k_lens": 8}, "sparse_mla_top_k_lens"),
+        ({"enable_dcp": True}, "enable_dcp"),
+        ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor"),
+        ({"uses_shared_paged_kv_idx": False}, "separate_page_tables"),
+        ({"cp_rank": 1}, "cp_rank"),
+        ({"causal_seqlens_kv_global": 1}, "causal_seqlens_kv_global"),
+        ({"is_var_seq": 1}, "is_var_seq: expected a bool"),
+        ({"enable_pdl": 1}, "enable_pdl: expected a bool"),
+        ({"cute_dsl_impl": "x"}, "cute_dsl_impl: expected one of"),
+        ({"multi_ctas_kv_counter_buffer": 1}, "multi_ctas_kv_counter_buffer"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
         ({"cp_world": 2}, "cp_world"),
         ({"use_fp16_softmax": True}, "use_fp16_softmax"),
         ({"max_q_len": 2}, "max_q_len: expected it beside cum_seq_lens_q"),
@@ -391,7 +409,7 @@ def test_xqa_mla(device, dtype):
     pages = p.paged(32)
     q, cache = p.query.unsqueeze(1), joined(pages).unsqueeze(2)
     where = pages.table(device), ints(p.kv_lens, device)
-    out = quire.xqa_mla(q, cache, cache, *where, page_size=32, q_scale=SCALE)
+    out = quire.xqa_mla(q, cache, cache, *where, page_size=32, q_scale=SCALE, backend="xqa")
     p.check(out.squeeze(1))
     output = torch.empty_like(out)
     more = {"semaphores": ints([0] * 8, device).view(torch.uint32), "workspace_buffer": workspace(device)}

@@ -61,7 +61,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "serving": {"dtypes": ("bf16", "fp16")},
     "llama": {"head_dims": ((64, 64), (128, 128)), "dtypes": ("bf16", "fp16")},
     "gemma": {"head_dims": ((256, 256),), "masks": ("none", "causal", "causal+cap", "causal+window+cap")},
-    "deepseek": {"head_dims": ((192, 128),)},
+    "deepseek": {"head_dims": ((192, 128), MLA_DIMS)},
     "encoder": {
         "head_dims": ((32, 32), (64, 64)),
         "page_sizes": (0,),

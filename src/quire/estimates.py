@@ -11,6 +11,7 @@ from quire.aot import spec_of
 from quire.errors import QuireError
 from quire.jit import Spec, host_target, lookup, prebuilt_stores, user_store
 from quire.kernels import AttentionProblem, decide
+from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
 from quire.types import dtype_of
 
@@ -20,6 +21,8 @@ _TYPICAL: Mapping[str, tuple[float, int]] = {
     "attention_fa3": (1.1, 70_000),
     "attention_decode": (0.7, 50_000),
     "attention_cpu": (1.2, 60_000),
+    "attention_mla_fa2": (1.6, 90_000),
+    "attention_mla_cpu": (1.3, 60_000),
 }
 _TYPICAL_OPERATION = (0.5, 12_000)
 
@@ -77,7 +80,7 @@ def is_supported(
 ) -> Support:  # fmt: skip
     """Whether a kernel takes such a call, and which; nothing is compiled, and neither a compiler nor a GPU is needed.
 
-    head_dim: of queries and keys; head_dim_vo: of values (the same by default).
+    head_dim: of queries and keys; head_dim_vo: of values (the same by default). 576 and 512 are the latents of MLA.
     dtype, kv_dtype: torch's, or their names; kv_dtype of the cache (as dtype by default).
     page_size: tokens of a page; 0: ragged.
     mask: as on the command line: "none", "causal", "custom" or "tree", with "+window" and "+cap" as wanted.
@@ -93,10 +96,10 @@ def is_supported(
     """
     q = dtype_of(dtype, "dtype")
     kv = q if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
+    dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
     problem = AttentionProblem(
-        target or host_target(), q, kv, q, head_dim, head_dim if head_dim_vo is None else head_dim_vo, page_size,
-        **read_mask(mask), rows=rows,
-    )  # fmt: skip
+        target or host_target(), q, kv, q, *dims, page_size, **read_mask(mask), rows=rows, is_mla=dims == MLA_DIMS
+    )
     try:
         decision = decide(problem, backend)
     except QuireError as error:

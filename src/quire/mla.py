@@ -168,7 +168,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         Raises ValidationError naming the argument, PlanError without a plan.
         """
         refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
-        check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e)
+        check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e, enable_pdl=enable_pdl)
         nope, pe = latent_parts(_either("query", query, "q_nope", q_nope, "q_pe", q_pe), "query", "q_nope", "q_pe")
         pair = _either("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache)
         ckv, kpe = latent_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")

@@ -16,7 +16,7 @@ from typing import Any
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import Spec, host_target
 from quire.kernels import AttentionProblem, decide, family, kernel_of, same_rows
-from quire.kernels.attention import AttentionKey
+from quire.kernels.attention import MLA_DIMS, AttentionKey
 from quire.kernels.operation import OperationKey
 from quire.types import DType, MaskMode, PosEncodingMode, dtype_of
 
@@ -259,7 +259,7 @@ def _problem(layer: Layer, target: str, q: DType, kv: DType, page_size: int) -> 
     return AttentionProblem(
         target, q, kv, q, layer.head_dim_qk, layer.head_dim_vo, page_size,
         MaskMode.CAUSAL if layer.causal else MaskMode.NONE, layer.window, layer.soft_cap, rows=_LONG_ROWS,
-        uniform=False,
+        uniform=False, is_mla=(layer.head_dim_qk, layer.head_dim_vo) == MLA_DIMS,
         pos_encoding=PosEncodingMode.ALIBI if layer.alibi else PosEncodingMode.NONE,
     )  # fmt: skip
 

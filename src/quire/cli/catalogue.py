@@ -14,6 +14,7 @@ from quire.cli.output import print_json, print_table, spell_bytes
 from quire.jit import Spec, explain_miss, lookup, render_unit
 from quire.jit.toolchain import for_target
 from quire.kernels import KERNELS, AttentionKernel, AttentionProblem
+from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
 from quire.types import dtype_of
 
@@ -65,7 +66,9 @@ def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, page_size: int, mask: str) -> str | None:
     number, cached, (qk, vo) = dtype_of(q, "dtype"), dtype_of(kv, "kv_dtype"), dims
-    problem = AttentionProblem(target, number, cached, number, qk, vo, page_size, **read_mask(mask), rows=1)
+    problem = AttentionProblem(
+        target, number, cached, number, qk, vo, page_size, **read_mask(mask), rows=1, is_mla=dims == MLA_DIMS
+    )
     return kernel.refusal(problem)
 
 
