@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,32 @@ class State(NamedTuple):
 
     o: Tensor
     lse: Tensor
+
+
+class At(NamedTuple):
+    """The places of the logits of one request, [num_qo_heads, qo_len, kv_len] once they are broadcast."""
+
+    request: int
+    head: Tensor
+    q_idx: Tensor
+    kv_idx: Tensor
+    qo_len: int
+    kv_len: int
+
+    @classmethod
+    def of(cls, request: int, heads: int, qo_len: int, kv_len: int) -> At:
+        """All places of a request."""
+        head, q_idx, kv_idx = torch.arange(heads), torch.arange(qo_len), torch.arange(kv_len)
+        return cls(request, head[:, None, None], q_idx[None, :, None], kv_idx[None, None, :], qo_len, kv_len)
+
+    @property
+    def distance(self) -> Tensor:
+        """How far right of the query's place the key is."""
+        return self.kv_idx - (self.q_idx + self.kv_len - self.qo_len)
+
+
+def _scored(score: Callable[[Tensor, At], Tensor], at: At, logits: Tensor) -> Tensor:
+    return score(logits, at)
 
 
 def lengths(indptr: Indptr) -> list[int]:
@@ -119,6 +146,7 @@ def _attend(
     sinks: Tensor | None,
     slopes: Tensor | None,
     dtype: torch.dtype,
+    score: Callable[[Tensor], Tensor] | None = None,
 ) -> State:
     """One request, every operation rounded to `dtype` (lse in at least float32)."""
     group = q.shape[1] // k.shape[1]
@@ -129,6 +157,8 @@ def _attend(
         logits = logits + (slopes[:, None, None] * distances(q.shape[0], k.shape[0])).to(dtype)
     if soft_cap:
         logits = soft_cap * torch.tanh(logits / soft_cap)
+    if score is not None:
+        logits = score(logits).to(logits.dtype)
     logits = logits.masked_fill(~seen, -math.inf)
     if sinks is not None:  # one more column, which has no value
         column = sinks.cpu().to(logits.dtype)[:, None, None].expand(-1, logits.shape[1], 1)
@@ -193,6 +223,8 @@ def attention(
     attention_chunk_size: int | None = None,
     dtype: torch.dtype = torch.float64,
     rotated_dtype: torch.dtype | None = None,
+    score: Callable[[Tensor, At], Tensor] | None = None,
+    sees: Callable[[At], Tensor] | None = None,
 ) -> State:
     """Attention of each request's queries to its own keys.
 
@@ -206,6 +238,8 @@ def attention(
         attention_chunk_size: causal, and keys before the query's own chunk of so many are hidden; None: no chunks.
         dtype: what every operation is rounded to; float64 is the truth, the inputs' own dtype is torch's error.
         rotated_dtype: what rotated q and k alone are rounded to, as tensor cores take them; as `dtype` if not said.
+        score: what becomes of scaled logits [num_qo_heads, qo_len, kv_len] of one request.
+        sees: which keys queries see besides, bool of the same shape.
 
     A row that sees nothing is 0 with lse -inf (with a sink: 0 and the sink).
     """
@@ -225,7 +259,11 @@ def attention(
             qo[b + 1] - qo[b], kv[b + 1] - kv[b],
             causal=causal, window_left=window_left, mask=m, chunk_size=attention_chunk_size,
         )  # fmt: skip
-        one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype)
+        at = At.of(b, q.shape[1], qo[b + 1] - qo[b], kv[b + 1] - kv[b])
+        if sees is not None:
+            seen = seen & sees(at)
+        own = None if score is None else partial(_scored, score, at)
+        one = _attend(q_b, k_b, v[keys], seen, scale, soft_cap or 0.0, sinks, slopes, dtype, own)
         o[rows], lse[rows] = one.o * v_scale, one.lse
     return State(o, lse)
 

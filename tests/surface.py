@@ -142,6 +142,7 @@ single_prefill_with_kv_cache
   q k v causal: used test_single.py::test_prefill_lengths
   o_dtype return_lse: used test_single.py::test_prefill_returns
   custom_mask packed_custom_mask: used test_single.py::test_prefill_custom_mask
+  variant: used test_variants.py::test_single_calls
   kv_layout: used test_single.py::test_prefill_layouts
   sm_scale window_left logits_soft_cap: used test_single.py::test_prefill_window_soft_cap_scale
   k_scale v_scale: used test_single.py::test_prefill_scales
@@ -159,7 +160,7 @@ BatchPrefillWithPagedKVCacheWrapper
   custom_mask_buf: used test_graph.py::test_paged_prefill_with_masks
   mask_indptr_buf qk_indptr_buf: checked test_prefill.py::test_buffers_by_both_names
   backend: used test_prefill.py::test_backend_is_chosen_by_itself
-  jit_args jit_kwargs: refused test_surface.py::test_what_constructors_refuse
+  jit_args jit_kwargs variant: used test_variants.py::test_jit_args
 BatchPrefillWithPagedKVCacheWrapper.plan
   shown qo_indptr paged_kv_indptr paged_kv_indices paged_kv_last_page_len num_qo_heads num_kv_heads head_dim page_size
   shown custom_mask packed_custom_mask causal pos_encoding_mode allow_fp16_qk_reduction sm_scale window_left
@@ -205,7 +206,7 @@ BatchPrefillWithRaggedKVCacheWrapper
   custom_mask_buf: used test_surface.py::test_masks_of_ragged_graphs
   mask_indptr_buf qk_indptr_buf: checked test_prefill.py::test_buffers_by_both_names
   backend: used test_prefill.py::test_backend_is_chosen_by_itself
-  jit_args jit_kwargs: refused test_surface.py::test_what_constructors_refuse
+  jit_args jit_kwargs variant: used test_variants.py::test_jit_args
 BatchPrefillWithRaggedKVCacheWrapper.plan
   shown qo_indptr kv_indptr num_qo_heads num_kv_heads head_dim custom_mask packed_custom_mask causal pos_encoding_mode
   shown allow_fp16_qk_reduction window_left logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type

@@ -11,6 +11,7 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rope", "rope_append")
+VARIANTS = ("expression", "variants")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__", "cli", "compat", "public"},
@@ -28,6 +29,7 @@ FLOORS = [
         "pod",
         "xqa",
         *SURFACE,
+        *VARIANTS,
     },
     {"runtime"},
     {"kernels"},

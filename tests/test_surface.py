@@ -87,14 +87,6 @@ def test_what_single_prefill_refuses(name):
         quire.single_prefill_with_kv_cache(p.q, p.k, p.v, **{name: torch.ones(4)})
 
 
-@pytest.mark.parametrize("name", ["jit_args", "jit_kwargs"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_constructors_refuse(kind, name):
-    cls = getattr(quire, f"BatchPrefillWith{kind.capitalize()}KVCacheWrapper")
-    with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
-        cls(workspace("cpu"), **{name: {}})
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_permissions_of_run(device, dtype, kind):
     """enable_pdl, and a window that repeats plan()'s."""

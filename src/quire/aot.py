@@ -23,6 +23,7 @@ from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProbl
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
 from quire.kernels.operation import OPERATIONS, OperationKey
+from quire.kernels.variant import Variant
 from quire.types import dtype_of
 
 __all__ = [
@@ -54,6 +55,7 @@ class Selection:
     kv_dtypes: tuple[str, ...] = ()  #: (): as dtypes
     masks: tuple[str, ...] = ("none", "causal")  #: with "+window" and "+cap" as wanted
     targets: tuple[str, ...] = field(default_factory=lambda: (host_target(),))
+    variants: tuple[Variant, ...] = ()  #: of one's own, each instead of none
 
 
 #: What `quire warmup --preset` knows: options of a Selection.
@@ -77,23 +79,26 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], AttentionProblem]]:
     """Each problem of a selection, and the values of the options that it was made from."""
-    for (qk, vo), page_size, dtype, mask in product(s.head_dims, s.page_sizes, s.dtypes, s.masks):
+    options = product(s.head_dims, s.page_sizes, s.dtypes, s.masks, s.variants or (None,))
+    for (qk, vo), page_size, dtype, mask, variant in options:
         q, features = dtype_of(dtype, "dtype"), read_mask(mask)
         for kv_dtype in s.kv_dtypes or (dtype,):
             kv = dtype_of(kv_dtype, "kv_dtype")
             values = {
                 "head_dims": (qk, vo), "page_sizes": page_size, "dtypes": dtype, "masks": mask, "kv_dtypes": kv_dtype,
-                "targets": target,
+                "targets": target, "variants": variant,
             }  # fmt: skip
             is_mla = (qk, vo) == MLA_DIMS
-            yield values, AttentionProblem(target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=is_mla)
+            yield values, AttentionProblem(
+                target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=is_mla, variant=variant
+            )
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
     """Every tile height, because lengths decide which one a call takes; and the operation that plan() launches."""
     for key in kernel.keys(problem):
         yield kernel.spec(key)
-        if operation := kernel.operation(key):
+        if operation := kernel.planning(key):
             yield operation.spec()
 
 
@@ -249,6 +254,8 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def _slug(item: Any, place: str) -> str:
     slug = item.get("slug") if isinstance(item, dict) else item
+    if isinstance(item, dict) and isinstance(text := item.get("expression"), str):
+        Variant.parse(text)  # the slug names it
     if not isinstance(slug, str):
         raise ValidationError(f"manifest: {place}: expected a slug or an object with one, got {str(item)[:200]!r}.")
     return slug
@@ -263,20 +270,22 @@ class Built:
     seconds: float
     path: str | None = None
     error: str | None = None
+    expression: str | None = None  #: the text of a variant of one's own, which the slug names by its digest
 
 
 def _build(spec: Spec, store: Store | None, dry_run: bool) -> Built:
-    start = perf_counter()
+    start, expression = perf_counter(), dict(spec.fields).get("expression")
     try:
         if dry_run:
             entry = lookup(spec, store=store)
             return Built(
-                spec.slug, "hit" if entry else "missing", perf_counter() - start, str(entry.path) if entry else None
-            )
+                spec.slug, "hit" if entry else "missing", perf_counter() - start, str(entry.path) if entry else None,
+                expression=expression,
+            )  # fmt: skip
         status, entry = build(spec, store=store, lasting=True)
     except QuireError as error:
-        return Built(spec.slug, "failed", perf_counter() - start, error=str(error))
-    return Built(spec.slug, status, perf_counter() - start, str(entry.path))
+        return Built(spec.slug, "failed", perf_counter() - start, error=str(error), expression=expression)
+    return Built(spec.slug, status, perf_counter() - start, str(entry.path), expression=expression)
 
 
 def warm(

@@ -12,6 +12,7 @@ import torch
 from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
@@ -20,6 +21,7 @@ from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
+from quire.runtime.variant_operands import variant_of
 from quire.runtime.wrapper import AttentionWrapper
 
 if TYPE_CHECKING:
@@ -84,11 +86,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         use_tensor_cores: bool = False, paged_kv_indptr_buffer: torch.Tensor | None = None,
         paged_kv_indices_buffer: torch.Tensor | None = None, paged_kv_last_page_len_buffer: torch.Tensor | None = None,
-        backend: str = "auto", jit_args: Any = None,
+        backend: str = "auto", jit_args: Any = None, *, variant: Variant | None = None,
     ) -> None:  # fmt: skip
-        refuse(jit_args=jit_args)
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_of(variant, jit_args),
             paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )  # fmt: skip
@@ -103,7 +104,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        q_len_per_req: int = 1, *, attention_chunk_size: int | None = None,
+        q_len_per_req: int = 1, *, attention_chunk_size: int | None = None, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -132,7 +133,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size, lens)
         if block_tables is not None:
             check_repeated(pages, block_tables=block_tables)
-        self._set_plan(AttentionSpec(pages, options))
+        self._set_plan(AttentionSpec(pages, options, operands=operands))
 
     begin_forward = plan
 
@@ -155,7 +156,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, q_len_per_req: int | None = None,
-        kv_cache_sf: Any = None, skip_softmax_threshold_scale_factor: float | None = None,
+        kv_cache_sf: Any = None, skip_softmax_threshold_scale_factor: float | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim] over the cache; returns o of the
         same shape, or (o, lse) with lse [batch_size * q_len_per_req, num_qo_heads] float32, base 2.
@@ -168,7 +169,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
         return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
         )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Unpack[DecodeKeywords]) -> Pair:
@@ -245,7 +246,7 @@ def single_decode_with_kv_cache(
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
     v_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-    return_lse: bool = False, *, backend: str = "auto",
+    return_lse: bool = False, *, backend: str = "auto", variant: Variant | None = None, **operands: Any,
 ) -> Result:  # fmt: skip
     """Decode attention of one request, without a plan.
 
@@ -263,4 +264,5 @@ def single_decode_with_kv_cache(
         q, k, v, return_lse=return_lse, decode=True, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+        variant=variant, operands=operands,
     )  # fmt: skip

@@ -9,7 +9,7 @@ its generations: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and `mask_indptr_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
@@ -17,6 +17,7 @@ import torch
 
 from quire.block_table_prefill import trtllm_batch_context_with_kv_cache
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices
 from quire.runtime.checks import (
     batch_size_of,
@@ -32,8 +33,10 @@ from quire.runtime.layout import PagedCache
 from quire.runtime.multi_item import with_items
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, new_results, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
+from quire.runtime.variant_operands import of_plan_and_run, refuse_tracing, variant_of
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
 from quire.types import KVLayout
@@ -144,11 +147,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
-        qk_indptr_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None,
     ) -> None:  # fmt: skip
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_of(variant, jit_args, jit_kwargs),
             qo_indptr_buf=qo_indptr_buf, paged_kv_indptr_buf=paged_kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
@@ -170,6 +172,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
         head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
+        **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -203,6 +206,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         q_data_type, kv_data_type, o_data_type: torch dtypes or their names. q's default is float16; keys, values and
             results have q's if not said.
         fixed_split_size (tokens), disable_split_kv: a request's result does not depend on its neighbours, bit for bit.
+        operands: tensors and numbers, by name, that the mask of the constructor's variant reads. plan() looks at them,
+            to know which tiles of keys need the mask: plan again once they change.
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
@@ -226,7 +231,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
         )  # fmt: skip
-        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
+        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
 
     begin_forward = plan
 
@@ -250,7 +255,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: float | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q over the cache, as planned.
 
@@ -263,6 +268,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             (programmatic dependent launch); None: where that helps.
         window_left: that of plan(), if given.
         sinks: float32 [num_qo_heads], natural-log logits that join each denominator.
+        operands: tensors and numbers, by name, that the score of the constructor's variant reads.
 
         Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with return_lse=True, lse [nnz_qo, num_qo_heads] in
         float32, base 2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan or
@@ -274,7 +280,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
         return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
         )  # fmt: skip
 
     def run_return_lse(
@@ -320,11 +326,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         qo_indptr_buf: torch.Tensor | None = None, kv_indptr_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
-        qk_indptr_buf: torch.Tensor | None = None,
+        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None,
     ) -> None:  # fmt: skip
-        refuse(jit_args=jit_args, jit_kwargs=jit_kwargs)
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_of(variant, jit_args, jit_kwargs),
             qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
@@ -344,6 +349,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
         *, head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
+        **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
@@ -371,7 +377,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
         )  # fmt: skip
-        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask))
+        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
 
     begin_forward = plan
 
@@ -394,7 +400,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
         out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None, window_left: int | None = None, sinks: torch.Tensor | None = None,
-        kv_cache_sf: Any = None,
+        kv_cache_sf: Any = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k [nnz_kv, num_kv_heads, head_dim_qk] and
         v [nnz_kv, num_kv_heads, head_dim_vo] (HND: heads first); returns o [nnz_qo, num_qo_heads, head_dim_vo], or
@@ -403,7 +409,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         return self._runner().run(
             q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
         )  # fmt: skip
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[RunKeywords]) -> Pair:
@@ -457,12 +463,13 @@ def single_prefill_with_kv_cache(
     sm_scale: float | None = None, window_left: int = -1, logits_soft_cap: float | None = None,
     rope_scale: float | None = None, rope_theta: float | None = None, backend: str = "auto", return_lse: bool = False,
     kv_cache_sf: Any = None, k_scale: float | None = None, v_scale: float | None = None, *,
-    allow_fp16_qk_reduction: bool = False,
+    allow_fp16_qk_reduction: bool = False, variant: Variant | None = None, **operands: Any,
 ) -> Result:  # fmt: skip
     """Attention of one request, without a plan.
 
     q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
-    first). custom_mask: bool [qo_len, kv_len]. The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan() and run().
+    first). custom_mask: bool [qo_len, kv_len]. variant: a quire.Variant, whose operands are keywords. The rest is as in
+    BatchPrefillWithPagedKVCacheWrapper.plan() and run().
 
     Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
     [qo_len, num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or UnsupportedError with each
@@ -480,16 +487,20 @@ def single_prefill_with_kv_cache(
         q, k, v, return_lse=return_lse, o_dtype=o_dtype, decode=False, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
         q_scale=None, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
-        packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta,
+        packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta, variant=variant,
+        operands=operands,
     )  # fmt: skip
 
 
 def attend_one(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, o_dtype: Any = None, **options: Any
-) -> Result:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, o_dtype: Any = None,
+    variant: Variant | None = None, operands: Mapping[str, Any], **options: Any,
+) -> Result:  # fmt: skip
     """Attention of one request: q [qo_len, num_qo_heads, head_dim_qk], or with decode=True its only row."""
     if not is_tracing():
-        return _attend_one(q, k, v, None, None, return_lse, o_dtype, **options)
+        own = variant_of(variant)
+        return _attend_one(q, k, v, None, None, return_lse, o_dtype, variant=own, operands=operands, **options)
+    refuse_tracing(variant, operands)
     out, lse = new_results(q, v, o_dtype, None, None, return_lse)
     _attend_one_into(q, k, v, out, lse, **options)
     return out if lse is None else (out, lse)
@@ -501,6 +512,7 @@ def _attend_one(
     logits_soft_cap: float | None, pos_encoding_mode: str, kv_layout: str, backend: str, q_scale: Any, k_scale: Any,
     v_scale: Any, causal: bool = False, custom_mask: torch.Tensor | None = None,
     packed_custom_mask: torch.Tensor | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
 ) -> Result:  # fmt: skip
     rows = {} if decode else {"qo_len": None}
     check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
@@ -518,13 +530,14 @@ def _attend_one(
         *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2],
         Types.of(q.dtype, k.dtype, o_dtype if out is None else out.dtype),
         logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
-        causal, page_size=0,
+        causal, page_size=0, variant=variant,
     )  # fmt: skip
     indices = Indices(1, None, q.shape[0], kv_indptr, None, None, 1)
-    spec = AttentionSpec(indices, options, custom_mask, packed_custom_mask)
+    of_mask, of_score = of_plan_and_run(variant, operands)
+    spec = AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=of_mask)
     result = Attention(spec, layout, OwnWorkspace(q.device), backend).run(
         q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
-        v_scale=v_scale, window_left=None, enable_pdl=None,
+        v_scale=v_scale, window_left=None, enable_pdl=None, operands=of_score,
     )  # fmt: skip
     if not decode:
         return result

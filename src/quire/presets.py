@@ -231,7 +231,7 @@ def needs(model: Serving, target: str) -> Needs:
         if lengths_vary:
             specs.update({spec.slug: spec for spec in family(problem, "auto")})
     keys = [AttentionKey.parse(slug) for slug in specs]
-    operations = [operation for key in keys if (operation := kernel_of(key).operation(key))]
+    operations = [operation for key in keys if (operation := kernel_of(key).planning(key))]
     for operation in (*operations, *_operations(model, target)):
         specs[operation.slug] = operation.spec()
     return Needs(tuple(specs.values()), tuple(refusals))

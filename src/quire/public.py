@@ -36,6 +36,7 @@ from quire.estimates import estimate, is_supported
 from quire.jit import events, record, seal
 from quire.jit.events import metrics
 from quire.kernels import backends
+from quire.kernels.variant import Variant
 from quire.mla import BatchMLAPagedAttentionWrapper
 from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
 from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
@@ -86,6 +87,7 @@ __all__: list[str] = [
     "QuireError",
     "UnsupportedError",
     "ValidationError",
+    "Variant",
     "aot",
     "append_paged_kv_cache",
     "append_paged_mla_kv_cache",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.errors import CacheError, QuireError, ValidationError
 from quire.jit import Manifest, Store, explain_miss, lookup, prebuilt_stores, request_parts, user_store
 from quire.jit.archive import export_entries, import_entries
 from quire.jit.retention import kept_entries, outdated, require_times_of_use, sweep, to_remove
+from quire.kernels.variant import Variant
 
 _ORDERS = ("name", "size", "age")
 
@@ -78,6 +80,7 @@ def _entries() -> list[dict[str, Any]]:
             "slug": manifest.slug, "target": manifest.target, "path": str(path), "bytes": manifest.size,
             "compile_seconds": manifest.seconds, "registers": manifest.registers, "spills": manifest.spills,
             "age_seconds": round(max(0.0, now - manifest.created)), "prebuilt": store.readonly,
+            "expression": manifest.fields.get("expression"),
         }
         for store in (*prebuilt_stores(), user_store())
         for path, manifest in store.manifests()
@@ -102,8 +105,15 @@ def _list(options: argparse.Namespace) -> int:
         for e in entries
     )  # fmt: skip
     print_table(head, rows)
+    for name, text in {name: e["expression"] for e in entries if (name := _expression_of(e["slug"]))}.items():
+        print(f"{name}:", *str(text).splitlines(), sep="\n  ")
     print(f"{len(entries)} entries, {spell_bytes(total)}, in {user_store().root}")
     return 0
+
+
+def _expression_of(slug: str) -> str:
+    """The word of a slug that names a variant of one's own; "" if there is none."""
+    return "".join(re.findall(r"expr[0-9a-f]{16}", slug))
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -166,6 +176,8 @@ def _gc(options: argparse.Namespace) -> int:
 
 def _is_current(manifest: Manifest) -> bool:
     try:
+        if text := manifest.fields.get("expression"):
+            Variant.parse(text)  # the slug names it
         return manifest.request == request_parts(spec_of(manifest.slug))
     except QuireError:  # a variant that this version does not have
         return False

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -22,6 +23,7 @@ from quire.jit import Spec, Store, host_target, user_store
 from quire.jit.gpu import present_targets
 from quire.kernels import KERNELS
 from quire.kernels.features import mask_words
+from quire.kernels.variant import Variant
 from quire.types import DTYPES
 
 
@@ -52,6 +54,10 @@ def _add_warmup(commands: Any) -> None:
     warmup.add_argument("--dtype", type=parser.dtypes, dest="dtypes", help=f"of {types} (default bf16)")
     warmup.add_argument("--kv-dtype", type=parser.dtypes, dest="kv_dtypes", help="of the cache (default: as --dtype)")
     warmup.add_argument("--mask", type=parser.masks, dest="masks", help=mask_words())
+    warmup.add_argument(
+        "--variant", type=parser.checked(_variant), action="append", dest="variants", metavar="MODULE:NAME",
+        help="a quire.Variant of one's own, as package.module:name; may be repeated",
+    )  # fmt: skip
     warmup.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
     hosts = ("x86-64-v3", "x86-64-v4", "aarch64")
     warmup.add_argument(
@@ -88,6 +94,18 @@ def _presets(text: str) -> tuple[Any, ...]:
     if Path(text.partition(",")[0]).suffix == ".json" or Path(text.partition(",")[0]).is_dir():
         return (parser.checked(presets.read_config)(text),)
     return parser.words(list(PRESETS))(text)
+
+
+def _variant(text: str) -> Variant:
+    """The variant that `package.module:name` names; its module is imported."""
+    module, _, name = text.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValidationError(f"--variant: expected package.module:name, got {text!r}: {error}.") from error
+    if not isinstance(found, Variant):
+        raise ValidationError(f"--variant: expected {text} to be a quire.Variant, got {type(found).__name__}.")
+    return found
 
 
 # --- warmup ----------------------------------------------------------------------------------------------------------

@@ -488,7 +488,8 @@ def record_use(spec: Spec) -> None:
         if (path, spec.slug) in _recorded:
             return
         _recorded.add((path, spec.slug))
-    line = json.dumps({"slug": spec.slug, "target": spec.target, "warmup": spec.warmup})
+    texts = {name: value for name, value in spec.fields if name == "expression"}  # that a slug names by a digest
+    line = json.dumps({"slug": spec.slug, "target": spec.target, "warmup": spec.warmup, **texts})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:

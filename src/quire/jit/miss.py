@@ -67,6 +67,11 @@ def by_nearness(slug: str, slugs: Iterable[str]) -> list[str]:
     return sorted((other for other in slugs if _kernel(other) == _kernel(slug)), key=distance)
 
 
+def _short(fields: Mapping[str, str]) -> dict[str, str]:
+    """Without texts of several lines, whose digest is a field too."""
+    return {name: value for name, value in fields.items() if "\n" not in value}
+
+
 def explain(request: Request, manifests: Sequence[Manifest], toolchain: Mapping[str, str] | None) -> str:
     """One line. `manifests`: of the nearest slug's entries; `toolchain`: the second half of a build's name."""
     spec = request.spec
@@ -75,6 +80,6 @@ def explain(request: Request, manifests: Sequence[Manifest], toolchain: Mapping[
     if manifests[0].slug == spec.slug:
         closest = min(manifests, key=lambda m: (len(_changed(m.request, request.parts)), -m.created))
         return _same_variant(request, closest, toolchain)
-    fields, old = ({"target": one.target, **dict(one.fields)} for one in (spec, manifests[0]))
+    fields, old = ({"target": one.target, **_short(dict(one.fields))} for one in (spec, manifests[0]))
     reasons = [f"{name}={fields.get(name, 'unset')}, not {old.get(name, 'unset')}" for name in _changed(old, fields)]
     return f"nearest is {manifests[0].slug}: {_first(reasons) or 'only its name differs'}"

@@ -23,9 +23,9 @@ class Struct:
 class Spec:
     """One variant: one translation unit, one entry point, one artifact.
 
-    The unit includes `header`, defines `struct Variant` from `types` and `constants`, checks `params` and `asserts`,
-    and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup` and `fields` are for
-    readers: they do not reach the unit, so they are not part of the key.
+    The unit includes `header`, defines `struct Variant` from `types`, `constants` and `code`, checks `params`,
+    `operands` and `asserts`, and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup`
+    and `fields` are for readers: they do not reach the unit, so they are not part of the key.
     """
 
     slug: str  #: [a-z0-9._-]+, unique per variant and target; up to the first dot the kernel: "attention_fa2.sm90a...."
@@ -38,6 +38,8 @@ class Spec:
     types: tuple[tuple[str, str], ...] = ()  #: type aliases in Variant: (("Q", "bf16_t"), ...)
     constants: tuple[tuple[str, int], ...] = ()  #: static constexpr ints in Variant: (("kHeadDimQk", 128), ...)
     asserts: tuple[tuple[str, int], ...] = ()  #: constexpr members of kernel<Variant> that Python relies on
+    code: str = ""  #: further members of Variant, in C++
+    operands: Struct | None = None  #: Variant::Operands, which lie behind the parameters; None: `code` has none
     exports: tuple[str, ...] = ()  #: constexpr ints of kernel<Variant> that the builder reads back from the artifact
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
     fields: tuple[tuple[str, str], ...] = ()  #: (name, value) as the user writes them: (("mask", "custom"), ...)

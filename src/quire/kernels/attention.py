@@ -12,6 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
+from quire.kernels.expression_cxx import operands_struct, render
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
 from quire.kernels.operands import (
     ATTENTION_OPERANDS,
@@ -24,6 +25,7 @@ from quire.kernels.operands import (
 )
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
+from quire.kernels.variant import Variant
 from quire.types import MaskMode, PosEncodingMode
 
 
@@ -143,6 +145,7 @@ class AttentionKernel:
     #: fills the fields of `params` that only this kernel has, from the scheduler's input and output and where the
     #: schedule and that memory lie; returns the parameters of the operation, and its CTAs
     fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
+    has_expression_blocks: bool = False  #: it passes over KV tiles that the mask of a variant hides
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
 
     @cached_property
@@ -166,6 +169,20 @@ class AttentionKernel:
     def is_for(self, problem: AttentionProblem) -> bool:
         """Whether `problem` is of its device and its kind of attention."""
         return (self.on_cuda, self.is_mla) == (problem.on_cuda, problem.is_mla)
+
+    def params_of(self, key: AttentionKey) -> type[ctypes.Structure]:
+        """Its parameter struct for `key`: `params`, with the operands of a variant of the caller's own behind it."""
+        return self.params if key.variant is None else with_operands(self.params, key.variant)
+
+    def planning(self, key: AttentionKey) -> OperationKey | None:
+        """The operation that plan() launches for `key`: it fills the kernel's own plan memory."""
+        if self.has_expression_blocks and key.variant is not None and key.variant.has_mask:
+            return OperationKey("expression_blocks", key.target, f"expr{key.variant.digest}")
+        return self.operation(key)
+
+    def plan_bytes(self, key: AttentionKey) -> int:
+        """Plan memory of its own, in bytes for each work unit of a kv head."""
+        return int(self.planning(key) is not None) or self.unit_bytes(key)
 
     def refusal(self, problem: AttentionProblem) -> str | None:
         """Why it does not take `problem`, on whatever device; None if it does."""
@@ -201,7 +218,9 @@ class AttentionKernel:
     @lru_cache(maxsize=4096)  # rows of the catalogue live as long as the process  # noqa: B019
     def spec(self, key: AttentionKey) -> Spec:
         """What the compiler is given for `key`."""
-        tile, members = self.tile(key), key.members.items()
+        tile, members, own = self.tile(key), key.members.items(), key.variant
+        text = () if own is None else (("expression", str(own)),)
+        places = () if own is None else (("kOperandsAt", ctypes.sizeof(self.params)),)
         return Spec(
             slug=key.slug,
             target=key.target,
@@ -210,12 +229,26 @@ class AttentionKernel:
             entry="quire_attention",
             params=struct_of(self.params),
             types=tuple((name, value) for name, value in members if isinstance(value, str)),
-            constants=(*((name, value) for name, value in members if isinstance(value, int)), ("kTileKv", tile.kv)),
+            constants=(
+                *((name, value) for name, value in members if isinstance(value, int)),
+                ("kTileKv", tile.kv),
+                *places,
+            ),
+            code="" if own is None else render(own.expression),
+            operands=None if own is None else struct_of(operands_struct(own.expression)),
             asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
             exports=_EXPORTS if self.on_cuda else (),
             warmup=key.slug,
-            fields=key.fields,
+            fields=(*key.fields, *text),
         )
+
+
+@lru_cache(maxsize=1024)
+def with_operands(params: type[ctypes.Structure], variant: Variant) -> type[ctypes.Structure]:
+    """`params` with `operands` behind, as WithOperands in core/expression.h."""
+    operands = operands_struct(variant.expression)
+    to_64 = ctypes.c_char * (-(ctypes.sizeof(params) + ctypes.sizeof(operands)) % 64)
+    return type(params.__name__, (params,), {"_fields_": (("operands", operands), ("_operands_to_64", to_64))})
 
 
 def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

@@ -35,4 +35,5 @@ KERNEL = AttentionKernel(
     reject=_reject,
     tiles=_tiles,
     choose_rows=_choose_rows,
+    has_expression_blocks=True,
 )

@@ -21,6 +21,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
     """
     qk, vo, encoded = problem.head_dim_qk, problem.head_dim_vo, problem.pos_encoding is not PosEncodingMode.NONE
+    encoded = encoded or problem.variant is not None
     kv = 128 if max(qk, vo) <= 64 and not encoded else 64
     fits = vo <= 128 and qk <= 192 and problem.kv.bits == 16
     rows = (16, 64, 128) if fits and not (encoded and _spills(problem)) else (16, 64)
@@ -30,6 +31,8 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 def _spills(problem: AttentionProblem) -> bool:
     """Whether 128 rows leave no registers for a position encoding, whatever the order (tile/fa2_pipeline.cuh)."""
     if problem.head_dim_qk > 128 or problem.mask is MaskMode.CUSTOM or (problem.window and problem.soft_cap):
+        return True
+    if problem.variant is not None:  # what it needs is not known here
         return True
     is_before_sm90 = problem.target.startswith("sm8")
     has_alibi = problem.pos_encoding is PosEncodingMode.ALIBI and max(problem.head_dim_qk, problem.head_dim_vo) > 96
@@ -45,4 +48,5 @@ KERNEL = AttentionKernel(
     reject=partial(tensor_core_reason, takes_8_bit_kv=True),
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
+    has_expression_blocks=True,
 )

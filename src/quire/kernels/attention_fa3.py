@@ -37,7 +37,8 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """What fills registers and shared memory best and does not spill: figures in benchmarks/results."""
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
-    plain = not (custom or problem.window or problem.soft_cap or problem.pos_encoding)  # anything else takes registers
+    more = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant
+    plain = not (custom or more)  # anything else takes registers
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
         tall = plain and _page_size(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
@@ -133,6 +134,7 @@ KERNEL = AttentionKernel(
     copies=_copies,
     max_bytes=_max_bytes,
     persistent=True,
+    has_expression_blocks=True,
     schedule_input=_schedule_input,
     unit_bytes=_unit_bytes,
     operation=_operation,

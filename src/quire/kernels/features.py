@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, get_type_hints
 
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant, find_variant
 from quire.types import DTYPES, DType, MaskMode, PosEncodingMode, dtype_of
 
 #: page_size of a key whose code takes pages of any size.
@@ -57,6 +58,28 @@ class Feature:
         return self.word(value) or "none" if self.words else str(value)
 
 
+@dataclass(frozen=True, eq=False)
+class ExpressionFeature(Feature):
+    """The row of a variant of one's own, whose word is its digest."""
+
+    def word(self, value: Variant | None) -> str:
+        """ "expr" and the digest."""
+        return "" if value is None else f"expr{value.digest}"
+
+    @property
+    def pattern(self) -> str:
+        """As every row's."""
+        return f"(?:{self.separator}(?P<{self.name}>expr[0-9a-f]{{16}}))?"
+
+    def read(self, word: str) -> Variant | None:
+        """The variant of a word, which this process must know."""
+        return find_variant(word.removeprefix("expr")) if word else None
+
+    def describe(self, value: Variant | None) -> str:
+        """Its word."""
+        return self.word(value) or "none"
+
+
 def _number_type(alias: str, planned: Callable[[Any], DType], separator: str = "-") -> Feature:
     types = {dtype.slug: dtype for dtype in DTYPES}
     return Feature({alias: lambda dtype: dtype.cxx}, types, separator=separator, planned=planned)
@@ -80,6 +103,14 @@ _POS_ENCODING = Feature(
     planned=lambda options: options.logits.pos_encoding,
 )  # fmt: skip
 
+_VARIANT = ExpressionFeature(
+    {
+        "kScore": lambda variant: int(variant is not None and variant.has_score),
+        "kScoreMask": lambda variant: int(variant is not None and variant.has_mask),
+    },
+    {}, planned=lambda options: options.variant,
+)  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Features:
@@ -96,6 +127,7 @@ class Features:
     window: Annotated[bool, _flag("kWindow", "window", lambda options: options.logits.window_left >= 0)]
     soft_cap: Annotated[bool, _flag("kSoftCap", "cap", lambda options: options.logits.logits_soft_cap > 0)]
     pos_encoding: Annotated[PosEncodingMode, _POS_ENCODING] = field(default=PosEncodingMode.NONE, kw_only=True)
+    variant: Annotated[Variant | None, _VARIANT] = field(default=None, kw_only=True)  #: of the caller's own
 
     @property
     def paged(self) -> bool:
@@ -130,7 +162,7 @@ def _read_rows(cls: type[Features]) -> dict[str, Feature]:
 
 _NAMES = list(rows_of(Features))
 #: The rows whose words `quire warmup --mask` takes.
-MASK_FEATURES = tuple(rows_of(Features)[name] for name in _NAMES[_NAMES.index("mask") :])
+MASK_FEATURES = tuple(rows_of(Features)[name] for name in _NAMES[_NAMES.index("mask") :] if name != "variant")
 
 
 def planned_features(options: Any) -> dict[str, Any]:

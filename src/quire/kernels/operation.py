@@ -9,9 +9,11 @@ from functools import lru_cache
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
+from quire.kernels.expression_cxx import operands_struct, render
 from quire.kernels.params import (
     AppendParams,
     BlockMaskParams,
+    ExpressionBlocksParams,
     MergeParams,
     PackbitsParams,
     RopeParams,
@@ -19,6 +21,7 @@ from quire.kernels.params import (
     ScheduleParams,
     struct_of,
 )
+from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
@@ -69,6 +72,9 @@ OPERATIONS: dict[str, Operation] = {
             on_host=False,
         ),
         Operation("block_mask", _header("block_mask.cuh"), "BuildBlockMask", BlockMaskParams, _ONE, on_host=False),
+        Operation(
+            "expression_blocks", _header("expression_blocks.h"), "BuildExpressionBlocks", ExpressionBlocksParams, {},
+        ),
         Operation("merge", _header("merge.h"), "MergeStates", MergeParams, _STATES),
         Operation("merge_pair", _header("merge.h"), "MergePair", MergeParams, _STATES),
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
@@ -77,6 +83,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip
+_OF_VARIANT = ("expression_blocks",)  #: operations that are made for a variant of one's own
 _CXX = {"fp32": "float", "fp16": "fp16_t", "bf16": "bf16_t", "u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t"}
 
 
@@ -86,12 +93,15 @@ class OperationKey:
 
     name: str
     target: str
-    type: str = ""  #: element type by slug, "" if none
+    type: str = (
+        ""  #: element type by slug, "" if none; of what is made for a variant of one's own "expr" and its digest
+    )
     vector: int = 1
 
     def __post_init__(self) -> None:
         op = OPERATIONS.get(self.name)
-        known = op is not None and self.vector in op.widths.get(self.type, ())
+        widths = (1,) if self.name in _OF_VARIANT and self.type.startswith("expr") else op and op.widths.get(self.type)
+        known = op is not None and self.vector in (widths or ())
         if op is None or not known or not (op.on_cuda if self.target.startswith("sm") else op.on_host):
             raise ValidationError(
                 f"operation: there is no {self.name!r} for {self.target} with {self.type!r} x {self.vector}."
@@ -115,12 +125,12 @@ class OperationKey:
 
     def family(self) -> list[OperationKey]:
         """The keys of all widths that calls choose from."""
-        return [replace(self, vector=width) for width in OPERATIONS[self.name].widths[self.type]]
+        return [replace(self, vector=width) for width in OPERATIONS[self.name].widths.get(self.type, (1,))]
 
     @lru_cache(maxsize=1024)  # calls of these operations look their module up by it  # noqa: B019
     def spec(self) -> Spec:
         """What the compiler is given."""
-        op = OPERATIONS[self.name]
+        op, own = OPERATIONS[self.name], find_variant(self.type[4:]) if self.name in _OF_VARIANT else None
         return Spec(
             slug=self.slug,
             target=self.target,
@@ -128,8 +138,18 @@ class OperationKey:
             kernel=op.cxx,
             entry=f"quire_{self.name}",
             params=struct_of(op.params),
-            types=(("T", _CXX[self.type]),) if self.type else (),
-            constants=(("kVec", self.vector),),
+            types=(("T", _CXX[self.type]),) if self.type in _CXX else (),
+            constants=(("kVec", self.vector), *_places(op, own)),
+            code="" if own is None else render(own.expression),
+            operands=None if own is None else struct_of(operands_struct(own.expression)),
             asserts=((("kThreads", PARALLEL_THREADS),) if self.target.startswith("sm") else ()) + op.asserts,
             warmup=self.slug,
+            fields=() if own is None else (("expression", str(own)),),
         )
+
+
+def _places(op: Operation, own: Variant | None) -> tuple[tuple[str, int], ...]:
+    """What core/expression.h knows of a variant: where its operands lie, and that it has a mask."""
+    if own is None:
+        return ()
+    return ("kOperandsAt", ctypes.sizeof(op.params)), ("kScore", int(own.has_score)), ("kScoreMask", 1)

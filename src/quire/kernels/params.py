@@ -198,6 +198,16 @@ class BlockMaskParams(ctypes.Structure):
     )
 
 
+class ExpressionBlocksParams(ctypes.Structure):
+    """What the classification of a mask expression's tiles is given; see kernels/expression_blocks.h."""
+
+    _fields_ = (
+        ("tiles", c_void_p),
+        *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "num_qo_heads")),
+        *((name, c_int32) for name in ("mask_mode", "window_left", "has_heads")),
+    )
+
+
 class MergeParams(ctypes.Structure):
     """Merging attention states; shapes stand in kernels/merge.h."""
 

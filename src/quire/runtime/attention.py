@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from functools import lru_cache
 from threading import Lock
@@ -32,14 +33,22 @@ from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
 from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.plan import AttentionPlan
-from quire.runtime.planner import make_plan, make_plan_on_device, variants_of, workspace_bytes
+from quire.runtime.planner import (
+    NO_OPERANDS,
+    index_limits,
+    make_plan,
+    make_plan_on_device,
+    variants_of,
+    workspace_bytes,
+)
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
+from quire.runtime.variant_operands import check_names, describe, refuse_beside, unexpected, write_operands
 from quire.runtime.work import Placed, place_work
 from quire.runtime.workspace import Workspace, partials_bytes
-from quire.types import DType, KVLayout, MaskMode
+from quire.types import DType, KVLayout, MaskMode, PosEncodingMode
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 
@@ -66,6 +75,7 @@ class AttentionSpec(NamedTuple):
     custom_mask: torch.Tensor | None = None
     packed_custom_mask: torch.Tensor | None = None
     tree_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
+    operands: Mapping[str, Any] = NO_OPERANDS  #: what the mask of a variant reads
 
     @property
     def mask(self) -> MaskMode:
@@ -96,6 +106,10 @@ class AttentionSpec(NamedTuple):
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
         batch_size, options = self.indices.batch_size, self.options
+        if options.variant is not None:
+            cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
+            has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
+            refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
         rows = -(-self.nnz_qo // batch_size) * options.group_size if batch_size else 0  # of a typical request: the mean
         uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
         return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
@@ -145,6 +159,8 @@ class Attention:
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
         self.o_dtype = spec.options.types.o.torch
+        if spec.options.variant is None and spec.operands:
+            unexpected("plan", spec.operands)
         self._layout = layout
         self._device = workspace.device
         self._on_cuda, self._index = on_cuda(self._device), self._device.index or 0
@@ -172,6 +188,7 @@ class Attention:
         self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, head_dim)
         self._num_operands = len(self.decision.kernel.tensors)
         self._lock = Lock()
+        self._limits: dict[str, int] | None = None  # of the indices of a variant
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
         self._checked: _CheckedTensors | None = None  # by this plan or by one before it
@@ -192,7 +209,7 @@ class Attention:
         if isinstance(s.indices, Lengths):
             return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
         bits = s.packed_custom_mask if s.tree_mask is None else s.tree_mask
-        return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph)
+        return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph, s.operands)
 
     def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
         """A plan of the same batch with other options; this one if they differ only in numbers for logits."""
@@ -261,13 +278,14 @@ class Attention:
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
-        others: tuple[torch.Tensor, ...] = (),
+        others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
 
         kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
         multiplied by besides; paged keys only. others: a tensor for each operand that the kernel declares beside q, k,
         v and o, and each scale; q, k and v are those that it declares in their places.
+        operands: what the score of a variant reads.
         Runs of one plan from several threads follow one another.
         """
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
@@ -276,7 +294,7 @@ class Attention:
             return narrowed.run(
                 q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
                 v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, logits_scale_by=logits_scale_by,
-                o_scale_by=o_scale_by, others=others,
+                o_scale_by=o_scale_by, others=others, operands=operands,
             )  # fmt: skip
         nnz_qo = self._nnz_qo
         if self.graph is not None:
@@ -310,6 +328,8 @@ class Attention:
                 self._check_all(tensors, pointers, q, cache, out, others, nnz_qo)
             if len(pointers) != self._num_operands:
                 self._complete(pointers, len(cache))
+            if operands or self._plan_options.variant is not None:
+                self._write_operands(operands)
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
                 None if sinks is None else self._check_sinks(sinks).data_ptr(),
@@ -320,6 +340,19 @@ class Attention:
         finally:
             self._lock.release()
         return (out, lse) if return_lse and lse is not None else out
+
+    def _write_operands(self, given: Mapping[str, Any]) -> None:
+        """What the score of the variant reads, from this run on."""
+        variant = self._plan_options.variant
+        if variant is None:
+            unexpected("run", given)
+            return
+        planned, expression = variant.expression.mask_operands, variant.expression
+        wanted = {operand.name for operand in expression.operands} - planned
+        check_names("run", given, wanted, planned, "plan")
+        if wanted:
+            limits = self._limits = self._limits or index_limits(self._plan_options, self.spec.indices)
+            write_operands(self._plan.operands, expression, wanted, given, self._device, limits)
 
     def _complete(self, pointers: list[int], num_tensors: int) -> None:
         """Add the address of the values in a cache of one tensor, and no address for scales that were not given."""
@@ -510,7 +543,8 @@ def _within_limits(graph: GraphState, spec: AttentionSpec) -> AttentionSpec:
             f"got {indices.batch_size}."
         )
     spec = spec._replace(options=graph.options(spec.options))
-    graph.fix(mask=spec.mask.name, q_len=indices.qo_len)
+    fixed = {name: describe(value) for name, value in spec.operands.items()}
+    graph.fix(mask=spec.mask.name, q_len=indices.qo_len, **fixed)
     tokens = int(indices.kv_indptr[-1]) * indices.page_size
     if not graph.is_planned:
         graph.max_rows = nnz

@@ -143,9 +143,12 @@ class GraphState:
 
     def unit_capacity(self, tile: TileShape, group_size: int, tile_capacity: int) -> int:
         """Work units of a kv head that masks within the limits make at most: the sum of ceil(rows / tile.rows) *
-        ceil(kv_len / tile.kv) over the requests, where custom_mask_buf limits the sum of qo_len * kv_len.
+        ceil(kv_len / tile.kv) over the requests, where custom_mask_buf limits the sum of qo_len * kv_len. Without that
+        buffer, for the mask of a variant, each row tile may see all keys.
         """
-        bits = 8 * self.mask.numel() if self.mask is not None else 0
+        if self.mask is None:
+            return tile_capacity * (-(-self.max_tokens // tile.kv) + 1)
+        bits = 8 * self.mask.numel()
         return -(-bits * (group_size + tile.rows) // (tile.rows * tile.kv)) + tile_capacity
 
     def upload(self, filled: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ inputs at each call, unless they are marked: torch._dynamo.mark_static_address(p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import count
 from typing import Any, ParamSpec, TypeVar
@@ -24,6 +24,8 @@ from torch.compiler import is_dynamo_compiling
 from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import planned
 from quire.runtime.layout import PagedCache, cache_tensors
+from quire.runtime.planner import NO_OPERANDS
+from quire.runtime.variant_operands import refuse_tracing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -152,9 +154,10 @@ class TracedRun:
     def run(
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
-        enable_pdl: bool | None, others: tuple[torch.Tensor, ...] = (),
+        enable_pdl: bool | None, others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         """run() of the plan that the wrapper has when the graph runs."""
+        refuse_tracing(self._wrapper._variant, operands)
         wrapper, tensors = self._wrapper, cache_tensors(kv)
         out, lse = new_results(q, tensors[-1], planned(wrapper._attention).o_dtype, out, lse, return_lse)
         call = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly

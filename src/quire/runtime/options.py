@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.runtime.checks import check_positive, scalar
 from quire.types import DType, PosEncodingMode, dtype_of
 
@@ -98,6 +99,7 @@ class PlanOptions(NamedTuple):
     page_size: int  #: 0: ragged
     fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
     is_mla: bool = False  #: head_dim_vo dims of each key are its value, too
+    variant: Variant | None = None  #: of the caller's own
 
     @property
     def group_size(self) -> int:

@@ -78,6 +78,12 @@ class AttentionPlan:
         """Scale and cap logits by other numbers from the next run() on: what is compiled and planned stays."""
         self._logits, self._params.logits_cap, self._extras = logits, logits.logits_soft_cap * LOG2E, ()
 
+    @property
+    def operands(self) -> ctypes.Structure:
+        """Those of a variant of the caller's own, inside the parameter struct."""
+        found: ctypes.Structure = self._struct.operands
+        return found
+
     def set_signature(self, views: Mapping[str, View]) -> None:
         """Take the strides of the operands, and describe them to the copy engine."""
         strides: list[int] = []
@@ -138,7 +144,7 @@ class AttentionPlan:
         p = self._params
         p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
         scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
-        p.logits_scale, p.tanh_scale, p.o_scale = scale * LOG2E, scale / cap if cap else 0.0, o_scale
+        p.logits_scale, p.tanh_scale, p.o_scale = scale * LOG2E, scale / cap if cap else scale, o_scale
 
     def _use_on(self, stream: int) -> None:
         """Tell torch's allocator that another stream, the current one, reads the tensors of this plan: their memory is

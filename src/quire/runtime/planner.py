@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -12,9 +13,12 @@ from quire.errors import PlanError, ValidationError
 from quire.jit import CudaModule, Module, get_module, host_target
 from quire.jit.spec import Spec
 from quire.kernels import Decision, TileShape
+from quire.kernels.attention import with_operands
+from quire.kernels.expression import indices_in
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import (
     AttentionParams,
+    ExpressionBlocksParams,
     FastDivisor,
     MergeGroup,
     Partition,
@@ -25,6 +29,7 @@ from quire.kernels.params import (
     aligned_copy,
 )
 from quire.kernels.rotation import rope_frequencies
+from quire.kernels.variant import Variant
 from quire.runtime.checks import check_same_device, check_shape, check_tensor
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.launch import launch
@@ -42,8 +47,12 @@ from quire.runtime.schedule import (
 )
 from quire.runtime.target import max_ctas
 from quire.runtime.upload import DeviceBuffer, Uploader, uploader_of
+from quire.runtime.variant_operands import check_names, write_operands
 from quire.runtime.workspace import Workspace, partials_bytes
 from quire.types import MaskMode, PosEncodingMode
+
+NO_OPERANDS: Mapping[str, Any] = {}
+_BLOCKS_CTAS = 4  #: of each row tile that are classified under the mask of a variant
 
 
 def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
@@ -116,7 +125,7 @@ def _undivided(decision: Decision, options: PlanOptions, ctas: int, tile_capacit
 def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int) -> _PlanTemplate:
     kernel, key = decision.kernel, decision.key
     tile = kernel.tile(key)
-    params = kernel.params()
+    params = kernel.params_of(key)()
     base = base_of(params)
     base.num_qo_heads, base.num_kv_heads = options.num_qo_heads, options.num_kv_heads
     base.group, base.page = FastDivisor.of(options.group_size), FastDivisor.of(options.page_size or 1)
@@ -127,7 +136,7 @@ def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capa
         tile_capacity=tile_capacity, **kernel.schedule_input(key),
     )  # fmt: skip
     partial_bytes = partials_bytes(1, tile.rows, key.head_dim_vo)
-    return _PlanTemplate(params, schedule, tile, partial_bytes, ctas, kernel.unit_bytes(key))
+    return _PlanTemplate(params, schedule, tile, partial_bytes, ctas, kernel.plan_bytes(key))
 
 
 def _template_for(
@@ -151,7 +160,7 @@ def workspace_bytes(
 
 def variants_of(decision: Decision, indices: Indices | Lengths, packs_mask: bool) -> list[Spec]:
     """All variants that one call loads: the kernel, and the operations that plan it."""
-    target, operation = decision.key.target, decision.kernel.operation(decision.key)
+    target, operation = decision.key.target, decision.kernel.planning(decision.key)
     on_device = isinstance(indices, Lengths)
     planner = ("schedule_lengths", target) if on_device else ("schedule_attention", host_target())
     keys = [OperationKey(*planner), *([OperationKey("packbits", target)] if packs_mask else [])]
@@ -160,11 +169,11 @@ def variants_of(decision: Decision, indices: Indices | Lengths, packs_mask: bool
 
 def make_plan(
     decision: Decision, indices: Indices, options: PlanOptions, workspace: Workspace, mask_bits: torch.Tensor | None,
-    graph: GraphState | None,
+    graph: GraphState | None, given: Mapping[str, Any] = NO_OPERANDS,
 ) -> AttentionPlan:  # fmt: skip
     """Compile or load the variant, plan, and send the plan to the device without waiting for it.
 
-    With `graph`, replays of a captured run() follow each new plan.
+    With `graph`, replays of a captured run() follow each new plan. `given`: what the mask of a variant reads.
     """
     device, kernel = workspace.device, decision.kernel
     module, template = _template_for(decision, indices, options, device, graph)
@@ -188,20 +197,65 @@ def make_plan(
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
     _set_schedule(base, s, at)
+    own, todo, ctas = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0, None, 0
+    own_tensor = None
+    if own_bytes and uploader is None and graph is None:
+        own_tensor = torch.empty(own_bytes, dtype=torch.uint8, device=device)
+        own = own_tensor.data_ptr()
     if kernel.fill is not None:
-        own = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0
         todo, ctas = kernel.fill(params, template.schedule, s, at, own)
-        if operation is not None and todo is not None and ctas:
-            launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
+    variant, operands = decision.key.variant, tuple[torch.Tensor, ...]()
+    if variant is not None and variant.has_mask:
+        operands = _write_mask_operands(params, variant, given, options, indices, device)
+        if own:
+            params.operands.block_mask = own
+            todo = _expression_blocks(params, variant, template, s.num_tiles)
+            ctas = _BLOCKS_CTAS * s.num_tiles
+    if operation is not None and todo is not None and ctas:
+        launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity
         graph.keep(decision, partials, params)
     grid = min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas
     return AttentionPlan(
-        decision, module, params, options.logits, device, grid, (bits, partials, pages, frequencies),
-        uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
-        schedule_input=template.schedule,
+        decision, module, params, options.logits, device, grid,
+        (bits, partials, pages, frequencies, own_tensor, *operands), uses_pdl=bool(s.is_partitioned), schedule=schedule,
+        sent=sent, pages=pages, note=note, schedule_input=template.schedule,
     )  # fmt: skip
+
+
+def _write_mask_operands(
+    params: Any, variant: Variant, given: Mapping[str, Any], options: PlanOptions, indices: Indices,
+    device: torch.device,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    names = variant.expression.mask_operands
+    score_only = {operand.name for operand in variant.expression.operands} - names
+    check_names("plan", given, names, score_only, "run")
+    return write_operands(params.operands, variant.expression, names, given, device, index_limits(options, indices))
+
+
+def index_limits(options: PlanOptions, indices: Indices | Lengths) -> dict[str, int]:
+    """How many values each index of an expression has in a batch."""
+    limits = {"head": options.num_qo_heads, "request": indices.batch_size}
+    if isinstance(indices, Lengths) or not indices.batch_size:
+        return limits
+    qo_len = indices.qo_len if indices.qo_indptr is None else int(indices.qo_indptr.diff().max())
+    kv_lens = indices.kv_indptr.diff()
+    if indices.kv_last_page_len is not None:
+        kv_lens = torch.where(kv_lens > 0, (kv_lens - 1) * indices.page_size + indices.kv_last_page_len, 0)
+    return {**limits, "q_idx": qo_len, "kv_idx": int(kv_lens.max())}
+
+
+def _expression_blocks(params: Any, variant: Variant, template: _PlanTemplate, num_tiles: int) -> ctypes.Structure:
+    """The parameters of the operation that classifies KV tiles under the mask of a variant."""
+    given, base = template.schedule, base_of(params)
+    todo = with_operands(ExpressionBlocksParams, variant)(
+        tiles=base.tiles, num_tiles=num_tiles, tile_rows=given.tile_rows, tile_kv=given.tile_kv,
+        group_size=given.group_size, num_qo_heads=base.num_qo_heads, mask_mode=given.mask_mode,
+        window_left=given.window_left, has_heads=int("head" in indices_in(variant.expression.mask)),
+    )  # fmt: skip
+    todo.operands = params.operands
+    return todo
 
 
 def _schedule_within(
@@ -265,7 +319,7 @@ def _rope_frequencies(head_dim: int, logits: LogitsOptions, device: torch.device
 
 def _load_operation(decision: Decision, device: torch.device) -> Module | None:
     """The operation that fills the kernel's own plan memory."""
-    operation = decision.kernel.operation(decision.key)
+    operation = decision.kernel.planning(decision.key)
     return None if operation is None else _load(operation.spec(), device)[0]
 
 

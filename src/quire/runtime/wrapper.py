@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quire.errors import PlanError
+from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
 from quire.runtime.checks import check_flags, check_tensor
 from quire.runtime.engine_attributes import EngineAttributes
@@ -30,14 +31,16 @@ class AttentionWrapper(EngineAttributes):
     kv_layout: the order inside a page, or of ragged keys and values: "NHD" [tokens, heads, head_dim] or "HND".
     backend: "auto", which FlashInfer's names ("fa2", "cutlass", ...) mean too, or one of `quire.backends()`, which pins
         a kernel: "quire:fa2".
+    variant: a quire.Variant of the caller's own, which jit_args and jit_kwargs take too. plan() then takes what its
+        mask reads, by name, and run() what only its score reads.
     """
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str, use_cuda_graph: bool, backend: str,
-        **buffers: torch.Tensor | None,
+        variant: Variant | None = None, **buffers: torch.Tensor | None,
     ) -> None:  # fmt: skip
         self._layout = KVLayout.of(kv_layout)
-        self._backend = backend
+        self._backend, self._variant = backend, variant
         self._buffers = buffers
         self._handle = handle_of(self)  # by which an operator finds this wrapper
         self._attention: Attention | None = None
@@ -95,6 +98,8 @@ class AttentionWrapper(EngineAttributes):
         return TracedRun(self) if is_tracing() else self._attention or planned(None)
 
     def _set_plan(self, spec: AttentionSpec) -> None:
+        if self._variant is not None:
+            spec = spec._replace(options=spec.options._replace(variant=self._variant))
         if self._sizes is not None:
             self._sizes.append(workspace_bytes_of(spec, self._workspace.device, self._backend, self._graph))
             return

@@ -3,14 +3,16 @@
 // so that exp2 is the only exponential and lse comes out in base 2.
 //   ALiBi:    slope of the head * (key - where the query stands) is added to the scaled logit
 //   soft cap: cap * tanh(logit / cap), of the biased logit
+//   score:    the expression of a user (core/expression.h) takes the scaled logit, natural, and gives another
 //
-// Another transform (an expression of the user) is a line of score() behind a constant of the variant, and a field for
-// each number that it takes from AttentionParams. A backend calls score() from its visitor of logits (tile/logits.cuh,
+// Another transform is a line of score() behind a constant of the variant, and a field for each number that it takes
+// from AttentionParams. A backend calls score() from its visitor of logits (tile/logits.cuh,
 // tile/cpu_logits.h) and does not know which transforms there are.
 #pragma once
 #ifndef __CUDACC__
 #include <math.h>
 #endif
+#include "quire/core/expression.h"
 #include "quire/core/params.h"
 
 namespace quire {
@@ -30,10 +32,11 @@ QUIRE_HD X alibi_exponent(X head, int num_heads) {
 
 // Math: the backend's functions of logits. A transform has to keep a NaN.
 template <class V, class Math>
-struct LogitsTransform {
+struct LogitsTransform : ExpressionOf<V> {
+  static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi, kHasScore = V::kScore != 0;
   // Nothing happens but the scaling that softmax does anyway.
-  static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi;
-  static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi;
+  static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi && !kHasScore;
+  static_assert(!kHasScore || (V::kSoftCap == 0 && !kHasAlibi), "a score says all that happens to a logit");
 
   float scale;      // of q . k
   float factor;     // makes what score() returns a base-2 exponent
@@ -41,15 +44,17 @@ struct LogitsTransform {
   int num_heads;
 
   QUIRE_HD explicit LogitsTransform(const AttentionParams& p)
-      : scale(logits_scale<V>(p)),
+      : ExpressionOf<V>(p),
+        scale(logits_scale<V>(p)),
         factor(kIsIdentity        ? scale
                : V::kSoftCap != 0 ? p.logits_cap
+               : kHasScore        ? kLog2e
                                   : 1.0f),
         bias_unit(V::kSoftCap != 0 ? kLog2e / p.logits_cap : kLog2e),
         num_heads(p.num_qo_heads) {}
 
   // X: some logits; at.q_idx(), at.kv_idx(), at.head() and at.request() say which. Queries and keys are counted within
-  // their request, heads are query heads. at.ramp(step): step times how far right of the query's place each key is.
+  // their request, of at.qo_len() and at.kv_len(); heads are query heads. at.ramp(step): step times how far right of the query's place each key is.
   template <class X, class At>
   QUIRE_HD X score(X logit, const At& at) const {
     if constexpr (kHasAlibi) {
@@ -57,6 +62,9 @@ struct LogitsTransform {
       logit = Math::fma(logit, scale, at.ramp(slope * bias_unit));
     }
     if constexpr (V::kSoftCap != 0) return Math::tanh(logit, kHasAlibi ? 1.0f : scale);
+    if constexpr (kHasScore) {
+      return Math::as_logits(V::template score<Math>(this->operands, Math::mul(logit, scale), at));
+    }
     return logit;
   }
 };

@@ -4,6 +4,7 @@
 //   custom: bits for all queries and keys; replaces causal, and the window still holds
 //   chunked: causal, and keys stand in chunks of window_left + 1, of which a query sees none before its own
 //   tree:   bits for the last qo_len keys (draft tokens of speculative decoding); every query sees all keys before them
+// The mask of a variant's expression (core/expression.h) hides keys besides.
 // No query sees a key at or beyond kv_len.
 #pragma once
 #include "quire/core/params.h"
@@ -22,6 +23,12 @@ QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || 
 // both.
 constexpr uint8_t kBlockVisible = 1;  // at least one row sees at least one key
 constexpr uint8_t kBlockFull = 2;     // all rows see all keys
+
+// Whether plan() has found out the block mask of a variant: of the bits of a custom mask, or of a mask expression.
+template <class V>
+QUIRE_HD constexpr bool has_block_mask() {
+  return V::kMask == kMaskCustom || V::kScoreMask != 0;
+}
 
 // Keys [begin, end); empty when end <= begin.
 struct KeyRange {

@@ -96,7 +96,7 @@ struct AttentionParams {
   int32_t num_ctas;     // partitions, or row tiles times KV heads
   int32_t window_left;  // keys further left than this many from the diagonal are hidden; -1: none
   float logits_scale;   // makes q . k a logit in base 2: sm_scale * log2(e)
-  float tanh_scale;     // soft cap: makes q . k the argument of tanh: sm_scale / cap
+  float tanh_scale;     // soft cap: makes q . k the argument of tanh: sm_scale / cap; a score's: sm_scale
   float logits_cap;     // soft cap in base 2: cap * log2(e)
   float o_scale;        // multiplies the output (v_scale)
   // Tiles and partitions were copied to the device before the launch ahead of this one began: they may be read while
@@ -106,11 +106,11 @@ struct AttentionParams {
   const uint64_t* rope_frequencies;
 };
 
-// What q . k, which becomes a logit or the argument of tanh, and the output are multiplied by. With ragged keys there
+// What q . k, which becomes a logit or the argument of tanh or of a score, and the output are multiplied by. With ragged keys there
 // are no scales on the device: 128-row tiles of fa2 have no register left to ask for them.
 template <class Variant>
 QUIRE_HD float logits_scale(const AttentionParams& p) {
-  const float scale = Variant::kSoftCap != 0 ? p.tanh_scale : p.logits_scale;
+  const float scale = Variant::kSoftCap != 0 || Variant::kScore != 0 ? p.tanh_scale : p.logits_scale;
   if constexpr (Variant::kPaged == 0) return scale;
   return p.logits_scale_by == nullptr ? scale : scale * *p.logits_scale_by;
 }

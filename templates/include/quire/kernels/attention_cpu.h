@@ -72,8 +72,15 @@ struct AttentionCpu {
       return logits.mask.any(rows.qo_idx(first_row), rows.qo_idx(last_row)).within(tile);
     }
     bool full(int first_row, int last_row, KeyRange keys) const {
-      return logits.mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
+      return block_is_full<V>(logits.transform, unit(keys.begin / kTileKv)) &&
+             logits.mask.full(rows.qo_idx(first_row), rows.qo_idx(last_row), keys);
     }
+    // The keys of a kv tile that some row sees; none of a tile that the variant's mask hides.
+    KeyRange visible(int kv) const {
+      if (!block_is_visible<V>(logits.transform, unit(kv))) return {0, 0};
+      return visible(0, rows.count - 1, tile_keys(kv));
+    }
+    int unit(int kv) const { return rows.work.tile.work_begin + kv - rows.work.tile.kv_begin; }
   };
 
   static void attend(const AttentionParams& p, const WorkTile& work, Scratch& scratch) {
@@ -111,9 +118,10 @@ struct AttentionCpu {
       for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(x.q + row * kQk + d, cpu::load(q + d) * scale);
     }
     const auto resolve = [&](int kv) {
-      const KeyRange keys = c.visible(0, c.rows.count - 1, tile_keys(kv));
-      if (kv < work.kv_end && !keys.empty()) c.keys.resolve(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
-      return kv < work.kv_end ? keys : KeyRange{0, 0};
+      if (kv >= work.kv_end) return KeyRange{0, 0};
+      const KeyRange keys = c.visible(kv);
+      if (!keys.empty()) c.keys.resolve(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
+      return keys;
     };
     KeyRange keys = resolve(work.kv_begin);
     for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
@@ -181,7 +189,7 @@ struct AttentionCpu {
       cpu::transpose_rows<kQk>(to, q, count, c.logits.q_scale());
     }
     for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
-      const KeyRange tile = tile_keys(kv), keys = c.visible(0, c.rows.count - 1, tile);
+      const KeyRange tile = tile_keys(kv), keys = c.visible(kv);
       if (keys.empty()) continue;
       stage(c, keys, tile.begin);
       const bool finite =

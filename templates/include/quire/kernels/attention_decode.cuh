@@ -198,6 +198,7 @@ class AttentionDecode {
     const int begin = row_begin(work);
     if (begin >= work.row_end) return {mask, {0, 0}, {0, 0}};
     const int first = p_.group.div(begin), last = p_.group.div(min(begin + kM * 16, work.row_end) - 1);
+    if constexpr (V::kScoreMask != 0) return {mask, mask.any(first, last), {0, 0}};
     return {mask, mask.any(first, last), mask.all(first, last)};
   }
 

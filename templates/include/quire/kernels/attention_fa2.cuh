@@ -155,7 +155,12 @@ struct AttentionFa2 {
     for (int i = kv_begin; more; ++i) {
       // Asked before the barrier: behind it each answer from shared memory would be waited for.
       const WarpTiles tiles = warp_tiles();
-      const bool some = tiles.any.contains(i), every = tiles.all.contains(i);
+      bool some = tiles.any.contains(i), every = tiles.all.contains(i);
+      if constexpr (V::kScoreMask != 0) {
+        const ExpressionOf<V> expression(p_);
+        const int unit = work_.tile.work_begin + i - work_.tile.kv_begin;
+        some = some && block_is_visible<V>(expression, unit), every = every && block_is_full<V>(expression, unit);
+      }
       if constexpr (!kOrder.end_late) more = i + 1 < work_.kv_end;
       ptx::cp_async_wait<kEager ? 3 : 0>();
       __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1

@@ -71,8 +71,8 @@ struct AttentionFa3 {
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kTilesCapacity ? 2 : 1;
   static constexpr int kStages = max(2, min(kMaxStages, (kTilesCapacity - kQStages * TileQ::kBytes) / kStageBytes));
   // A work tile starts before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers
-  // that are not uniform (three stages), nor where registers are short (custom masks).
-  static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && V::kMask != kMaskCustom;
+  // that are not uniform (three stages), nor where registers are short (block masks).
+  static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && !has_block_mask<V>();
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;

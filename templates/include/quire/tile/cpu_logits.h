@@ -3,20 +3,21 @@
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/core/mask.h"
+#include "quire/tile/cpu_expression.h"
 #include "quire/tile/cpu_rows.h"
 
 namespace quire::cpu {
 
 // The functions that transforms are written with.
-struct Math {
+struct Math : ExpressionMath {
+  using ExpressionMath::tanh;
+  using ExpressionMath::to_float;
   static Floats tanh(Floats x, float scale) { return cpu::tanh(x * scale); }
-  static Floats fma(Floats x, float scale, Floats y) { return x * scale + y; }
   template <class X>
   static X exp2(X x) {
     return cpu::exp2(x);
   }
-  static float to_float(int x) { return static_cast<float>(x); }
-  static Floats to_float(Ints x) { return __builtin_convertvector(x, Floats); }
+  static Floats fma(Floats x, float scale, Floats y) { return x * scale + y; }
 };
 
 // What all logits of a row tile have in common.
@@ -45,6 +46,8 @@ struct KeyLanes {
   Floats ramp(float step) const { return Math::to_float(kv_idx() - (q_idx() + tile.diagonal())) * step; }
   int head() const { return tile.rows.head(row); }
   int request() const { return tile.request; }
+  int qo_len() const { return tile.mask.qo_len; }
+  int kv_len() const { return tile.mask.kv_len; }
 
   Ints visible() const {
     const KeyRange keys = tile.mask.visible(q_idx());
@@ -74,6 +77,8 @@ struct RowLanes {
   Floats ramp(Floats step) const { return Math::to_float(kv_idx() - (q_idx() + tile.diagonal())) * step; }
   Ints head() const { return load(panel.head + lane); }
   int request() const { return tile.request; }
+  int qo_len() const { return tile.mask.qo_len; }
+  int kv_len() const { return tile.mask.kv_len; }
 
   Ints visible() const {
     const Ints in_range = (at >= load(panel.begin + lane)) & (at < load(panel.end + lane));
@@ -87,6 +92,9 @@ template <bool kMasked, class V, class Lanes>
 QUIRE_CPU Floats score_logits(const LogitsTile<V>& tile, Floats x, const Lanes& lanes) {
   if constexpr (!LogitsTransform<V, Math>::kIsIdentity) x = tile.transform.score(x, lanes) * tile.transform.factor;
   if constexpr (kMasked) x = lanes.visible() ? x : broadcast(-kInfinity);
+  if constexpr (kMasked && V::kScoreMask != 0) {
+    x = Math::where(V::template mask<Math>(tile.transform.operands, lanes), x, -kInfinity);
+  }
   return x;
 }
 

@@ -3,6 +3,7 @@
 // mma.m16n8k16 and wgmma leave logits in the same places, so the visitor is the same for both.
 #pragma once
 #include "quire/core/logits.h"
+#include "quire/tile/expression.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/mask_bits.cuh"
 #include "quire/tile/tanh.cuh"
@@ -11,9 +12,16 @@ namespace quire {
 
 // The functions that transforms are written with. kPairs: see tanh_of_four.
 template <bool kPairs_>
-struct FragmentMath {
+struct FragmentMath : ExpressionMath {
   static constexpr bool kPairs = kPairs_;
   QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) { return tanh_of_four<kPairs>(x, scale); }
+  template <class X>
+  QUIRE_DEVICE static auto tanh(const X& x) {
+    const Four<float> y = tanh_of_four<kPairs>(as_logits(x), 1.f);
+    if constexpr (OfKeys<X>::kVaries) return y;
+    else return y.at[0];
+  }
+  using ExpressionMath::to_float;
   QUIRE_DEVICE static Four<float> fma(const Four<float>& x, float scale, const Four<float>& y) {
     return {fmaf(x.at[0], scale, y.at[0]), fmaf(x.at[1], scale, y.at[1]), fmaf(x.at[2], scale, y.at[2]),
             fmaf(x.at[3], scale, y.at[3])};
@@ -59,6 +67,9 @@ struct LogitsPlace {
     return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
   }
   QUIRE_DEVICE int request() const { return tile.request; }
+  QUIRE_DEVICE int qo_len() const { return tile.mask.qo_len; }
+  QUIRE_DEVICE int kv_len() const { return tile.mask.kv_len; }
+  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first_key(), 1, at}; }
 };
 
 // Which of a tile's keys a row's query sees. Keys are counted from the lane's first.
@@ -165,6 +176,9 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
       x = transform.score(x, place);
     }
     if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
+    if constexpr (kMasked && V::kScoreMask != 0) {
+      x = Math::where(V::template mask<Math>(transform.operands, place), x, __int_as_float(0xff800000));
+    }
   });
 }
 

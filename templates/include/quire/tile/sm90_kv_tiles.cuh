@@ -8,7 +8,7 @@
 namespace quire {
 
 // A work tile as the scheduling warp hands it on.
-template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
+template <class V, bool kHasBlockMask = has_block_mask<V>()>
 struct WorkStage : CurrentWork {
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params&, int) {}
   QUIRE_DEVICE const uint8_t* bits() const { return nullptr; }
@@ -29,7 +29,10 @@ struct WorkStage<V, true> : CurrentWork {
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params& p, int lane) {
     const uint8_t* first = p.block_mask + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
     const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
-    if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[work.tile.request], block_mask = first;
+    if (lane == 0) block_mask = first;
+    if constexpr (V::kMask == kMaskCustom) {
+      if (lane == 0) mask_bits = p.base.mask + p.base.mask_indptr[work.tile.request];
+    }
 #pragma unroll 4
     for (int i = 0; i < words; ++i) {
       uint32_t visible_bits, full_bits;
@@ -48,7 +51,7 @@ struct WorkStage<V, true> : CurrentWork {
 };
 
 // Goes through the KV tiles of a work tile. All lanes of a warp together; all warps of the CTA take the same path.
-template <class V, bool kHasBlockMask = V::kMask == kMaskCustom>
+template <class V, bool kHasBlockMask = has_block_mask<V>()>
 class KvTileWalk {
  public:
   QUIRE_DEVICE explicit KvTileWalk(const WorkStage<V>& stage)
@@ -107,7 +110,7 @@ template <class V>
 class FullTiles {
  public:
   QUIRE_DEVICE FullTiles(const AttentionParams& p, const WorkStage<V>& stage, int row) : tiles_{0, 0} {
-    if constexpr (V::kMask == kMaskCustom) return;
+    if constexpr (has_block_mask<V>()) return;
     const int end = stage.work.row_end;
     const int first = p.group.div(min(row, end - 1)), last = p.group.div(min(row + 64, end) - 1);
     const Mask<V::kMask, V::kWindow != 0> mask = {stage.work.tile.qo_len, stage.work.tile.kv_len, p.window_left,
@@ -117,7 +120,7 @@ class FullTiles {
   }
 
   QUIRE_DEVICE bool contains(const KvTileWalk<V>& walk) const {
-    if constexpr (V::kMask == kMaskCustom)
+    if constexpr (has_block_mask<V>())
       return walk.is_full();
     else
       return tiles_.contains(walk.tile());

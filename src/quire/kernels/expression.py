@@ -1,0 +1,195 @@
+"""The expression of a variant: a tree of typed operations on a score, indices and operands, and its canonical text.
+
+The text is Python, one assignment a line, so that people can read it and `read_text` can make the tree again. Equal
+trees have equal texts: what occurs twice is named once.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+#: Integers that a query, its key and their request say. q_idx and kv_idx are counted within the request.
+INDICES = ("q_idx", "kv_idx", "head", "request", "qo_len", "kv_len")
+#: Types of values. Numbers are float32; integers are int32 and wrap.
+FLOAT, INT, BOOL = "float", "int", "bool"
+#: Number types of operands, and the type of what is read from them.
+OPERAND_TYPES = {
+    "float32": FLOAT, "float16": FLOAT, "bfloat16": FLOAT, "int32": INT, "int64": INT, "uint8": INT, "bool": BOOL,
+}  # fmt: skip
+SCALAR_TYPES = ("float32", "int32")
+#: Operators of Python that the tree keeps, by operation.
+BINARY = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "and": "&", "or": "|", "xor": "^",
+    "shl": "<<", "shr": ">>", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+}  # fmt: skip
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+UNARY = {"neg": "-", "not": "~"}
+#: Functions of one float that give one.
+FLOAT_FUNCTIONS = ("tanh", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sigmoid", "floor")
+#: All functions that texts call, and how many arguments each takes.
+FUNCTIONS = {
+    **dict.fromkeys(FLOAT_FUNCTIONS, 1), "abs": 1, "to_float": 1, "to_int": 1, "minimum": 2, "maximum": 2, "where": 3,
+}  # fmt: skip
+
+
+_DEEPEST = 8  #: parentheses inside one another in a line of text
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """One operation; made by a `Tree`, which makes equal ones once."""
+
+    op: str  #: of BINARY, UNARY or FUNCTIONS, or "score", "index", "const", "scalar", "read", "size"
+    type: str  #: FLOAT, INT or BOOL
+    args: tuple[Node, ...] = ()
+    value: float | int | str | bool = 0  #: a constant, or the name of an index or operand
+    dim: int = 0  #: of "size"
+
+    def walk(self) -> Iterator[Node]:
+        """Each operation below and this one, arguments first, each once; of any depth."""
+        seen, stack = set(), [(self, False)]
+        while stack:
+            node, is_done = stack.pop()
+            if is_done:
+                yield node
+            elif id(node) not in seen:
+                seen.add(id(node))
+                stack += [(node, True), *((arg, False) for arg in reversed(node.args))]
+
+
+class Operand(NamedTuple):
+    """A tensor or a number that a call of the kernel takes."""
+
+    name: str
+    type: str  #: of OPERAND_TYPES
+    rank: int  #: dimensions; 0: a number
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.type}" + (f"[{self.rank}]" if self.rank else "")
+
+
+class Tree:
+    """Makes nodes; equal ones are one."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[object, ...], Node] = {}
+
+    def node(self, op: str, type_: str, *args: Node, value: float | int | str | bool = 0, dim: int = 0) -> Node:
+        """The node of this operation."""
+        bits = struct.pack("<f", value) if isinstance(value, float) else value  # tells -0.0 from 0.0, and NaN is NaN
+        key = (op, type_, tuple(map(id, args)), type(value), bits, dim)
+        if key not in self._nodes:
+            self._nodes[key] = Node(op, type_, args, value, dim)
+        return self._nodes[key]
+
+
+@dataclass(frozen=True)
+class Expression:
+    """What a variant does to a score and which keys a query sees; compared by its text."""
+
+    text: str
+    score: Node | None  #: FLOAT
+    mask: Node | None  #: BOOL
+    operands: tuple[Operand, ...]  #: tensors first, in the order of their declaration
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Expression) and self.text == other.text
+
+    @cached_property
+    def mask_operands(self) -> frozenset[str]:
+        """The operands that the mask reads: plan() needs them."""
+        return frozenset(names_in(self.mask))
+
+
+def names_in(root: Node | None) -> set[str]:
+    """The operands that a tree reads."""
+    nodes = () if root is None else root.walk()
+    return {str(node.value) for node in nodes if node.op in ("scalar", "read", "size")}
+
+
+def indices_in(root: Node | None) -> set[str]:
+    """The indices that a tree reads."""
+    nodes = () if root is None else root.walk()
+    return {str(node.value) for node in nodes if node.op == "index"}
+
+
+def to_text(score: Node | None, mask: Node | None, operands: tuple[Operand, ...]) -> str:
+    """The canonical text."""
+    roots = [(name, root) for name, root in (("mask", mask), ("score", score)) if root is not None]
+    printer = _Printer([root for _, root in roots])
+    lines = [str(operand) for operand in operands]
+    for name, root in roots:
+        lines += [*printer.assignments(root), f"_{name}_ = {printer.spell(root)}"]
+    return "\n".join(lines) + "\n"
+
+
+class _Printer:
+    """Writes trees as Python. A node that is used more than once has a name of its own, and so has a deep one, because
+    Python reads only so many parentheses inside one another.
+    """
+
+    def __init__(self, roots: list[Node]) -> None:
+        uses = Counter(id(arg) for node in _walk_all(roots) for arg in node.args)
+        self._shared = {id(node) for node in _walk_all(roots) if uses[id(node)] > 1 and node.args}
+        self._texts: dict[int, str] = {}  # of each node: its name or what it is
+        self._depths: dict[int, int] = {}  # parentheses inside one another in that
+        self._named: set[int] = set()
+
+    def assignments(self, root: Node) -> Iterator[str]:
+        """A line for each node below `root` that gets a name."""
+        for node in root.walk():
+            if id(node) in self._named:
+                continue
+            text, depth = self._spell(node), 1 + max((self._depths[id(arg)] for arg in node.args), default=-1)
+            if node is not root and (id(node) in self._shared or depth > _DEEPEST):
+                name = f"_{len(self._named)}"
+                self._named.add(id(node))
+                yield f"{name} = {text}"
+                text, depth = name, 0
+            self._texts[id(node)], self._depths[id(node)] = text, depth
+
+    def spell(self, root: Node) -> str:
+        """`root`, once its assignments are written."""
+        return self._texts[id(root)]
+
+    def _spell(self, node: Node) -> str:
+        args = [self._texts[id(arg)] for arg in node.args]
+        if node.op in BINARY:
+            return f"({args[0]} {BINARY[node.op]} {args[1]})"
+        if node.op in UNARY:
+            return f"({UNARY[node.op]}{args[0]})"
+        if node.op in FUNCTIONS:
+            return f"{node.op}({', '.join(args)})"
+        if node.op == "read":
+            return f"{node.value}[{', '.join(args)}]"
+        if node.op == "size":
+            return f"size({node.value}, {node.dim})"
+        return _number(node.value) if node.op == "const" else "score" if node.op == "score" else str(node.value)
+
+
+def _walk_all(roots: list[Node]) -> list[Node]:
+    return list({id(node): node for root in roots for node in root.walk()}.values())
+
+
+def _number(value: float | int | str | bool) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "(-inf)"
+    return f"({value!r})" if not isinstance(value, bool) and str(value).startswith("-") else repr(value)
+
+
+def as_float32(value: float) -> float:
+    """The nearest float32, infinite beyond the largest."""
+    try:
+        found: float = struct.unpack("<f", struct.pack("<f", value))[0]
+        return found
+    except OverflowError:
+        return math.copysign(math.inf, value)

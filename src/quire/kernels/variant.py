@@ -1,0 +1,242 @@
+"""A variant of one's own: a score and a mask written in Python, compiled into the loop over keys of every kernel."""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+from collections.abc import Callable, Mapping
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from quire.errors import ValidationError
+from quire.kernels.expression import (
+    BOOL,
+    FLOAT,
+    FUNCTIONS,
+    INDICES,
+    OPERAND_TYPES,
+    SCALAR_TYPES,
+    Expression,
+    Node,
+    to_text,
+)
+from quire.kernels.trace import TensorValue, Tracer, call, trace
+
+if TYPE_CHECKING:
+    import ast
+
+    import torch
+
+_known: dict[str, Variant] = {}  # by digest: what slugs may name
+
+
+class Variant:
+    """What happens to each logit, and which keys a query sees, as Python functions.
+
+    score(score, q_idx, kv_idx, head, request, ...): what takes the place of the logit `score` = sm_scale * q . k, a
+        float32, before softmax. None: the logit as it is.
+    mask(q_idx, kv_idx, head, request, ...): a bool, whether the query sees the key; it adds to `causal`, a window and a
+        custom mask. None: it does. What it reads is given to plan(), which finds out which tiles of keys need it.
+    tensors, scalars: what both functions may take besides, by name, with number types. Values are given to each call.
+        Tensors: float32, float16, bfloat16, int32, int64, uint8 or bool, read as name[i] or name[i, j]. Scalars:
+        float32 or int32.
+
+    Functions take what they need, by name: `score`, the query's and the key's number in their request (q_idx, kv_idx),
+    the query head, the number of the request, its lengths (qo_len, kv_len), and what is declared. A query stands at key
+    q_idx + kv_len - qo_len. They are called once, here, with values that record what is done to them: operators,
+    comparisons, and the functions of quire.expression or torch's of the same names.
+
+    Numbers are float32, integers int32 that wrap; division by 0 gives what IEEE 754 says, integer division by 0 gives 0
+    and leaves the remainder whole; // and % round towards minus infinity, as in Python. An index beyond a tensor reads
+    its nearest element; one that is q_idx, kv_idx, head or request itself is checked before the launch.
+
+    Raises ValidationError that names the line where a function does something else: an `if` on a value, a side effect,
+    an unknown function, a wrong type.
+
+    >>> alibi = quire.Variant(
+    ...     score=lambda score, q_idx, kv_idx, head, qo_len, kv_len, slopes: (
+    ...         score + slopes[head] * (kv_idx - (q_idx + kv_len - qo_len))
+    ...     ),
+    ...     tensors={"slopes": torch.float32},
+    ... )
+    >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> o = quire.single_prefill_with_kv_cache(q, k, v, causal=True, variant=alibi, slopes=torch.rand(8))
+    >>> bool((o.double() - alibi.reference(q, k, v, causal=True, slopes=torch.rand(8))).abs().max() < 10)
+    True
+    """
+
+    def __init__(
+        self, score: Callable[..., Any] | None = None, mask: Callable[..., Any] | None = None, *,
+        tensors: Mapping[str, Any] | None = None, scalars: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        given = _types(tensors, "tensors", tuple(OPERAND_TYPES)), _types(scalars, "scalars", SCALAR_TYPES)
+        first, again = (_traced(score, mask, *given) for _ in range(2))
+        if first != again:
+            raise ValidationError(
+                "variant: its functions do not return the same expression each time; they may depend on their "
+                "arguments only."
+            )
+        self.expression = first
+        _known[self.digest] = self
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """The variant of a text that `str()` gave, as manifests hold it; ValidationError if it is none."""
+        variant = cls.__new__(cls)
+        variant.expression = read_text(text)
+        _known[variant.digest] = variant
+        return variant
+
+    def __str__(self) -> str:
+        return self.expression.text
+
+    def __repr__(self) -> str:
+        return f"<quire.Variant {self.digest}>"
+
+    def __hash__(self) -> int:
+        return hash(self.expression)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Variant) and self.expression == other.expression
+
+    @cached_property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that name it in slugs and keys."""
+        return hashlib.sha256(self.expression.text.encode()).hexdigest()[:16]
+
+    @property
+    def has_score(self) -> bool:
+        """Whether it does something to scores."""
+        return self.expression.score is not None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether it hides keys."""
+        return self.expression.mask is not None
+
+    def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        """Attention in float64 on the CPU, as a test compares with it: quire.kernels.reference.attention()."""
+        from quire.kernels.reference import attention
+
+        return attention(self.expression, q, k, v, **options)
+
+
+def find_variant(digest: str) -> Variant:
+    """The variant that a slug names."""
+    if digest in _known:
+        return _known[digest]
+    raise ValidationError(
+        f"variant: {digest} is not known in this process; import the module that makes it, or name it with "
+        f"--variant package.module:name."
+    )
+
+
+def _types(given: Mapping[str, Any] | None, name: str, known: tuple[str, ...]) -> dict[str, str]:
+    """Declared operands and their number types, by torch's names."""
+    found = {}
+    for operand, kind in (given or {}).items():
+        word = {"float": "float32", "int": "int32"}.get(getattr(kind, "__name__", ""), str(kind))
+        word = word.removeprefix("torch.")
+        if word not in known:
+            raise ValidationError(f"{name}: expected one of {', '.join(known)} for {operand!r}, got {kind!r}.")
+        taken = operand in INDICES or operand in FUNCTIONS or operand in ("score", "mask", "size", "inf", "nan")
+        if (
+            not operand.isidentifier()
+            or not operand.isascii()
+            or operand[0] == "_"
+            or taken
+            or keyword.iskeyword(operand)
+        ):
+            raise ValidationError(f"{name}: {operand!r} cannot name an operand; choose another name.")
+        found[operand] = word
+    return found
+
+
+def _traced(score: Any, mask: Any, tensors: dict[str, str], scalars: dict[str, str]) -> Expression:
+    if both := tensors.keys() & scalars.keys():
+        raise ValidationError(f"scalars: {min(both)!r} is declared as a tensor too.")
+    if score is None and mask is None:
+        raise ValidationError("variant: expected a score, a mask or both.")
+    tracer = Tracer(tensors, scalars)
+    of_score = None if score is None else trace(score, "score", tracer)
+    return _checked(of_score, None if mask is None else trace(mask, "mask", tracer), tracer)
+
+
+def _checked(score: Node | None, mask: Node | None, tracer: Tracer) -> Expression:
+    """The expression of two trees of the right types."""
+    if mask is not None and mask.type != BOOL:
+        raise ValidationError(f"mask: expected a bool, got a {mask.type}; return a comparison.")
+    if score is not None and score.type == BOOL:
+        raise ValidationError(
+            "score: expected a number, got a bool; return where(condition, score, -inf) to hide keys."
+        )
+    if score is not None and score.type != FLOAT:
+        score = tracer.tree.node("to_float", FLOAT, score)
+    if score is not None and score.op == "score":
+        score = None
+    operands = tracer.operands()
+    return Expression(to_text(score, mask, operands), score, mask, operands)
+
+
+# --- texts -----------------------------------------------------------------------------------------------------------
+
+#: Parts of Python that texts are made of.
+_NODES = frozenset(
+    (
+        *("Module", "Assign", "AnnAssign", "BinOp", "UnaryOp", "Compare", "Call", "Subscript", "Name", "Constant"),
+        *("Tuple", "Load", "Store", "Add", "Sub", "Mult", "Div", "FloorDiv", "Mod", "BitAnd", "BitOr", "BitXor"),
+        *("LShift", "RShift", "USub", "Invert", "Lt", "LtE", "Gt", "GtE", "Eq", "NotEq"),
+    )
+)
+
+
+@lru_cache(maxsize=1024)
+def read_text(text: str) -> Expression:
+    """The expression that to_text() wrote."""
+    import ast  # reading texts is rare
+
+    try:
+        module = ast.parse(text)
+        kinds = {type(node).__name__ for node in ast.walk(module)}
+        if strange := kinds - _NODES:
+            raise SyntaxError(f"{min(strange)} is no part of it")
+        expression = _read(module)
+    except (SyntaxError, ValueError, TypeError, KeyError, NameError, RecursionError, MemoryError) as error:
+        raise ValidationError(f"variant: its text cannot be read: {error}: {text[:200]!r}.") from error
+    if expression.text != text:
+        raise ValidationError(f"variant: its text is not as Quire writes it: {text[:200]!r}.")
+    return expression
+
+
+def _read(module: ast.Module) -> Expression:
+    import ast
+
+    kinds: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    for line in module.body:
+        if isinstance(line, ast.AnnAssign):
+            tensor = isinstance(line.annotation, ast.Subscript)
+            kind = line.annotation.value if isinstance(line.annotation, ast.Subscript) else line.annotation
+            kinds[not tensor][ast.unparse(line.target)] = ast.unparse(kind)
+    tracer = Tracer(_types(kinds[0], "tensors", tuple(OPERAND_TYPES)), _types(kinds[1], "scalars", SCALAR_TYPES))
+    names = _names(tracer)
+    for line in module.body:
+        if isinstance(line, ast.Assign):
+            code = compile(ast.Expression(line.value), "variant", "eval")
+            names[ast.unparse(line.targets[0])] = eval(code, {"__builtins__": {}}, names)  # of _NODES only
+    roots = {name: tracer.lift(names[f"_{name}_"]).node for name in ("score", "mask") if f"_{name}_" in names}
+    return _checked(roots.get("score"), roots.get("mask"), tracer)
+
+
+def _names(tracer: Tracer) -> dict[str, Any]:
+    """What the names of a text mean."""
+    functions = {name: (lambda *args, name=name: call(name, *args)) for name in FUNCTIONS}
+    operands = {name: tracer.operand(name) for name in (*tracer.tensors, *tracer.scalars)}
+    return {
+        **functions, **operands, **{name: tracer.value("index", "int", value=name) for name in INDICES},
+        "score": tracer.value("score", FLOAT), "inf": tracer.constant(float("inf")),
+        "nan": tracer.constant(float("nan")), "size": _size,
+    }  # fmt: skip
+
+
+def _size(tensor: TensorValue, dim: int) -> Any:
+    return tensor.shape[dim]

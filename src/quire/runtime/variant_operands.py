@@ -1,0 +1,171 @@
+"""The operands of a variant of one's own: checked against their declarations, and written behind the parameters."""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.expression import Expression, Operand
+from quire.kernels.variant import Variant
+from quire.runtime.checks import check_same_device, check_tensor
+from quire.runtime.layout import span_bytes
+
+_FLASHINFER = "jit_args takes a quire.Variant: docs/variants.md shows what FlashInfer's C++ text is in Python"
+
+
+def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Variant | None:
+    """The variant of a wrapper, whichever of its arguments says it."""
+    given = [variant, *(jit_args if isinstance(jit_args, (list, tuple)) else [jit_args])]
+    if isinstance(jit_kwargs, Mapping):
+        given += list(jit_kwargs.values())
+    elif jit_kwargs is not None:
+        given.append(jit_kwargs)
+    given = [value for value in given if value is not None]
+    for value in given:
+        if not isinstance(value, Variant):
+            if value is variant:
+                raise ValidationError(f"variant: expected a quire.Variant, got {type(value).__name__}.")
+            raise ValidationError(f"{_FLASHINFER}; got {type(value).__name__}.")
+    if len(given) > 1:
+        raise ValidationError("variant: expected it once, of variant, jit_args and jit_kwargs.")
+    return given[0] if given else None
+
+
+def of_plan_and_run(
+    variant: Variant | None, operands: Mapping[str, Any]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The operands of a call that plans and runs: those that the mask reads, and the others."""
+    if not operands or variant is None:
+        unexpected("call", operands)
+        return {}, {}
+    names = variant.expression.mask_operands
+    of_mask = {name: value for name, value in operands.items() if name in names}
+    return of_mask, {name: value for name, value in operands.items() if name not in names}
+
+
+def unexpected(call: str, tensors: Mapping[str, Any]) -> None:
+    """TypeError, as Python's, for keywords that no variant takes."""
+    if tensors:
+        raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(tensors))!r}")
+
+
+def refuse_beside(variant: Variant, *, soft_cap: float, has_alibi: bool, has_bits: bool) -> None:
+    """What a variant says itself cannot be asked for besides."""
+    if variant.has_score and (soft_cap or has_alibi):
+        name = "logits_soft_cap" if soft_cap else "pos_encoding_mode"
+        raise ValidationError(f"{name}: expected none beside a variant with a score: write it into the score.")
+    if variant.has_mask and has_bits:
+        raise ValidationError("custom_mask: expected none beside a variant with a mask: let the mask read a tensor.")
+
+
+def write_operands(
+    struct: ctypes.Structure, expression: Expression, names: Collection[str], given: Mapping[str, Any],
+    device: torch.device, limits: Mapping[str, int],
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Write the operands `names` into their mirror; returns the tensors among them.
+
+    limits: how many values of an index there are, for those that are known.
+    """
+    tensors = []
+    for i, operand in enumerate(expression.operands):
+        if operand.name in names:
+            value = given[operand.name]
+            if operand.rank:
+                _write_tensor(getattr(struct, f"p{i}"), _checked(value, operand, expression, device, limits))
+                tensors.append(value)
+            else:
+                setattr(struct, f"p{i}", _number(value, operand))
+    return tuple(tensors)
+
+
+def check_names(call: str, given: Iterable[str], wanted: Collection[str], other: Collection[str], where: str) -> None:
+    """ValidationError unless `given` are exactly `wanted`; those in `other` belong into the call `where`."""
+    given = set(given)
+    for name in sorted(given - set(wanted)):
+        if name in other:
+            raise ValidationError(f"{name}: expected by {where}(), {_REASONS[where]}; got it in {call}().")
+        raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")
+    for name in sorted(set(wanted) - given):
+        raise ValidationError(f"{name}: expected as a keyword of {call}(), as the variant declares it; got none.")
+
+
+_REASONS = {
+    "plan": "because the mask reads it and plan() looks for tiles of keys that need no mask",
+    "run": "because only the score reads it",
+}
+
+
+def _checked(
+    value: Any, operand: Operand, expression: Expression, device: torch.device, limits: Mapping[str, int]
+) -> torch.Tensor:
+    name, tensor = operand.name, check_tensor(value, operand.name)
+    if str(tensor.dtype).removeprefix("torch.") != operand.type:
+        raise ValidationError(f"{name}: expected dtype torch.{operand.type}, as declared, got {tensor.dtype}.")
+    if tensor.dim() != operand.rank or 0 in tensor.shape:
+        raise ValidationError(
+            f"{name}: expected {operand.rank} dimensions, none of them empty, as the variant reads it, got "
+            f"{list(tensor.shape)}."
+        )
+    check_same_device(tensor, name, device)
+    if span_bytes(tuple(tensor.shape), tensor.stride(), tensor.dtype) >= tensor.element_size() << 31:
+        raise ValidationError(f"{name}: expected less than 2**31 elements from its first to its last.")
+    for (read, dim), indices in direct_reads(expression).items():
+        for index in indices if read == name else ():
+            if tensor.shape[dim] < limits.get(index, 0):
+                raise ValidationError(
+                    f"{name}: expected at least {limits[index]} elements in dimension {dim}, which {index} counts, got "
+                    f"{list(tensor.shape)}."
+                )
+    return tensor
+
+
+def _write_tensor(mirror: Any, tensor: torch.Tensor) -> None:
+    mirror.data = tensor.data_ptr()
+    mirror.sizes[:], mirror.strides[:] = tensor.shape, tensor.stride()
+
+
+def _number(value: Any, operand: Operand) -> float | int:
+    """A number of the declared type."""
+    if isinstance(value, torch.Tensor):
+        if check_tensor(value, operand.name).numel() != 1:
+            raise ValidationError(f"{operand.name}: expected a number, got a tensor of shape {list(value.shape)}.")
+        value = value.item()
+    try:
+        number = float(value) if operand.type == "float32" else operator.index(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValidationError(f"{operand.name}: expected a number of type {operand.type}, got {value!r}.") from error
+    if isinstance(number, int) and not -(2**31) <= number < 2**31:
+        raise ValidationError(f"{operand.name}: expected an integer that int32 holds, got {number}.")
+    return number
+
+
+@lru_cache(maxsize=1024)
+def direct_reads(expression: Expression) -> Mapping[tuple[str, int], frozenset[str]]:
+    """The indices that a dimension of a tensor is read at just as they are."""
+    found: dict[tuple[str, int], set[str]] = {}
+    for root in (expression.score, expression.mask):
+        for node in () if root is None else root.walk():
+            for dim, arg in enumerate(node.args if node.op == "read" else ()):
+                if arg.op == "index":
+                    found.setdefault((str(node.value), dim), set()).add(str(arg.value))
+    return {key: frozenset(indices) for key, indices in found.items()}
+
+
+def refuse_tracing(variant: Variant | None, tensors: Mapping[str, Any]) -> None:
+    """UnsupportedError where torch traces a call with a variant."""
+    if variant is not None or tensors:
+        raise UnsupportedError(
+            "variant: torch traces this call, and its operators take no operands of variants; call it outside of "
+            "torch.compile (torch.compiler.disable), or capture it in a CUDA graph."
+        )
+
+
+def describe(value: Any) -> Any:
+    """What a CUDA graph holds of an operand by value."""
+    return (value.data_ptr(), *value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value

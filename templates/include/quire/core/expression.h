@@ -1,0 +1,116 @@
+// The expression of a variant (quire.Variant): a score and a mask of the user's, rendered into Variant as
+//   struct Operands { ... };                       what they read: tensors and numbers, at the end of the parameters
+//   template <class M, class X, class At> static auto score(const Operands&, X score, const At& at);
+//   template <class M, class At> static auto mask(const Operands&, const At& at);
+// M: the backend's functions (tile/expression.cuh, tile/cpu_expression.h). at: which query and key (core/logits.h).
+//
+// Semantics of all backends: integers are 32 bits and wrap; an integer division by 0 gives 0 and leaves the remainder
+// whole; // and % round towards minus infinity; shifts count bits modulo 32; a float becomes an integer towards 0, the nearest there is, NaN 0.
+#pragma once
+#include "quire/core/convert.h"
+#include "quire/core/params.h"
+
+namespace quire {
+
+// The parameters of a kernel whose variant has operands.
+template <class Base, class Operands>
+struct WithOperands {
+  Base base;
+  Operands operands;
+};
+
+// The operands behind the parameters of a kernel; nothing where a variant has none.
+template <class V, bool kExists = (V::kScore != 0 || V::kScoreMask != 0)>
+struct ExpressionOf {
+  QUIRE_HD explicit ExpressionOf(const AttentionParams&) {}
+};
+template <class V>
+struct ExpressionOf<V, true> {
+  const typename V::Operands& operands;
+
+  QUIRE_HD explicit ExpressionOf(const AttentionParams& p)
+      : operands(
+            *reinterpret_cast<const typename V::Operands*>(reinterpret_cast<const unsigned char*>(&p) + V::kOperandsAt)) {
+  }
+};
+
+// Which KV tiles of the row tile that `units` begins some or all rows see, as plan() has found out (BlockMask); without
+// a mask of its own a variant sees all.
+template <class V>
+QUIRE_HD bool block_is_visible(const ExpressionOf<V>& x, int unit) {
+  if constexpr (V::kScoreMask != 0) return (x.operands.block_mask[unit] & 1) != 0;
+  return true;
+}
+template <class V>
+QUIRE_HD bool block_is_full(const ExpressionOf<V>& x, int unit) {
+  if constexpr (V::kScoreMask != 0) return (x.operands.block_mask[unit] & 2) != 0;
+  return true;
+}
+
+// An element of a tensor as a number of the expression.
+QUIRE_HD float widen_element(float x) { return x; }
+QUIRE_HD float widen_element(fp16_t x) { return to_float(x); }
+QUIRE_HD float widen_element(bf16_t x) { return to_float(x); }
+QUIRE_HD int32_t widen_element(int32_t x) { return x; }
+QUIRE_HD int32_t widen_element(int64_t x) {
+  return static_cast<int32_t>(max<int64_t>(-INT32_MAX - 1, min<int64_t>(x, INT32_MAX)));
+}
+QUIRE_HD int32_t widen_element(uint8_t x) { return x; }
+QUIRE_HD bool widen_element(bool x) { return x; }
+
+template <class T>
+QUIRE_HD T load_element(const T* from) {
+#ifdef __CUDA_ARCH__
+  if constexpr (is_same<T, int64_t>::value) {
+    return static_cast<int64_t>(__ldg(reinterpret_cast<const long long*>(from)));
+  } else if constexpr (is_same<T, bool>::value) {
+    return __ldg(reinterpret_cast<const unsigned char*>(from)) != 0;
+  } else if constexpr (sizeof(T) == 2) {
+    return {__ldg(reinterpret_cast<const unsigned short*>(from))};
+  } else {
+    return __ldg(from);
+  }
+#else
+  return *from;
+#endif
+}
+
+// A tensor of a call. It reaches less than 2^31 elements, and no size is 0.
+template <class T, int kRank>
+struct TensorRef {
+  const T* data;
+  int32_t sizes[kRank];
+  int32_t strides[kRank];
+
+  // The element at `index`, or the nearest there is.
+  template <class... Index>
+  QUIRE_HD auto operator()(Index... index) const {
+    static_assert(sizeof...(Index) == kRank, "an index for each dimension");
+    const int32_t indices[] = {index...};
+    int32_t at = 0;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int i = 0; i < kRank; ++i) at += min(max(indices[i], 0), sizes[i] - 1) * strides[i];
+    return widen_element(load_element(data + at));
+  }
+};
+
+// Integers that wrap.
+QUIRE_HD int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
+QUIRE_HD uint32_t word(int32_t x) { return static_cast<uint32_t>(x); }
+
+QUIRE_HD int32_t floor_divide(int32_t a, int32_t b) {
+  if (b == 0) return 0;
+  if (b == -1) return wrapped(0u - word(a));  // of the least integer a division would trap
+  const int32_t q = a / b;
+  return q - ((a % b != 0) & ((a < 0) != (b < 0)));
+}
+QUIRE_HD int32_t floor_remainder(int32_t a, int32_t b) {
+  if (b == 0) return a;
+  if (b == -1) return 0;
+  const int32_t r = a % b;
+  return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : 0);
+}
+
+}  // namespace quire

@@ -1,0 +1,142 @@
+// The block mask of a mask expression (core/expression.h), made while planning: which KV tiles a row tile sees in full,
+// in part or not at all. Kernels then pass over empty tiles, and evaluate the expression in partial tiles only. A tile
+// is full or empty for the query heads of all KV heads alike.
+#pragma once
+#ifdef __CUDACC__
+#include "quire/ptx/grid.cuh"
+#include "quire/tile/expression.cuh"
+#else
+#include "quire/tile/cpu_expression.h"
+#endif
+#include "quire/core/mask.h"
+#include "quire/core/parallel.h"
+
+namespace quire {
+
+struct ExpressionBlocksParams {
+  const RowTile* tiles;  // [num_tiles], in any order
+  int32_t num_tiles;     // a divisor of the grid
+  int32_t tile_rows;
+  int32_t tile_kv;
+  int32_t group_size;
+  int32_t num_qo_heads;
+  int32_t mask_mode;
+  int32_t window_left;
+  int32_t has_heads;  // the expression reads the query head
+};
+
+// What the queries of a row tile see of one KV tile.
+struct BlockSeen {
+  bool is_visible, is_full;
+
+  QUIRE_HD void add(const BlockSeen& other) {
+    is_visible |= other.is_visible, is_full &= other.is_full;
+  }
+};
+
+template <class Variant>
+struct BuildExpressionBlocks {
+  static constexpr int kThreads = kParallelThreads, kMinCtas = 4, kSmemBytes = 0;
+  using Params = ExpressionBlocksParams;
+  using Operands = typename Variant::Operands;
+
+  QUIRE_HD static const Operands& operands(const Params& p) {
+    return *reinterpret_cast<const Operands*>(reinterpret_cast<const unsigned char*>(&p) + Variant::kOperandsAt);
+  }
+  QUIRE_HD static void store(const Params& p, const RowTile& tile, int kv, const BlockSeen& seen) {
+    const int found = seen.is_visible * kBlockVisible | seen.is_full * kBlockFull;
+    const_cast<uint8_t*>(operands(p).block_mask)[tile.work_begin + kv - tile.kv_begin] = static_cast<uint8_t>(found);
+  }
+
+  // The queries of a row tile.
+  QUIRE_HD static int first_query(const Params& p, const RowTile& tile) { return tile.row_begin / p.group_size; }
+  QUIRE_HD static int last_query(const Params& p, const RowTile& tile) {
+    return (min(tile.row_begin + p.tile_rows, tile.qo_len * p.group_size) - 1) / p.group_size;
+  }
+
+#ifdef __CUDACC__
+  // CTA i has row tile i % num_tiles; a warp has one KV tile of it at a time, a lane every 32nd key.
+  QUIRE_DEVICE static void run(const Params& p, unsigned char*) {
+    ptx::wait_for_predecessor();
+    const int parts = static_cast<int>(gridDim.x) / p.num_tiles, part = static_cast<int>(blockIdx.x) / p.num_tiles;
+    const int warp = part * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+    const RowTile tile = p.tiles[static_cast<int>(blockIdx.x) - part * p.num_tiles];
+    for (int kv = tile.kv_begin + warp; kv < tile.kv_end; kv += parts * (kThreads / 32)) {
+      const BlockSeen seen = classify(p, tile, kv, static_cast<int>(threadIdx.x) % 32);
+      if (threadIdx.x % 32 == 0) store(p, tile, kv, seen);
+    }
+  }
+
+  struct Place {
+    const RowTile& tile;
+    int query, key, query_head;
+
+    QUIRE_DEVICE int q_idx() const { return query; }
+    QUIRE_DEVICE int keys() const { return key; }
+    QUIRE_DEVICE int head() const { return query_head; }
+    QUIRE_DEVICE int request() const { return tile.request; }
+    QUIRE_DEVICE int qo_len() const { return tile.qo_len; }
+    QUIRE_DEVICE int kv_len() const { return tile.kv_len; }
+  };
+
+  QUIRE_DEVICE static BlockSeen classify(const Params& p, const RowTile& tile, int kv, int lane) {
+    const int last = last_query(p, tile), end = (kv + 1) * p.tile_kv;
+    BlockSeen seen = {false, end <= tile.kv_len};
+    for (int query = first_query(p, tile); query <= last; ++query) {
+      const KeyRange keys = visible_from(p.mask_mode, p.window_left, tile.kv_len, query + tile.kv_len - tile.qo_len);
+      for (int head = 0; head < (p.has_heads ? p.num_qo_heads : 1); ++head) {
+        for (int key = kv * p.tile_kv + lane; key < end; key += 32) {
+          const bool sees =
+              keys.contains(key) && Variant::template mask<ExpressionMath>(operands(p), Place{tile, query, key, head});
+          seen.add({sees, sees});
+        }
+      }
+      // Once a lane sees a key and another does not, the tile is partial.
+      if (__any_sync(0xffffffffu, seen.is_visible) && !__all_sync(0xffffffffu, seen.is_full)) break;
+    }
+    return {__any_sync(0xffffffffu, seen.is_visible) != 0, __all_sync(0xffffffffu, seen.is_full) != 0};
+  }
+#else
+  static int run(Params& p) {
+#pragma omp parallel for schedule(dynamic)
+    for (int i = 0; i < p.num_tiles; ++i) {
+      const RowTile& tile = p.tiles[i];
+      for (int kv = tile.kv_begin; kv < tile.kv_end; ++kv) store(p, tile, kv, classify(p, tile, kv));
+    }
+    return 0;
+  }
+
+  struct Place {
+    const RowTile& tile;
+    int query, key, query_head;
+
+    int q_idx() const { return query; }
+    cpu::Ints kv_idx() const { return key + cpu::iota(); }
+    int head() const { return query_head; }
+    int request() const { return tile.request; }
+    int qo_len() const { return tile.qo_len; }
+    int kv_len() const { return tile.kv_len; }
+  };
+
+  static BlockSeen classify(const Params& p, const RowTile& tile, int kv) {
+    const int last = last_query(p, tile), end = (kv + 1) * p.tile_kv;
+    BlockSeen seen = {false, end <= tile.kv_len};
+    for (int query = first_query(p, tile); query <= last; ++query) {
+      const KeyRange keys = visible_from(p.mask_mode, p.window_left, tile.kv_len, query + tile.kv_len - tile.qo_len);
+      for (int head = 0; head < (p.has_heads ? p.num_qo_heads : 1); ++head) {
+        for (int key = kv * p.tile_kv; key < end; key += cpu::kLanes) {
+          const cpu::Ints lane = cpu::iota();
+          const cpu::Bools bits = cpu::as_vector(
+              Variant::template mask<cpu::ExpressionMath>(operands(p), Place{tile, query, key, head}));
+          const cpu::Ints sees = bits.lanes & (lane >= keys.begin - key) & (lane < keys.end - key);
+          for (int i = 0; i < cpu::kLanes; ++i) seen.add({sees[i] != 0, sees[i] != 0});
+        }
+      }
+      if (seen.is_visible && !seen.is_full) break;
+    }
+    return seen;
+  }
+#endif
+};
+
+}  // namespace quire

@@ -1,0 +1,588 @@
+"""Variants of one's own: the library against the oracle, on every backend and through every call."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import quire
+from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
+from oracle import At
+from problems import Problem, workspace
+from quire import variants
+
+LENS = (5, 1, 0, 40), (60, 7, 9, 40)
+HEADS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A variant, what it is given, and what it does as the oracle says it."""
+
+    variant: quire.Variant
+    operands: Mapping[str, object]
+    score: Callable[[Tensor, At], Tensor] | None = None
+    sees: Callable[[At], Tensor] | None = None
+
+    def expected(self) -> dict[str, object]:
+        """Options of Problem.check()."""
+        return {"score": self.score, "sees": self.sees}
+
+    def on(self, device: str) -> tuple[dict[str, object], dict[str, object]]:
+        """What plan() and what run() takes."""
+        moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.operands.items()}
+        of_mask = self.variant.expression.mask_operands
+        return ({n: x for n, x in moved.items() if n in of_mask}, {n: x for n, x in moved.items() if n not in of_mask})
+
+
+def table(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+def documents() -> Tensor:
+    return torch.randint(0, 4, (4, 60), generator=torch.Generator().manual_seed(6), dtype=torch.int32).sort(1).values
+
+
+SLOPES, BONUS, SCALE, BIAS, T5 = table(HEADS) / 16, table(HEADS), table(60), table(HEADS, 31), table(32, HEADS)
+DOCUMENTS, PREFIX = documents(), torch.tensor([13, 0, 3, 9], dtype=torch.int32)
+ANCESTORS = torch.randint(0, 2**31 - 1, (4, 40), generator=torch.Generator().manual_seed(7), dtype=torch.int32)
+
+
+def t5_bucket(distance: Tensor) -> Tensor:
+    """As in the code of T5, of 32 buckets up to 128."""
+    past = (-distance).clamp(min=0)
+    far = 16 + (torch.log(past.clamp(min=1).double() / 16) / math.log(128 / 16) * 16).long()
+    return torch.where(past < 16, past, far.clamp(max=31))
+
+
+def hashed(at: At, seed: int) -> Tensor:
+    def wrap(x: Tensor) -> Tensor:
+        return ((x + 2**31) % 2**32) - 2**31
+
+    bits = wrap((wrap((at.request * 8191 + at.head) * 131071) + at.q_idx + at.kv_len - at.qo_len) * 524287)
+    bits = wrap(bits + at.kv_idx + seed * 1000003)
+    for shift, factor in ((16, 0x45D9F3B), (15, 0x2C1B3C6D)):
+        bits = wrap((bits ^ (bits >> shift)) * factor)
+    return ((bits ^ (bits >> 16)) & 0xFFFFFF).double() / 2**23 - 1
+
+
+CASES = {
+    "soft_cap": Case(variants.soft_cap, {"cap": 1.5}, lambda s, _: 1.5 * torch.tanh(s / 1.5)),
+    "alibi": Case(variants.alibi, {"slopes": SLOPES}, lambda s, at: s + SLOPES.double()[at.head] * at.distance),
+    "t5_bias": Case(
+        variants.t5_bias, {"bias": T5, "largest": 128}, lambda s, at: s + T5.double()[t5_bucket(at.distance), at.head]
+    ),
+    "relative_bias": Case(
+        variants.relative_bias, {"bias": BIAS},
+        lambda s, at: s + BIAS.double()[at.head, (at.distance + 15).clamp(0, 30)],
+    ),
+    "temperature": Case(
+        variants.temperature, {"scale": SCALE}, lambda s, at: s * SCALE.double()[at.q_idx + at.kv_len - at.qo_len]
+    ),
+    "noise": Case(variants.noise, {"seed": 7, "amplitude": 2.0}, lambda s, at: s + 2.0 * hashed(at, 7)),
+    "sink_score": Case(
+        variants.sink_score, {"num_sinks": 4, "bonus": BONUS},
+        lambda s, at: torch.where(at.kv_idx < 4, s + BONUS.double()[at.head], s),
+    ),
+    "sigmoid": Case(variants.sigmoid, {"bias": -1.0}, lambda s, _: torch.nn.functional.logsigmoid(s - 1.0)),
+    "document_mask": Case(
+        variants.document_mask, {"documents": DOCUMENTS},
+        sees=lambda at: (
+            DOCUMENTS[at.request][at.q_idx + at.kv_len - at.qo_len] == DOCUMENTS[at.request][at.kv_idx]
+        ),
+    ),
+    "prefix_lm": Case(
+        variants.prefix_lm, {"prefix": PREFIX}, sees=lambda at: (at.kv_idx < PREFIX[at.request]) | (at.distance <= 0)
+    ),
+    "dilated_window": Case(
+        variants.dilated_window, {"width": 5, "step": 3},
+        sees=lambda at: (at.distance <= 0) & (at.distance > -15) & (at.distance % 3 == 0),
+    ),
+    "strided_window": Case(
+        variants.strided_window, {"width": 4, "stride": 7},
+        sees=lambda at: (at.distance <= 0) & ((at.distance > -4) | (at.kv_idx % 7 == 6)),
+    ),
+    "tree_mask": Case(
+        variants.tree_mask, {"ancestors": ANCESTORS},
+        sees=lambda at: (
+            (at.kv_idx < at.kv_len - at.qo_len)
+            | (ANCESTORS[at.request][at.q_idx] >> ((at.kv_idx - at.kv_len + at.qo_len) & 31) & 1 != 0)
+        ),
+    ),
+}  # fmt: skip
+
+
+def any_dtype(device: str) -> torch.dtype:
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
+def problem(device: str, **options: object) -> Problem:
+    return Problem(*LENS, num_qo_heads=HEADS, device=device, dtype=any_dtype(device), **options)
+
+
+def check(p: Problem, case: Case, got: tuple[Tensor, Tensor], **more: object) -> None:
+    p.check(*got, **case.expected(), **more)
+
+
+def test_the_library_is_tested():
+    ready = {name for name in variants.__all__ if isinstance(getattr(variants, name), quire.Variant)}
+    assert ready == CASES.keys()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_library(name, device, backend):
+    """Paged, with empty requests and NaN behind the keys."""
+    case, p = CASES[name], problem(device)
+    cache = p.paged(8)
+    of_plan, of_run = case.on(device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_paged(wrapper, p, cache, plan=of_plan)
+    out, lse = outputs(p)
+    check(p, case, wrapper.run(p.q, cache.kv, out=out, lse=lse, return_lse=True, **of_run))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference(name):
+    """The reference of a variant is what the oracle says."""
+    case, p = CASES[name], problem("cpu", causal=True, window_left=20)
+    o, lse = case.variant.reference(
+        p.q, p.k, p.v, qo_indptr=p.qo_indptr, kv_indptr=p.kv_indptr, causal=True, window_left=20, return_lse=True,
+        **case.operands,
+    )  # fmt: skip
+    truth = p.expected(**case.expected())
+    torch.testing.assert_close(o, truth.o, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, truth.lse, rtol=1e-6, atol=1e-6)
+
+
+# --- everywhere plain attention goes ---------------------------------------------------------------------------------
+
+#: A score and a mask in one.
+BOTH = Case(
+    quire.Variant(
+        lambda score, q_idx, kv_idx, head, qo_len, kv_len, slopes: (
+            score + slopes[head] * (kv_idx - (q_idx + kv_len - qo_len))
+        ),
+        lambda q_idx, kv_idx, qo_len, kv_len, width: (kv_idx < 3) | (kv_idx > q_idx + kv_len - qo_len - width),
+        tensors={"slopes": torch.float32}, scalars={"width": int},
+    ),
+    {"slopes": SLOPES, "width": 20},
+    lambda s, at: s + SLOPES.double()[at.head] * at.distance,
+    lambda at: (at.kv_idx < 3) | (at.distance > -20),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 9}, {}], ids=str)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_ragged(options, layout, device, backend):
+    p = problem(device, **options)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(
+        workspace(device), layout, backend=backend, jit_args=[BOTH.variant]
+    )
+    plan_ragged(wrapper, p, plan=of_plan)
+    k, v = (p.k, p.v) if layout == "NHD" else (p.k.transpose(0, 1).contiguous(), p.v.transpose(0, 1).contiguous())
+    check(p, BOTH, wrapper.run(p.q, k, v, return_lse=True, **of_run))
+
+
+def test_decode(device, backend):
+    """With sinks, which join the denominator behind the score."""
+    p = Problem((1, 1, 1, 1), LENS[1], num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    cache = p.paged(16)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = decode_wrapper(p, cache, backend, jit_args=BOTH.variant)
+    plan_decode(wrapper, p, cache, plan=of_plan)
+    sinks = torch.randn(HEADS, device=device)
+    check(p, BOTH, wrapper.run(p.q, cache.kv, sinks=sinks, return_lse=True, **of_run), sinks=sinks)
+
+
+@pytest.mark.parametrize("split", [{"fixed_split_size": 128}, {"disable_split_kv": True}], ids=str)
+def test_splits(split, device, backend):
+    """Work tiles of a part of a row tile have their own place in the block mask."""
+    p = Problem((3, 200), (900, 700), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    cache = p.paged(16)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=BOTH.variant)
+    plan_paged(wrapper, p, cache, plan={**of_plan, **split})
+    check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
+
+
+def test_long(device, backend):
+    """Many KV tiles of which the mask hides most, some in full."""
+    p = Problem((300, 64), (2500, 64), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    cache = p.paged(16)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=BOTH.variant)
+    plan_paged(wrapper, p, cache, plan=of_plan)
+    check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn])
+def test_fp8_cache(kv_dtype, device, backend):
+    dtype = torch.bfloat16
+    p = Problem(*LENS, num_qo_heads=HEADS, device=device, dtype=dtype, kv_dtype=kv_dtype, causal=True)
+    cache = p.paged(16)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=BOTH.variant)
+    plan_paged(wrapper, p, cache, plan={**of_plan, "kv_data_type": kv_dtype})
+    check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
+
+
+def test_custom_mask_beside_a_score(device, backend):
+    case = CASES["alibi"]
+    p = problem(device).random_mask()
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
+
+
+def test_single_calls(device, backend):
+    p = Problem((17,), (33,), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    operands = {name: x for part in BOTH.on(device) for name, x in part.items()}
+    got = quire.single_prefill_with_kv_cache(
+        p.q, p.k, p.v, causal=True, return_lse=True, backend=backend, variant=BOTH.variant, **operands
+    )
+    check(p, BOTH, got)
+    p = Problem((1,), (33,), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    o, lse = quire.single_decode_with_kv_cache(
+        p.q[0], p.k, p.v, return_lse=True, backend=backend, variant=BOTH.variant, **operands
+    )
+    check(p, BOTH, (o[None], lse[None]))
+
+
+def test_masked_scores(device, backend):
+    """-inf as a score hides a key, rows without any included, in a tile that needs no mask otherwise."""
+    variant = quire.Variant(
+        lambda score, q_idx, kv_idx: torch.where((kv_idx % 3 == 0) & (q_idx % 5 != 0), score, -math.inf)
+    )
+    case = Case(variant, {}, lambda s, at: torch.where((at.kv_idx % 3 == 0) & (at.q_idx % 5 != 0), s, -math.inf))
+    p = problem(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True))
+
+
+def test_a_mask_of_heads(device, backend):
+    """KV tiles are full or empty for all heads alike."""
+    variant = quire.Variant(mask=lambda kv_idx, head, limit: kv_idx < limit[head], tensors={"limit": torch.int64})
+    limit = torch.tensor([3, 50, 200, 1000])
+    case = Case(variant, {"limit": limit}, sees=lambda at: at.kv_idx < limit[at.head])
+    p = Problem((20, 3), (300, 170), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p, plan=case.on(device)[0])
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True))
+
+
+def test_sigmoid_attention(device, backend):
+    """Without softmax: the sum of sigmoid(score + bias) * v."""
+    p = Problem((9,), (40,), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    o, lse = quire.single_prefill_with_kv_cache(
+        p.q, p.k, p.v, return_lse=True, backend=backend, variant=variants.sigmoid, bias=-math.log(40)
+    )
+    k, v = (t.cpu().double().repeat_interleave(2, 1) for t in (p.k, p.v))
+    weights = torch.sigmoid(torch.einsum("qhd,khd->hqk", p.q.cpu().double(), k) / 8 - math.log(40))
+    truth = torch.einsum("hqk,khd->qhd", weights, v)
+    got = variants.sigmoid_output(o, lse).cpu().double()
+    assert (got - truth).abs().max() <= 4 * torch.finfo(p.dtype).eps * truth.abs().max()
+
+
+# --- operands --------------------------------------------------------------------------------------------------------
+
+
+def test_other_values_compile_nothing(device, backend):
+    case, p = CASES["soft_cap"], problem(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_ragged(wrapper, p)
+    wrapper.run(p.q, p.k, p.v, cap=1.0)
+    began = []
+    unsubscribe = quire.events.subscribe(began.append)
+    try:
+        for cap in (1.5, 30.0, 2):
+            got = wrapper.run(p.q, p.k, p.v, return_lse=True, cap=cap)
+            p.check(*got, score=lambda s, _, cap=cap: cap * torch.tanh(s / cap))
+    finally:
+        unsubscribe()
+    assert not began
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_float_tensors(kind, device, backend):
+    """By strides, of a view."""
+    dtype, kind = kind, str(kind).removeprefix("torch.")
+    variant = quire.Variant(lambda score, q_idx, head, bias: score + bias[head, q_idx], tensors={"bias": kind})
+    bias = table(40, 9, dtype=dtype).t()[2 : 2 + HEADS]
+    p = problem(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p)
+    got = wrapper.run(p.q, p.k, p.v, return_lse=True, bias=bias.to(device).t().contiguous().t())
+    p.check(*got, score=lambda s, at: s + bias.double()[at.head, at.q_idx])
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.uint8, torch.bool])
+def test_integer_tensors(kind, device, backend):
+    dtype, kind = kind, str(kind).removeprefix("torch.")
+    allowed = torch.randint(0, 2, (60,), generator=torch.Generator().manual_seed(3)).to(dtype)
+    test = (lambda x: x) if dtype is torch.bool else (lambda x: x == 1)
+    variant = quire.Variant(mask=lambda kv_idx, allowed: test(allowed[kv_idx]), tensors={"allowed": kind})
+    p = problem(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p, plan={"allowed": allowed.to(device)})
+    p.check(*wrapper.run(p.q, p.k, p.v, return_lse=True), sees=lambda at: test(allowed[at.kv_idx]))
+
+
+def test_reads_beyond_a_tensor(device, backend):
+    """Its nearest element, whatever lies around it in memory."""
+    variant = quire.Variant(
+        lambda score, q_idx, kv_idx, head, bias: score + bias[head * 3 - 2, (kv_idx - 7) * 1000000],
+        tensors={"bias": "float32"},
+    )
+    bias, around = table(3, 5), torch.full((9, 40), math.nan)
+    around[3:6, 10:15] = bias
+    p = problem(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p)
+    got = wrapper.run(p.q, p.k, p.v, return_lse=True, bias=around.to(device)[3:6, 10:15])
+    p.check(
+        *got,
+        score=lambda s, at: s + bias.double()[(at.head * 3 - 2).clamp(0, 2), ((at.kv_idx - 7) * 1000000).clamp(0, 4)],
+    )
+
+
+REFUSED = {
+    "missing": ({}, {}, "slopes: expected as a keyword of run"),
+    "in run": ({}, {"slopes": SLOPES, "documents": DOCUMENTS}, "documents: expected by plan"),
+    "in plan": ({"slopes": SLOPES}, {}, "slopes: expected by run"),
+    "dtype": ({}, {"slopes": SLOPES.double()}, "slopes: expected dtype torch.float32"),
+    "rank": ({}, {"slopes": SLOPES[None]}, "slopes: expected 1 dimensions"),
+    "heads": ({}, {"slopes": SLOPES[:3]}, "slopes: expected at least 4 elements in dimension 0, which head counts"),
+    "keys": ({"documents": DOCUMENTS[:, :59]}, {}, "expected at least 60 elements in dimension 1, which kv_idx counts"),
+    "requests": ({"documents": DOCUMENTS[:3]}, {}, "documents: expected at least 4 elements in dimension 0"),
+    "empty": ({}, {"slopes": SLOPES[:0]}, "none of them empty"),
+    "number": ({}, {"slopes": 1.0}, "slopes: expected a torch.Tensor"),
+}  # fmt: skip
+STRICT = quire.Variant(
+    lambda score, head, slopes: score * slopes[head],
+    lambda q_idx, kv_idx, request, documents: documents[request, kv_idx] == documents[request, 0],
+    tensors={"slopes": "float32", "documents": "int32"},
+)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_operands(name):
+    of_plan, of_run, message = REFUSED[name]
+    p = problem("cpu")
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), variant=STRICT)
+    with pytest.raises(quire.ValidationError, match=message):
+        plan_ragged(wrapper, p, plan={"documents": DOCUMENTS, **of_plan})
+        wrapper.run(p.q, p.k, p.v, **of_run)
+
+
+def test_wrong_numbers():
+    p = problem("cpu")
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), variant=variants.dilated_window)
+    for width in ("5", 2.5, 2**31, SLOPES):
+        with pytest.raises(quire.ValidationError, match="width: expected"):
+            plan_ragged(wrapper, p, plan={"width": width, "step": 3})
+
+
+def test_what_a_variant_says_is_not_asked_for_besides():
+    p = problem("cpu")
+    for variant, options, name in (
+        (variants.soft_cap, {"logits_soft_cap": 2.0}, "logits_soft_cap"),
+        (variants.alibi, {"pos_encoding_mode": "ALIBI"}, "pos_encoding_mode"),
+        (variants.prefix_lm, {"custom_mask": torch.ones(2008, dtype=torch.bool), "prefix": PREFIX}, "custom_mask"),
+    ):
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), variant=variant)
+        with pytest.raises(quire.ValidationError, match=f"{name}: expected none beside a variant"):
+            plan_ragged(wrapper, p, plan=options)
+
+
+def test_arguments_that_are_none():
+    p = problem("cpu")
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
+        plan_ragged(wrapper, p, plan={"slopes": SLOPES})
+    plan_ragged(wrapper, p)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
+        wrapper.run(p.q, p.k, p.v, slopes=SLOPES)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
+        quire.single_prefill_with_kv_cache(p.q, p.k, p.v, slopes=SLOPES)
+
+
+def test_jit_args():
+    space = workspace("cpu")
+    for given in (
+        {"jit_args": [variants.alibi]},
+        {"jit_kwargs": {"variant": variants.alibi}},
+        {"variant": variants.alibi},
+    ):
+        assert quire.BatchPrefillWithRaggedKVCacheWrapper(space, **given)._variant is variants.alibi
+    source = ["single_prefill", torch.float16, "struct FlashSigmoid : AttentionVariantBase {};"]
+    with pytest.raises(quire.ValidationError, match=r"docs/variants.md"):
+        quire.BatchPrefillWithPagedKVCacheWrapper(space, jit_args=source)
+    with pytest.raises(quire.ValidationError, match="expected it once"):
+        quire.BatchDecodeWithPagedKVCacheWrapper(space, jit_args=variants.alibi, variant=variants.alibi)
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
+
+outside = [0.0]
+total = 0.0
+
+
+def branches(score, q_idx):
+    if q_idx > 3:
+        return score
+    return -score
+
+
+def writes(score):
+    outside[0] = score
+    return score
+
+
+def writes_global(score):
+    global total
+    total = total + 1
+    return score
+
+
+def chains(score, q_idx, kv_idx):
+    return score * (q_idx < kv_idx < 5)
+
+
+def counts(score):
+    outside.append(1)
+    return score * float(len(outside))
+
+
+UNTRACEABLE = {
+    branches: r"test_variants.py:\d+: `if q_idx > 3:`.*use where",
+    writes: r"test_variants.py:\d+: `outside\[0\] = score`: writes an element",
+    writes_global: r"test_variants.py:\d+: `total = total \+ 1`: writes a global",
+    chains: r"`return score \* \(q_idx < kv_idx < 5\)`",
+    counts: "do not return the same expression each time",
+    lambda score: math.tanh(score): "used as a number of Python",
+    lambda score: torch.sin(score): r"torch's sin\(\)",
+    lambda score: score.sum(): "no 'sum'",
+    lambda score: None: "returns nothing",
+    lambda score: score > 0: "expected a number, got a bool",
+    lambda score: score // 2: "write floor",
+    lambda score, kv_idx: score + kv_idx // 0: "integer division by 0",
+    lambda score: torch.where(score, 1, 0): "expected a bool as its condition",
+    lambda score, strange: score: "'strange'",
+    lambda score, **more: score: "parameters by name",
+    lambda score: score + 2**40: "integers that int32 holds",
+    lambda score: score & 1: "expected integers or bools",
+    lambda score: score**0.5: "whole exponent",
+    lambda score: score + "a": "expected a number or a value",
+    lambda score: [score]: "expected a number or a value",
+    lambda score: outside[score]: "used as a number of Python",
+    lambda score: score + outside.missing: "AttributeError",
+}
+
+
+@pytest.mark.parametrize("function", UNTRACEABLE, ids=lambda f: f"{f.__name__}{f.__code__.co_firstlineno}")
+def test_what_cannot_be_traced(function):
+    with pytest.raises(quire.ValidationError, match=UNTRACEABLE[function]):
+        quire.Variant(function)
+
+
+def test_what_cannot_be_declared():
+    for options, message in (
+        ({"tensors": {"x": torch.complex64}}, "tensors: expected one of"),
+        ({"tensors": {"q_idx": "int32"}}, "cannot name an operand"),
+        ({"tensors": {"x": "int32"}}, "'x' is declared but never read"),
+        ({"scalars": {"x": "float16"}}, "scalars: expected one of"),
+        ({"tensors": {"x": "int32"}, "scalars": {"x": int}}, "declared as a tensor too"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            quire.Variant(lambda score: score * 2, **options)
+    for read, message in (
+        (lambda score, x: score + x[score], "expected integers as indices"),
+        (lambda score, x: score + x[0] + x[0, 1], "expected 1 indices"),
+        (lambda score, x: score + x[-1], "expected indices from 0 on"),
+        (lambda score, x: score + x, "expected a number or a value"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            quire.Variant(read, tensors={"x": torch.float32})
+    with pytest.raises(quire.ValidationError, match="a score, a mask or both"):
+        quire.Variant()
+    with pytest.raises(quire.ValidationError, match="mask: expected a bool, got a int"):
+        quire.Variant(mask=lambda q_idx: q_idx)
+
+
+def test_texts():
+    """A text is read as the variant that wrote it; equal functions are one variant."""
+    for case in CASES.values():
+        again = quire.Variant.parse(str(case.variant))
+        assert again == case.variant and again.digest == case.variant.digest
+    same = [quire.Variant(f, scalars={"c": float}) for f in (lambda score, c: c * score, lambda score, c: c * score)]
+    assert same[0] == same[1] and hash(same[0]) == hash(same[1])
+    assert quire.Variant(lambda score, c: score * c, scalars={"c": float}) != same[0]
+    for text in (
+        "_score_ = __import__('os')\n",
+        "_score_ = score.node\n",
+        "x\n",
+        "import os\n",
+        "_score_ = (score+1)\n",
+    ):
+        with pytest.raises(quire.ValidationError, match="its text"):
+            quire.Variant.parse(text)
+
+
+def test_the_identity_is_no_variant_of_scores():
+    """A score that is returned as it is costs nothing."""
+    assert not quire.Variant(lambda score: score, lambda q_idx, kv_idx: kv_idx <= q_idx).has_score
+
+
+def test_slugs(device):
+    """A slug names a variant that the process knows, by its digest."""
+    from quire.aot import spec_of
+
+    slug = f"attention_cpu.x86-64-v3.fp32-fp32-fp32.d64-64.ragged.causal-expr{variants.alibi.digest}.m16"
+    spec = spec_of(slug)
+    assert spec.slug == slug and dict(spec.fields)["expression"] == str(variants.alibi)
+    with pytest.raises(quire.ValidationError, match="not known in this process"):
+        spec_of(slug.replace(variants.alibi.digest, "0123456789abcdef"))
+
+
+def test_a_sealed_machine_needs_no_source(tmp_path):
+    """What is recorded holds the text: another process builds it, and shows it, without the module that made it."""
+    variant = quire.Variant(lambda score, head, gain: score * gain[head] + 0.25, tensors={"gain": torch.float32})
+    p = Problem((2,), (9,))
+    quire.jit.record(tmp_path / "used.jsonl")
+    try:
+        quire.single_prefill_with_kv_cache(p.q, p.k, p.v, variant=variant, gain=torch.ones(4))
+    finally:
+        quire.jit.record(None)
+    environment = {**os.environ, "QUIRE_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def call(*words: str) -> str:
+        command = [sys.executable, "-m", "quire", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    listed = call("warmup", "--manifest", str(tmp_path / "used.jsonl"), "--dry-run")
+    assert f"expr{variant.digest}" in listed
+    slug = next(line.split()[-1] for line in listed.splitlines() if variant.digest in line)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"slug": slug, "expression": str(variant)}) + "\n")
+    assert "built" in call("warmup", "--manifest", str(tmp_path / "one.jsonl"))
+    assert "(score * gain[head])" in call("cache", "list")
+    assert "removed 0 entries" in call("cache", "prune"), "it is current, although its module is not imported"
+
+
+def test_warmup_of_a_module():
+    command = [sys.executable, "-m", "quire", "warmup", "--dry-run", "--backend", "cpu", "--variant"]
+    done = subprocess.run([*command, "quire.variants:alibi"], capture_output=True, text=True, check=True)
+    assert f"expr{variants.alibi.digest}" in done.stdout
+    for name in ("quire.variants:nothing", "nowhere:x", "quire.variants:sigmoid_output", "quire"):
+        done = subprocess.run([*command, name], capture_output=True, text=True, check=False)
+        assert done.returncode == 2 and "--variant: expected" in done.stderr
