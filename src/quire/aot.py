@@ -89,8 +89,11 @@ def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], Atten
                 "targets": target, "variants": variant,
             }  # fmt: skip
             is_mla = (qk, vo) == MLA_DIMS
-            yield values, AttentionProblem(
-                target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=is_mla, variant=variant
+            yield (
+                values,
+                AttentionProblem(
+                    target, q, kv, q, qk, vo, page_size, **features, rows=0, is_mla=is_mla, variant=variant
+                ),
             )
 
 
