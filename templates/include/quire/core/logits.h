@@ -36,6 +36,8 @@ struct LogitsTransform : ExpressionOf<V> {
   static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi, kHasScore = V::kScore != 0;
   // Nothing happens but the scaling that softmax does anyway.
   static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi && !kHasScore;
+  // A bias that grows evenly from key to key is all that happens.
+  static constexpr bool kIsRamp = kHasAlibi && V::kSoftCap == 0;
   static_assert(!kHasScore || (V::kSoftCap == 0 && !kHasAlibi), "a score says all that happens to a logit");
 
   float scale;      // of q . k
@@ -54,18 +56,22 @@ struct LogitsTransform : ExpressionOf<V> {
         num_heads(p.num_qo_heads) {}
 
   // X: some logits; at.q_idx(), at.kv_idx(), at.head() and at.request() say which. Queries and keys are counted within
-  // their request, of at.qo_len() and at.kv_len(); heads are query heads. at.ramp(step): step times how far right of the query's place each key is.
+  // their request, of at.qo_len() and at.kv_len(); heads are query heads. at.ramp(step): step times how far right of
+  // the query's place each key is.
   template <class X, class At>
   QUIRE_HD X score(X logit, const At& at) const {
-    if constexpr (kHasAlibi) {
-      const auto slope = Math::exp2(alibi_exponent(Math::to_float(at.head()), num_heads));
-      logit = Math::fma(logit, scale, at.ramp(slope * bias_unit));
-    }
+    if constexpr (kHasAlibi) logit = Math::fma(logit, scale, at.ramp(bias_step(at)));
     if constexpr (V::kSoftCap != 0) return Math::tanh(logit, kHasAlibi ? 1.0f : scale);
     if constexpr (kHasScore) {
       return Math::as_logits(V::template score<Math>(this->operands, Math::mul(logit, scale), at));
     }
     return logit;
+  }
+
+  // ALiBi: what a key's bias exceeds that of the key to its left by.
+  template <class At>
+  QUIRE_HD auto bias_step(const At& at) const {
+    return Math::exp2(alibi_exponent(Math::to_float(at.head()), num_heads)) * bias_unit;
   }
 };
 

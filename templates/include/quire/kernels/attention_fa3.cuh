@@ -51,6 +51,9 @@ struct AttentionFa3 {
   using Stage = WorkStage<V>;
   using Loader = KvLoader<V>;
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
+  // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
+  using Transform = LogitsTransform<V, FragmentMath<kVo <= 128>>;
+  static constexpr bool kIsRamp = Transform::kIsRamp;
 
   static constexpr int kWorkStages = 4;
   static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
@@ -263,6 +266,7 @@ struct AttentionFa3 {
   struct Rows {
     float o[kVo / 2];
     WarpgroupSoftmax softmax;
+    RowRamps<V, 2> ramps;         // of an ALiBi that needs nothing else
     uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
 
     QUIRE_DEVICE void clear() {
@@ -356,6 +360,10 @@ struct AttentionFa3 {
     KvTileWalk<V> walk(current);
     const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
     const TileDescriptor q = queries(rings.q, turn);
+    if constexpr (kIsRamp) {
+      const Transform transform(p_.base);
+      rows.ramps.set(transform, ramp_scale(transform), logits_tile(current, walk.tile()));
+    }
     first_tile(rows, s, current, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (full.contains(walk)) {
@@ -441,15 +449,26 @@ struct AttentionFa3 {
             lane};
   }
 
+  // The scale of q . k, or the least that a bias can be divided by: q . k is nothing beside the bias then.
+  QUIRE_DEVICE static float ramp_scale(const Transform& transform) { return fmaxf(transform.scale, 1e-20f); }
+
   // From q . k to weights. Here a variant's transform and mask come in.
   template <bool kMasked>
   QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
                                   const TileBits<V, 2>& bits) const {
-    // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
-    const LogitsTransform<V, FragmentMath<kVo <= 128>> transform(p_.base);
-    score_logits<kMasked>(s, transform, logits_tile(stage, tile), bits);
-    rows.softmax.raise_max(s, transform.factor);
-    rows.softmax.exponentiate(s, transform.factor);
+    const Transform transform(p_.base);
+    const LogitsTile<V> at = logits_tile(stage, tile);
+    if constexpr (kIsRamp) {
+      const float scale = ramp_scale(transform);
+      rows.ramps.template score<kMasked>(s, at, bits);
+      const RowOffsets offsets = {rows.ramps.offset(scale, at, 0), rows.ramps.offset(scale, at, 1)};
+      rows.softmax.raise_max(s, scale, offsets);
+      rows.softmax.exponentiate(s, scale, offsets);
+    } else {
+      score_logits<kMasked>(s, transform, at, bits);
+      rows.softmax.raise_max(s, transform.factor);
+      rows.softmax.exponentiate(s, transform.factor);
+    }
   }
 
   // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.

@@ -18,8 +18,10 @@ struct FragmentMath : ExpressionMath {
   template <class X>
   QUIRE_DEVICE static auto tanh(const X& x) {
     const Four<float> y = tanh_of_four<kPairs>(as_logits(x), 1.f);
-    if constexpr (OfKeys<X>::kVaries) return y;
-    else return y.at[0];
+    if constexpr (OfKeys<X>::kVaries)
+      return y;
+    else
+      return y.at[0];
   }
   using ExpressionMath::to_float;
   QUIRE_DEVICE static Four<float> fma(const Four<float>& x, float scale, const Four<float>& y) {
@@ -182,7 +184,37 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
   });
 }
 
-// The same with bits that are read where they are used.
+// ALiBi for a softmax that adds an offset to each row: what differs between a lane's keys of a tile costs a
+// multiply-add a logit, the rest is the offset.
+template <class V, int kRows>
+struct RowRamps {
+  float step[kRows];  // from key to key, of q . k
+
+  // scale: of q . k.
+  template <class Math>
+  QUIRE_DEVICE void set(const LogitsTransform<V, Math>& transform, float scale, const LogitsTile<V>& tile) {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) step[i] = __fdividef(transform.bias_step(LogitsPlace<V>{tile, i, 0, 0}), scale);
+  }
+
+  // q . k becomes score(q . k) / scale, but for the offset of its row.
+  template <bool kMasked, class S, class Bits>
+  QUIRE_DEVICE void score(S& s, const LogitsTile<V>& tile, Bits&& bits) const {
+    for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x.at[j] = fmaf(step[place.i], static_cast<float>(at + j / 2 * 8 + j % 2), x.at[j]);
+      if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
+    });
+  }
+
+  // The scaled bias of the lane's first key of the tile.
+  QUIRE_DEVICE float offset(float scale, const LogitsTile<V>& tile, int i) const {
+    const int stands = tile.qo_idx(i) + (tile.mask.kv_len - tile.mask.qo_len);
+    return step[i] * scale * static_cast<float>(tile.key + 2 * (tile.lane & 3) - stands);
+  }
+};
+
+// score_logits() with bits that are read where they are used.
 template <bool kMasked, class V, class Math, class S>
 QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
   score_logits<kMasked>(s, transform, tile,

@@ -4,6 +4,15 @@
 
 namespace quire {
 
+// What is added to all logits of a row, in base 2: nothing, or an offset of its own in each lane.
+struct NoOffsets {
+  QUIRE_DEVICE float plus(float x, int) const { return x; }
+};
+struct RowOffsets {
+  float at[2];
+  QUIRE_DEVICE float plus(float x, int h) const { return x + at[h]; }
+};
+
 // This lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct WarpgroupSoftmax {
   float m[2];       // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
@@ -16,16 +25,16 @@ struct WarpgroupSoftmax {
     is_raised = false;
   }
 
-  // Raises m where a row of s * scale exceeds it by more than kMaxLag.
-  template <int n>
-  QUIRE_DEVICE void raise_max(const float (&s)[n], float scale) {
+  // Raises m where a row of s * scale, with its offset, exceeds it by more than kMaxLag.
+  template <int n, class Offsets = NoOffsets>
+  QUIRE_DEVICE void raise_max(const float (&s)[n], float scale, const Offsets& offsets = {}) {
     float top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
       for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
-      top[h] = x * scale;
+      top[h] = offsets.plus(x * scale, h);
     }
     is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
     if (!is_raised) return;
@@ -38,14 +47,15 @@ struct WarpgroupSoftmax {
     }
   }
 
-  // s becomes exp2(s * scale - m), added up in d.
-  template <int n>
-  QUIRE_DEVICE void exponentiate(float (&s)[n], float scale) {
+  // s becomes exp2(s * scale + offset - m), added up in d.
+  template <int n, class Offsets = NoOffsets>
+  QUIRE_DEVICE void exponentiate(float (&s)[n], float scale, const Offsets& offsets = {}) {
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
       const int h = i / 2 % 2;
-      s[i] = ptx::ex2(fmaf(s[i], scale, -m[h]));
-      s[i + 1] = ptx::ex2(fmaf(s[i + 1], scale, -m[h]));
+      const float by = offsets.plus(-m[h], h);
+      s[i] = ptx::ex2(fmaf(s[i], scale, by));
+      s[i + 1] = ptx::ex2(fmaf(s[i + 1], scale, by));
       d[h] += s[i] + s[i + 1];
     }
   }
