@@ -31,6 +31,8 @@ class Latents:
     sinks: Tensor | None = None
     seed: int = 0
     outlier: float = 1.0  #: by which one dim of latents is larger than the others
+    kv_dtype: torch.dtype | None = None  #: of latents; None: dtype
+    scale: float = 1.0  #: what latents as they are stored are to be multiplied by
     query: Tensor = field(init=False)  #: [nnz_qo, num_heads, 576]
     keys: Tensor = field(init=False)  #: [nnz_kv, 576]
 
@@ -40,7 +42,8 @@ class Latents:
         self.query = torch.randn(sum(self.qo_lens), self.num_heads, 576, generator=source)
         self.keys = torch.randn(sum(self.kv_lens), 576, generator=source)
         self.keys[:, 7] *= self.outlier
-        self.query, self.keys = (t.to(self.dtype).to(self.device) for t in (self.query, self.keys))
+        self.query = self.query.to(self.dtype).to(self.device)
+        self.keys = (self.keys / self.scale).to(self.kv_dtype or self.dtype).to(self.device)
 
     @property
     def qo_indptr(self) -> list[int]:
@@ -49,7 +52,8 @@ class Latents:
 
     def expected(self, dtype: torch.dtype = torch.float64) -> oracle.State:
         """The truth in float64, or torch's own answer, each operation rounded to `dtype`."""
-        parts = self.query[..., :512], self.query[..., 512:], self.keys[:, :512], self.keys[:, 512:]
+        keys = self.keys.float() * self.scale
+        parts = self.query[..., :512], self.query[..., 512:], keys[:, :512], keys[:, 512:]
         kv_indptr = oracle.indptr_of(self.kv_lens)
         return oracle.latent_attention(
             *(part.cpu() for part in parts), self.qo_indptr, kv_indptr, causal=self.causal, sm_scale=SCALE,
@@ -63,7 +67,8 @@ class Latents:
         oracle.assert_close(out, truth.o, self.expected(self.dtype).o.double(), self.qo_indptr)
         if lse is not None:
             norms = [float(t.cpu().double().norm(dim=-1).amax()) if t.numel() else 0.0 for t in (self.query, self.keys)]
-            oracle.assert_lse_close(lse, truth.lse, magnitude=norms[0] * norms[1] * SCALE * math.log2(math.e) + 1.0)
+            magnitude = norms[0] * norms[1] * self.scale * SCALE * math.log2(math.e) + 1.0
+            oracle.assert_lse_close(lse, truth.lse, magnitude=magnitude)
 
     def paged(self, page_size: int = 16, form: str = "joined", spare: int = 3) -> LatentPages:
         """The latents in pages of a random order, with `spare` pages of NaN among them.
@@ -73,16 +78,14 @@ class Latents:
         counts = [-(-n // page_size) for n in self.kv_lens]
         num_pages, width = sum(counts) + spare, 576 if form == "joined" else 640
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(self.seed))[: sum(counts)].tolist()
-        pages, free, at = (
-            poisoned((num_pages, page_size + (form == "sliced"), width), self.dtype, self.device),
-            iter(order),
-            0,
-        )
+        pages = poisoned((num_pages, page_size + (form == "sliced"), width), torch.float32, self.device)
+        free, at = iter(order), 0
         for n in self.kv_lens:
             for begin in range(0, n, page_size):
                 count = min(page_size, n - begin)
-                pages[next(free), :count, :576] = self.keys[at : at + count]
+                pages[next(free), :count, :576] = self.keys[at : at + count].float()
                 at += count
+        pages = pages.to(self.keys.dtype)
         ckv, kpe = pages[:, :page_size, :512], pages[:, :page_size, 512:576]
         if form == "split":
             ckv, kpe = ckv.contiguous(), kpe.contiguous()

@@ -21,7 +21,7 @@ def plan(wrapper: quire.BatchMLAPagedAttentionWrapper, p: Latents, pages: Latent
     """plan() on flat arrays, on the host but for the page numbers."""
     wrapper.plan(
         ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, p.device), ints(p.kv_lens, "cpu"),
-        p.num_heads, 512, 64, pages.page_size, p.causal, SCALE, p.dtype, p.dtype, **more,
+        p.num_heads, 512, 64, pages.page_size, p.causal, SCALE, p.dtype, p.keys.dtype, **more,
     )  # fmt: skip
 
 
@@ -95,6 +95,27 @@ def test_long_keys_with_an_outlier_dim(device, backend, dtype):
     """One dim of latents eight times as large as the others, where partial results are merged."""
     p = Latents((1, 1), (20000, 7), 4, dtype, device, outlier=8.0)
     p.check(*attend(p, p.paged(64), backend))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(("num_heads", "q_len"), [(16, 1), (20, 3), (128, 1)])
+@pytest.mark.parametrize("page_size", [3, 64])
+def test_latents_of_eight_bits(device, backend, dtype, page_size, num_heads, q_len, kv_dtype):
+    """With a scale for all of the cache, which multiplies logits and results."""
+    p = Latents((q_len,) * 4, (37, 0, 700, 129), num_heads, dtype, device, q_len > 1, kv_dtype=kv_dtype, scale=2.0)
+    p.check(*attend(p, p.paged(page_size), backend, ckv_scale=p.scale, kpe_scale=p.scale))
+
+
+def test_every_number_of_eight_bits_is_widened_exactly(device, backend, dtype):
+    """A request of one key returns its latent."""
+    for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        p = Latents((1, 1), (1, 1), 16, dtype, device, kv_dtype=kv_dtype)
+        numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype).to(device)
+        p.keys[:] = 0
+        p.keys[:, :512] = torch.where(numbers.float().isfinite(), numbers.float(), 0).repeat(2).to(kv_dtype)
+        pages = p.paged(16, "split")
+        out, _ = attend(p, pages, backend)
+        assert torch.equal(out.float(), p.keys[:, None, :512].float().expand(-1, 16, -1))
 
 
 def test_lse_of_both_bases(device, backend):

@@ -287,15 +287,17 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
     return head_dim_reason(problem)
 
 
-def mla_tensor_core_reason(problem: AttentionProblem) -> str | None:
-    """Why no MLA kernel of 16-bit tensor-core products takes these number types."""
+def mla_tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
+    """Why an MLA kernel of 16-bit tensor-core products does not take this."""
     if problem.target == "sm75":
         return "target sm75 has no asynchronous copies"
     if problem.q.slug not in ("fp16", "bf16"):
         return f"q dtype {problem.q} is not fp16 or bf16"
-    for name, dtype in (("kv", problem.kv), ("o", problem.o)):
-        if dtype != problem.q:
-            return f"{name} dtype {dtype} differs from q dtype {problem.q}"
+    if problem.kv != problem.q and not (takes_8_bit_kv and problem.kv.bits == 8):
+        others = " and has not 8 bits" if takes_8_bit_kv else ""
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
+    if problem.o != problem.q:
+        return f"o dtype {problem.o} differs from q dtype {problem.q}"
     return mla_reason(problem)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from quire.kernels.attention import (
     AttentionKernel,
     AttentionProblem,
@@ -31,7 +33,7 @@ KERNEL = AttentionKernel(
     header="quire/kernels/attention_mla_fa2.cuh",
     cxx="AttentionMlaFa2",
     on_cuda=True,
-    reject=mla_tensor_core_reason,
+    reject=partial(mla_tensor_core_reason, takes_8_bit_kv=True),
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
     operands=MLA_OPERANDS,

@@ -5,9 +5,12 @@
 // A row of o has 512 columns, more than a warp's registers hold beside others: the warps that own the same 16 rows
 // divide the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go
 // through shared memory, and so do the maxima of rows: three barriers a tile, while the next tiles are in flight.
+// 8-bit latents are widened, exactly, from the ring into one tile of 16 bits, once for all warps.
 #pragma once
 #include "quire/core/params_mla.h"
 #include "quire/core/schedule.h"
+#include "quire/ptx/float8.cuh"
+#include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/current_work.cuh"
 #include "quire/tile/gemm.cuh"
@@ -21,7 +24,7 @@ namespace quire {
 // The columns of a tile from chunk kFirst on, as a tile that is copied into.
 template <class Tile, int kFirst, int kCols_>
 struct TileColumns {
-  static constexpr int kRows = Tile::kRows, kCols = kCols_, kChunks = kCols / 8;
+  static constexpr int kRows = Tile::kRows, kCols = kCols_, kChunks = kCols / (Tile::kCols / Tile::kChunks);
 
   Tile tile;
 
@@ -33,7 +36,10 @@ struct AttentionMlaFa2 {
   using T = typename V::Q;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kKpe = kQk - kVo;
-  static_assert(is_same<T, typename V::Kv>::value && is_same<T, typename V::O>::value, "one number type");
+  using Kv = typename V::Kv;
+  static constexpr bool kNarrow = sizeof(Kv) == 1;
+  static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
+                "q and o have one number type, and so have latents unless they have 8 bits");
   static_assert(kQk == 576 && kVo == 512, "512 dims of a latent and 64 more");
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
 
@@ -47,8 +53,9 @@ struct AttentionMlaFa2 {
   using TileO = SmemTile<kTileRows, kVo>;  // takes its place at the end
   using TileKv = SmemTile<kTileKv, kQk>;
   using TileP = SmemTile<kTileRows, kTileKv>;
-  using Ckv = TileColumns<TileKv, 0, kVo>;
-  using Kpe = TileColumns<TileKv, kVo / 8, kKpe>;
+  using TileRing = SmemTile<kTileKv, kQk, 8 * static_cast<int>(sizeof(Kv))>;  // as the cache has it
+  using Ckv = TileColumns<TileRing, 0, kVo>;
+  using Kpe = TileColumns<TileRing, kVo* static_cast<int>(sizeof(Kv)) / 16, kKpe>;
   using CursorQ = BlockCursor<TileQ>;
   using CursorP = BlockCursor<TileP>;
   using CursorK = BlockCursor<TileKv, Quarters::kTopFirst>;
@@ -70,13 +77,15 @@ struct AttentionMlaFa2 {
     float of_rows[kKeyGroups][kTileRows];
   };
   static constexpr int kOffsetBytes = kTileKv * 16;  // of a tile's tokens
-  static constexpr int kFixedBytes = TileQ::kBytes + TileP::kBytes + round_up(sizeof(Shared), 16);
+  static constexpr int kWideBytes = kNarrow ? TileKv::kBytes : 0;
+  static constexpr int kFixedBytes = TileQ::kBytes + kWideBytes + TileP::kBytes + round_up(sizeof(Shared), 16);
   static constexpr int kStages =
-      max(1, min(4, (kMostBytes - kFixedBytes - kOffsetBytes) / (TileKv::kBytes + kOffsetBytes)));
-  static constexpr int kTableStages = max(2, kStages);
+      max(1, min(4, (kMostBytes - kFixedBytes - kOffsetBytes) / (TileRing::kBytes + kOffsetBytes)));
+  static constexpr int kTableStages = kStages + (kNarrow || kStages == 1 ? 1 : 0);
   using Rows = KvRows<V, kThreads, kTableStages>;
 
-  static constexpr int kRingAt = TileQ::kBytes, kWeightsAt = kRingAt + kStages * TileKv::kBytes;
+  static constexpr int kWideAt = TileQ::kBytes, kRingAt = kWideAt + kWideBytes;
+  static constexpr int kWeightsAt = kRingAt + kStages * TileRing::kBytes;
   static constexpr int kTableAt = kWeightsAt + TileP::kBytes;
   static constexpr int kSharedAt = kTableAt + Rows::kTableBytes;
 
@@ -116,7 +125,8 @@ struct AttentionMlaFa2 {
         columns_(threadIdx.x / 32 % kColGroups) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
-  QUIRE_DEVICE TileKv kv_tile(int i) const { return {smem_at(kRingAt + i % kStages * TileKv::kBytes)}; }
+  QUIRE_DEVICE TileRing ring_tile(int i) const { return {smem_at(kRingAt + i % kStages * TileRing::kBytes)}; }
+  QUIRE_DEVICE TileKv kv_tile(int i) const { return {kNarrow ? smem_at(kWideAt) : ring_tile(i).base}; }
   QUIRE_DEVICE TileP weights() const { return {smem_at(kWeightsAt)}; }
   QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + rows_; }
   QUIRE_DEVICE bool has_keys() const { return kKeyGroups == kColGroups || columns_ < kKeyGroups; }
@@ -138,7 +148,7 @@ struct AttentionMlaFa2 {
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
-    constexpr int kAhead = max(1, kStages - 1);
+    constexpr int kAhead = kNarrow ? kStages : max(1, kStages - 1);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) copy(rows, kv_begin + i);
     KeyRange any, all;
@@ -150,7 +160,11 @@ struct AttentionMlaFa2 {
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<kAhead - 1>();
       __syncthreads();  // tile i is there, and all are done with tile i - 1
-      if constexpr (kStages > 1) copy(rows, i + kAhead);
+      if constexpr (kNarrow) {
+        widen(ring_tile(i), kv_tile(i));
+        __syncthreads();  // tile i is wide
+      }
+      if constexpr (kNarrow || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
       Accumulator<1, kKeys> s;
       const bool some = any.contains(i), attends = some && has_keys();
@@ -161,7 +175,7 @@ struct AttentionMlaFa2 {
       rows.publish_offsets(i + kTableStages);
       __syncthreads();  // so are the weights
       if (some) add_values(o, i);
-      if constexpr (kStages == 1) {
+      if constexpr (!kNarrow && kStages == 1) {
         __syncthreads();  // all are done with tile i
         copy(rows, i + 1);
       }
@@ -206,9 +220,29 @@ struct AttentionMlaFa2 {
 
   // One group of asynchronous copies.
   QUIRE_DEVICE void copy(const Rows& rows, int i) const {
-    rows.template copy<1>(Ckv{kv_tile(i)}, i);
-    rows.template copy<0>(Kpe{kv_tile(i)}, i);
+    rows.template copy<1>(Ckv{ring_tile(i)}, i);
+    rows.template copy<0>(Kpe{ring_tile(i)}, i);
     ptx::cp_async_commit();
+  }
+
+  // Chunks of 16 numbers of 8 bits become two of 16 bits.
+  QUIRE_DEVICE void widen(TileRing from, TileKv to) const {
+    constexpr int kChunks = TileRing::kChunks;
+#pragma unroll 3
+    for (int i = thread_; i < kTileKv * kChunks; i += kThreads) {
+      const int row = i / kChunks, chunk = i - row * kChunks;
+      const uint4 x = ptx::ld_shared_16(from.chunk(row, chunk));
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t wide[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) ptx::widen(Kv{}, words[2 * half + j], wide[2 * j], wide[2 * j + 1]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) wide[j] = ptx::widened_to(T{}, wide[j]);
+        ptx::st_shared_16(to.chunk(row, 2 * chunk + half), wide);
+      }
+    }
   }
 
   // s = q k^T of the warp's rows and keys, masked; tells the maxima.

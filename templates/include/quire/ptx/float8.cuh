@@ -38,4 +38,21 @@ QUIRE_DEVICE void widen(e4m3_t kind, uint32_t x, uint32_t& low, uint32_t& high) 
 }
 #endif
 
+// Two fp16 numbers that were 8-bit floats, as fp16 or, exactly too, as bf16.
+QUIRE_DEVICE uint32_t widened_to(fp16_t, uint32_t x) { return x; }
+QUIRE_DEVICE uint32_t widened_to(bf16_t, uint32_t x) {
+  uint32_t y;
+  asm("{\n"
+      ".reg .b16 l, h;\n"
+      ".reg .f32 a, b;\n"
+      "mov.b32 {l, h}, %1;\n"
+      "cvt.f32.f16 a, l;\n"
+      "cvt.f32.f16 b, h;\n"
+      "cvt.rn.bf16x2.f32 %0, b, a;\n"
+      "}"
+      : "=r"(y)
+      : "r"(x));
+  return y;
+}
+
 }  // namespace quire::ptx
