@@ -9,6 +9,7 @@
 #pragma once
 #include "quire/core/params_mla.h"
 #include "quire/core/schedule.h"
+#include "quire/ptx/barrier.cuh"
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
@@ -44,9 +45,10 @@ struct AttentionMlaFa2 {
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
 
   static constexpr int kWarps = 8, kThreads = kWarps * 32, kMinCtas = 1;
-  static constexpr int kRowGroups = kTileRows / 16, kColGroups = kWarps / kRowGroups;        // warps of the same rows
-  static constexpr int kCols = kVo / kColGroups;                                             // of o that a warp owns
-  static constexpr int kKeys = max(16, kTileKv / kColGroups), kKeyGroups = kTileKv / kKeys;  // of s
+  static constexpr int kM = kTileRows == 64 ? 2 : 1, kWarpRows = 16 * kM;  // blocks of 16 rows a warp
+  static constexpr int kRowGroups = kTileRows / kWarpRows, kColGroups = kWarps / kRowGroups;  // warps of the same rows
+  static constexpr int kCols = kVo / kColGroups;                                              // of o that a warp owns
+  static constexpr int kKeys = max(16, kTileKv / kColGroups), kKeyGroups = kTileKv / kKeys;   // of s
 
  private:
   using TileQ = SmemTile<kTileRows, kQk>;
@@ -121,7 +123,7 @@ struct AttentionMlaFa2 {
         smem_(smem),
         thread_(threadIdx.x),
         lane_(threadIdx.x % 32),
-        rows_(threadIdx.x / 32 / kColGroups * 16),
+        rows_(threadIdx.x / 32 / kColGroups * kWarpRows),
         columns_(threadIdx.x / 32 % kColGroups) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
@@ -137,7 +139,7 @@ struct AttentionMlaFa2 {
     any = all = {0, 0};
     if (row_begin() >= work_.row_end) return;
     const auto mask = this->mask();
-    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + 16, work_.row_end) - 1);
+    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, work_.row_end) - 1);
     any = mask.any(first, last), all = mask.all(first, last);
     any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
     all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
@@ -153,9 +155,10 @@ struct AttentionMlaFa2 {
     for (int i = 0; i < kAhead; ++i) copy(rows, kv_begin + i);
     KeyRange any, all;
     find_tiles(any, all);
-    Accumulator<1, kCols> o;
-    float m[2] = {kNoLogit, kNoLogit}, d[2] = {0.f, 0.f};  // reference maxima, and this lane's part of denominators
+    Accumulator<kM, kCols> o;
+    SoftmaxRows<kM> softmax;  // d: of this lane's keys
     o.clear();
+    softmax.clear();
 #pragma unroll 1
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<kAhead - 1>();
@@ -166,14 +169,14 @@ struct AttentionMlaFa2 {
       }
       if constexpr (kNarrow || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
-      Accumulator<1, kKeys> s;
+      Accumulator<kM, kKeys> s;
       const bool some = any.contains(i), attends = some && has_keys();
       if (attends) score(s, i, all.contains(i));
-      __syncthreads();  // the maxima of all keys are there
-      if (some) raise_max(o, m, d);
-      if (attends) exponentiate(s, m, d);
+      sync_rows();  // the maxima of all keys are there
+      if (some) raise_max(o, softmax);
+      if (attends) exponentiate(s, softmax);
       rows.publish_offsets(i + kTableStages);
-      __syncthreads();  // so are the weights
+      sync_rows();  // so are the weights
       if (some) add_values(o, i);
       if constexpr (!kNarrow && kStages == 1) {
         __syncthreads();  // all are done with tile i
@@ -181,18 +184,24 @@ struct AttentionMlaFa2 {
       }
     }
     ptx::cp_async_wait<0>();
-    sum_denominators(d);
+    sum_denominators(softmax);
     if (work_.is_whole()) {
-      store(o, m, d);
+      store(o, softmax);
       return;
     }
     const MergeGroup group = p_.groups[work_.group];
-    store_partial(o, m, d);
+    store_partial(o, softmax);
     if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, shared_.current.is_last,
                      [] { __syncthreads(); })) {
       call_merge_partials<V, kWarps>(p_, work_, group, thread_);
     }
   }
+
+  // Waits for the warps of the same rows.
+  QUIRE_DEVICE void sync_rows() const { ptx::named_barrier_sync(1 + rows_ / kWarpRows, kColGroups * 32); }
+
+  // Where the lane's row h of block m tells other warps what group g of keys has.
+  QUIRE_DEVICE float& told(int g, int m, int h) const { return shared_.of_rows[g][rows_ + 16 * m + 8 * h + lane_ / 4]; }
 
   // Rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
@@ -245,8 +254,8 @@ struct AttentionMlaFa2 {
     }
   }
 
-  // s = q k^T of the warp's rows and keys, masked; tells the maxima.
-  QUIRE_DEVICE void score(Accumulator<1, kKeys>& s, int i, bool every) const {
+  // s = q k^T of the warp's rows and keys, masked and scaled; tells the maxima.
+  QUIRE_DEVICE void score(Accumulator<kM, kKeys>& s, int i, bool every) const {
     CursorQ q({smem_at(0)}, lane_);
     CursorK k(kv_tile(i), lane_);
     q.lane_base += rows_ * TileQ::kRowBytes;
@@ -256,14 +265,18 @@ struct AttentionMlaFa2 {
     for (int atom = 0; atom < kQk / 64; ++atom) {  // 128 bytes of a row
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        uint32_t x[4];
-        ptx::ldmatrix_x4(x, q.at(0, j) + atom * 128);
+        uint32_t x[kM][4];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(x[m], q.at(m, j) + atom * 128);
 #pragma unroll
         for (int n = 0; n < kKeys / 16; ++n) {
           uint32_t keys[4];
           ptx::ldmatrix_x4(keys, k.at(n, j) + atom * 128);
-          ptx::mma_m16n8k16(T{}, s.at[0][2 * n], x, keys[0], keys[1]);
-          ptx::mma_m16n8k16(T{}, s.at[0][2 * n + 1], x, keys[2], keys[3]);
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+            ptx::mma_m16n8k16(T{}, s.at[m][2 * n], x[m], keys[0], keys[1]);
+            ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], x[m], keys[2], keys[3]);
+          }
         }
       }
     }
@@ -274,103 +287,124 @@ struct AttentionMlaFa2 {
     if (!every) score_logits<true>(s, transform, tile);
     const float scale = transform.factor;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = kNoLogit;
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        s.at[0][n][2 * h] *= scale, s.at[0][n][2 * h + 1] *= scale;
-        top = fmaxf(top, fmaxf(s.at[0][n][2 * h], s.at[0][n][2 * h + 1]));
+      for (int h = 0; h < 2; ++h) {
+        float top = kNoLogit;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          float (&x)[4] = s.at[m][n];
+          x[2 * h] *= scale, x[2 * h + 1] *= scale;
+          top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
+        }
+        top = quad_max(top);
+        if (lane_ % 4 == 0) told(columns_, m, h) = top;
       }
-      top = quad_max(top);
-      if (lane_ % 4 == 0) shared_.of_rows[columns_][rows_ + 8 * h + lane_ / 4] = top;
     }
   }
 
   // Raises m where a row's maximum exceeds it by more than kMaxLag, and rescales d and o to match.
-  QUIRE_DEVICE void raise_max(Accumulator<1, kCols>& o, float (&m)[2], float (&d)[2]) const {
-    float factor[2];
+  QUIRE_DEVICE void raise_max(Accumulator<kM, kCols>& o, SoftmaxRows<kM>& softmax) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = kNoLogit;
+    for (int m = 0; m < kM; ++m) {
+      float factor[2];
 #pragma unroll
-      for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, shared_.of_rows[g][rows_ + 8 * h + lane_ / 4]);
-      const float next = top > m[h] + kMaxLag ? top : m[h];
-      factor[h] = ptx::ex2(m[h] - next);
-      m[h] = next, d[h] *= factor[h];
-    }
-    if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) return;
+      for (int h = 0; h < 2; ++h) {
+        float top = kNoLogit;
 #pragma unroll
-    for (int n = 0; n < kCols / 8; ++n) {
+        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, told(g, m, h));
+        const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
+        factor[h] = ptx::ex2(softmax.m[m][h] - next);
+        softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
+      }
+      if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) continue;
 #pragma unroll
-      for (int h = 0; h < 2; ++h) o.at[0][n][2 * h] *= factor[h], o.at[0][n][2 * h + 1] *= factor[h];
+      for (int n = 0; n < kCols / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o.at[m][n][j] *= factor[j / 2];
+      }
     }
   }
 
   // s becomes exp2(s - m), added up in d and rounded to T in shared memory.
-  QUIRE_DEVICE void exponentiate(Accumulator<1, kKeys>& s, const float (&m)[2], float (&d)[2]) const {
+  QUIRE_DEVICE void exponentiate(Accumulator<kM, kKeys>& s, SoftmaxRows<kM>& softmax) const {
     const TileP tile = weights();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int n = 0; n < kKeys / 8; ++n) {
-        const float x = ptx::ex2(s.at[0][n][2 * h] - m[h]), y = ptx::ex2(s.at[0][n][2 * h + 1] - m[h]);
-        d[h] += x + y;
-        ptx::st_shared(tile.chunk(rows_ + 8 * h + lane_ / 4, columns_ * (kKeys / 8) + n) + lane_ % 4 * 4,
-                       ptx::pack(T{}, x, y));
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          const float x = ptx::ex2(s.at[m][n][2 * h] - softmax.m[m][h]);
+          const float y = ptx::ex2(s.at[m][n][2 * h + 1] - softmax.m[m][h]);
+          softmax.d[m][h] += x + y;
+          ptx::st_shared(tile.chunk(rows_ + 16 * m + 8 * h + lane_ / 4, columns_ * (kKeys / 8) + n) + lane_ % 4 * 4,
+                         ptx::pack(T{}, x, y));
+        }
       }
     }
   }
 
   // o += p v of the warp's rows and columns.
-  QUIRE_DEVICE void add_values(Accumulator<1, kCols>& o, int i) const {
+  QUIRE_DEVICE void add_values(Accumulator<kM, kCols>& o, int i) const {
     CursorP p(weights(), lane_);
     CursorV v(kv_tile(i), lane_);
     p.lane_base += rows_ * TileP::kRowBytes;
     v.lane_base += columns_ * (kCols * 2);
 #pragma unroll
     for (int k = 0; k < kTileKv / 16; ++k) {
-      uint32_t x[4];
-      ptx::ldmatrix_x4(x, p.at(0, k));
+      uint32_t x[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(x[m], p.at(m, k));
 #pragma unroll
       for (int n = 0; n < kCols / 16; ++n) {
         uint32_t values[4];
         ptx::ldmatrix_x4_trans(values, v.at(k, n));
-        ptx::mma_m16n8k16(T{}, o.at[0][2 * n], x, values[0], values[1]);
-        ptx::mma_m16n8k16(T{}, o.at[0][2 * n + 1], x, values[2], values[3]);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16(T{}, o.at[m][2 * n], x[m], values[0], values[1]);
+          ptx::mma_m16n8k16(T{}, o.at[m][2 * n + 1], x[m], values[2], values[3]);
+        }
       }
     }
   }
 
   // Every lane gets the whole denominators of its rows.
-  QUIRE_DEVICE void sum_denominators(float (&d)[2]) const {
+  QUIRE_DEVICE void sum_denominators(SoftmaxRows<kM>& softmax) const {
+    softmax.reduce();
     __syncthreads();  // all have read the last maxima, and are done with q
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float sum = quad_sum(d[h]);
-      if (has_keys() && lane_ % 4 == 0) shared_.of_rows[columns_][rows_ + 8 * h + lane_ / 4] = sum;
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (has_keys() && lane_ % 4 == 0) told(columns_, m, h) = softmax.d[m][h];
+      }
     }
     __syncthreads();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      d[h] = 0.f;
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int g = 0; g < kKeyGroups; ++g) d[h] += shared_.of_rows[g][rows_ + 8 * h + lane_ / 4];
+      for (int h = 0; h < 2; ++h) {
+        softmax.d[m][h] = 0.f;
+#pragma unroll
+        for (int g = 0; g < kKeyGroups; ++g) softmax.d[m][h] += told(g, m, h);
+      }
     }
   }
 
   // o and lse of a whole tile: rounded, gathered in shared memory (q is done with), stored in rows.
-  QUIRE_DEVICE void store(Accumulator<1, kCols>& o, const float (&m)[2], const float (&d)[2]) const {
+  QUIRE_DEVICE void store(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
     const TileO tile = {smem_at(0)};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = rows_ + 8 * h + lane_ / 4, row = work_.tile.row_begin + r;
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4, row = work_.tile.row_begin + r;
       const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
       const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
-      const RowResult result = finish_row(m[h], d[h], sink, output_scale(p_));
+      const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
 #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) {
         ptx::st_shared(tile.chunk(r, columns_ * (kCols / 8) + n) + lane_ % 4 * 4,
-                       ptx::pack(T{}, o.at[0][n][2 * h] * result.scale, o.at[0][n][2 * h + 1] * result.scale));
+                       ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
       }
       if (p_.lse != nullptr && columns_ == 0 && lane_ % 4 == 0 && row < work_.row_end) {
         p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
@@ -390,16 +424,17 @@ struct AttentionMlaFa2 {
   }
 
   // Rows of partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2] that exist.
-  QUIRE_DEVICE void store_partial(const Accumulator<1, kCols>& o, const float (&m)[2], const float (&d)[2]) const {
+  QUIRE_DEVICE void store_partial(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int r = rows_ + 8 * h + lane_ / 4;
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4;
       if (work_.tile.row_begin + r >= work_.row_end) continue;
       const int64_t at = static_cast<int64_t>(work_.partial) * kTileRows + r;
       float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo + columns_ * kCols) + lane_ % 4;
 #pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) dst[4 * n] = {o.at[0][n][2 * h], o.at[0][n][2 * h + 1]};
-      if (columns_ == 0 && lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {m[h], d[h]};
+      for (int n = 0; n < kCols / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
+      if (columns_ == 0 && lane_ % 4 == 0)
+        reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
     }
   }
 };
