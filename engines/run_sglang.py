@@ -213,11 +213,17 @@ def flow(mode, lens, prefix, window=None, layer_window=-1, graph=False, times=1,
     return function
 
 
-def mla(mode, lens, prefix):
+def mla(mode, lens, prefix, graph=False):
     def function():
         backend, table, pool = make("flashinfer_mla_backend", mla=True)
         b = batch(mode, lens, prefix, table)
-        backend.init_forward_metadata(b)
+        if graph:  # as the CUDA graph runner has it, without a graph: capture, then a replay with other lengths
+            backend.init_cuda_graph_state(len(lens), 4 * len(b.out_cache_loc))
+            first = batch(mode, [p + 1 for p in prefix], prefix, table)
+            backend.init_forward_metadata_out_graph(first, in_capture=True)
+            backend.init_forward_metadata_out_graph(b)
+        else:
+            backend.init_forward_metadata(b)
         n, ragged = len(b.out_cache_loc), mode is Mode.EXTEND and not any(prefix)
         dims = (192, 128) if ragged else (576, 512)
         layer = NS(
@@ -314,6 +320,7 @@ case(
     ROUND,
 )
 case("MLA decode", mla(D, [17, 1, 64], [16, 0, 63]), ROUND)
+case("MLA decode in a CUDA graph's wrappers", mla(D, [17, 1, 64], [16, 0, 63], graph=True), ROUND)
 case("MLA extend, prefix (paged)", mla(E, [17, 40, 64], [8, 0, 32]), ROUND)
 case("MLA extend, no prefix (ragged, 192 and 128)", mla(E, [17, 40, 64], [0, 0, 0]), ROUND)
 # No kernel attends to compressed keys yet.
