@@ -30,6 +30,7 @@ BEYOND = {
             "test_lengths",
             "test_long_chunks",
             "test_masks_of_long_chunks",
+            "test_masks_of_long_variants",
             "test_paged_plan",
             "test_paged_prefill",
             "test_prefill",
@@ -38,6 +39,7 @@ BEYOND = {
             "test_ragged_prefill",
             "test_slopes_of_heads",
             "test_splits_do_not_change_the_answer",
+            "test_splits_of_variants",
             "test_which_keys_are_seen",
             "test_workspace_that_is_too_small",
         }

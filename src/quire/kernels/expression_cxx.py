@@ -24,12 +24,53 @@ def render(expression: Expression) -> str:
     for name, root, more in (("score", expression.score, "X score, "), ("mask", expression.mask, "")):
         if root is not None:
             parameter = "class M, class X, class At" if more else "class M, class At"
-            lines += [
-                f"template <{parameter}>",
-                f"QUIRE_HD static auto {name}(const Operands& o, {more}const At& at) {{",
-            ]
-            lines += [*(f"  {line}" for line in _statements(root, expression)), "}"]
+            lines += _function(parameter, name, more, _statements(root, expression))
+    if expression.score is not None:
+        linear = _linear_reads(expression.score)
+        lines += [f"static constexpr int kLinearReads = {len(linear)};"]
+        lines += _function("class M, class At", "reads_inside", "", _inside(linear, expression)) if linear else []
     return "\n".join(lines)
+
+
+def _function(parameters: str, name: str, more: str, body: list[str]) -> list[str]:
+    head = f"QUIRE_HD static auto {name}(const Operands& o, {more}const At& at) {{"
+    return [f"template <{parameters}>", head, *(f"  {line}" for line in body), "}"]
+
+
+def _linear_reads(root: Node) -> list[Node]:
+    """Reads whose last index grows evenly with the key, and whose others do not depend on it: those of a row are
+    neighbours in memory, and inside the tensor if those of both ends of a KV tile are.
+    """
+    degrees: dict[int, int] = {}
+    for node in root.walk():
+        degrees[id(node)] = _degree(node, [degrees[id(arg)] for arg in node.args])
+    reads = (node for node in root.walk() if node.op == "read")
+    return [node for node in reads if [degrees[id(arg)] for arg in node.args] == [0] * (len(node.args) - 1) + [1]]
+
+
+def _degree(node: Node, args: list[int]) -> int:
+    """0: the same for all keys of a row; 1: the number of the key, or its reverse, and what is the same; 2: else."""
+    if not args:
+        return {"score": 2, "index": int(node.value == "kv_idx")}.get(node.op, 0)
+    if max(args) == 0:
+        return 0
+    return 1 if max(args) == 1 and sum(args) == 1 and node.op in ("add", "sub", "neg") else 2
+
+
+def _inside(linear: list[Node], expression: Expression) -> list[str]:
+    """Whether each of these reads is of an element that there is, and that lies beside the next."""
+    lines, names, places = [], dict[int, str](), _places(expression)
+    for read in linear:
+        for node in (node for arg in read.args for node in arg.walk() if id(node) not in names):
+            value = _spell(node, [names[id(arg)] for arg in node.args], places)
+            names[id(node)] = f"n{len(names)}"
+            lines.append(f"const auto {names[id(node)]} = {value};")
+    checks = [f"{places[str(read.value)]}.has_neighbours({names[id(read.args[-1])]})" for read in linear]
+    return [*lines, f"return {' && '.join(checks)};"]
+
+
+def _places(expression: Expression) -> dict[str, str]:
+    return {operand.name: f"o.p{i}" for i, operand in enumerate(expression.operands)}
 
 
 def _fields(expression: Expression) -> list[str]:
@@ -42,11 +83,12 @@ def _fields(expression: Expression) -> list[str]:
 
 def _statements(root: Node, expression: Expression) -> list[str]:
     """One a node, in the order of evaluation."""
-    places = {operand.name: f"o.p{i}" for i, operand in enumerate(expression.operands)}
-    names: dict[int, str] = {}
-    lines = []
+    places, names, lines = _places(expression), dict[int, str](), list[str]()
+    linear = {id(node) for node in _linear_reads(root)} if root.type == FLOAT else set()
     for node in root.walk():
         value = _spell(node, [names[id(arg)] for arg in node.args], places)
+        if id(node) in linear:
+            value = value.replace("M::read(", "M::template read_linear<At>(", 1)
         names[id(node)] = f"n{len(names)}"
         lines.append(f"const auto {names[id(node)]} = {value};")
     return [*lines, f"return {names[id(root)]};"]

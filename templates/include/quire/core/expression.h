@@ -94,7 +94,19 @@ struct TensorRef {
     for (int i = 0; i < kRank; ++i) at += min(max(indices[i], 0), sizes[i] - 1) * strides[i];
     return widen_element(load_element(data + at));
   }
+
+  // Whether there is an element at `last` of the last dimension, whose elements lie side by side.
+  QUIRE_HD bool has_neighbours(int32_t last) const {
+    return last >= 0 && last < sizes[kRank - 1] && strides[kRank - 1] == 1;
+  }
 };
+
+// Whether a score has reads that are neighbours in memory for the keys of a row.
+template <class V>
+QUIRE_HD constexpr bool has_linear_reads() {
+  if constexpr (V::kScore != 0) return V::kLinearReads != 0;
+  return false;
+}
 
 // Integers that wrap.
 QUIRE_HD int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }

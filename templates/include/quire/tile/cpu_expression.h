@@ -86,6 +86,11 @@ struct ExpressionMath {
     return each_lane([&](auto... i) { return tensor(i...); }, index...);
   }
 
+  template <class At, class Tensor, class... Index>
+  QUIRE_CPU static auto read_linear(const Tensor& tensor, Index... index) {
+    return read(tensor, index...);
+  }
+
   // ---- arithmetic ----
 
   template <class A, class B>

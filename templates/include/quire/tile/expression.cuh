@@ -124,6 +124,32 @@ struct ExpressionMath {
     return of_keys([&](auto... i) { return tensor(i...); }, index...);
   }
 
+  // Of neighbours. At::kInside: those of a whole KV tile are inside the tensor, so that a key costs one load.
+  template <class At, class Tensor, class... Index>
+  QUIRE_DEVICE static auto read_linear(const Tensor& tensor, const Index&... index) {
+    if constexpr (At::kInside) {
+      const Ramp<int32_t> keys = last_of(index...);
+      const auto* from = tensor.data + start_of(tensor, 0, index...);
+      return of_keys([&](int32_t key) { return widen_element(load_element(from + key)); },
+                     Ramp<int32_t>{0, keys.step == 1 ? 1 : -1, keys.at});
+    } else {
+      return read(tensor, index...);
+    }
+  }
+  template <class Tensor, class... Rest>
+  QUIRE_DEVICE static int32_t start_of(const Tensor& tensor, int dim, int32_t index, const Rest&... rest) {
+    return min(max(index, 0), tensor.sizes[dim] - 1) * tensor.strides[dim] + start_of(tensor, dim + 1, rest...);
+  }
+  template <class Tensor>
+  QUIRE_DEVICE static int32_t start_of(const Tensor&, int, const Ramp<int32_t>& keys) {
+    return keys.first;
+  }
+  template <class... Rest>
+  QUIRE_DEVICE static Ramp<int32_t> last_of(int32_t, const Rest&... rest) {
+    return last_of(rest...);
+  }
+  QUIRE_DEVICE static Ramp<int32_t> last_of(const Ramp<int32_t>& keys) { return keys; }
+
   // ---- arithmetic ----
 
   QUIRE_DEVICE static float sum(float a, float b) { return a + b; }

@@ -46,9 +46,27 @@ struct LogitsTile {
   QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
 };
 
-// Four logits of one row, for transforms and masks: those of the lane's keys at, at + 1, at + 8 and at + 9.
+// One key, and the query of a row.
 template <class V>
+struct KeyPlace {
+  const LogitsTile<V>& tile;
+  int i, key;
+
+  QUIRE_DEVICE int q_idx() const { return tile.qo_idx(i); }
+  QUIRE_DEVICE int keys() const { return key; }
+  QUIRE_DEVICE int head() const {
+    return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
+  }
+  QUIRE_DEVICE int request() const { return tile.request; }
+  QUIRE_DEVICE int qo_len() const { return tile.mask.qo_len; }
+  QUIRE_DEVICE int kv_len() const { return tile.mask.kv_len; }
+};
+
+// Four logits of one row, for transforms and masks: those of the lane's keys at, at + 1, at + 8 and at + 9. kInside:
+// neighbours that a score reads are inside its tensors for all keys of the KV tile.
+template <class V, bool kInside_ = false>
 struct LogitsPlace {
+  static constexpr bool kInside = kInside_;
   const LogitsTile<V>& tile;
   int i, qo_idx, at;
 
@@ -145,7 +163,7 @@ struct Fragment<float[size]> {
 
 // Calls visit(x, visible, place, at) for each four logits x of a lane, rows first. bits(i, qo_idx, at): the mask's bits
 // of row i for the tile's keys [at, at + 32).
-template <bool kMasked, class V, class S, class Bits, class Visit>
+template <bool kMasked, bool kInside = false, class V, class S, class Bits, class Visit>
 QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, Visit&& visit) {
   using F = Fragment<S>;
   static_assert(F::kBlocks % 2 == 0, "logits are visited in pairs of blocks of 8 keys");
@@ -159,10 +177,24 @@ QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, V
       if (kMasked && VisibleKeys<V>::kHasBits && at % 32 == 0) visible.set_bits(bits(i, qo_idx, at), at);
       float *left = F::block(s, i / 2, n) + h, *right = F::block(s, i / 2, n + 1) + h;
       Four<float> x = {left[0], left[1], right[0], right[1]};
-      visit(x, visible, LogitsPlace<V>{tile, i, qo_idx, at}, at);
+      visit(x, visible, LogitsPlace<V, kInside>{tile, i, qo_idx, at}, at);
       left[0] = x.at[0], left[1] = x.at[1], right[0] = x.at[2], right[1] = x.at[3];
     }
   }
+}
+
+// Whether the neighbours that a score reads are inside its tensors for all logits of a warp.
+template <class V, class S>
+QUIRE_DEVICE bool reads_inside(const ExpressionOf<V>& expression, const LogitsTile<V>& tile) {
+  using F = Fragment<S>;
+  bool inside = true;
+#pragma unroll
+  for (int i = 0; i < F::kRows; ++i) {
+    const KeyPlace<V> first = {tile, i, tile.key}, last = {tile, i, tile.key + 8 * F::kBlocks - 1};
+    inside = inside && V::template reads_inside<ExpressionMath>(expression.operands, first) &&
+             V::template reads_inside<ExpressionMath>(expression.operands, last);
+  }
+  return __all_sync(0xffffffffu, inside) != 0;
 }
 
 // q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
@@ -171,6 +203,14 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
                                Bits&& bits) {
   constexpr bool kIsIdentity = LogitsTransform<V, Math>::kIsIdentity;
   if constexpr (kIsIdentity && !kMasked) return;
+  if constexpr (has_linear_reads<V>() && !kMasked) {
+    if (reads_inside<V, S>(transform, tile)) {
+      for_each_logit<false, true>(s, tile, bits, [&](Four<float>& x, const auto&, const auto& place, int) {
+        x = transform.score(x, place);
+      });
+      return;
+    }
+  }
   for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
     if constexpr (!kIsIdentity) {
       // Memory beyond the keys may hold a NaN, which must not reach the other logit of its pair.

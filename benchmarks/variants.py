@@ -1,0 +1,267 @@
+"""Variants of one's own beside the plain kernel, and beside torch's compiled FlexAttention.
+
+All rows of a kind take turns in one process. Work is counted by the pairs of query and key that a mask shows, so that a
+mask which passes over nothing looks slow. Before anything is timed, the last 64 queries of each request are compared
+with the variant's float64 reference.
+
+    python benchmarks/variants.py --json results/variants.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import machine
+import quire
+import timing
+from quire import variants
+
+CHECKED = 64  #: queries of each request that are compared
+identity = quire.Variant(lambda score: score)
+
+
+@dataclass(frozen=True)
+class Row:
+    """target: of the rate of the plain row of its kind, or for decode of its time."""
+
+    name: str
+    variant: quire.Variant | None = None
+    operands: Callable[[torch.device, int, int], Mapping[str, Any]] = lambda *_: {}
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    causal: bool = True
+    target: float | None = None
+
+
+def slopes(device: torch.device, *_: int) -> Mapping[str, Any]:
+    """ALiBi's, of 32 heads."""
+    return {"slopes": 2.0 ** (-0.25 * torch.arange(1.0, 33.0, device=device))}
+
+
+def bias(device: torch.device, _: int, length: int) -> Mapping[str, Any]:
+    """[heads, 2 length - 1]."""
+    return {"bias": torch.randn(32, 2 * length - 1, device=device)}
+
+
+def documents(device: torch.device, batch: int, length: int, count: int = 12) -> Mapping[str, Any]:
+    """`count` documents of random lengths in each request."""
+    source = torch.Generator().manual_seed(1)
+    cuts = torch.randperm(length, generator=source)[: count - 1].sort().values
+    number = torch.bucketize(torch.arange(length), cuts, right=True).int()
+    return {"documents": number.expand(batch, length).contiguous().to(device)}
+
+
+def prefix(device: torch.device, batch: int, _: int) -> Mapping[str, Any]:
+    """1024 tokens."""
+    return {"prefix": torch.full((batch,), 1024, dtype=torch.int32, device=device)}
+
+
+window = quire.Variant(
+    mask=lambda q_idx, kv_idx, qo_len, kv_len, width: kv_idx >= q_idx + kv_len - qo_len - width,
+    scalars={"width": "int32"},
+)
+PREFILL = (
+    Row("plain"),
+    Row("identity", identity, target=0.99),
+    Row("alibi", variants.alibi, slopes, target=0.92),
+    Row("alibi, built in", plan={"pos_encoding_mode": "ALIBI"}),
+    Row("soft cap", variants.soft_cap, lambda *_: {"cap": 30.0}, target=0.92),
+    Row("soft cap, built in", plan={"logits_soft_cap": 30.0}),
+    Row("table bias", variants.relative_bias, bias, target=0.92),
+    Row("12 documents", variants.document_mask, documents),
+    Row("window 1024", window, lambda *_: {"width": 1024}),
+    Row("window 1024, built in", plan={"window_left": 1024}),
+    Row("prefix-lm 1024", variants.prefix_lm, prefix, causal=False),
+)
+DECODE = (
+    Row("plain"),
+    Row("alibi", variants.alibi, slopes, target=1.02),
+    Row("table bias", variants.relative_bias, bias),
+)
+
+
+@dataclass
+class Result:
+    """us: the median of a launch; tflops: by the pairs that are shown; ratio: to the plain row of its kind."""
+
+    name: str
+    us: float
+    tflops: float | None = None
+    ratio: float | None = None
+    target: float | None = None
+    error: float | None = None  #: the largest, beside float64
+    plan_us: float | None = None  #: of plan(), once warm
+
+
+class Prefill:
+    """2 x 8192 tokens, 32/8 heads of 128, bf16, ragged."""
+
+    def __init__(
+        self, device: torch.device, batch: int = 2, length: int = 8192, heads: tuple[int, int] = (32, 8)
+    ) -> None:
+        self.device, self.batch, self.length, self.heads = device, batch, length, heads
+        draw = lambda count: torch.randn(batch * length, count, 128, device=device, dtype=torch.bfloat16)  # noqa: E731
+        self.q, self.k, self.v = draw(heads[0]), draw(heads[1]), draw(heads[1])
+        self.workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+
+    def prepare(self, row: Row) -> tuple[timing.Call, Result]:
+        """A launch of a row, which has been checked."""
+        operands = dict(row.operands(self.device, self.batch, self.length))
+        of_mask = row.variant.expression.mask_operands if row.variant else frozenset()
+        planned = {name: x for name, x in operands.items() if name in of_mask}
+        given = {name: x for name, x in operands.items() if name not in of_mask}
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, variant=row.variant)
+        indptr = torch.arange(self.batch + 1, dtype=torch.int32) * self.length
+        wrapper.plan(
+            indptr, indptr, *self.heads, 128, causal=row.causal, q_data_type=torch.bfloat16, **row.plan, **planned
+        )
+        out = torch.empty_like(self.q)
+        call = lambda _: wrapper.run(self.q, self.k, self.v, out=out, **given)  # noqa: E731
+        call(0)
+        error = None if row.plan else self._error(row, out, operands)
+        result = Result(row.name, math.nan, target=row.target, error=error)
+        result.tflops = 4 * 128 * self.heads[0] * self._pairs(row, operands) / 1e6  # operations, until times are known
+        return call, result
+
+    def _error(self, row: Row, out: torch.Tensor, operands: Mapping[str, Any]) -> float:
+        variant = row.variant or identity
+        worst = 0.0
+        for request in range(self.batch):
+            begin, end = request * self.length, (request + 1) * self.length
+            own = {n: x[request : request + 1] if n in ("documents", "prefix") else x for n, x in operands.items()}
+            heads = slice(0, self.heads[0] // self.heads[1])  # of the first KV head
+            own = {n: x[heads] if n in ("slopes", "bias") else x for n, x in own.items()}
+            tokens = (self.q[end - CHECKED : end, heads], self.k[begin:end, :1], self.v[begin:end, :1])
+            truth = variant.reference(*tokens, causal=row.causal, **own)
+            worst = max(worst, float((out[end - CHECKED : end, heads].cpu().double() - truth).abs().max()))
+        if not worst < 0.05:
+            raise SystemExit(f"{row.name}: off by {worst}")
+        return worst
+
+    def _pairs(self, row: Row, operands: Mapping[str, Any]) -> int:
+        """Pairs of query and key that are shown."""
+        i = torch.arange(self.length, device=self.device)
+        shown = i[:, None] >= i[None, :] if row.causal else torch.ones_like(i[:, None] + i[None, :], dtype=torch.bool)
+        if "documents" in operands:
+            shown &= operands["documents"][0][:, None] == operands["documents"][0][None, :]
+        if "prefix" in operands:
+            shown &= (i[None, :] < 1024) | (i[:, None] >= i[None, :])
+        if "width" in operands or "window_left" in row.plan:
+            shown &= i[None, :] >= i[:, None] - 1024
+        return int(shown.sum()) * self.batch
+
+    def flex(self) -> list[tuple[str, timing.Call, int]]:
+        """FlexAttention on the same tensors: its launch, and the pairs that it shows."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        attend = torch.compile(flex_attention)
+        q, k, v = (
+            t.view(self.batch, self.length, -1, 128).transpose(1, 2).contiguous() for t in (self.q, self.k, self.v)
+        )
+        slope, number = slopes(self.device)["slopes"], documents(self.device, 1, self.length)["documents"][0]
+
+        def alibi(score: Any, _b: Any, h: Any, i: Any, j: Any) -> Any:
+            return score + slope[h] * (j - i)
+
+        def causal(_b: Any, _h: Any, i: Any, j: Any) -> Any:
+            return i >= j
+
+        def document(_b: Any, _h: Any, i: Any, j: Any) -> Any:
+            return (i >= j) & (number[i] == number[j])
+
+        masks = [
+            create_block_mask(m, None, None, self.length, self.length, device=str(self.device))
+            for m in (causal, document)
+        ]
+        rows = (("flex: alibi", alibi, masks[0], PREFILL[2]), ("flex: 12 documents", None, masks[1], PREFILL[7]))
+        found = []
+        for name, score, mask, row in rows:
+            call = lambda _, s=score, m=mask: attend(q, k, v, score_mod=s, block_mask=m, enable_gqa=True)  # noqa: E731
+            call(0)
+            found.append((name, call, self._pairs(row, row.operands(self.device, self.batch, self.length))))
+        return found
+
+
+class Decode:
+    """64 requests of 4096 keys, 32/8 heads of 128, bf16, pages of 16 tokens."""
+
+    def __init__(
+        self, device: torch.device, batch: int = 64, length: int = 4096, heads: tuple[int, int] = (32, 8)
+    ) -> None:
+        self.device, self.batch, self.length, self.heads = device, batch, length, heads
+        pages = batch * length // 16
+        self.q = torch.randn(batch, heads[0], 128, device=device, dtype=torch.bfloat16)
+        self.cache = torch.randn(pages, 2, 16, heads[1], 128, device=device, dtype=torch.bfloat16)
+        self.order = torch.randperm(pages, dtype=torch.int32)
+        self.workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+
+    def prepare(self, row: Row) -> tuple[timing.Call, Result]:
+        """A launch of a row, which has been checked."""
+        operands = row.operands(self.device, self.batch, self.length)
+        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(self.workspace, variant=row.variant)
+        indptr = torch.arange(self.batch + 1, dtype=torch.int32) * (self.length // 16)
+        last = torch.full((self.batch,), 16, dtype=torch.int32)
+        wrapper.plan(indptr, self.order.to(self.device), last, *self.heads, 128, 16, q_data_type=torch.bfloat16)
+        out = torch.empty_like(self.q)
+        call = lambda _: wrapper.run(self.q, self.cache, out=out, **operands)  # noqa: E731
+        call(0)
+        tokens = self.cache[self.order[: self.length // 16].long().to(self.device)]
+        k, v = (tokens[:, i].reshape(self.length, self.heads[1], 128) for i in (0, 1))
+        truth = (row.variant or identity).reference(self.q[:1], k, v, **operands)
+        error = float((out[:1].cpu().double() - truth).abs().max())
+        if not error < 0.05:
+            raise SystemExit(f"{row.name}: off by {error}")
+        return call, Result(row.name, math.nan, target=row.target, error=error)
+
+
+def measure(kind: str, prepared: list[tuple[timing.Call, Result]], rounds: int) -> list[Result]:
+    """Time the launches in turn."""
+    calls = [(call, 1) for call, _ in prepared]
+    times = timing.cuda_times(
+        calls, [timing.estimate_us(call, 1) for call, _ in calls], 1, rounds, timing.flusher("write")
+    )
+    results = [result for _, result in prepared]
+    for result, taken in zip(results, times, strict=True):
+        result.us = taken.median
+        result.tflops = None if result.tflops is None else result.tflops / taken.median
+    plain = results[0]
+    for result in results:
+        result.ratio = result.us / plain.us if result.tflops is None else (result.tflops or 0) / (plain.tflops or 1)
+        result.name = f"{kind}: {result.name}"
+    return results
+
+
+def main() -> int:
+    """Print a line a row, and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--no-flex", action="store_true")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    prefill = Prefill(device)
+    prepared = [prefill.prepare(row) for row in PREFILL]
+    for name, call, pairs in [] if options.no_flex else prefill.flex():
+        prepared.append((call, Result(name, math.nan, 4 * 128 * 32 * pairs / 1e6)))
+    decode = Decode(device)
+    results = measure("prefill", prepared, options.rounds)
+    results += measure("decode", [decode.prepare(row) for row in DECODE], options.rounds)
+    for result in results:
+        rate = "" if result.tflops is None else f"{result.tflops:7.1f} TFLOP/s"
+        error = "" if result.error is None else f"  error {result.error:.1e}"
+        print(f"{result.name:<32}{result.us:9.1f} us {rate:>16}  {result.ratio:.3f} of plain{error}")
+    if options.json is not None:
+        machine.write_report(options.json, {**machine.describe(device), "rows": [asdict(result) for result in results]})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
