@@ -171,6 +171,7 @@ class Inputs:
     requests: torch.Tensor  #: int32, whose token each is; -1: nobody's
     tables: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  #: kv_indices, kv_indptr, last_page_len
     wrapper: Any  #: planned
+    slots: torch.Tensor | None = None  #: places in the cache, where they are not the positions
 
 
 def inputs_of(batch: Batch, wrapper: Any, device: torch.device) -> Inputs:
@@ -203,12 +204,13 @@ class Model:
         """q, k, v: [1, heads, tokens, head_dim] of all requests. New keys go to their pages; q reads from there."""
         q, k, v = (t[0].transpose(0, 1).contiguous() for t in (q, k, v))
         cache = self.cache[module.layer_idx]
-        quire.append_paged_kv_cache(k, v, step.requests, step.positions.to(torch.int32), cache, *step.tables)
+        slots = (step.positions if step.slots is None else step.slots).to(torch.int32)
+        quire.append_paged_kv_cache(k, v, step.requests, slots, cache, *step.tables)
         return step.wrapper.run(q, cache)[None], None
 
-    def hidden(self, step: Inputs) -> torch.Tensor:
-        """The last hidden state of each token: [tokens, hidden_size]."""
-        states = self.model.model(
+    def hidden(self, step: Inputs, layers: torch.nn.Module | None = None) -> torch.Tensor:
+        """The last hidden state of each token, [tokens, hidden_size], by all layers or others that share the cache."""
+        states = (layers or self.model.model)(
             input_ids=step.ids[None], position_ids=step.positions[None], use_cache=False, step=step
         ).last_hidden_state
         return states[0]

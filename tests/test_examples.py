@@ -43,8 +43,10 @@ def check(output: str, *, cold: bool) -> None:
     ("script", "arguments", "package"),
     [
         ("batch_inference.py", ("--layers", "2"), "torch"),
+        ("beam_search.py", (), "transformers"),
         ("embed.py", (), "sentence_transformers"),
         ("generate.py", (), "transformers"),
+        ("speculative.py", (), "transformers"),
     ],
 )
 def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], package: str) -> None:
@@ -63,4 +65,6 @@ def test_a_repeated_example_compiles_nothing(tmp_path: Path) -> None:
 def test_each_example_is_run_here() -> None:
     scripts = {path.name for path in EXAMPLES.glob("*.py")} - {"first_call.py"}
     scripts -= {"paged_engine.py", "serve.py"}  # by test_serve.py
-    assert scripts == {"batch_inference.py", "embed.py", "generate.py", "paged_prefill.py"}
+    assert scripts == {
+        "batch_inference.py", "beam_search.py", "embed.py", "generate.py", "paged_prefill.py", "speculative.py",
+    }  # fmt: skip
