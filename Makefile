@@ -6,6 +6,7 @@
 #   make test-all   both
 #   make docs       the documents as one folder that opens from disk: build/docs/index.html; warnings are errors
 #   make figures    draws benchmarks/results/*.json into docs/figures/
+#   make hub        build/hub: a repository of kernels for the Hugging Face Hub; it takes nvcc
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #
 # All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
@@ -52,6 +53,10 @@ docs: $(STAMP)
 
 figures: $(STAMP)
 	$(BIN)/python benchmarks/figures.py
+
+hub: $(STAMP)
+	$(BIN)/python jit_cache/prebuild.py
+	$(BIN)/python jit_cache/hub.py build/hub
 
 engines: export QUIRE_CACHE_DIR = $(CURDIR)/build/engines/cache
 engines: export QUIRE_LOG = error

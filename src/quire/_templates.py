@@ -9,7 +9,7 @@ from quire.errors import CacheError
 
 def root() -> Path:
     """The directory that holds `variant.jinja`, `build.ninja.jinja` and `include/quire/`."""
-    here = Path(__file__).resolve()
+    here = Path(__file__).absolute()  # of a link itself: the Hugging Face Hub's cache links single files
     candidates = (here.parent / "templates", here.parents[2] / "templates")
     for candidate in candidates:
         if (candidate / "variant.jinja").is_file():

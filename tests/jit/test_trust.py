@@ -197,6 +197,15 @@ def test_leftovers_of_any_kind_are_swept_and_links_are_not_followed(
     assert (victim / "file").read_text() == "mine"
 
 
+def test_files_beside_our_own_code_may_be_links(built: jit.Entry, templates: Path, cache: Path, tmp_path: Path) -> None:
+    """As in the Hugging Face Hub's cache: whoever could change them could change our code."""
+    for file in list(built.path.iterdir()):
+        file.rename(tmp_path / file.name)
+        file.symlink_to(tmp_path / file.name)
+    found = [jit.Store(cache, readonly=True, trusted_group=trusted) for trusted in (False, True)]
+    assert [jit.lookup(HOST, store=store, templates=templates) is not None for store in found] == [False, True]
+
+
 def link_to_nowhere(entry: jit.Entry) -> None:
     shutil.rmtree(entry.path)
     entry.path.symlink_to("nowhere")

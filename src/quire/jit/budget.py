@@ -7,13 +7,14 @@ budget, and several machines on one cache have a budget each.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from quire import config
-from quire.jit import cpu
+from quire.errors import CacheError
+from quire.jit import cpu, trust
 from quire.jit.store import Store
 
 _MOST_READ = 32  #: manifests, for each compile
@@ -33,14 +34,18 @@ def _peaks(store: Store, *, device: bool) -> Iterator[int]:
 
 def permits_directory(store: Store) -> Path:
     """Where the permits of this user lie on this machine; in the cache if nowhere else is private."""
+    root, name = config.runtime_directory(), f"quire-permits-{os.geteuid()}"
     try:
-        root = config.runtime_directory() / f"quire-permits-{os.geteuid()}"
-        root.mkdir(mode=0o700, exist_ok=True)
-        status = root.lstat()
-    except OSError:  # none, or a read-only or full file system
+        with trust.directory(root) as at:
+            _make(at, name)
+            with trust.directory(at, name) as own:
+                _make(own, "permits")
+    except (OSError, CacheError):  # none, a read-only or full file system, or others could write there
         return store.root / "permits"
-    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
-    if not private:
-        return store.root / "permits"
-    (root / "permits").mkdir(mode=0o700, exist_ok=True)
-    return root / "permits"
+    return root / name / "permits"
+
+
+def _make(at: int, name: str) -> None:
+    """Make a private directory. One that is there stays as it is, and is used only if it can be trusted."""
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=at)

@@ -83,8 +83,12 @@ def make_directory(at: int, name: str) -> None:
 
 
 def read(at: int, name: str, limit: int, *, shared_group: bool = False) -> bytes:
-    """The content of the plain file `name` of at most `limit` bytes; CacheError if others could have written it."""
-    with open(_open(at, name, os.O_RDONLY | _FILE), "rb", buffering=0) as file:
+    """The content of the plain file `name` of at most `limit` bytes; CacheError if others could have written it.
+
+    With `shared_group`, beside our own code, it may be a link, as in the Hugging Face Hub's cache.
+    """
+    flags = os.O_RDONLY | (_FILE & ~os.O_NOFOLLOW if shared_group else _FILE)
+    with open(_open(at, name, flags), "rb", buffering=0) as file:
         status = _check(file.fileno(), name, shared_group=shared_group)
         if not stat.S_ISREG(status.st_mode):
             raise CacheError(f"{name} is not a plain file")
