@@ -226,6 +226,12 @@ ATTENTION = [
     "attention_fa2.sm90a.bf16-bf16-bf16.d128-128.ragged.custom.m128",
     "attention_fa2.sm90a.bf16-e4m3-bf16.d128-128.paged.causal.m64",
     "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128",
+    # Those below have run on no card, as `quire matrix` says.
+    "attention_decode.sm89.bf16-e4m3-bf16.d128-128.paged.causal.m32",
+    "attention_decode.sm100a.bf16-bf16-bf16.d128-128.paged.none.m16",
+    "attention_fa2.sm100a.bf16-bf16-bf16.d128-128.paged.causal.m128",
+    "attention_decode.sm120a.bf16-bf16-bf16.d128-128.paged.causal.m64",
+    "attention_fa2.sm120a.bf16-bf16-bf16.d256-256.paged.causal.m64",
 ]
 
 

@@ -538,7 +538,7 @@ def test_an_unknown_protocol_is_refused(fake: FakeCompiler, use: Callable[..., N
 
 
 def test_the_s3_server_of_moto(fake: FakeCompiler, use: Callable[..., None], host: Host, monkeypatch):
-    """`pip install "moto[server]" s3fs` for this test."""
+    """Objects that are added once, by the client that users have."""
     threaded = pytest.importorskip("moto.server", reason="moto[server] is not installed").ThreadedMotoServer
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed")
     server = threaded(ip_address="127.0.0.1", port=0, verbose=False)
