@@ -43,3 +43,14 @@ def test_each_picture_names_machine_and_date(drawn: dict[str, str]) -> None:
     for name, text in drawn.items():
         assert re.search(r"20\d\d-\d\d-\d\d", text), name
         assert re.search(r"H200|EPYC|Xeon|g\+\+ 12", text), name
+
+
+def test_readme_counts_the_rows_as_they_are_drawn(drawn: dict[str, str]) -> None:
+    import figures
+
+    ratios = [row.ratio for row in figures.attention_rows()]
+    slower = [ratio for ratio in ratios if ratio < 1]
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"the fastest in {len(ratios) - len(slower)} of {len(ratios)} rows" in text
+    assert f"slower than the fastest other in {len(slower)}, by {100 * (1 - min(slower)):.0f} % at most" in text
+    assert f"{len(slower)} of {len(ratios)} rows: slower" in drawn["speed-light.svg"]

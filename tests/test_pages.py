@@ -78,3 +78,14 @@ def test_every_public_name_is_in_the_reference() -> None:
         if f".{name}\n" not in pages and f"quire.{name}`" not in pages and not hasattr(quire.errors, name)
     ]
     assert sorted(missing) == []
+
+
+def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("griffe", reason="make docs installs it")
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    from docstrings import markdown
+
+    lines = markdown("Write.\n\nq, k [nnz]: the *rows*,\n    all.\nReturns o.\n\n>>> f([1])\n[1]").splitlines()
+    assert [line for line in lines if line] == [
+        "Write.", "- `q, k [nnz]`: the \\*rows\\*,", "    all.", "Returns o.", "```pycon", ">>> f([1])", "[1]", "```"
+    ]  # fmt: skip
