@@ -128,6 +128,12 @@ def test_explain_is_text_a_table_and_html() -> None:
     assert "chosen" in cells and "6 requests, 48 query tokens, 9057 keys" in cells
 
 
+def test_repr_of_a_wrapper_says_what_it_has() -> None:
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "HND")
+    assert repr(wrapper) == "<BatchPrefillWithRaggedKVCacheWrapper on cpu, HND, not planned>"
+    assert "planned: attention_cpu." in repr(planned())
+
+
 def test_explain_names_the_mode() -> None:
     assert "divided at multiples of 512 keys" in planned(fixed_split_size=512).explain()
     assert "whole row tiles" in planned(disable_split_kv=True).explain()

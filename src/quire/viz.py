@@ -26,6 +26,7 @@ from quire.runtime.wrapper import AttentionWrapper
 __all__ = ["Picture", "schedule"]
 
 _WIDTH, _LEFT, _TOP, _BOTTOM = 960, 76, 10, 40
+_MOST_JOINED = 64  #: merge groups, and lines, that an eye can follow
 _MOST_TILES = 20000  #: that a browser draws without stuttering
 
 
@@ -107,7 +108,7 @@ class Picture:
             box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{tall:.2f}"'
             yield f'<g><title>{escape(self._describe(work, line))}</title><rect {box} fill="{_colour(work)}"/>'
             if work.group >= 0:
-                fill = "url(#quire-part)" if height > 6 else "#fff4"
+                fill = "url(#quire-part)" if height > 6 and width > 4 else "#fff4"
                 yield f'<rect {box} fill="{fill}"/>'
             if width > 62 and tall > 12:
                 name = f"{work.request} · head {work.kv_head}"
@@ -117,7 +118,8 @@ class Picture:
 
     def _merges(self, height: float) -> Iterator[str]:
         """A line from part to part of each merge group, where there are few enough to follow."""
-        for parts in self._parts().values() if self._lines <= 64 else ():
+        groups = self._parts().values()
+        for parts in groups if len(groups) <= _MOST_JOINED and self._lines <= _MOST_JOINED else ():
             points = [
                 f"{self._x((p.begin + p.end) / 2):.1f},{_TOP + height * (p.line + 0.5):.1f}"
                 for p in sorted(parts, key=lambda p: p.work.keys)

@@ -50,6 +50,10 @@ class AttentionWrapper(EngineAttributes):
         check_flags(use_cuda_graph=use_cuda_graph)
         self._graph = graph_state(use_cuda_graph, self._workspace.device, **buffers)
 
+    def __repr__(self) -> str:
+        plan = "not planned" if self._attention is None else f"planned: {self._attention.decision.key.slug}"
+        return f"<{type(self).__name__} on {self._workspace.device}, {self._layout.value}, {plan}>"
+
     @property
     def is_cuda_graph_enabled(self) -> bool:
         """Whether run() may be captured, and plan() called again between replays."""
