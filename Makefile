@@ -48,7 +48,7 @@ test-slow: $(STAMP)
 test-all: test test-slow
 
 docs: $(STAMP)
-	$(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open build/docs/index.html"
 
 figures: $(STAMP)

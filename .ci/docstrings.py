@@ -19,7 +19,7 @@ def markdown(text: str) -> str:
 
 def _lines(lines: list[str]) -> Iterator[str]:
     is_code = is_list = False
-    for line in lines:
+    for before, line in zip(["", *lines], lines, strict=False):
         if not is_code and line.startswith(">>>"):
             is_code = True
             yield from ("", "```pycon")
@@ -29,7 +29,7 @@ def _lines(lines: list[str]) -> Iterator[str]:
         if is_code:
             yield line
             continue
-        argument = _ARGUMENT.match(line)
+        argument = None if before and before[-1] not in ".])" else _ARGUMENT.match(line)
         line = _escaped(line[argument.end() :] if argument else line)
         if argument:
             yield from ([] if is_list else [""])

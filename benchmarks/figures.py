@@ -67,7 +67,11 @@ class Row(NamedTuple):
 
 def latest(pattern: str) -> dict[str, Any]:
     """The newest result file of a name such as `*-h200-attention.json`; names begin with dates."""
-    report: dict[str, Any] = json.loads(max(RESULTS.glob(pattern)).read_text(encoding="utf-8"))
+    return _read(max(RESULTS.glob(pattern)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return report
 
 
@@ -233,26 +237,38 @@ def host(figure: Figure) -> str:
 
 
 def cpu(figure: Figure) -> str:
-    """The cpu backend beside torch's SDPA."""
-    report = latest("cpu-*.json")
-    figure.set_size_inches(9.6, 4.6)
+    """The cpu backend beside torch's SDPA, on each processor that was measured."""
+    reports = {report["cpu"]: report for report in map(_read, sorted(RESULTS.glob("cpu-*.json")))}  # the newest of each
+    cases = list(dict.fromkeys(result["case"] for report in reports.values() for result in report["results"]))
+    figure.set_size_inches(9.6, 1.6 + 0.17 * len(cases) * len(reports))
     ax = figure.subplots()
-    for y, result in enumerate(report["results"]):
-        colour = "C0" if result["speedup"] >= 1 else "C1"
-        ax.barh(y, result["speedup"] - 1, left=1, height=0.62, color=colour)
-        ax.annotate(f"{result['speedup']:.1f}", (result["speedup"], y), (4, 0), textcoords="offset points", va="center",
-                    color=colour, fontsize=8.5)  # fmt: skip
-    _ranked(ax, [result["case"] for result in report["results"]])
+    height = 0.8 / len(reports)
+    for number, report in enumerate(reports.values()):
+        colour = ("C0", "C2", "C3", "C4")[number]
+        for result in report["results"]:
+            ratio, y = result["speedup"], cases.index(result["case"]) - 0.4 + height * (number + 0.5)
+            ax.barh(y, ratio - 1, left=1, height=0.9 * height, color=colour)
+            ax.annotate(
+                f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}", (ratio, y), (4 if ratio >= 1 else -4, 0),
+                textcoords="offset points", va="center", ha="left" if ratio >= 1 else "right", color=colour,
+                fontsize=8.5,
+            )  # fmt: skip
+    _ranked(ax, cases)
     ax.set_xscale("log")
-    ax.set_xticks([1, 2, 4, 8, 16], ["1x", "2x", "4x", "8x", "16x"])
+    ax.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5x", "1x", "2x", "4x", "8x", "16x"])
     ax.set_xticks([], minor=True)
-    ax.set_xlim(0.9, 28)
+    ratios = [result["speedup"] for report in reports.values() for result in report["results"]]
+    ax.set_xlim(0.8 * min(1, *ratios), 1.5 * max(ratios))
     ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
     ax.set_title("Quire's speed beside torch's SDPA on a CPU")
+    return "\n".join(_cpu_line(report, len(reports) > 1, number) for number, report in enumerate(reports.values()))
+
+
+def _cpu_line(report: dict[str, Any], has_others: bool, number: int) -> str:
+    colour = f"{('First', 'Second', 'Third', 'Fourth')[number]} bar: " if has_others else ""
     return (
-        f"{report['cpu']}, {report['threads']} threads, {report['target']}, {report['date'][:10]}, torch "
-        f"{report['torch']}, medians.\nOthers used the cores meanwhile (load {report['load_before']} to "
-        f"{report['load_after']}): trust the ratios."
+        f"{colour}{report['cpu']}, {report['threads']} threads, {report['target']}, {report['date'][:10]}, torch "
+        f"{report['torch']}, medians; load {report['load_before']} to {report['load_after']}: trust the ratios."
     )
 
 

@@ -30,6 +30,12 @@ def ragged(wrapper: quire.BatchPrefillWithRaggedKVCacheWrapper, q: torch.Tensor,
     return wrapper.run(q, k, k, out=o)
 
 
+def latents(wrapper: quire.BatchMLAPagedAttentionWrapper, q: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+    o, lse = wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:], return_lse=True)
+    print(lse.shape)
+    return wrapper.run(q[..., :512], q[..., 512:], cache[..., :512], cache[..., 512:], out=o)
+
+
 def single(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     o, lse = quire.single_prefill_with_kv_cache(q, k, k, causal=True, return_lse=True)
     print(lse.shape, quire.single_prefill_with_kv_cache_return_lse(q, k, k)[1].shape)

@@ -8,7 +8,7 @@ query: q_nope, multiplied by the key projection beforehand, and q_pe. Logits are
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -23,9 +23,13 @@ from quire.mla_metadata import MLAPlanMetadata
 from quire.runtime.attention import AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_positive, refuse
 from quire.runtime.engine_attributes import MlaModule
+from quire.runtime.keywords import LatentKeywords, Pair
 from quire.runtime.layout import latent_parts
 from quire.runtime.options import PlanOptions, Types, logits_options, memoised, split_size
 from quire.runtime.wrapper import AttentionWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
@@ -142,6 +146,20 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None, *,
+        return_lse: Literal[False] = False, **options: Unpack[LatentKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
+        ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None, *, return_lse: Literal[True],
+        **options: Unpack[LatentKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
         ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None,

@@ -28,6 +28,23 @@ class DecodeKeywords(RunKeywords, total=False):
     q_len_per_req: int | None
 
 
+class LatentKeywords(TypedDict, total=False):
+    """What run() of the wrapper of latents takes."""
+
+    query: torch.Tensor | None
+    kv_cache: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    kv_len: torch.Tensor | None
+    page_table: torch.Tensor | None
+    return_lse_base_on_e: bool
+    o_scale: float | None
+    ckv_scale: float | None
+    kpe_scale: float | None
+    sinks: torch.Tensor | None
+    enable_pdl: bool | None
+
+
 class _SingleKeywords(TypedDict, total=False):
     kv_layout: str
     backend: str
