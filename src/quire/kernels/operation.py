@@ -26,7 +26,7 @@ from quire.kernels.variant import Variant, find_variant
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
 #: Heads of a token that a thread of kernels/rope.h works on at a time: kHeads there.
-HEADS_OF_THREAD = {"rope": 4, "rope_append": 2}
+HEADS_OF_THREAD = 2
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,7 @@ def _header(name: str) -> str:
 _ONE = {"": (1,)}
 _STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
 _HEADS = {"fp32": (1, 4), "fp16": (1, 8), "bf16": (1, 8)}
-
-
-def _heads(name: str) -> tuple[tuple[str, int], ...]:
-    return (("kHeads", HEADS_OF_THREAD[name]),)
-
-
+_ROPE = (("kHeads", HEADS_OF_THREAD),)
 _BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
 OPERATIONS: dict[str, Operation] = {
@@ -78,8 +73,8 @@ OPERATIONS: dict[str, Operation] = {
         Operation("merge", _header("merge.h"), "MergeStates", MergeParams, _STATES),
         Operation("merge_pair", _header("merge.h"), "MergePair", MergeParams, _STATES),
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
-        Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_heads("rope")),
-        Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_heads("rope_append")),
+        Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
+        Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip

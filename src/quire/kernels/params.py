@@ -16,8 +16,6 @@ from quire.kernels.operands import ATTENTION_OPERANDS, MLA_OPERANDS, Operand, op
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
-#: Pairs of dims that turn by a table: kMaxTablePairs in kernels/rope.h.
-MAX_TABLE_PAIRS = 512
 #: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
 MAX_ROTARY_PAIRS = 256
 
@@ -257,7 +255,7 @@ class RopeParams(ctypes.Structure):
 
     _fields_ = (
         ("heads", RopeHeads * 3),
-        *((name, FastDivisor) for name in ("columns", "lanes_divisor", "pairs")),
+        *((name, FastDivisor) for name in ("columns", "lanes_divisor")),
         *((name, c_void_p) for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache")),
         ("cos_sin_stride", c_int64),
         *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),

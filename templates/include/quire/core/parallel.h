@@ -39,21 +39,17 @@ QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 }
 
 #ifdef __CUDACC__
-// The same for a kernel whose threads share something of a row: which item is the thread's, all items in order, and
-// which rows its CTA works on.
+// The same without a loop: which item is the thread's, all items in order.
 struct ItemOfThread {
-  int64_t row, cta_row;
-  int column, cta_rows;
+  int64_t row;
+  int column;
   bool exists;
 
   QUIRE_DEVICE ItemOfThread(int64_t rows, const FastDivisor& columns) {
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kParallelThreads;
-    cta_row = begin < 1ll << 31 ? columns.div(static_cast<int>(begin)) : begin / columns.divisor;
-    const int first = static_cast<int>(begin - cta_row * columns.divisor), at = first + threadIdx.x;
-    const int down = columns.div(at);
-    row = cta_row + down, column = at - down * columns.divisor, exists = row < rows;
-    if (!exists) row = rows - 1;
-    cta_rows = static_cast<int>(min<int64_t>(columns.div(first + kParallelThreads - 1) + 1, rows - cta_row));
+    const int64_t first = begin < 1ll << 31 ? columns.div(static_cast<int>(begin)) : begin / columns.divisor;
+    const int at = static_cast<int>(begin - first * columns.divisor) + threadIdx.x, down = columns.div(at);
+    row = first + down, column = at - down * columns.divisor, exists = row < rows;
   }
 };
 #endif

@@ -4,9 +4,8 @@
 //
 // Both are bound by memory: each number is read and written once. A thread has the same two vectors of each head that
 // it works on: the two whose dims turn together, or two that do not turn. It goes through kHeads heads of its token at
-// a time, and where there are many tokens through many heads: what it has to find out before the first costs as much as
-// several of them. A CTA computes the rotations of its tokens once, into shared memory, while the first heads are on
-// their way.
+// a time, the next ones on their way, and where there are many tokens through many heads: what it has to find out
+// before the first, rotations above all, costs as much as several of them.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/pages.h"
@@ -34,9 +33,6 @@ struct WordOf<4> {
 };
 
 constexpr int kMaxRotaryPairs = 256;  // whose angles are computed
-constexpr int kMaxTablePairs = 512;   // whose angles are in cos_sin_cache
-// Pairs of dims of all tokens of a CTA, of which eight have a warp or more each; the first and the last may have less.
-constexpr int kMaxRotations = (kParallelThreads / 32 + 2) * kMaxTablePairs;
 
 // Dims of all heads of all tokens: [token, head, dim], or [page, token in page, head, dim] where they are in pages.
 struct HeadRows {
@@ -62,7 +58,6 @@ struct RopeParams {
   RopeHeads heads[3];   // queries, keys, values
   FastDivisor columns;  // threads of a token: lanes of each part
   FastDivisor lanes_divisor;
-  FastDivisor pairs;           // of rotary dims
   const void* pos_ids;         // [nnz] positions; null: request b's token i is at offsets[b] + i
   const int32_t* indptr;       // [num_requests + 1] offsets into the tokens
   const int32_t* offsets;      // [num_requests]
@@ -92,7 +87,7 @@ struct Rope {
   using T = typename Variant::T;
   static constexpr int kThreads = kParallelThreads, kMinCtas = 2, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
-  static constexpr int kHeads = kFused ? 2 : 4;  // heads of a thread at a time
+  static constexpr int kHeads = 2;  // heads of a thread at a time
 
   // kVec numbers in whole words: of an array of 16-bit numbers a compiler keeps each one in a register of its own.
   template <class E>
@@ -117,25 +112,12 @@ struct Rope {
   QUIRE_HD static int run(const RopeParams& p, unsigned char* = nullptr) {
 #ifdef __CUDA_ARCH__
     const ItemOfThread item(p.nnz, p.columns);
-    const int part = p.lanes_divisor.div(item.column), lane = item.column - part * p.lanes;
-    Pair x[kHeads] = {};
-    if (item.exists) load_first(p, group_of(p, item.row, part), lane, x);
-    __shared__ Rotation table[kMaxRotations];
-    const int pairs = p.heads[0].rotary_dim / 2;
-    for (int i = threadIdx.x; i < item.cta_rows * pairs; i += kThreads) {
-      const int token = p.pairs.div(i);
-      table[i] = rotation(p, item.cta_row + token, i - token * pairs);
-    }
-    __syncthreads();
-    if (item.exists) process(p, item.row, part, lane, x, table + (item.row - item.cta_row) * pairs);
+    const int part = p.lanes_divisor.div(item.column);
+    if (item.exists) process(p, item.row, part, item.column - part * p.lanes);
 #else
     parallel_rows(p.nnz, static_cast<int>(p.columns.divisor), [&](int64_t token, int column) {
-      const int part = column / p.lanes, lane = column - part * p.lanes;
-      Rotation table[kMaxTablePairs];
-      for (int i = 0; i < p.heads[0].rotary_dim / 2; ++i) table[i] = rotation(p, token, i);
-      Pair x[kHeads] = {};
-      load_first(p, group_of(p, token, part), lane, x);
-      process(p, token, part, lane, x, table);
+      const int part = column / p.lanes;
+      process(p, token, part, column - part * p.lanes);
     });
 #endif
     return 0;
@@ -185,19 +167,26 @@ struct Rope {
     return {heads.rope, heads.rope_out, x, p.interleave ? x + kVec : x + heads.rotary_dim / 2, 0, true, true};
   }
 
-  // All groups of a part. x: the vectors of its first group's unit `lane`. turns: the rotations of the token's pairs.
-  QUIRE_HD static void process(const RopeParams& p, int64_t token, int part, int lane, Pair* x, const Rotation* turns) {
+  // All groups of a part.
+  QUIRE_HD static void process(const RopeParams& p, int64_t token, int part, int lane) {
     const int groups = groups_of(p.heads[0]) + groups_of(p.heads[1]) + groups_of(p.heads[2]);
+    Pair next[kHeads] = {};
+    load_first(p, group_of(p, token, part), lane, next);
     const Place place = kFused && p.batch_indices != nullptr ? place_of(p, token) : Place{0, 0};
+    Rotation turns[kVec];
+    rotations(p, token, lane, turns);
 #pragma unroll 1
     for (int group = part; group < groups; group += p.parts) {
       const Group of = group_of(p, token, group);
-      if (group != part) load_first(p, of, lane, x);
+      Pair x[kHeads];
+      for (int h = 0; h < kHeads; ++h) x[h] = next[h];
+      if (group + p.parts < groups) load_first(p, group_of(p, token, group + p.parts), lane, next);
       process(p, of, lane, x, turns, place);
     }
   }
 
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, int lane, Pair* x, const Rotation* turns,
+  // x, turns: of the group's unit `lane`.
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, int lane, Pair* x, Rotation* turns,
                                const Place& place) {
     float by[kHeads];
     for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads.scale : 1.f;
@@ -207,11 +196,12 @@ struct Rope {
 #pragma unroll 1
     for (int i = lane; i < units_of(of.heads); i += p.lanes) {
       const Unit unit = unit_of(p, of.heads, i);
-      if (i != lane) load(of, unit, x);
+      if (i != lane) load(of, unit, x), rotations(p, of.token, i, turns);
       const int64_t row = is_paged ? place.page * unit.out.page_stride + place.token_in_page * unit.out.token_stride
                                    : of.token * unit.out.token_stride;
-      write(p, of, unit, x, by, turns + i * kVec, row + of.first * unit.out.head_stride);
+      write(p, of, unit, x, by, turns, row + of.first * unit.out.head_stride);
     }
+    if (lane + p.lanes < units_of(of.heads)) rotations(p, of.token, lane, turns);  // for the next group
   }
 
   QUIRE_HD static void load_first(const RopeParams& p, const Group& of, int lane, Pair* x) {
@@ -299,14 +289,27 @@ struct Rope {
     return {static_cast<int32_t>(at), is_known && is_in_table && at == static_cast<int32_t>(at)};
   }
 
-  // The rotation of a pair of dims of a token; NaN, as its results, for a token without a position.
-  QUIRE_HD static Rotation rotation(const RopeParams& p, int64_t token, int pair) {
+  // The rotations of a unit's pairs; NaN, as its results, for a token without a position.
+  QUIRE_HD static void rotations(const RopeParams& p, int64_t token, int unit, Rotation* turns) {
+    const int pair = unit * kVec;
+    if (pair >= p.heads[0].rotary_dim / 2) return;  // the dims do not turn
     const Position position = position_of(p, token);
-    if (!position.is_known) return {__builtin_nanf(""), __builtin_nanf("")};
-    if (p.cos_sin_cache == nullptr) return rope_rotation(position.at, p.frequencies[pair]);
-    const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
-    return {row[0], row[p.heads[0].rotary_dim / 2]};
+    if (!position.is_known) {
+      for (int c = 0; c < kVec; ++c) turns[c] = {__builtin_nanf(""), __builtin_nanf("")};
+    } else if (p.cos_sin_cache == nullptr) {
+#pragma unroll
+      for (int c = 0; c < kVec; ++c) turns[c] = rope_rotation(position.at, p.frequencies[pair + c]);
+    } else {
+      const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
+      const auto cos = *reinterpret_cast<const Floats*>(row);
+      const auto sin = *reinterpret_cast<const Floats*>(row + p.heads[0].rotary_dim / 2);
+      for (int c = 0; c < kVec; ++c) turns[c] = {cos.x[c], sin.x[c]};
+    }
   }
+
+  struct alignas(min(16, kVec * 4)) Floats {
+    float x[kVec];
+  };
 
   // Scales, turns and stores the vectors of all heads; the first one's place in the output is `head`.
   QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
@@ -320,13 +323,11 @@ struct Rope {
   QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
                                 const Rotation* turns, int64_t head) {
     constexpr int kStep = min(2, kVec);  // dims of each vector at a time
+    const bool neighbours = kVec > 1 && p.interleave;
     Vector<E> to_x[kHeads] = {}, to_y[kHeads] = {};
 #pragma unroll
     for (int c = 0; c < kVec; c += kStep) {
-      const bool neighbours = kVec > 1 && p.interleave;
-      Rotation first{1.f, 0.f}, second{1.f, 0.f};
-      if (unit.turns)
-        first = turns[neighbours ? c / 2 : c], second = turns[neighbours ? (kVec + c) / 2 : c + kStep - 1];
+      const Rotation first = turns[neighbours ? c / 2 : c], second = turns[neighbours ? (kVec + c) / 2 : c + kStep - 1];
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float a[kStep], b[kStep];
