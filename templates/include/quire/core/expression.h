@@ -5,7 +5,8 @@
 // M: the backend's functions (tile/expression.cuh, tile/cpu_expression.h). at: which query and key (core/logits.h).
 //
 // Semantics of all backends: integers are 32 bits and wrap; an integer division by 0 gives 0 and leaves the remainder
-// whole; // and % round towards minus infinity; shifts count bits modulo 32; a float becomes an integer towards 0, the nearest there is, NaN 0.
+// whole; // and % round towards minus infinity; shifts count bits modulo 32; a float becomes an integer towards 0, the
+// nearest there is, NaN 0.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/params.h"
@@ -29,9 +30,8 @@ struct ExpressionOf<V, true> {
   const typename V::Operands& operands;
 
   QUIRE_HD explicit ExpressionOf(const AttentionParams& p)
-      : operands(
-            *reinterpret_cast<const typename V::Operands*>(reinterpret_cast<const unsigned char*>(&p) + V::kOperandsAt)) {
-  }
+      : operands(*reinterpret_cast<const typename V::Operands*>(reinterpret_cast<const unsigned char*>(&p) +
+                                                                V::kOperandsAt)) {}
 };
 
 // Which KV tiles of the row tile that `units` begins some or all rows see, as plan() has found out (BlockMask); without

@@ -106,8 +106,8 @@ struct AttentionParams {
   const uint64_t* rope_frequencies;
 };
 
-// What q . k, which becomes a logit or the argument of tanh or of a score, and the output are multiplied by. With ragged keys there
-// are no scales on the device: 128-row tiles of fa2 have no register left to ask for them.
+// What q . k, which becomes a logit or the argument of tanh or of a score, and the output are multiplied by. With
+// ragged keys there are no scales on the device: 128-row tiles of fa2 have no register left to ask for them.
 template <class Variant>
 QUIRE_HD float logits_scale(const AttentionParams& p) {
   const float scale = Variant::kSoftCap != 0 || Variant::kScore != 0 ? p.tanh_scale : p.logits_scale;

@@ -29,9 +29,7 @@ struct ExpressionBlocksParams {
 struct BlockSeen {
   bool is_visible, is_full;
 
-  QUIRE_HD void add(const BlockSeen& other) {
-    is_visible |= other.is_visible, is_full &= other.is_full;
-  }
+  QUIRE_HD void add(const BlockSeen& other) { is_visible |= other.is_visible, is_full &= other.is_full; }
 };
 
 template <class Variant>
@@ -126,8 +124,8 @@ struct BuildExpressionBlocks {
       for (int head = 0; head < (p.has_heads ? p.num_qo_heads : 1); ++head) {
         for (int key = kv * p.tile_kv; key < end; key += cpu::kLanes) {
           const cpu::Ints lane = cpu::iota();
-          const cpu::Bools bits = cpu::as_vector(
-              Variant::template mask<cpu::ExpressionMath>(operands(p), Place{tile, query, key, head}));
+          const cpu::Bools bits =
+              cpu::as_vector(Variant::template mask<cpu::ExpressionMath>(operands(p), Place{tile, query, key, head}));
           const cpu::Ints sees = bits.lanes & (lane >= keys.begin - key) & (lane < keys.end - key);
           for (int i = 0; i < cpu::kLanes; ++i) seen.add({sees[i] != 0, sees[i] != 0});
         }

@@ -42,6 +42,52 @@ QUIRE_DEVICE float min_nan(float a, float b) {
   return y;
 }
 
+// The greater of two numbers; NaN if one is.
+QUIRE_DEVICE float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+// Within two units in the last place, of any numbers.
+QUIRE_DEVICE float divide(float a, float b) {
+  float y;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+QUIRE_DEVICE float sqrt(float x) {
+  float y;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+QUIRE_DEVICE float rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+QUIRE_DEVICE float floor(float x) {
+  float y;
+  asm("cvt.rmi.f32.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Towards 0, to the nearest integer there is; NaN to 0.
+QUIRE_DEVICE int32_t to_int(float x) {
+  int32_t y;
+  asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+// a - b, or the nearest integer there is.
+QUIRE_DEVICE int32_t subtract_saturated(int32_t a, int32_t b) {
+  int32_t y;
+  asm("sub.sat.s32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // Two numbers rounded to nearest even, `low` in the low half.
 QUIRE_DEVICE uint32_t pack(bf16_t, float low, float high) {
   uint32_t d;

@@ -95,18 +95,24 @@ struct ExpressionMath {
 
   template <class A, class B>
   QUIRE_CPU static auto add(A a, B b) {
-    if constexpr (is_float<A>) return a + b;
-    else return ints_of(words_of(a) + words_of(b));
+    if constexpr (is_float<A>)
+      return a + b;
+    else
+      return ints_of(words_of(a) + words_of(b));
   }
   template <class A, class B>
   QUIRE_CPU static auto sub(A a, B b) {
-    if constexpr (is_float<A>) return a - b;
-    else return ints_of(words_of(a) - words_of(b));
+    if constexpr (is_float<A>)
+      return a - b;
+    else
+      return ints_of(words_of(a) - words_of(b));
   }
   template <class A, class B>
   QUIRE_CPU static auto mul(A a, B b) {
-    if constexpr (is_float<A>) return a * b;
-    else return ints_of(words_of(a) * words_of(b));
+    if constexpr (is_float<A>)
+      return a * b;
+    else
+      return ints_of(words_of(a) * words_of(b));
   }
   template <class A, class B>
   QUIRE_CPU static auto divide(A a, B b) {
@@ -122,31 +128,41 @@ struct ExpressionMath {
   }
   template <class A>
   QUIRE_CPU static A neg(A a) {
-    if constexpr (is_float<A>) return -a;
-    else return ints_of(0u - words_of(a));
+    if constexpr (is_float<A>)
+      return -a;
+    else
+      return ints_of(0u - words_of(a));
   }
   template <class A>
   QUIRE_CPU static A abs(A a) {
-    if constexpr (is_float<A>) return each_lane([](float x) { return fabsf(x); }, a);
-    else return where(lt(a, 0), neg(a), a);
+    if constexpr (is_float<A>)
+      return each_lane([](float x) { return fabsf(x); }, a);
+    else
+      return where(lt(a, 0), neg(a), a);
   }
 
   // ---- bits ----
 
   template <class A, class B>
   QUIRE_CPU static auto bit_and(A a, B b) {
-    if constexpr (is_bool<A>) return logical([](auto x, auto y) { return x & y; }, a, b);
-    else return a & b;
+    if constexpr (is_bool<A>)
+      return logical([](auto x, auto y) { return x & y; }, a, b);
+    else
+      return a & b;
   }
   template <class A, class B>
   QUIRE_CPU static auto bit_or(A a, B b) {
-    if constexpr (is_bool<A>) return logical([](auto x, auto y) { return x | y; }, a, b);
-    else return a | b;
+    if constexpr (is_bool<A>)
+      return logical([](auto x, auto y) { return x | y; }, a, b);
+    else
+      return a | b;
   }
   template <class A, class B>
   QUIRE_CPU static auto bit_xor(A a, B b) {
-    if constexpr (is_bool<A>) return logical([](auto x, auto y) { return x ^ y; }, a, b);
-    else return a ^ b;
+    if constexpr (is_bool<A>)
+      return logical([](auto x, auto y) { return x ^ y; }, a, b);
+    else
+      return a ^ b;
   }
   QUIRE_CPU static bool bit_not(bool a) { return !a; }
   QUIRE_CPU static Bools bit_not(Bools a) { return {~a.lanes}; }
@@ -162,8 +178,10 @@ struct ExpressionMath {
   }
   template <class F, class A, class B>
   QUIRE_CPU static auto logical(F f, A a, B b) {
-    if constexpr (is_number<A> && is_number<B>) return static_cast<bool>(f(a, b));
-    else return Bools{f(as_vector(a).lanes, as_vector(b).lanes)};
+    if constexpr (is_number<A> && is_number<B>)
+      return static_cast<bool>(f(a, b));
+    else
+      return Bools{f(as_vector(a).lanes, as_vector(b).lanes)};
   }
 
   // ---- comparisons ----
@@ -194,9 +212,12 @@ struct ExpressionMath {
   }
   template <class F, class A, class B>
   QUIRE_CPU static auto compare(F f, A a, B b) {
-    if constexpr (is_number<A> && is_number<B>) return f(a, b);
-    else if constexpr (is_bool<A>) return Bools{f(as_vector(a).lanes & 1, as_vector(b).lanes & 1)};
-    else return Bools{f(as_vector(a), as_vector(b))};
+    if constexpr (is_number<A> && is_number<B>)
+      return f(a, b);
+    else if constexpr (is_bool<A>)
+      return Bools{f(as_vector(a).lanes & 1, as_vector(b).lanes & 1)};
+    else
+      return Bools{f(as_vector(a), as_vector(b))};
   }
   template <class C, class A, class B>
   QUIRE_CPU static auto where(C condition, A a, B b) {
@@ -237,8 +258,10 @@ struct ExpressionMath {
   }
   template <class X>
   QUIRE_CPU static X exp2_of(X x) {
-    if constexpr (is_number<X>) return exp2_of_any(broadcast(x))[0];
-    else return exp2_of_any(x);
+    if constexpr (is_number<X>)
+      return exp2_of_any(broadcast(x))[0];
+    else
+      return exp2_of_any(x);
   }
   template <class X>
   QUIRE_CPU static X exp(X x) {
@@ -270,8 +293,10 @@ struct ExpressionMath {
   }
   template <class X>
   QUIRE_CPU static X tanh(X x) {
-    if constexpr (is_number<X>) return cpu::tanh(broadcast(x))[0];
-    else return cpu::tanh(x);
+    if constexpr (is_number<X>)
+      return cpu::tanh(broadcast(x))[0];
+    else
+      return cpu::tanh(x);
   }
 
   // A vector of logits, which may be the same in all lanes.

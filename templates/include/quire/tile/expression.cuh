@@ -7,8 +7,8 @@
 namespace quire {
 
 // Numbers that grow evenly with the key: first + step * (at + 0, 1, 8 and 9), of which `at` is known to the compiler.
-// Of a row's integers only `first` is converted to float, and a multiple of a row's numbers is another Ramp: a key costs
-// one multiply-add.
+// Of a row's integers only `first` is converted to float, and a multiple of a row's numbers is another Ramp: a key
+// costs one multiply-add.
 template <class T>
 struct Ramp {
   T first, step;
@@ -52,46 +52,6 @@ QUIRE_DEVICE auto of_keys(F f, const X&... x) {
     return f(x...);
   }
 }
-
-namespace ptx {
-
-QUIRE_DEVICE float max_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-QUIRE_DEVICE float divide(float a, float b) {
-  float y;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-QUIRE_DEVICE float sqrt(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-QUIRE_DEVICE float rsqrt(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-QUIRE_DEVICE float floor(float x) {
-  float y;
-  asm("cvt.rmi.f32.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-QUIRE_DEVICE int32_t to_int(float x) {
-  int32_t y;
-  asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
-  return y;
-}
-QUIRE_DEVICE int32_t subtract_saturated(int32_t a, int32_t b) {
-  int32_t y;
-  asm("sub.sat.s32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
-  return y;
-}
-
-}  // namespace ptx
 
 struct ExpressionMath {
   template <class At>
@@ -374,6 +334,28 @@ struct ExpressionMath {
   QUIRE_DEVICE static Four<float> as_logits(const X& x) {
     return {OfKeys<X>::get(x, 0), OfKeys<X>::get(x, 1), OfKeys<X>::get(x, 2), OfKeys<X>::get(x, 3)};
   }
+};
+
+// The functions that transforms are written with. kPairs: see tanh_of_four.
+template <bool kPairs_>
+struct FragmentMath : ExpressionMath {
+  static constexpr bool kPairs = kPairs_;
+  QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) { return tanh_of_four<kPairs>(x, scale); }
+  template <class X>
+  QUIRE_DEVICE static auto tanh(const X& x) {
+    const Four<float> y = tanh_of_four<kPairs>(as_logits(x), 1.f);
+    if constexpr (OfKeys<X>::kVaries)
+      return y;
+    else
+      return y.at[0];
+  }
+  using ExpressionMath::to_float;
+  QUIRE_DEVICE static Four<float> fma(const Four<float>& x, float scale, const Four<float>& y) {
+    return {fmaf(x.at[0], scale, y.at[0]), fmaf(x.at[1], scale, y.at[1]), fmaf(x.at[2], scale, y.at[2]),
+            fmaf(x.at[3], scale, y.at[3])};
+  }
+  QUIRE_DEVICE static float exp2(float x) { return ptx::ex2(x); }
+  QUIRE_DEVICE static float to_float(int x) { return static_cast<float>(x); }
 };
 
 }  // namespace quire

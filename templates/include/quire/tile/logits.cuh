@@ -10,28 +10,6 @@
 
 namespace quire {
 
-// The functions that transforms are written with. kPairs: see tanh_of_four.
-template <bool kPairs_>
-struct FragmentMath : ExpressionMath {
-  static constexpr bool kPairs = kPairs_;
-  QUIRE_DEVICE static Four<float> tanh(const Four<float>& x, float scale) { return tanh_of_four<kPairs>(x, scale); }
-  template <class X>
-  QUIRE_DEVICE static auto tanh(const X& x) {
-    const Four<float> y = tanh_of_four<kPairs>(as_logits(x), 1.f);
-    if constexpr (OfKeys<X>::kVaries)
-      return y;
-    else
-      return y.at[0];
-  }
-  using ExpressionMath::to_float;
-  QUIRE_DEVICE static Four<float> fma(const Four<float>& x, float scale, const Four<float>& y) {
-    return {fmaf(x.at[0], scale, y.at[0]), fmaf(x.at[1], scale, y.at[1]), fmaf(x.at[2], scale, y.at[2]),
-            fmaf(x.at[3], scale, y.at[3])};
-  }
-  QUIRE_DEVICE static float exp2(float x) { return ptx::ex2(x); }
-  QUIRE_DEVICE static float to_float(int x) { return static_cast<float>(x); }
-};
-
 // What a lane's logits belong to.
 template <class V>
 struct LogitsTile {
@@ -205,9 +183,8 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
   if constexpr (kIsIdentity && !kMasked) return;
   if constexpr (has_linear_reads<V>() && !kMasked) {
     if (reads_inside<V, S>(transform, tile)) {
-      for_each_logit<false, true>(s, tile, bits, [&](Four<float>& x, const auto&, const auto& place, int) {
-        x = transform.score(x, place);
-      });
+      for_each_logit<false, true>(
+          s, tile, bits, [&](Four<float>& x, const auto&, const auto& place, int) { x = transform.score(x, place); });
       return;
     }
   }
