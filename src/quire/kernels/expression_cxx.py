@@ -13,8 +13,8 @@ _CXX = {
     "uint8": "uint8_t", "bool": "bool",
 }  # fmt: skip
 _NUMBERS = {"float32": ctypes.c_float, "int32": ctypes.c_int32}
-#: Operations whose name is a word of C++.
-_NAMES = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not", "div": "divide"}
+#: Operations that C++ calls otherwise.
+_NAMES = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not", "div": "divide", "exp2": "exp2_of"}
 
 
 @lru_cache(maxsize=1024)

@@ -211,13 +211,16 @@ def read_text(text: str) -> Expression:
 def _read(module: ast.Module) -> Expression:
     import ast
 
-    kinds: tuple[dict[str, str], dict[str, str]] = ({}, {})
+    tensors, scalars, ranks = dict[str, str](), dict[str, str](), dict[str, int]()
     for line in module.body:
         if isinstance(line, ast.AnnAssign):
-            tensor = isinstance(line.annotation, ast.Subscript)
-            kind = line.annotation.value if isinstance(line.annotation, ast.Subscript) else line.annotation
-            kinds[not tensor][ast.unparse(line.target)] = ast.unparse(kind)
-    tracer = Tracer(_types(kinds[0], "tensors", tuple(OPERAND_TYPES)), _types(kinds[1], "scalars", SCALAR_TYPES))
+            name, kind = ast.unparse(line.target), line.annotation
+            if isinstance(kind, ast.Subscript):
+                tensors[name], ranks[name] = ast.unparse(kind.value), int(ast.unparse(kind.slice))
+            else:
+                scalars[name] = ast.unparse(kind)
+    tracer = Tracer(_types(tensors, "tensors", tuple(OPERAND_TYPES)), _types(scalars, "scalars", SCALAR_TYPES))
+    tracer.ranks.update(ranks)
     names = _names(tracer)
     for line in module.body:
         if isinstance(line, ast.Assign):

@@ -1,0 +1,374 @@
+"""Random expressions of variants, on the CPU's functions and on the GPU's, against float64.
+
+Many expressions are one program: the GPU's functions (tile/expression.cuh) are compiled for the host here, with the
+instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in test_variants.py.
+QUIRE_EXPRESSIONS=10000 draws that many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import subprocess
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quire
+from quire.expression import to_float, to_int, where
+from quire.kernels import reference
+from quire.kernels.expression import FLOAT, Expression, Node
+from quire.kernels.expression_cxx import render
+from quire.kernels.trace import call
+
+TEMPLATES = Path(__file__).resolve().parents[1] / "templates/include"
+HEADS, QO_LEN, KV_LEN, REQUEST = 2, 3, 64, 1
+COUNT, PER_PROGRAM = int(os.environ.get("QUIRE_EXPRESSIONS", "60")), 60
+
+TENSORS = {"bias": torch.float32, "table": torch.int32, "flag": torch.bool, "line": torch.bfloat16}
+SCALARS = {"c": "float32", "n": "int32"}
+VALUES = {
+    "bias": torch.randn(3, 90, generator=torch.Generator().manual_seed(1)),
+    "table": torch.randint(-9, 70, (40,), generator=torch.Generator().manual_seed(2), dtype=torch.int32),
+    "flag": torch.randint(0, 2, (64,), generator=torch.Generator().manual_seed(3)).bool(),
+    "line": torch.randn(7, generator=torch.Generator().manual_seed(4)).bfloat16(), "c": 0.7, "n": 5,
+}  # fmt: skip
+SCORES = 3 * torch.randn(HEADS, QO_LEN, KV_LEN, generator=torch.Generator().manual_seed(8))
+
+#: The instructions that the GPU's functions are made of, as the C library has them.
+INSTRUCTIONS = """
+#pragma once
+#include <math.h>
+#include "quire/core/types.h"
+namespace quire::ptx {
+inline float flushed(float x) { return fabsf(x) < 0x1p-126f ? 0.f * x : x; }
+inline float ex2(float x) { return flushed(exp2f(x)); }
+inline float lg2(float x) { return log2f(flushed(x)); }
+inline float rcp(float x) { return flushed(1.f / flushed(x)); }
+inline float min_nan(float a, float b) { return a != a ? a : b != b ? b : a < b ? a : b; }
+inline float max_nan(float a, float b) { return a != a ? a : b != b ? b : a > b ? a : b; }
+inline float divide(float a, float b) { return a / b; }
+inline float sqrt(float x) { return ::sqrtf(flushed(x)); }
+inline float rsqrt(float x) { return 1.f / ::sqrtf(flushed(x)); }
+inline float floor(float x) { return ::floorf(x); }
+inline int32_t to_int(float x) {
+  return x != x ? 0 : x >= 0x1p31f ? INT32_MAX : x <= -0x1p31f ? -INT32_MAX - 1 : static_cast<int32_t>(x);
+}
+inline int32_t subtract_saturated(int32_t a, int32_t b) {
+  const int64_t y = static_cast<int64_t>(a) - b;
+  return static_cast<int32_t>(y < -INT32_MAX - 1LL ? -INT32_MAX - 1LL : y > INT32_MAX ? INT32_MAX : y);
+}
+}  // namespace quire::ptx
+"""
+
+PROGRAM = """
+#define QUIRE_DEVICE inline __attribute__((always_inline))
+#include "quire/tile/cpu_expression.h"
+#include "quire/tile/expression.cuh"
+using namespace quire;
+
+struct Logits { const float* scores; float *score, *mask; };  // [heads, qo_len, kv_len]
+constexpr int kHeads = %d, kQo = %d, kKv = %d, kRequest = %d;
+
+struct Place {
+  int query_head, query;
+  int head() const { return query_head; }
+  int q_idx() const { return query; }
+  int request() const { return kRequest; }
+  int qo_len() const { return kQo; }
+  int kv_len() const { return kKv; }
+};
+struct KeyLanes : Place {  // of the CPU, few rows
+  int key;
+  cpu::Ints kv_idx() const { return key + cpu::iota(); }
+};
+struct RowLanes : Place {  // of the CPU, many rows: lanes are queries, of which some do not exist
+  int key;
+  cpu::Ints q_idx() const { return cpu::iota() %% kQo; }
+  cpu::Ints head() const { return cpu::Ints{} + query_head; }
+  int kv_idx() const { return key; }
+};
+template <bool kInside_>
+struct Keys : Place {  // of a GPU's lane
+  static constexpr bool kInside = kInside_;
+  int first, at;
+  Ramp<int32_t> keys() const { return {first, 1, at}; }
+};
+struct Key : Place {
+  int key;
+  int keys() const { return key; }
+};
+
+template <class V>
+struct Evaluate {
+  const typename V::Operands& o;
+  const Logits& x;
+  int at(int h, int q, int k) const { return (h * kQo + q) * kKv + k; }
+
+  void cpu_keys() const {
+    for (int h = 0; h < kHeads; ++h)
+      for (int q = 0; q < kQo; ++q)
+        for (int k = 0; k < kKv; k += cpu::kLanes) {
+          const KeyLanes place = {{h, q}, k};
+          using M = cpu::ExpressionMath;
+          cpu::store(x.score + at(h, q, k), M::as_logits(V::template score<M>(o, cpu::load(x.scores + at(h, q, k)), place)));
+          const cpu::Ints seen = cpu::as_vector(V::template mask<M>(o, place)).lanes;
+          for (int i = 0; i < cpu::kLanes; ++i) x.mask[at(h, q, k + i)] = seen[i] != 0;
+        }
+  }
+  void cpu_rows() const {
+    for (int h = 0; h < kHeads; ++h)
+      for (int k = 0; k < kKv; ++k) {
+        const RowLanes place = {{h, 0}, k};
+        using M = cpu::ExpressionMath;
+        cpu::Floats s = {};
+        for (int i = 0; i < cpu::kLanes; ++i) s[i] = x.scores[at(h, i %% kQo, k)];
+        const cpu::Floats y = M::as_logits(V::template score<M>(o, s, place));
+        const cpu::Ints seen = cpu::as_vector(V::template mask<M>(o, place)).lanes;
+        for (int q = 0; q < kQo; ++q) x.score[at(h, q, k)] = y[q], x.mask[at(h, q, k)] = seen[q] != 0;
+      }
+  }
+  template <bool kInside>
+  void gpu_row(int h, int q) const {
+    using M = FragmentMath<false>;
+    for (int lane = 0; lane < 4; ++lane)
+      for (int k = 0; k < kKv; k += 16) {
+        const Keys<kInside> place = {{h, q}, 2 * lane, k};
+        Four<float> s;
+        for (int j = 0; j < 4; ++j) s.at[j] = x.scores[at(h, q, 2 * lane + k + j / 2 * 8 + j %% 2)];
+        const Four<float> y = M::as_logits(V::template score<M>(o, s, place));
+        const auto seen = V::template mask<M>(o, place);
+        for (int j = 0; j < 4; ++j) {
+          x.score[at(h, q, 2 * lane + k + j / 2 * 8 + j %% 2)] = y.at[j];
+          x.mask[at(h, q, 2 * lane + k + j / 2 * 8 + j %% 2)] = number(seen, j);
+        }
+      }
+  }
+  template <class T>
+  static bool number(const T& x, int j) {
+    return OfKeys<T>::get(x, j);
+  }
+  void gpu(bool may_be_inside) const {
+    for (int h = 0; h < kHeads; ++h)
+      for (int q = 0; q < kQo; ++q) {
+        if constexpr (V::kLinearReads != 0) {
+          using M = ExpressionMath;
+          if (may_be_inside && V::template reads_inside<M>(o, Key{{h, q}, 0}) &&
+              V::template reads_inside<M>(o, Key{{h, q}, kKv - 1})) {
+            gpu_row<true>(h, q);
+            continue;
+          }
+        }
+        gpu_row<false>(h, q);
+      }
+  }
+};
+
+template <class V>
+void evaluate(int how, const void* operands, const Logits& x) {
+  const Evaluate<V> e = {*static_cast<const typename V::Operands*>(operands), x};
+  if (how == 0) e.cpu_keys();
+  if (how == 1) e.cpu_rows();
+  if (how == 2) e.gpu(false);
+  if (how == 3) e.gpu(true);
+}
+""" % (HEADS, QO_LEN, KV_LEN, REQUEST)  # fmt: skip
+
+
+# --- random expressions ----------------------------------------------------------------------------------------------
+
+_FLOATS = ("add", "sub", "mul", "div", "minimum", "maximum", "where", "neg", "abs", "tanh", "exp", "exp2", "log", "log2",
+           "sqrt", "rsqrt", "sigmoid", "floor", "to_float", "bool_to_float", "bias", "line")  # fmt: skip
+_INTS = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "shl", "shr", "minimum", "maximum", "where", "neg",
+         "abs", "not", "to_int", "table", "size", "number")  # fmt: skip
+_BOOLS = ("lt", "le", "gt", "ge", "eq", "ne", "int_lt", "int_le", "int_gt", "int_ge", "int_eq", "int_ne", "and", "or",
+          "xor", "not", "flag", "where")  # fmt: skip
+_SYMBOLS = {"lt": "__lt__", "le": "__le__", "gt": "__gt__", "ge": "__ge__", "eq": "__eq__", "ne": "__ne__"}
+
+
+class Drawn:
+    """A program drawn at random: the same each time it is called."""
+
+    def __init__(self, seed: int, steps: int) -> None:
+        self.seed, self.steps = seed, steps
+
+    def variant(self) -> quire.Variant:
+        """Its score and its mask."""
+        names = "q_idx, kv_idx, head, request, qo_len, kv_len, bias, table, flag, line, c, n"
+        space = {"run": self._run}
+        exec(
+            f"def score(score, {names}):\n return run(locals(), 'score')\n"
+            f"def mask({names}):\n return run(locals(), 'mask')\n",
+            space,
+        )
+        return quire.Variant(space["score"], space["mask"], tensors=TENSORS, scalars=SCALARS)
+
+    def _run(self, values: dict[str, Any], what: str) -> Any:
+        r = Random(f"{self.seed} {what}")
+        self._read_all = values  # every operand is read, as each is declared
+        floats = [values[name] for name in ("score", "c") if name in values]
+        ints = [values[name] for name in ("q_idx", "kv_idx", "kv_idx", "head", "request", "qo_len", "kv_len", "n")]
+        floats.append(values["line"][values["head"]] + values["bias"][0, values["kv_idx"]])
+        ints.append(values["table"][values["q_idx"]])
+        bools = [values["flag"][values["kv_idx"]]]
+        for _ in range(self.steps):
+            kind = r.choice(("float", "float", "int", "bool"))
+            if kind == "float":
+                floats.append(self._float(r, r.choice(_FLOATS), floats, ints, bools, values))
+            elif kind == "int":
+                ints.append(self._int(r, r.choice(_INTS), floats, ints, bools, values))
+            else:
+                bools.append(self._bool(r, r.choice(_BOOLS), floats, ints, bools, values))
+        return floats[-1] if what == "score" else bools[-1]
+
+    def _float(self, r: Random, op: str, floats: list[Any], ints: list[Any], bools: list[Any], values: Any) -> Any:
+        a, b = self._pick(r, floats), self._pick(r, floats)
+        if op in ("add", "sub", "mul", "div"):
+            return {"add": a + b, "sub": a - b, "mul": a * b, "div": a / b}[op]
+        if op == "where":
+            return where(r.choice(bools), a, b)
+        if op == "bias":
+            return values["bias"][self._pick(r, ints), self._pick(r, ints)]
+        if op == "line":
+            return values["line"][self._pick(r, ints)]
+        if op in ("to_float", "bool_to_float"):
+            return to_float(r.choice(ints if op == "to_float" else bools))
+        return -a if op == "neg" else call(op, a, b) if op in ("minimum", "maximum") else call(op, a)
+
+    def _int(self, r: Random, op: str, floats: list[Any], ints: list[Any], bools: list[Any], values: Any) -> Any:
+        a, b = self._pick(r, ints), self._pick(r, ints)
+        if op in ("floordiv", "mod", "shl", "shr"):
+            b = r.choice(ints) if r.random() < 0.5 else r.randint(1, 9)
+            return {"floordiv": a // b, "mod": a % b, "shl": a << b, "shr": a >> b}[op]
+        if op in ("add", "sub", "mul", "and", "or", "xor"):
+            return {"add": a + b, "sub": a - b, "mul": a * b, "and": a & b, "or": a | b, "xor": a ^ b}[op]
+        if op == "where":
+            return where(r.choice(bools), a, b)
+        if op == "to_int":
+            return to_int(r.choice(floats))
+        if op == "table":
+            return values["table"][a]
+        if op == "size":
+            return values["bias"].shape[1] + a
+        if op == "number":
+            return a + r.randint(-100, 100)
+        return -a if op == "neg" else ~a if op == "not" else call(op, *((a, b) if op.endswith("imum") else (a,)))
+
+    def _bool(self, r: Random, op: str, floats: list[Any], ints: list[Any], bools: list[Any], values: Any) -> Any:
+        if op in _SYMBOLS or op.startswith("int_"):
+            a, b = (self._pick(r, ints if op.startswith("int_") else floats) for _ in range(2))
+            return getattr(a, _SYMBOLS[op.removeprefix("int_")])(b)
+        a, b = r.choice(bools), r.choice(bools)
+        if op in ("and", "or", "xor"):
+            return {"and": a & b, "or": a | b, "xor": a ^ b}[op]
+        if op == "flag":
+            return values["flag"][self._pick(r, ints)]
+        return where(r.choice(bools), a, b) if op == "where" else ~a
+
+    def _pick(self, r: Random, pool: list[Any]) -> Any:
+        """The younger the likelier, so that expressions are deep."""
+        return pool[max(r.randrange(len(pool)), r.randrange(len(pool)))]
+
+
+# --- the truth, and how far float32 may be from it -------------------------------------------------------------------
+
+
+def noisy(expression: Expression, seed: int, patch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor]:
+    """Score, mask and extremes of an evaluation whose floats are each off by a little; seed 0: not at all.
+
+    Extremes are where a float leaves the range that float32 has, or is infinite.
+    """
+    source = torch.Generator().manual_seed(seed)
+    extremes = torch.zeros(SCORES.shape, dtype=torch.bool)
+    exact = reference._wrapped
+
+    def wrapped(value: Tensor, node: Node) -> Tensor:
+        value = exact(value, node)
+        if node.type != FLOAT:
+            return value
+        size = value.abs()
+        extremes.logical_or_((size > 1e36) | ((size < 1e-36) & (size > 0)))
+        is_exact = node.op in ("const", "read", "scalar", "neg", "abs", "where", "minimum", "maximum")
+        if seed == 0 or is_exact or (node.op == "to_float" and bool((size < 2**24).all())):
+            return value
+        error = torch.rand(value.shape, generator=source, dtype=torch.float64) * 2 - 1
+        return value * (1 + 4e-6 * error) + 4e-6 * error * (node.op in ("tanh", "sigmoid", "log", "log2"))
+
+    with patch.context() as context:
+        context.setattr(reference, "_wrapped", wrapped)
+        values = {name: x if isinstance(x, Tensor) else torch.tensor(x) for name, x in VALUES.items()}
+        score, mask = reference.evaluate(expression, SCORES.double(), REQUEST, values)
+    return score, mask, extremes
+
+
+def check(expression: Expression, how: str, score: Tensor, mask: Tensor, patch: pytest.MonkeyPatch) -> int:
+    """Compares where the truth is stable; returns how many elements that are."""
+    truth, seen, extremes = noisy(expression, 0, patch)
+    others = [noisy(expression, seed, patch) for seed in range(1, 5)]
+    spread = torch.stack([(other - truth).abs() for other, *_ in others]).amax(0)
+    same = torch.stack([other.isfinite() == truth.isfinite() for other, *_ in others]).all(0)
+    steady = same & ~extremes & truth.isfinite() & ~torch.stack([e for *_, e in others]).any(0)
+    error = (score.double() - truth).abs()
+    wrong = steady & ~(error <= 4 * spread + 2e-6 * truth.abs() + 2e-6) & (spread <= 1e-3 * (1 + truth.abs()))
+    assert not wrong.any(), f"{how}: {int(wrong.sum())} scores, such as {wrong.nonzero()[0].tolist()}\n{expression.text}"
+    firm = torch.stack([s == seen for _, s, _ in others]).all(0) & ~extremes
+    wrong = firm & (mask.bool() != seen)
+    assert not wrong.any(), f"{how}: {int(wrong.sum())} masks, such as {wrong.nonzero()[0].tolist()}\n{expression.text}"
+    return int(steady.sum())
+
+
+# --- the programs ----------------------------------------------------------------------------------------------------
+
+
+def build(expressions: list[Expression], place: Path) -> ctypes.CDLL:
+    """One library of them all."""
+    (place / "quire/ptx").mkdir(parents=True)
+    (place / "quire/ptx/math.cuh").write_text(INSTRUCTIONS)
+    units = [
+        f"struct V{i} {{\nstatic constexpr int kScore = 1, kScoreMask = 1, kOperandsAt = 0;\n{render(e)}\n}};\n"
+        f'extern "C" void evaluate{i}(int how, const void* o, Logits* x) {{ evaluate<V{i}>(how, o, *x); }}\n'
+        for i, e in enumerate(expressions)
+    ]
+    (place / "all.cpp").write_text(PROGRAM + "".join(units))
+    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-march=native", "-Wno-unknown-pragmas", "-fno-trapping-math"]
+    command = ["g++", *flags, "-I", str(place), "-I", str(TEMPLATES), "-o", str(place / "all.so"), str(place / "all.cpp")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    errors = [line for line in done.stderr.splitlines() if "error" in line][:5]
+    assert done.returncode == 0, "\n".join(errors)
+    return ctypes.CDLL(str(place / "all.so"))
+
+
+def operands(expression: Expression) -> ctypes.Structure:
+    """The values of VALUES as a kernel is given them."""
+    from quire.kernels.expression_cxx import operands_struct
+    from quire.runtime.variant_operands import write_operands
+
+    struct = operands_struct(expression)()
+    write_operands(struct, expression, set(VALUES), VALUES, torch.device("cpu"), {})
+    return struct
+
+
+class Logits(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("scores", "score", "mask"))
+
+
+@pytest.mark.parametrize("batch", range(-(-COUNT // PER_PROGRAM)))
+def test_random_expressions(batch, tmp_path, monkeypatch):
+    """What the tracer lets through compiles, and is what float64 says, in all four ways that kernels evaluate it."""
+    drawn = [Drawn(batch * PER_PROGRAM + i, 2 + i % 24).variant().expression for i in range(PER_PROGRAM)]
+    library, steady = build(drawn, tmp_path), 0
+    for i, expression in enumerate(drawn):
+        assert quire.Variant.parse(expression.text).expression == expression
+        given = operands(expression)
+        for how, name in enumerate(("keys", "rows", "GPU", "GPU, neighbours")):
+            score, mask = torch.full(SCORES.shape, math.nan), torch.full(SCORES.shape, math.nan)
+            x = Logits(SCORES.data_ptr(), score.data_ptr(), mask.data_ptr())
+            getattr(library, f"evaluate{i}")(how, ctypes.byref(given), ctypes.byref(x))
+            assert not mask.isnan().any()
+            steady += check(expression, name, score, mask, monkeypatch)
+    assert steady > 0.3 * len(drawn) * 4 * SCORES.numel(), "most scores are compared"
