@@ -28,7 +28,7 @@ from quire.kernels.trace import call
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates/include"
 HEADS, QO_LEN, KV_LEN, REQUEST = 2, 3, 64, 1
-COUNT, PER_PROGRAM = int(os.environ.get("QUIRE_EXPRESSIONS", "60")), 60
+COUNT, PER_PROGRAM = int(os.environ.get("QUIRE_EXPRESSIONS", "30")), 30
 
 TENSORS = {"bias": torch.float32, "table": torch.int32, "flag": torch.bool, "line": torch.bfloat16}
 SCALARS = {"c": "float32", "n": "int32"}
@@ -73,7 +73,7 @@ PROGRAM = """
 using namespace quire;
 
 struct Logits { const float* scores; float *score, *mask; };  // [heads, qo_len, kv_len]
-constexpr int kHeads = %d, kQo = %d, kKv = %d, kRequest = %d;
+constexpr int kHeads = HEADS, kQo = QO_LEN, kKv = KV_LEN, kRequest = REQUEST;
 
 struct Place {
   int query_head, query;
@@ -89,7 +89,7 @@ struct KeyLanes : Place {  // of the CPU, few rows
 };
 struct RowLanes : Place {  // of the CPU, many rows: lanes are queries, of which some do not exist
   int key;
-  cpu::Ints q_idx() const { return cpu::iota() %% kQo; }
+  cpu::Ints q_idx() const { return cpu::iota() % kQo; }
   cpu::Ints head() const { return cpu::Ints{} + query_head; }
   int kv_idx() const { return key; }
 };
@@ -116,7 +116,8 @@ struct Evaluate {
         for (int k = 0; k < kKv; k += cpu::kLanes) {
           const KeyLanes place = {{h, q}, k};
           using M = cpu::ExpressionMath;
-          cpu::store(x.score + at(h, q, k), M::as_logits(V::template score<M>(o, cpu::load(x.scores + at(h, q, k)), place)));
+          const cpu::Floats s = cpu::load(x.scores + at(h, q, k));
+          cpu::store(x.score + at(h, q, k), M::as_logits(V::template score<M>(o, s, place)));
           const cpu::Ints seen = cpu::as_vector(V::template mask<M>(o, place)).lanes;
           for (int i = 0; i < cpu::kLanes; ++i) x.mask[at(h, q, k + i)] = seen[i] != 0;
         }
@@ -127,7 +128,7 @@ struct Evaluate {
         const RowLanes place = {{h, 0}, k};
         using M = cpu::ExpressionMath;
         cpu::Floats s = {};
-        for (int i = 0; i < cpu::kLanes; ++i) s[i] = x.scores[at(h, i %% kQo, k)];
+        for (int i = 0; i < cpu::kLanes; ++i) s[i] = x.scores[at(h, i % kQo, k)];
         const cpu::Floats y = M::as_logits(V::template score<M>(o, s, place));
         const cpu::Ints seen = cpu::as_vector(V::template mask<M>(o, place)).lanes;
         for (int q = 0; q < kQo; ++q) x.score[at(h, q, k)] = y[q], x.mask[at(h, q, k)] = seen[q] != 0;
@@ -140,12 +141,12 @@ struct Evaluate {
       for (int k = 0; k < kKv; k += 16) {
         const Keys<kInside> place = {{h, q}, 2 * lane, k};
         Four<float> s;
-        for (int j = 0; j < 4; ++j) s.at[j] = x.scores[at(h, q, 2 * lane + k + j / 2 * 8 + j %% 2)];
+        for (int j = 0; j < 4; ++j) s.at[j] = x.scores[at(h, q, 2 * lane + k + j / 2 * 8 + j % 2)];
         const Four<float> y = M::as_logits(V::template score<M>(o, s, place));
         const auto seen = V::template mask<M>(o, place);
         for (int j = 0; j < 4; ++j) {
-          x.score[at(h, q, 2 * lane + k + j / 2 * 8 + j %% 2)] = y.at[j];
-          x.mask[at(h, q, 2 * lane + k + j / 2 * 8 + j %% 2)] = number(seen, j);
+          x.score[at(h, q, 2 * lane + k + j / 2 * 8 + j % 2)] = y.at[j];
+          x.mask[at(h, q, 2 * lane + k + j / 2 * 8 + j % 2)] = number(seen, j);
         }
       }
   }
@@ -177,7 +178,7 @@ void evaluate(int how, const void* operands, const Logits& x) {
   if (how == 2) e.gpu(false);
   if (how == 3) e.gpu(true);
 }
-""" % (HEADS, QO_LEN, KV_LEN, REQUEST)  # fmt: skip
+"""
 
 
 # --- random expressions ----------------------------------------------------------------------------------------------
@@ -210,11 +211,11 @@ class Drawn:
 
     def _run(self, values: dict[str, Any], what: str) -> Any:
         r = Random(f"{self.seed} {what}")
-        self._read_all = values  # every operand is read, as each is declared
         floats = [values[name] for name in ("score", "c") if name in values]
         ints = [values[name] for name in ("q_idx", "kv_idx", "kv_idx", "head", "request", "qo_len", "kv_len", "n")]
-        floats.append(values["line"][values["head"]] + values["bias"][0, values["kv_idx"]])
-        ints.append(values["table"][values["q_idx"]])
+        kv_idx, past = values["kv_idx"], values["q_idx"] - values["kv_idx"]
+        floats += [values["line"][values["head"]], values["bias"][0, kv_idx], values["c"] * past]
+        ints += [values["table"][values["q_idx"]], past, values["n"] + kv_idx]
         bools = [values["flag"][values["kv_idx"]]]
         for _ in range(self.steps):
             kind = r.choice(("float", "float", "int", "bool"))
@@ -224,7 +225,13 @@ class Drawn:
                 ints.append(self._int(r, r.choice(_INTS), floats, ints, bools, values))
             else:
                 bools.append(self._bool(r, r.choice(_BOOLS), floats, ints, bools, values))
-        return floats[-1] if what == "score" else bools[-1]
+        if what == "mask":
+            return where(kv_idx % 2 == 0, bools[-1], bools[len(bools) // 2])
+        middle = to_float(ints[len(ints) // 2])
+        parts = [floats[-1], floats[-2], to_float(ints[-1]), where(bools[-1], 1.0, 2.0), middle]
+        for number, part in enumerate(parts[1:]):  # a key for each, so that none hides another's NaN
+            parts[0] = where(kv_idx % 5 == number, part, parts[0])
+        return parts[0]
 
     def _float(self, r: Random, op: str, floats: list[Any], ints: list[Any], bools: list[Any], values: Any) -> Any:
         a, b = self._pick(r, floats), self._pick(r, floats)
@@ -315,7 +322,9 @@ def check(expression: Expression, how: str, score: Tensor, mask: Tensor, patch: 
     steady = same & ~extremes & truth.isfinite() & ~torch.stack([e for *_, e in others]).any(0)
     error = (score.double() - truth).abs()
     wrong = steady & ~(error <= 4 * spread + 2e-6 * truth.abs() + 2e-6) & (spread <= 1e-3 * (1 + truth.abs()))
-    assert not wrong.any(), f"{how}: {int(wrong.sum())} scores, such as {wrong.nonzero()[0].tolist()}\n{expression.text}"
+    assert not wrong.any(), (
+        f"{how}: {int(wrong.sum())} scores, such as {wrong.nonzero()[0].tolist()}\n{expression.text}"
+    )
     firm = torch.stack([s == seen for _, s, _ in others]).all(0) & ~extremes
     wrong = firm & (mask.bool() != seen)
     assert not wrong.any(), f"{how}: {int(wrong.sum())} masks, such as {wrong.nonzero()[0].tolist()}\n{expression.text}"
@@ -334,9 +343,21 @@ def build(expressions: list[Expression], place: Path) -> ctypes.CDLL:
         f'extern "C" void evaluate{i}(int how, const void* o, Logits* x) {{ evaluate<V{i}>(how, o, *x); }}\n'
         for i, e in enumerate(expressions)
     ]
-    (place / "all.cpp").write_text(PROGRAM + "".join(units))
+    sizes = {"HEADS": HEADS, "QO_LEN": QO_LEN, "KV_LEN": KV_LEN, "REQUEST": REQUEST}
+    defined = "".join(f"#define {name} {size}\n" for name, size in sizes.items())
+    (place / "all.cpp").write_text(defined + PROGRAM + "".join(units))
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-march=native", "-Wno-unknown-pragmas", "-fno-trapping-math"]
-    command = ["g++", *flags, "-I", str(place), "-I", str(TEMPLATES), "-o", str(place / "all.so"), str(place / "all.cpp")]
+    command = [
+        "g++",
+        *flags,
+        "-I",
+        str(place),
+        "-I",
+        str(TEMPLATES),
+        "-o",
+        str(place / "all.so"),
+        str(place / "all.cpp"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if "error" in line][:5]
     assert done.returncode == 0, "\n".join(errors)

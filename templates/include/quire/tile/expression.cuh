@@ -177,6 +177,10 @@ struct ExpressionMath {
   QUIRE_DEVICE static auto neg(const A& a) {
     return of_keys([](auto x) { return difference(decltype(x)(0), x); }, a);
   }
+  template <class T>
+  QUIRE_DEVICE static Ramp<T> neg(const Ramp<T>& a) {
+    return {difference(T(0), a.first), difference(T(0), a.step), a.at};
+  }
   QUIRE_DEVICE static float neg(float a) { return -a; }
   QUIRE_DEVICE static Four<float> neg(const Four<float>& a) { return {-a.at[0], -a.at[1], -a.at[2], -a.at[3]}; }
   template <class A>
