@@ -6,6 +6,7 @@ import doctest
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +214,20 @@ def test_estimates_learn_from_what_was_built(tmp_path: Path, monkeypatch: pytest
     assert (after.seconds, after.bytes) == (built.seconds, built.bytes) != (before.seconds, before.bytes)
     with pytest.raises(ValidationError, match="slug"):
         quire.estimate("no.such.variant")
+
+
+def test_estimates_of_what_does_not_say_how_long_it_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As packages of prebuilt variants do not: the seconds are those of another build, else typical ones."""
+    monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "g++")))
+    one, other = (f"append.{host_target()}.u16.v{width}" for width in (1, 8))
+    typical = quire.estimate(one)
+    path = quire.jit.build(aot.spec_of(one))[1].path / "manifest.json"
+    path.write_text(replace(quire.jit.Manifest.read(path.read_bytes()), seconds=0.0).write())
+    packed = quire.estimate(one)
+    assert packed.cached and packed.seconds == typical.seconds and packed.bytes != typical.bytes
+    quire.jit.build(aot.spec_of(other))
+    assert quire.estimate(one).seconds == quire.estimate(other).seconds
 
 
 def test_support_is_answered_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

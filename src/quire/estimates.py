@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from quire.aot import spec_of
 from quire.errors import QuireError
-from quire.jit import Spec, host_target, lookup, prebuilt_stores, user_store
+from quire.jit import Manifest, Spec, host_target, lookup, prebuilt_stores, user_store
 from quire.kernels import AttentionProblem, decide
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
@@ -17,10 +17,10 @@ from quire.types import dtype_of
 
 #: Seconds and bytes of a compile where no cache in reach has a variant of the kernel; others take as an operation does.
 _TYPICAL: Mapping[str, tuple[float, int]] = {
-    "attention_fa2": (0.7, 60_000),
-    "attention_fa3": (1.1, 70_000),
-    "attention_decode": (0.7, 50_000),
-    "attention_cpu": (1.2, 60_000),
+    "attention_fa2": (1.0, 60_000),
+    "attention_fa3": (1.7, 85_000),
+    "attention_decode": (1.0, 50_000),
+    "attention_cpu": (1.5, 35_000),
     "attention_mla_fa2": (1.6, 90_000),
     "attention_mla_cpu": (1.3, 60_000),
 }
@@ -47,19 +47,24 @@ def estimate(variant: str | Spec) -> Estimate:
     True
     """
     spec = spec_of(variant) if isinstance(variant, str) else variant
-    if (entry := lookup(spec)) is not None:
+    entry, name = lookup(spec), spec.slug.partition(".")[0]
+    if entry is not None and entry.manifest.seconds:
         return Estimate(spec.slug, entry.manifest.seconds, entry.manifest.size, True)
-    name = spec.slug.partition(".")[0]
-    measured = [m for m in _manifests() if m.slug.partition(".")[0] == name and m.target[:2] == spec.target[:2]]
-    if measured:
-        seconds, size = median(m.seconds for m in measured), int(median(m.size for m in measured))
-    else:
-        seconds, size = _TYPICAL.get(name, _TYPICAL_OPERATION)
-    return Estimate(spec.slug, seconds, size, False)
+    alike = [manifest for manifest in _manifests(f"{name}.") if manifest.target[:2] == spec.target[:2]]
+    seconds, size = _TYPICAL.get(name, _TYPICAL_OPERATION)
+    sizes = [m.size for m in alike] if entry is None else [entry.manifest.size]
+    timed = [m.seconds for m in alike if m.seconds]  # packages of prebuilt variants do not say how long theirs took
+    return Estimate(
+        spec.slug, median(timed) if timed else seconds, int(median(sizes)) if sizes else size, entry is not None
+    )
 
 
-def _manifests() -> list[Any]:
-    return [manifest for store in (*prebuilt_stores(), user_store()) for _, manifest in store.manifests()]
+def _manifests(start: str) -> Iterator[Manifest]:
+    """Of the entries in reach whose slug begins so."""
+    for store in (*prebuilt_stores(), user_store()):
+        for slug in store.slugs():
+            if slug.startswith(start):
+                yield from (manifest for _, manifest in store.manifests(slug))
 
 
 @dataclass(frozen=True)

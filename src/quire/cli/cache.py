@@ -142,7 +142,8 @@ def _why(options: argparse.Namespace) -> int:
         f"made {spell_seconds(time.time() - m.created)} ago by {m.toolchain.get('toolchain', 'an unknown toolchain')}"
     )
     version = m.toolchain.get("version", "").partition("\n")[0]
-    text = f"it is there: {entry.path}\n{made} {version} in {m.seconds:.1f} s, {spell_bytes(m.size)}"
+    seconds = f" in {m.seconds:.1f} s" if m.seconds else ""  # packages do not say
+    text = f"it is there: {entry.path}\n{made} {version}{seconds}, {spell_bytes(m.size)}"
     return _tell(options, text, slug=options.slug, path=str(entry.path), reason=None)
 
 

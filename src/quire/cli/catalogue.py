@@ -124,6 +124,7 @@ def _answer(spec: Spec) -> dict[str, Any]:
     m = entry.manifest
     figures = {"registers": m.registers, "spills": m.spills, "stack": m.stack, "smem": m.smem, **m.exports}
     return {
-        **answer, "entry": str(entry.path), "size": spell_bytes(m.size), "compiled": f"in {m.seconds:.2f} s",
+        **answer, "entry": str(entry.path), "size": spell_bytes(m.size),
+        "compiled": f"in {m.seconds:.2f} s" if m.seconds else "beforehand",
         "figures": {name: value for name, value in figures.items() if value is not None},
     }  # fmt: skip
