@@ -33,12 +33,16 @@ def test_there_are_pages() -> None:
 
 
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(DOCS)))
-def test_python_runs_and_prints_what_the_page_says(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_runs_and_prints_what_the_page_says(
+    page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     names: dict[str, object] = {}
-    for kind, title, code, printed in blocks(page):
+    for number, (kind, title, code, printed) in enumerate(blocks(page)):
         if kind != "python" or title:
             continue
-        exec(compile(code, str(page), "exec"), names)
+        file = tmp_path / f"block{number}.py"  # some errors show lines of the caller's file
+        file.write_text(code, encoding="utf-8")
+        exec(compile(code, str(file), "exec"), names)
         said = capsys.readouterr().out
         assert not printed or said.split() == printed.split(), code
 

@@ -24,6 +24,16 @@ def prefill(wrapper: quire.BatchPrefillWithPagedKVCacheWrapper, q: torch.Tensor,
     return wrapper.run(q, cache, v_scale=2.0)
 
 
+def capped(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    cap = quire.Variant(score=lambda score, cap: cap * torch.tanh(score / cap), scalars={"cap": float})
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), variant=cap)
+    lens = torch.tensor([0, len(q)], dtype=INT32), torch.tensor([0, len(k)], dtype=INT32)
+    wrapper.plan(*lens, 8, 2, 64, q_data_type=torch.float32)
+    o = wrapper.run(q, k, k, cap=30.0)
+    print(o.shape)
+    return quire.single_prefill_with_kv_cache(q, k, k, variant=cap, cap=30.0)
+
+
 def ragged(wrapper: quire.BatchPrefillWithRaggedKVCacheWrapper, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     o, lse = wrapper.run(q, k, k, return_lse=True)
     print(lse.shape)
@@ -57,6 +67,7 @@ def main() -> None:
     flat.plan(indptr, indptr, 8, 2, 64, q_data_type=torch.float32)
     print(ragged(flat, q, cache[0, 0, :2]).shape)
     print(single(q, cache[0, 0]).shape)
+    print(capped(q, cache[0, 0]).shape)
 
 
 if __name__ == "__main__":

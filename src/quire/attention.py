@@ -79,7 +79,8 @@ class BatchAttention:
         refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         if logits_soft_cap and logits_soft_cap != (cap := self._wrapper._logits_soft_cap):
             raise ValidationError(f"logits_soft_cap: expected {cap} (fixed by plan()) or 0, got {logits_soft_cap}.")
-        return self._wrapper.run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, return_lse=True)
+        run = self._wrapper.run_return_lse
+        return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse)
 
     def explain(self) -> Explanation:
         """Which kernel plan() chose, why each other was refused, and what was planned."""

@@ -147,10 +147,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, return_lse: Literal[True],
         **options: Unpack[DecodeKeywords],
     ) -> Pair: ...  # fmt: skip
-    @overload
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, return_lse: bool, **options: Unpack[DecodeKeywords]
-    ) -> Result: ...
+    @overload  # with operands of a variant
+    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -172,9 +170,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
         )  # fmt: skip
 
-    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Unpack[DecodeKeywords]) -> Pair:
+    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Any) -> Pair:
         """run() with return_lse=True."""
-        return self.run(q, paged_kv_cache, **options, return_lse=True)
+        o, lse = self.run(q, paged_kv_cache, **options, return_lse=True)
+        return o, lse
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, pos_encoding_mode: str = "NONE",

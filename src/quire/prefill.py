@@ -245,11 +245,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[True],
         **options: Unpack[RunKeywords],
     ) -> Pair: ...  # fmt: skip
-    @overload
-    def run(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: bool,
-        **options: Unpack[RunKeywords],
-    ) -> Result: ...  # fmt: skip
+    @overload  # with operands of a variant
+    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -284,10 +281,11 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
 
     def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Unpack[RunKeywords]
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Any
     ) -> Pair:
         """run() with return_lse=True."""
-        return self.run(q, paged_kv_cache, *scales, **options, return_lse=True)
+        o, lse = self.run(q, paged_kv_cache, *scales, **options, return_lse=True)
+        return o, lse
 
     def forward(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, causal: bool = False, pos_encoding_mode: str = "NONE",
@@ -391,10 +389,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
         **options: Unpack[RunKeywords],
     ) -> Pair: ...  # fmt: skip
-    @overload
-    def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, **options: Unpack[RunKeywords]
-    ) -> Result: ...
+    @overload  # with operands of a variant
+    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
@@ -412,9 +408,10 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
         )  # fmt: skip
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Unpack[RunKeywords]) -> Pair:
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
         """run() with return_lse=True."""
-        return self.run(q, k, v, **options, return_lse=True)
+        o, lse = self.run(q, k, v, **options, return_lse=True)
+        return o, lse
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
