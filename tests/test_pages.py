@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -82,6 +84,22 @@ def test_every_public_name_is_in_the_reference() -> None:
         if f".{name}\n" not in pages and f"quire.{name}`" not in pages and not hasattr(quire.errors, name)
     ]
     assert sorted(missing) == []
+
+
+@pytest.mark.slow
+def test_the_site_opens_from_disk(tmp_path: Path) -> None:
+    """It builds without a warning, loads nothing from elsewhere, and each of its own files is there."""
+    pytest.importorskip("mkdocstrings", reason="make docs installs it")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pages = [page for page in (tmp_path / "site").rglob("*.html") if page.name != "404.html"]
+    assert len(pages) >= len(PAGES)
+    loads = re.compile(r'<(?:script|img|link)\b[^>]*?(?:src|href)="(?!data:)([^"?#]+)')
+    for page in pages:
+        for loaded in loads.findall(page.read_text(encoding="utf-8")):
+            assert not loaded.startswith(("http", "//", "/")), f"{page.name} loads {loaded}"
+            assert (page.parent / loaded).exists(), f"{page.name} has no {loaded}"
 
 
 def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,10 @@ def test_a_picture_needs_a_plan_that_fits() -> None:
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     with pytest.raises(quire.PlanError, match="plan"):
         quire.viz.schedule(wrapper)
+    with pytest.raises(quire.ValidationError, match="got MultiLevelCascadeAttentionWrapper"):
+        quire.viz.schedule(quire.MultiLevelCascadeAttentionWrapper(1, torch.empty(1 << 20, dtype=torch.uint8)))
+    with pytest.raises(quire.PlanError, match="plan"):
+        quire.viz.schedule(quire.BatchAttention(device="cpu"))
     with pytest.raises(quire.ValidationError, match="at most 20000 work tiles"):
         quire.viz.schedule(planned([1] * 10001, [1] * 10001))
 

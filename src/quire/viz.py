@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from quire.attention import BatchAttention
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import QuireError, ValidationError
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
@@ -156,11 +157,11 @@ class Picture:
         return f"<details{' open' if len(rows) <= 12 else ''}><summary>{title}</summary>{table}</details>"
 
 
-def schedule(plan: AttentionWrapper) -> Picture:
+def schedule(plan: AttentionWrapper | BatchAttention) -> Picture:
     """Draw who computes what under the current plan of a wrapper, on a GPU or a CPU.
 
     plan: a wrapper after plan(), whose lengths were on the host or copied there. The lines of the picture are resident
-    CTAs of a GPU, threads of a host. Raises PlanError before plan().
+    CTAs of a GPU, threads of a host. Raises PlanError before plan(), ValidationError for anything but a wrapper.
 
     >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> lens = torch.tensor([0, 100, 130], dtype=torch.int32)
@@ -171,7 +172,10 @@ def schedule(plan: AttentionWrapper) -> Picture:
     >>> picture.svg[:4]
     '<svg'
     """
-    attention = planned(plan._attention)
+    wrapper = plan._wrapper if isinstance(plan, BatchAttention) else plan
+    if not isinstance(wrapper, AttentionWrapper):
+        raise ValidationError(f"plan: expected a wrapper that has planned one batch, got {type(plan).__name__}.")
+    attention = planned(wrapper._attention)
     return Picture(attention, "CTA" if attention.decision.problem.on_cuda else "thread")
 
 
