@@ -306,7 +306,7 @@ def mla_reason(problem: AttentionProblem) -> str | None:
     if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
         latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
         return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
-    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding
+    changes_logits = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant is not None
     if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
-        return "it has no window, no soft cap, no position encoding and no mask but causal"
+        return "it has no window, soft cap, position encoding or variant of logits, and no mask but causal"
     return None if problem.paged else "keys are ragged: it takes pages only"
