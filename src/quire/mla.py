@@ -185,9 +185,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, PlanError without a plan.
         """
-        refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        if profiler_buffer is not None or o_scale is not None or ckv_scale_arr is not None:
+            refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
         check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e, enable_pdl=enable_pdl)
-        nope, pe = latent_parts(_either("query", query, "q_nope", q_nope, "q_pe", q_pe), "query", "q_nope", "q_pe")
+        pair = _either("query", query, "q_nope", q_nope, "q_pe", q_pe)
+        nope, pe = latent_parts(pair, "query", "q_nope", "q_pe")
         pair = _either("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache)
         ckv, kpe = latent_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
         if ckv_scale != kpe_scale:
@@ -252,9 +254,8 @@ def _check_word(name: str, value: Any, words: tuple[str | None, ...]) -> None:
 
 def _either(name: str, whole: Any, first_name: str, first: Any, second_name: str, second: Any) -> Any:
     """`whole`, or the pair of its parts: one of both must be given."""
-    has_parts = first is not None, second is not None
-    if whole is None and all(has_parts):
+    if whole is None and first is not None and second is not None:
         return first, second
-    if whole is None or any(has_parts):
+    if whole is None or first is not None or second is not None:
         raise ValidationError(f"{name}: expected it, or {first_name} and {second_name}, and not both.")
     return whole

@@ -99,10 +99,11 @@ class MLAPlanMetadata:
         batch = batch_size_of(kv_indptr, "kv_indptr")
         qo_indptr, lens = self._on_host("qo_indptr", batch + 1), self._on_host("kv_len_arr", batch)
         pages = page_indices(self.kv_indices)
-        used = -(-lens // page_size)
+        used = lens if page_size == 1 else (lens + (page_size - 1)).div_(page_size, rounding_mode="floor")
         if not torch.equal(used, kv_indptr.diff()):
             kv_indptr, pages = _without_surplus(kv_indptr, pages, lens, used, page_size)
-        last = lens - (used - 1).clamp_(min=0) * page_size
+        # Of requests without pages the planner asks for no tokens of a last one: there this is page_size.
+        last = torch.add(lens, used, alpha=-page_size).add_(page_size)
         return Indices(batch, qo_indptr, 0, kv_indptr, last, pages, page_size)
 
     def _from_tables(self, page_size: int) -> Indices:

@@ -67,6 +67,8 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
     views of one in which they are side by side. FlashInfer's (pair, tensor) is its pair. `latent` and `rest` are the
     names of a pair's tensors.
     """
+    if type(value) is tuple and len(value) == 2 and getattr(value[0], "ndim", 0) == getattr(value[1], "ndim", 0) == 3:
+        return value
     if isinstance(value, torch.Tensor):
         if value.dim() != 3 or value.shape[-1] <= LATENT_DIM:
             raise ValidationError(
