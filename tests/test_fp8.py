@@ -13,8 +13,6 @@ from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 KV_LENS = (37, 1, 0, 300, 128, 129)
-#: Backends whose tensor-core instructions take two operands of one dtype.
-REFUSING = ("quire:fa3",)
 SCALES = {"k_scale": 0.05, "v_scale": 1.75}
 
 
@@ -30,13 +28,9 @@ def scales(p):
 
 
 def check_decode(p, cache, backend, **plan):
-    """Decode equals the oracle, or the backend says that it does not take such keys."""
+    """Decode equals the oracle."""
     plan["kv_data_type"] = p.kv_dtype
-    if backend in REFUSING:
-        with pytest.raises(quire.UnsupportedError, match=f"kv dtype {quire.types.dtype_of(p.kv_dtype, '')}"):
-            decode(p, cache, backend, plan=plan)
-    else:
-        p.check(*decode(p, cache, backend, plan=plan, run=scales(p)))
+    p.check(*decode(p, cache, backend, plan=plan, run=scales(p)))
 
 
 @KV_DTYPES
@@ -87,8 +81,6 @@ def test_several_queries_per_request(device, backend, dtype, kv_dtype, q_len):
 
 @KV_DTYPES
 def test_sinks(device, backend, dtype, kv_dtype):
-    if backend in REFUSING:
-        pytest.skip("test_page_sizes shows that it refuses")
     p = batch(dtype, device, kv_dtype)
     cache = p.paged(16)
     wrapper = decode_wrapper(p, cache, backend)
@@ -100,8 +92,6 @@ def test_sinks(device, backend, dtype, kv_dtype):
 @KV_DTYPES
 def test_long_keys_are_within_5e_3(device, backend, dtype, kv_dtype):
     """Absolutely: P is rounded no further than to 16 bits, where kernels that multiply in 8 bits are at 4e-2."""
-    if backend in REFUSING:
-        pytest.skip("test_page_sizes shows that it refuses")
     p = batch(dtype, device, kv_dtype, (4096, 1000), num_qo_heads=8, head_dim=128, k_scale=1.0, v_scale=1.0)
     out, lse = decode(p, p.paged(16), backend, plan={"kv_data_type": kv_dtype}, run=scales(p))
     p.check(out, lse)
@@ -111,8 +101,6 @@ def test_long_keys_are_within_5e_3(device, backend, dtype, kv_dtype):
 @KV_DTYPES
 def test_every_code_is_widened_exactly(device, backend, dtype, kv_dtype):
     """One key a request: its value comes out as it is, all 256 codes with NaN and infinity among them."""
-    if backend in REFUSING:
-        pytest.skip("test_page_sizes shows that it refuses")
     codes = torch.arange(256, dtype=torch.uint8).to(device)
     values = codes.view(kv_dtype).view(4, 1, 1, 64)
     keys = torch.zeros(4, 1, 1, 64, dtype=torch.uint8, device=device).view(kv_dtype)
@@ -147,14 +135,27 @@ def test_appended_keys_are_the_cache(device, kv_dtype, head_dim):
 @pytest.mark.parametrize(("qo_lens", "head_dim"), [((40, 3, 200), 64), ((1, 17, 64), 128)])
 def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):
     """Many rows: paged and ragged, causal and custom masks."""
-    if backend in REFUSING:
-        pytest.skip("test_page_sizes shows that it refuses")
     plan = {"kv_data_type": kv_dtype}
     options = {"dtype": dtype, "device": device, "kv_dtype": kv_dtype, "causal": True, "head_dim": head_dim, **SCALES}
     p = Problem(qo_lens, (90, 17, 250), **options)
     p.check(*prefill_paged(p, p.paged(16), backend, plan=plan, run=scales(p)))
     p.causal = False
     p.random_mask()
+    p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
+
+
+@pytest.mark.parametrize(("page_size", "options"), [
+    (1, {}),
+    (5, {"window_left": 200, "soft_cap": 10.0, "causal": False}),
+    (16, {"num_qo_heads": 10}),
+    (64, {"pos_encoding_mode": "ALIBI", "head_dim": 64}),
+])  # fmt: skip
+def test_long_prefill(device, backend, dtype, page_size, options):
+    """Many KV tiles and row tiles, requests without queries or with few keys, a group that divides no row tile."""
+    options = {"causal": True, "head_dim": 128, "num_qo_heads": 8, **options, **SCALES}
+    p = Problem((700, 1, 0, 130), (1500, 333, 70, 2000), dtype=dtype, device=device, kv_dtype=E4M3, **options)
+    plan = {"kv_data_type": E4M3}
+    p.check(*prefill_paged(p, p.paged(page_size), backend, plan=plan, run=scales(p)))
     p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
 
 

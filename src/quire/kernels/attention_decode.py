@@ -31,8 +31,8 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _yields(problem: AttentionProblem) -> str | None:
-    """More than 32 rows of wide heads are bound by the tensor cores as much as by memory, where fa3 is faster. It takes
-    no keys of 8 bits, whose bytes are half as many.
+    """More than 32 rows of wide heads are bound by the tensor cores as much as by memory, where fa3 is faster: not with
+    keys of 8 bits, which it has to widen for every 128 rows.
     """
     if problem.rows <= 32 or max(problem.head_dim_qk, problem.head_dim_vo) <= 64 or problem.kv.bits == 8:
         return None

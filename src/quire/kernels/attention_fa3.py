@@ -30,7 +30,7 @@ def _reject(problem: AttentionProblem) -> str | None:
         return (
             "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
         )
-    return tensor_core_reason(problem)
+    return tensor_core_reason(problem, takes_8_bit_kv=True)
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
@@ -57,13 +57,16 @@ def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> in
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others are gathered by row."""
-    return problem.page_size if problem.page_size % 8 == 0 else ANY_PAGE_SIZE
+    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others, and those of 8-bit
+    numbers, are gathered by row.
+    """
+    has_boxes = problem.page_size % 8 == 0 and (problem.kv.bits == 16 or not problem.paged)
+    return problem.page_size if has_boxes else ANY_PAGE_SIZE
 
 
 def _max_bytes(key: AttentionKey, operand: str) -> int:
     """Rows that are gathered, and results, are found by 32-bit numbers of 16 bytes."""
-    gathered = operand in ("k", "v") and key.page_size == ANY_PAGE_SIZE
+    gathered = operand in ("k", "v") and (key.page_size == ANY_PAGE_SIZE or key.kv.bits == 8)
     return 1 << 36 if operand == "o" or gathered else 0
 
 
@@ -76,7 +79,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     if tile.rows % group == 0 and nnz_qo:
         dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
         copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
-    for name in ("k", "v"):
+    for name in ("k", "v") if key.kv.bits == 16 else ():
         (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
         if not key.paged and tokens:
             dims, box = (head_dim, tokens, heads, 1), (_ATOM, tile.kv, 1, 1)

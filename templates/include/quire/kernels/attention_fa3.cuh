@@ -17,8 +17,10 @@
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/sm90_widen.cuh"
 #include "quire/tile/sm90_gemm.cuh"
 #include "quire/tile/sm90_load.cuh"
+#include "quire/tile/sm90_queries.cuh"
 #include "quire/tile/sm90_softmax.cuh"
 #include "quire/tile/sm90_store.cuh"
 #include "quire/tile/sm90_kv_tiles.cuh"
@@ -28,12 +30,18 @@ namespace quire {
 
 template <class V>
 struct AttentionFa3 {
-  using T = typename V::Q;
+  using Q = typename V::Q;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
 
-  static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
-                "q, k, v and o have one dtype");
+  // Keys and values of 8 bits are widened on their way to the tensor cores.
+  static constexpr bool kNarrow = sizeof(typename V::Kv) == 1;
+  using T = typename conditional<kNarrow, fp16_t, Q>::type;  // of the matrix products
+  // Queries whose range is wider than that of fp16 are scaled row by row.
+  static constexpr bool kRescaled = kNarrow && !is_same<Q, T>::value;
+
+  static_assert((kNarrow || is_same<Q, typename V::Kv>::value) && is_same<Q, typename V::O>::value,
+                "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(kQk % 16 == 0 && kVo % 16 == 0 && max(kQk, kVo) <= 256, "head dims are multiples of 16 up to 256");
   static_assert(kTileRows % 64 == 0 && kTileRows <= 192, "one to three warpgroups own 64 rows each");
   static_assert(kTileKv % 16 == 0 && kTileKv <= 256,
@@ -51,6 +59,7 @@ struct AttentionFa3 {
   using Stage = WorkStage<V>;
   using Loader = KvLoader<V>;
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
+  static constexpr bool kHasZeros = kIsGathered || kNarrow;  // from kv_len on
   // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
   using Transform = LogitsTransform<V, FragmentMath<kVo <= 128>>;
   static constexpr bool kIsRamp = Transform::kIsRamp;
@@ -68,7 +77,9 @@ struct AttentionFa3 {
     unsigned char k[RingBarriers<kStages>::kBytes], v[RingBarriers<kStages>::kBytes];
   };
   static constexpr int kCapacity = 227 * 1024;
-  static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>));
+  static constexpr int kPreparedBytes = kNarrow ? 16 : 0, kQueryFactorsBytes = kRescaled ? kTileRows * 4 : 0;
+  static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>)) +
+                                     kPreparedBytes + kQueryFactorsBytes;
   static constexpr int kTilesCapacity = kCapacity - kOtherBytes;
   // Two tiles of queries where two stages of keys and values still fit: short work tiles then overlap.
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kTilesCapacity ? 2 : 1;
@@ -84,7 +95,9 @@ struct AttentionFa3 {
   static constexpr int kResultBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
   static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity;
   static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
-  static constexpr int kBarriersAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
+  static constexpr int kPreparedAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
+  static constexpr int kQueryFactorsAt = kPreparedAt + kPreparedBytes;
+  static constexpr int kBarriersAt = kQueryFactorsAt + kQueryFactorsBytes;
   using AllBarriers = Barriers<kQStages, kStages>;
   static_assert(kKAt % 1024 == 0 && kVAt % 1024 == 0 && TileK::kBytes % 1024 == 0 && TileV::kBytes % 1024 == 0,
                 "the 128-byte swizzle repeats every 1024 bytes");
@@ -94,9 +107,16 @@ struct AttentionFa3 {
   // Registers a thread: the loading warps give up some, the others take them. A launch has a multiple of 8 for each
   // thread, 65,536 at most; a kernel that asks for more hangs. Scheduling takes 56, because it divides 64-bit numbers.
   // Three warpgroups at 128 keys leave 32: the scheduling warp then spills, once a work tile.
-  static constexpr int kLoadRegisters = kWarpgroups == 3 && kTileKv > 112 ? 32 : 56;
-  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kTileKv > 112 ? 160 : 152)
-                                           : kWarpgroups == 2 ? 224
+  // Widening takes 72.
+  static constexpr int kLoadRegisters = kNarrow                             ? (kWarpgroups == 3 ? 80
+                                                                               : kVo <= 192     ? 88
+                                                                                                : 72)
+                                        : kWarpgroups == 3 && kTileKv > 112 ? 32
+                                                                            : 56;
+  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kNarrow         ? 144
+                                                                 : kTileKv > 112 ? 160
+                                                                                 : 152)
+                                           : kWarpgroups == 2 ? (kNarrow ? (kVo <= 192 ? 208 : 216) : 224)
                                                               : 240;
   static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "the warps ask for more registers than the launch has, and would wait for them forever");
@@ -147,12 +167,12 @@ struct AttentionFa3 {
 
   // Full barriers: the loading warp arrives, once a stage. Empty barriers: each computing warpgroup arrives once,
   // because the reads of a product end for all of its threads together; work stages are read by lanes, so that each
-  // warp but the scheduling one arrives.
+  // warp but the scheduling one arrives. Two warps widen a KV tile together.
   QUIRE_DEVICE void init_barriers() const {
     work_.init(1, kWarpgroups * 4 + 3);
     q_.init(1, kWarpgroups);
-    k_.init(Loader::kArrivals, kWarpgroups);
-    v_.init(Loader::kArrivals, kWarpgroups);
+    k_.init(kNarrow ? 2 : Loader::kArrivals, kWarpgroups);
+    v_.init(kNarrow ? 2 : Loader::kArrivals, kWarpgroups);
     ptx::fence_mbarrier_init();
   }
 
@@ -161,33 +181,109 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE void produce() const {
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = ptx::lane_id();
+    if constexpr (kNarrow) {
+      widen(warp, lane);
+      return;
+    }
     if (warp == kLoadK) load_kv(KvSource::k(p_), k_, [&](int stage) { return k_tile(stage); }, lane);
     if (warp == kLoadV) load_kv(KvSource::v(p_), v_, [&](int stage) { return v_tile(stage); }, lane);
     if (warp == kLoadQ) load_q(lane);
     if (warp == kSchedule) schedule(lane);
   }
 
-  QUIRE_DEVICE void schedule(int lane) const {
+  // What the scheduling warp knows between work tiles.
+  struct Schedule {
     RingPosition<kWorkStages> at;
     int number = 0;
-    if (lane == 0) WorkList::begin(p_, stages_[kWorkStages - 1].cursor, number);
     bool exists = true, is_short = true;
-    for (; exists; at.advance()) {
-      work_.wait_empty(at);
-      // Of long work tiles only one is taken ahead: were two, CTAs would end at less equal times.
-      const auto two_before = at.before().before();
-      if (!is_short) ptx::mbarrier_wait(work_.empty(two_before.stage()), two_before.parity());
-      Stage& current = stages_[at.stage()];
-      if (lane == 0) {
-        const Stage& before = stages_[at.before().stage()];
-        WorkList::next(p_, before.cursor, current, number, kTileKv);
+  };
+
+  QUIRE_DEVICE void schedule(int lane) const {
+    Schedule s;
+    if (lane == 0) WorkList::begin(p_, stages_[kWorkStages - 1].cursor, s.number);
+    while (s.exists) schedule_next(s, lane);
+  }
+
+  QUIRE_DEVICE void schedule_next(Schedule& s, int lane) const {
+    work_.wait_empty(s.at);
+    // Of long work tiles only one is taken ahead: were two, CTAs would end at less equal times.
+    const auto two_before = s.at.before().before();
+    if (!s.is_short) ptx::mbarrier_wait(work_.empty(two_before.stage()), two_before.parity());
+    Stage& current = stages_[s.at.stage()];
+    if (lane == 0) {
+      const Stage& before = stages_[s.at.before().stage()];
+      WorkList::next(p_, before.cursor, current, s.number, kTileKv);
+    }
+    __syncwarp();
+    s.exists = current.exists;
+    s.is_short = is_short_work(current);
+    if (s.exists) current.read_block_mask(p_, lane);
+    if (lane == 0) work_.arrive_full(s.at);
+    s.at.advance();
+  }
+
+  QUIRE_DEVICE static bool is_short_work(const Stage& stage) {
+    return stage.work.kv_end - stage.work.kv_begin <= kShortTiles;
+  }
+
+  // Where kNarrow, one lane schedules and loads queries beside widening. It keeps this in shared memory.
+  struct Prepared {
+    int number;
+    RingPosition<kQStages> q;
+  };
+
+  // Two warps widen keys, two values.
+  QUIRE_DEVICE void widen(int warp, int lane) const {
+    if constexpr (kQk == kVo) {  // one piece of code for both
+      const bool is_k = warp < 2;
+      widen_kv<TileK>(is_k ? KvSource::k(p_) : KvSource::v(p_), is_k ? k_ : v_, is_k ? kKAt : kVAt, warp, lane);
+    } else if (warp < 2) {
+      widen_kv<TileK>(KvSource::k(p_), k_, kKAt, warp, lane);
+    } else {
+      widen_kv<TileV>(KvSource::v(p_), v_, kVAt, warp, lane);
+    }
+  }
+
+  // One of the warps also schedules and loads queries, in between: it may only wait for what the computing warps do
+  // without KV tiles that it has yet to widen.
+  template <class Tile>
+  QUIRE_DEVICE void widen_kv(const KvSource& from, RingBarriers<kStages> ring, int tiles_at, int warp, int lane) const {
+    KvWidener<V, Tile, kStages> widener(p_.base, from, ring, smem_ + tiles_at, warp % 2, lane);
+    Prepared& prepared =
+        *reinterpret_cast<Prepared*>(reinterpret_cast<unsigned char*>(stages_) + kPreparedAt - kWorkStagesAt);
+    const bool schedules = warp == kSchedule;
+    if (schedules && lane == 0) {
+      WorkList::begin(p_, stages_[kWorkStages - 1].cursor, prepared.number);
+      prepared.q = {};
+    }
+    if (schedules) schedule_after({-1}, true, prepared, lane);
+    for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
+      KvTileWalk<V> walk(current);
+      // One stage of queries: they are loaded when the last stage of values is about to wait for them.
+      constexpr int kSteps = kQStages > 1 ? 2 : 3;
+      int most = kQStages > 1 ? kStages + 2 : kStages - 1;
+#pragma unroll 1
+      for (int step = schedules ? 0 : kSteps - 1; step < kSteps; ++step) {
+        if (schedules && step == kSteps - 2) copy_q_by_tma(current, prepared.q, lane);
+        if (step == kSteps - 1) {
+          // The computing warps have begun with this work tile, and stored the one before.
+          if (schedules) schedule_after(at, is_short_work(current), prepared, lane);
+          most = INT32_MAX;
+        }
+        widener.widen(current.work, walk, most);
+        most = 3;
       }
       __syncwarp();
-      exists = current.exists;
-      is_short = current.work.kv_end - current.work.kv_begin <= kShortTiles;
-      if (exists) current.read_block_mask(p_, lane);
-      if (lane == 0) work_.arrive_full(at);
-    }
+      if (!schedules && lane == 0) work_.arrive_empty(at);
+    });
+  }
+
+  QUIRE_DEVICE void schedule_after(RingPosition<kWorkStages> at, bool is_short, Prepared& prepared, int lane) const {
+    Schedule s;
+    s.at = at.after(), s.is_short = is_short;
+    if (lane == 0) s.number = prepared.number;
+    schedule_next(s, lane);
+    if (lane == 0) prepared.number = s.number;
   }
 
   // Calls body(current, position) for each work tile.
@@ -238,22 +334,26 @@ struct AttentionFa3 {
     if (lane == 0 && q_by_tma()) ptx::prefetch_tensor_map(&p_.tensor_q);
     RingPosition<kQStages> stage;
     for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
-      const bool has_tiles = KvTileWalk<V>(current).exists();
-      if (lane == 0 && q_by_tma() && has_tiles) {
-        q_.wait_empty(stage);
-        const uint32_t barrier = q_.full(stage.stage());
-        ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
-        const int token = current.work.tile.qo_begin + p_.base.group.div(current.work.tile.row_begin);
-#pragma unroll
-        for (int i = 0; i < TileQ::kAtoms; ++i) {
-          ptx::tma_load_4d(q_tile(stage.stage()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
-                           current.work.kv_head);
-        }
-        stage.advance();
-      }
+      copy_q_by_tma(current, stage, lane);
       __syncwarp();
       if (lane == 0) work_.arrive_empty(at);
     });
+  }
+
+  QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages>& stage, int lane) const {
+    const bool has_tiles = KvTileWalk<V>(current).exists();
+    if (lane == 0 && q_by_tma() && has_tiles) {
+      q_.wait_empty(stage);
+      const uint32_t barrier = q_.full(stage.stage());
+      ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
+      const int token = current.work.tile.qo_begin + p_.base.group.div(current.work.tile.row_begin);
+#pragma unroll
+      for (int i = 0; i < TileQ::kAtoms; ++i) {
+        ptx::tma_load_4d(q_tile(stage.stage()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
+                         current.work.kv_head);
+      }
+      stage.advance();
+    }
   }
 
   // A computing warpgroup's next stages. Values are one KV tile behind keys.
@@ -351,7 +451,23 @@ struct AttentionFa3 {
     } else {
       copy_q(q_tile(rings.q.stage()), current.work);
     }
+    if constexpr (kRescaled) {
+      const TileQ q = q_tile(rings.q.stage());
+      const int lane = ptx::lane_id();
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float factor = round_query(q, lane_row(lane) + 8 * h, lane % 4);
+        if (lane % 4 == 0) ptx::st_shared(query_factor_at(h), __float_as_uint(factor));
+      }
+      ptx::fence_proxy_async();
+      ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
+    }
     k_.wait_full(rings.k);
+  }
+
+  // Where stands what makes up for the scale of this lane's row h.
+  QUIRE_DEVICE uint32_t query_factor_at(int h) const {
+    return smem_ + kQueryFactorsAt + (lane_row(ptx::lane_id()) + 8 * h) * 4;
   }
 
   // The main loop: O, m and d of this warpgroup's 64 rows over the KV tiles of the work tile, except O += P V of the
@@ -399,9 +515,9 @@ struct AttentionFa3 {
     rings.k.advance();
     apply_softmax<true>(rows, s, current, tile, bits);
     round_weights<T>(s, rows.p);
-    // Values from kv_len on may be anything, and 0 * NaN is NaN. The gather has put zeros there.
+    // Values from kv_len on may be anything, and 0 * NaN is NaN. Gathering and widening have put zeros there.
     const int valid = current.work.tile.kv_len - tile * kTileKv;
-    if (!kIsGathered && valid < kTileKv) clear_values(rings.k.before(), valid);
+    if (!kHasZeros && valid < kTileKv) clear_values(rings.k.before(), valid);
   }
 
   // Starts S = Q K^T of this KV tile and O += P V of the one before it, and computes the softmax of S while O += P V
@@ -458,6 +574,14 @@ struct AttentionFa3 {
                                   const TileBits<V, 2>& bits) const {
     const Transform transform(p_.base);
     const LogitsTile<V> at = logits_tile(stage, tile);
+    // What queries were divided by is part of the logits' scale, or comes before it.
+    float factors[2] = {1.f, 1.f};
+    if constexpr (kRescaled)
+      factors[0] = ptx::ld_shared(query_factor_at(0)), factors[1] = ptx::ld_shared(query_factor_at(1));
+    if constexpr (kRescaled && !Transform::kIsIdentity) {
+#pragma unroll
+      for (int i = 0; i < kTileKv / 2; ++i) s[i] *= factors[i / 2 % 2];
+    }
     if constexpr (kIsRamp) {
       const float scale = ramp_scale(transform);
       rows.ramps.template score<kMasked>(s, at, bits);
@@ -466,8 +590,14 @@ struct AttentionFa3 {
       rows.softmax.exponentiate(s, scale, offsets);
     } else {
       score_logits<kMasked>(s, transform, at, bits);
-      rows.softmax.raise_max(s, transform.factor);
-      rows.softmax.exponentiate(s, transform.factor);
+      if constexpr (kRescaled && Transform::kIsIdentity) {
+        const RowScales scales = {transform.factor * factors[0], transform.factor * factors[1]};
+        rows.softmax.raise_max(s, scales);
+        rows.softmax.exponentiate(s, scales);
+      } else {
+        rows.softmax.raise_max(s, transform.factor);
+        rows.softmax.exponentiate(s, transform.factor);
+      }
     }
   }
 
@@ -492,8 +622,8 @@ struct AttentionFa3 {
     for (int r = split.row; r < 64; r += Split::kRowsAtOnce) {
       const int row = work.tile.row_begin + warpgroup() * 64 + r;
       const WorkTile::Place at = work.place(p_.base.group, min(row, work.row_end - 1));
-      const T* src =
-          static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
+      const Q* src =
+          static_cast<const Q*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
@@ -530,7 +660,7 @@ struct AttentionFa3 {
         p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
       }
       if constexpr (!kIsStaged) {
-        T* dst = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
+        Q* dst = static_cast<Q*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
         store_row(dst, rows.o, h, result.scale, row < work.row_end, lane);
       }
     }
@@ -539,7 +669,7 @@ struct AttentionFa3 {
       const WorkTile::Place at = work.place(p.group, min(first + lane % 16, work.row_end - 1));
       const int64_t begin = at.token * p.o_token_stride + at.head * p.o_head_stride;  // a multiple of 8
       const StagedRows<kVo> staged = {smem_ + kResultsAt + warp * StagedRows<kVo>::kBytes};
-      staged.store(static_cast<T*>(p.o), static_cast<uint32_t>(begin >> 3), work.row_end - first, rows.o, scale, lane);
+      staged.store(static_cast<Q*>(p.o), static_cast<uint32_t>(begin >> 3), work.row_end - first, rows.o, scale, lane);
     }
   }
 

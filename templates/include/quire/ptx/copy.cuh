@@ -51,6 +51,12 @@ QUIRE_DEVICE void st_shared(uint32_t dst, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(value) : "memory");
 }
 
+QUIRE_DEVICE float ld_shared(uint32_t src) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(src) : "memory");
+  return x;
+}
+
 QUIRE_DEVICE uint4 ld_shared_16(uint32_t src) {
   uint4 d;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"

@@ -10,6 +10,7 @@
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/store.cuh"
+#include "quire/tile/fp16_range.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/rope.cuh"
 #include "quire/tile/softmax.cuh"
@@ -135,29 +136,24 @@ struct QueryFragments {
     }
   }
 
-  // Scales a row by a power of two, so that its largest magnitude is in 2^14..2^15, and rounds it to fp16: the range of
-  // bf16 is wider. Numbers 2^28 times smaller than the largest lose bits.
+  // Scales a row by a power of two and rounds it to fp16.
   QUIRE_DEVICE void scale_to_fp16(Words& x, int m, int h) {
     float top = 0.f;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
-      for (int i = h; i < 4; i += 2) top = fmaxf(top, fmaxf(fabsf(low(x[k][m][i])), fabsf(high(x[k][m][i]))));
+      for (int i = h; i < 4; i += 2) top = fmaxf(top, fmaxf(fabsf(low_bf16(x[k][m][i])), fabsf(high_bf16(x[k][m][i]))));
     }
     top = quad_max(top);
-    const uint32_t exponent = max(__float_as_uint(top) >> 23, 27u);
-    const float scale = __uint_as_float((268 - exponent) << 23);
-    factor[m][h] = __uint_as_float((exponent - 14) << 23);
+    const Fp16Range range(top);
+    factor[m][h] = range.factor;
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
 #pragma unroll
       for (int i = h; i < 4; i += 2)
-        x[k][m][i] = ptx::pack(fp16_t{}, low(x[k][m][i]) * scale, high(x[k][m][i]) * scale);
+        x[k][m][i] = ptx::pack(fp16_t{}, low_bf16(x[k][m][i]) * range.scale, high_bf16(x[k][m][i]) * range.scale);
     }
   }
-
-  QUIRE_DEVICE static float low(uint32_t x) { return __uint_as_float(x << 16); }
-  QUIRE_DEVICE static float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 };
 
 // One ldmatrix reads 16 keys x 32 dims: {keys 0..7, 8..15} x {chunk 0, 1}. The last of an odd number of chunks is read

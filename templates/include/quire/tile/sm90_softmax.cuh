@@ -13,6 +13,13 @@ struct RowOffsets {
   QUIRE_DEVICE float plus(float x, int h) const { return x + at[h]; }
 };
 
+// What logits are multiplied by: one number, or one for each of a lane's rows.
+struct RowScales {
+  float at[2];
+};
+QUIRE_DEVICE float scale_of(float scale, int) { return scale; }
+QUIRE_DEVICE float scale_of(const RowScales& scales, int h) { return scales.at[h]; }
+
 // This lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct WarpgroupSoftmax {
   float m[2];       // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
@@ -26,15 +33,15 @@ struct WarpgroupSoftmax {
   }
 
   // Raises m where a row of s * scale, with its offset, exceeds it by more than kMaxLag.
-  template <int n, class Offsets = NoOffsets>
-  QUIRE_DEVICE void raise_max(const float (&s)[n], float scale, const Offsets& offsets = {}) {
+  template <int n, class Scale, class Offsets = NoOffsets>
+  QUIRE_DEVICE void raise_max(const float (&s)[n], Scale scale, const Offsets& offsets = {}) {
     float top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
       for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
-      top[h] = offsets.plus(x * scale, h);
+      top[h] = offsets.plus(x * scale_of(scale, h), h);
     }
     is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
     if (!is_raised) return;
@@ -48,14 +55,14 @@ struct WarpgroupSoftmax {
   }
 
   // s becomes exp2(s * scale + offset - m), added up in d.
-  template <int n, class Offsets = NoOffsets>
-  QUIRE_DEVICE void exponentiate(float (&s)[n], float scale, const Offsets& offsets = {}) {
+  template <int n, class Scale, class Offsets = NoOffsets>
+  QUIRE_DEVICE void exponentiate(float (&s)[n], Scale scale, const Offsets& offsets = {}) {
 #pragma unroll
     for (int i = 0; i < n; i += 2) {
       const int h = i / 2 % 2;
       const float by = offsets.plus(-m[h], h);
-      s[i] = ptx::ex2(fmaf(s[i], scale, by));
-      s[i + 1] = ptx::ex2(fmaf(s[i + 1], scale, by));
+      s[i] = ptx::ex2(fmaf(s[i], scale_of(scale, h), by));
+      s[i + 1] = ptx::ex2(fmaf(s[i + 1], scale_of(scale, h), by));
       d[h] += s[i] + s[i + 1];
     }
   }

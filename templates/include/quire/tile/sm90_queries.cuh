@@ -1,0 +1,36 @@
+// Queries of bf16 for products with keys of fp16.
+#pragma once
+#include "quire/ptx/math.cuh"
+#include "quire/ptx/store.cuh"
+#include "quire/tile/fp16_range.cuh"
+#include "quire/tile/smem.cuh"
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+// Rounds a row of bf16 in shared memory to fp16, in place; four lanes together. Returns what makes up for its scale.
+// The row is read twice: registers are short.
+template <class Tile>
+QUIRE_DEVICE float round_query(Tile tile, int row, int quad_lane) {
+  float top = 0.f;
+  uint32_t x[4];
+#pragma unroll 1
+  for (int c = quad_lane; c < Tile::kChunks; c += 4) {
+    ptx::ld_shared_16(tile.chunk(row, c), x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) top = fmaxf(top, fmaxf(fabsf(low_bf16(x[i])), fabsf(high_bf16(x[i]))));
+  }
+  const Fp16Range range(quad_max(top));
+#pragma unroll 1
+  for (int c = quad_lane; c < Tile::kChunks; c += 4) {
+    ptx::ld_shared_16(tile.chunk(row, c), x);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      x[i] = ptx::pack(fp16_t{}, low_bf16(x[i]) * range.scale, high_bf16(x[i]) * range.scale);
+    }
+    ptx::st_shared_16(tile.chunk(row, c), x);
+  }
+  return range.factor;
+}
+
+}  // namespace quire
