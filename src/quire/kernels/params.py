@@ -128,6 +128,16 @@ class AttentionFa3Params(ctypes.Structure):
     )
 
 
+class AttentionMlaFa3Params(ctypes.Structure):
+    """What the MLA kernel of the bulk copy engine is given; see core/params_mla_fa3.h. Allocate with `aligned_copy`."""
+
+    _fields_ = (
+        *AttentionFa3Params._fields_,
+        *operand_fields(MLA_OPERANDS[len(ATTENTION_OPERANDS) :]),
+        ("_to_64", ctypes.c_char * 40),
+    )
+
+
 def aligned_copy(params: _Struct) -> _Struct:
     """A copy of a struct at a multiple of 64 bytes, as tensor maps need it."""
     size = ctypes.sizeof(params)

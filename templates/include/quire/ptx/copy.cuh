@@ -74,4 +74,17 @@ QUIRE_DEVICE uint32_t atomic_inc_acq_rel(uint32_t* p, uint32_t last) {
   return old;
 }
 
+// The same, adding any number.
+QUIRE_DEVICE uint32_t atomic_add_acq_rel(uint32_t* p, uint32_t x) {
+  uint32_t old;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(x) : "memory");
+  return old;
+}
+
+QUIRE_DEVICE uint32_t load_acquire(const uint32_t* p) {
+  uint32_t x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+
 }  // namespace quire::ptx

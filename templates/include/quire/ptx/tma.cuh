@@ -18,4 +18,11 @@ QUIRE_DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barri
       : "memory");
 }
 
+// Brings the same box into the L2.
+QUIRE_DEVICE void tma_prefetch_4d(const TensorMap* map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3)
+               : "memory");
+}
+
 }  // namespace quire::ptx

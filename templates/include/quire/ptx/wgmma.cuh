@@ -96,13 +96,14 @@ struct Wgmma;
 #define QUIRE_LIST_128 QUIRE_LIST_120, QUIRE_EIGHT(120)
 
 #define QUIRE_WGMMA_TYPE(T, type, N, n, i0, i1, i2, i3, i4, i5, i6)                                                 \
+  template <Contiguous kB = Contiguous::kInner>                                                                     \
   QUIRE_DEVICE static void ss(T, float (&d)[n], uint64_t a, uint64_t b, int accumulate) {                           \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                                           \
                  ", 0;\n"                                                                                           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #type "." #type " {" QUIRE_TEXT_##n              \
-                 "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;\n}\n"                                                       \
+                 "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, %" #i3 ";\n}\n"                                                \
                  : QUIRE_LIST_##n                                                                                   \
-                 : "l"(a), "l"(b), "r"(accumulate));                                                                \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kB)));                                     \
   }                                                                                                                 \
   template <Contiguous kB>                                                                                          \
   QUIRE_DEVICE static void rs(T, float (&d)[n], const uint32_t (&a)[4], uint64_t b, int accumulate) {               \

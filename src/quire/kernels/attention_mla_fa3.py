@@ -1,0 +1,65 @@
+"""attention_mla_fa3: multi-head latent attention on wgmma and the bulk copy engine, sm_90a."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, mla_reason
+from quire.kernels.operands import MLA_OPERANDS, TensorCopy, View
+from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleOutput
+
+_ATOM = 64  #: columns of a 128-byte swizzled row
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    if problem.target != "sm90a":
+        return f"target {problem.target} is not sm90a"
+    if problem.q.slug not in ("fp16", "bf16"):
+        return f"q dtype {problem.q} is not fp16 or bf16"
+    for name, dtype in (("kv", problem.kv), ("o", problem.o)):
+        if dtype != problem.q:
+            return f"{name} dtype {dtype} differs from q dtype {problem.q}"
+    if problem.paged and problem.page_size % 8:
+        return f"page_size={problem.page_size}: expected a multiple of 8, of which the copy engine takes boxes"
+    return mla_reason(problem)
+
+
+def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params_mla_fa3.h."""
+    copies = []
+    for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
+        (pages, tokens, heads, dims), (page, token, head, _) = views[name].sizes, views[name].strides
+        if pages:
+            box = (_ATOM, math.gcd(tokens, tile.kv), 1, 1)
+            copies.append(TensorCopy(field, name, (dims, tokens, heads, pages), (token, head, page), box))
+    return tuple(copies)
+
+
+def _fill(
+    params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, _: int
+) -> tuple[None, int]:
+    """For CUDA graphs and lengths on the device, partitions say whether CTAs take whole tiles."""
+    params.tile_counter = at + s.tile_counter_offset
+    params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
+    return None, 0
+
+
+KERNEL = AttentionKernel(
+    name="attention_mla_fa3",
+    backend="fa3",
+    header="quire/kernels/attention_mla_fa3.cuh",
+    cxx="AttentionMlaFa3",
+    on_cuda=True,
+    reject=_reject,
+    tiles=lambda _: (TileShape(64, 64),),
+    choose_rows=lambda *_: 64,
+    page_size=lambda problem: problem.page_size,
+    operands=MLA_OPERANDS,
+    params=AttentionMlaFa3Params,
+    copies=_copies,
+    persistent=True,
+    pdl=True,
+    schedule_input=lambda _: {"l2_tokens": 1, "start_cost": 32},
+    fill=_fill,
+)

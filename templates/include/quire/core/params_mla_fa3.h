@@ -1,0 +1,14 @@
+// What the MLA kernel of the bulk copy engine is given. Mirrored by AttentionMlaFa3Params in quire/kernels/params.py.
+#pragma once
+#include "quire/core/params_fa3.h"
+
+namespace quire {
+
+// As in AttentionMlaParams q is q_pe, k is kpe and v is ckv, of `base` and of the tensor maps; tensor_q is not read.
+struct AttentionMlaFa3Params : AttentionFa3Params {
+  const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
+  int64_t q_nope_token_stride, q_nope_head_stride;
+  unsigned char to_64[40];
+};
+
+}  // namespace quire

@@ -1,0 +1,682 @@
+// Decode with multi-head latent attention (MLA) on the warpgroup matrix instruction and the bulk copy engine: sm_90a.
+//
+// Bound: from 64 rows on the tensor cores, below that reading the cache once. All query heads share one head of keys
+// [ckv, kpe], and the latent ckv is the value too: a KV tile lies in shared memory once and serves S = Q [ckv, kpe]^T
+// and O += P ckv.
+// Three warpgroups: one computes S and its softmax; two compute half of O's columns each. The first holds most of Q in
+// registers, so that three KV tiles fit into shared memory: one in each product and one on its way. It computes S in
+// halves of a KV tile: while the softmax of one runs, the tensor cores compute the other. Weights P take the place of
+// the kpe that they were computed with.
+// Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up.
+// Schedule: persistent CTAs, one an SM. The last warpgroup takes work tiles as it starts to load them, up to three KV
+// tiles ahead.
+//
+// Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
+#pragma once
+#include "quire/core/params_mla_fa3.h"
+#include "quire/ptx/grid.cuh"
+#include "quire/ptx/store.cuh"
+#include "quire/ptx/tma.cuh"
+#include "quire/ptx/warp.cuh"
+#include "quire/tile/logits.cuh"
+#include "quire/tile/shared_merge.cuh"
+#include "quire/tile/sm90_load.cuh"
+#include "quire/tile/sm90_scheduler.cuh"
+#include "quire/tile/sm90_softmax.cuh"
+#include "quire/tile/sm90_store.cuh"
+#include "quire/tile/smem.cuh"
+
+namespace quire {
+
+template <class V>
+struct AttentionMlaFa3 {
+  using T = typename V::Q;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kCkv = V::kHeadDimVo, kKpe = V::kHeadDimQk - V::kHeadDimVo;
+
+  static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
+                "q, ckv, kpe and o have one dtype");
+  static_assert(kCkv == 512 && kKpe == 64, "the registers of three warpgroups hold these dims");
+  static_assert(kTileRows == 64 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
+  static_assert(kv_path<V>() == KvPath::kPages, "pages are boxes of the copy engine");
+
+  static constexpr int kThreads = 384, kMinCtas = 1;
+
+ private:
+  using Stage = CurrentWork;
+  using TileCkv = SwizzledTile<kTileKv, kCkv>;
+  using TileKpe = SwizzledTile<kTileKv, kKpe>;
+
+  static constexpr int kHalves = 2, kHalfCols = kCkv / kHalves;
+  static constexpr int kWorkStages = 4;  // a half is loaded up to three work tiles ahead
+  static constexpr int kStages = 3;      // of ckv
+  static constexpr int kParts = 4;       // of a ckv stage, with a full barrier each: S starts with the first
+  static constexpr int kPartBytes = TileCkv::kBytes / kParts;
+  // Steps of 16 columns: of S in all, and those whose queries are in registers.
+  static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = 28;
+  static constexpr int kHalfKv = kTileKv / 2;  // tokens of half of S
+  // Weights of half a KV tile, 64 bytes a row, with the swizzle of rows of this length. They take the place of the kpe
+  // that they were computed with.
+  struct HalfOfP {
+    static constexpr int kRowBytes = kHalfKv * 2, kBytes = kTileRows * kRowBytes;
+    uint32_t base;
+    QUIRE_DEVICE uint32_t chunk(int row, int col) const {
+      return base + row * kRowBytes + ((col ^ (row >> 1 & 3)) << 4);
+    }
+    // As wgmma takes it; see TileDescriptor. 8 rows are 512 bytes.
+    QUIRE_DEVICE uint64_t descriptor(int bytes) const {
+      const uint32_t low = __shfl_sync(0xffffffffu, 1u << 16 | (base & 0x3ffff) >> 4, 0);
+      return (uint64_t{2} << 62 | uint64_t{512 >> 4} << 32) | (low + static_cast<uint32_t>(bytes >> 4));
+    }
+  };
+  static_assert(HalfOfP::kRowBytes == 64 && 2 * HalfOfP::kBytes == TileKpe::kBytes,
+                "half of P is as large as half of kpe");
+  using TileQ = SwizzledTile<kTileRows, (kSteps - kHeldSteps) * 16>;  // the other queries
+
+  // One box of the copy engine a lane and 64 columns.
+  static constexpr int kBoxRows = gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
+
+  // Where this lane's box of a KV tile lies; boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
+  struct Box {
+    int page, row;
+  };
+  // The KV tile of which a half is loaded next. It lives in shared memory: o leaves few registers.
+  struct NextTile {
+    RingPosition<kWorkStages> at;  // its work tile
+    int tile, end;                 // of that; end 0: there is none
+  };
+
+  // Row states on their way from the warpgroup of S to those of O.
+  struct Shared {
+    Stage work[kWorkStages];
+    float2 states[2][kTileRows];  // of a work tile, of which this ring has one each: maximum and denominator
+    float factors[4][kTileRows];  // that o is multiplied by before half a KV tile, if `is_raised` in the rows' warp
+    int is_raised[4][4];
+    NextTile next[kHalves];
+    Box put_off[kBoxes];  // of kpe; row -1: there is none
+    int number;           // of the last whole row tile taken
+    int turn;             // at merging
+    alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
+    unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<4>::kBytes];
+    unsigned char states_barriers[RingBarriers<2>::kBytes];
+    uint64_t ckv_barriers[kStages * kParts];
+    uint64_t queries_barrier;  // the first work tile's are there
+  };
+  static constexpr int kKpeAt = kStages * TileCkv::kBytes;
+  static constexpr int kQAt = kKpeAt + 2 * TileKpe::kBytes;
+  static constexpr int kSharedAt = kQAt + TileQ::kBytes;
+
+  // Registers a thread: 504 for a thread of each warpgroup.
+  static constexpr int kScoreRegisters = 184, kValueRegisters = 160;
+  static_assert(kScoreRegisters + 2 * kValueRegisters <= 65536 / kThreads / 8 * 8 * 3,
+                "the warps ask for more registers than the launch has, and would wait for them forever");
+
+  // 0 is the barrier of the CTA.
+  enum NamedBarrier { kScore = 1, kValues };
+
+ public:
+  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared));
+  static_assert(kSmemBytes <= 227 * 1024, "the tiles do not fit into shared memory");
+
+  QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
+    const AttentionMlaFa3 self(p, smem);
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensor_map(&p.tensor_k);
+      ptx::prefetch_tensor_map(&p.tensor_v);
+      self.init_barriers();
+    }
+    __syncthreads();
+    ptx::wait_for_predecessor();
+    ptx::launch_dependents();
+    if (warpgroup() == 0) {
+      ptx::take_registers<kScoreRegisters>();
+      self.compute_weights();
+    } else {
+      ptx::give_registers<kValueRegisters>();
+      self.compute_values();
+    }
+  }
+
+ private:
+  const AttentionMlaFa3Params& p_;
+  Shared& shared_;
+  uint32_t barriers_;  // address of shared_
+
+  QUIRE_DEVICE AttentionMlaFa3(const AttentionMlaFa3Params& p, unsigned char* smem)
+      : p_(p), shared_(*reinterpret_cast<Shared*>(smem + kSharedAt)), barriers_(ptx::smem_address(smem) + kSharedAt) {}
+
+  // Where tiles begin: not `barriers_`, because lanes compute with that one. The compiler then keeps this address, and
+  // the descriptors made from it, in uniform registers, and a product of 32 keys takes 20 clocks instead of 40.
+  QUIRE_DEVICE static uint32_t base() {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    return ptx::smem_address(smem);
+  }
+  template <int kRing>
+  QUIRE_DEVICE RingBarriers<kRing> ring(size_t offset) const {
+    return {barriers_ + static_cast<uint32_t>(offset)};
+  }
+  QUIRE_DEVICE RingBarriers<kWorkStages> work_ring() const {
+    return ring<kWorkStages>(__builtin_offsetof(Shared, work_barriers));
+  }
+  QUIRE_DEVICE RingBarriers<2> kpe_ring() const { return ring<2>(__builtin_offsetof(Shared, kpe_barriers)); }
+  QUIRE_DEVICE RingBarriers<2> states_ring() const { return ring<2>(__builtin_offsetof(Shared, states_barriers)); }
+  // Weights of half a KV tile each.
+  QUIRE_DEVICE RingBarriers<4> weights_ring() const { return ring<4>(__builtin_offsetof(Shared, weights_barriers)); }
+  QUIRE_DEVICE uint32_t queries_barrier() const { return ring<1>(__builtin_offsetof(Shared, queries_barrier)).base; }
+  QUIRE_DEVICE uint32_t ckv_full(int stage, int part) const {
+    return ring<1>(__builtin_offsetof(Shared, ckv_barriers)).base + 8 * (stage * kParts + part);
+  }
+
+  // Stages of ckv have no empty barriers: who has used a half reloads it. `weights` has none either, because weights
+  // take the place of a kpe that was loaded.
+  QUIRE_DEVICE void init_barriers() const {
+    work_ring().init(1, kThreads / 32);
+    kpe_ring().init(1, kHalves);
+    weights_ring().init(4, 1);
+    states_ring().init(4, 8);
+    for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), 1);
+    ptx::mbarrier_init(queries_barrier(), 4);
+    ptx::fence_mbarrier_init();
+  }
+
+  QUIRE_DEVICE static int warpgroup() { return ptx::uniform(ptx::thread_id() / 128); }
+  QUIRE_DEVICE static int warp_of_group() { return ptx::uniform(ptx::thread_id() / 32 % 4); }
+  QUIRE_DEVICE static bool is_leader() { return ptx::thread_id() % 128 == 0; }
+  // This lane's upper row.
+  QUIRE_DEVICE static int lane_row() { return ptx::thread_id() % 128 / 32 * 16 + ptx::lane_id() / 4; }
+
+  QUIRE_DEVICE TileCkv ckv_tile(int stage) const { return {base() + stage * TileCkv::kBytes}; }
+  QUIRE_DEVICE TileKpe kpe_tile(int stage) const { return {base() + kKpeAt + stage * TileKpe::kBytes}; }
+  QUIRE_DEVICE HalfOfP weights_half(int stage, int half) const {
+    return {kpe_tile(stage).base + half * HalfOfP::kBytes};
+  }
+  QUIRE_DEVICE TileQ q_tile() const { return {base() + kQAt}; }
+
+  // A work tile without keys has one KV tile, of zeros that no row sees.
+  QUIRE_DEVICE static int kv_end(const WorkTile& work) { return max(work.kv_end, work.kv_begin + 1); }
+
+  QUIRE_DEVICE void release_work_tile(RingPosition<kWorkStages>& at) const {
+    __syncwarp();
+    if (ptx::lane_id() == 0) work_ring().arrive_empty(at);
+    at.advance();
+  }
+
+  // ---- Loading.
+
+  QUIRE_DEVICE Box find_box(const WorkTile& work, int tile) const {
+    const int lane = ptx::lane_id(), token = tile * kTileKv + lane * kBoxRows;
+    Box box = {-1, token % V::kPageSize};
+    if (lane < kBoxes && token < work.tile.kv_len) {
+      box.page = p_.base.kv_indices[work.tile.kv_first + token / V::kPageSize];
+    }
+    return box;
+  }
+
+  // One warp.
+  QUIRE_DEVICE void load_kpe(Box box, RingPosition<2> at) const {
+    kpe_ring().wait_empty(at);
+    const uint32_t barrier = kpe_ring().full(at.stage());
+    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect(barrier, TileKpe::kBytes);
+    __syncwarp();
+    if (ptx::lane_id() >= kBoxes) return;
+    ptx::tma_load_4d(kpe_tile(at.stage()).base + ptx::lane_id() * kBoxRows * 128, &p_.tensor_k, barrier, 0, box.row, 0,
+                     box.page);
+  }
+
+  // Half of ckv of a KV tile, to a stage whose half nobody reads. One warp.
+  QUIRE_DEVICE void load_half(Box box, int stage) const {
+    const int half = half_of_o();
+    constexpr int kAtoms = TileCkv::kAtoms / kHalves, kHalfParts = kParts / kHalves;
+    const int lane = ptx::lane_id();
+    if (lane < kHalfParts) ptx::mbarrier_arrive_expect(ckv_full(stage, half * kHalfParts + lane), kPartBytes);
+    __syncwarp();
+    if (lane >= kBoxes) return;
+    // kpe is loaded later, when weights have made room for it.
+    if (half == 0) ptx::tma_prefetch_4d(&p_.tensor_k, 0, box.row, 0, box.page);
+    const uint32_t to = ckv_tile(stage).base + half * kAtoms * TileCkv::kAtomBytes + lane * kBoxRows * 128;
+#pragma unroll
+    for (int i = 0; i < kAtoms; ++i) {
+      const uint32_t barrier = ckv_full(stage, half * kHalfParts + i * kHalfParts / kAtoms);
+      ptx::tma_load_4d(to + i * TileCkv::kAtomBytes, &p_.tensor_v, barrier, (half * kAtoms + i) * 64, box.row, 0,
+                       box.page);
+    }
+  }
+
+  // Finds the KV tile that follows; false if none does. One warp, of which the last warpgroup's takes work tiles too.
+  QUIRE_DEVICE bool find_next(bool is_first, Box& box) const {
+    const int half = half_of_o();
+    NextTile& shared = shared_.next[half];
+    NextTile next = is_first ? NextTile{} : shared;
+    __syncwarp();
+    if (!is_first && next.end == 0) return false;
+    if (is_first || ++next.tile == next.end) {
+      if (!is_first) next.at.advance();
+      if (half == kHalves - 1) schedule(next.at);
+      work_ring().wait_full(next.at);
+      const Stage& stage = shared_.work[next.at.stage()];
+      next.tile = stage.work.kv_begin;
+      next.end = stage.exists ? kv_end(stage.work) : 0;
+    }
+    if (ptx::lane_id() == 0) shared = next;
+    __syncwarp();
+    if (next.end != 0) box = find_box(shared_.work[next.at.stage()].work, next.tile);
+    return next.end != 0;
+  }
+
+  // One warp.
+  QUIRE_DEVICE void schedule(RingPosition<kWorkStages> at) const {
+    work_ring().wait_empty(at);
+    if (ptx::lane_id() == 0) {
+      const Stage& before = shared_.work[at.before().stage()];
+      WorkList::next(p_, before.cursor, shared_.work[at.stage()], shared_.number, kTileKv);
+      work_ring().arrive_full(at);
+    }
+    __syncwarp();
+  }
+
+  // ---- The warpgroup of S: weights of each KV tile.
+
+  struct Scores {
+    uint32_t q[kHeldSteps][4];
+    WarpgroupSoftmax softmax;
+  };
+  using HalfOfS = float[kHalfKv / 2];
+
+  QUIRE_DEVICE void compute_weights() const {
+    RingPosition<kWorkStages> at;
+    RingPosition<kStages> ckv;
+    RingPosition<2> kpe;
+    for (;;) {
+      work_ring().wait_full(at);
+      if (!ptx::uniform(shared_.work[at.stage()].exists)) break;
+      const WorkTile& work = shared_.work[at.stage()].work;
+      Scores scores;
+      load_queries(scores, work);
+      if (at.count == 0 && ptx::lane_id() == 0) ptx::mbarrier_arrive(queries_barrier());
+      scores.softmax.clear();
+      compute_weights(scores, work, ckv, kpe);
+      put_states(scores, {at.count});
+      release_work_tile(at);
+    }
+  }
+
+  // Weights of a work tile. The softmax of the left half of S runs beside the right half, that of the right half beside
+  // O += P ckv of the left half.
+  QUIRE_DEVICE void compute_weights(Scores& scores, const WorkTile& work, RingPosition<kStages>& ckv,
+                                    RingPosition<2>& kpe) const {
+    const int begin = ptx::uniform(work.kv_begin), end = ptx::uniform(kv_end(work));
+    const int all_see = ptx::uniform(first_masked_key(work));
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+      ckv = ckv.uniform(), kpe = kpe.uniform();
+      HalfOfS left, right;
+      start_left(left, scores, ckv, kpe);
+      start_right(right, scores, ckv, kpe);
+      ptx::wgmma_wait<1>();
+      ptx::pin(left);
+      put_half<0>(left, scores, work, tile, all_see, ckv, kpe);
+      ptx::wgmma_wait<0>();
+      ptx::pin(right);
+      put_half<1>(right, scores, work, tile, all_see, ckv, kpe);
+      ckv.advance(), kpe.advance();
+    }
+  }
+
+  // The first key that some row does not see.
+  QUIRE_DEVICE int first_masked_key(const WorkTile& work) const {
+    const int first = p_.base.group.div(work.tile.row_begin);
+    return Mask<V::kMask, V::kWindow != 0>{work.tile.qo_len, work.tile.kv_len, -1, nullptr}.visible(first).end;
+  }
+
+  // S of the first tokens of a KV tile: one group of products, kpe last, because it is the last to be loaded.
+  QUIRE_DEVICE void start_left(HalfOfS& s, Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe) const {
+    const TileDescriptor keys(ckv_tile(ckv.stage()).base, 16), positions(kpe_tile(kpe.stage()).base, 16);
+    const TileDescriptor q(q_tile().base, 16);
+    constexpr int kPartSteps = kCkv / 16 / kParts;
+    pin(s, scores);
+#pragma unroll
+    for (int i = 0; i < kCkv / 16; ++i) {
+      if (i % kPartSteps == 0) {
+        ptx::mbarrier_wait(ckv_full(ckv.stage(), i / kPartSteps), ckv.parity());
+        ptx::wgmma_fence();
+      }
+      multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
+    }
+    kpe_ring().wait_full(kpe);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kKpe / 16; ++i) multiply_step(s, scores, q, positions.at(i * 32), kCkv / 16 + i, 1);
+    ptx::wgmma_commit();
+  }
+
+  // S of the other tokens.
+  QUIRE_DEVICE void start_right(HalfOfS& s, Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe) const {
+    constexpr int kSkipped = kHalfKv * 128;  // bytes of the first tokens
+    const TileDescriptor keys(ckv_tile(ckv.stage()).base + kSkipped, 16);
+    const TileDescriptor positions(kpe_tile(kpe.stage()).base + kSkipped, 16), q(q_tile().base, 16);
+    pin(s, scores);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const bool is_ckv = i < kCkv / 16;
+      const int at = is_ckv ? i / 4 * TileCkv::kAtomBytes + i % 4 * 32 : (i - kCkv / 16) * 32;
+      multiply_step(s, scores, q, is_ckv ? keys.at(at) : positions.at(at), i, i > 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  QUIRE_DEVICE static void pin(HalfOfS& s, Scores& scores) {
+    ptx::pin(s);
+#pragma unroll
+    for (int i = 0; i < kHeldSteps; ++i) ptx::pin(scores.q[i]);
+  }
+
+  // s (+)= q k^T of 16 columns, the i-th of S.
+  QUIRE_DEVICE static void multiply_step(HalfOfS& s, Scores& scores, const TileDescriptor& q, uint64_t keys, int i,
+                                         int accumulate) {
+    if (i < kHeldSteps) {
+      ptx::Wgmma<kHalfKv>::template rs<ptx::Contiguous::kInner>(T{}, s, scores.q[i], keys, accumulate);
+    } else {
+      const int step = i - kHeldSteps;
+      ptx::Wgmma<kHalfKv>::ss(T{}, s, q.at(step / 4 * TileQ::kAtomBytes + step % 4 * 32), keys, accumulate);
+    }
+  }
+
+  // From half of S to weights, which are handed on.
+  template <int kHalf>
+  QUIRE_DEVICE void put_half(HalfOfS& s, Scores& scores, const WorkTile& work, int tile, int all_see,
+                             RingPosition<kStages> ckv, RingPosition<2> kpe) const {
+    const bool is_masked = (tile + 1) * kTileKv > all_see;
+    if (is_masked) mask(s, work, tile * kTileKv + kHalf * kHalfKv);
+    const float scale = logits_scale<V>(p_.base);
+    scores.softmax.raise_max(s, scale);
+    scores.softmax.exponentiate(s, scale);
+    ptx::named_barrier_sync(kScore, 128);  // these keys have been read by every warp
+    if (is_masked) clear_values(ckv_tile(ckv.stage()), kHalf * kHalfKv, work.tile.kv_len - tile * kTileKv);
+    put_weights(s, scores, kpe.stage(), kHalf);
+  }
+
+  QUIRE_DEVICE void mask(HalfOfS& s, const WorkTile& work, int key) const {
+    const LogitsTransform<V, FragmentMath<false>> transform(p_.base);
+    static_assert(decltype(transform)::kIsIdentity, "a mask is all that changes logits");
+    const LogitsTile<V> logits = {{work.tile.qo_len, work.tile.kv_len, -1, nullptr},
+                                  p_.base.group,
+                                  work.tile.request,
+                                  work.kv_head,
+                                  work.tile.row_begin + lane_row(),
+                                  key,
+                                  ptx::lane_id()};
+    score_logits<true>(s, transform, logits);
+  }
+
+  // Values from kv_len on may be anything, and 0 * NaN is NaN: zeros in those of kHalfKv tokens from `first` on, where
+  // `valid` tokens of the KV tile exist.
+  QUIRE_DEVICE static void clear_values(TileCkv ckv, int first, int valid) {
+    const int begin = max(first, valid), rows = first + kHalfKv - begin;
+    for (int i = ptx::thread_id() % 128; i < rows * TileCkv::kChunks; i += 128) {
+      const int row = i / TileCkv::kChunks;
+      const uint32_t chunk = ckv.chunk(begin + row, i - row * TileCkv::kChunks);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) ptx::st_shared(chunk + 4 * word, 0);
+    }
+  }
+
+  // Weights, and what o is multiplied by before them, to where kpe was.
+  QUIRE_DEVICE void put_weights(const HalfOfS& s, const Scores& scores, int stage, int half) const {
+    const HalfOfP to = weights_half(stage, half);
+    const int lane = ptx::lane_id(), warp = warp_of_group(), number = 2 * stage + half;
+    const WarpgroupSoftmax& softmax = scores.softmax;
+#pragma unroll
+    for (int i = 0; i < kHalfKv / 16; ++i) {
+      uint32_t w[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w[j] = ptx::pack(T{}, s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
+      ptx::st_matrix(to.chunk(warp * 16 + lane % 16, 2 * i + lane / 16), w);
+    }
+    if (lane == 0) shared_.is_raised[number][warp] = softmax.is_raised;
+    if (softmax.is_raised && lane % 4 == 0) {
+      shared_.factors[number][lane_row()] = softmax.factor[0];
+      shared_.factors[number][lane_row() + 8] = softmax.factor[1];
+    }
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(weights_ring().full(number));
+  }
+
+  QUIRE_DEVICE void put_states(Scores& scores, RingPosition<2> at) const {
+    WarpgroupSoftmax& softmax = scores.softmax;
+    softmax.reduce();
+    states_ring().wait_empty(at);
+    if (ptx::lane_id() % 4 == 0) {
+      shared_.states[at.stage()][lane_row()] = {softmax.m[0], softmax.d[0]};
+      shared_.states[at.stage()][lane_row() + 8] = {softmax.m[1], softmax.d[1]};
+    }
+    __syncwarp();
+    if (ptx::lane_id() == 0) states_ring().arrive_full(at);
+  }
+
+  // ---- Queries: kHeldSteps of 16 columns in registers, the rest of q_nope and q_pe in shared memory.
+
+  QUIRE_DEVICE void load_queries(Scores& scores, const WorkTile& work) const {
+    copy_queries(work);
+    const uint4* rows[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rows[h] = reinterpret_cast<const uint4*>(nope_row(work, lane_row() + 8 * h)) + ptx::lane_id() % 4;
+    }
+    // A lane of a quad reads every fourth 16 bytes of a row; then the quad exchanges words.
+#pragma unroll
+    for (int i = 0; i < kHeldSteps / 2; ++i) {
+      uint32_t (&left)[4] = scores.q[2 * i];
+      uint32_t (&right)[4] = scores.q[2 * i + 1];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint4 x = __ldg(rows[h] + i * 4);
+        left[h] = x.x, left[2 + h] = x.y, right[h] = x.z, right[2 + h] = x.w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHeldSteps / 2; ++i) {
+      uint32_t (&left)[4] = scores.q[2 * i];
+      uint32_t (&right)[4] = scores.q[2 * i + 1];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t w[4] = {left[h], left[2 + h], right[h], right[2 + h]};
+        transpose_quad(w, ptx::lane_id());
+        left[h] = w[0], left[2 + h] = w[1], right[h] = w[2], right[2 + h] = w[3];
+      }
+    }
+    ptx::cp_async_wait<0>();
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kScore, 128);
+  }
+
+  // Rows that do not exist repeat the last one; their results are not stored.
+  QUIRE_DEVICE WorkTile::Place place(const WorkTile& work, int row) const {
+    return work.place(p_.base.group, min(work.tile.row_begin + row, work.row_end - 1));
+  }
+  QUIRE_DEVICE const T* nope_row(const WorkTile& work, int row) const {
+    const WorkTile::Place at = place(work, row);
+    return static_cast<const T*>(p_.q_nope) + at.token * p_.q_nope_token_stride + at.head * p_.q_nope_head_stride;
+  }
+  QUIRE_DEVICE const T* pe_row(const WorkTile& work, int row) const {
+    const WorkTile::Place at = place(work, row);
+    return static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
+  }
+
+  // The columns that are not held; eight lanes share a row.
+  QUIRE_DEVICE void copy_queries(const WorkTile& work) const {
+    const TileQ to = q_tile();
+    const int thread = ptx::thread_id() % 128, chunk = thread % 8;
+    for (int row = thread / 8; row < kTileRows; row += 16) {
+      const T* nope = nope_row(work, row) + kHeldSteps * 16;
+      const T* pe = pe_row(work, row);
+#pragma unroll
+      for (int atom = 0; atom < TileQ::kAtoms; ++atom) {
+        const T* src = atom + 1 < TileQ::kAtoms ? nope + atom * 64 : pe;
+        ptx::cp_async_16(to.chunk(row, atom * 8 + chunk), src + chunk * 8);
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  // ---- The warpgroups of O: half of the columns each.
+
+  QUIRE_DEVICE static int half_of_o() { return warpgroup() - 1; }
+
+  QUIRE_DEVICE void compute_values() const {
+    if (half_of_o() == kHalves - 1 && is_leader()) {
+      WorkList::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
+    }
+    __syncwarp();
+    if (warp_of_group() == 0) load_first_tiles();
+    RingPosition<kWorkStages> at;
+    RingPosition<2> kpe;  // counts KV tiles
+    for (;;) {
+      work_ring().wait_full(at);
+      Stage& stage = shared_.work[at.stage()];
+      if (!ptx::uniform(stage.exists)) break;
+      float o[kHalfCols / 2];
+#pragma unroll
+      for (int i = 0; i < kHalfCols / 2; ++i) o[i] = 0.f;
+      const int end = kpe.count + ptx::uniform(kv_end(stage.work) - stage.work.kv_begin);
+#pragma unroll 1
+      for (; kpe.count < end; kpe.advance()) add_tile(o, kpe);
+      store(o, stage, {at.count});
+      release_work_tile(at);
+    }
+  }
+
+  // Fills the ring. The first queries and the first KV tile come before the others, which would be in their way.
+  QUIRE_DEVICE void load_first_tiles() const {
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i) {
+      Box box;
+      const bool exists = find_next(i == 0, box);
+      if (i == 1 && exists) ptx::mbarrier_wait(queries_barrier(), 0);
+      if (exists) load_half(box, i);
+      if (half_of_o() != kHalves - 1) continue;
+      if (i == kStages - 1) {
+        put_off(exists, box);
+      } else if (exists) {
+        load_kpe(box, {i});
+      }
+    }
+  }
+
+  // o += p ckv of a KV tile; then loads what comes to its place.
+  QUIRE_DEVICE void add_tile(float (&o)[kHalfCols / 2], RingPosition<2> kpe) const {
+    const int stage = kpe.count % kStages;
+    start_values<0>(o, kpe, stage);
+    start_values<1>(o, kpe, stage);
+    Box box;
+    bool exists = false;
+    if (warp_of_group() == 0) exists = find_next(false, box);
+    ptx::wgmma_wait<0>();
+    ptx::pin(o);
+    if (is_leader()) kpe_ring().arrive_empty(kpe);
+    if (warp_of_group() != 0) return;
+    if (exists) load_half(box, stage);
+    if (half_of_o() != kHalves - 1) return;
+    load_put_off({kpe.count + 2});
+    put_off(exists, box);
+  }
+
+  // kpe of a KV tile is loaded a KV tile after its ckv, when weights have made room for it. One warp.
+  QUIRE_DEVICE void put_off(bool exists, Box box) const {
+    if (ptx::lane_id() < kBoxes) shared_.put_off[ptx::lane_id()] = exists ? box : Box{0, -1};
+    __syncwarp();
+  }
+  QUIRE_DEVICE void load_put_off(RingPosition<2> at) const {
+    const Box box = shared_.put_off[ptx::lane_id() % kBoxes];
+    if (box.row >= 0) load_kpe(box, at);
+    __syncwarp();
+  }
+
+  template <int kHalf>
+  QUIRE_DEVICE void start_values(float (&o)[kHalfCols / 2], RingPosition<2> at, int stage) const {
+    const int number = 2 * at.stage() + kHalf;
+    ptx::mbarrier_wait(weights_ring().full(number), at.parity());
+    if constexpr (kHalf == 1) ptx::wgmma_wait<0>();
+    ptx::pin(o);
+    if (ptx::uniform(shared_.is_raised[number][warp_of_group()])) {
+      const float factor[2] = {shared_.factors[number][lane_row()], shared_.factors[number][lane_row() + 8]};
+#pragma unroll
+      for (int i = 0; i < kHalfCols / 2; ++i) o[i] *= factor[i / 2 % 2];
+    }
+    start_products<kHalf>(o, at.stage(), stage);
+  }
+
+  // o += p ckv of half a KV tile.
+  template <int kHalf>
+  QUIRE_DEVICE void start_products(float (&o)[kHalfCols / 2], int weights_stage, int stage) const {
+    const HalfOfP weights = weights_half(weights_stage, kHalf);
+    const TileDescriptor values(ckv_tile(stage).base + half_of_o() * (TileCkv::kBytes / kHalves), TileCkv::kAtomBytes);
+    ptx::pin(o);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kHalfKv / 16; ++i) {
+      const uint64_t rows = values.at((kHalf * kHalfKv + i * 16) * 128);
+      ptx::Wgmma<kHalfCols>::template ss<ptx::Contiguous::kN>(T{}, o, weights.descriptor(i * 32), rows, 1);
+    }
+    ptx::wgmma_commit();
+  }
+
+  QUIRE_DEVICE void store(float (&o)[kHalfCols / 2], Stage& stage, RingPosition<2> at) const {
+    const WorkTile& work = stage.work;
+    float m[2], d[2];
+    states_ring().wait_full(at);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 state = shared_.states[at.stage()][lane_row() + 8 * h];
+      m[h] = state.x, d[h] = state.y;
+    }
+    __syncwarp();
+    if (ptx::lane_id() == 0) states_ring().arrive_empty(at);
+    if (work.is_whole()) {
+      store_whole(o, work, m, d);
+    } else {
+      store_partial(o, stage, m, d);
+    }
+  }
+
+  QUIRE_DEVICE void store_whole(const float (&o)[kHalfCols / 2], const WorkTile& work, const float (&m)[2],
+                                const float (&d)[2]) const {
+    const AttentionParams& p = p_.base;
+    const int half = half_of_o();
+    const int lane = ptx::lane_id();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = work.tile.row_begin + lane_row() + 8 * h;
+      const WorkTile::Place to = place(work, lane_row() + 8 * h);
+      const float* sink = p.sinks == nullptr ? nullptr : p.sinks + to.head;
+      const RowResult result = finish_row(m[h], d[h], sink, output_scale(p));
+      if (half == 0 && p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
+        p.lse[to.token * p.num_qo_heads + to.head] = returned_lse<V>(result.lse, p, work.tile, to.head);
+      }
+      T* dst = static_cast<T*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + half * kHalfCols;
+      store_row(dst, o, h, result.scale, row < work.row_end, lane);
+    }
+  }
+
+  QUIRE_DEVICE void store_partial(const float (&o)[kHalfCols / 2], Stage& stage, const float (&m)[2],
+                                  const float (&d)[2]) const {
+    const AttentionParams& p = p_.base;
+    const int half = half_of_o();
+    const WorkTile& work = stage.work;
+    const int lane = ptx::lane_id();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = lane_row() + 8 * h;
+      if (work.tile.row_begin + row >= work.row_end) continue;
+      const int64_t at = static_cast<int64_t>(work.partial) * kTileRows + row;
+      float2* dst = reinterpret_cast<float2*>(p.partial_o + at * kCkv + half * kHalfCols) + lane % 4;
+#pragma unroll
+      for (int i = 0; i < kHalfCols / 2; i += 4) dst[i] = {o[i + 2 * h], o[i + 2 * h + 1]};
+      if (half == 0 && lane % 4 == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
+    }
+    merge_together<V, kValues>(p, work, !stage.cursor.exists(), shared_.turn, ptx::thread_id() - 128);
+  }
+};
+
+}  // namespace quire

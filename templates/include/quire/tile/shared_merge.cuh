@@ -1,0 +1,134 @@
+// Merging by all CTAs that are there: where a row tile has many partials, one CTA would merge for longer than all of
+// them computed. The CTAs of a merge group that have nothing else to do wait for each other, for a while, and then take
+// its rows in turn. The last to arrive always takes part, so that nobody has to come: a CTA may wait for others that
+// have not started yet only in vain, never forever.
+#pragma once
+#include "quire/ptx/barrier.cuh"
+#include "quire/tile/partial.cuh"
+
+namespace quire {
+
+// MergeGroup::num_arrived as three counters: of CTAs that arrived, of turns taken, and of CTAs that left. The last one
+// to leave makes it 0 again.
+struct MergeCounters {
+  static constexpr int kBits = 10, kMost = (1 << kBits) - 1;
+  static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeave = 1 << 2 * kBits;
+  static constexpr int kMostParts = kMost - 64;  // turns: one for each row, and one in vain for each CTA
+  static constexpr int kPatience = 1 << 16;      // clocks
+
+  uint32_t* at;
+
+  QUIRE_DEVICE static int arrived(uint32_t x) { return x & kMost; }
+  QUIRE_DEVICE int take_turn() const { return ptx::atomic_add_acq_rel(at, kTurn) >> kBits & kMost; }
+
+  // Whether all have arrived; waits for them if `may_wait`.
+  QUIRE_DEVICE bool arrive(int num_parts, bool may_wait) const {
+    uint32_t seen = ptx::atomic_add_acq_rel(at, kArrival) + kArrival;
+    const long long begin = clock64();
+    while (may_wait && arrived(seen) < num_parts && clock64() - begin < kPatience) seen = ptx::load_acquire(at);
+    return arrived(seen) == num_parts;
+  }
+  QUIRE_DEVICE void leave(int num_parts) const {
+    const uint32_t left = (ptx::atomic_add_acq_rel(at, kLeave) >> 2 * kBits) + 1;
+    if (static_cast<int>(left) == num_parts) *at = 0;
+  }
+};
+
+// Rows first .. first + 2 * kRows of a merge group: 128 threads have four columns each of kRows rows, kParts partials
+// of each on their way at a time. 256 threads.
+template <class V, int kRows, int kParts>
+QUIRE_DEVICE void merge_rows(const AttentionParams& p, const WorkTile& work, const MergeGroup& group, int first,
+                             int thread) {
+  constexpr int kVo = V::kHeadDimVo;
+  static_assert(kVo == 512, "128 threads have four columns each");
+  const int lane = thread % 32, col = thread % 128 * 4, num_parts = group.num_parts<V::kTileRows>();
+  first += thread / 128 * kRows;
+  RowQuad sum[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) sum[r] = kNoKeys;
+#pragma unroll 1
+  for (int begin = 0; begin < num_parts; begin += kParts) {
+    float2 md[kRows];
+    float4 o[kRows][kParts];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = group.row_begin + begin * V::kTileRows + min(first + r, group.num_rows - 1);
+      const int part = lane % kParts;
+      md[r] = {kNoLogit, 0.f};
+      if (begin + part < num_parts)
+        md[r] = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + row + part * V::kTileRows);
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        o[r][i] = {0.f, 0.f, 0.f, 0.f};
+        if (begin + i < num_parts)
+          o[r][i] = __ldcg(reinterpret_cast<const float4*>(p.partial_o + (row + i * V::kTileRows) * kVo + col));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float top = md[r].x;
+#pragma unroll
+      for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+      top = fmaxf(top, sum[r].m);
+      const float keep = ptx::ex2(sum[r].m - top), weight = ptx::ex2(md[r].x - top);
+      sum[r].m = top, sum[r].d = fmaf(sum[r].d, keep, weight * md[r].y);
+      float4& x = sum[r].o;
+      x.x *= keep, x.y *= keep, x.z *= keep, x.w *= keep;
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) scale_add(x, __shfl_sync(0xffffffffu, weight, i), o[r][i]);
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int i = 1; i < kParts; i *= 2) sum[r].d += __shfl_xor_sync(0xffffffffu, sum[r].d, i);
+    if (first + r < group.num_rows) store_quad<V>(p, work, work.tile.row_begin + first + r, col, sum[r]);
+  }
+}
+
+constexpr int kMergedRows = 2, kMergedParts = 8;  // of merge_rows()
+constexpr int kTurnRows = 2 * kMergedRows;
+
+template <class V>
+QUIRE_DEVICE void merge_turn(const AttentionParams& p, const WorkTile& work, const MergeGroup& group, int turn,
+                             int thread) {
+  merge_rows<V, kMergedRows, kMergedParts>(p, work, group, turn * kTurnRows, thread);
+}
+
+// After the 256 threads have stored a partial result. `may_wait`: the CTA has nothing else to do. `shared_turn` is in
+// shared memory, kBarrier a named barrier of these threads. A function that is called: kernels whose registers are
+// taken have none to spare beside their main loop.
+template <class V, int kBarrier>
+__device__ __noinline__ void merge_together(const AttentionParams& p, const WorkTile& work, bool may_wait,
+                                            int& shared_turn, int thread) {
+  const MergeGroup group = p.groups[work.group];
+  const int num_parts = group.num_parts<V::kTileRows>();
+  const int num_turns = ceil_div(group.num_rows, kTurnRows);
+  const MergeCounters counters = {&p.groups[work.group].num_arrived};
+  const bool is_leader = thread == 0, is_shared = num_parts <= MergeCounters::kMostParts;
+  const auto sync = [] { ptx::named_barrier_sync(kBarrier, 256); };
+  int turn;
+  if (is_shared) {
+    sync();
+    if (is_leader) shared_turn = counters.arrive(num_parts, may_wait) ? counters.take_turn() : num_turns;
+    sync();
+    turn = shared_turn;
+  } else {
+    turn = arrives_last(p.groups + work.group, num_parts, is_leader, shared_turn, sync) ? 0 : num_turns;
+  }
+  while (turn < num_turns) {
+    int next = turn + 1;
+    if (is_shared && is_leader) next = counters.take_turn();
+    merge_turn<V>(p, work, group, turn, thread);
+    if (is_shared) {
+      sync();
+      if (is_leader) shared_turn = next;
+      sync();
+      next = shared_turn;
+    }
+    turn = next;
+  }
+  if (is_shared && is_leader) counters.leave(num_parts);
+}
+
+}  // namespace quire
