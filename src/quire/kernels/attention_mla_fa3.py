@@ -36,9 +36,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     return tuple(copies)
 
 
-def _fill(
-    params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, _: int
-) -> tuple[None, int]:
+def _fill(params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, _: int) -> tuple[None, int]:
     """For CUDA graphs and lengths on the device, partitions say whether CTAs take whole tiles."""
     params.tile_counter = at + s.tile_counter_offset
     params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
