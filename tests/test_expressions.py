@@ -183,8 +183,8 @@ void evaluate(int how, const void* operands, const Logits& x) {
 
 # --- random expressions ----------------------------------------------------------------------------------------------
 
-_FLOATS = ("add", "sub", "mul", "div", "minimum", "maximum", "where", "neg", "abs", "tanh", "exp", "exp2", "log", "log2",
-           "sqrt", "rsqrt", "sigmoid", "floor", "to_float", "bool_to_float", "bias", "line")  # fmt: skip
+_FLOATS = ("add", "sub", "mul", "div", "minimum", "maximum", "where", "neg", "abs", "tanh", "exp", "exp2", "log",
+           "log2", "sqrt", "rsqrt", "sigmoid", "floor", "to_float", "bool_to_float", "bias", "line")  # fmt: skip
 _INTS = ("add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "shl", "shr", "minimum", "maximum", "where", "neg",
          "abs", "not", "to_int", "table", "size", "number")  # fmt: skip
 _BOOLS = ("lt", "le", "gt", "ge", "eq", "ne", "int_lt", "int_le", "int_gt", "int_ge", "int_eq", "int_ne", "and", "or",
