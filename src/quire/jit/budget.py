@@ -34,8 +34,9 @@ def _peaks(store: Store, *, device: bool) -> Iterator[int]:
 
 def permits_directory(store: Store) -> Path:
     """Where the permits of this user lie on this machine; in the cache if nowhere else is private."""
-    root, name = config.runtime_directory(), f"quire-permits-{os.geteuid()}"
+    name = f"quire-permits-{os.geteuid()}"
     try:
+        root = config.runtime_directory()
         with trust.directory(root) as at:
             _make(at, name)
             with trust.directory(at, name) as own:
