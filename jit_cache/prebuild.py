@@ -37,6 +37,7 @@ except ModuleNotFoundError:  # Python 3.10; hatchling brings it along
 
 HERE = Path(__file__).resolve().parent
 STORE = HERE / "src" / "quire_jit_cache" / "store"
+TESTED = HERE.parent / "build" / "tests"  #: the cache of `make test`, which has some of the host's variants
 LARGEST_MB = 30  #: of one target's entries
 
 
@@ -83,6 +84,7 @@ def fill(arch: list[str] | None) -> None:
     """Compile every wanted variant into the store, and drop what nothing asked for."""
     listed = [variant for call in calls(arch) for variant in warmup(sys.executable, [*call, "--dry-run"])]
     slugs = sorted({variant["slug"] for variant in listed})
+    borrow(slugs)
     variants = warmup(sys.executable, ["--exact", *slugs, "--store", str(STORE)])
     wanted = [Path(variant["path"]) for variant in variants]
     stale = set(STORE.glob("entries/*/*")) - set(wanted)
@@ -102,6 +104,14 @@ def fill(arch: list[str] | None) -> None:
         f"prebuild: {len(wanted)} variants in {STORE}, {len(built)} compiled, {len(stale)} dropped"
         + (f"; the slowest took {built[slowest]:.1f} s: {slowest}" if slowest else "")
     )
+
+
+def borrow(slugs: Iterable[str]) -> None:
+    """Copy what the tests compiled. What does not fit is compiled nevertheless, and dropped."""
+    for slug in slugs:
+        tested, ours = (root / "entries" / slug for root in (TESTED, STORE))
+        if tested.is_dir() and not ours.exists():
+            shutil.copytree(tested, ours)
 
 
 def settle(entry: Path) -> None:

@@ -137,6 +137,16 @@ def test_what_is_packed_does_not_depend_on_when_it_was_compiled(tmp_path: Path) 
     assert sorted(packed[0]) == ["manifest.json", "variant.so"]
 
 
+def test_what_the_tests_compiled_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prebuild, slugs = script("jit_cache/prebuild.py"), [f"packbits.{host_target()}.any.v1", "packbits.sm80.any.v1"]
+    monkeypatch.setattr(prebuild, "TESTED", tmp_path / "tests")
+    monkeypatch.setattr(prebuild, "STORE", tmp_path / "store")
+    aot.warm([aot.spec_of(slugs[0])], store=Store(tmp_path / "tests"))
+    prebuild.borrow(slugs)
+    assert [built.status for built in aot.warm([aot.spec_of(slugs[0])], store=Store(tmp_path / "store"))] == ["hit"]
+    assert [path.name for path in (tmp_path / "store/entries").iterdir()] == slugs[:1]
+
+
 def test_too_large_a_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
