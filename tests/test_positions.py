@@ -24,8 +24,9 @@ HEADS = ((4, 2), (6, 2), (12, 3), (5, 5), (20, 4), (1, 1), (40, 5))
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("soft_cap", [None, 5.0])
-@pytest.mark.parametrize("window_left", [-1, 7])
+@pytest.mark.parametrize(
+    ("window_left", "soft_cap"), [(-1, None), (7, None), (-1, 5.0), pytest.param(7, 5.0, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("mask", ["none", "causal", "custom"])
 def test_positions_under_masks(device, backend, dtype, mode, mask, window_left, soft_cap):
     p = Problem(QO_LENS, KV_LENS, 6, 2, dtype=dtype, device=device, window_left=window_left, soft_cap=soft_cap)
