@@ -97,7 +97,9 @@ def test_the_site_opens_from_disk(tmp_path: Path) -> None:
     assert len(pages) >= len(PAGES)
     loads = re.compile(r'<(?:script|img|link)\b[^>]*?(?:src|href)="(?!data:)([^"?#]+)')
     for page in pages:
-        for loaded in loads.findall(page.read_text(encoding="utf-8")):
+        found = loads.findall(page.read_text(encoding="utf-8"))
+        assert any(name.endswith("iframe-worker.js") for name in found) and len(found) > 3
+        for loaded in found:
             assert not loaded.startswith(("http", "//", "/")), f"{page.name} loads {loaded}"
             assert (page.parent / loaded).exists(), f"{page.name} has no {loaded}"
 
