@@ -117,7 +117,8 @@ mla.trtllm_batch_decode_with_kv_cache_mla
   qk_nope_head_dim kv_lora_rank qk_rope_head_dim backend: checked test_mla.py::test_trtllm_decode_refuses_by_name
   is_var_seq cute_dsl_impl kv_scale_format: checked test_mla.py::test_trtllm_decode_refuses_by_name
   multi_ctas_kv_counter_buffer enable_pdl: checked test_mla.py::test_trtllm_decode_refuses_by_name
-  sparse_mla_top_k sparse_mla_top_k_lens enable_dcp: refused test_mla.py::test_trtllm_decode_refuses_by_name
+  sparse_mla_top_k sparse_mla_top_k_lens: used test_mla.py::test_sparse_decode
+  enable_dcp: refused test_mla.py::test_trtllm_decode_refuses_by_name
   skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx: refused test_mla.py::test_trtllm_decode_refuses_by_name
   cp_world cp_rank causal_seqlens_kv_global: refused test_mla.py::test_trtllm_decode_refuses_by_name
   use_fp16_softmax: refused test_mla.py::test_trtllm_decode_refuses_by_name

@@ -26,6 +26,7 @@ FLOORS = [
         "mla",
         "mla_metadata",
         "padded_queries",
+        "selected_keys",
         "pod",
         "xqa",
         *SURFACE,

@@ -394,13 +394,77 @@ def test_trtllm_decode_of_ragged_queries(device, dtype):
     p.check(out, lse)
 
 
+def sparse(p: Latents, top_k: int, num_pages: int, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A cache, indices [rows, top_k] into it and how many of them count, for a problem of one query a request whose
+    keys are those that its indices name. Tokens that no index names are NaN.
+    """
+    rows, num_tokens = len(p.qo_lens), num_pages * page_size
+    cache = poisoned((num_tokens, 576), p.dtype, p.device)
+    tokens = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(1))[: sum(p.kv_lens)]
+    cache[tokens.to(p.device)] = p.keys
+    indices, lens, at = torch.full((rows, top_k), -1), torch.tensor(p.kv_lens), 0
+    nothing = torch.tensor([-1, num_tokens, -(2**31), 2**31 - 1])
+    for row, n in enumerate(p.kv_lens):
+        indices[row, n:] = nothing[torch.arange(top_k - n) % 4]
+        indices[row, :n] = tokens[at : at + n]
+        if row % 2:  # in any order, the ones that name nothing between the others
+            indices[row], lens[row] = indices[row, torch.randperm(top_k)], top_k
+        else:  # what lies beyond the length would name tokens
+            indices[row, n:] = tokens[0]
+        at += n
+    return (
+        cache.view(num_pages, page_size, 576),
+        indices.to(torch.int32).to(p.device),
+        lens.to(torch.int32).to(p.device),
+    )
+
+
+@pytest.mark.parametrize("num_heads", [8, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_sparse_decode(device, dtype, page_size, num_heads):
+    """Indices that name no token are not read, nor is any that no index names."""
+    p = Latents((1,) * 6, (64, 10, 0, 1, 33, 0), num_heads, dtype, device)
+    cache, indices, lens = sparse(p, 64, 512 // page_size, page_size)
+    call = {**tables(p, p.paged(16)), "sparse_mla_top_k": 64, "return_lse": True, "kv_cache": cache}
+    decode = quire.mla.trtllm_batch_decode_with_kv_cache_mla
+    more = {"block_tables": indices.view(6, 1, 64), "seq_lens": lens}
+    o, lse = decode(p.query.unsqueeze(1), **call | more)
+    p.check(o.squeeze(1), lse)
+    more = {"block_tables": indices.view(3, 2, 64), "seq_lens": None, "sparse_mla_top_k_lens": lens}
+    again, _ = decode(p.query.view(3, 2, num_heads, 576), **call | more)
+    assert torch.equal(again.flatten(0, 1), o.squeeze(1))
+    offsets = ints((0, 1, 6), device)
+    more = {"block_tables": indices, "seq_lens": lens, "cum_seq_lens_q": offsets, "max_q_len": 5}
+    assert torch.equal(decode(p.query, **call | more)[0], o.squeeze(1))
+    more["seq_lens"], short = ints((64, 5), device), ints((64, 5, 5, 5, 5, 5), device)
+    expected, _ = decode(p.query.unsqueeze(1), **call | {"block_tables": indices.view(6, 1, 64), "seq_lens": short})
+    limited, _ = decode(p.query, **call | more)
+    assert torch.equal(limited.isnan(), expected.squeeze(1).isnan())
+    assert torch.equal(limited.nan_to_num(0), expected.squeeze(1).nan_to_num(0))
+
+
+def test_a_token_that_is_named_twice_counts_twice(device, dtype):
+    p = Latents((1,), (3,), 16, dtype, device)
+    cache, indices, _ = sparse(p, 4, 8, 1)
+    indices[0] = indices[0, [0, 1, 2, 1]]
+    p.kv_lens, p.keys = (4,), p.keys[[0, 1, 2, 1]]
+    more = {"sparse_mla_top_k": 4, "kv_cache": cache, "block_tables": indices.view(1, 1, 4), "seq_lens": None}
+    o = quire.mla.trtllm_batch_decode_with_kv_cache_mla(p.query.unsqueeze(1), **tables(p, p.paged()) | more)
+    p.check(o.squeeze(1))
+    apart = torch.empty(8, 2, 600, dtype=dtype, device=device)[:, :1, :576].expand(8, 2, 576)
+    with pytest.raises(quire.ValidationError, match="kv_cache: expected pages one after another"):
+        quire.mla.trtllm_batch_decode_with_kv_cache_mla(
+            p.query.unsqueeze(1), **tables(p, p.paged()) | more | {"kv_cache": apart}
+        )
+
+
 def test_trtllm_decode_refuses_by_name(device):
     p = Latents((1, 1), (30, 50), 16, torch.bfloat16, device)
     pages = p.paged()
     call = {"query": p.query.view(2, 1, 16, 576), "kv_cache": joined(pages), **tables(p, pages)}
     for options, message in (
-        ({"sparse_mla_top_k": 8}, "sparse_mla_top_k"),
         ({"sparse_mla_top_k_lens": 8}, "sparse_mla_top_k_lens"),
+        ({"sparse_mla_top_k": 8}, "block_tables: expected"),
         ({"enable_dcp": True}, "enable_dcp"),
         ({"skip_softmax_threshold_scale_factor": 1.0}, "skip_softmax_threshold_scale_factor"),
         ({"uses_shared_paged_kv_idx": False}, "separate_page_tables"),

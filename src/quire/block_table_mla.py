@@ -13,14 +13,15 @@ from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, latent_parts
 from quire.runtime.workspace import UserWorkspace, Workspace
+from quire.selected_keys import SelectedKeys, row_indices, row_lengths, tokens_of
 from quire.types import KVLayout
 
 
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
-    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,
-    sparse_mla_top_k: int = 0, out: torch.Tensor | None = None, bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0, sinks: Any = None,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor | None,
+    max_seq_len: int, sparse_mla_top_k: int = 0, out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0, sinks: Any = None,
     skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None, backend: str = "auto",
     is_var_seq: bool = True, uses_shared_paged_kv_idx: bool = True, lse: torch.Tensor | None = None,
     return_lse: bool = False, cute_dsl_impl: str = "auto", kv_scale_format: str = "auto",
@@ -43,7 +44,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], base 2,
     written if given and returned with return_lse=True. sinks: float32 [num_heads] natural-log logits, or a list of one
     such tensor. backend: as of wrappers. is_var_seq, cute_dsl_impl, kv_scale_format and the counter buffer are about
-    FlashInfer's kernels, and have no effect. What asks for sparse, distributed or approximate attention is refused.
+    FlashInfer's kernels, and have no effect. What asks for distributed or approximate attention is refused.
+
+    With sparse_mla_top_k > 0, block_tables [*query.shape[:-2], sparse_mla_top_k] are the tokens that each query attends
+    to, page number * page_size + place in the page, in pages that lie one after another. seq_lens, of requests or of
+    queries or None, and sparse_mla_top_k_lens, of queries, say how many of them count; those below 0 or beyond the
+    cache do not, and one that is named twice counts twice. max_seq_len is not looked at.
 
     Returns the result, or (result, lse). Raises ValidationError naming the argument, or UnsupportedError.
 
@@ -57,7 +63,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
     torch.Size([2, 1, 16, 512])
     """
     refuse(
-        sparse_mla_top_k=sparse_mla_top_k or None, sparse_mla_top_k_lens=sparse_mla_top_k_lens,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
         separate_page_tables=not uses_shared_paged_kv_idx, enable_dcp=enable_dcp,
         cp_world=None if cp_world == 1 else cp_world, cp_rank=cp_rank or None,
@@ -76,15 +81,26 @@ def trtllm_batch_decode_with_kv_cache_mla(
     check_shape(check_tensor(query, "query"), "query", {**rows, **head_dims})
     if check_tensor(kv_cache, "kv_cache").dim() == 4 and kv_cache.shape[1] == 1:
         kv_cache = kv_cache.squeeze(1)
+    check_shape(kv_cache, "kv_cache", {"num_pages": None, "page_size": None, "head_dim": LATENT_DIM + 64})
     if out is not None:
         sizes = dict(zip((*rows, "num_heads"), query.shape, strict=False))
         check_shape(check_output(out, "out"), "out", {**sizes, "head_dim": LATENT_DIM})
     workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
     q_rows, statistics = query.flatten(0, -3), None if lse is None else _rows_of_lse(lse, query)
+    q_len = max_q_len or query.shape[1]
+    if sparse_mla_top_k:
+        kv_cache, block_tables, seq_lens = _selected(
+            kv_cache, query.shape[:-2], block_tables, (seq_lens, sparse_mla_top_k_lens), q_len, cum_seq_lens_q
+        )
+        check_shape(block_tables, "block_tables", {"rows": None, "sparse_mla_top_k": sparse_mla_top_k})
+        q_len, cum_seq_lens_q, max_seq_len = 1, None, sparse_mla_top_k
+    else:
+        refuse(sparse_mla_top_k_lens=sparse_mla_top_k_lens)
+        seq_lens = check_tensor(seq_lens, "seq_lens")
     result = decode_latents(
         latent_parts(q_rows, "query"), latent_parts(kv_cache, "kv_cache"), workspace, block_tables, seq_lens,
         max_seq_len, Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
-        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=max_q_len or query.shape[1],
+        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
     )  # fmt: skip
@@ -130,6 +146,23 @@ def decode_latents(
         q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=-1, out=out, sinks=sinks, enable_pdl=enable_pdl,
         o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope,
     )  # fmt: skip
+
+
+def _selected(
+    kv_cache: torch.Tensor, rows: tuple[int, ...], indices: Any, lengths: tuple[Any, Any], q_len: int,
+    offsets: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The cache as pages of one token, and the table of those that indices [*rows, top_k] name."""
+    cache = tokens_of(kv_cache)
+    table = row_indices(indices, rows, "block_tables", kv_cache.device)
+    most = None
+    for value, name in zip(lengths, ("seq_lens", "sparse_mla_top_k_lens"), strict=True):
+        lens = row_lengths(value, name, table.shape[0], q_len, offsets)
+        if lens is not None:
+            lens = lens.to(table.device)
+            most = lens if most is None else torch.minimum(most, lens)
+    keys = SelectedKeys.of(table, most, cache.shape[0])
+    return cache, keys.pages, keys.lens
 
 
 def _check_choices(is_var_seq: Any, cute_dsl_impl: Any, kv_scale_format: Any, counter: Any) -> None:

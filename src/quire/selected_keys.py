@@ -1,0 +1,72 @@
+"""Sparse attention over a paged cache: each query attends to the tokens that its indices name, as pages of one token.
+
+All of it happens on the device of the call, which nobody waits for, so that a call may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.errors import ValidationError
+from quire.runtime.checks import check_contiguous_last, check_same_device, check_shape, check_tensor, to_int32
+
+
+class SelectedKeys(NamedTuple):
+    """For each row of q the tokens that it attends to: a table of pages and lengths, with pages of one token."""
+
+    pages: torch.Tensor  #: [rows, top_k] int32; those from a row's length on are any
+    lens: torch.Tensor  #: [rows] int32
+
+    @classmethod
+    def of(cls, indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int) -> SelectedKeys:
+        """From indices [rows, top_k] of tokens, of which each row has its first `most` [rows] or all. Those below 0 and
+        from num_tokens on name no token, and none is read for them; a token that is named twice counts twice.
+        """
+        rows, top_k = indices.shape
+        names_one = (indices >= 0) & (indices < num_tokens)
+        if most is not None:
+            names_one &= torch.arange(top_k, device=indices.device) < most[:, None]
+        places = names_one.cumsum(1)
+        pages = indices.new_zeros(rows, top_k + 1)  # the last place is for indices that name none
+        pages.scatter_(1, torch.where(names_one, places - 1, top_k), indices)
+        return cls(pages[:, :top_k], names_one.sum(1, dtype=torch.int32))
+
+
+def tokens_of(kv_cache: torch.Tensor) -> torch.Tensor:
+    """Pages [num_pages, page_size, dims] as tokens [num_pages * page_size, 1, dims], all as far apart."""
+    check_contiguous_last(kv_cache, "kv_cache")
+    num_pages, page_size, dims = kv_cache.shape
+    page, token, _ = kv_cache.stride()
+    if num_pages > 1 and page_size > 1 and page != page_size * token:
+        raise ValidationError(
+            f"kv_cache: expected pages one after another for indices of tokens, got strides {kv_cache.stride()}."
+        )
+    step = page if page_size == 1 else token
+    return kv_cache.as_strided((num_pages * page_size, 1, dims), (step, step, 1))
+
+
+def row_indices(indices: Any, shape: tuple[int, ...], name: str, device: torch.device) -> torch.Tensor:
+    """Indices of tokens [*shape, top_k] as int32 [rows, top_k] on `device`."""
+    check_shape(
+        check_tensor(indices, name), name, {f"query.shape[{i}]": n for i, n in enumerate(shape)} | {"top_k": None}
+    )
+    check_same_device(indices, name, device)
+    return to_int32(indices, name).flatten(0, -2).contiguous()
+
+
+def row_lengths(lens: Any, name: str, num_rows: int, q_len: int, offsets: torch.Tensor | None) -> torch.Tensor | None:
+    """Lengths as int32 [num_rows]: of each row, or of each request of q_len rows or of rows between `offsets`."""
+    if lens is None:
+        return None
+    given: torch.Tensor = to_int32(check_tensor(lens, name), name).flatten()
+    if given.shape[0] == num_rows:
+        return given
+    if offsets is not None and given.shape[0] == offsets.shape[0] - 1:
+        return given.repeat_interleave(offsets.diff().to(given.device), output_size=num_rows)
+    if offsets is None and given.shape[0] * q_len == num_rows:
+        return given.repeat_interleave(q_len)
+    raise ValidationError(
+        f"{name}: expected a length for each of {num_rows} queries or each request, got {list(given.shape)}."
+    )
