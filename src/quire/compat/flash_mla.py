@@ -1,0 +1,147 @@
+"""FlashMLA's functions, with its signatures and semantics, over Quire's kernels of multi-head latent attention (MLA).
+
+    from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+The surface is that of https://github.com/deepseek-ai/FlashMLA (flash_mla_interface.py). Latents have 512 + 64 dims, in
+queries' float16 or bfloat16 (on the CPU also float32), or as float8_e4m3fn numbers of 576 bytes a token; rows of 656
+bytes with scales are refused. Any number of heads and any page size will do. Both functions may be captured in a CUDA
+graph. An lse is in natural logarithms, and -inf where a query sees no token. attn_sink is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from quire.block_table_mla import decode_latents
+from quire.block_tables import Scale
+from quire.errors import UnsupportedError, ValidationError
+from quire.runtime.checks import check_flags, check_output, check_shape, check_tensor, refuse, scalar
+from quire.runtime.layout import LATENT_DIM, latent_parts
+from quire.runtime.workspace import OwnWorkspace
+from quire.selected_keys import SelectedKeys, row_indices, row_lengths, tokens_of
+
+__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+_LN2 = math.log(2)
+_KEY_DIM = LATENT_DIM + 64
+
+
+def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[None, None]:
+    """What flash_mla_with_kvcache() takes as tile_scheduler_metadata and num_splits: nothing, as calls plan themselves."""
+    return None, None
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None, cache_seqlens: torch.Tensor | None,
+    head_dim_v: int, tile_scheduler_metadata: Any = None, num_splits: Any = None, softmax_scale: float | None = None,
+    causal: bool = False, is_fp8_kvcache: bool = False, indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None, extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None, topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of q [batch, seqlen_q, num_heads, 576] over k_cache [num_pages, page_size, 1, 576].
+
+    block_table [batch, pages] and cache_seqlens [batch], int32: the pages and tokens of each request, of which the
+    queries are the last with causal=True; without it they see all. Or indices [batch, seqlen_q, topk] int32: the tokens
+    that each query attends to, page * page_size + place; those below 0 and beyond the cache are none. topk_length
+    [batch]: how many of the indices count. softmax_scale: None is 1 / sqrt(576). head_dim_v: 512. is_fp8_kvcache:
+    whether k_cache is one of 8 bits. tile_scheduler_metadata and num_splits are not needed. The extra cache is refused.
+
+    Returns (out [batch, seqlen_q, num_heads, 512], softmax_lse float32 [batch, num_heads, seqlen_q]). Raises
+    ValidationError naming the argument, or UnsupportedError.
+
+    >>> q, k_cache = torch.randn(2, 1, 16, 576).bfloat16(), torch.randn(6, 64, 1, 576).bfloat16()
+    >>> block_table, cache_seqlens = torch.tensor([[4], [2]]).int(), torch.tensor([21, 64]).int()
+    >>> out, lse = flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, *get_mla_metadata())
+    >>> out.shape, lse.shape
+    (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
+    """
+    del tile_scheduler_metadata, num_splits
+    refuse(
+        attn_sink=attn_sink, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+        extra_topk_length=extra_topk_length,
+    )  # fmt: skip
+    check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache)
+    check_shape(check_tensor(q, "q"), "q", {"batch": None, "seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
+    cache = _latents(k_cache, "k_cache", is_fp8_kvcache)
+    rows, q_len = q.flatten(0, 1), q.shape[1]
+    if indices is not None:
+        if causal or block_table is not None or cache_seqlens is not None:
+            raise ValidationError("indices: expected neither block_table, cache_seqlens nor causal=True beside them.")
+        out, lse = _attend_selected(
+            rows, cache, indices, q.shape[:2], "indices", topk_length, head_dim_v, softmax_scale
+        )
+    else:
+        refuse(topk_length=topk_length)
+        tables, lens = check_tensor(block_table, "block_table"), check_tensor(cache_seqlens, "cache_seqlens")
+        most = tables.shape[-1] * cache.shape[1]
+        if not causal and q_len > 1:  # queries that see all tokens are requests of their own
+            tables, lens, q_len = tables.repeat_interleave(q_len, 0), lens.repeat_interleave(q_len), 1
+        out, lse = _attend(rows, cache, tables, lens, most, q_len, head_dim_v, softmax_scale)
+    return out.view(*q.shape[:-1], LATENT_DIM), lse.view(q.shape[:-1]).transpose(1, 2)
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = LATENT_DIM,
+    attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, indexer_topk: int = 0,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None, torch.Tensor]:  # fmt: skip
+    """Attention of q [seqlen_q, num_heads, 576] over the tokens kv [seqlen_kv, 1, 576] that indices [seqlen_q, 1, topk]
+    name for each query, all or the first topk_length [seqlen_q]; those below 0 and from seqlen_kv on are none.
+
+    Returns (out [seqlen_q, num_heads, 512], None, lse float32 [seqlen_q, num_heads]); in the place of None FlashMLA has
+    the maximum of each row's logits, which Quire does not keep. d_v: 512. indexer_topk: only 0. Raises ValidationError
+    naming the argument, or UnsupportedError.
+
+    >>> q, kv = torch.randn(2, 16, 576).bfloat16(), torch.randn(100, 1, 576).bfloat16()
+    >>> indices = torch.tensor([[[3, 99, -1, -1]], [[0, 1, 2, 3]]]).int()
+    >>> flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)[0].shape
+    torch.Size([2, 16, 512])
+    """
+    refuse(attn_sink=attn_sink, indexer_topk=indexer_topk or None)
+    check_shape(check_tensor(q, "q"), "q", {"seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
+    check_shape(check_tensor(kv, "kv"), "kv", {"seqlen_kv": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
+    result, lse = _attend_selected(q, kv, indices, (q.shape[0], 1), "indices", topk_length, d_v, sm_scale, out)
+    return result, None, lse
+
+
+def _latents(k_cache: torch.Tensor, name: str, is_fp8: bool) -> torch.Tensor:
+    """Pages [num_pages, page_size, 576] of the cache."""
+    if check_tensor(k_cache, name).shape[-1] == 656 or k_cache.dtype in (torch.uint8, torch.int8):
+        raise UnsupportedError(f"{name}: rows of 656 bytes are not supported; expected 576 numbers, one type for all.")
+    check_shape(k_cache, name, {"num_pages": None, "page_size": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
+    if is_fp8 != (k_cache.element_size() == 1):
+        raise ValidationError(f"is_fp8_kvcache: expected {not is_fp8} with {name} of {k_cache.dtype}, got {is_fp8}.")
+    return k_cache.squeeze(2)
+
+
+def _attend_selected(
+    q: torch.Tensor, kv: torch.Tensor, indices: Any, rows: tuple[int, ...], name: str, lengths: Any, head_dim_v: int,
+    scale: float | None, out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Each row of q over the tokens that indices [*rows, topk] name."""
+    table = row_indices(indices, rows, name, q.device)
+    most = row_lengths(lengths, "topk_length", q.shape[0], rows[1], None)
+    tokens = tokens_of(kv)
+    keys = SelectedKeys.of(table, None if most is None else most.to(q.device), tokens.shape[0])
+    return _attend(q, tokens, keys.pages, keys.lens, table.shape[1], 1, head_dim_v, scale, out)
+
+
+def _attend(
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, most: int, q_len: int,
+    head_dim_v: int, scale: float | None, out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """(out, lse in natural logarithms) of rows of q."""
+    if head_dim_v != LATENT_DIM:
+        raise UnsupportedError(f"head_dim_v: expected {LATENT_DIM}, got {head_dim_v}.")
+    if out is not None:
+        check_output(out, "out")
+    number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
+    result, lse = decode_latents(
+        latent_parts(q, "q"), latent_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
+        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
+    )  # fmt: skip
+    return result, lse.mul_(_LN2)

@@ -1,0 +1,94 @@
+"""FlashMLA's functions over Quire, against the oracle in float64."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import pytest
+import torch
+
+import quire
+from latents import Latents
+from problems import ints
+from quire.compat import flash_mla
+from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from test_mla import SCALE, joined, sparse
+
+
+def check(p: Latents, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Rows of out and of an lse in natural logarithms."""
+    p.check(out, lse / math.log(2))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(("q_len", "causal"), [(1, False), (2, True), (2, False)])
+def test_dense_decode(device, dtype, q_len, causal, page_size):
+    p = Latents((q_len,) * 4, (37, q_len, 300, 64), 16, dtype, device, causal)
+    pages = p.paged(page_size)
+    out, lse = flash_mla_with_kvcache(
+        p.query.view(4, q_len, 16, 576), joined(pages).unsqueeze(2), pages.table(device), ints(p.kv_lens, device), 512,
+        *get_mla_metadata(ints(p.kv_lens, device), q_len * 16, 1), softmax_scale=SCALE, causal=causal,
+    )  # fmt: skip
+    assert out.shape == (4, q_len, 16, 512) and lse.shape == (4, 16, q_len)
+    check(p, out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1))
+
+
+@pytest.mark.parametrize("num_heads", [8, 128])
+def test_sparse_decode(device, dtype, num_heads):
+    p = Latents((1,) * 6, (64, 10, 0, 1, 33, 0), num_heads, dtype, device)
+    cache, indices, lens = sparse(p, 64, 8, 64)
+    out, lse = flash_mla_with_kvcache(
+        p.query.unsqueeze(1), cache.unsqueeze(2), None, None, 512, *get_mla_metadata(), SCALE,
+        indices=indices.unsqueeze(1), topk_length=lens,
+    )  # fmt: skip
+    check(p, out.squeeze(1), lse.squeeze(2))
+
+
+def test_sparse_prefill(device, dtype):
+    p = Latents((1,) * 6, (64, 10, 0, 1, 33, 0), 64, dtype, device)
+    cache, indices, lens = sparse(p, 64, 512, 1)
+    target = torch.empty(6, 64, 512, dtype=dtype, device=device)
+    out, nothing, lse = flash_mla_sparse_fwd(p.query, cache, indices.unsqueeze(1), SCALE, topk_length=lens, out=target)
+    assert out is target and nothing is None
+    check(p, out, lse)
+
+
+def test_latents_of_eight_bits(device):
+    p = Latents((1, 1), (37, 300), 16, torch.bfloat16, device, kv_dtype=torch.float8_e4m3fn)
+    pages = p.paged(64)
+    where = pages.table(device), ints(p.kv_lens, device), 512
+    out, lse = flash_mla_with_kvcache(
+        p.query.unsqueeze(1), joined(pages).unsqueeze(2), *where, softmax_scale=SCALE, is_fp8_kvcache=True
+    )
+    check(p, out.squeeze(1), lse.squeeze(2))
+
+
+def test_wrong_arguments():
+    q, cache = torch.zeros(2, 1, 16, 576), torch.zeros(4, 64, 1, 576)
+    call = {"q": q, "k_cache": cache, "block_table": ints([[0], [1]], "cpu"), "cache_seqlens": ints([1, 2], "cpu")}
+    assert not flash_mla_with_kvcache(**call, head_dim_v=512)[0].any()
+    for changes, message in (
+        ({"attn_sink": torch.zeros(16)}, "attn_sink"),
+        ({"extra_k_cache": cache}, "extra_k_cache"),
+        ({"indices": ints([[[0]], [[1]]], "cpu")}, "indices: expected neither block_table"),
+        ({"topk_length": ints([1, 1], "cpu")}, "topk_length"),
+        ({"is_fp8_kvcache": True}, "is_fp8_kvcache: expected False"),
+        ({"block_table": None}, "block_table"),
+        ({"cache_seqlens": ints([1, 65], "cpu")}, "seq_lens: expected 0..64"),
+        ({"q": q[..., :512]}, "q: expected"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            flash_mla_with_kvcache(**{**call, "head_dim_v": 512, **changes})
+    for changes, message in (
+        ({"head_dim_v": 256}, "head_dim_v"),
+        ({"k_cache": torch.zeros(4, 64, 1, 656)}, "656 bytes"),
+    ):
+        with pytest.raises(quire.UnsupportedError, match=message):
+            flash_mla_with_kvcache(**{**call, "head_dim_v": 512, **changes})
+    with pytest.raises(quire.ValidationError, match="indexer_topk"):
+        flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 1.0, indexer_topk=512)
+
+
+def test_examples():
+    assert doctest.testmod(flash_mla, extraglobs={"torch": torch}).failed == 0
