@@ -30,7 +30,7 @@ _KEY_DIM = LATENT_DIM + 64
 
 
 def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[None, None]:
-    """What flash_mla_with_kvcache() takes as tile_scheduler_metadata and num_splits: nothing, as calls plan themselves."""
+    """What flash_mla_with_kvcache() takes as tile_scheduler_metadata and num_splits: nothing: calls plan themselves."""
     return None, None
 
 
