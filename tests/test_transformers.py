@@ -240,10 +240,10 @@ def test_generate_batch():
 def test_plans_are_shared_by_layers():
     model = new_model("Llama")
     model.set_attn_implementation("quire")
-    integration._recent._plans.clear()
+    integration._recent._kept.clear()
     with torch.no_grad():
         model(**prompts((0, 5)), use_cache=False)
-    assert len(integration._recent._plans) == 1
+    assert len(integration._recent._kept) == 1
 
 
 class Layer(torch.nn.Module):

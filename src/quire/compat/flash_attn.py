@@ -63,7 +63,7 @@ __all__ = [
 Window = tuple[int, int]
 Result = Any  #: out, or a tuple of out, softmax_lse and what else was asked for
 _ALL = (-1, -1)
-_recent = RecentPlans()
+_recent, _none = RecentPlans(), RecentPlans(most=0)
 
 
 class _Scoring(NamedTuple):
@@ -422,7 +422,8 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
     sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
     seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
-    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int,
+    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int, *,
+    plans: RecentPlans = _none,
 ) -> None:  # fmt: skip
     """Writes out, and lse in base 2. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
     seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
@@ -442,7 +443,7 @@ def _attend(
     sources = cu_seqlens_q, cu_seqlens_k, seq_lens, block_table
     if not q.shape[0]:
         return
-    attention = _recent.get((options, qo_len, right), sources, KVLayout.NHD, q.device, spec)
+    attention = plans.get((options, qo_len, right), sources, KVLayout.NHD, q.device, spec)
     rows = attention.spec.nnz_qo
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
@@ -466,7 +467,10 @@ _record = operator(
 
 def _launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    _record(q, k, v, *rest)
+    if is_tracing():
+        _record(q, k, v, *rest)  # a graph may write other numbers into the same index tensors
+    else:
+        _attend(q, k, v, *rest, plans=_recent)
 
 
 def _indices(

@@ -46,7 +46,7 @@ from quire.types import KVLayout
 __all__ = ["FLASH_NAME", "NAME", "attend", "make_mask", "register"]
 
 NAME, FLASH_NAME = "quire", "quire_flash_2"  #: the second: transformers asks for "flash", and a 2 for paged decode
-_recent = RecentPlans()
+_recent, _none = RecentPlans(), RecentPlans(most=0)
 _packed: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()  #: offsets, by position_ids
 
 
@@ -144,7 +144,11 @@ def attend(
         batch, num_heads, q_length, _ = query.shape
         out = query.new_empty((batch, q_length, num_heads, value.shape[-1]))
         sinks = None if s_aux is None else s_aux.detach().float().contiguous()
-        _record(query, key, value, out, mask, sinks, scale, causal, softcap or 0.0)
+        given = query, key, value, out, mask, sinks, scale, causal, softcap or 0.0
+        if is_tracing():
+            _record(*given)  # a graph may write another mask into the same tensor
+        else:
+            _attend(*given, plans=_recent)
     return (out if out.shape[-1] == head_dim else out[..., :head_dim].contiguous()), None
 
 
@@ -212,7 +216,7 @@ def _packed_offsets(query: torch.Tensor, key: torch.Tensor, position_ids: Any) -
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None,
-    sinks: torch.Tensor | None, scale: float, causal: bool, softcap: float,
+    sinks: torch.Tensor | None, scale: float, causal: bool, softcap: float, plans: RecentPlans = _none,
 ) -> None:  # fmt: skip
     """Writes out [batch, q_length, num_heads, head_dim]. Each row of the cache is a page; under a mask that one query
     has for itself each token is, and its page table names the tokens that it sees.
@@ -233,7 +237,7 @@ def _attend(
         indices = indices_of(rows.rows, rows.lens, None, q_length, kv_length)
         return AttentionSpec(indices, options, None if mask is None else mask.reshape(-1))
 
-    attention = _recent.get((options, batch, q_length, step), (mask,), KVLayout.HND, query.device, spec)
+    attention = plans.get((options, batch, q_length, step), (mask,), KVLayout.HND, query.device, spec)
     pages = tuple(token_pages(t.transpose(1, 2)).transpose(1, 2) if step else t for t in (key, value))
     attention.run(
         query.transpose(1, 2).reshape(batch * q_length, num_heads, head_dim), (pages[0], pages[1]),
