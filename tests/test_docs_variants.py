@@ -19,4 +19,4 @@ def test_blocks_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         file = tmp_path / f"block{number}.py"  # errors name lines of files
         file.write_text(block, encoding="utf-8")
         exec(compile(block, str(file), "exec"), names)
-    assert len(BLOCKS) == 7
+    assert len(BLOCKS) == 8

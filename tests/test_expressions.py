@@ -227,8 +227,8 @@ class Drawn:
                 bools.append(self._bool(r, r.choice(_BOOLS), floats, ints, bools, values))
         if what == "mask":
             return where(kv_idx % 2 == 0, bools[-1], bools[len(bools) // 2])
-        middle = to_float(ints[len(ints) // 2])
-        parts = [floats[-1], floats[-2], to_float(ints[-1]), where(bools[-1], 1.0, 2.0), middle]
+        found = where(bools[-1], 1.0, 2.0)
+        parts = [floats[-1], floats[-2], to_float(ints[-1]), found, to_float(ints[len(ints) // 2])]
         for number, part in enumerate(parts[1:]):  # a key for each, so that none hides another's NaN
             parts[0] = where(kv_idx % 5 == number, part, parts[0])
         return parts[0]

@@ -11,7 +11,7 @@ import quire
 
 ROOT = Path(quire.__file__).parent
 SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rope", "rope_append")
-VARIANTS = ("expression", "variants")
+VARIANTS = ("expression", "flex", "variants")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__", "cli", "compat", "public"},

@@ -33,6 +33,7 @@ from quire.errors import (
     ValidationError,
 )
 from quire.estimates import estimate, is_supported
+from quire.flex import flex_attention
 from quire.jit import events, record, seal
 from quire.jit.events import metrics
 from quire.kernels import backends
@@ -110,6 +111,7 @@ __all__: list[str] = [
     "estimate",
     "events",
     "fast_decode_plan",
+    "flex_attention",
     "get_batch_indices_positions",
     "get_seq_lens",
     "is_supported",

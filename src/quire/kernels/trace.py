@@ -234,6 +234,19 @@ class Value:
         """As torch's: towards 0."""
         return call("to_int", self)
 
+    def new_ones(self, size: Any, *, dtype: Any, device: Any = None) -> Value:
+        """As torch's, of no dimensions: and_masks() begins with it."""
+        return self._filled(1, size, dtype, device)
+
+    def new_zeros(self, size: Any, *, dtype: Any, device: Any = None) -> Value:
+        """As torch's, of no dimensions: or_masks() begins with it."""
+        return self._filled(0, size, dtype, device)
+
+    def _filled(self, number: Any, size: Any, dtype: Any, device: Any) -> Value:
+        if tuple(size) or device is not None:
+            fail(f"new_ones(), new_zeros(): expected no dimensions and no device, got {size} and {device}.")
+        return self.tracer.constant(number).to(dtype)
+
     def __bool__(self) -> NoReturn:
         fail(
             "a value that only the kernel knows decides what Python does next (if, while, and, or, not, min, max, "

@@ -121,6 +121,14 @@ class Variant:
         return attention(self.expression, q, k, v, **options)
 
 
+def variant_of_trees(score: Node | None, mask: Node | None, tracer: Tracer) -> Variant:
+    """The variant of functions that a caller has traced."""
+    variant = Variant.__new__(Variant)
+    variant.expression = _checked(score, mask, tracer)
+    _known[variant.digest] = variant
+    return variant
+
+
 def find_variant(digest: str) -> Variant:
     """The variant that a slug names."""
     if digest in _known:

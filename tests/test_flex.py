@@ -1,0 +1,143 @@
+"""quire.flex_attention beside torch's own, in float64 and uncompiled."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+
+import quire
+
+BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 70
+SOURCE = torch.Generator().manual_seed(11)
+SLOPES, TABLE = torch.rand(HEADS, generator=SOURCE), torch.randn(HEADS, KV_LEN, generator=SOURCE)
+DOCUMENT = torch.randint(0, 3, (BATCH, KV_LEN), generator=SOURCE).sort(1).values
+LIMIT = torch.tensor(33)
+
+
+def draw(device: str, heads: int, length: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(BATCH, heads, length, 64, generator=SOURCE).to(dtype).to(device)
+
+
+def causal(b, h, q_idx, kv_idx):
+    return q_idx + (KV_LEN - Q_LEN) >= kv_idx
+
+
+def functions(device: str) -> dict[str, tuple[object, object]]:
+    """Of a score and a mask, as torch's pages write them, with tensors around them."""
+    slopes, table, document, limit = (t.to(device) for t in (SLOPES, TABLE, DOCUMENT, LIMIT))
+    return {
+        "plain": (None, None),
+        "causal": (None, causal),
+        "alibi": (lambda score, b, h, i, j: score + slopes[h] * (j - i), causal),
+        "soft cap": (lambda score, b, h, i, j: torch.tanh(score / 3) * 3, None),
+        "table": (lambda score, b, h, i, j: score + table[h, j], None),
+        "documents": (None, lambda b, h, i, j: document[b, i] == document[b, j]),
+        "both": (None, and_masks(causal, lambda b, h, i, j: document[b, i] == document[b, j])),
+        "limit": (lambda score, b, h, i, j: torch.where(j < limit, score, -float("inf")), None),
+        "gain": (lambda score, b, h, i, j: slopes.double()[h] * score, None),
+    }
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, score_mod: object, mask_mod: object) -> tuple[Tensor, Tensor]:
+    """torch's functions of tensors, in float64."""
+    k, v = (t.repeat_interleave(HEADS // t.shape[1], 1).double() for t in (k, v))
+    score = q.double() @ k.transpose(2, 3) / 8
+    sizes = (BATCH, HEADS, Q_LEN, KV_LEN)
+    at = [torch.arange(n, device=q.device).view(*(-1 if d == i else 1 for d in range(4))) for i, n in enumerate(sizes)]
+    score = score if score_mod is None else score_mod(score, *at)
+    seen = torch.ones((), dtype=torch.bool, device=q.device) if mask_mod is None else mask_mod(*at)
+    score = torch.where(seen, score, -math.inf)
+    weights = torch.softmax(score, 3).masked_fill((score == -math.inf).all(3, keepdim=True), 0.0)
+    return weights @ v, torch.logsumexp(score, 3)
+
+
+@pytest.mark.parametrize("name", functions("cpu"))
+@pytest.mark.parametrize("kv_heads", [KV_HEADS])
+def test_functions(name, kv_heads, device):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (
+        draw(device, HEADS, Q_LEN, dtype),
+        draw(device, kv_heads, KV_LEN, dtype),
+        draw(device, kv_heads, KV_LEN, dtype),
+    )
+    score_mod, mask_mod = functions(device)[name]
+    mask = None if mask_mod is None else create_block_mask(mask_mod, BATCH, None, Q_LEN, KV_LEN, device=device)
+    o, lse = quire.flex_attention(q, k, v, score_mod, mask, enable_gqa=True, return_lse=True)
+    truth, of_rows = reference(q, k, v, score_mod, mask_mod)
+    bound = 1e-5 if device == "cpu" else 2e-2
+    assert o.shape == truth.shape and o.dtype is dtype and (o - truth).abs().max() < bound
+    assert lse.dtype is torch.float32 and (lse - of_rows).nan_to_num(0.0).abs().max() < 1e-4
+
+
+def test_beside_torch():
+    q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
+    score_mod = functions("cpu")["alibi"][0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: that it is not compiled
+        o, lse = flex_attention(q, k, v, score_mod, scale=0.2, return_lse=True)
+    ours = quire.flex_attention(q, k, v, score_mod, scale=0.2, return_lse=True)
+    torch.testing.assert_close(ours[0], o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours[1], lse, rtol=1e-5, atol=1e-5)
+
+
+def test_other_values_of_tensors_compile_nothing():
+    q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
+    began = []
+    unsubscribe = quire.events.subscribe(began.append)
+    try:
+        for cap in (1.0, 2.0):
+            number = torch.tensor(cap)
+            o = quire.flex_attention(q, k, v, lambda s, b, h, i, j, n=number: torch.tanh(s / n) * n)
+            want = reference_of_equal_lengths(q, k, v, cap)
+            assert (o - want).abs().max() < 1e-5
+            began.append(cap)
+    finally:
+        unsubscribe()
+    assert began[-1] == 2.0 and 1.0 in began and began.index(1.0) == len(began) - 2
+
+
+def reference_of_equal_lengths(q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
+    score = q.double() @ k.double().transpose(2, 3) / 8
+    return torch.softmax(torch.tanh(score / cap) * cap, 3) @ v.double()
+
+
+def test_a_plan_is_kept_with_its_block_mask():
+    q, k, v = draw("cpu", HEADS, Q_LEN, torch.float32), *(draw("cpu", HEADS, KV_LEN, torch.float32) for _ in range(2))
+    mask = create_block_mask(causal, None, None, Q_LEN, KV_LEN, device="cpu")
+    first = quire.flex_attention(q, k, v, block_mask=mask)
+    plan = quire.flex._plans[mask]
+    assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), first)
+    assert quire.flex._plans[mask] is plan
+    quire.flex_attention(q[:1], k[:1], v[:1], block_mask=mask)
+    assert quire.flex._plans[mask] is not plan
+
+
+def branches(score, b, h, q_idx, kv_idx):
+    if q_idx > kv_idx:
+        return score
+    return -score
+
+
+def test_what_is_refused():
+    q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
+    for options, message in (
+        ({"score_mod": branches}, r"score_mod: .*test_flex.py:\d+: `if q_idx > kv_idx:`"),
+        ({"score_mod": lambda s, b, h, i, j: torch.sin(s)}, r"torch's sin\(\)"),
+        ({"score_mod": lambda s, b, h, i, j: s + TABLE[h]}, "expected 2 indices"),
+        ({"score_mod": lambda s, b, h, i, j: s + SLOPES}, "expected captured tensors to be indexed"),
+        ({"score_mod": lambda s, b, h, i, j: s + SLOPES[:2][h]}, "expected at least 4 elements"),
+        ({"block_mask": torch.ones(2)}, "block_mask: expected what torch's create_block_mask"),
+        ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options: not supported"),
+        ({"enable_gqa": 1}, "enable_gqa: expected a bool"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            quire.flex_attention(q, k, v, **options)
+    with pytest.raises(quire.ValidationError, match="key: expected"):
+        quire.flex_attention(q, k[:, :2], v[:, :2])
+    with pytest.raises(quire.ValidationError, match="value: expected the dtype"):
+        quire.flex_attention(q, k, v.half())
