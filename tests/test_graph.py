@@ -363,3 +363,41 @@ def test_captures_that_could_not_be_replayed():
         with capture(), pytest.raises(error, match=word):
             call()
     p.check(eager.run(p.q, cache.kv))
+
+
+def test_variants_of_a_graph(device, backend):
+    """Masks of a variant are classified anew by each plan(); what it reads lies where the capture found it."""
+    variant = quire.Variant(
+        lambda score, head, gain: score * gain[head],
+        lambda kv_idx, request, prefix: kv_idx < prefix[request], tensors={"gain": "float32", "prefix": "int32"},
+    )  # fmt: skip
+    gain, prefix = torch.rand(4, device=device), torch.tensor([70, 9], dtype=torch.int32, device=device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(
+        workspace(device), "NHD", True, *buffers(device, 3, 3, NUM_PAGES, 2), backend=backend, variant=variant
+    )
+
+    def plan(
+        qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], seed: int, prefix: Tensor
+    ) -> tuple[Problem, PagedCache]:
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        p = Problem(qo_lens, kv_lens, dtype=dtype, device=device, causal=True)
+        cache = cache_of(p, NUM_PAGES, seed)
+        plan_paged(wrapper, p, cache, plan={"prefix": prefix})
+        return p, cache
+
+    largest, first = plan((40, 7), (300, 70), 0, prefix)
+    q, kv, (out, lse) = largest.q.clone(), tuple(t.clone() for t in first.kv), outputs(largest)
+    run = options(out=out, lse=lse, operands={"gain": gain})
+    replay = captured(device, wrapper, lambda a: a.run(q, kv, **run))
+    for seed, lens, told in ((1, ((33, 1), (290, 40)), [200, 33]), (2, ((40, 7), (300, 70)), [5, 70])):
+        prefix.copy_(torch.tensor(told, dtype=torch.int32))
+        p, cache = plan(*lens, seed, prefix)
+        for to, source in zip((q[: p.q.shape[0]], *kv), (p.q, *cache.kv), strict=True):
+            to.copy_(source)
+        replay()
+        p.check(
+            out[: p.q.shape[0]], lse[: p.q.shape[0]], score=lambda s, at: s * gain.cpu().double()[at.head],
+            sees=lambda at, told=told: at.kv_idx < told[at.request],
+        )  # fmt: skip
+    with pytest.raises(quire.PlanError, match="prefix: expected"):
+        plan((3, 1), (290, 40), 3, prefix.clone())

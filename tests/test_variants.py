@@ -226,8 +226,6 @@ def test_masks_of_long_variants(device, backend):
 
 
 def test_fp8_cache(device, backend):
-    if backend == "quire:fa3":
-        pytest.skip("takes no keys of 8 bits")
     dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
     p = Problem(*LENS, num_qo_heads=HEADS, device=device, dtype=dtype, kv_dtype=kv_dtype, causal=True)
     cache = p.paged(16)

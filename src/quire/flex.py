@@ -6,6 +6,7 @@ The surface is torch.nn.attention.flex_attention.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -84,7 +85,7 @@ def _mask_of(block_mask: Any) -> Any:
 
 
 def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
-    sizes = {"batch": None, "num_qo_heads": None, "q_len": None, "head_dim": None}
+    sizes: dict[str, int | None] = {"batch": None, "num_qo_heads": None, "q_len": None, "head_dim": None}
     check_shape(check_tensor(query, "query"), "query", sizes)
     batch, qo_heads, _, head_dim = query.shape
     sizes = {"batch": batch, "num_kv_heads": None if enable_gqa else qo_heads, "kv_len": None, "head_dim": head_dim}
@@ -98,11 +99,11 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
 
 def _planned(
     block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | None, variant: Variant | None,
-    of_mask: dict[str, Any],
+    of_mask: Mapping[str, Any],
 ) -> Attention:  # fmt: skip
     """A plan; of the same block mask the one before, if it was of the same tensors that the mask reads."""
     query, key, value = tensors
-    told = (*(t.shape for t in tensors), query.dtype, query.device, scale, variant)
+    told: tuple[Any, ...] = (*(t.shape for t in tensors), query.dtype, query.device, scale, variant)
     told += tuple((name, x.data_ptr(), x._version) for name, x in of_mask.items())
     known = None if block_mask is None else _plans.get(block_mask)
     if known is not None and known[0] == told:
