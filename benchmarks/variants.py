@@ -97,7 +97,6 @@ class Result:
     ratio: float | None = None
     target: float | None = None
     error: float | None = None  #: the largest, beside float64
-    plan_us: float | None = None  #: of plan(), once warm
 
 
 class Prefill:
@@ -238,8 +237,17 @@ def measure(kind: str, prepared: list[tuple[timing.Call, Result]], rounds: int) 
     return results
 
 
+def show(results: list[Result]) -> list[Result]:
+    """Print a line a row."""
+    for result in results:
+        rate = "" if result.tflops is None else f"{result.tflops:7.1f} TFLOP/s"
+        error = "" if result.error is None else f"  error {result.error:.1e}"
+        print(f"{result.name:<32}{result.us:9.1f} us {rate:>16}  {result.ratio:.3f} of plain{error}", flush=True)
+    return results
+
+
 def main() -> int:
-    """Print a line a row, and write the report."""
+    """Measure both kinds of rows, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
@@ -252,12 +260,8 @@ def main() -> int:
     for name, call, pairs in [] if options.no_flex else prefill.flex():
         prepared.append((call, Result(name, math.nan, 4 * 128 * 32 * pairs / 1e6)))
     decode = Decode(device)
-    results = measure("prefill", prepared, options.rounds)
-    results += measure("decode", [decode.prepare(row) for row in DECODE], options.rounds)
-    for result in results:
-        rate = "" if result.tflops is None else f"{result.tflops:7.1f} TFLOP/s"
-        error = "" if result.error is None else f"  error {result.error:.1e}"
-        print(f"{result.name:<32}{result.us:9.1f} us {rate:>16}  {result.ratio:.3f} of plain{error}")
+    results = show(measure("prefill", prepared, options.rounds))
+    results += show(measure("decode", [decode.prepare(row) for row in DECODE], options.rounds))
     if options.json is not None:
         machine.write_report(options.json, {**machine.describe(device), "rows": [asdict(result) for result in results]})
     return 0
