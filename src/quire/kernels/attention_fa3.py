@@ -44,11 +44,17 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
     if widest <= 128 and problem.soft_cap and problem.pos_encoding:
         return (TileShape(128, 128),)
+    if widest <= 128 and problem.kv.bits == 8 and more:  # widening takes registers, too
+        return (TileShape(128, 128),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 112),)
-    return (TileShape(128, 48 if problem.pos_encoding else 64 if custom or problem.soft_cap else 80),)
+    return (
+        TileShape(
+            128, 48 if problem.pos_encoding or problem.kv.bits == 8 else 64 if custom or problem.soft_cap else 80
+        ),
+    )
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

@@ -107,16 +107,13 @@ struct AttentionFa3 {
   // Registers a thread: the loading warps give up some, the others take them. A launch has a multiple of 8 for each
   // thread, 65,536 at most; a kernel that asks for more hangs. Scheduling takes 56, because it divides 64-bit numbers.
   // Three warpgroups at 128 keys leave 32: the scheduling warp then spills, once a work tile.
-  // Widening takes 72.
-  static constexpr int kLoadRegisters = kNarrow                             ? (kWarpgroups == 3 ? 80
-                                                                               : kVo <= 192     ? 88
-                                                                                                : 72)
+  // Widening takes 88.
+  static constexpr int kLoadRegisters = kNarrow                             ? (kWarpgroups == 3 ? 80 : 88)
                                         : kWarpgroups == 3 && kTileKv > 112 ? 32
                                                                             : 56;
-  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kNarrow         ? 144
-                                                                 : kTileKv > 112 ? 160
-                                                                                 : 152)
-                                           : kWarpgroups == 2 ? (kNarrow ? (kVo <= 192 ? 208 : 216) : 224)
+  static constexpr int kWidestCompute = kTileKv > 112 ? 160 : 152;
+  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kNarrow ? 144 : kWidestCompute)
+                                           : kWarpgroups == 2 ? (kNarrow ? 208 : 224)
                                                               : 240;
   static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "the warps ask for more registers than the launch has, and would wait for them forever");
