@@ -64,7 +64,9 @@ def chosen(backend: str = "auto", **changes: object) -> str:
         ({"rows": 64}, "fa3"),  # decode could, but yields
         ({"rows": 64, "target": "sm80"}, "fa2"),
         ({"rows": 64, "head_dim_qk": 64, "head_dim_vo": 64}, "decode"),
-        ({"rows": 64, "kv": _E4M3}, "decode"),  # nobody else takes it
+        ({"rows": 64, "kv": _E4M3}, "decode"),  # half the bytes
+        ({"rows": 65, "kv": _E4M3}, "fa3"),
+        ({"rows": 65, "kv": _E4M3, "target": "sm89"}, "fa2"),
         ({"rows": 64, "mask": MaskMode.TREE}, "fa2"),
         ({"rows": 65}, "fa3"),
         ({"rows": 8, "fixed_split_size": -1}, "decode"),
@@ -102,10 +104,14 @@ def test_decode_tiles_of_wide_heads_fit_shared_memory(target, tiles):
     assert list(decide(wide, "quire:decode").kernel.tiles(wide)) == tiles
 
 
-@pytest.mark.parametrize(("page_size", "most"), [(0, 0), (16, 0), (1, 1 << 36), (12, 1 << 36)])
-def test_what_fa3_finds_by_32_bits(page_size, most):
+@pytest.mark.parametrize(
+    ("kv", "page_size", "most"),
+    [(_BF16, 0, 0), (_BF16, 16, 0), (_BF16, 1, 1 << 36), (_BF16, 12, 1 << 36), (_E4M3, 0, 1 << 36), (_E4M3, 16, 1 << 36)],
+    ids=str,
+)
+def test_what_fa3_finds_by_32_bits(kv, page_size, most):
     """Boxes are found by the copy engine; rows that are gathered, and results, by their number of 16 bytes."""
-    decision = decide(replace(_DECODE, page_size=page_size), "quire:fa3")
+    decision = decide(replace(_DECODE, kv=kv, page_size=page_size), "quire:fa3")
     assert decision.kernel.max_bytes(decision.key, "k") == decision.kernel.max_bytes(decision.key, "v") == most
     assert decision.kernel.max_bytes(decision.key, "o") == 1 << 36
 

@@ -8,6 +8,8 @@
 // other warpgroups owns 64 rows, and starts the first S of a work tile before it stores the results of the one before.
 // Variants come in at apply_softmax(): logits_tile() says which queries and keys a lane's logits belong to, and
 // score_logits() applies the variant's transform and mask (core/logits.h, core/mask.h).
+// Keys and values of 8 bits: the loading warps widen them to fp16 in shared memory (tile/sm90_widen.cuh). The computing
+// warps round their queries to fp16 there, a row with its own power of two (tile/sm90_queries.cuh).
 // Registers: what a warp decides (which KV tile, masked or not) comes from uniform values, so that ring positions and
 // descriptors stay in uniform registers. Otherwise turns take longer, which costs 7 to 14 %.
 // What was tried without success: benchmarks/results/notes-kernels.md.
@@ -17,12 +19,12 @@
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/sm90_widen.cuh"
 #include "quire/tile/sm90_gemm.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_queries.cuh"
 #include "quire/tile/sm90_softmax.cuh"
 #include "quire/tile/sm90_store.cuh"
+#include "quire/tile/sm90_widen.cuh"
 #include "quire/tile/sm90_kv_tiles.cuh"
 #include "quire/tile/smem.cuh"
 
