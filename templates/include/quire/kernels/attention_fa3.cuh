@@ -233,7 +233,7 @@ struct AttentionFa3 {
 
   // Two warps widen keys, two values.
   QUIRE_DEVICE void widen(int warp, int lane) const {
-    if constexpr (kQk == kVo) {  // one piece of code for both
+    if constexpr (kQk == kVo) {  // the same code for both
       const bool is_k = warp < 2;
       widen_kv<TileK>(is_k ? KvSource::k(p_) : KvSource::v(p_), is_k ? k_ : v_, is_k ? kKAt : kVAt, warp, lane);
     } else if (warp < 2) {

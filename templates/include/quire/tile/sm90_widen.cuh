@@ -2,9 +2,10 @@
 // there to fp16: the bytes of a row lie where its numbers of 16 bits come to lie, so that they take no memory of their
 // own.
 //
-// Bound: issue slots. Keys and values of 64 tokens of 128 dims take the tensor cores 1,536 clocks at 192 rows, in which
-// the computing warps issue some 1,000 instructions on each of the SM's four schedulers. On each, a loading warp issues
-// 64 conversions, 8 copies, 8 loads, 16 stores and some 80 others. To bf16 it would be 192 conversions more.
+// Bound: how many instructions an SM issues. Keys and values of 64 tokens of 128 dims take the tensor cores 1,536
+// clocks at 192 rows, in which the computing warps issue some 1,000 instructions on each of the SM's four schedulers.
+// On each, a loading warp issues 64 conversions, 8 copies, 8 loads, 16 stores and some 80 others. To bf16 it would be
+// 192 conversions more.
 #pragma once
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/store.cuh"
