@@ -49,7 +49,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
-        return (TileShape(128, 128 if vo <= 128 else 112),)
+        return (TileShape(128, 128 if vo <= 128 else 96 if problem.kv.bits == 8 else 112),)
     return (
         TileShape(
             128, 48 if problem.pos_encoding or problem.kv.bits == 8 else 64 if custom or problem.soft_cap else 80

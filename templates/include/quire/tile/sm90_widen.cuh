@@ -79,29 +79,43 @@ class NarrowRows {
   // Widens the bytes of a KV tile, which have arrived. A lane reads what it has copied itself.
   QUIRE_DEVICE void widen(int stage, int lane) const {
 #pragma unroll
-    for (int begin = 0; begin < kSteps; begin += kStepsAtOnce) {
-      uint32_t x[kStepsAtOnce][kChunks][4];
+    for (int first = 0; first < kSteps; first += kStepsAtOnce) {
 #pragma unroll
-      for (int i = begin; i < min(begin + kStepsAtOnce, kSteps); ++i) {
-        if ((i + 1) * Split::kRows > kRows && i * Split::kRows + Split::row(lane) >= kRows) continue;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          ptx::ld_shared_16(bytes_at(stage, i, c), x[i - begin][c]);
-        }
-      }
-      __syncwarp();  // every lane has read before any overwrites
-#pragma unroll
-      for (int i = begin; i < min(begin + kStepsAtOnce, kSteps); ++i) {
-        if ((i + 1) * Split::kRows > kRows && i * Split::kRows + Split::row(lane) >= kRows) continue;
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) store(stage, i, c, x[i - begin][c]);
+      for (int chunk = 0; chunk < kChunks; chunk += kChunksAtOnce) {
+        widen_steps(stage, first, min(first + kStepsAtOnce, kSteps), chunk, lane);
       }
     }
   }
 
  private:
   static constexpr int kPlaces = ceil_div(kRows, 32);
-  static constexpr int kStepsAtOnce = max(1, 8 / kChunks);  // 32 registers
+  // At most 32 registers. Where a lane has more chunks of a row, which is then its own, the numbers of four do not
+  // reach the bytes of later ones.
+  static constexpr int kStepsAtOnce = max(1, 8 / kChunks), kChunksAtOnce = kChunks > 8 ? 4 : kChunks;
+  static_assert(kChunks <= 8 || (Split::kLanes == 1 && kChunks <= 16), "a row's bytes lie in one or two atoms");
+
+  // Steps [begin, end), chunks of this lane from `chunk` on.
+  QUIRE_DEVICE void widen_steps(int stage, int begin, int end, int chunk, int lane) const {
+    const auto exists = [lane](int i) {
+      return (i + 1) * Split::kRows <= kRows || i * Split::kRows + Split::row(lane) < kRows;
+    };
+    uint32_t x[kStepsAtOnce][kChunksAtOnce][4];
+#pragma unroll
+    for (int i = begin; i < end; ++i) {
+      if (!exists(i)) continue;
+#pragma unroll
+      for (int c = 0; c < min(kChunksAtOnce, kChunks - chunk); ++c) {
+        ptx::ld_shared_16(bytes_at(stage, i, chunk + c), x[i - begin][c]);
+      }
+    }
+    __syncwarp();  // every lane has read before any overwrites
+#pragma unroll
+    for (int i = begin; i < end; ++i) {
+      if (!exists(i)) continue;
+#pragma unroll
+      for (int c = 0; c < min(kChunksAtOnce, kChunks - chunk); ++c) store(stage, i, chunk + c, x[i - begin][c]);
+    }
+  }
 
   // The bytes of a row have the last atoms of its numbers of 16 bits. Neighbouring rows are permuted differently, so
   // that eight lanes have eight banks.
