@@ -92,6 +92,7 @@ struct AttentionMlaFa3 {
     float2 states[2][kTileRows];  // of a work tile, of which this ring has one each: maximum and denominator
     float factors[4][kTileRows];  // that o is multiplied by before half a KV tile, if `is_raised` in the rows' warp
     int is_raised[4][4];
+    int is_last[2];  // KV tile of a work tile
     NextTile next[kHalves];
     Box put_off[kBoxes];  // of kpe; row -1: there is none
     int number;           // of the last whole row tile taken
@@ -231,7 +232,7 @@ struct AttentionMlaFa3 {
     if (lane < kHalfParts) ptx::mbarrier_arrive_expect(ckv_full(stage, half * kHalfParts + lane), kPartBytes);
     __syncwarp();
     if (lane >= kBoxes) return;
-    // kpe is loaded later, when weights have made room for it.
+    // kpe is loaded later, when weights have left its place.
     if (half == 0) ptx::tma_prefetch_4d(&p_.tensor_k, 0, box.row, 0, box.page);
     const uint32_t to = ckv_tile(stage).base + half * kAtoms * TileCkv::kAtomBytes + lane * kBoxRows * 128;
 #pragma unroll
@@ -317,6 +318,7 @@ struct AttentionMlaFa3 {
       put_half<0>(left, scores, work, tile, all_see, ckv, kpe);
       ptx::wgmma_wait<0>();
       ptx::pin(right);
+      if (is_leader()) shared_.is_last[kpe.stage()] = tile + 1 == end;
       put_half<1>(right, scores, work, tile, all_see, ckv, kpe);
       ckv.advance(), kpe.advance();
     }
@@ -539,9 +541,12 @@ struct AttentionMlaFa3 {
       float o[kHalfCols / 2];
 #pragma unroll
       for (int i = 0; i < kHalfCols / 2; ++i) o[i] = 0.f;
-      const int end = kpe.count + ptx::uniform(kv_end(stage.work) - stage.work.kv_begin);
+      bool is_last;
 #pragma unroll 1
-      for (; kpe.count < end; kpe.advance()) add_tile(o, kpe);
+      do {
+        is_last = add_tile(o, kpe);
+        kpe.advance();
+      } while (!is_last);
       store(o, stage, {at.count});
       release_work_tile(at);
     }
@@ -564,25 +569,26 @@ struct AttentionMlaFa3 {
     }
   }
 
-  // o += p ckv of a KV tile; then loads what comes to its place.
-  QUIRE_DEVICE void add_tile(float (&o)[kHalfCols / 2], RingPosition<2> kpe) const {
+  // o += p ckv of a KV tile; then loads what comes to its place. Whether it was the work tile's last.
+  QUIRE_DEVICE bool add_tile(float (&o)[kHalfCols / 2], RingPosition<2> kpe) const {
     const int stage = kpe.count % kStages;
     start_values<0>(o, kpe, stage);
-    start_values<1>(o, kpe, stage);
+    const bool is_last = start_values<1>(o, kpe, stage);
     Box box;
     bool exists = false;
     if (warp_of_group() == 0) exists = find_next(false, box);
     ptx::wgmma_wait<0>();
     ptx::pin(o);
     if (is_leader()) kpe_ring().arrive_empty(kpe);
-    if (warp_of_group() != 0) return;
     if (exists) load_half(box, stage);
-    if (half_of_o() != kHalves - 1) return;
-    load_put_off({kpe.count + 2});
-    put_off(exists, box);
+    if (warp_of_group() == 0 && half_of_o() == kHalves - 1) {
+      load_put_off({kpe.count + 2});
+      put_off(exists, box);
+    }
+    return is_last;
   }
 
-  // kpe of a KV tile is loaded a KV tile after its ckv, when weights have made room for it. One warp.
+  // kpe of a KV tile is loaded a KV tile after its ckv, when the weights in its place have been used up. One warp.
   QUIRE_DEVICE void put_off(bool exists, Box box) const {
     if (ptx::lane_id() < kBoxes) shared_.put_off[ptx::lane_id()] = exists ? box : Box{0, -1};
     __syncwarp();
@@ -593,10 +599,12 @@ struct AttentionMlaFa3 {
     __syncwarp();
   }
 
+  // Starts o += p ckv of half a KV tile. Whether that is the work tile's last one, as the right half knows.
   template <int kHalf>
-  QUIRE_DEVICE void start_values(float (&o)[kHalfCols / 2], RingPosition<2> at, int stage) const {
+  QUIRE_DEVICE bool start_values(float (&o)[kHalfCols / 2], RingPosition<2> at, int stage) const {
     const int number = 2 * at.stage() + kHalf;
     ptx::mbarrier_wait(weights_ring().full(number), at.parity());
+    const bool is_last = kHalf == 1 && ptx::uniform(shared_.is_last[at.stage()]);
     if constexpr (kHalf == 1) ptx::wgmma_wait<0>();
     ptx::pin(o);
     if (ptx::uniform(shared_.is_raised[number][warp_of_group()])) {
@@ -605,6 +613,7 @@ struct AttentionMlaFa3 {
       for (int i = 0; i < kHalfCols / 2; ++i) o[i] *= factor[i / 2 % 2];
     }
     start_products<kHalf>(o, at.stage(), stage);
+    return is_last;
   }
 
   // o += p ckv of half a KV tile.

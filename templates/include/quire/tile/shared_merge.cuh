@@ -12,7 +12,7 @@ namespace quire {
 // to leave makes it 0 again.
 struct MergeCounters {
   static constexpr int kBits = 10, kMost = (1 << kBits) - 1;
-  static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeave = 1 << 2 * kBits;
+  static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeaving = 1 << 2 * kBits;
   static constexpr int kMostParts = kMost - 64;  // turns: one for each row, and one in vain for each CTA
   static constexpr int kPatience = 1 << 16;      // clocks
 
@@ -28,8 +28,8 @@ struct MergeCounters {
     while (may_wait && arrived(seen) < num_parts && clock64() - begin < kPatience) seen = ptx::load_acquire(at);
     return arrived(seen) == num_parts;
   }
-  QUIRE_DEVICE void leave(int num_parts) const {
-    const uint32_t left = (ptx::atomic_add_acq_rel(at, kLeave) >> 2 * kBits) + 1;
+  QUIRE_DEVICE void count_leaving(int num_parts) const {
+    const uint32_t left = (ptx::atomic_add_acq_rel(at, kLeaving) >> 2 * kBits) + 1;
     if (static_cast<int>(left) == num_parts) *at = 0;
   }
 };
@@ -128,7 +128,7 @@ __device__ __noinline__ void merge_together(const AttentionParams& p, const Work
     }
     turn = next;
   }
-  if (is_shared && is_leader) counters.leave(num_parts);
+  if (is_shared && is_leader) counters.count_leaving(num_parts);
 }
 
 }  // namespace quire
