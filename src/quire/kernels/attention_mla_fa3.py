@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, mla_reason
+from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, mla_tensor_core_reason
 from quire.kernels.operands import MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleOutput
 
@@ -15,14 +15,9 @@ _ATOM = 64  #: columns of a 128-byte swizzled row
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.target != "sm90a":
         return f"target {problem.target} is not sm90a"
-    if problem.q.slug not in ("fp16", "bf16"):
-        return f"q dtype {problem.q} is not fp16 or bf16"
-    for name, dtype in (("kv", problem.kv), ("o", problem.o)):
-        if dtype != problem.q:
-            return f"{name} dtype {dtype} differs from q dtype {problem.q}"
     if problem.paged and problem.page_size % 8:
         return f"page_size={problem.page_size}: expected a multiple of 8, of which the copy engine takes boxes"
-    return mla_reason(problem)
+    return mla_tensor_core_reason(problem)
 
 
 def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:

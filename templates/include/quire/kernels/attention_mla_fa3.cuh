@@ -232,7 +232,7 @@ struct AttentionMlaFa3 {
     if (lane < kHalfParts) ptx::mbarrier_arrive_expect(ckv_full(stage, half * kHalfParts + lane), kPartBytes);
     __syncwarp();
     if (lane >= kBoxes) return;
-    // kpe is loaded later, when weights have left its place.
+    // kpe is loaded later, when the weights in its place have been used.
     if (half == 0) ptx::tma_prefetch_4d(&p_.tensor_k, 0, box.row, 0, box.page);
     const uint32_t to = ckv_tile(stage).base + half * kAtoms * TileCkv::kAtomBytes + lane * kBoxRows * 128;
 #pragma unroll
@@ -588,7 +588,7 @@ struct AttentionMlaFa3 {
     return is_last;
   }
 
-  // kpe of a KV tile is loaded a KV tile after its ckv, when the weights in its place have been used up. One warp.
+  // kpe of a KV tile is loaded a KV tile after its ckv, when the weights in its place have been used. One warp.
   QUIRE_DEVICE void put_off(bool exists, Box box) const {
     if (ptx::lane_id() < kBoxes) shared_.put_off[ptx::lane_id()] = exists ? box : Box{0, -1};
     __syncwarp();

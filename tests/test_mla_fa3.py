@@ -1,0 +1,87 @@
+"""attention_mla_fa3: what it takes, the boxes that it copies, and merging by all CTAs of a group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from latents import Latents
+from quire.kernels import decide
+from quire.kernels.attention import AttentionProblem
+from quire.kernels.attention_mla_fa3 import KERNEL
+from quire.kernels.operands import View
+from quire.types import MaskMode, dtype_of
+from test_mla import attend, parts, planned
+
+CUDA_BACKENDS = {"fa3": (9, 0)}
+
+BF16, FP16, E4M3, FP32 = (dtype_of(name, "dtype") for name in ("bfloat16", "float16", "float8_e4m3fn", "float32"))
+
+
+def problem(page_size: int = 64, **changes: object) -> AttentionProblem:
+    plain = AttentionProblem(
+        "sm90a", BF16, BF16, BF16, 576, 512, page_size, MaskMode.NONE, False, False, rows=128, is_mla=True
+    )
+    return replace(plain, **changes)
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128, 1000])
+@pytest.mark.parametrize("rows", [1, 16, 128, 2048])
+def test_auto_takes_it(page_size, rows):
+    assert decide(problem(page_size, rows=rows)).kernel is KERNEL
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"page_size": 1}, "expected a multiple of 8"),
+        ({"page_size": 20}, "expected a multiple of 8"),
+        ({"kv": E4M3}, "kv dtype e4m3 differs from q dtype bf16"),
+        ({"o": FP16}, "o dtype fp16 differs"),
+        ({"q": FP32, "kv": FP32, "o": FP32}, "is not fp16 or bf16"),
+        ({"target": "sm80"}, "target sm80 is not sm90a"),
+        ({"target": "sm100a"}, "target sm100a is not sm90a"),
+        ({"head_dim_vo": 256}, "expected 512 and 64"),
+        ({"mask": MaskMode.CUSTOM}, "no mask but causal"),
+    ],
+)
+def test_what_it_leaves_to_others(changes, reason):
+    assert reason in str(KERNEL.refusal(problem(**changes)))
+
+
+@pytest.mark.parametrize(("page_size", "box"), [(8, 8), (16, 16), (24, 8), (64, 64), (128, 64), (1000, 8)])
+def test_boxes_of_a_joined_cache(page_size, box):
+    key = KERNEL.key(problem(page_size))
+    size, strides = (9, page_size, 1, 512), (576 * page_size, 576, 576, 1)
+    views = {"ckv_cache": View(0, size, strides), "kpe_cache": View(0, (*size[:3], 64), strides)}
+    kpe, ckv = KERNEL.copies(key, KERNEL.tile(key), views)
+    assert (kpe.field, ckv.field) == ("tensor_k", "tensor_v")
+    assert ckv.dims == (512, page_size, 1, 9)
+    assert kpe.dims == (64, page_size, 1, 9)
+    assert ckv.strides == kpe.strides == (576, 576, 576 * page_size)
+    assert ckv.box == kpe.box == (64, box, 1, 1)
+
+
+@pytest.mark.parametrize("num_heads", [3, 16, 128])
+def test_one_request_for_all_ctas(device, backend, dtype, num_heads):
+    p = Latents((1,), (9001,), num_heads, dtype, device)
+    p.check(*attend(p, p.paged(64), backend))
+
+
+def test_more_row_tiles_than_ctas(device, backend, dtype):
+    p = Latents((1,) * 150, [(37 * i) % 200 for i in range(150)], 128 if device != "cpu" else 8, dtype, device)
+    p.check(*attend(p, p.paged(64), backend))
+
+
+def test_groups_are_merged_the_same_way_each_time(device, backend, dtype):
+    """Whichever CTAs take part, and however often: the counters of merge groups are 0 again."""
+    p = Latents((1, 2, 1), (3000, 40, 700), 16, dtype, device)
+    pages = p.paged(64)
+    wrapper = planned(p, pages, backend)
+    first = wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)
+    for _ in range(20):
+        again = wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    p.check(*first)
