@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,3 +88,11 @@ def test_groups_are_merged_the_same_way_each_time(device, backend, dtype):
         again = wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     p.check(*first)
+
+
+def test_the_benchmark_checks_results():
+    path = Path(__file__).parents[1] / "benchmarks"
+    command = [sys.executable, "mla.py", "--rows", "b4-kv1024", "--device", "cpu", "--rounds", "0"]
+    done = subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "quire      error" in done.stdout
