@@ -95,6 +95,17 @@ def test_qwen_with_windows_in_upper_layers() -> None:
     assert [layer.window for layer in mixed.layers] == [False, True]
 
 
+@pytest.mark.parametrize(
+    "fields", [{"attention_chunk_size": 8192}, {"layer_types": ["chunked_attention", "full_attention"] * 3}]
+)
+def test_llama_4_has_layers_of_chunks(fields: dict[str, Any]) -> None:
+    config = json.loads((CONFIGS / "llama-3.1-70b.json").read_text())
+    model = presets.serving({**config, **fields}, {"spec": 3})
+    assert [(layer.window, layer.chunked) for layer in model.layers] == [(True, True), (False, False)]
+    masks = {spec.slug.split(".")[5] for spec in needs(model, "sm90a").specs if spec.slug.startswith("attention_")}
+    assert masks == {"chunked-window", "causal", "none"}
+
+
 def test_what_no_kernel_does_is_said_and_the_rest_is_given() -> None:
     latent = needs(read("deepseek-v3", ",spec=2"), "sm90a")
     slugs = [spec.slug for spec in latent.specs]

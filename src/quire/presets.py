@@ -37,6 +37,7 @@ class Layer:
     head_dim_qk: int
     head_dim_vo: int
     window: bool = False
+    chunked: bool = False  #: the window is the query's own chunk (Llama 4)
     soft_cap: bool = False
     causal: bool = True
     alibi: bool = False
@@ -172,12 +173,14 @@ def _layers(fields: Mapping[str, Any], qo_heads: int) -> Iterator[Layer]:
     qk, vo = _head_dims(fields, qo_heads)
     wide = fields.get("global_head_dim")
     causal = fields.get("model_type") not in _ENCODERS and not any("MaskedLM" in a for a in _architectures(fields))
-    for window in _windows(fields):
+    for kind in _kinds(fields):
+        window = kind != "full"
         dims = (wide, wide) if wide and not window else (qk, vo)
         yield Layer(
             dims[0],
             dims[1],
             window=window,
+            chunked=kind == "chunked",
             soft_cap=bool(fields.get("attn_logit_softcapping")),
             causal=causal,
             alibi=_has_alibi(fields),
@@ -195,23 +198,26 @@ def _architectures(fields: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in fields.get("architectures") or ()]
 
 
-def _windows(fields: Mapping[str, Any]) -> list[bool]:
-    """Of each kind of layer, whether its queries see a window only."""
+def _kinds(fields: Mapping[str, Any]) -> list[str]:
+    """Of each kind of layer, what its queries see: "full", the keys in a "sliding" window, or those of a chunk."""
     types = fields.get("layer_types")
     if isinstance(types, list) and types:  # layers of other kinds (linear attention, ...) run no attention kernel
-        return ["sliding" in str(kind) for kind in types if "attention" in str(kind) and "linear" not in str(kind)]
+        attention = [str(kind) for kind in types if "attention" in str(kind) and "linear" not in str(kind)]
+        return [next((word for word in ("sliding", "chunked") if word in kind), "full") for kind in attention]
+    if fields.get("attention_chunk_size"):  # every few layers see everything
+        return ["chunked", "full"]
     if not fields.get("sliding_window") or fields.get("use_sliding_window") is False:
-        return [False]
+        return ["full"]
     first = fields.get("max_window_layers") if fields.get("use_sliding_window") else None
     if first is not None:  # Qwen: the layers below see everything
         layers = _number(fields, "num_hidden_layers")
-        return [*([False] if first > 0 else []), *([True] if first < layers else [])]
+        return [*(["full"] if first > 0 else []), *(["sliding"] if first < layers else [])]
     alternates = fields.get("sliding_window_pattern") or fields.get("model_type") in (
         "gemma2",
         "gemma3_text",
         "gpt_oss",
     )
-    return [True, False] if alternates else [True]
+    return ["sliding", "full"] if alternates else ["sliding"]
 
 
 # --- variants --------------------------------------------------------------------------------------------------------
@@ -258,18 +264,21 @@ def _problems(model: Serving, target: str) -> Iterator[tuple[str, AttentionProbl
 def _problem(layer: Layer, target: str, q: DType, kv: DType, page_size: int) -> AttentionProblem:
     return AttentionProblem(
         target, q, kv, q, layer.head_dim_qk, layer.head_dim_vo, page_size,
-        MaskMode.CAUSAL if layer.causal else MaskMode.NONE, layer.window, layer.soft_cap, rows=_LONG_ROWS,
+        MaskMode.CHUNKED if layer.chunked else MaskMode.CAUSAL if layer.causal else MaskMode.NONE,
+        layer.window, layer.soft_cap, rows=_LONG_ROWS,
         uniform=False, is_mla=(layer.head_dim_qk, layer.head_dim_vo) == MLA_DIMS,
         pos_encoding=PosEncodingMode.ALIBI if layer.alibi else PosEncodingMode.NONE,
     )  # fmt: skip
 
 
 def _decodes(model: Serving, prefill: AttentionProblem) -> Iterator[tuple[str, AttentionProblem, bool]]:
-    """One query of a request sees all keys; draft tokens are under a causal mask or that of their tree."""
-    rows = same_rows(model.group_size)
-    yield "decode", replace(prefill, mask=MaskMode.NONE, rows=rows, uniform=True), False
+    """One query of a request sees all keys; draft tokens are under a causal mask or that of their tree. In layers of
+    chunks both see those of their chunk.
+    """
+    rows, chunks = same_rows(model.group_size), prefill.mask is MaskMode.CHUNKED
+    yield "decode", replace(prefill, mask=prefill.mask if chunks else MaskMode.NONE, rows=rows, uniform=True), False
     if model.spec > 1:
-        mask = MaskMode.TREE if model.tree else MaskMode.CAUSAL
+        mask = prefill.mask if chunks else MaskMode.TREE if model.tree else MaskMode.CAUSAL
         rows = same_rows(model.spec * model.group_size)
         yield "speculative decode", replace(prefill, mask=mask, rows=rows, uniform=True), False
 
