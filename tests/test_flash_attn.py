@@ -11,6 +11,7 @@ from torch import Tensor
 
 import oracle
 import quire
+from calls import capture
 from problems import ints
 from quire.compat import flash_attn
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -241,6 +242,25 @@ def test_kvcache_rotates(device, backend, dtype, interleaved, causal):
     turned_k = oracle.rotate(c.new[0].flatten(0, 1), cos[at], sin[at], interleaved).to(dtype).view(4, NEW, 2, 64)
     k, v = c.keys([turned_k.to(device), c.new[1]])
     check(out.flatten(0, 1), None, turned_q.to(device), k, v, (NEW,) * 4, [n + NEW for n in LENS], causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_one_graph_for_a_cache_of_any_lengths():
+    device, dtype = "cuda:0", torch.bfloat16
+    c, q = Cached(dtype, device, paged=True), random(4, 1, 8, 64, device=device, dtype=dtype)
+    lens = ints(LENS, device)
+    flash_attn_with_kvcache(q, *c.caches, cache_seqlens=lens, block_table=c.table)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_attn_with_kvcache(q, *c.caches, cache_seqlens=lens, block_table=c.table)
+    for now in (LENS, (3, 0, 9, 5)):
+        lens.copy_(ints(now, device))
+        graph.replay()
+        k, v = (torch.cat([part[:n] for part, n in zip(old, now, strict=True)]) for old in c.old)
+        check(out[:, 0], None, q[:, 0], k, v, (1,) * 4, now)
+    with pytest.raises(quire.PlanError, match="captured"), capture():
+        flash_attn_varlen_func(q[:, 0], k, v, offsets((1,) * 4, device), offsets(now, device), 1, 9)
 
 
 def test_layers_of_one_batch_plan_once(monkeypatch):

@@ -115,15 +115,16 @@ def test_greedy_tokens_of_a_static_cache(name):
 
 
 @pytest.mark.parametrize("name", slow_but("Llama"))
-def test_logits_in_bfloat16(name):
+def test_logits_in_bfloat16(name, device):
     """At most twice as far from float32's as those of transformers' own attention."""
     _, reference = MODELS[name]
     given, logits = prompts((0, 5, 13)), {}
     for dtype, implementation in ((torch.float32, reference), (torch.bfloat16, reference), (torch.bfloat16, "quire")):
-        model = new_model(name, dtype)
+        model = new_model(name, dtype).to(device)
         model.set_attn_implementation(implementation)
         with torch.no_grad():
-            logits[dtype, implementation] = model(**given).logits.float()[given["attention_mask"].bool()]
+            rows = model(**{key: tensor.to(device) for key, tensor in given.items()}).logits.float().cpu()
+        logits[dtype, implementation] = rows[given["attention_mask"].bool()]
     truth = logits[torch.float32, reference]
     own, ours = ((logits[torch.bfloat16, who] - truth).square().mean().sqrt() for who in (reference, "quire"))
     assert ours <= 2 * own

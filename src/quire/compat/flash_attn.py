@@ -45,6 +45,7 @@ from quire.runtime.checks import (
     host_indices,
     to_int32,
 )
+from quire.runtime.graph import refuse_capture
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.runtime.schedule import Indices, Lengths
@@ -189,7 +190,8 @@ def flash_attn_varlen_func(
     """Attention of a batch whose requests lie one after another, each with a length of its own.
 
     q: [total_q, num_heads, head_dim]; k, v: [total_k, num_heads_k, head_dim]. cu_seqlens_q, cu_seqlens_k: int32
-    [batch + 1], offsets into them; those on a GPU are copied to the host, which waits for it. Rows of q beyond
+    [batch + 1], offsets into them; those on a GPU are copied to the host, which waits for it and which no capture of a
+    CUDA graph allows (PlanError). Rows of q beyond
     cu_seqlens_q[-1] give zeros. max_seqlen_q, max_seqlen_k: the longest request, which the offsets say too; offsets on
     the host must not be longer. block_table: int32 [batch, pages]; k and v are then [num_blocks, page_block_size,
     num_heads_k, head_dim], and cu_seqlens_k sums up the tokens in them. Other arguments and errors: at the top of the
@@ -478,6 +480,8 @@ def _indices(
     block_table: torch.Tensor | None, qo_len: int, page_size: int, needs_host: bool,
 ) -> Indices | Lengths:  # fmt: skip
     """What the planner is given; lengths that only a GPU knows stay there where queries are equally many."""
+    if seq_lens is None or needs_host:
+        refuse_capture("a call whose lengths are planned on the host", q.device)
     indptr = None if cu_seqlens_q is None else host_indices(cu_seqlens_q, "cu_seqlens_q")
     if block_table is None:
         assert indptr is not None

@@ -15,6 +15,9 @@ mask, and generate_batch() (continuous batching over a paged cache) takes it:
     model.set_attn_implementation("quire_flash_2")
     model.generate_batch(prompts, generation_config)
 
+On a GPU give generate_batch() a ContinuousBatchingConfig(use_cuda_graph=(False, True)): its batches of several lengths
+are planned on the host, which a capture cannot wait for.
+
 Both are for inference: under autograd they raise ValidationError.
 """
 
@@ -218,8 +221,8 @@ def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, causal: bool, softcap: float, plans: RecentPlans = _none,
 ) -> None:  # fmt: skip
-    """Writes out [batch, q_length, num_heads, head_dim]. Each row of the cache is a page; under a mask that one query
-    has for itself each token is, and its page table names the tokens that it sees.
+    """Writes out [batch, q_length, num_heads, head_dim]. Each row of the cache is a page (one row alone: ragged keys);
+    under a mask that one query has for itself each token is, and its page table names the tokens that it sees.
     """
     if not out.numel():
         return
@@ -227,20 +230,26 @@ def _attend(
     kv_length, step = key.shape[2], 0 if mask is None or q_length > 1 else _token_step(key, value)
     options = PlanOptions(
         *heads(num_heads, key.shape[1]), head_dim, value.shape[-1], Types.of(query.dtype, key.dtype, None),
-        logits_options(head_dim, scale, -1, softcap, "NONE"), causal and mask is None, 1 if step else kv_length,
+        logits_options(head_dim, scale, -1, softcap, "NONE"), causal and mask is None,
+        1 if step else kv_length if batch > 1 else 0,
     )  # fmt: skip
+
+    shape = batch, q_length, kv_length
 
     def spec() -> AttentionSpec:
         if mask is not None and step:
             return AttentionSpec(_seen_tokens(mask[:, 0, 0], step), options)
         rows = equal_lengths(batch, kv_length)
-        indices = indices_of(rows.rows, rows.lens, None, q_length, kv_length)
+        indices = Indices(1, None, q_length, rows.offsets, None, None, 1)
+        if batch > 1:
+            indices = indices_of(rows.rows, rows.lens, None, q_length, kv_length)
         return AttentionSpec(indices, options, None if mask is None else mask.reshape(-1))
 
-    attention = plans.get((options, batch, q_length, step), (mask,), KVLayout.HND, query.device, spec)
-    pages = tuple(token_pages(t.transpose(1, 2)).transpose(1, 2) if step else t for t in (key, value))
+    attention = plans.get((options, *shape, step), (mask,), KVLayout.HND, query.device, spec)
+    k, v = (token_pages(t.transpose(1, 2)).transpose(1, 2) if step else t for t in (key, value))
     attention.run(
-        query.transpose(1, 2).reshape(batch * q_length, num_heads, head_dim), (pages[0], pages[1]),
+        query.transpose(1, 2).reshape(batch * q_length, num_heads, head_dim),
+        (k, v) if options.page_size else (k[0], v[0]),
         out=out.flatten(0, 1), lse=None, return_lse=False, sinks=sinks, q_scale=None, k_scale=None, v_scale=None,
         window_left=None, enable_pdl=None,
     )  # fmt: skip
