@@ -31,9 +31,13 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     return tuple(copies)
 
 
-def _fill(params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, _: int) -> tuple[None, int]:
-    """For CUDA graphs and lengths on the device, partitions say whether CTAs take whole tiles."""
-    params.tile_counter = at + s.tile_counter_offset
+def _fill(
+    params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, _at: int, _unit_memory: int
+) -> tuple[None, int]:
+    """Whole row tiles, where there are enough of them, are dealt out in turn. With a tile counter the scheduler would
+    leave tiles of up to `start_cost` units whole, however few there are.
+    """
+    params.tile_counter = None
     params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
     return None, 0
 
@@ -53,6 +57,6 @@ KERNEL = AttentionKernel(
     copies=_copies,
     persistent=True,
     pdl=True,
-    schedule_input=lambda _: {"l2_tokens": 1, "start_cost": 32},
+    schedule_input=lambda _: {"start_cost": 24},
     fill=_fill,
 )

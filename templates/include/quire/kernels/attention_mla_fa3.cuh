@@ -684,7 +684,8 @@ struct AttentionMlaFa3 {
       for (int i = 0; i < kHalfCols / 2; i += 4) dst[i] = {o[i + 2 * h], o[i + 2 * h + 1]};
       if (half == 0 && lane % 4 == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
     }
-    merge_together<V, kValues>(p, work, !stage.cursor.exists(), shared_.turn, ptx::thread_id() - 128);
+    const bool has_more = p.partitions == nullptr || stage.cursor.exists();
+    merge_together<V, kValues>(p, work, !has_more, shared_.turn, ptx::thread_id() - 128);
   }
 };
 
