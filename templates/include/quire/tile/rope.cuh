@@ -26,14 +26,16 @@ struct Frequencies {
 // Angles of kCount pairs for tokens of which each stands kStep behind the one before.
 template <int kCount, int kStep>
 struct Angles {
-  int32_t first[kCount], step[kCount];
+  uint32_t first[kCount], step[kCount];
 
   QUIRE_DEVICE Angles(int position, const uint64_t* frequencies) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
       first[i] = rope_angle(position, frequencies[i]), step[i] = rope_angle(kStep, frequencies[i]);
   }
-  QUIRE_DEVICE int32_t at(int i, int token) const { return first[i] + token * step[i]; }
+  QUIRE_DEVICE int32_t at(int i, int token) const {
+    return static_cast<int32_t>(first[i] + static_cast<uint32_t>(token) * step[i]);  // whole turns drop
+  }
 };
 
 // To 2^-20, without a conversion from integer to float: those are as slow as cosines are.
