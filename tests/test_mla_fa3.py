@@ -32,8 +32,10 @@ def problem(page_size: int = 64, **changes: object) -> AttentionProblem:
 
 @pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128, 1000])
 @pytest.mark.parametrize("rows", [1, 16, 128, 2048])
-def test_auto_takes_it(page_size, rows):
-    assert decide(problem(page_size, rows=rows)).kernel is KERNEL
+def test_who_pins_it_gets_it(page_size, rows):
+    """Others get the kernel that has run on a GPU in its present form."""
+    assert decide(problem(page_size, rows=rows), "quire:fa3").kernel is KERNEL
+    assert decide(problem(page_size, rows=rows)).kernel.name == "attention_mla_fa2"
 
 
 @pytest.mark.parametrize(
