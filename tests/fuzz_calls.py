@@ -98,6 +98,7 @@ def logits_of(args: Args) -> dict[str, Any]:
     return {
         "window_left": args["window_left"], "soft_cap": args["logits_soft_cap"], "sm_scale": args["sm_scale"],
         "logits_scale": scale_of(args), "v_scale": args["v_scale"], "sinks": args.get("sinks"),
+        "pos_encoding_mode": args.get("pos_encoding_mode", "NONE"), "rope_scale": args.get("rope_scale"),
     }  # fmt: skip
 
 
@@ -126,7 +127,8 @@ def paged_tokens(args: Args, page_size: int, layout: str) -> tuple[Tensor, Tenso
 def check_attention(
     results: Results, q: Tensor, k: Tensor, v: Tensor, qo_indptr: Sequence[int], kv_indptr: Sequence[int], *,
     causal: bool = False, mask: Tensor | None = None, window_left: Any = -1, soft_cap: Any = None, sm_scale: Any = None,
-    logits_scale: float = 1.0, v_scale: Any = None, sinks: Tensor | None = None,
+    logits_scale: float = 1.0, v_scale: Any = None, sinks: Tensor | None = None, pos_encoding_mode: Any = "NONE",
+    rope_scale: Any = None,
 ) -> None:  # fmt: skip
     """o, and lse if there is one, against the truth."""
     require(q.dim() == k.dim() == v.dim() == 3, "tensors of other than three dimensions")
@@ -138,8 +140,11 @@ def check_attention(
     require(scale > 0, f"a softmax scale of {scale}")
     options: dict[str, Any] = {
         "causal": causal, "mask": mask, "window_left": whole(window_left), "soft_cap": number(soft_cap, 0.0),
-        "sm_scale": scale, "v_scale": number(v_scale), "sinks": sinks,
+        "sm_scale": scale, "v_scale": number(v_scale), "sinks": sinks, "pos_encoding_mode": pos_encoding_mode,
+        "rope_scale": None if rope_scale is None else number(rope_scale),
     }  # fmt: skip
+    require(pos_encoding_mode in ("NONE", "ALIBI", "ROPE_LLAMA"), "positions of no known kind")
+    require(rope_scale is None or pos_encoding_mode == "ROPE_LLAMA", "a scale of positions that are not rotated")
     q, k, v = (t.detach().resolve_neg() for t in (q, k, v))
     if sinks is not None:
         require(sinks.numel() == q.shape[1], "as many sinks as heads")
@@ -153,7 +158,8 @@ def check_attention(
         oracle.assert_close(o, truth.o, own, qo_indptr)
     if len(results) > 1 and results[1] is not None:
         norms = [float(t.double().norm(dim=2).amax()) if t.numel() else 0.0 for t in (q, k)]
-        magnitude = max(1.0, norms[0] * norms[1] * scale * math.log2(math.e))
+        farthest = max(oracle.lengths(kv_indptr), default=0) if pos_encoding_mode == "ALIBI" else 0
+        magnitude = max(1.0, (norms[0] * norms[1] * scale + farthest) * math.log2(math.e))
         oracle.assert_lse_close(results[1].reshape(truth.lse.shape), truth.lse, magnitude=magnitude)
 
 
@@ -792,7 +798,9 @@ def append(rng: random.Random) -> Case:
                 if place in places[:i]:
                     earlier = append([-1 if n >= i and places[n] == place else b for n, b in enumerate(ours)])
                     want = torch.where(got == earlier, earlier, want)
-            assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0)), "the cache is not as it should be"
+            assert torch.equal(got.float().nan_to_num(7.0), want.float().nan_to_num(7.0)), (
+                "the cache is not as it should be"
+            )
 
     return Case("append_paged_kv_cache", args, invoke, check, frozenset({"cache", "k_cache", "v_cache"}))
 
@@ -968,7 +976,18 @@ def check_appended(a: Args, results: Results, tokens: Sequence[tuple[Tensor, Ten
             for pages in (got, want, theirs):
                 pages.select(0, page).select(token - 1, i).zero_()
         assert torch.equal(got.isnan(), want.isnan()), "not the tokens that were to be written"
-        oracle.assert_close(*(t.nan_to_num(0.0) for t in (got, want, theirs)))
+        if got.element_size() == 1:
+            _assert_rounded(got, want)
+        else:
+            oracle.assert_close(*(t.nan_to_num(0.0) for t in (got, want, theirs)))
+
+
+def _assert_rounded(got: Tensor, want: Tensor) -> None:
+    """Numbers of 8 bits are the truth, rounded and no larger than the largest of them."""
+    info = torch.finfo(got.dtype)
+    error = (got.double() - want.clamp(info.min, info.max)).abs().nan_to_num(0.0)
+    allowed = info.eps * (want.nan_to_num(0.0).abs() + info.smallest_normal)
+    assert bool((error <= allowed).all()), f"numbers of 8 bits are off by up to {float((error - allowed).max()):.3g}"
 
 
 def seq_lens(rng: random.Random) -> Case:
