@@ -162,7 +162,7 @@ def select(selection: Selection, given: Iterable[str] = ()) -> list[Spec]:
         found = [
             spec
             for values, problem in _problems(selection, target)
-            for kernel in answers.accepting(values, problem)
+            for kernel in _preferred(answers.accepting(values, problem), problem)
             for spec in _attention(kernel, problem)
         ]
         if found:
@@ -170,6 +170,11 @@ def select(selection: Selection, given: Iterable[str] = ()) -> list[Spec]:
         specs.update({spec.slug: spec for spec in found})
     answers.require((name, value) for name in given for value in getattr(selection, name))
     return list(specs.values())
+
+
+def _preferred(kernels: list[AttentionKernel], problem: AttentionProblem) -> list[AttentionKernel]:
+    """Without those that yield to others here: `auto` never takes them."""
+    return [kernel for kernel in kernels if kernel.yields(problem) is None] or kernels
 
 
 def _spell(name: str, value: Any) -> str:
