@@ -25,7 +25,7 @@ from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
-#: Heads of a token that a thread of kernels/rope.h works on at a time: kHeads there.
+#: Heads of a token that a thread of kernels/rope.h has: kHeads there.
 HEADS_OF_THREAD = 2
 
 

@@ -16,6 +16,8 @@ from quire.kernels.operands import ATTENTION_OPERANDS, MLA_OPERANDS, Operand, op
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
+#: Pairs of dims that turn by a table: kMaxTablePairs in kernels/rope.h.
+MAX_TABLE_PAIRS = 512
 #: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
 MAX_ROTARY_PAIRS = 256
 
@@ -265,13 +267,12 @@ class RopeParams(ctypes.Structure):
 
     _fields_ = (
         ("heads", RopeHeads * 3),
-        *((name, FastDivisor) for name in ("columns", "lanes_divisor")),
         *((name, c_void_p) for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache")),
         ("cos_sin_stride", c_int64),
         *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),
         *((name, c_int64) for name in ("nnz", "num_indices")),
         *((name, c_int32) for name in ("batch_size", "num_pages", "page_size", "has_long_pos_ids")),
-        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave", "lanes", "parts")),
+        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave", "lanes")),
         ("eps", c_float),
         ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
     )

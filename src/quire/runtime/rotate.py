@@ -12,7 +12,7 @@ import torch
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import MAX_ROTARY_PAIRS, FastDivisor, HeadRows, RopeHeads, RopeParams
+from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, HeadRows, RopeHeads, RopeParams
 from quire.kernels.rotation import llama31_frequencies, rope_frequencies
 from quire.runtime.checks import (
     batch_size_of,
@@ -29,7 +29,6 @@ from quire.runtime.target import on_cuda, target_of
 
 INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  #: HeadType in kernels/rope.h; 0: as the input
-_THREADS_AN_SM = 1024  #: that hide the trips to memory; with more of them a thread has fewer heads
 _LEAST, _MOST = -(2**31), 2**31 - 1  #: of positions
 _LEAST_SCALE = 1e-3
 
@@ -203,14 +202,15 @@ def check_heads(
 def rotary_dim_of(value: int | None, head_dim: int, cos_sin_cache: torch.Tensor | None, device: torch.device) -> int:
     """How many dims of a head turn."""
     if cos_sin_cache is None:
-        name, dim = "rotary_dim", head_dim if value is None else check_positive(value, "rotary_dim")
-        if dim > 2 * MAX_ROTARY_PAIRS:
-            raise UnsupportedError(
-                f"rotary_dim: angles are computed for up to {2 * MAX_ROTARY_PAIRS} dims, got {dim}; pass a table to "
-                f"apply_rope_with_cos_sin_cache()."
-            )
+        name, most = "rotary_dim", 2 * MAX_ROTARY_PAIRS
+        dim = head_dim if value is None else check_positive(value, name)
     else:
-        name, dim = "cos_sin_cache", _check_table(cos_sin_cache, device)
+        name, dim, most = "cos_sin_cache", _check_table(cos_sin_cache, device), 2 * MAX_TABLE_PAIRS
+    if dim > most:
+        raise UnsupportedError(
+            f"{name}: expected at most {most} dims that turn, got {dim}; {2 * MAX_TABLE_PAIRS} may turn by a table of "
+            "apply_rope_with_cos_sin_cache()."
+        )
     if dim % 2 or not 0 < dim <= head_dim:
         raise ValidationError(f"{name}: expected an even number of dims up to head_dim={head_dim}, got {dim}.")
     return dim
@@ -239,11 +239,8 @@ def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params
     groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in params.heads)
     if not params.nnz or not groups:
         return
-    params.parts = _parts(params.nnz * params.lanes, groups, device)
-    columns = params.parts * params.lanes
-    params.columns, params.lanes_divisor = FastDivisor.of(columns), FastDivisor.of(params.lanes)
     module = get_module(OperationKey(name, target_of(device), slug, vector).spec())
-    grid = -(-params.nnz * columns // PARALLEL_THREADS)
+    grid = -(-params.nnz * groups * params.lanes // PARALLEL_THREADS)
     launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)
 
 
@@ -254,15 +251,6 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
         return all(part.allows(vector) for part in heads) and (table is None or _is_aligned(table, min(4, vector)))
 
     return max(vector for vector in widths if vector == 1 or allowed(vector))
-
-
-def _parts(threads: int, groups: int, device: torch.device) -> int:
-    """How many threads share the groups of heads of a token; `threads`: of the batch, if none are shared."""
-    if not on_cuda(device):
-        return groups
-    wanted = _THREADS_AN_SM * torch.cuda.get_device_properties(device).multi_processor_count
-    rounds = -(-groups // min(groups, -(-wanted // threads)))
-    return -(-groups // rounds)  # as many rounds, and no part with fewer groups than it could have
 
 
 def _lanes(heads: list[Heads], vector: int, device: torch.device) -> int:

@@ -39,17 +39,22 @@ QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 }
 
 #ifdef __CUDACC__
-// The same without a loop: which item is the thread's, all items in order.
+// The same for a kernel whose threads share something of a row: which item is the thread's, all items in order, and
+// which rows its CTA works on.
 struct ItemOfThread {
-  int64_t row;
-  int column;
+  int64_t row, cta_row;
+  int column, cta_rows;
   bool exists;
 
-  QUIRE_DEVICE ItemOfThread(int64_t rows, const FastDivisor& columns) {
+  QUIRE_DEVICE ItemOfThread(int64_t rows, int columns) {
     const int64_t begin = static_cast<int64_t>(blockIdx.x) * kParallelThreads;
-    const int64_t first = begin < 1ll << 31 ? columns.div(static_cast<int>(begin)) : begin / columns.divisor;
-    const int at = static_cast<int>(begin - first * columns.divisor) + threadIdx.x, down = columns.div(at);
-    row = first + down, column = at - down * columns.divisor, exists = row < rows;
+    cta_row = begin < 1ll << 32 ? static_cast<uint32_t>(begin) / static_cast<uint32_t>(columns) : begin / columns;
+    const unsigned first = static_cast<unsigned>(begin - cta_row * columns), at = first + threadIdx.x;
+    const unsigned down = at / static_cast<unsigned>(columns);
+    row = cta_row + down, column = static_cast<int>(at - down * columns), exists = row < rows;
+    if (!exists) row = rows - 1;
+    const unsigned last = (first + kParallelThreads - 1) / static_cast<unsigned>(columns);
+    cta_rows = static_cast<int>(min<int64_t>(last + 1, rows - cta_row));
   }
 };
 #endif

@@ -2,10 +2,10 @@
 // more; RotateAppend also divides each head by its root mean square before, quantises to 8 bits, and writes keys and
 // values into a paged cache, in one pass over memory.
 //
-// Both are bound by memory: each number is read and written once. A thread has the same two vectors of each head that
-// it works on: the two whose dims turn together, or two that do not turn. It goes through kHeads heads of its token at
-// a time, the next ones on their way, and where there are many tokens through many heads: what it has to find out
-// before the first, rotations above all, costs as much as several of them.
+// Both are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
+// a token: the two whose dims turn together, or two that do not turn. A CTA computes the rotations of its tokens once,
+// into shared memory, while the heads are on their way. A rotation is read there just before its use: registers that it
+// does not take hold more threads, and more threads hide the trips to memory.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/pages.h"
@@ -32,7 +32,17 @@ struct WordOf<4> {
   using Type = uint32_t;
 };
 
+// CTAs an SM, which bound the registers of a thread.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kRopeCtas = 2;
+#else
+constexpr int kRopeCtas = 3;
+#endif
+
 constexpr int kMaxRotaryPairs = 256;  // whose angles are computed
+constexpr int kMaxTablePairs = 512;   // whose angles are in cos_sin_cache
+// Pairs of dims of all tokens of a CTA, of which eight have a warp or more each; the first and the last may have less.
+constexpr int kMaxRotations = (kParallelThreads / 32 + 2) * kMaxTablePairs;
 
 // Dims of all heads of all tokens: [token, head, dim], or [page, token in page, head, dim] where they are in pages.
 struct HeadRows {
@@ -55,9 +65,7 @@ struct RopeHeads {
 };
 
 struct RopeParams {
-  RopeHeads heads[3];   // queries, keys, values
-  FastDivisor columns;  // threads of a token: lanes of each part
-  FastDivisor lanes_divisor;
+  RopeHeads heads[3];          // queries, keys, values
   const void* pos_ids;         // [nnz] positions; null: request b's token i is at offsets[b] + i
   const int32_t* indptr;       // [num_requests + 1] offsets into the tokens
   const int32_t* offsets;      // [num_requests]
@@ -76,8 +84,7 @@ struct RopeParams {
   int32_t num_requests;
   int32_t num_positions;  // of cos_sin_cache
   int32_t interleave;     // neighbours turn together; else the first half with the second
-  int32_t lanes;          // threads of a head; under a norm a power of two up to 32
-  int32_t parts;          // of a token's groups of kHeads heads: part i has each parts-th from the i-th on
+  int32_t lanes;          // threads of a token's heads; under a norm a power of two up to 32
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -85,9 +92,9 @@ struct RopeParams {
 template <class Variant, bool kFused>
 struct Rope {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = 2, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = kRopeCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
-  static constexpr int kHeads = 2;  // heads of a thread at a time
+  static constexpr int kHeads = 2;  // heads of a thread
 
   // kVec numbers in whole words: of an array of 16-bit numbers a compiler keeps each one in a register of its own.
   template <class E>
@@ -110,34 +117,49 @@ struct Rope {
   };
 
   QUIRE_HD static int run(const RopeParams& p, unsigned char* = nullptr) {
+    const int columns = (groups_of(p.heads[0]) + groups_of(p.heads[1]) + groups_of(p.heads[2])) * p.lanes;
 #ifdef __CUDA_ARCH__
-    const ItemOfThread item(p.nnz, p.columns);
-    const int part = p.lanes_divisor.div(item.column);
-    if (item.exists) process(p, item.row, part, item.column - part * p.lanes);
+    const ItemOfThread item(p.nnz, columns);
+    const Group of = group_of(p, item.row, item.column);
+    Pair x[kHeads] = {};
+    if (item.exists && of.lane < units_of(of.heads)) load(of, unit_of(p, of.heads, of.lane), x);
+    __shared__ Rotation table[kMaxRotations];
+    const int pairs = p.heads[0].rotary_dim / 2;
+    for (int i = threadIdx.x; i < item.cta_rows * pairs; i += kThreads) {
+      const int token = static_cast<unsigned>(i) / static_cast<unsigned>(pairs);
+      table[i] = rotation(p, item.cta_row + token, i - token * pairs);
+    }
+    __syncthreads();
+    if (item.exists) process(p, of, x, table + (item.row - item.cta_row) * pairs);
 #else
-    parallel_rows(p.nnz, static_cast<int>(p.columns.divisor), [&](int64_t token, int column) {
-      const int part = column / p.lanes;
-      process(p, token, part, column - part * p.lanes);
+    parallel_rows(p.nnz, columns, [&](int64_t token, int column) {
+      const Group of = group_of(p, token, column);
+      Rotation table[kMaxTablePairs];
+      for (int i = 0; i < p.heads[0].rotary_dim / 2; ++i) table[i] = rotation(p, token, i);
+      Pair x[kHeads] = {};
+      if (of.lane < units_of(of.heads)) load(of, unit_of(p, of.heads, of.lane), x);
+      process(p, of, x, table);
     });
 #endif
     return 0;
   }
 
  private:
-  // Heads `first` to `first` + `count` of a token.
+  // Heads `first` to `first` + `count` of a token, and which of the threads that have them this is.
   struct Group {
     const RopeHeads& heads;
     int64_t token;
-    int first, count;
+    int first, count, lane;
   };
 
   QUIRE_HD static int groups_of(const RopeHeads& heads) { return ceil_div(heads.num_heads, kHeads); }
 
-  QUIRE_HD static Group group_of(const RopeParams& p, int64_t token, int group) {
+  QUIRE_HD static Group group_of(const RopeParams& p, int64_t token, int column) {
+    const int group = static_cast<unsigned>(column) / static_cast<unsigned>(p.lanes);
     const int k = groups_of(p.heads[0]), v = k + groups_of(p.heads[1]);
     const RopeHeads& heads = p.heads[(group >= k) + (group >= v)];
     const int first = (group - (group < k ? 0 : group < v ? k : v)) * kHeads;
-    return {heads, token, first, min(kHeads, heads.num_heads - first)};
+    return {heads, token, first, min(kHeads, heads.num_heads - first), column - group * p.lanes};
   }
 
   // Two vectors of a head: dims [x, x + kVec) and [y, y + kVec) of `in` and `out`, and where they are in the head.
@@ -167,45 +189,22 @@ struct Rope {
     return {heads.rope, heads.rope_out, x, p.interleave ? x + kVec : x + heads.rotary_dim / 2, 0, true, true};
   }
 
-  // All groups of a part.
-  QUIRE_HD static void process(const RopeParams& p, int64_t token, int part, int lane) {
-    const int groups = groups_of(p.heads[0]) + groups_of(p.heads[1]) + groups_of(p.heads[2]);
-    Pair next[kHeads] = {};
-    load_first(p, group_of(p, token, part), lane, next);
-    const Place place = kFused && p.batch_indices != nullptr ? place_of(p, token) : Place{0, 0};
-    Rotation turns[kVec];
-    rotations(p, token, lane, turns);
-#pragma unroll 1
-    for (int group = part; group < groups; group += p.parts) {
-      const Group of = group_of(p, token, group);
-      Pair x[kHeads];
-      for (int h = 0; h < kHeads; ++h) x[h] = next[h];
-      if (group + p.parts < groups) load_first(p, group_of(p, token, group + p.parts), lane, next);
-      process(p, of, lane, x, turns, place);
-    }
-  }
-
-  // x, turns: of the group's unit `lane`.
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, int lane, Pair* x, Rotation* turns,
-                               const Place& place) {
+  // x: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, Pair* x, const Rotation* turns) {
+    const Place place = kFused && of.heads.is_paged ? place_of(p, of.token) : Place{0, 0};
     float by[kHeads];
     for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads.scale : 1.f;
-    if (kFused && of.heads.weight != nullptr) normalise(p, of, lane, x, by);
-    const bool is_paged = kFused && of.heads.is_paged;
-    if (is_paged && place.page < 0) return;
+    if (kFused && of.heads.weight != nullptr) normalise(p, of, x, by);
+    if (place.page < 0) return;
 #pragma unroll 1
-    for (int i = lane; i < units_of(of.heads); i += p.lanes) {
+    for (int i = of.lane; i < units_of(of.heads); i += p.lanes) {
       const Unit unit = unit_of(p, of.heads, i);
-      if (i != lane) load(of, unit, x), rotations(p, of.token, i, turns);
-      const int64_t row = is_paged ? place.page * unit.out.page_stride + place.token_in_page * unit.out.token_stride
-                                   : of.token * unit.out.token_stride;
-      write(p, of, unit, x, by, turns, row + of.first * unit.out.head_stride);
+      if (i != of.lane) load(of, unit, x);
+      const int64_t row = kFused && of.heads.is_paged
+                              ? place.page * unit.out.page_stride + place.token_in_page * unit.out.token_stride
+                              : of.token * unit.out.token_stride;
+      write(p, of, unit, x, by, turns + i * kVec, row + of.first * unit.out.head_stride);
     }
-    if (lane + p.lanes < units_of(of.heads)) rotations(p, of.token, lane, turns);  // for the next group
-  }
-
-  QUIRE_HD static void load_first(const RopeParams& p, const Group& of, int lane, Pair* x) {
-    if (lane < units_of(of.heads)) load(of, unit_of(p, of.heads, lane), x);
   }
 
   QUIRE_HD static void load(const Group& of, const Unit& unit, Pair* x) {
@@ -220,18 +219,18 @@ struct Rope {
   }
 
   // Multiplies each `by` with the reciprocal of its head's root mean square.
-  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, int lane, const Pair* first, float* by) {
+  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, const Pair* first, float* by) {
     float sums[kHeads] = {};
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) sums[h] = sum_of_squares(first[h]);
 #pragma unroll 1
-    for (int i = lane + p.lanes; i < units_of(of.heads); i += p.lanes) {
+    for (int i = of.lane + p.lanes; i < units_of(of.heads); i += p.lanes) {
       Pair x[kHeads];
       load(of, unit_of(p, of.heads, i), x);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) sums[h] += sum_of_squares(x[h]);
     }
-    const bool is_used = lane < units_of(of.heads);
+    const bool is_used = of.lane < units_of(of.heads);
     const float dims = static_cast<float>(of.heads.rotary_dim + of.heads.nope_dim);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
@@ -289,27 +288,14 @@ struct Rope {
     return {static_cast<int32_t>(at), is_known && is_in_table && at == static_cast<int32_t>(at)};
   }
 
-  // The rotations of a unit's pairs; NaN, as its results, for a token without a position.
-  QUIRE_HD static void rotations(const RopeParams& p, int64_t token, int unit, Rotation* turns) {
-    const int pair = unit * kVec;
-    if (pair >= p.heads[0].rotary_dim / 2) return;  // the dims do not turn
+  // The rotation of a pair of dims of a token; NaN, as its results, for a token without a position.
+  QUIRE_HD static Rotation rotation(const RopeParams& p, int64_t token, int pair) {
     const Position position = position_of(p, token);
-    if (!position.is_known) {
-      for (int c = 0; c < kVec; ++c) turns[c] = {__builtin_nanf(""), __builtin_nanf("")};
-    } else if (p.cos_sin_cache == nullptr) {
-#pragma unroll
-      for (int c = 0; c < kVec; ++c) turns[c] = rope_rotation(position.at, p.frequencies[pair + c]);
-    } else {
-      const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
-      const auto cos = *reinterpret_cast<const Floats*>(row);
-      const auto sin = *reinterpret_cast<const Floats*>(row + p.heads[0].rotary_dim / 2);
-      for (int c = 0; c < kVec; ++c) turns[c] = {cos.x[c], sin.x[c]};
-    }
+    if (!position.is_known) return {__builtin_nanf(""), __builtin_nanf("")};
+    if (p.cos_sin_cache == nullptr) return rope_rotation(position.at, p.frequencies[pair]);
+    const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
+    return {row[0], row[p.heads[0].rotary_dim / 2]};
   }
-
-  struct alignas(min(16, kVec * 4)) Floats {
-    float x[kVec];
-  };
 
   // Scales, turns and stores the vectors of all heads; the first one's place in the output is `head`.
   QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
@@ -323,11 +309,13 @@ struct Rope {
   QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
                                 const Rotation* turns, int64_t head) {
     constexpr int kStep = min(2, kVec);  // dims of each vector at a time
-    const bool neighbours = kVec > 1 && p.interleave;
     Vector<E> to_x[kHeads] = {}, to_y[kHeads] = {};
 #pragma unroll
     for (int c = 0; c < kVec; c += kStep) {
-      const Rotation first = turns[neighbours ? c / 2 : c], second = turns[neighbours ? (kVec + c) / 2 : c + kStep - 1];
+      const bool neighbours = kVec > 1 && p.interleave;
+      Rotation first{1.f, 0.f}, second{1.f, 0.f};
+      if (unit.turns)
+        first = turns[neighbours ? c / 2 : c], second = turns[neighbours ? (kVec + c) / 2 : c + kStep - 1];
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float a[kStep], b[kStep];
