@@ -383,10 +383,15 @@ def test_a_closed_pipe_is_no_error(filled: Path) -> None:
 
 @pytest.mark.parametrize("group", [False, True], ids=["process", "terminal"])
 def test_ctrl_c_stops_at_once_and_keeps_what_is_built(group: bool, cache: Path, tmp_path: Path) -> None:
+    def hears_ctrl_c() -> None:
+        """Also where the suite runs in the background of a shell, which makes its children ignore Ctrl-C."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
     stub = write_stub(tmp_path / "stub-g++", before=f'[ -e "{tmp_path}/one" ] && sleep 60; touch "{tmp_path}/one"')
     process = subprocess.Popen(
         [sys.executable, "-m", "quire", "warmup", "--exact", "--jobs", "1", *SLUGS],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=group,
+        preexec_fn=hears_ctrl_c,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while compiles(stub) < 2 and time.monotonic() < deadline:
