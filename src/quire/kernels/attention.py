@@ -271,8 +271,8 @@ def head_dim_reason(problem: AttentionProblem) -> str | None:
     return None
 
 
-def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
-    """Why a kernel of 16-bit tensor-core products does not take these number types and head dims."""
+def _number_types_reason(problem: AttentionProblem, takes_8_bit_kv: bool) -> str | None:
+    """Why a kernel of 16-bit tensor-core products does not take these number types, on this target."""
     if problem.target == "sm75":
         return "target sm75 has no asynchronous copies"
     if problem.q.slug not in ("fp16", "bf16"):
@@ -282,6 +282,13 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"
+    return None
+
+
+def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
+    """Why a kernel of 16-bit tensor-core products does not take these number types and head dims."""
+    if reason := _number_types_reason(problem, takes_8_bit_kv):
+        return reason
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA and problem.kv.bits == 8 and problem.head_dim_qk % 32:
         return f"head_dim_qk={problem.head_dim_qk}: expected a multiple of 32 to rotate 8-bit keys"
     return head_dim_reason(problem)
@@ -289,16 +296,7 @@ def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = Fals
 
 def mla_tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
     """Why an MLA kernel of 16-bit tensor-core products does not take this."""
-    if problem.target == "sm75":
-        return "target sm75 has no asynchronous copies"
-    if problem.q.slug not in ("fp16", "bf16"):
-        return f"q dtype {problem.q} is not fp16 or bf16"
-    if problem.kv != problem.q and not (takes_8_bit_kv and problem.kv.bits == 8):
-        others = " and has not 8 bits" if takes_8_bit_kv else ""
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
-    if problem.o != problem.q:
-        return f"o dtype {problem.o} differs from q dtype {problem.q}"
-    return mla_reason(problem)
+    return _number_types_reason(problem, takes_8_bit_kv) or mla_reason(problem)
 
 
 def mla_reason(problem: AttentionProblem) -> str | None:
