@@ -65,7 +65,7 @@ def chosen(backend: str = "auto", **changes: object) -> str:
         ({"rows": 64, "target": "sm80"}, "fa2"),
         ({"rows": 64, "head_dim_qk": 64, "head_dim_vo": 64}, "decode"),
         ({"rows": 64, "kv": _E4M3}, "decode"),  # half the bytes
-        ({"rows": 65, "kv": _E4M3}, "fa2"),  # fa3 yields
+        ({"rows": 65, "kv": _E4M3}, "fa3"),
         ({"rows": 65, "kv": _E4M3, "target": "sm89"}, "fa2"),
         ({"rows": 64, "mask": MaskMode.TREE}, "fa2"),
         ({"rows": 65}, "fa3"),

@@ -33,13 +33,6 @@ def _reject(problem: AttentionProblem) -> str | None:
     return tensor_core_reason(problem, takes_8_bit_kv=True)
 
 
-def _yields(problem: AttentionProblem) -> str | None:
-    """Earlier revisions were right on an H200 and twice as fast as fa2 over keys of 8 bits."""
-    if problem.kv.bits == 16:
-        return None
-    return "over 8-bit keys no GPU has run this revision yet: backend='quire:fa3' pins it"
-
-
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """What fills registers and shared memory best and does not spill: figures in benchmarks/results."""
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
@@ -143,7 +136,6 @@ KERNEL = AttentionKernel(
     cxx="AttentionFa3",
     on_cuda=True,
     reject=_reject,
-    yields=_yields,
     tiles=_tiles,
     choose_rows=_choose_rows,
     page_size=_page_size,

@@ -9,26 +9,28 @@
 namespace quire {
 
 // Rounds a row of bf16 in shared memory to fp16, in place; four lanes together. Returns what makes up for its scale.
-// The row is read twice: registers are short.
+// The row is read twice: registers are short. All lanes take the same number of steps: where they do not, ptxas leaves
+// out the point at which they meet again, and lanes exchange words with lanes that are elsewhere.
 template <class Tile>
 QUIRE_DEVICE float round_query(Tile tile, int row, int quad_lane) {
   float top = 0.f;
   uint32_t x[4];
 #pragma unroll 1
-  for (int c = quad_lane; c < Tile::kChunks; c += 4) {
-    ptx::ld_shared_16(tile.chunk(row, c), x);
+  for (int first = 0; first < Tile::kChunks; first += 4) {
+    ptx::ld_shared_16(tile.chunk(row, min(first + quad_lane, Tile::kChunks - 1)), x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) top = fmaxf(top, fmaxf(fabsf(low_bf16(x[i])), fabsf(high_bf16(x[i]))));
   }
   const Fp16Range range(quad_max(top));
 #pragma unroll 1
-  for (int c = quad_lane; c < Tile::kChunks; c += 4) {
-    ptx::ld_shared_16(tile.chunk(row, c), x);
+  for (int first = 0; first < Tile::kChunks; first += 4) {
+    const int chunk = first + quad_lane;
+    ptx::ld_shared_16(tile.chunk(row, min(chunk, Tile::kChunks - 1)), x);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       x[i] = ptx::pack(fp16_t{}, low_bf16(x[i]) * range.scale, high_bf16(x[i]) * range.scale);
     }
-    ptx::st_shared_16(tile.chunk(row, c), x);
+    if (chunk < Tile::kChunks) ptx::st_shared_16(tile.chunk(row, chunk), x);
   }
   return range.factor;
 }
