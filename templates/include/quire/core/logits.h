@@ -78,8 +78,8 @@ struct LogitsTransform : ExpressionOf<V> {
 // The lse that is returned, of a row of `head` whose logits have this lse. FlashInfer counts the distances of ALiBi
 // from the query's number in its request, not from where the query stands: its logits, and their lse, are larger by a
 // constant a request. Under a soft cap that would be another result, so that there distances are as everywhere else.
-template <class V>
-QUIRE_HD float returned_lse(float lse, const AttentionParams& p, const RowTile& tile, int head) {
+template <class V, class Params>
+QUIRE_HD float returned_lse(float lse, const Params& p, const RowTile& tile, int head) {
   if constexpr (V::kPosEncoding != kPosEncodingAlibi || V::kSoftCap != 0) return lse;
   const float slope = exp2f(alibi_exponent(static_cast<float>(head), p.num_qo_heads));
   return lse + slope * kLog2e * static_cast<float>(tile.kv_len - tile.qo_len);

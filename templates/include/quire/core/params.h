@@ -114,7 +114,8 @@ QUIRE_HD float logits_scale(const AttentionParams& p) {
   if constexpr (Variant::kPaged == 0) return scale;
   return p.logits_scale_by == nullptr ? scale : scale * *p.logits_scale_by;
 }
-QUIRE_HD float output_scale(const AttentionParams& p) {
+template <class Params>
+QUIRE_HD float output_scale(const Params& p) {
   return p.o_scale_by == nullptr ? p.o_scale : p.o_scale * *p.o_scale_by;
 }
 

@@ -21,8 +21,8 @@ QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
 }
 
 // Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
-template <class V>
-QUIRE_DEVICE void store_quad(const AttentionParams& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
+template <class V, class Params>
+QUIRE_DEVICE void store_quad(const Params& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
   using O = typename V::O;
   const WorkTile::Place to = work.place(p.group, row);
   const RowResult result =
@@ -60,7 +60,8 @@ struct PartBatch {
   float4 o[kParts];
 
   // `row` of all partials is the first one's; parts from `count` on do not exist and weigh nothing.
-  QUIRE_DEVICE void load(const AttentionParams& p, int64_t row, int col, int count, int lane) {
+  template <class Params>
+  QUIRE_DEVICE void load(const Params& p, int64_t row, int col, int count, int lane) {
     constexpr int kVo = V::kHeadDimVo;
     const int part = lane % kParts;
     md = {kNoLogit, 0.f};
@@ -94,8 +95,8 @@ struct PartBatch {
 
 // The last CTA of a group: a warp a row, four columns a lane. While a batch of parts is added the next one, of this row
 // or another, is under way: what an SM reads from L2 bounds a merge.
-template <class V, int kWarps>
-QUIRE_DEVICE void merge_partials(const AttentionParams& p, const WorkTile& work, MergeGroup group, int thread) {
+template <class V, int kWarps, class Params>
+QUIRE_DEVICE void merge_partials(const Params& p, const WorkTile& work, MergeGroup group, int thread) {
   constexpr int kVo = V::kHeadDimVo;
   const int lane = thread % 32, num_parts = group.num_parts<V::kTileRows>();
   struct Place {
@@ -125,11 +126,36 @@ QUIRE_DEVICE void merge_partials(const AttentionParams& p, const WorkTile& work,
   }
 }
 
+// What a merge reads of the parameters, under the same names.
+struct MergeParams {
+  void* o;
+  int64_t o_token_stride, o_head_stride;
+  float *lse, *partial_o, *partial_md;
+  const float* sinks;
+  FastDivisor group;
+  int32_t num_qo_heads;
+  float o_scale;
+  static constexpr const float* o_scale_by = nullptr;  // is part of o_scale
+
+  QUIRE_DEVICE explicit MergeParams(const AttentionParams& p)
+      : o(p.o),
+        o_token_stride(p.o_token_stride),
+        o_head_stride(p.o_head_stride),
+        lse(p.lse),
+        partial_o(p.partial_o),
+        partial_md(p.partial_md),
+        sinks(p.sinks),
+        group(p.group),
+        num_qo_heads(p.num_qo_heads),
+        o_scale(output_scale(p)) {}
+};
+
 // The same as a function that is called: kernels whose registers are taken have none to spare beside their main loop.
+// It reads the parameters once: by a reference, each row would wait for them again, one after another.
 template <class V, int kWarps>
 __device__ __noinline__ void call_merge_partials(const AttentionParams& p, const WorkTile& work, MergeGroup group,
                                                  int thread) {
-  merge_partials<V, kWarps>(p, work, group, thread);
+  merge_partials<V, kWarps>(MergeParams(p), work, group, thread);
 }
 
 }  // namespace quire
