@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -326,8 +327,10 @@ class Attention:
             is_known = known is not None and len(tensors) == known.count and known.fits(*tensors)
             if not ((is_known and not self._unusual(pointers)) or self._checked_before(tensors, pointers, nnz_qo)):
                 self._check_all(tensors, pointers, q, cache, out, others, nnz_qo)
-            if len(pointers) != self._num_operands:
-                self._complete(pointers, len(cache))
+            if len(cache) == 1:
+                pointers.insert(2, pointers[1] + self._v_offset)  # of the values in it
+            if len(pointers) < self._num_operands:  # scales that were not given
+                pointers.extend([0] * (self._num_operands - len(pointers)))
             if operands or self._plan_options.variant is not None:
                 self._write_operands(operands)
             self._plan.run(
@@ -354,12 +357,6 @@ class Attention:
             limits = self._limits = self._limits or index_limits(self._plan_options, self.spec.indices)
             write_operands(self._plan.operands, expression, wanted, given, self._device, limits)
 
-    def _complete(self, pointers: list[int], num_tensors: int) -> None:
-        """Add the address of the values in a cache of one tensor, and no address for scales that were not given."""
-        if num_tensors == 1:
-            pointers.insert(2, pointers[1] + self._v_offset)
-        pointers.extend([0] * (self._num_operands - len(pointers)))
-
     def _graph_rows(self, graph: GraphState, q: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> int:
         """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
         must be as long as any batch that a later plan() may bring.
@@ -382,7 +379,7 @@ class Attention:
 
     def _unusual(self, pointers: list[int]) -> bool:
         """Whether tensors may not be right although their signature is: without memory, or not aligned for a GPU."""
-        return 0 in pointers or (self._on_cuda and any(pointer & 15 for pointer in pointers))
+        return 0 in pointers or (self._on_cuda and reduce(or_, pointers) & 15 != 0)
 
     def _checked_before(self, tensors: list[torch.Tensor], pointers: list[int], nnz_qo: int) -> bool:
         """Whether a plan before this one had such tensors, and they do for this batch; they then count as checked."""
