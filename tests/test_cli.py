@@ -323,6 +323,8 @@ def test_show_and_matrix(quire_: Quire) -> None:
     assert not rows["attention_fa2", "bf16", "bf16", "sm120a"]["ran"]
     out = quire_("matrix", "--arch", "8.0")[1]
     assert "compiles" in out and "yes  " not in out.partition("\n\n")[0]
+    assert "no Arm machine" not in out and "no Arm machine has run it" in quire_("matrix")[1]
+    assert "no Arm machine has run it" in quire_("show", "packbits.aarch64.any.v1")[1]
 
 
 # --- shells ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from quire.types import dtype_of
 
 #: Where the variants of a target have run and been compared with the oracle; those of other targets only compile.
 RAN_ON = {"sm90a": "H100, H200", "x86-64-v3": "x86-64 with AVX2", "x86-64-v4": "x86-64 with AVX-512"}
+_ON_ARM = "tested under an emulator; no Arm machine has run it"
 _TARGETS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a", "x86-64-v3", "x86-64-v4", "aarch64")
 _TYPES = (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"))
 
@@ -80,6 +81,8 @@ def _matrix(options: argparse.Namespace) -> int:
     )
     print("\nyes: has run and been checked, on " + "; ".join(f"{t}: {on}" for t, on in RAN_ON.items() if t in targets))
     print("compiles: its machine code has run on no such card")
+    if "aarch64" in targets:
+        print(f"aarch64: {_ON_ARM}")
     reasons = dict.fromkeys((cell["kernel"], cell["reason"]) for cell in cells if cell["reason"])
     print(*(f"no: {kernel}: {reason}" for kernel, reason in reasons), sep="\n")
     return 0
@@ -106,10 +109,14 @@ def _show(options: argparse.Namespace) -> int:
     return 0
 
 
+def _ran_on(target: str) -> str:
+    return RAN_ON.get(target) or (_ON_ARM if target == "aarch64" else "no such card or processor")
+
+
 def _answer(spec: Spec) -> dict[str, Any]:
     entry, toolchain = lookup(spec), for_target(spec.target)
     answer: dict[str, Any] = {
-        "variant": spec.slug, "target": spec.target, "ran on": RAN_ON.get(spec.target, "no such card or processor"),
+        "variant": spec.slug, "target": spec.target, "ran on": _ran_on(spec.target),
         "header": spec.header, "fields": dict(spec.fields), "types": dict(spec.types),
         "constants": dict(spec.constants), "compiler": toolchain.name, "warm-up": f"quire warmup {spec.warmup}",
     }  # fmt: skip
