@@ -49,6 +49,13 @@ def test_merge_state_of_views(device, dtype):
     check(quire.merge_state(v[:, 0], s[:, 0], v[:, 1], s[:, 1]), oracle.merge_states(v, s), v)
 
 
+@pytest.mark.parametrize("offset", [4, 8])
+def test_merge_of_states_at_any_multiple_of_16_bytes(device, dtype, offset):
+    flat = torch.randn(4 * 8 * 64 + offset, device=device).to(dtype)
+    v, s = flat[offset:].view(2, 2, 8, 64), torch.randn(2, 2, 8, device=device)
+    check(quire.merge_states(v, s), oracle.merge_states(v, s), v)
+
+
 @pytest.mark.parametrize("num_states", [1, 2, 3, 17])
 @pytest.mark.parametrize("size", SIZES[:3], ids=str)
 def test_merge_states(device, dtype, size, num_states):

@@ -15,7 +15,7 @@ VARIANTS = ("expression", "flex", "variants")
 #: Highest floor first. A module may import from its own floor and from those below.
 FLOORS = [
     {"__main__", "__init__", "cli", "compat", "public"},
-    {"estimates", "presets", "viz"},
+    {"distributed", "estimates", "presets", "viz"},
     {"aot"},
     {
         "attention",

@@ -158,7 +158,7 @@ def _launch(
         return
     tokens, num_heads, head_dim = v_out.shape
     places = (v.data_ptr(), v_out.data_ptr(), _bytes(v, 0), v_state_bytes)
-    vector = 8 if head_dim % 8 == 0 and all(place % 16 == 0 for place in places) else 1
+    vector = 8 if head_dim % 8 == 0 and all(place % (8 * v.element_size()) == 0 for place in places) else 1
     params = MergeParams(
         v=v.data_ptr(), s=s.data_ptr(), v_out=v_out.data_ptr(), s_out=s_out.data_ptr(),
         mask=None if mask is None else mask.data_ptr(), num_tokens=tokens, v_token_bytes=_bytes(v, 0),

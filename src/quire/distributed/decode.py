@@ -1,0 +1,163 @@
+"""Decode attention whose cached tokens are spread over the ranks of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.distributed.exchange import Exchange, exchange_of
+from quire.distributed.interleave import Interleave
+from quire.distributed.ranks import check_agreement, ranks_of, refuse_positions
+from quire.errors import PlanError, UnsupportedError, ValidationError
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire.runtime.attention import Result
+from quire.runtime.checks import check_flags, check_positive, host_indices
+from quire.runtime.layout import PagedCache
+from quire.types import dtype_of
+
+__all__ = ["ContextParallelDecode"]
+
+Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
+
+
+class ContextParallelDecode:
+    """Decode of a batch whose cache is spread over ranks: attention to the tokens here, one exchange, one merge.
+
+    wrapper: what attends to the tokens of this rank: a BatchDecodeWithPagedKVCacheWrapper, also one for CUDA graphs, or
+        a BatchPrefillWithPagedKVCacheWrapper, which takes several queries a request.
+    group: a torch.distributed process group; None: all processes. The calls of this object are its collectives.
+    interleave_size: so many neighbouring tokens of a request lie on one rank: see quire.distributed.Interleave.
+    exchange: "all_to_all", after which a rank has its part of the heads; "all_gather": every rank has all heads, from
+        more bytes; "peer_memory": as all_to_all by reads across NVLink, for the GPUs of one host.
+
+    >>> from quire.distributed import ContextParallelDecode, Interleave
+    >>> wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> decode = ContextParallelDecode(wrapper)  # the group has one rank here
+    >>> seq_lens, int32 = torch.tensor([21, 16]), {"dtype": torch.int32}
+    >>> decode.plan(
+    ...     seq_lens, torch.tensor([0, 2, 3], **int32), torch.tensor([4, 0, 2], **int32), num_qo_heads=8,
+    ...     num_kv_heads=2, head_dim=64, page_size=16, q_data_type=torch.bfloat16,
+    ... )
+    >>> q, cache = torch.randn(2, 8, 64).bfloat16(), torch.randn(6, 2, 16, 2, 64).bfloat16()
+    >>> decode.run(q, cache).shape  # [rows, num_qo_heads / size of the group, head_dim]
+    torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self, wrapper: Wrapper, group: Any = None, *, interleave_size: int = 1, exchange: str = "all_to_all"
+    ) -> None:
+        self._ranks = ranks_of(group)
+        if not isinstance(wrapper, Wrapper):
+            raise ValidationError(
+                f"wrapper: expected a BatchDecodeWithPagedKVCacheWrapper or a BatchPrefillWithPagedKVCacheWrapper, got "
+                f"{type(wrapper).__name__}; merge_over_ranks() merges results of others."
+            )
+        self._wrapper, self._kind = wrapper, exchange
+        self.interleave = Interleave(
+            check_positive(interleave_size, "interleave_size"), self._ranks.rank, self._ranks.size
+        )
+        self._exchange: Exchange | None = None
+        self._made: tuple[tuple[Any, ...], Exchange] | None = None  # with its sizes
+
+    def plan(
+        self, seq_lens: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
+        head_dim: int, page_size: int, *, q_len_per_req: int = 1, q_data_type: str | torch.dtype = "float16",
+        o_data_type: str | torch.dtype | None = None, check_ranks: bool = False, **options: Any,
+    ) -> None:  # fmt: skip
+        """Plan a batch.
+
+        seq_lens: int [batch_size], tokens of each request on all ranks together, the new ones included; the same on all
+            ranks. How many of them are here follows.
+        indptr: int32 [batch_size + 1], offsets into indices, the page numbers of this rank. A request has pages for its
+            tokens here, none if it has none here.
+        q_len_per_req: queries of each request, which are its last tokens and see no later ones.
+        o_data_type: of the partial results that travel; None: q_data_type.
+        check_ranks: compare lengths and options with the other ranks, which waits for them.
+        options: as in the wrapper's plan(): sm_scale, logits_soft_cap, kv_data_type, fixed_split_size, ... Those that
+            depend on where tokens stand (window_left, pos_encoding_mode, ...) are refused. With fixed_split_size or
+            disable_split_kv a request's result does not depend on its neighbours, bit for bit.
+        """
+        check_flags(check_ranks=check_ranks)
+        refuse_positions("ContextParallelDecode", options)
+        lens, rows = host_indices(seq_lens, "seq_lens"), check_positive(q_len_per_req, "q_len_per_req")
+        if check_ranks:
+            check_agreement(
+                self._ranks, seq_lens=lens.tolist(), interleave_size=self.interleave.interleave_size,
+                exchange=self._kind, q_len_per_req=rows, num_qo_heads=num_qo_heads, head_dim=head_dim,
+                options=str(sorted(options.items())),
+            )  # fmt: skip
+        if lens.numel() and int(lens.min()) < rows:
+            raise ValidationError(f"seq_lens: expected at least q_len_per_req={rows} tokens, got {int(lens.min())}.")
+        dtype = dtype_of(o_data_type or q_data_type, "o_data_type").torch
+        exchange = self._exchange_of(lens.numel() * rows, num_qo_heads, head_dim, dtype)
+        here = self.interleave.lengths(lens)
+        indptr = _checked_pages(host_indices(indptr, "indptr", lens.numel() + 1), here, page_size)
+        self._plan_here(
+            rows, lens, here, indptr, indices, (num_qo_heads, num_kv_heads, head_dim, page_size),
+            q_data_type=q_data_type, o_data_type=o_data_type, **options,
+        )  # fmt: skip
+        self._exchange = exchange
+
+    def _exchange_of(self, rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Exchange:
+        """The present one where it fits: memory that peers read is made once, by all ranks together."""
+        sizes = rows, num_heads, head_dim, dtype
+        if self._made is None or self._made[0] != sizes:
+            self._made = sizes, exchange_of(self._kind, self._ranks, *sizes, self._wrapper.device)
+        return self._made[1]
+
+    def _plan_here(
+        self, q_len: int, lens: torch.Tensor, here: torch.Tensor, indptr: torch.Tensor, indices: torch.Tensor,
+        shape: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        last = ((here - 1) % shape[-1] + 1).int()
+        if isinstance(self._wrapper, BatchPrefillWithPagedKVCacheWrapper):
+            qo_indptr = torch.arange(lens.numel() + 1, dtype=torch.int32) * q_len
+            mask = self._mask(q_len, lens, here) if q_len > 1 else None
+            options["custom_mask"] = mask
+            self._wrapper.plan(qo_indptr, indptr, indices, last, *shape, **options)
+        elif q_len > 1:
+            raise UnsupportedError(
+                f"q_len_per_req: with {q_len} queries a request the tokens here need a mask; make this object of a "
+                f"BatchPrefillWithPagedKVCacheWrapper."
+            )
+        else:
+            self._wrapper.plan(indptr, indices, last, *shape, **options)
+
+    def _mask(self, q_len: int, lens: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+        """Which of the tokens here each query sees: bool, flat."""
+        ends = self.interleave.lengths(lens[:, None] - q_len + 1 + torch.arange(q_len))
+        parts = [torch.arange(int(n)) < end[:, None] for n, end in zip(here, ends, strict=True)]
+        return torch.cat([part.flatten() for part in parts]).to(self._wrapper.device)
+
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
+        return_lse: bool = False, **options: Any,
+    ) -> Result:  # fmt: skip
+        """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim], the same on all ranks, to the tokens of
+        all ranks; returns o [rows, num_qo_heads / size, head_dim] (with "all_gather": of all heads), or (o, lse).
+
+        sinks: as in the wrapper's run(), the same on all ranks. They join the denominator once.
+        options: as in the wrapper's run(): q_scale, k_scale, v_scale.
+        """
+        if self._exchange is None:
+            raise PlanError("run() was called before plan(): call plan() first, once per batch.")
+        out, partial = self._exchange.results()
+        sinks = sinks if self._ranks.rank == 0 else None
+        self._wrapper.run(q, paged_kv_cache, out=out, lse=partial, return_lse=True, sinks=sinks, **options)
+        o, lse = self._exchange.merge(out, partial)
+        return (o, lse) if return_lse else o
+
+
+def _checked_pages(indptr: torch.Tensor, here: torch.Tensor, page_size: int) -> torch.Tensor:
+    """`indptr`, if each request has the pages that its tokens here need."""
+    needed = -(-here // check_positive(page_size, "page_size"))
+    wrong = (indptr.diff() != needed).nonzero()
+    if wrong.numel():
+        at = int(wrong[0])
+        raise ValidationError(
+            f"indptr: expected {int(needed[at])} pages for request {at}, of whose tokens {int(here[at])} are on this "
+            f"rank, got {int(indptr.diff()[at])}."
+        )
+    return indptr

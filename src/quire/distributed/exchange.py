@@ -1,0 +1,208 @@
+"""Partial results of the ranks of a group, exchanged in one message and merged in the order of ranks.
+
+A message has the outputs of some rows and heads and then their lse, side by side in one tensor of bytes. The merge
+reads what was received where it lies.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from quire.distributed.ranks import Ranks, check_divisible, ranks_of
+from quire.errors import UnsupportedError, ValidationError
+from quire.merge import merge_state, merge_states
+from quire.runtime.checks import check_shape, check_tensor
+
+__all__ = ["EXCHANGES", "Exchange", "exchange_of", "merge_over_ranks"]
+
+State = tuple[torch.Tensor, torch.Tensor]  #: o [rows, heads, head_dim] and its base-2 lse [rows, heads]
+_ALIGNMENT = 32  #: bytes: eight values, which the merge reads at once
+_LOG2_E = math.log2(math.e)
+
+
+class Message(NamedTuple):
+    """The layout of a message."""
+
+    rows: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def o_bytes(self) -> int:
+        return self.rows * self.heads * self.head_dim * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        used = -(-self.o_bytes // _ALIGNMENT) * _ALIGNMENT + 4 * self.rows * self.heads
+        return max(-(-used // _ALIGNMENT), 1) * _ALIGNMENT
+
+    def empty(self, count: int, device: torch.device) -> torch.Tensor:
+        return torch.empty(count, self.num_bytes, dtype=torch.uint8, device=device)
+
+    def views(self, messages: torch.Tensor) -> State:
+        """o [count, rows, heads, head_dim] and lse [count, rows, heads] in messages uint8 [count, num_bytes]."""
+        lse_begin = -(-self.o_bytes // _ALIGNMENT) * _ALIGNMENT
+        o = messages[:, : self.o_bytes].view(self.dtype)
+        lse = messages[:, lse_begin : lse_begin + 4 * self.rows * self.heads].view(torch.float32)
+        count = messages.shape[0]
+        sizes = self.rows, self.heads, self.head_dim
+        steps = self.heads * self.head_dim, self.head_dim, 1
+        return (
+            o.as_strided((count, *sizes), (o.stride(0), *steps)),
+            lse.as_strided((count, *sizes[:2]), (lse.stride(0), self.heads, 1)),
+        )
+
+    def merge(self, messages: torch.Tensor) -> State:
+        o, lse = self.views(messages)
+        return merge_states(o.transpose(0, 1), lse.transpose(0, 1))
+
+
+class Exchange:
+    """merge() takes partial results of all heads, and merges them with those of the other ranks. Of one rank: nothing.
+
+    results() is where a call may write them, so that merge() need not copy. What merge() returns are the rank's heads.
+    """
+
+    def __init__(
+        self, ranks: Ranks, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._ranks, self._device = ranks, device
+        self._message = Message(rows, heads, head_dim, dtype)
+        self._own: torch.Tensor | None = None  # the message that results() lie in
+
+    def results(self) -> State:
+        """What attention writes o and lse to, of all heads."""
+        self._own = self._message.empty(1, self._device)
+        o, lse = self._message.views(self._own)
+        return o[0], lse[0]
+
+    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+        return o, lse
+
+    def _message_of(self, o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        """The message of o and lse: the one that they lie in, or a copy."""
+        if self._own is None or o.data_ptr() != self._own.data_ptr():
+            sent_o, sent_lse = self.results()
+            sent_o.copy_(o), sent_lse.copy_(lse)
+        assert self._own is not None
+        return self._own
+
+
+class AllGather(Exchange):
+    """Each rank receives all heads of all ranks."""
+
+    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+        received = self._message.empty(self._ranks.size, self._device)
+        dist.all_gather_into_tensor(received, self._message_of(o, lse), group=self._ranks.group)
+        return self._message.merge(received)
+
+
+class AllToAll(Exchange):
+    """Each rank receives its part of the heads from all ranks: least bytes, one copy into the messages."""
+
+    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+        size = self._ranks.size
+        part = self._message._replace(heads=self._message.heads // size)
+        sent, received = part.empty(size, self._device), part.empty(size, self._device)
+        sent_o, sent_lse = part.views(sent)
+        sent_o.copy_(o.reshape(o.shape[0], size, part.heads, -1).transpose(0, 1))
+        sent_lse.copy_(lse.reshape(o.shape[0], size, part.heads).transpose(0, 1))
+        dist.all_to_all_single(received, sent, group=self._ranks.group)
+        return part.merge(received)
+
+
+class PeerMemory(Exchange):
+    """Attention writes into memory that the other GPUs of this host read as theirs; the merge reads it across NVLink.
+
+    There are no messages but two barriers between the GPUs: before the merge, and after it, so that the next layer may
+    write. Uses torch's symmetric memory, without multicast.
+    """
+
+    def __init__(
+        self, ranks: Ranks, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(ranks, rows, heads, head_dim, dtype, device)
+        if device.type != "cuda":
+            raise UnsupportedError(f"exchange: 'peer_memory' is for GPUs, got {device}; use 'all_to_all'.")
+        from torch.distributed import _symmetric_memory as symmetric_memory
+
+        num_bytes = self._message.num_bytes
+        self._memory = symmetric_memory.empty(1, num_bytes, dtype=torch.uint8, device=device)
+        self._handle = symmetric_memory.rendezvous(self._memory, ranks.group)
+        peers = [self._handle.get_buffer(rank, (1, num_bytes), torch.uint8) for rank in range(ranks.size)]
+        own = heads // ranks.size
+        mine = slice(own * ranks.rank, own * (ranks.rank + 1))
+        views = [self._message.views(peer) for peer in peers]
+        self._parts = [(o[0, :, mine], lse[0, :, mine]) for o, lse in views]
+
+    def results(self) -> State:
+        self._own = self._memory
+        o, lse = self._message.views(self._own)
+        return o[0], lse[0]
+
+    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+        self._message_of(o, lse)
+        self._handle.barrier(channel=0)
+        merged = self._merge_parts()
+        self._handle.barrier(channel=1)
+        return merged
+
+    def _merge_parts(self) -> State:
+        if len(self._parts) == 2:
+            return merge_state(*self._parts[0], *self._parts[1])
+        outputs, sums = zip(*self._parts, strict=True)
+        return merge_states(torch.stack(outputs, 1), torch.stack(sums, 1))
+
+
+EXCHANGES = {"all_to_all": AllToAll, "all_gather": AllGather, "peer_memory": PeerMemory}
+
+
+def exchange_of(
+    kind: str, ranks: Ranks, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> Exchange:
+    """The exchange of a name; of one rank there is none."""
+    if kind not in EXCHANGES:
+        raise ValidationError(f"exchange: expected one of {', '.join(EXCHANGES)}, got {kind!r}.")
+    if kind != "all_gather":
+        check_divisible(heads, ranks, "num_qo_heads", "exchange='all_gather' takes any number")
+    chosen = EXCHANGES[kind] if ranks.size > 1 else Exchange
+    return chosen(ranks, rows, heads, head_dim, dtype, device)
+
+
+def merge_over_ranks(
+    o: torch.Tensor, lse: torch.Tensor, group: Any = None, *, exchange: str = "all_to_all", natural_lse: bool = False
+) -> State:
+    """The merged (o, lse) of what all ranks computed for the same queries, each over its own keys.
+
+    o: float32, float16 or bfloat16 [rows, num_qo_heads, head_dim]. lse: float32 [rows, num_qo_heads], base 2, of
+        Quire's wrappers (run(..., return_lse=True)); natural_lse: it is natural, as FlashAttention's is, and so is
+        the lse that comes back. A rank that has no keys for a row gives lse -inf, whatever its o.
+    group: a torch.distributed process group; None: all processes.
+    exchange: "all_to_all": each rank gets its part of the heads, [rows, num_qo_heads / size, head_dim], rank 0 the
+        first; "all_gather": every rank gets all heads.
+
+    Outputs and lse travel in one message. States are merged in the order of ranks, so that results are repeatable.
+    Raises ValidationError naming the argument. All ranks must have tensors of the same shape.
+
+    >>> from quire.distributed import merge_over_ranks
+    >>> o, lse = torch.randn(3, 8, 64), torch.randn(3, 8)
+    >>> merged, merged_lse = merge_over_ranks(o, lse)  # of a group of one
+    >>> torch.equal(merged, o)
+    True
+    """
+    ranks = ranks_of(group)
+    check_shape(check_tensor(o, "o"), "o", dict.fromkeys(("rows", "num_qo_heads", "head_dim")))
+    check_shape(check_tensor(lse, "lse"), "lse", {"rows": o.shape[0], "num_qo_heads": o.shape[1]})
+    if exchange == "peer_memory":
+        raise ValidationError(
+            "exchange: expected 'all_to_all' or 'all_gather', as o lies in memory of this rank alone."
+        )
+    chosen = exchange_of(exchange, ranks, o.shape[0], o.shape[1], o.shape[2], o.dtype, o.device)
+    lse = lse * _LOG2_E if natural_lse else lse
+    merged, total = chosen.merge(o, lse)
+    return merged, total / _LOG2_E if natural_lse else total

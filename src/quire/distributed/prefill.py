@@ -1,0 +1,183 @@
+"""Causal prefill whose tokens are spread over the ranks of a group in zigzag."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quire.distributed.ranks import Ranks, check_agreement, ranks_of, refuse_positions
+from quire.distributed.zigzag import Zigzag
+from quire.errors import PlanError
+from quire.merge import merge_state_in_place
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
+from quire.runtime.attention import Result
+from quire.runtime.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
+
+__all__ = ["ZigzagPrefill"]
+
+
+class ZigzagPrefill:
+    """Causal attention of whole sequences of which each rank holds two chunks: see quire.distributed.Zigzag.
+
+    float_workspace_buffer, backend: as in quire's wrappers. group: a torch.distributed process group; None: all
+        processes.
+    page_size: chunks are a whole number of pages of so many tokens.
+
+    run() starts two all-gathers, of the early and of the late chunks of keys and values, attends to the rank's own
+    tokens meanwhile, then to what arrived, and merges.
+
+    >>> from quire.distributed import ZigzagPrefill
+    >>> prefill = ZigzagPrefill(torch.empty(1 << 20, dtype=torch.uint8))  # the group has one rank here
+    >>> prefill.plan(torch.tensor([40, 7]), 8, 2, 64, q_data_type=torch.bfloat16)
+    >>> q, k, v = (torch.randn(47, heads, 64).bfloat16() for heads in (8, 2, 2))
+    >>> rows = prefill.rows  # which of the 47 tokens are this rank's
+    >>> prefill.run(q[rows], k[rows], v[rows]).shape
+    torch.Size([47, 8, 64])
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, group: Any = None, *, page_size: int = 128, backend: str = "auto"
+    ) -> None:
+        self._ranks = ranks_of(group)
+        self._page_size = check_positive(page_size, "page_size")
+        self._own = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, backend=backend)
+        self._halves = [_Half(late, float_workspace_buffer, self._ranks, backend) for late in (False, True)]
+        self._zigzag: Zigzag | None = None
+
+    def plan(
+        self, seq_lens: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int, *, check_ranks: bool = False,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Plan a batch.
+
+        seq_lens: int [batch_size], tokens of each sequence on all ranks together, the same on all ranks.
+        check_ranks: compare lengths and options with the other ranks, which waits for them.
+        options: as in BatchPrefillWithRaggedKVCacheWrapper.plan(): sm_scale, logits_soft_cap, q_data_type,
+            fixed_split_size, ... Those that depend on where tokens stand (window_left, pos_encoding_mode, ...) are
+            refused. With fixed_split_size or disable_split_kv a sequence's result does not depend on its neighbours.
+        """
+        check_flags(check_ranks=check_ranks)
+        refuse_positions("ZigzagPrefill", options)
+        lens = host_indices(seq_lens, "seq_lens")
+        if check_ranks:
+            check_agreement(
+                self._ranks, seq_lens=lens.tolist(), page_size=self._page_size, num_kv_heads=num_kv_heads,
+                head_dim=head_dim, options=str(sorted(options.items())),
+            )  # fmt: skip
+        zigzag = Zigzag(lens, self._ranks.size, self._page_size)
+        shape = num_qo_heads, num_kv_heads, head_dim
+        early, late = (zigzag.length(chunk) for chunk in zigzag.chunks(self._ranks.rank))
+        indptr = _offsets(early + late)
+        self._own.plan(indptr, indptr, *shape, causal=True, **options)
+        for half in self._halves:
+            half.plan(zigzag, early, late, shape, options)
+        self._zigzag = zigzag
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Which rows of the planned sequences, one after another, are this rank's: int64, on the host."""
+        return self._planned().rows(self._ranks.rank)
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Result:  # fmt: skip
+        """Attention of this rank's q [rows, num_qo_heads, head_dim] to the tokens of all ranks, of which k and v
+        [rows, num_kv_heads, head_dim] are this rank's; returns o, or (o, lse) with lse float32, base 2.
+        """
+        num_rows = int(self._planned().rows(self._ranks.rank).numel())
+        for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
+            check_shape(check_tensor(tensor, name), name, {"rows": num_rows, "num_heads": None, "head_dim": None})
+        arriving = [half.gather(k, v) for half in self._halves] if self._ranks.size > 1 else []
+        o, lse = self._own.run(q, k, v, return_lse=True, sinks=sinks)
+        for half, (work, received) in zip(self._halves, arriving, strict=False):
+            work.wait()
+            half.attend(q, received, o, lse)
+        return (o, lse) if return_lse else o
+
+    def _planned(self) -> Zigzag:
+        if self._zigzag is None:
+            raise PlanError("run() was called before plan(): call plan() first, once per batch.")
+        return self._zigzag
+
+
+class _Half:
+    """The early or the late chunks of all ranks: their all-gather, and attention to those of the other ranks.
+
+    What a rank sends are pages: keys of its chunk of each sequence, then values, padded so that all ranks send as much.
+    Any page of another rank that a query sees, it sees in full: there is no mask.
+    """
+
+    def __init__(self, late: bool, workspace: torch.Tensor, ranks: Ranks, backend: str) -> None:
+        self._late, self._ranks = late, ranks
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
+
+    def plan(
+        self, zigzag: Zigzag, early: torch.Tensor, late: torch.Tensor, shape: tuple[int, int, int],
+        options: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self._page_size, self._pages = zigzag.page_size, int(zigzag.chunk_pages.sum())
+        own, begin = (late, early) if self._late else (early, torch.zeros_like(early))
+        indptr = _offsets(early + late)[:-1]
+        self._source = _padded(indptr + begin, own, zigzag.chunk_pages * zigzag.page_size).to(self._wrapper.device)
+        rows = torch.stack([early, late], 1).flatten()  # a request of its own for each chunk of queries
+        pages = self._visible_pages(zigzag, rows)
+        counts = torch.tensor([len(numbers) for numbers in pages])
+        self._has_keys = bool(counts.any())
+        if self._has_keys:
+            full = torch.full(counts.shape, zigzag.page_size, dtype=torch.int32)
+            indices = torch.cat(pages).int()
+            self._wrapper.plan(_offsets(rows), _offsets(counts), indices, full, *shape, zigzag.page_size, **options)
+            seen = (counts > 0).repeat_interleave(rows)
+            self._mask = None if bool(seen.all()) else seen.to(self._wrapper.device)
+
+    def _visible_pages(self, zigzag: Zigzag, rows: torch.Tensor) -> list[torch.Tensor]:
+        """For each chunk of queries, the numbers of the pages of other ranks that it sees, among those received."""
+        first = zigzag.chunk_pages.cumsum(0) - zigzag.chunk_pages
+        pages = []
+        for i in range(len(first)):
+            own = first[i] + torch.arange(int(zigzag.chunk_pages[i]))
+            for late_queries in (False, True):
+                seen = self._seen_ranks(late_queries) if rows[2 * i + late_queries] else []
+                pages.append(torch.cat([own[:0], *(own + 2 * self._pages * rank for rank in seen)]))
+        return pages
+
+    def _seen_ranks(self, late_queries: bool) -> list[int]:
+        """Of which other ranks a chunk of queries sees the chunk of this half."""
+        rank, size = self._ranks.rank, self._ranks.size
+        if self._late:
+            return list(range(rank + 1, size)) if late_queries else []
+        return [other for other in range(size) if other < rank or (late_queries and other > rank)]
+
+    def gather(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Starts the all-gather; returns what to wait for, and pages [ranks * 2 * pages, page_size, heads, dim]."""
+        sent = k.new_empty(2, len(self._source), *k.shape[1:])
+        for tensor, target in zip((k, v), sent, strict=True):
+            if len(k):
+                torch.index_select(tensor, 0, self._source, out=target)
+            else:
+                target.zero_()
+        received = k.new_empty(self._ranks.size * 2 * self._pages, self._page_size, *k.shape[1:])
+        return dist.all_gather_into_tensor(
+            received, sent.view(-1, *received.shape[1:]), self._ranks.group, async_op=True
+        ), received
+
+    def attend(self, q: torch.Tensor, received: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
+        """Adds attention to what was received to o and lse."""
+        if self._has_keys:
+            cache = received[: -self._pages], received[self._pages :]  # keys; values lie so many pages further
+            merge_state_in_place(o, lse, *self._wrapper.run(q, cache, return_lse=True), self._mask)
+
+
+def _offsets(counts: torch.Tensor) -> torch.Tensor:
+    """int32 [n + 1] of counts [n]."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+
+
+def _padded(first: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """For each sequence `lengths` numbers of rows, of which `counts` from `first` on count, and the others are any."""
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    at = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
+    return torch.where(at < counts[owner], first[owner] + at, 0)

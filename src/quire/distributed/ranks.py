@@ -1,0 +1,69 @@
+"""The ranks of a process group, and whether they were told the same."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from quire.errors import PlanError, UnsupportedError, ValidationError
+
+__all__ = ["Ranks", "check_agreement", "check_divisible", "ranks_of", "refuse_positions"]
+
+#: Arguments of plan() that count from where a token stands in its request, which a rank's part does not say.
+_POSITIONS = {
+    "attention_chunk_size": None, "pos_encoding_mode": "NONE", "rope_scale": None, "rope_theta": None, "window_left": -1
+}  # fmt: skip
+
+
+class Ranks(NamedTuple):
+    """A process group as one of its ranks sees it."""
+
+    group: Any
+    rank: int
+    size: int
+
+
+def ranks_of(group: Any) -> Ranks:
+    """The ranks of `group`; None: of all processes."""
+    if not dist.is_available():
+        raise UnsupportedError("quire.distributed: expected a torch that was built with torch.distributed.")
+    if not dist.is_initialized():
+        raise PlanError(
+            "quire.distributed: expected a process group; call torch.distributed.init_process_group() first."
+        )
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValidationError("group: expected a group that this process is a member of.")
+    return Ranks(group if group is not None else dist.group.WORLD, rank, dist.get_world_size(group))
+
+
+def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> None:
+    """Each rank can have equally many heads."""
+    if num_heads % ranks.size:
+        raise ValidationError(
+            f"{name}: expected a multiple of {ranks.size}, the size of the group, got {num_heads}; {instead}."
+        )
+
+
+def check_agreement(ranks: Ranks, **values: Any) -> None:
+    """All ranks have the same `values`. Each rank raises the same error; this is a collective that waits."""
+    told: list[Any] = [None] * ranks.size
+    dist.all_gather_object(told, values, group=ranks.group)
+    for name, first in told[0].items():
+        for rank, others in enumerate(told):
+            if others[name] != first:
+                raise ValidationError(
+                    f"{name}: expected the same on all ranks of the group, got {first} on rank 0 and {others[name]} on "
+                    f"rank {rank}."
+                )
+
+
+def refuse_positions(where: str, options: dict[str, Any]) -> None:
+    """Raises for options that a rank cannot apply to the tokens that it holds."""
+    for name, default in _POSITIONS.items():
+        if options.get(name, default) != default:
+            raise UnsupportedError(
+                f"{name}: {where} does not take it, since the tokens of a rank do not stand side by side in their "
+                f"request; rotate q and k before they are stored, or use Ulysses, which gives a rank whole requests."
+            )
