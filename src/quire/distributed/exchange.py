@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from quire.distributed.ranks import Ranks, check_divisible, ranks_of
+from quire.distributed.ranks import Ranks, all_gather, check_divisible, ranks_of
 from quire.errors import UnsupportedError, ValidationError
 from quire.merge import merge_state, merge_states
 from quire.runtime.checks import check_shape, check_tensor
@@ -98,7 +98,7 @@ class AllGather(Exchange):
 
     def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
         received = self._message.empty(self._ranks.size, self._device)
-        dist.all_gather_into_tensor(received, self._message_of(o, lse), group=self._ranks.group)
+        all_gather(received, self._message_of(o, lse), group=self._ranks.group)
         return self._message.merge(received)
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from quire.distributed.ranks import Ranks, check_agreement, ranks_of, refuse_positions
+from quire.distributed.ranks import Ranks, all_gather, check_agreement, ranks_of, refuse_positions
 from quire.distributed.zigzag import Zigzag
 from quire.errors import PlanError
 from quire.merge import merge_state_in_place
@@ -160,9 +159,7 @@ class _Half:
             else:
                 target.zero_()
         received = k.new_empty(self._ranks.size * 2 * self._pages, self._page_size, *k.shape[1:])
-        return dist.all_gather_into_tensor(
-            received, sent.view(-1, *received.shape[1:]), self._ranks.group, async_op=True
-        ), received
+        return all_gather(received, sent.view(-1, *received.shape[1:]), self._ranks.group, async_op=True), received
 
     def attend(self, q: torch.Tensor, received: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Adds attention to what was received to o and lse."""

@@ -8,12 +8,14 @@ import torch.distributed as dist
 
 from quire.errors import PlanError, UnsupportedError, ValidationError
 
-__all__ = ["Ranks", "check_agreement", "check_divisible", "ranks_of", "refuse_positions"]
+__all__ = ["Ranks", "all_gather", "check_agreement", "check_divisible", "ranks_of", "refuse_positions"]
 
 #: Arguments of plan() that count from where a token stands in its request, which a rank's part does not say.
 _POSITIONS = {
     "attention_chunk_size": None, "pos_encoding_mode": "NONE", "rope_scale": None, "rope_theta": None, "window_left": -1
 }  # fmt: skip
+#: Of equally many bytes from each rank, into one tensor: the name that torch gives it from 2.13 on, or the older one.
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 
 class Ranks(NamedTuple):
