@@ -20,6 +20,7 @@ _TYPICAL: Mapping[str, tuple[float, int]] = {
     "attention_fa2": (1.0, 60_000),
     "attention_fa3": (1.7, 85_000),
     "attention_decode": (1.0, 50_000),
+    "attention_wide": (1.5, 60_000),
     "attention_cpu": (1.5, 35_000),
     "attention_mla_fa2": (1.6, 90_000),
     "attention_mla_fa3": (3.0, 115_000),
@@ -97,8 +98,8 @@ def is_supported(
 
     >>> bool(quire.is_supported(head_dim=128, dtype="bfloat16", page_size=16, target="sm90a"))
     True
-    >>> print(quire.is_supported(head_dim=72, target="sm80").reason.splitlines()[-1].split(";")[1].strip())
-    pad with zeros to 80 and pass sm_scale=0.1179
+    >>> print(quire.is_supported(head_dim=60, target="sm80").reason.splitlines()[-2].split(";")[1].strip())
+    pad with zeros to 64 and pass sm_scale=0.1291
     """
     q = dtype_of(dtype, "dtype")
     kv = q if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")

@@ -17,6 +17,7 @@ from quire.kernels import (
     attention_mla_cpu,
     attention_mla_fa2,
     attention_mla_fa3,
+    attention_wide,
 )
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
 
@@ -42,6 +43,7 @@ KERNELS: tuple[AttentionKernel, ...] = (
     attention_decode.KERNEL,
     attention_fa3.KERNEL,
     attention_fa2.KERNEL,
+    attention_wide.KERNEL,
     attention_cpu.KERNEL,
     attention_mla_fa3.KERNEL,
     attention_mla_fa2.KERNEL,

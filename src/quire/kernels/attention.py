@@ -58,6 +58,8 @@ class TileShape(NamedTuple):
 
 #: Dims of a key and of a value in multi-head latent attention.
 MLA_DIMS = (576, 512)
+#: The head dim that tensor-core kernels take beyond 256.
+WIDE_HEAD_DIM = 512
 #: What a GPU kernel exports: threads of a CTA, CTAs that share an SM, bytes of dynamic shared memory.
 _EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
@@ -256,22 +258,40 @@ def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ..
     return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
 
 
-def head_dim_reason(problem: AttentionProblem) -> str | None:
-    """Why no kernel of the family takes these head dims, and what to do; None if they are fine."""
-    if (problem.head_dim_qk, problem.head_dim_vo) == (576, 512):
+def whole_blocks(head_dim: int) -> int:
+    """`head_dim` as GPU kernels hold it: in blocks of 16 dims, of which the last may end in zeros."""
+    return -(-head_dim // 16) * 16
+
+
+def head_dim_reason(problem: AttentionProblem, most: int = 256) -> str | None:
+    """Why a kernel of head dims up to `most` does not take these, and what to do; None if they are fine."""
+    if (problem.head_dim_qk, problem.head_dim_vo) == MLA_DIMS:
         return "head_dim=576/512: MLA is not supported by this wrapper; pass keys and values of at most 256 dims"
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
-        if dim > 256:
-            return f"{name}={dim}: expected at most 256"
-        if dim < 32 or dim % 16:
-            padded = max(32, -(-dim // 16) * 16)
-            return f"{name}={dim}: expected a multiple of 16 from 32 on; pad with zeros to {padded}" + (
-                f" and pass sm_scale={1 / math.sqrt(dim):.4f}" if name == "head_dim_qk" else ""
-            )
+        if dim > most:
+            return f"{name}={dim}: expected at most {most}"
+        if dim < 32 or dim % 8:
+            return _to_pad(name, dim, "a multiple of 8 from 32 on", max(32, -(-dim // 8) * 8))
     return None
 
 
-def _number_types_reason(problem: AttentionProblem, takes_8_bit_kv: bool) -> str | None:
+def _to_pad(name: str, dim: int, expected: str, padded: int) -> str:
+    scale = f" and pass sm_scale={1 / math.sqrt(dim):.4f}" if name == "head_dim_qk" else ""
+    return f"{name}={dim}: expected {expected}; pad with zeros to {padded}{scale}"
+
+
+def _block_reason(problem: AttentionProblem) -> str | None:
+    """Why a tensor-core kernel takes no head that ends in half a block of 16 dims; None if it does."""
+    what = "for 8-bit keys and values" if problem.kv.bits == 8 else "to rotate keys"
+    if problem.kv.bits == 16 and problem.pos_encoding is not PosEncodingMode.ROPE_LLAMA:
+        return None
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+        if dim % 16:
+            return _to_pad(name, dim, f"a multiple of 16 {what}", whole_blocks(dim))
+    return None
+
+
+def number_types_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool) -> str | None:
     """Why a kernel of 16-bit tensor-core products does not take these number types, on this target."""
     if problem.target == "sm75":
         return "target sm75 has no asynchronous copies"
@@ -287,16 +307,16 @@ def _number_types_reason(problem: AttentionProblem, takes_8_bit_kv: bool) -> str
 
 def tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
     """Why a kernel of 16-bit tensor-core products does not take these number types and head dims."""
-    if reason := _number_types_reason(problem, takes_8_bit_kv):
+    if reason := number_types_reason(problem, takes_8_bit_kv=takes_8_bit_kv):
         return reason
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA and problem.kv.bits == 8 and problem.head_dim_qk % 32:
         return f"head_dim_qk={problem.head_dim_qk}: expected a multiple of 32 to rotate 8-bit keys"
-    return head_dim_reason(problem)
+    return head_dim_reason(problem) or _block_reason(problem)
 
 
 def mla_tensor_core_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool = False) -> str | None:
     """Why an MLA kernel of 16-bit tensor-core products does not take this."""
-    return _number_types_reason(problem, takes_8_bit_kv) or mla_reason(problem)
+    return number_types_reason(problem, takes_8_bit_kv=takes_8_bit_kv) or mla_reason(problem)
 
 
 def mla_reason(problem: AttentionProblem) -> str | None:

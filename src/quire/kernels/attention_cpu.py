@@ -11,14 +11,15 @@ def _reject(problem: AttentionProblem) -> str | None:
             return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
     if problem.kv != problem.q and problem.kv.bits != 8:
         return f"kv dtype {problem.kv} differs from q dtype {problem.q} and has not 8 bits"
-    return head_dim_reason(problem)
+    return head_dim_reason(problem, most=512)
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """16 rows hold a decode batch's requests. 192 rows read each copied key tile cheaper than 96 do, up to where their
     scratch (540 KB at head_dim 256) outgrows a small L2 cache.
     """
-    return (TileShape(16, 64), TileShape(192 if max(problem.head_dim_qk, problem.head_dim_vo) <= 128 else 96, 64))
+    widest = max(problem.head_dim_qk, problem.head_dim_vo)
+    return TileShape(16, 64), TileShape(192 if widest <= 128 else 96 if widest <= 256 else 48, 64)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

@@ -8,6 +8,7 @@ from quire.kernels.attention import (
     TileShape,
     first_tile_that_holds,
     tensor_core_reason,
+    whole_blocks,
 )
 
 _WARP_BYTES = 8192  #: of keys and values that a warp copies at a time, where 16 tokens are not more
@@ -46,7 +47,7 @@ def _tile_kv(problem: AttentionProblem, rows: int) -> int:
     """
     token_bytes = _token_bytes(problem)
     # When a work tile ends, 16 rows of o of each warp take the place of its 16 tokens, where shared memory is small.
-    most = max(token_bytes, 4 * problem.head_dim_vo) if _has_small_smem(problem) else token_bytes
+    most = max(token_bytes, 4 * whole_blocks(problem.head_dim_vo)) if _has_small_smem(problem) else token_bytes
     if rows < 64 and 16 * most > _WARP_BYTES:
         return 32
     return 128 if 32 * token_bytes <= _WARP_BYTES else 64
@@ -55,12 +56,12 @@ def _tile_kv(problem: AttentionProblem, rows: int) -> int:
 def _fits(problem: AttentionProblem, rows: int) -> bool:
     """Whether two stages of a ring fit; 64 rows of o, four bytes a number, must fit a stage."""
     tile_kv = _tile_kv(problem, rows)
-    stage_bytes = max(tile_kv * _token_bytes(problem), 256 * problem.head_dim_vo if rows == 64 else 0)
+    stage_bytes = max(tile_kv * _token_bytes(problem), 256 * whole_blocks(problem.head_dim_vo) if rows == 64 else 0)
     return not _has_small_smem(problem) or 2 * stage_bytes <= 80 * 1024
 
 
 def _token_bytes(problem: AttentionProblem) -> int:
-    return (problem.head_dim_qk + problem.head_dim_vo) * problem.kv.bits // 8
+    return (whole_blocks(problem.head_dim_qk) + whole_blocks(problem.head_dim_vo)) * problem.kv.bits // 8
 
 
 def _has_small_smem(problem: AttentionProblem) -> bool:

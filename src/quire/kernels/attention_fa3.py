@@ -30,6 +30,9 @@ def _reject(problem: AttentionProblem) -> str | None:
         return (
             "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
         )
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+        if dim % 16 and not dim % 8:
+            return f"{name}={dim}: its matrix instruction takes multiples of 16"
     return tensor_core_reason(problem, takes_8_bit_kv=True)
 
 

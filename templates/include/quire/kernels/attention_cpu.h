@@ -3,7 +3,7 @@
 // Bound: prefill by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread takes
 // one CTA's work tiles at a time. A row tile of up to kFewRows rows streams keys and values through registers
 // (tile/cpu_stream.h); one of more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
-// RoPE rotates such copies, so that few rows take them too.
+// RoPE rotates such copies, so that few rows take them too, and so do head dims that are no whole vectors.
 // All arithmetic is in float32 whatever the tensors hold. No key that no row of a panel sees is read or computed with.
 #pragma once
 #include <stdlib.h>
@@ -42,9 +42,9 @@ struct AttentionCpu {
   using Q = typename V::Q;
   using Kv = typename V::Kv;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
-  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
+  static constexpr int kQk = cpu::whole_vectors(V::kHeadDimQk), kVo = cpu::whole_vectors(V::kHeadDimVo);
+  static constexpr bool kCopiesRows = kHasRope || kQk != V::kHeadDimQk || kVo != V::kHeadDimVo;
   static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
-  static_assert(kQk % 16 == 0 && kVo % 16 == 0, "a head dimension is whole vectors");
   static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a mask");
 
   // What a thread computes with; the running softmax first, then what few rows and many rows need.
@@ -55,7 +55,7 @@ struct AttentionCpu {
 
     float q[kFewRows * kQk], s_rows[cpu::kStreamRows * kTileKv];
 
-    float rotated[kHasRope ? cpu::kLanes : 0][kQk];  // rows of q
+    float wide_q[kCopiesRows ? cpu::kLanes : 0][kQk];  // rows of q, rotated
     float qt[kPaddedRows * kQk], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
     cpu::PanelRows<cpu::kPanel, kTileKv> panel;
   };
@@ -92,8 +92,8 @@ struct AttentionCpu {
         cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
         scratch};
     clear(scratch, rows.count);
-    if (!kHasRope && rows.count <= kFewRows) {
-      stream_work_tile(c, work);
+    if (!kCopiesRows && rows.count <= kFewRows) {
+      if constexpr (!kCopiesRows) stream_work_tile(c, work);
     } else {
       panel_work_tile(c, work);
     }
@@ -176,11 +176,11 @@ struct AttentionCpu {
   static void panel_work_tile(const Context& c, const WorkTile& work) {
     Scratch& x = c.scratch;
     for (int row = 0; row < c.rows.count; row += cpu::kLanes) {
-      typename conditional<kHasRope, const float, const Q>::type* q[cpu::kLanes];
+      typename conditional<kCopiesRows, const float, const Q>::type* q[cpu::kLanes];
       const int count = min(cpu::kLanes, c.rows.count - row);
       for (int i = 0; i < count; ++i) {
-        if constexpr (kHasRope) {
-          q[i] = rotated_q(c, row + i, x.rotated[i]);
+        if constexpr (kCopiesRows) {
+          q[i] = copied_q(c, row + i, x.wide_q[i]);
         } else {
           q[i] = c.rows.template q<Q>(row + i);
         }
@@ -199,10 +199,12 @@ struct AttentionCpu {
     }
   }
 
-  static const float* rotated_q(const Context& c, int row, float (&to)[kQk]) {
+  static const float* copied_q(const Context& c, int row, float (&to)[kQk]) {
     const Q* from = c.rows.template q<Q>(row);
-    cpu::widen_rows<kQk>(to, &from, 1);
-    cpu::rotate_row<kQk>(to, c.rows.qo_idx(row) + c.logits.diagonal(), c.p.rope_frequencies);
+    cpu::widen_rows<V::kHeadDimQk>(to, &from, 1);
+    if constexpr (kHasRope) {
+      cpu::rotate_row<V::kHeadDimQk>(to, c.rows.qo_idx(row) + c.logits.diagonal(), c.p.rope_frequencies);
+    }
     return to;
   }
 
@@ -215,14 +217,14 @@ struct AttentionCpu {
     const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
     c.keys.resolve(keys, k_rows, v_rows);
     memset(x.k + block_begin * kQk, 0, sizeof(float) * (begin - block_begin) * kQk);
-    cpu::widen_rows<kQk>(x.k + begin * kQk, k_rows, count);
+    cpu::widen_rows<V::kHeadDimQk>(x.k + begin * kQk, k_rows, count);
     if constexpr (kHasRope) {
       for (int i = 0; i < count; ++i) {
-        cpu::rotate_row<kQk>(x.k + (begin + i) * kQk, keys.begin + i, c.p.rope_frequencies);
+        cpu::rotate_row<V::kHeadDimQk>(x.k + (begin + i) * kQk, keys.begin + i, c.p.rope_frequencies);
       }
     }
     memset(x.k + end * kQk, 0, sizeof(float) * (block_end - end) * kQk);
-    cpu::widen_rows<kVo>(x.v + begin * kVo, v_rows, count);
+    cpu::widen_rows<V::kHeadDimVo>(x.v + begin * kVo, v_rows, count);
   }
 
   // One panel of rows against one staged kv tile.

@@ -35,8 +35,11 @@ class AttentionDecode {
 
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
   static_assert(Shape::kNarrow || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
-  static_assert(V::kHeadDimQk % 16 == 0 && V::kHeadDimVo % 16 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 256,
-                "head dims are multiples of 16 up to 256");
+  static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 256,
+                "head dims are multiples of 8 up to 256");
+  static_assert((!Shape::kNarrow && V::kPosEncoding != kPosEncodingRope) ||
+                    (Shape::kQk == V::kHeadDimQk && Shape::kVo == V::kHeadDimVo),
+                "8-bit and rotated heads are whole blocks");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     if (!p.plan_is_resident) ptx::wait_for_predecessor();
@@ -44,10 +47,10 @@ class AttentionDecode {
   }
 
  private:
-  static constexpr int kM = Shape::kM, kVo = V::kHeadDimVo, kQk = V::kHeadDimQk, kBlock = Shape::kBlock;
+  static constexpr int kM = Shape::kM, kVo = Shape::kVo, kQk = Shape::kQk, kBlock = Shape::kBlock;
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
-  using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, kQk, Shape::kHeldQ, kHasRope>;
+  using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
   struct Visible {
@@ -98,7 +101,7 @@ class AttentionDecode {
   // Copies the queries of the CTA's first work tile ahead of its keys: behind them they would arrive last.
   QUIRE_DEVICE void load_first_query() {
     using Q = typename V::Q;
-    constexpr int kChunks = kQk / 8;  // of 16 bytes, in a row
+    constexpr int kChunks = V::kHeadDimQk / 8;  // of 16 bytes, in a row
     WorkCursor cursor = cursor_;
     const WorkTile work = cursor.take(p_, window_.get(cursor, lane_), kTileKv);
     const int row_begin = work.tile.row_begin, rows = min(kTileRows, work.row_end - row_begin);

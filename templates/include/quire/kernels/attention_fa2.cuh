@@ -1,4 +1,4 @@
-// Attention with the warp-wide matrix instruction: sm_80 and newer, every head dim that is a multiple of 16.
+// Attention with the warp-wide matrix instruction: sm_80 and newer, every head dim that is a multiple of 8.
 //
 // Bound: tensor cores first (mma.sync reaches some 62 % of wgmma's rate on sm_90a), shared memory close behind: a warp
 // reads all of K and V of a tile, so it owns 32 rows wherever registers allow and each block that ldmatrix fetches
@@ -28,11 +28,14 @@ struct AttentionFa2 {
   static constexpr bool kNarrow = kKvBits == 8;              // keys and values are widened to fp16
   using T = typename conditional<kNarrow, fp16_t, Q>::type;  // of the matrix products
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
-  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kHeadDim = max(kQk, kVo);
+  static constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo), kHeadDim = max(kQk, kVo);
 
   static_assert((kNarrow || is_same<Q, Kv>::value) && is_same<Q, typename V::O>::value,
                 "q and o have one dtype, and so have k and v unless they have 8 bits");
-  static_assert(kQk % 16 == 0 && kVo % 16 == 0 && kHeadDim <= 256, "head dims are multiples of 16 up to 256");
+  static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && kHeadDim <= 256,
+                "head dims are multiples of 8 up to 256");
+  static_assert((!kNarrow && V::kPosEncoding != kPosEncodingRope) || (kQk == V::kHeadDimQk && kVo == V::kHeadDimVo),
+                "8-bit and rotated heads are whole blocks");
   static_assert(kTileRows == 16 || kTileRows == 64 || (kTileRows == 128 && kVo <= 128),
                 "a tile has 16, 64 or, while 32 rows of o fit a warp's registers, 128 rows");
   static_assert(kTileKv % 16 == 0, "key tiles are made of blocks of 16");
@@ -279,7 +282,8 @@ struct AttentionFa2 {
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
+        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8,
+                         row < work_.row_end && (kQk == V::kHeadDimQk || chunk < V::kHeadDimQk / 8) ? 16 : 0);
       }
     }
   }
@@ -345,12 +349,13 @@ struct AttentionFa2 {
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
+        if (kVo != V::kHeadDimVo && chunk >= V::kHeadDimVo / 8) continue;
         *reinterpret_cast<uint4*>(dst + chunk * 8) = ptx::ld_shared_16(tile.chunk(r, chunk));
       }
     }
   }
 
-  // Rows of partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2] that exist.
+  // Rows of partial_o [num_partials, kTileRows, head_dim_vo] and partial_md [num_partials, kTileRows, 2] that exist.
   QUIRE_DEVICE void store_partial(const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
@@ -363,9 +368,9 @@ struct AttentionFa2 {
         const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
         if (row >= work_.row_end) continue;
         const int64_t at = partial_row + row - work_.tile.row_begin;
-        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo) + (kNarrow ? 2 : 1) * (lane_ % 4);
+        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * V::kHeadDimVo) + (kNarrow ? 2 : 1) * (lane_ % 4);
 #pragma unroll
-        for (int n = 0; n < kVo / 8; ++n) dst[kNarrow ? n / 2 * 8 + n % 2 : 4 * n] = columns(o, m, h, n);
+        for (int n = 0; n < V::kHeadDimVo / 8; ++n) dst[kNarrow ? n / 2 * 8 + n % 2 : 4 * n] = columns(o, m, h, n);
         if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
       }
     }

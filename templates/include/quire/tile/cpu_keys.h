@@ -60,13 +60,15 @@ QUIRE_CPU void prefetch_row(const T* row) {
   for (int i = 0; i < kDim; i += kLineElements) __builtin_prefetch(row + i);
 }
 
-// to[i][:] = rows[i][:] as floats for count rows.
+// to[i][:] = rows[i][:] as floats for count rows, with zeros behind them up to whole vectors.
 template <int kDim, class T>
 inline void widen_rows(float* to, const T* const* rows, int count) {
   constexpr int kAhead = 6;  // rows; the rows of a strided cache are too far apart for the hardware's prefetcher
-  for (int i = 0; i < count; ++i, to += kDim) {
+  constexpr int kRest = kDim % kLanes, kWhole = kDim - kRest;
+  for (int i = 0; i < count; ++i, to += whole_vectors(kDim)) {
     if (i + kAhead < count) prefetch_row<kDim>(rows[i + kAhead]);
-    for (int d = 0; d < kDim; d += kLanes) store(to + d, load(rows[i] + d));
+    for (int d = 0; d < kWhole; d += kLanes) store(to + d, load(rows[i] + d));
+    if constexpr (kRest != 0) store(to + kWhole, load_first<kRest>(rows[i] + kWhole));
   }
 }
 

@@ -1,6 +1,7 @@
 // The rows of a work tile and their running softmax: what both ways of computing share, and how a work tile ends.
 //
-// o is [kTileRows, kHeadDimVo] floats, not normalised; m and d are each row's maximum and denominator, base 2.
+// o is [kTileRows, kHeadDimVo as whole vectors] floats, not normalised; m and d are each row's maximum and denominator,
+// base 2.
 #pragma once
 #include <math.h>
 #include "quire/core/logits.h"
@@ -50,7 +51,9 @@ inline void finish_row(const Rows& rows, int row, const float* o, float m, float
   }
   scale = d == 0.0f ? 0.0f : scale / d;
   auto* to = rows.template o<typename V::O>(row);
-  for (int i = 0; i < V::kHeadDimVo; i += kLanes) store(to + i, load(o + i) * scale);
+  constexpr int kRest = V::kHeadDimVo % kLanes, kWhole = V::kHeadDimVo - kRest;
+  for (int i = 0; i < kWhole; i += kLanes) store(to + i, load(o + i) * scale);
+  if constexpr (kRest != 0) store_first<kRest>(to + kWhole, load(o + kWhole) * scale);
   if (rows.p.lse != nullptr)
     *rows.lse(row) = returned_lse<V>(d == 0.0f ? -kInfinity : m + log2f(d), rows.p, rows.work.tile, rows.head(row));
 }
@@ -64,13 +67,15 @@ inline void merge_partials(const Rows& rows, const MergeGroup& group) {
     float m = -kInfinity, d = 0.0f;
     for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) m = max(m, md(at)[0]);
     const float base = m == -kInfinity ? 0.0f : m;
-    float o[V::kHeadDimVo] = {};
+    constexpr int kRest = V::kHeadDimVo % kLanes, kWhole = V::kHeadDimVo - kRest;
+    float o[whole_vectors(V::kHeadDimVo)] = {};
     for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) {
       const float weight = exp2(md(at)[0] - base);
       if (md(at)[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
       const float* from = p.partial_o + (at + row) * V::kHeadDimVo;
       d += weight * md(at)[1];
-      for (int i = 0; i < V::kHeadDimVo; i += kLanes) store(o + i, load(o + i) + load(from + i) * weight);
+      for (int i = 0; i < kWhole; i += kLanes) store(o + i, load(o + i) + load(from + i) * weight);
+      if constexpr (kRest != 0) store(o + kWhole, load(o + kWhole) + load_first<kRest>(from + kWhole) * weight);
     }
     finish_row<V>(rows, row, o, m, d);
   }
@@ -80,15 +85,16 @@ inline void merge_partials(const Rows& rows, const MergeGroup& group) {
 // arrive merges all.
 template <class V>
 inline void finish_work_tile(const Rows& rows, const float* o, const float* m, const float* d) {
+  constexpr int kStride = whole_vectors(V::kHeadDimVo);
   const WorkTile& work = rows.work;
   if (work.is_whole()) {
-    for (int row = 0; row < rows.count; ++row) finish_row<V>(rows, row, o + row * V::kHeadDimVo, m[row], d[row]);
+    for (int row = 0; row < rows.count; ++row) finish_row<V>(rows, row, o + row * kStride, m[row], d[row]);
     return;
   }
   const AttentionParams& p = rows.p;
   const int64_t at = static_cast<int64_t>(work.partial) * V::kTileRows;
-  memcpy(p.partial_o + at * V::kHeadDimVo, o, sizeof(float) * rows.count * V::kHeadDimVo);
   for (int row = 0; row < rows.count; ++row) {
+    memcpy(p.partial_o + (at + row) * V::kHeadDimVo, o + row * kStride, sizeof(float) * V::kHeadDimVo);
     p.partial_md[(at + row) * 2] = m[row];
     p.partial_md[(at + row) * 2 + 1] = d[row];
   }

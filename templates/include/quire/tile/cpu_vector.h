@@ -31,6 +31,9 @@ constexpr float kInfinity = __builtin_inff();
 
 #define QUIRE_CPU inline __attribute__((always_inline))
 
+// Dims of a head as whole vectors.
+constexpr int whole_vectors(int head_dim) { return ceil_div(head_dim, kLanes) * kLanes; }
+
 QUIRE_CPU Floats broadcast(float x) { return x - Floats{}; }
 QUIRE_CPU Ints broadcast(int32_t x) { return x - Ints{}; }
 
@@ -105,6 +108,23 @@ QUIRE_CPU void store(fp16_t* to, Floats x) {
   h = magnitude > 0x7f800000u ? Words{} + 0x7e00u : h;
   const Halves halves = __builtin_convertvector(h | ((u >> 16) & 0x8000u), Halves);
   memcpy(to, &halves, sizeof(halves));
+}
+
+// The first kCount numbers, and zeros behind them.
+template <int kCount, class T>
+QUIRE_CPU Floats load_first(const T* from) {
+  if constexpr (kCount >= kLanes) return load(from);
+  T numbers[kLanes] = {};
+  memcpy(numbers, from, sizeof(T) * kCount);
+  return load(numbers);
+}
+
+template <int kCount, class T>
+QUIRE_CPU void store_first(T* to, Floats x) {
+  if constexpr (kCount >= kLanes) return store(to, x);
+  T numbers[kLanes];
+  store(numbers, x);
+  memcpy(to, numbers, sizeof(T) * kCount);
 }
 
 // A NaN in x is passed over.

@@ -44,7 +44,7 @@ QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m
 template <class V>
 class DecodeEnding {
   using Shape = DecodeShape<V>;
-  static constexpr int kVo = V::kHeadDimVo, kM = Shape::kM, kQuads = kVo / 4;
+  static constexpr int kVo = Shape::kVo, kM = Shape::kM, kQuads = V::kHeadDimVo / 4;
 
  public:
   const AttentionParams& p_;
@@ -100,7 +100,7 @@ class DecodeEnding {
       if (work.is_whole()) {
         store_quad<V>(p_, work, row_begin + row, quad * 4, sum);
       } else {
-        *reinterpret_cast<float4*>(p_.partial_o + (partial_row + row) * kVo + quad * 4) = sum.o;
+        *reinterpret_cast<float4*>(p_.partial_o + (partial_row + row) * V::kHeadDimVo + quad * 4) = sum.o;
         if (quad == 0) reinterpret_cast<float2*>(p_.partial_md)[partial_row + row] = {sum.m, sum.d};
       }
     }

@@ -38,8 +38,8 @@ class DecodeLoader {
     const int count = kv_len_ - (tile_ * V::kTileKv + warp_ * Shape::kWarpTokens);
     const char *k_row, *v_row;
     rows_of(token_of_lane(), k_row, v_row);
-    copy(k, k_row, count);
-    copy(v, v_row, count);
+    copy<V::kHeadDimQk>(k, k_row, count);
+    copy<V::kHeadDimVo>(v, v_row, count);
     ++tile_;
   }
 
@@ -79,11 +79,13 @@ class DecodeLoader {
   }
 
   // Copies the rows of a warp's tokens; `mine` is the row of this lane's token. Eight neighbouring lanes read 128 bytes
-  // of a row. Tokens from `count` on become zeros and are not read, whatever their memory holds: 0 * NaN is NaN.
-  template <class Tile>
+  // of a row. Tokens from `count` on, and dims from kHeadDim on, become zeros and are not read, whatever their memory
+  // holds: 0 * NaN is NaN.
+  template <int kHeadDim, class Tile>
   QUIRE_DEVICE void copy(Tile dst, const char* mine, int count) const {
     constexpr int kLanes = Tile::kChunks > 4 ? 8 : Tile::kChunks > 2 ? 4 : 2;
     constexpr int kRowsAtOnce = 32 / kLanes, kPasses = ceil_div(Tile::kChunks, kLanes);
+    constexpr int kChunks = kHeadDim * static_cast<int>(sizeof(Kv)) / 16;
     const int col = lane_ % kLanes, row_of_warp = warp_ % Shape::kSplitWarps * Shape::kWarpTokens;
 #pragma unroll
     for (int i = 0; i < Shape::kWarpTokens; i += kRowsAtOnce) {
@@ -94,7 +96,8 @@ class DecodeLoader {
       for (int j = 0; j < kPasses; ++j) {
         const int chunk = col + j * kLanes;
         if ((j + 1) * kLanes <= Tile::kChunks || chunk < Tile::kChunks) {
-          ptx::cp_async_16(dst.chunk(row_of_warp + row, chunk), src + j * kLanes * 16, row < count ? 16 : 0);
+          ptx::cp_async_16(dst.chunk(row_of_warp + row, chunk), src + j * kLanes * 16,
+                           row < count && (Tile::kChunks == kChunks || chunk < kChunks) ? 16 : 0);
         }
       }
     }

@@ -40,7 +40,7 @@ template <class V>
 struct DecodeShape {
   using Q = typename V::Q;
   using Kv = typename V::Kv;
-  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kRows = V::kTileRows;
+  static constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo), kRows = V::kTileRows;
   static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
   static constexpr bool kNarrow = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
 

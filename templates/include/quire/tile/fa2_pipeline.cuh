@@ -2,6 +2,7 @@
 #pragma once
 #include "quire/core/mask.h"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/smem.cuh"
 
 namespace quire {
 
@@ -17,11 +18,12 @@ struct Fa2Pipeline {
 template <class V>
 constexpr Fa2Pipeline fa2_pipeline() {
   constexpr Fa2Pipeline kUsual = {V::kTileKv < 64 ? 0 : 1, 0, false};
+  constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo);
   if constexpr (V::kTileRows < 128) return kUsual;
   // Page offsets beside 128 logits a row: copies a step earlier than usual, which ptxas fits where it misses by two.
-  if constexpr (V::kHeadDimQk <= 64 && V::kPaged != 0) return {0, 0, false};
-  if constexpr (V::kHeadDimVo != 128) return kUsual;
-  if constexpr (V::kHeadDimQk == 128) {
+  if constexpr (kQk <= 64 && V::kPaged != 0) return {0, 0, false};
+  if constexpr (kVo != 128) return kUsual;
+  if constexpr (kQk == 128) {
     // ptxas wants up to ten registers more than on sm_90: copies wait until most of s is used, v comes in twos.
     // Paged, under a mask of bits or a window alone, copies go first instead.
     constexpr bool kBits = V::kMask == kMaskCustom || V::kMask == kMaskTree;
@@ -33,7 +35,7 @@ constexpr Fa2Pipeline fa2_pipeline() {
     constexpr bool kAll = V::kMask == kMaskNone && V::kWindow == 0;
     if constexpr (V::kPaged == 0 ? kCap || kCustom || kAll : kCap && kCustom) return {2, 4, false};
   }
-  if constexpr (V::kHeadDimQk == 192 && V::kPaged != 0) {
+  if constexpr (kQk == 192 && V::kPaged != 0) {
     // One stage: only k is copied here. No one order fits both generations.
     if constexpr (ptx::kBeforeSm90) return {2, 0, false};
     return {1, 0, true};

@@ -17,12 +17,12 @@
 
 namespace quire {
 
-// A warp's rows of q: kM blocks of 16 rows of kQk dims. The first kHeld blocks of 16 dims stay in registers. The others
-// lie in shared memory as fragments, one copy for all KV splits.
+// A warp's rows of q: kM blocks of 16 rows of kQk dims, and zeros up to a whole block. The first kHeld blocks of 16
+// dims stay in registers. The others lie in shared memory as fragments, one copy for all KV splits.
 template <class Q, bool kNarrow, int kM, int kQk, int kHeld, bool kHasRope>
 struct QueryFragments {
   static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
-  static constexpr int kBlocks = kQk / 16, kHeldBlocks = kHeld;
+  static constexpr int kBlocks = ceil_div(kQk, 16), kHeldBlocks = kHeld;
 
   uint32_t held[max(kHeld, 1)][kM][4];  // an array has an element, also where none is held
   uint32_t shared;                      // [kBlocks - kHeld, kM, 32 lanes] of 16 bytes, this lane's first
@@ -114,7 +114,7 @@ struct QueryFragments {
       } else {
         const int first = kHasRope ? 8 * k : 16 * k, second = first + (kHasRope ? kQk / 2 : 8);
         x[k][m][h] = *reinterpret_cast<const uint32_t*>(row + first + 2 * c);
-        x[k][m][h + 2] = *reinterpret_cast<const uint32_t*>(row + second + 2 * c);
+        x[k][m][h + 2] = second < kQk ? *reinterpret_cast<const uint32_t*>(row + second + 2 * c) : 0;
       }
     }
   }

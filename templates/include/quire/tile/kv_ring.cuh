@@ -1,5 +1,5 @@
 // Copies keys and values into shared memory for fa2. Tokens from kv_len on become zeros and are never read, whatever
-// their memory holds (0 * NaN is NaN): a copy of no bytes touches no address.
+// their memory holds (0 * NaN is NaN): a copy of no bytes touches no address. Nor are dims behind a head's last.
 #pragma once
 #include "quire/tile/current_work.cuh"
 #include "quire/tile/smem.cuh"
@@ -21,6 +21,13 @@ QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
       copy(row, c * Split::kLanes + split.lane, c * Split::kLanes * (Tile::kCols / Tile::kChunks));
     }
   }
+}
+
+// Whether a chunk of a row of k (kOf: 0) or v (1) exists, and is not there only to make a tile of whole blocks.
+template <class V, int kOf, class Tile>
+QUIRE_DEVICE bool chunk_exists(int chunk) {
+  constexpr int kChunks = (kOf == 0 ? V::kHeadDimQk : V::kHeadDimVo) * static_cast<int>(sizeof(typename V::Kv)) / 16;
+  return Tile::kChunks <= kChunks || chunk < kChunks;
 }
 
 // Rows of k and v of one request, copied by kThreads threads, one KV tile after the other. A copy has no branch, so
@@ -54,7 +61,8 @@ class KvRows {
     int at = 0;
     for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
       if (row != at) row_src += Split::kRowsAtOnce * stride, at = row;
-      ptx::cp_async_16(dst.chunk(begin + row, chunk), row_src + offset, row < left ? 16 : 0);
+      ptx::cp_async_16(dst.chunk(begin + row, chunk), row_src + offset,
+                       row < left && chunk_exists<V, kOf, Tile>(chunk) ? 16 : 0);
     });
     next_[kOf] = src + Tile::kRows * stride;
   }
@@ -62,7 +70,7 @@ class KvRows {
  private:
   template <int kHeadDim>
   QUIRE_DEVICE const T* first(const void* base, int64_t stride, int64_t head_stride, int tile) const {
-    const RowSplit<kThreads, kHeadDim / kOfChunk> split(thread_);
+    const RowSplit<kThreads, whole_blocks(kHeadDim) / kOfChunk> split(thread_);
     const int64_t row = work_.tile.kv_first + tile * V::kTileKv + split.row;
     return static_cast<const T*>(base) + row * stride + work_.kv_head * head_stride + split.lane * kOfChunk;
   }
@@ -126,7 +134,8 @@ class KvRows<V, kThreads, kTiles, true> {
     const T* base = static_cast<const T*>(kOf == 0 ? p_.k : p_.v) + split.lane * (Tile::kCols / Tile::kChunks);
     for_each_chunk<kThreads, Tile>(thread_, [&](int row, int chunk, int offset) {
       const int64_t at = table[split.row + row].at[kOf];
-      ptx::cp_async_16(dst.chunk(split.row + row, chunk), base + at + offset, at >= 0 ? 16 : 0);
+      ptx::cp_async_16(dst.chunk(split.row + row, chunk), base + at + offset,
+                       at >= 0 && chunk_exists<V, kOf, Tile>(chunk) ? 16 : 0);
     });
   }
 

@@ -1,4 +1,5 @@
-// Tiles in shared memory, and the 16 x 16 blocks of 16-bit elements that one ldmatrix reads from them.
+// Tiles in shared memory, and the 16 x 16 blocks of 16-bit elements that one ldmatrix reads from them. Head dims that
+// are no multiple of 16 end in a block of which half is zeros.
 #pragma once
 #include "quire/ptx/copy.cuh"
 
@@ -9,6 +10,9 @@ namespace quire {
 // kAtoms: swizzle atoms of 8 rows x 128 bytes, those of the same columns below each other, as the copy engine writes
 // them and wgmma reads them. Such a tile begins at a multiple of 1024 bytes.
 enum class TileLayout { kRows, kAtoms };
+
+// Dims of a head as whole blocks.
+QUIRE_HD constexpr int whole_blocks(int head_dim) { return ceil_div(head_dim, 16) * 16; }
 
 // kRows x kCols elements of kBits bits, in chunks of 16 bytes. An instruction reads eight neighbouring rows of a chunk
 // at a time, so these fall into different banks: the chunks of a row of whole 128 bytes are permuted by the row (XOR,

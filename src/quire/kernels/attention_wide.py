@@ -1,0 +1,52 @@
+"""attention_wide: heads of 512 dims; mma.sync and cp.async, any GPU from sm_80 on."""
+
+from __future__ import annotations
+
+from quire.kernels.attention import (
+    WIDE_HEAD_DIM,
+    AttentionKernel,
+    AttentionProblem,
+    TileShape,
+    first_tile_that_holds,
+    number_types_reason,
+)
+from quire.types import PosEncodingMode
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    if reason := number_types_reason(problem, takes_8_bit_kv=False):
+        return reason
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+        if dim != WIDE_HEAD_DIM:
+            return f"{name}={dim}: expected {WIDE_HEAD_DIM}"
+    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
+        return "keys go from memory to the tensor cores as they are: rotate them before the call"
+    return None
+
+
+def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """16 rows serve decode. 64 rows of queries fill half of the shared memory of an A100 beside 32 keys and values, of
+    an H100 beside 64; 99 KB do not hold them.
+    """
+    target = problem.target.rstrip("af")
+    if target.startswith(("sm90", "sm100", "sm103")):
+        return TileShape(16, 32), TileShape(64, 64)
+    return (TileShape(16, 32), TileShape(64, 32)) if target in ("sm80", "sm87") else (TileShape(16, 32),)
+
+
+def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """The lowest tile that holds a typical request; the lowest of all where neighbours must have no influence."""
+    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
+
+
+KERNEL = AttentionKernel(
+    name="attention_wide",
+    backend="wide",
+    header="quire/kernels/attention_wide.cuh",
+    cxx="AttentionWide",
+    on_cuda=True,
+    reject=_reject,
+    tiles=_tiles,
+    choose_rows=_choose_rows,
+    schedule_input=lambda _: {"start_cost": 20},
+)

@@ -1,0 +1,375 @@
+// Attention of heads of 512 dims with the warp-wide matrix instruction: sm_80 and newer.
+//
+// A row of o has 512 columns, more than a warp's registers hold beside others. The warps that own the same rows divide
+// the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go through
+// shared memory, and so do the maxima of rows. Every warp then reads each byte of its keys and of its columns once.
+// Bound: memory for few rows, tensor cores for many.
+// Schedule: three barriers a KV tile. Keys and values have rings of their own: a stage of keys is refilled as soon as
+// the tile's logits are there, a stage of values at the next tile. 64 rows of queries leave one stage of each, which
+// suffices: keys are on their way during p v, and values during q k^T.
+// Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
+#pragma once
+#include "quire/core/schedule.h"
+#include "quire/ptx/warp.cuh"
+#include "quire/tile/current_work.cuh"
+#include "quire/tile/gemm.cuh"
+#include "quire/tile/kv_ring.cuh"
+#include "quire/tile/logits.cuh"
+#include "quire/tile/partial.cuh"
+#include "quire/tile/softmax.cuh"
+
+namespace quire {
+
+template <class V>
+struct AttentionWide {
+  using T = typename V::Q;
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv, kDims = 512;
+  static_assert(is_same<T, typename V::Kv>::value && is_same<T, typename V::O>::value, "there is one number type");
+  static_assert(V::kHeadDimQk == kDims && V::kHeadDimVo == kDims, "heads have 512 dims");
+  static_assert(kTileRows == 16 || kTileRows == 64, "a tile has 16 or 64 rows");
+  static_assert(kTileKv == 32 || kTileKv == 64, "a tile has 32 or 64 keys");
+
+  static constexpr int kWarps = 8, kThreads = kWarps * 32, kMinCtas = 1;
+  static constexpr int kM = kTileRows == 64 ? 2 : 1, kWarpRows = 16 * kM;  // blocks of 16 rows a warp
+  static constexpr int kRowGroups = kTileRows / kWarpRows, kColGroups = kWarps / kRowGroups;  // warps of the same rows
+  static constexpr int kCols = kDims / kColGroups;                                            // of o that a warp owns
+  static constexpr int kKeys = 16, kKeyGroups = kTileKv / kKeys;  // of s that a warp computes; warps that compute s
+  static_assert(kKeyGroups <= kColGroups && kCols % 64 == 0, "a warp's columns begin at a multiple of 128 bytes");
+
+ private:
+  using TileQ = SmemTile<kTileRows, kDims>;  // and o, at the end
+  using TileKv = SmemTile<kTileKv, kDims>;   // of keys or of values
+  using TileP = SmemTile<kTileRows, kTileKv>;
+  using Visible = Mask<V::kMask, V::kWindow != 0>;
+
+  // Of a CTA: 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on others.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
+  static constexpr int kMostBytes = 227 * 1024;
+#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870)
+  static constexpr int kMostBytes = 163 * 1024;
+#else
+  static constexpr int kMostBytes = 99 * 1024;
+#endif
+
+  // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
+  struct Shared {
+    CurrentWork current;
+    float of_rows[kKeyGroups][kTileRows];
+  };
+  static constexpr int kSharedBytes = (sizeof(Shared) + 15) / 16 * 16;
+  static constexpr int kStageBytes = 2 * TileKv::kBytes;
+  static constexpr int kMostTable = max(kThreads, 4 * kTileKv) * 16;  // of KvRows, for up to three stages
+  static constexpr int kStages =
+      min(3, (kMostBytes - TileQ::kBytes - TileP::kBytes - kSharedBytes - kMostTable) / kStageBytes);
+  static_assert(kStages >= 1, "a CTA fits");
+  using Rows = KvRows<V, kThreads, kStages + 1>;
+
+  static constexpr int kKeysAt = TileQ::kBytes, kValuesAt = kKeysAt + kStages * TileKv::kBytes;
+  static constexpr int kWeightsAt = kValuesAt + kStages * TileKv::kBytes, kTableAt = kWeightsAt + TileP::kBytes;
+  static constexpr int kSharedAt = kTableAt + Rows::kTableBytes;
+
+ public:
+  static constexpr int kSmemBytes = kSharedAt + kSharedBytes;
+  static_assert(kSmemBytes <= kMostBytes, "a CTA fits");
+
+  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
+    Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
+    if (threadIdx.x == 0) shared.current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
+    for (;;) {
+      __syncthreads();  // all of shared memory may still be in use for the work tile before
+      if (threadIdx.x == 0) shared.current.exists = shared.current.cursor.next(p, kTileKv, shared.current.work);
+      __syncthreads();
+      if (!shared.current.exists) return;
+      AttentionWide(p, shared, smem).attend();
+    }
+  }
+
+ private:
+  const AttentionParams& p_;
+  Shared& shared_;
+  const WorkTile& work_;
+  unsigned char* smem_;
+  int thread_, lane_, rows_, columns_;  // rows_: this warp's first row in the tile; columns_: its group of columns
+
+  QUIRE_DEVICE AttentionWide(const AttentionParams& p, Shared& shared, unsigned char* smem)
+      : p_(p),
+        shared_(shared),
+        work_(shared.current.work),
+        smem_(smem),
+        thread_(threadIdx.x),
+        lane_(threadIdx.x % 32),
+        rows_(threadIdx.x / 32 / kColGroups * kWarpRows),
+        columns_(threadIdx.x / 32 % kColGroups) {}
+
+  QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
+  QUIRE_DEVICE TileKv keys(int i) const { return {smem_at(kKeysAt + i % kStages * TileKv::kBytes)}; }
+  QUIRE_DEVICE TileKv values(int i) const { return {smem_at(kValuesAt + i % kStages * TileKv::kBytes)}; }
+  QUIRE_DEVICE TileP weights() const { return {smem_at(kWeightsAt)}; }
+  QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + rows_; }
+  QUIRE_DEVICE bool has_keys() const { return kKeyGroups == kColGroups || columns_ < kKeyGroups; }
+  QUIRE_DEVICE Visible mask() const { return Visible::of(p_, work_.tile); }
+
+  // Key tiles that some row of the warp sees, and those that each of its rows sees whole.
+  QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
+    any = all = {0, 0};
+    if (row_begin() >= work_.row_end) return;
+    const Visible mask = this->mask();
+    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, work_.row_end) - 1);
+    const KeyRange some = mask.any(first, last), each = mask.all(first, last);
+    any = {some.begin / kTileKv, ceil_div(some.end, kTileKv)};
+    if constexpr (V::kScoreMask == 0) all = {ceil_div(each.begin, kTileKv), each.end / kTileKv};
+  }
+
+  QUIRE_DEVICE void attend() {
+    const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
+    Rows rows(p_, work_, smem_ + kTableAt, thread_);
+    load_q();
+    rows.begin(kv_begin);
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      copy<0>(rows, keys(kv_begin + i), kv_begin + i);
+      if (i + 1 < kStages) copy<1>(rows, values(kv_begin + i), kv_begin + i);
+    }
+    KeyRange any, all;
+    find_tiles(any, all);
+    Accumulator<kM, kCols> o;
+    SoftmaxRows<kM> softmax;  // d: of this lane's keys
+    o.clear();
+    softmax.clear();
+#pragma unroll 1
+    for (int i = kv_begin; i < kv_end; ++i) {
+      ptx::cp_async_wait<2 * (kStages - 1)>();
+      __syncthreads();  // keys of tile i are there, and all are done with values of tile i - 1
+      copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
+      rows.prefetch_pages(i + kStages + 1);
+      Accumulator<kM, kKeys> s;
+      const bool some = any.contains(i), attends = some && has_keys();
+      if (attends) score(s, i, all.contains(i));
+      __syncthreads();  // the maxima of all keys are there, and all are done with keys of tile i
+      copy<0>(rows, keys(i + kStages), i + kStages);
+      if (some) raise_max(o, softmax);
+      if (attends) exponentiate(s, softmax);
+      ptx::cp_async_wait<2 * kStages - 1>();
+      rows.publish_offsets(i + kStages + 1);
+      __syncthreads();  // weights and values of tile i are there
+      if (some) add_values(o, i);
+    }
+    ptx::cp_async_wait<0>();
+    sum_denominators(softmax);
+    if (work_.is_whole()) {
+      store(o, softmax);
+      return;
+    }
+    const MergeGroup group = p_.groups[work_.group];
+    store_partial(o, softmax);
+    if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, shared_.current.is_last,
+                     [] { __syncthreads(); })) {
+      call_merge_partials<V, kWarps>(p_, work_, group, thread_);
+    }
+  }
+
+  // Where the lane's row h of block m tells other warps what group g of keys has.
+  QUIRE_DEVICE float& told(int g, int m, int h) const { return shared_.of_rows[g][rows_ + 16 * m + 8 * h + lane_ / 4]; }
+
+  // Rows that do not exist become zeros.
+  QUIRE_DEVICE void load_q() const {
+    using Split = RowSplit<kThreads, TileQ::kChunks>;
+    const Split split(thread_);
+    const TileQ tile = {smem_at(0)};
+#pragma unroll 4
+    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
+      const int row = work_.tile.row_begin + r;
+      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
+      const T* src = static_cast<const T*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
+      ptx::cp_async_16(tile.chunk(r, split.lane), src + split.lane * 8, row < work_.row_end ? 16 : 0);
+    }
+  }
+
+  // Keys (kOf: 0) or values (1): one group of asynchronous copies.
+  template <int kOf>
+  QUIRE_DEVICE void copy(const Rows& rows, TileKv tile, int i) const {
+    rows.template copy<kOf>(tile, i);
+    ptx::cp_async_commit();
+  }
+
+  // s = q k^T of the warp's rows and keys, masked and scaled; tells the maxima.
+  QUIRE_DEVICE void score(Accumulator<kM, kKeys>& s, int i, bool every) const {
+    BlockCursor<TileQ> q({smem_at(0)}, lane_);
+    BlockCursor<TileKv, Quarters::kTopFirst> k(keys(i), lane_);
+    q.lane_base += rows_ * TileQ::kRowBytes;
+    k.lane_base += columns_ * kKeys * TileKv::kRowBytes;
+    s.clear();
+#pragma unroll 2
+    for (int atom = 0; atom < kDims / 64; ++atom) {  // 128 bytes of a row
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t x[kM][4], y[4];
+#pragma unroll
+        for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(x[m], q.at(m, j) + atom * 128);
+        ptx::ldmatrix_x4(y, k.at(0, j) + atom * 128);
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16(T{}, s.at[m][0], x[m], y[0], y[1]);
+          ptx::mma_m16n8k16(T{}, s.at[m][1], x[m], y[2], y[3]);
+        }
+      }
+    }
+    const LogitsTile<V> tile = {
+        mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv + columns_ * kKeys,
+        lane_};
+    const LogitsTransform<V, FragmentMath<false>> transform(p_);
+    if (every) {
+      score_logits<false>(s, transform, tile);
+    } else {
+      score_logits<true>(s, transform, tile);
+    }
+    const float scale = transform.factor;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = kNoLogit;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          float (&x)[4] = s.at[m][n];
+          x[2 * h] *= scale, x[2 * h + 1] *= scale;
+          top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
+        }
+        top = quad_max(top);
+        if (lane_ % 4 == 0) told(columns_, m, h) = top;
+      }
+    }
+  }
+
+  // Raises m where a row's maximum exceeds it by more than kMaxLag, and rescales d and o to match.
+  QUIRE_DEVICE void raise_max(Accumulator<kM, kCols>& o, SoftmaxRows<kM>& softmax) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      float factor[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float top = kNoLogit;
+#pragma unroll
+        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, told(g, m, h));
+        const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
+        factor[h] = ptx::ex2(softmax.m[m][h] - next);
+        softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
+      }
+      if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) continue;
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) o.at[m][n][j] *= factor[j / 2];
+      }
+    }
+  }
+
+  // s becomes exp2(s - m), added up in d and rounded to T in shared memory.
+  QUIRE_DEVICE void exponentiate(Accumulator<kM, kKeys>& s, SoftmaxRows<kM>& softmax) const {
+    const TileP tile = weights();
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+          const float x = ptx::ex2(s.at[m][n][2 * h] - softmax.m[m][h]);
+          const float y = ptx::ex2(s.at[m][n][2 * h + 1] - softmax.m[m][h]);
+          softmax.d[m][h] += x + y;
+          ptx::st_shared(tile.chunk(rows_ + 16 * m + 8 * h + lane_ / 4, columns_ * (kKeys / 8) + n) + lane_ % 4 * 4,
+                         ptx::pack(T{}, x, y));
+        }
+      }
+    }
+  }
+
+  // o += p v of the warp's rows and columns.
+  QUIRE_DEVICE void add_values(Accumulator<kM, kCols>& o, int i) const {
+    BlockCursor<TileP> p(weights(), lane_);
+    BlockCursor<TileKv> v(values(i), lane_);
+    p.lane_base += rows_ * TileP::kRowBytes;
+    v.lane_base += columns_ * (kCols * 2);
+#pragma unroll
+    for (int k = 0; k < kTileKv / 16; ++k) {
+      uint32_t x[kM][4];
+#pragma unroll
+      for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(x[m], p.at(m, k));
+#pragma unroll
+      for (int n = 0; n < kCols / 16; ++n) {
+        uint32_t y[4];
+        ptx::ldmatrix_x4_trans(y, v.at(k, n));
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16(T{}, o.at[m][2 * n], x[m], y[0], y[1]);
+          ptx::mma_m16n8k16(T{}, o.at[m][2 * n + 1], x[m], y[2], y[3]);
+        }
+      }
+    }
+  }
+
+  // Every lane gets the whole denominators of its rows.
+  QUIRE_DEVICE void sum_denominators(SoftmaxRows<kM>& softmax) const {
+    softmax.reduce();
+    __syncthreads();  // all have read the last maxima, and are done with q
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      if (has_keys() && lane_ % 4 == 0) told(columns_, i / 2, i % 2) = softmax.d[i / 2][i % 2];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      float& d = softmax.d[i / 2][i % 2];
+      d = 0.f;
+#pragma unroll
+      for (int g = 0; g < kKeyGroups; ++g) d += told(g, i / 2, i % 2);
+    }
+  }
+
+  // o and lse of a whole tile: rounded, gathered in shared memory (q is done with), stored in rows.
+  QUIRE_DEVICE void store(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
+    const TileQ tile = {smem_at(0)};
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4, row = work_.tile.row_begin + r;
+      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
+      const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
+      const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) {
+        ptx::st_shared(tile.chunk(r, columns_ * (kCols / 8) + n) + lane_ % 4 * 4,
+                       ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
+      }
+      if (p_.lse != nullptr && columns_ == 0 && lane_ % 4 == 0 && row < work_.row_end) {
+        p_.lse[at.token * p_.num_qo_heads + at.head] = returned_lse<V>(result.lse, p_, work_.tile, at.head);
+      }
+    }
+    __syncthreads();
+    using Split = RowSplit<kThreads, TileQ::kChunks>;
+    const Split split(thread_);
+#pragma unroll 4
+    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
+      const int row = work_.tile.row_begin + r;
+      if (row >= work_.row_end) break;
+      const WorkTile::Place at = work_.place(p_.group, row);
+      T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
+      *reinterpret_cast<uint4*>(dst + split.lane * 8) = ptx::ld_shared_16(tile.chunk(r, split.lane));
+    }
+  }
+
+  // Rows of partial_o [num_partials, kTileRows, 512] and partial_md [num_partials, kTileRows, 2] that exist.
+  QUIRE_DEVICE void store_partial(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kM; ++i) {
+      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4;
+      if (work_.tile.row_begin + r >= work_.row_end) continue;
+      const int64_t at = static_cast<int64_t>(work_.partial) * kTileRows + r;
+      float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kDims + columns_ * kCols) + lane_ % 4;
+#pragma unroll
+      for (int n = 0; n < kCols / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
+      if (columns_ == 0 && lane_ % 4 == 0)
+        reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
+    }
+  }
+};
+
+}  // namespace quire
