@@ -1,8 +1,9 @@
 """Cascade attention: requests that share prefixes read each shared part once.
 
-Each level (or the shared prefix, and the rest) is an attention call of its own that returns its log-sum-exp; the states
-are then merged. Keys that several requests share are read once for all of their queries. The surface is FlashInfer's
-(https://docs.flashinfer.ai/api/cascade.html).
+Keys that several requests share are read once for all of their queries. MultiLevelCascadeAttentionWrapper attends to
+all levels in one launch, which merges the states of a query's levels (runtime/cascade.py). Where that cannot be, and
+where the shared keys are tensors beside a paged cache, each level is an attention call of its own that returns its
+log-sum-exp; the states are then merged. The surface is FlashInfer's (https://docs.flashinfer.ai/api/cascade.html).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from quire.prefill import (
     single_prefill_with_kv_cache,
 )
 from quire.runtime.attention import page_indices
+from quire.runtime.cascade import join_levels
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
 from quire.types import KVLayout, PosEncodingMode
@@ -71,6 +73,8 @@ class MultiLevelCascadeAttentionWrapper:
             "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
         }  # fmt: skip
         buffers = _of_levels({name: array for name, array in arrays.items() if array is not None}, count)
+        self._joined = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
+        self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
@@ -83,6 +87,7 @@ class MultiLevelCascadeAttentionWrapper:
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor] | None = None
     ) -> None:
         """Use another buffer from the next plan() on. Plans own their index arrays: no int workspace is needed."""
+        self._joined.reset_workspace_buffer(float_workspace_buffer)
         for i, level in enumerate(self._levels):
             level.reset_workspace_buffer(
                 float_workspace_buffer, None if int_workspace_buffers is None else int_workspace_buffers[i]
@@ -101,6 +106,10 @@ class MultiLevelCascadeAttentionWrapper:
 
         The entries of a level are groups of requests that share its pages: qo_indptr_arr[i] bounds their query rows.
         `causal` holds for the last level, whose keys end where the queries stand; all earlier keys are visible.
+
+        All levels are one launch where a kernel merges levels (quire:fa3, quire:fa2, quire:cpu), the workspace holds
+        its partial results, and the wrapper is not for CUDA graphs; explain() says so. Page numbers on a device are
+        then copied; level by level they are read by each run() where they lie.
 
         Raises what that plan() raises. The levels then are as they were planned before.
         """
@@ -125,6 +134,9 @@ class MultiLevelCascadeAttentionWrapper:
             (level, [*of_level.values()], {**options, "causal": causal and level is levels[-1]})
             for level, of_level in zip(levels, tables, strict=True)
         ]
+        if not (apart := self._plan_joined(calls)):
+            self._apart = ""
+            return
         for level, indices, kwargs in calls:
             if level.is_cuda_graph_enabled:  # plan() of one of these writes what its graph reads: look at all first
                 level.workspace_size(*indices, **kwargs)
@@ -132,11 +144,33 @@ class MultiLevelCascadeAttentionWrapper:
             level.plan(*indices, **kwargs)
         for level, twin in zip(self._levels, levels, strict=True):  # the same wrappers: graphs know them
             level._attention = twin._attention
+        self._apart = apart
 
     begin_forward = plan
 
+    def _plan_joined(self, calls: Sequence[tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], Any]]) -> str:
+        """Plan all levels as one launch; why not, where they cannot be one, or where a level is wrong."""
+        if len(calls) == 1:
+            return "there is one level"
+        if calls[0][0].is_cuda_graph_enabled:
+            return "CUDA graphs fix each level's launch"
+        try:
+            self._joined.set_plan(join_levels([level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]))
+        except (UnsupportedError, ValidationError) as error:
+            return str(error)
+        return ""
+
+    def explain(self) -> str:
+        """Whether all levels are one launch, or why not, and what was planned."""
+        if not self._apart:
+            return f"all levels in one launch\n{self._joined.explain()}"
+        plans = (f"level {i}\n{level.explain()}" for i, level in enumerate(self._levels))
+        return "\n".join((f"level by level: {self._apart}", *plans))
+
     def run(self, q: torch.Tensor, paged_kv_cache: PagedCache) -> torch.Tensor:
         """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which lie in one cache; returns o like q."""
+        if not self._apart:
+            return self._joined.run(q, paged_kv_cache)
         o, lse = self._levels[0].run_return_lse(q, paged_kv_cache)
         for level in self._levels[1:]:
             merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache))

@@ -5,13 +5,14 @@ The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), and
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.variant import Variant
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
@@ -21,6 +22,7 @@ from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
+from quire.runtime.shared_prefixes import with_shared_prefixes
 from quire.runtime.variant_operands import variant_of
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -104,7 +106,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        q_len_per_req: int = 1, *, attention_chunk_size: int | None = None, **operands: Any,
+        q_len_per_req: int = 1, *, attention_chunk_size: int | None = None, shared_prefix: str | None = None,
+        **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -117,6 +120,10 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         q_len_per_req: queries a request, which are its last tokens; more than one are under a causal mask.
         block_tables int32 [batch_size, pages], seq_lens int32 [batch_size]: repeat what indptr, indices and
             last_page_len say, and are compared with them where they lie on the host.
+        shared_prefix: "auto" reads the pages that neighbouring requests begin with once for all of them, where host
+            arrays show the same page numbers and an estimate says that this is faster. explain() then names a variant
+            with the word cascade. Windows, position encodings, fixed splits, variants of one's own and page numbers on
+            a device leave the batch as it is, and so does a workspace that is too small.
         The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -133,7 +140,18 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size, lens)
         if block_tables is not None:
             check_repeated(pages, block_tables=block_tables)
-        self._set_plan(AttentionSpec(pages, options, operands=operands))
+        self._set_shared(AttentionSpec(pages, options, operands=operands), shared_prefix)
+
+    def _set_shared(self, spec: AttentionSpec, shared_prefix: str | None) -> None:
+        if shared_prefix not in (None, "auto"):
+            raise ValidationError(f"shared_prefix: expected None or 'auto', got {shared_prefix!r}.")
+        if shared_prefix is not None and self.is_cuda_graph_enabled:
+            raise UnsupportedError("shared_prefix: expected None with use_cuda_graph=True, which fixes the launch.")
+        cascade = None if shared_prefix is None or self._variant is not None else with_shared_prefixes(spec)
+        if cascade is not None:
+            with suppress(UnsupportedError, ValidationError):  # then the batch is planned as it is
+                return self._set_plan(cascade)
+        return self._set_plan(spec)
 
     begin_forward = plan
 

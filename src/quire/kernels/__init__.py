@@ -19,7 +19,14 @@ from quire.kernels import (
     attention_mla_fa3,
     attention_wide,
 )
-from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, same_rows
+from quire.kernels.attention import (
+    AttentionKernel,
+    AttentionKey,
+    AttentionProblem,
+    TileShape,
+    cascade_reason,
+    same_rows,
+)
 
 __all__ = [
     "KERNELS",
@@ -135,7 +142,9 @@ def _allowed(kernel: AttentionKernel, backend: str) -> bool:
 def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
     if not _allowed(kernel, backend):
         return f"backend={backend!r} was asked for"
-    return kernel.reject(problem) or _split_reason(kernel, problem)
+    if problem.cascade and not kernel.has_cascades:
+        return "it has no cascades"
+    return cascade_reason(problem) or kernel.reject(problem) or _split_reason(kernel, problem)
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:

@@ -148,6 +148,7 @@ class AttentionKernel:
     #: schedule and that memory lie; returns the parameters of the operation, and its CTAs
     fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
     has_expression_blocks: bool = False  #: it passes over KV tiles that the mask of a variant hides
+    has_cascades: bool = False  #: it merges partial results across the levels of a tree of shared keys
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
 
     @cached_property
@@ -251,6 +252,18 @@ def with_operands(params: type[ctypes.Structure], variant: Variant) -> type[ctyp
     operands = operands_struct(variant.expression)
     to_64 = ctypes.c_char * (-(ctypes.sizeof(params) + ctypes.sizeof(operands)) % 64)
     return type(params.__name__, (params,), {"_fields_": (("operands", operands), ("_operands_to_64", to_64))})
+
+
+def cascade_reason(problem: AttentionProblem) -> str | None:
+    """Why no kernel attends over a tree of shared keys in one launch; None if they can, or if there is no tree."""
+    if not problem.cascade:
+        return None
+    if problem.fixed_split_size:
+        return "a cascade divides keys as it likes: it has no fixed splits"
+    changes_logits = problem.window or problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None
+    if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
+        return "the shared keys of a cascade have no positions: no window, position encoding, variant or custom mask"
+    return None
 
 
 def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

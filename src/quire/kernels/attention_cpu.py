@@ -37,4 +37,5 @@ KERNEL = AttentionKernel(
     tiles=_tiles,
     choose_rows=_choose_rows,
     has_expression_blocks=True,
+    has_cascades=True,
 )

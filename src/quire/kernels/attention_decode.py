@@ -35,6 +35,8 @@ def _yields(problem: AttentionProblem) -> str | None:
     """More than 32 rows of wide heads are bound by the tensor cores as much as by memory, where fa3 is faster: not with
     keys of 8 bits, which it has to widen for every 128 rows.
     """
+    if problem.cascade and problem.rows > 16:
+        return f"keys that {problem.rows} rows of a cascade share are faster in tiles of more rows"
     if problem.rows <= 32 or max(problem.head_dim_qk, problem.head_dim_vo) <= 64 or problem.kv.bits == 8:
         return None
     return f"{problem.rows} rows of wide heads are faster in tiles of more rows"
@@ -78,6 +80,7 @@ KERNEL = AttentionKernel(
     tiles=_tiles,
     choose_rows=first_tile_that_holds,  # with fixed splits all requests, and so all batches, have as many rows
     yields=_yields,
+    has_cascades=True,
     schedule_input=lambda _: {"start_cost": 20},
     pdl=True,
 )

@@ -49,4 +49,5 @@ KERNEL = AttentionKernel(
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
     has_expression_blocks=True,
+    has_cascades=True,
 )

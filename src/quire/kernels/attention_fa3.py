@@ -147,6 +147,7 @@ KERNEL = AttentionKernel(
     max_bytes=_max_bytes,
     persistent=True,
     has_expression_blocks=True,
+    has_cascades=True,
     schedule_input=_schedule_input,
     unit_bytes=_unit_bytes,
     operation=_operation,

@@ -55,7 +55,9 @@ class FastDivisor(ctypes.Structure):
 
 
 class RowTile(ctypes.Structure):
-    """One row tile of one request, for every kv head alike."""
+    """One row tile of one request, for every kv head alike. In a cascade `partial` and `num_parts` are row_end and
+    num_groups: see core/params.h.
+    """
 
     _fields_ = tuple(
         (name, c_int32)
@@ -67,7 +69,7 @@ class RowTile(ctypes.Structure):
 
 
 class Partition(ctypes.Structure):
-    """What one CTA computes."""
+    """What one CTA computes. In a cascade `group` and `heads_per_l2_group` are first_tile and next."""
 
     _fields_ = tuple(
         (name, c_int32)
@@ -163,7 +165,8 @@ class ScheduleInput(ctypes.Structure):
         *((name, c_int64) for name in ("capacity", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "mask_mode", "window_left", "start_cost", "max_ctas")),
-        *((name, c_int32) for name in ("fixed_split_size", "has_tile_counter", "l2_tokens", "tile_capacity")),
+        *((name, c_int32) for name in ("fixed_split_size", "has_tile_counter", "l2_tokens")),
+        *((name, c_int32) for name in ("num_shared_nodes", "tile_capacity")),
     )
 
 

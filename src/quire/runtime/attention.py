@@ -104,14 +104,23 @@ class AttentionSpec(NamedTuple):
             raise ValidationError(f"qo_indptr: expected to ascend from 0, got {nnz} as its last offset.")
         return nnz
 
+    def _typical_rows(self) -> int:
+        """Rows of q of a typical request: the mean; in a cascade, of those that attend to a typical page."""
+        indices, batch_size = self.indices, self.indices.batch_size
+        if isinstance(indices, Lengths) or not indices.num_shared_nodes or indices.qo_indptr is None:
+            return -(-self.nnz_qo // batch_size) if batch_size else 0
+        begin, end = indices.qo_indptr.view(-1, 2).long().unbind(1)
+        pages = indices.kv_indptr.diff()
+        return int(((end - begin) * pages).sum()) // max(1, int(pages.sum()))
+
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
-        batch_size, options = self.indices.batch_size, self.options
+        options = self.options
         if options.variant is not None:
             cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
-        rows = -(-self.nnz_qo // batch_size) * options.group_size if batch_size else 0  # of a typical request: the mean
+        rows = self._typical_rows() * options.group_size
         uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
         return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 

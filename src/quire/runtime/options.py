@@ -100,6 +100,7 @@ class PlanOptions(NamedTuple):
     fixed_split_size: int = 0  #: 0 automatic, -1 never split, else tokens
     is_mla: bool = False  #: head_dim_vo dims of each key are its value, too
     variant: Variant | None = None  #: of the caller's own
+    cascade: bool = False  #: the batch is a tree of shared keys
 
     @property
     def group_size(self) -> int:

@@ -181,7 +181,8 @@ def make_plan(
     uploader = uploader_of(device)
     schedule, note = make_schedule(indices, template.schedule, uploader), ""
     s = schedule.sizes
-    if s.num_partials * template.partial_bytes > workspace.most_bytes and not options.fixed_split_size:
+    may_divide_less = not options.fixed_split_size and not options.cascade
+    if s.num_partials * template.partial_bytes > workspace.most_bytes and may_divide_less:
         template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
         s = schedule.sizes
     params = template.new_params()

@@ -21,13 +21,16 @@ class Indices(NamedTuple):
     """The index arrays of a batch, on the host unless said otherwise."""
 
     batch_size: int
-    qo_indptr: torch.Tensor | None  #: [batch_size + 1]; None: qo_len rows each
+    qo_indptr: torch.Tensor | None  #: [batch_size + 1]; None: qo_len rows each; cascade: [batch_size, 2], flat
     qo_len: int
     kv_indptr: torch.Tensor  #: [batch_size + 1] tokens, or pages
     kv_last_page_len: torch.Tensor | None  #: [batch_size]; None: ragged
     kv_indices: torch.Tensor | None  #: paged: page numbers, on any device
     page_size: int
     seq_lens: torch.Tensor | None = None  #: [batch_size] tokens, which repeat the others and must agree with them
+    #: A cascade: the requests of this batch are its nodes, level by level; so many are those of shared levels, and
+    #: qo_indptr has the begin and end of each one's rows. 0: no cascade.
+    num_shared_nodes: int = 0
 
 
 class Lengths(NamedTuple):
@@ -63,8 +66,9 @@ class Schedule(NamedTuple):
     def indices(self, planned: Indices, pages: torch.Tensor | None) -> Indices:
         """The index arrays as they were planned on, whoever has written them since, with these page numbers."""
         arrays, count = torch.frombuffer(self.kept, dtype=torch.int32), planned.batch_size + 1
-        qo_indptr = None if planned.qo_indptr is None else arrays[:count]
-        arrays = arrays if qo_indptr is None else arrays[count:]
+        num_rows = 0 if planned.qo_indptr is None else planned.qo_indptr.numel()
+        qo_indptr = None if planned.qo_indptr is None else arrays[:num_rows]
+        arrays = arrays[num_rows:]
         last = None if planned.kv_last_page_len is None else arrays[count:]
         return planned._replace(
             qo_indptr=qo_indptr, kv_indptr=arrays[:count], kv_last_page_len=last, kv_indices=pages, seq_lens=None
@@ -171,9 +175,10 @@ def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams,
     p.batch_size, p.qo_len, p.kv_indptr, p.num_pages = batch, indices.qo_len, indices.kv_indptr.data_ptr(), -1
     num_kept = batch + 1
     if qo_indptr is not None:
-        p.qo_indptr, num_kept = qo_indptr.data_ptr(), num_kept + batch + 1
+        p.qo_indptr, num_kept = qo_indptr.data_ptr(), num_kept + qo_indptr.numel()
     if last is not None:
         p.kv_last_page_len, num_kept = last.data_ptr(), num_kept + batch
+    p.num_shared_nodes = indices.num_shared_nodes
     if pages is not None:
         p.num_pages = pages.numel()
         if pages.is_cpu:

@@ -45,7 +45,7 @@ class AttentionWrapper(EngineAttributes):
         self._handle = handle_of(self)  # by which an operator finds this wrapper
         self._attention: Attention | None = None
         self._graph: GraphState | None = None
-        self._sizes: list[int] | None = None  # of workspace_size(), which only looks at what plan() would do
+        self._specs: list[AttentionSpec] | None = None  # of spec_of(), which only looks at what plan() would do
         self.reset_workspace_buffer(float_workspace_buffer)
         check_flags(use_cuda_graph=use_cuda_graph)
         self._graph = graph_state(use_cuda_graph, self._workspace.device, **buffers)
@@ -88,10 +88,17 @@ class AttentionWrapper(EngineAttributes):
         With fewer in the first, plan() divides keys among fewer CTAs. The second is the least that a buffer can have: a
         plan owns its index arrays. Nothing is planned; the kernel is compiled if need be.
         """
+        num_bytes = workspace_bytes_of(
+            self.spec_of(*args, **kwargs), self._workspace.device, self._backend, self._graph
+        )
+        return max(ALIGNMENT, num_bytes), ALIGNMENT
+
+    def spec_of(self, *args: Any, **kwargs: Any) -> AttentionSpec:
+        """What plan() with these arguments would plan; plans nothing."""
         twin = copy(self)
-        twin._sizes = []
+        twin._specs = []
         twin.plan(*args, **kwargs)
-        return max(ALIGNMENT, twin._sizes[0]), ALIGNMENT
+        return twin._specs[0]
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """Plan a batch; each wrapper takes its own arguments."""
@@ -104,9 +111,13 @@ class AttentionWrapper(EngineAttributes):
     def _set_plan(self, spec: AttentionSpec) -> None:
         if self._variant is not None:
             spec = spec._replace(options=spec.options._replace(variant=self._variant))
-        if self._sizes is not None:
-            self._sizes.append(workspace_bytes_of(spec, self._workspace.device, self._backend, self._graph))
+        if self._specs is not None:
+            self._specs.append(spec)
             return
+        self.set_plan(spec)
+
+    def set_plan(self, spec: AttentionSpec) -> None:
+        """Plan what plan() or spec_of() has made of its arguments."""
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
 
     def _replan(self, arguments: Mapping[str, Any]) -> None:

@@ -16,12 +16,18 @@ struct alignas(16) RowTile {
   int32_t kv_end;
   int32_t work_begin;  // work units of all earlier row tiles, of one KV head; see tile_units()
   // Fixed splits: of KV head 0; KV head h has partial + h * num_parts and group + h. Else -1, 1 and -1.
-  int32_t partial;
-  int32_t num_parts;  // that the rows' KV tiles are divided into; this is one of them
-  int32_t group;      // merge group
-  int32_t kv_first;   // ragged: the request's first row of k; paged: its first entry of kv_indices
-  int32_t kv_len;     // its tokens
-  int32_t qo_begin;   // its first row of q
+  union {
+    int32_t partial;
+    int32_t row_end;  // in a cascade: one past the last packed row
+  };
+  union {
+    int32_t num_parts;   // that the rows' KV tiles are divided into; this is one of them
+    int32_t num_groups;  // in a cascade: merge groups that take rows of this row tile
+  };
+  int32_t group;     // merge group; in a cascade the first one, see core/cascade.h
+  int32_t kv_first;  // ragged: the request's first row of k; paged: its first entry of kv_indices
+  int32_t kv_len;    // its tokens
+  int32_t qo_begin;  // its first row of q
   int32_t qo_len;
 };
 
@@ -34,12 +40,20 @@ struct alignas(16) Partition {
   int32_t units;   // in all; the run may go on into the next row tiles and KV heads; 0: none
   // Of the first work tile, if an earlier partition begins its row tile (offset > 0). The next partial and group are
   // those of the last work tile, if a later partition ends its row tile.
-  int32_t partial, group;
+  // In a cascade `partial` is the first row of the first work tile's partial result.
+  int32_t partial;
+  union {
+    int32_t group;
+    int32_t first_tile;  // in a cascade: row tiles [first_tile, num_tiles) are divided among these partitions
+  };
   int32_t num_tiles;  // row tiles of the schedule
   // Not 0: no units. CTAs take whole row tiles from the tile counter, so many KV heads at a time, as
   // AttentionFa3Params::heads_per_l2_group says where there are no partitions. For CUDA graphs, where one plan may
   // divide row tiles and the next may not.
-  int32_t heads_per_l2_group;
+  union {
+    int32_t heads_per_l2_group;
+    int32_t next;  // in a cascade: the partition that the CTA computes after this one; 0: none
+  };
 };
 
 // One entry of the merge table: the partials of one row tile and KV head, and how many have arrived. Partials are

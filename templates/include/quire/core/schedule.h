@@ -10,6 +10,7 @@
 // of their units, so that those of one row tile and KV head, a merge group, lie side by side. The last CTA to arrive at
 // a group merges its partials in this order: the result does not depend on timing.
 #pragma once
+#include "quire/core/cascade.h"
 #include "quire/core/mask.h"
 #include "quire/core/params.h"
 
@@ -34,10 +35,17 @@ struct WorkTile {
   int32_t kv_begin, kv_end;  // KV tiles
   int32_t kv_limit;          // first token that this work tile does not read
   int32_t row_end;           // one past the request's last packed row
-  int32_t partial;           // number of its partial result; -1: it covers its row tile
-  int32_t group;             // merge group of that
+  int32_t partial;           // number of its partial result; -1: it covers its row tile; in a cascade its first row
+  int32_t group;             // merge group of that; in a cascade a bit for each group that this CTA merges
 
   QUIRE_HD bool is_whole() const { return partial < 0; }
+
+  // Where its partial result begins.
+  template <class Variant>
+  QUIRE_HD int64_t partial_row() const {
+    if constexpr (Variant::kCascade != 0) return partial;
+    return static_cast<int64_t>(partial) * Variant::kTileRows;
+  }
 
   // Where a packed row is in q, o and lse.
   struct Place {
@@ -68,6 +76,7 @@ struct WorkCursor {
   QUIRE_HD bool exists() const { return left.units > 0; }
 
   // The work tile at the cursor, which then moves on. `tile` is the row tile that `left` names.
+  template <bool kCascade = false>
   QUIRE_HD WorkTile take(const AttentionParams& p, const RowTile& tile, int tile_kv) {
     const int size = tile_units(tile), units = min(left.units, size - left.offset);
     WorkTile work;
@@ -76,6 +85,13 @@ struct WorkCursor {
     work.kv_begin = tile.kv_begin + left.offset;
     work.kv_end = min(work.kv_begin + units, tile.kv_end);
     work.kv_limit = static_cast<int>(min<uint32_t>(tile.kv_len, static_cast<uint32_t>(work.kv_end) * tile_kv));
+    if constexpr (kCascade) {
+      work.row_end = tile.row_end, work.partial = left.partial, work.group = 0;
+      left.partial += tile.row_end - tile.row_begin;
+      advance<true>(units);
+      if (left.units == 0 && left.next != 0) left = p.partitions[left.next];
+      return work;
+    }
     work.row_end = tile.qo_len * static_cast<int>(p.group.divisor);
     work.partial = tile.partial < 0 ? -1 : tile.partial + left.kv_head * tile.num_parts;
     work.group = tile.group + left.kv_head;
@@ -87,16 +103,18 @@ struct WorkCursor {
     return work;
   }
 
+  template <bool kCascade = false>
   QUIRE_HD void advance(int units) {
     left.units = left.units == kAllUnits ? 0 : left.units - units;
     left.offset = 0;
-    if (++left.tile == left.num_tiles) left.tile = 0, ++left.kv_head;
+    if (++left.tile == left.num_tiles) left.tile = kCascade ? left.first_tile : 0, ++left.kv_head;
   }
 
   // False when nothing is left.
+  template <bool kCascade = false>
   QUIRE_HD bool next(const AttentionParams& p, int tile_kv, WorkTile& work) {
     if (!exists()) return false;
-    work = take(p, p.tiles[left.tile], tile_kv);
+    work = take<kCascade>(p, p.tiles[left.tile], tile_kv);
     return true;
   }
 };

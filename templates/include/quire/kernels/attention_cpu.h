@@ -31,7 +31,7 @@ struct AttentionCpu {
         const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
         if (cta >= p.num_ctas) break;
         WorkCursor cursor = WorkCursor::of_cta(p, cta);
-        for (WorkTile work; cursor.next(p, kTileKv, work);) attend(p, work, *scratch);
+        for (WorkTile work; cursor.next<V::kCascade != 0>(p, kTileKv, work);) attend(p, work, *scratch);
       }
       free(scratch);
     }

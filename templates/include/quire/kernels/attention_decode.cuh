@@ -49,7 +49,7 @@ class AttentionDecode {
  private:
   static constexpr int kM = Shape::kM, kVo = Shape::kVo, kQk = Shape::kQk, kBlock = Shape::kBlock;
   static constexpr int kStages = Shape::kStages;
-  static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
+  static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
@@ -103,7 +103,7 @@ class AttentionDecode {
     using Q = typename V::Q;
     constexpr int kChunks = V::kHeadDimQk / 8;  // of 16 bytes, in a row
     WorkCursor cursor = cursor_;
-    const WorkTile work = cursor.take(p_, window_.get(cursor, lane_), kTileKv);
+    const WorkTile work = cursor.take<kCascade>(p_, window_.get(cursor, lane_), kTileKv);
     const int row_begin = work.tile.row_begin, rows = min(kTileRows, work.row_end - row_begin);
 #pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x); i < rows * kChunks; i += kThreads) {
@@ -122,7 +122,7 @@ class AttentionDecode {
       ptx::cp_async_wait<kStages>();  // the first load; kStages of keys are under way
       __syncthreads();
     }
-    const WorkTile next = cursor_.take(p_, window_.get(cursor_, lane_), kTileKv);
+    const WorkTile next = cursor_.take<kCascade>(p_, window_.get(cursor_, lane_), kTileKv);
     if constexpr (Shape::kQueryBytes > 0)
       q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
     q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query() : nullptr);
@@ -238,9 +238,9 @@ class AttentionDecode {
   const AttentionParams& p_;
   SharedMemory& smem_;
   int warp_, lane_;
-  WorkCursor cursor_;       // the next work tile to start
-  TileWindow window_;       // row tiles around it
-  DecodeLoader<V> loader_;  // the next KV tile to load
+  WorkCursor cursor_;            // the next work tile to start
+  TileWindow<kCascade> window_;  // row tiles around it
+  DecodeLoader<V> loader_;       // the next KV tile to load
 
   // The work tile at hand: KV tiles [tile_, kv_end_) are still to be computed. One without keys computes one KV tile of
   // which no row sees anything.

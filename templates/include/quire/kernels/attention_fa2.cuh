@@ -10,6 +10,7 @@
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/cascade_merge.cuh"
 #include "quire/tile/fa2_pipeline.cuh"
 #include "quire/tile/fragments.cuh"
 #include "quire/tile/kv_ring.cuh"
@@ -92,7 +93,7 @@ struct AttentionFa2 {
     if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
     for (;;) {
       __syncthreads();  // all of shared memory may still be in use for the work tile before
-      if (threadIdx.x == 0) current.exists = current.cursor.next(p, kTileKv, current.work);
+      if (threadIdx.x == 0) current.exists = current.cursor.next<V::kCascade != 0>(p, kTileKv, current.work);
       __syncthreads();
       if (!current.exists) return;
       AttentionFa2(p, current, smem).attend();
@@ -225,7 +226,10 @@ struct AttentionFa2 {
     }
     ptx::cp_async_wait<0>();
     softmax.reduce();
-    if (work_.is_whole()) {
+    if constexpr (V::kCascade != 0) {
+      store_partial(o, softmax);
+      merge_cascade<V, kThreads / 32>(p_, work_, current_.work.group, thread_, [] { __syncthreads(); });
+    } else if (work_.is_whole()) {
       store(o, softmax);
     } else {
       const MergeGroup group = p_.groups[work_.group];
@@ -360,7 +364,7 @@ struct AttentionFa2 {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
     }
-    const int64_t partial_row = static_cast<int64_t>(work_.partial) * kTileRows;
+    const int64_t partial_row = work_.partial_row<V>();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll

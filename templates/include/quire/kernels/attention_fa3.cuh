@@ -19,6 +19,7 @@
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/cascade_merge.cuh"
 #include "quire/tile/sm90_gemm.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_queries.cuh"
@@ -211,7 +212,7 @@ struct AttentionFa3 {
     Stage& current = stages_[s.at.stage()];
     if (lane == 0) {
       const Stage& before = stages_[s.at.before().stage()];
-      WorkList::next(p_, before.cursor, current, s.number, kTileKv);
+      WorkList::next<V::kCascade != 0>(p_, before.cursor, current, s.number, kTileKv);
     }
     __syncwarp();
     s.exists = current.exists;
@@ -384,11 +385,49 @@ struct AttentionFa3 {
       if (!ptx::uniform(stages_[at.stage()].exists)) break;
       Rows rows;
       rows.clear();
-      if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
+      const bool has_tiles = ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists());
+      if (is_alone(stages_[at.stage()].work) && !is_mine(rings)) {
+        if (has_tiles) pass_over(stages_[at.stage()], rings);
+        release_work_tile(at);
+        continue;
+      }
+      if (has_tiles) attend_work_tiles(rows, at, rings);
       Stage& current = stages_[at.stage()];
       store(rows, current);
       release_work_tile(at);
     }
+  }
+
+  // In a cascade many work tiles have a few rows. One warpgroup computes, stores and merges such a one alone, meanwhile
+  // another the next one: nobody takes turns.
+  QUIRE_DEVICE static bool is_alone(const WorkTile& work) {
+    if constexpr (V::kCascade == 0 || kWarpgroups == 1) return false;
+    return ptx::uniform(work.row_end - work.tile.row_begin) <= 64;
+  }
+
+  // Whether this warpgroup computes a work tile of few rows. Each has a stage of queries of its own where there are
+  // two.
+  QUIRE_DEVICE static bool is_mine(const Rings& rings) {
+    constexpr bool kAlternate = kWarpgroups == 2 && kQStages == 2 && !kNarrow;
+    return warpgroup() == (kAlternate ? ptx::uniform(rings.q.stage()) : 0);
+  }
+
+  // Which 64 rows of the row tile this warpgroup computes.
+  QUIRE_DEVICE static int part_of(const WorkTile& work) { return is_alone(work) ? 0 : warpgroup(); }
+
+  // Another warpgroup's work tile: this one lets go of what is loaded. One thread waits, and the others for it: a
+  // thread that runs ahead of the ring takes one round of it for another.
+  QUIRE_DEVICE void pass_over(const Stage& current, Rings& rings) const {
+    for (KvTileWalk<V> walk(current); walk.exists(); walk.advance()) {
+      if (is_leader()) {
+        k_.wait_full(rings.k), k_.arrive_empty(rings.k);
+        v_.wait_full(rings.k), v_.arrive_empty(rings.k);
+      }
+      rings.k.advance();
+    }
+    if (q_by_tma() && is_leader()) q_.wait_full(rings.q), q_.arrive_empty(rings.q);
+    rings.q.advance();
+    ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
   }
 
   QUIRE_DEVICE void release_work_tile(RingPosition<kWorkStages>& at) const {
@@ -401,7 +440,7 @@ struct AttentionFa3 {
   // stored yet. The first S of a work tile is started before the rows of the work tile before it are stored, so that
   // the tensor cores have work meanwhile.
   QUIRE_DEVICE void attend_work_tiles(Rows& rows, RingPosition<kWorkStages>& at, Rings& rings) const {
-    const int turn = ptx::uniform(warpgroup());
+    const int turn = ptx::uniform(part_of(stages_[at.stage()].work));
     float s[kTileKv / 2];
     wait_work_tile(stages_[at.stage()], rings);
     start_ABt<T, TileQ, TileK>(s, queries(rings.q, turn), keys(rings.k));
@@ -413,7 +452,7 @@ struct AttentionFa3 {
       const auto last = rings.k.before();
       v_.wait_full(last);
       const auto next = at.after();
-      bool goes_on = kIsEarly && ptx::uniform(current.work.is_whole());
+      bool goes_on = kIsEarly && V::kCascade == 0 && ptx::uniform(current.work.is_whole());
       if (goes_on) {
         work_.wait_full(next);
         goes_on = ptx::uniform(stages_[next.stage()].exists && KvTileWalk<V>(stages_[next.stage()]).exists());
@@ -455,7 +494,7 @@ struct AttentionFa3 {
       const int lane = ptx::lane_id();
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float factor = round_query(q, lane_row(lane) + 8 * h, lane % 4);
+        const float factor = round_query(q, lane_row(current.work, lane) + 8 * h, lane % 4);
         if (lane % 4 == 0) ptx::st_shared(query_factor_at(h), __float_as_uint(factor));
       }
       ptx::fence_proxy_async();
@@ -497,6 +536,10 @@ struct AttentionFa3 {
 
   // This lane's upper row in the tile.
   QUIRE_DEVICE static int lane_row(int lane) { return (ptx::thread_id() - 128) / 32 * 16 + lane / 4; }
+  QUIRE_DEVICE static int lane_row(const WorkTile& work, int lane) {
+    if constexpr (V::kCascade == 0) return lane_row(lane);
+    return part_of(work) * 64 + ptx::thread_id() % 128 / 32 * 16 + lane / 4;
+  }
 
   QUIRE_DEVICE TileDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.stage()).base, 16}; }
   QUIRE_DEVICE TileDescriptor values(RingPosition<kStages> at) const {
@@ -533,10 +576,11 @@ struct AttentionFa3 {
     if constexpr (kMasked) bits.read(logits_tile(current, tile));
     v_.wait_full(before);
     k_.wait_full(rings.k);
-    if constexpr (kWarpgroups > 1) ptx::named_barrier_sync(kTurn + turn, 256);
+    const bool takes_turns = kWarpgroups > 1 && !is_alone(current.work);
+    if (takes_turns) ptx::named_barrier_sync(kTurn + turn, 256);
     start_ABt<T, TileQ, TileK>(s, q, k);
     start_AB<T, TileV>(rows.o, rows.p, v);
-    if constexpr (kWarpgroups > 1) ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
+    if (takes_turns) ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
     ptx::wgmma_wait<1>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
@@ -554,7 +598,7 @@ struct AttentionFa3 {
   // The logits of this lane.
   QUIRE_DEVICE LogitsTile<V> logits_tile(const Stage& stage, int tile) const {
     const WorkTile& work = stage.work;
-    const int lane = ptx::lane_id(), row = work.tile.row_begin + lane_row(lane);
+    const int lane = ptx::lane_id(), row = work.tile.row_begin + lane_row(work, lane);
     return {{work.tile.qo_len, work.tile.kv_len, p_.base.window_left, stage.bits()},
             p_.base.group,
             work.tile.request,
@@ -619,14 +663,14 @@ struct AttentionFa3 {
     using Split = RowSplit<128, TileQ::kChunks>;
     const Split split(ptx::thread_id() % 128);
     for (int r = split.row; r < 64; r += Split::kRowsAtOnce) {
-      const int row = work.tile.row_begin + warpgroup() * 64 + r;
+      const int row = work.tile.row_begin + part_of(work) * 64 + r;
       const WorkTile::Place at = work.place(p_.base.group, min(row, work.row_end - 1));
       const Q* src =
           static_cast<const Q*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
 #pragma unroll
       for (int c = 0; c < Split::kChunksPerLane; ++c) {
         const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(q.chunk(warpgroup() * 64 + r, chunk), src + chunk * 8, row < work.row_end ? 16 : 0);
+        ptx::cp_async_16(q.chunk(part_of(work) * 64 + r, chunk), src + chunk * 8, row < work.row_end ? 16 : 0);
       }
     }
     ptx::cp_async_commit();
@@ -637,8 +681,8 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE void store(Rows& rows, Stage& stage) const {
     rows.softmax.reduce();
-    const int lane = ptx::lane_id(), row = lane_row(lane);
-    if (stage.work.is_whole()) {
+    const int lane = ptx::lane_id(), row = lane_row(stage.work, lane);
+    if (V::kCascade == 0 && stage.work.is_whole()) {
       store_whole(rows, stage.work, row, lane);
     } else {
       store_partial(rows, stage, row, lane);
@@ -675,10 +719,22 @@ struct AttentionFa3 {
   QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
     const WorkTile& work = stage.work;
-    const MergeGroup group = p.groups[work.group];
     const int thread = ptx::thread_id() - 128;
-    store_partial_rows<kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d, tile_row,
-                                  work.row_end - work.tile.row_begin, lane);
+    if constexpr (V::kCascade != 0) {
+      store_partial_rows(p, work.partial_row<V>(), rows.o, rows.softmax.m, rows.softmax.d, tile_row,
+                         work.row_end - work.tile.row_begin, lane);
+      if (is_alone(work)) {
+        merge_cascade<V, 4>(p, work, stage.work.group, ptx::thread_id() % 128,
+                            [] { ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128); });
+      } else {
+        merge_cascade<V, kConsumers / 32>(p, work, stage.work.group, thread,
+                                          [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); });
+      }
+      return;
+    }
+    const MergeGroup group = p.groups[work.group];
+    store_partial_rows(p, work.partial_row<V>(), rows.o, rows.softmax.m, rows.softmax.d, tile_row,
+                       work.row_end - work.tile.row_begin, lane);
     if (arrives_last(p.groups + work.group, group.num_parts<kTileRows>(), thread == 0, stage.is_last,
                      [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); })) {
       call_merge_partials<V, kConsumers / 32>(p, work, group, thread);

@@ -5,82 +5,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include "quire/core/schedule.h"
+#include "quire/kernels/schedule_cascade.h"
 
 namespace quire {
-
-enum class ScheduleError : int32_t {
-  kNone = 0,
-  kQoIndptrStart,  // qo_indptr[0] != 0
-  kQoIndptrOrder,  // qo_indptr decreases at `error_request`
-  kKvIndptrStart,  // kv_indptr[0] < 0
-  kKvIndptrOrder,
-  kLastPageLen,   // kv_last_page_len[error_request] not in 1..page_size (0 is allowed for a request without pages)
-  kTooManyRows,   // query tokens times group_size exceed 2^31 - 1 with error_request
-  kCapacity,      // more row tiles than tile_capacity
-  kMemory,        // malloc failed
-  kPages,         // fewer page numbers than kv_indptr[batch_size]
-  kTooManyTiles,  // row tiles times KV heads exceed kMaxTiles with error_request
-  kTooManyUnits,  // work units, or rows of partial results, exceed 2^31 - 1
-  kTooLong,       // error_request has more than 2^31 - 1 tokens of keys
-  kSeqLens,       // seq_lens[error_request] is not what the other arrays say
-};
-
-struct ScheduleInput {
-  const int32_t* qo_indptr;         // [batch_size + 1]; null: qo_len rows per request
-  const int32_t* kv_indptr;         // [batch_size + 1] tokens, or pages with kv_last_page_len
-  const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
-  const int32_t* kv_indices;        // [nnz_kv] page numbers that travel in the buffer; null: none do
-  const int32_t* seq_lens;          // [batch_size] tokens, which repeat the arrays above; null: they are not repeated
-  int32_t* kept;                    // capacity for kv_indptr, qo_indptr and kv_last_page_len, one after another
-  void* buffer;                     // filled if it holds staged_bytes
-  int64_t capacity;                 // bytes of it
-  int64_t num_pages;                // page numbers that there are, here or on the device; -1: ragged
-  int32_t batch_size;
-  int32_t qo_len;  // rows per request when qo_indptr is null
-  int32_t num_kv_heads;
-  int32_t group_size;
-  int32_t page_size;
-  int32_t tile_rows;  // packed rows of a row tile
-  int32_t tile_kv;    // tokens of a KV tile
-  int32_t mask_mode;
-  int32_t window_left;       // -1: none
-  int32_t start_cost;        // of a work tile, in sixteenths of a unit; see WorkLine
-  int32_t max_ctas;          // CTAs that fill the machine: as many partitions at most
-  int32_t fixed_split_size;  // tokens, a multiple of tile_kv: row tiles are divided there and nowhere else; 0:
-                             // automatic; -1: never divided
-  int32_t has_tile_counter;  // CTAs stay, and take whole row tiles as they get to them
-  int32_t l2_tokens;         // with tile counter: tokens of one KV head that may lie in L2 at a time
-  int32_t tile_capacity;     // 0: exact; else for a CUDA graph: max_ctas partitions and arrays at fixed places, always
-};
-
-struct ScheduleOutput {
-  int32_t error;  // ScheduleError
-  int32_t error_request;
-  int32_t has_kept;  // the index arrays lie in `kept`
-  int32_t num_tiles;
-  int32_t num_ctas;            // partitions, or row tiles times KV heads
-  int32_t is_partitioned;      // there are partitions
-  int32_t is_dynamic;          // they say that CTAs take whole row tiles from the tile counter
-  int32_t heads_per_l2_group;  // with tile counter: KV heads whose keys and values stay in L2, a divisor of all
-  int32_t work_per_head;       // work units of one KV head
-  int32_t nnz_qo;
-  int64_t nnz_kv;  // ragged: rows of k; paged: entries of kv_indices
-  int64_t num_partials;
-  int64_t num_groups;  // merge groups
-  int64_t mask_bytes;  // of the packed custom mask
-  int64_t kv_tokens;
-  int32_t least_page;    // of kv_indices; 0 without any
-  int32_t largest_page;  // of kv_indices; -1 without any
-  // The packed buffer: byte offsets of its arrays, its size, how much of that is filled, and with page numbers behind
-  // it.
-  int64_t tile_counter_offset, groups_offset, partitions_offset, mask_indptr_offset, tiles_offset;
-  int64_t buffer_bytes, filled_bytes, staged_bytes;
-};
-
-struct ScheduleParams {
-  ScheduleInput input;
-  ScheduleOutput output;
-};
 
 template <class Variant>
 struct ScheduleAttention {
@@ -88,7 +15,7 @@ struct ScheduleAttention {
     ScheduleAttention scheduler(p);
     scheduler.keep_arrays();
     scheduler.fail(scheduler.check());
-    if (p.output.error == 0) scheduler.measure();
+    if (p.output.error == 0) scheduler.is_cascade() ? scheduler.measure_cascade() : scheduler.measure();
     if (p.output.error == 0 && p.output.staged_bytes <= p.input.capacity) scheduler.fill();
     return p.output.error;
   }
@@ -99,8 +26,11 @@ struct ScheduleAttention {
 
   ScheduleInput in_;  // with the index arrays as they were kept
   ScheduleOutput& out_;
+  CascadeSchedule cascade_;
 
-  explicit ScheduleAttention(ScheduleParams& p) : in_(p.input), out_(p.output) {}
+  explicit ScheduleAttention(ScheduleParams& p) : in_(p.input), out_(p.output), cascade_(in_, out_) {}
+
+  bool is_cascade() const { return in_.num_shared_nodes > 0; }
 
   void fail(ScheduleError error) { out_.error = static_cast<int32_t>(error); }
 
@@ -110,14 +40,18 @@ struct ScheduleAttention {
       if (!out_.has_kept) memcpy(in_.kept, array, n * sizeof(int32_t));
       array = in_.kept, in_.kept += n;
     };
-    keep(in_.qo_indptr, in_.batch_size + 1), keep(in_.kv_indptr, in_.batch_size + 1);
+    keep(in_.qo_indptr, is_cascade() ? 2 * in_.batch_size : in_.batch_size + 1), keep(in_.kv_indptr, in_.batch_size + 1);
     keep(in_.kv_last_page_len, in_.batch_size);
     out_.has_kept = 1;
   }
 
-  int64_t qo_begin(int b) const { return in_.qo_indptr ? in_.qo_indptr[b] : static_cast<int64_t>(b) * in_.qo_len; }
+  int64_t qo_begin(int b) const {
+    if (is_cascade()) return in_.qo_indptr[2 * b];
+    return in_.qo_indptr ? in_.qo_indptr[b] : static_cast<int64_t>(b) * in_.qo_len;
+  }
+  int64_t qo_end(int b) const { return is_cascade() ? in_.qo_indptr[2 * b + 1] : qo_begin(b + 1); }
 
-  int qo_length(int b) const { return static_cast<int>(qo_begin(b + 1) - qo_begin(b)); }
+  int qo_length(int b) const { return static_cast<int>(qo_end(b) - qo_begin(b)); }
 
   int kv_length(int b) const {
     const int n = in_.kv_indptr[b + 1] - in_.kv_indptr[b];
@@ -140,13 +74,13 @@ struct ScheduleAttention {
       tiles += ceil_div(rows, static_cast<int64_t>(in_.tile_rows)) * max_parts(b);
       if (tiles * in_.num_kv_heads > kMaxTiles) return ScheduleError::kTooManyTiles;
     }
-    out_.nnz_qo = static_cast<int32_t>(qo_begin(in_.batch_size));
+    out_.nnz_qo = static_cast<int32_t>(is_cascade() ? qo_end(in_.batch_size - 1) : qo_begin(in_.batch_size));
     out_.nnz_kv = in_.kv_indptr[in_.batch_size];
     return in_.num_pages >= 0 && in_.num_pages < out_.nnz_kv ? ScheduleError::kPages : ScheduleError::kNone;
   }
 
   ScheduleError check_request(int b) const {
-    if (qo_begin(b + 1) < qo_begin(b)) return ScheduleError::kQoIndptrOrder;
+    if (qo_end(b) < qo_begin(b)) return ScheduleError::kQoIndptrOrder;
     const int64_t pages = static_cast<int64_t>(in_.kv_indptr[b + 1]) - in_.kv_indptr[b];
     if (pages < 0) return ScheduleError::kKvIndptrOrder;
     if (in_.kv_last_page_len != nullptr) {
@@ -154,7 +88,7 @@ struct ScheduleAttention {
       if (last < (pages == 0 ? 0 : 1) || last > in_.page_size) return ScheduleError::kLastPageLen;
       if (pages * in_.page_size > INT32_MAX) return ScheduleError::kTooLong;
     }
-    return qo_begin(b + 1) * in_.group_size > INT32_MAX ? ScheduleError::kTooManyRows : ScheduleError::kNone;
+    return qo_end(b) * in_.group_size > INT32_MAX ? ScheduleError::kTooManyRows : ScheduleError::kNone;
   }
 
   // Parts of each row tile of a request, at most.
@@ -168,7 +102,7 @@ struct ScheduleAttention {
       const int qo_len = qo_length(b), rows = qo_len * in_.group_size;
       for (int row = 0; row < rows; row += in_.tile_rows) {
         const int first = in_.kv_indptr[b], begin = static_cast<int>(qo_begin(b));
-        RowTile tile = {b, row, 0, 0, 0, -1, 1, -1, first, kv_length(b), begin, qo_len};
+        RowTile tile = {b, row, 0, 0, 0, {-1}, {1}, -1, first, kv_length(b), begin, qo_len};
         set_kv_range(in_, tile);
         emit_parts(tile, partials, groups, emit);
       }
@@ -219,6 +153,14 @@ struct ScheduleAttention {
     lay_out();
   }
 
+  void measure_cascade() {
+    fail(cascade_.measure([this](int b) -> RowTile {
+      const int first = in_.kv_indptr[b], begin = static_cast<int>(qo_begin(b));
+      return {b, 0, 0, 0, 0, {0}, {0}, 0, first, kv_length(b), begin, qo_length(b)};
+    }));
+    if (out_.error == 0) lay_out();
+  }
+
   int heads_per_l2_group() const {
     for (int heads = in_.num_kv_heads; heads > 1; --heads) {
       if (in_.num_kv_heads % heads == 0 && heads * out_.kv_tokens <= in_.l2_tokens) return heads;
@@ -252,8 +194,10 @@ struct ScheduleAttention {
     const auto place = [&at](int64_t& offset, int64_t bytes) { offset = at, at = round_up(at + bytes, 16); };
     const bool has_mask = in_.mask_mode == kMaskCustom;
     place(out_.tile_counter_offset, sizeof(uint32_t));
-    place(out_.groups_offset, out_.num_groups * static_cast<int64_t>(sizeof(MergeGroup)));
-    place(out_.partitions_offset, out_.is_partitioned ? out_.num_ctas * static_cast<int64_t>(sizeof(Partition)) : 0);
+    const int64_t groups = out_.num_groups * static_cast<int64_t>(sizeof(MergeGroup)),
+                  partitions = out_.is_partitioned ? out_.num_ctas * static_cast<int64_t>(sizeof(Partition)) : 0;
+    place(out_.groups_offset, is_cascade() ? cascade_.groups_bytes() : groups);
+    place(out_.partitions_offset, is_cascade() ? cascade_.partitions_bytes() : partitions);
     place(out_.mask_indptr_offset, has_mask ? in_.batch_size * static_cast<int64_t>(sizeof(int64_t)) : 0);
     place(out_.tiles_offset, out_.num_tiles * static_cast<int64_t>(sizeof(RowTile)));
     out_.filled_bytes = out_.staged_bytes = at;
@@ -272,6 +216,11 @@ struct ScheduleAttention {
 
   void fill() {
     RowTile* tiles = at<RowTile>(out_.tiles_offset);
+    if (is_cascade()) {
+      *at<uint32_t>(out_.tile_counter_offset) = 0;
+      cascade_.copy_to(tiles, at<void>(out_.partitions_offset), at<void>(out_.groups_offset));
+      return copy_pages();
+    }
     int n = 0, work = 0;
     for_each_tile([&](RowTile& t) { t.work_begin = work, work += tile_units(t), tiles[n++] = t; });
     *at<uint32_t>(out_.tile_counter_offset) = 0;

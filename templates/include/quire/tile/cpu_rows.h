@@ -58,6 +58,14 @@ inline void finish_row(const Rows& rows, int row, const float* o, float m, float
     *rows.lse(row) = returned_lse<V>(d == 0.0f ? -kInfinity : m + log2f(d), rows.p, rows.work.tile, rows.head(row));
 }
 
+// Adds a row of a partial result to o, which is whole vectors.
+template <class V>
+inline void add_partial(float* o, const float* from, float weight) {
+  constexpr int kRest = V::kHeadDimVo % kLanes, kWhole = V::kHeadDimVo - kRest;
+  for (int i = 0; i < kWhole; i += kLanes) store(o + i, load(o + i) + load(from + i) * weight);
+  if constexpr (kRest != 0) store(o + kWhole, load(o + kWhole) + load_first<kRest>(from + kWhole) * weight);
+}
+
 // Merges the partials of a group, always from the first part to the last, and finishes its rows.
 template <class V>
 inline void merge_partials(const Rows& rows, const MergeGroup& group) {
@@ -67,17 +75,48 @@ inline void merge_partials(const Rows& rows, const MergeGroup& group) {
     float m = -kInfinity, d = 0.0f;
     for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) m = max(m, md(at)[0]);
     const float base = m == -kInfinity ? 0.0f : m;
-    constexpr int kRest = V::kHeadDimVo % kLanes, kWhole = V::kHeadDimVo - kRest;
     float o[whole_vectors(V::kHeadDimVo)] = {};
     for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) {
       const float weight = exp2(md(at)[0] - base);
       if (md(at)[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
-      const float* from = p.partial_o + (at + row) * V::kHeadDimVo;
       d += weight * md(at)[1];
-      for (int i = 0; i < kWhole; i += kLanes) store(o + i, load(o + i) + load(from + i) * weight);
-      if constexpr (kRest != 0) store(o + kWhole, load(o + kWhole) + load_first<kRest>(from + kWhole) * weight);
+      add_partial<V>(o, p.partial_o + (at + row) * V::kHeadDimVo, weight);
     }
     finish_row<V>(rows, row, o, m, d);
+  }
+}
+
+// Merges the rows of a cascade's group, whose partial results lie where the list of parts says.
+template <class V>
+inline void merge_cascade_group(const AttentionParams& p, const WorkTile& arrived, const CascadeGroup& group) {
+  WorkTile work = arrived;
+  work.tile.qo_begin = 0, work.tile.row_begin = group.row, work.row_end = group.row + group.num_rows;
+  const Rows rows(p, work, group.num_rows);
+  for (int row = 0; row < group.num_rows; ++row) {
+    float m = -kInfinity, d = 0.0f, o[whole_vectors(V::kHeadDimVo)] = {};
+    for (int i = 0; i < group.num_parts; ++i) m = max(m, p.partial_md[(int64_t{part_row(p, group, i)} + row) * 2]);
+    const float base = m == -kInfinity ? 0.0f : m;
+    for (int i = 0; i < group.num_parts; ++i) {
+      const int64_t at = int64_t{part_row(p, group, i)} + row;
+      const float* md = p.partial_md + at * 2;
+      if (md[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
+      const float weight = exp2(md[0] - base);
+      d += weight * md[1];
+      add_partial<V>(o, p.partial_o + at * V::kHeadDimVo, weight);
+    }
+    finish_row<V>(rows, row, o, m, d);
+  }
+}
+
+// A work tile of a cascade has left its partial result: the last one to arrive at a group merges it.
+template <class V>
+inline void arrive_at_cascade_groups(const AttentionParams& p, const WorkTile& work) {
+  for (int i = 0; i < work.tile.num_groups; ++i) {
+    CascadeGroup& group = cascade_group(p, work.tile, i, work.kv_head);
+    const uint32_t before = __atomic_fetch_add(&group.num_arrived, 1u, __ATOMIC_ACQ_REL);
+    if (static_cast<int>(before) + 1 != group.num_parts) continue;
+    __atomic_store_n(&group.num_arrived, 0u, __ATOMIC_RELAXED);
+    merge_cascade_group<V>(p, work, group);
   }
 }
 
@@ -92,12 +131,13 @@ inline void finish_work_tile(const Rows& rows, const float* o, const float* m, c
     return;
   }
   const AttentionParams& p = rows.p;
-  const int64_t at = static_cast<int64_t>(work.partial) * V::kTileRows;
+  const int64_t at = work.partial_row<V>();
   for (int row = 0; row < rows.count; ++row) {
     memcpy(p.partial_o + (at + row) * V::kHeadDimVo, o + row * kStride, sizeof(float) * V::kHeadDimVo);
     p.partial_md[(at + row) * 2] = m[row];
     p.partial_md[(at + row) * 2 + 1] = d[row];
   }
+  if constexpr (V::kCascade != 0) return arrive_at_cascade_groups<V>(p, work);
   MergeGroup& group = p.groups[work.group];
   const uint32_t before = __atomic_fetch_add(&group.num_arrived, 1u, __ATOMIC_ACQ_REL);
   if (static_cast<int>(before) + 1 != group.num_parts<V::kTileRows>()) return;

@@ -3,6 +3,7 @@
 #pragma once
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
+#include "quire/tile/cascade_merge.cuh"
 #include "quire/tile/decode_shape.cuh"
 #include "quire/tile/partial.cuh"
 
@@ -54,7 +55,7 @@ class DecodeEnding {
 
   QUIRE_DEVICE void run(const WorkTile& work, const Accumulator<kM, kVo>& o, const SoftmaxRows<kM>& softmax) const {
     MergeGroup group = {};
-    if (!work.is_whole()) group = p_.groups[work.group];  // arrives while the KV splits are merged
+    if (V::kCascade == 0 && !work.is_whole()) group = p_.groups[work.group];  // arrives while the KV splits are merged
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -63,7 +64,9 @@ class DecodeEnding {
       merge_splits(work, m);
       if (m + 1 < kM) __syncthreads();
     }
-    if (work.is_whole()) {
+    if constexpr (V::kCascade != 0) {
+      end_cascade(work);
+    } else if (work.is_whole()) {
       __syncthreads();
     } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), threadIdx.x == 0,
                             smem_.fixed.is_last, [] { __syncthreads(); })) {
@@ -72,6 +75,13 @@ class DecodeEnding {
   }
 
  private:
+  // Each warp has a copy of the work tile: the flags of is_last serve all of them.
+  QUIRE_DEVICE void end_cascade(const WorkTile& work) const {
+    merge_cascade<V, Shape::kWarps>(p_, work, smem_.fixed.is_last, static_cast<int>(threadIdx.x),
+                                    [] { __syncthreads(); });
+    __syncthreads();
+  }
+
   QUIRE_DEVICE unsigned char* spill_of(int warp) const {
     if constexpr (Shape::kHasSpill) return smem_.fixed.spill[warp];
     return smem_.ring[warp / Shape::kSplitWarps][stage_] + warp % Shape::kSplitWarps * Shape::kSpillBytes;
@@ -91,13 +101,13 @@ class DecodeEnding {
   // Rows of block m of every warp of a KV split, four columns a thread, the KV splits in order.
   QUIRE_DEVICE void merge_splits(const WorkTile& work, int m) const {
     const int row_begin = work.tile.row_begin;
-    const int64_t partial_row = static_cast<int64_t>(work.partial) * V::kTileRows;
+    const int64_t partial_row = work.partial_row<V>();
     for (int i = static_cast<int>(threadIdx.x); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;
       if (row_begin + row >= work.row_end) continue;
       const RowQuad sum = merge_row(member, m, r % 16, quad);
-      if (work.is_whole()) {
+      if (V::kCascade == 0 && work.is_whole()) {
         store_quad<V>(p_, work, row_begin + row, quad * 4, sum);
       } else {
         *reinterpret_cast<float4*>(p_.partial_o + (partial_row + row) * V::kHeadDimVo + quad * 4) = sum.o;

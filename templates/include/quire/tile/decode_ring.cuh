@@ -20,7 +20,7 @@ class DecodeLoader {
   // Copies this warp's tokens of the KV tile at hand into the warp's rows of `k` and `v`, and moves on to the next KV
   // tile. The first call has no KV tile at hand yet. True if the pages of the next KV tile are not known:
   // prefetch_pages() must follow.
-  QUIRE_DEVICE bool load(TileWindow& window, typename Shape::TileK k, typename Shape::TileV v) {
+  QUIRE_DEVICE bool load(TileWindow<V::kCascade != 0>& window, typename Shape::TileK k, typename Shape::TileV v) {
     if (tile_ < end_) copy_tile(k, v);
     return advance(window);
   }
@@ -43,10 +43,10 @@ class DecodeLoader {
     ++tile_;
   }
 
-  QUIRE_DEVICE bool advance(TileWindow& window) {
+  QUIRE_DEVICE bool advance(TileWindow<V::kCascade != 0>& window) {
     if (tile_ < end_) return tile_ % kTilesAtOnce == 0;
     if (!cursor_.exists()) return false;
-    start(cursor_.take(p_, window.get(cursor_, lane_), V::kTileKv));
+    start(cursor_.take<V::kCascade != 0>(p_, window.get(cursor_, lane_), V::kTileKv));
     return true;
   }
 

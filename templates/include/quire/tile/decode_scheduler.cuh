@@ -6,33 +6,38 @@ namespace quire {
 
 // The next 32 row tiles, in shared memory, a copy for each warp: a CTA's work tiles are neighbours, so one round of
 // loads serves many of them. Where there are at most 32 in all, they are loaded before the partition that says where to
-// begin is known.
+// begin is known. In a cascade a CTA goes on from shared levels to the last one, anywhere.
+template <bool kCascade>
 class TileWindow {
  public:
   static constexpr int kTiles = 32;
 
   // `window`: this warp's shared memory.
   QUIRE_DEVICE TileWindow(const AttentionParams& p, const WorkCursor& cursor, RowTile (&window)[kTiles], int lane)
-      : tiles_(p.tiles), window_(window), first_(0) {
+      : tiles_(p.tiles), window_(window), first_(0), all_tiles_(p.num_tiles) {
     if (p.partitions == nullptr) {
       first_ = cursor.left.tile, tiles_ += first_;
       load(0, 1, lane);
     } else if (p.num_tiles <= kTiles) {
       load(0, p.num_tiles, lane);
     } else {
-      load(cursor.left.tile, cursor.left.num_tiles, lane);
+      load(cursor.left.tile, count(cursor), lane);
     }
   }
 
   // The row tile that the cursor stands at; all lanes of a warp together.
   QUIRE_DEVICE const RowTile& get(const WorkCursor& cursor, int lane) {
     int at = cursor.left.tile - first_ - base_;
-    if (at < 0) at += cursor.left.num_tiles;
-    if (at >= kTiles) load(cursor.left.tile, cursor.left.num_tiles, lane), at = 0;
+    if (at < 0) at = kCascade ? kTiles : at + cursor.left.num_tiles;
+    if (at >= kTiles) load(cursor.left.tile, count(cursor), lane), at = 0;
     return window_[at];
   }
 
  private:
+  QUIRE_DEVICE int count(const WorkCursor& cursor) const {
+    return kCascade ? all_tiles_ : cursor.left.num_tiles;  // in a cascade those end with a line of the schedule
+  }
+
   // Row tiles [base, base + 32) of `count`, after the last of which comes the first.
   QUIRE_DEVICE void load(int base, int count, int lane) {
     base_ = base;
@@ -47,6 +52,7 @@ class TileWindow {
   const RowTile* tiles_;
   RowTile* window_;
   int first_, base_;
+  int all_tiles_;  // of the schedule; in a cascade
 };
 
 }  // namespace quire

@@ -77,7 +77,7 @@ struct DecodeShape {
   struct Fixed : SpillArea<kHasSpill ? kWarps : 0, kSpillBytes>, QueryArea<kSplitWarps, kQueryBytes> {
     float2 states[kWarps][kM * 16];  // maximum and denominator of each row
     WorkTile work[kWarps];
-    RowTile tiles[kWarps][TileWindow::kTiles];
+    RowTile tiles[kWarps][TileWindow<V::kCascade != 0>::kTiles];
     alignas(16) uint32_t is_last;  // this CTA is the last of a merge group to arrive
   };
 

@@ -70,15 +70,16 @@ struct WorkList {
   }
 
   // Fills in `next`, which follows the one that left `cursor`.
+  template <bool kCascade = false>
   QUIRE_DEVICE static void next(const AttentionFa3Params& p, const WorkCursor& cursor, CurrentWork& next, int& number,
                                 int tile_kv) {
     next.cursor = cursor;
-    if (!next.cursor.exists()) {
+    if (!kCascade && !next.cursor.exists()) {
       const CountedTiles tiles(p);
       if (tiles.count > 0) number = tiles.take(p, number);
       if (number < tiles.count) next.cursor = tiles.cursor(number);
     }
-    next.exists = next.cursor.next(p.base, tile_kv, next.work);
+    next.exists = next.cursor.next<kCascade>(p.base, tile_kv, next.work);
   }
 
  private:

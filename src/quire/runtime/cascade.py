@@ -1,0 +1,63 @@
+"""Levels of shared keys become one batch, whose requests are the nodes of a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quire.errors import UnsupportedError, ValidationError
+from quire.runtime.attention import AttentionSpec
+from quire.runtime.schedule import Indices
+
+
+def join_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
+    """One spec of several, whose queries are the same and whose keys follow one another: those of the last level are
+    each request's own.
+
+    UnsupportedError where they cannot be one launch, ValidationError where a level's index arrays are wrong in a way
+    that is seen here; the scheduler sees the others.
+    """
+    parts = [_of_level(level.indices) for level in levels]
+    if len({part.nnz_qo for part in parts}) > 1 or not parts[0].nnz_qo:
+        raise UnsupportedError(f"levels have {[part.nnz_qo for part in parts]} queries: expected as many, and some.")
+    own, devices = parts[-1], {part.pages.device for part in parts}
+    device = next((device for device in devices if device.type != "cpu"), parts[-1].pages.device)
+    starts = torch.tensor([0, *(part.pages.numel() for part in parts)], dtype=torch.int32, device="cpu").cumsum(0)
+    offsets = [part.kv_indptr + start for part, start in zip(parts, starts, strict=False)]
+    kv_indptr = torch.cat([*(offset[:-1] for offset in offsets), offsets[-1][-1:]]).to(torch.int32)
+    if kv_indptr.numel() > 2**31 - 1 or int(starts[-1]) > 2**31 - 1:
+        raise UnsupportedError("levels have more than 2**31 - 1 pages together")
+    indices = Indices(
+        kv_indptr.numel() - 1, torch.cat([part.rows for part in parts]), 0, kv_indptr,
+        torch.cat([part.last_page_len for part in parts]), torch.cat([part.pages.to(device) for part in parts]),
+        own.page_size, num_shared_nodes=kv_indptr.numel() - 1 - own.batch_size,
+    )  # fmt: skip
+    options = levels[-1].options
+    causal = options.causal and own.most_rows > 1  # one query sees all of its keys
+    return AttentionSpec(indices, options._replace(cascade=True, causal=causal))
+
+
+class _Level:
+    """The nodes of one level."""
+
+    def __init__(self, indices: Indices) -> None:
+        qo_indptr, kv_indptr, last = indices.qo_indptr, indices.kv_indptr, indices.kv_last_page_len
+        assert qo_indptr is not None and last is not None and indices.kv_indices is not None
+        if not indices.batch_size or int(qo_indptr[0]):
+            raise ValidationError("qo_indptr: expected to begin with 0, and a node in each level.")
+        self.batch_size, self.page_size, self.last_page_len = indices.batch_size, indices.page_size, last
+        lens = qo_indptr.diff()
+        if int(lens.min()) < 0:
+            raise ValidationError("qo_indptr: expected to ascend.")
+        self.nnz_qo, self.most_rows = int(qo_indptr[-1]), int(lens.max())
+        self.rows = torch.stack((qo_indptr[:-1], qo_indptr[1:]), 1).view(-1)
+        begin, end = int(kv_indptr[0]), int(kv_indptr[-1])
+        if not 0 <= begin <= end <= indices.kv_indices.numel():
+            raise ValidationError("paged_kv_indptr: expected offsets into paged_kv_indices.")
+        self.kv_indptr, self.pages = kv_indptr - begin, indices.kv_indices[begin:end]
+
+
+def _of_level(indices: object) -> _Level:
+    assert isinstance(indices, Indices)
+    return _Level(indices)

@@ -1,0 +1,34 @@
+// Cascades: the keys of a row lie in several nodes of a tree, one a level. A node of a shared level has the rows of all
+// requests below it, and they see all of its keys; the last level's nodes are requests, under the variant's mask.
+//
+// A row tile is some rows of one node, so that the row tiles of different levels hold the same rows in different
+// company. Merge groups are the rows between two neighbouring edges of row tiles of any level: they lie in one row tile
+// of each level. Every work tile leaves a partial result, as many rows as its row tile has, and arrives at each group
+// that takes rows of it. The list of parts says where a group's rows begin in each of its partial results, level by
+// level, and in the order of keys within a level.
+#pragma once
+#include "quire/core/params.h"
+
+namespace quire {
+
+// An entry of a cascade's merge table, for one KV head: entry i * num_kv_heads + head is group i's.
+struct alignas(16) CascadeGroup {
+  int32_t row;           // first packed row of the batch: token * group_size + head in group
+  int32_t num_rows;      // at most a row tile's
+  int32_t parts_begin;   // of the list of parts, which follows the merge table: in int32 from the table's beginning
+  int32_t num_parts;     // work tiles that arrive; first those of shared levels
+  uint32_t num_arrived;  // 0 between launches: the last CTA to arrive resets it
+  int32_t num_shared_parts;
+};
+
+// Where this part of a group begins, in rows of partial_o and partial_md.
+QUIRE_HD int32_t part_row(const AttentionParams& p, const CascadeGroup& group, int part) {
+  return reinterpret_cast<const int32_t*>(p.groups)[group.parts_begin + part];
+}
+
+// Group i of those that take rows of a row tile.
+QUIRE_HD CascadeGroup& cascade_group(const AttentionParams& p, const RowTile& tile, int i, int kv_head) {
+  return reinterpret_cast<CascadeGroup*>(p.groups)[static_cast<int64_t>(tile.group + i) * p.num_kv_heads + kv_head];
+}
+
+}  // namespace quire
