@@ -228,12 +228,12 @@ ATTENTION = [
     "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128",
 ]
 
-#: Of architectures that no variant has run on, as `quire matrix` says. Some spill: their tiles are those of others.
+#: Of architectures that no variant has run on, as `quire matrix` says: those that leave the fewest registers.
 UNTRIED = [
     "attention_decode.sm89.bf16-e4m3-bf16.d128-128.paged.causal.m32",
-    "attention_decode.sm100a.bf16-bf16-bf16.d128-128.paged.none.m16",
-    "attention_fa2.sm100a.bf16-bf16-bf16.d128-128.paged.causal.m128",
-    "attention_decode.sm120a.bf16-bf16-bf16.d128-128.paged.causal.m64",
+    "attention_decode.sm100a.bf16-bf16-bf16.d128-128.paged.none.m32",
+    "attention_fa2.sm100a.bf16-bf16-bf16.d256-256.paged.causal.m16",
+    "attention_decode.sm120a.bf16-bf16-bf16.d128-128.paged.causal.m16",
     "attention_fa2.sm120a.bf16-bf16-bf16.d256-256.paged.causal.m64",
 ]
 
@@ -241,8 +241,9 @@ UNTRIED = [
 @pytest.mark.slow
 @needs_nvrtc
 @pytest.mark.parametrize("slug", UNTRIED)
-def test_other_architectures_compile(slug: str, real: None) -> None:
-    assert not jit.build(aot.spec_of(slug))[1].manifest.warnings
+def test_other_architectures_compile_without_a_spill(slug: str, real: None) -> None:
+    manifest = jit.build(aot.spec_of(slug))[1].manifest
+    assert (manifest.spills, manifest.warnings) == (0, [])
 
 
 @needs_nvrtc

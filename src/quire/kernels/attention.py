@@ -271,6 +271,11 @@ def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ..
     return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
 
 
+def is_blackwell(problem: AttentionProblem) -> bool:
+    """Whether the target is a GPU from sm_100 on, where ptxas takes some ten registers more for the same code."""
+    return problem.on_cuda and int(problem.target[2:].rstrip("af")) >= 100
+
+
 def whole_blocks(head_dim: int) -> int:
     """`head_dim` as GPU kernels hold it: in blocks of 16 dims, of which the last may end in zeros."""
     return -(-head_dim // 16) * 16

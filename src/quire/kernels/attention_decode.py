@@ -7,6 +7,7 @@ from quire.kernels.attention import (
     AttentionProblem,
     TileShape,
     first_tile_that_holds,
+    is_blackwell,
     tensor_core_reason,
     whole_blocks,
 )
@@ -19,7 +20,9 @@ def _reject(problem: AttentionProblem) -> str | None:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
     if reason := tensor_core_reason(problem, takes_8_bit_kv=True):
         return reason
-    most = _tiles(problem)[-1].rows
+    if not (tiles := _tiles(problem)):
+        return f"heads of {_widest(problem)} dims leave too few registers on {problem.target}"
+    most = tiles[-1].rows
     return f"{problem.rows} rows (qo_len * group_size) are more than {most}" if problem.rows > most else None
 
 
@@ -28,7 +31,24 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
     32 and 64 rows are for speculative queries, so that their keys are still read once.
     """
-    return tuple(TileShape(rows, _tile_kv(problem, rows)) for rows in (16, 32, 64) if _fits(problem, rows))
+    return tuple(
+        TileShape(rows, _tile_kv(problem, rows))
+        for rows in (16, 32, 64)
+        if _fits(problem, rows) and not _spills(problem, rows)
+    )
+
+
+def _spills(problem: AttentionProblem, rows: int) -> bool:
+    """Whether registers would spill: on Blackwell with wide heads, sooner where shared memory is small."""
+    widest = _widest(problem)
+    if widest <= 64 or not is_blackwell(problem):
+        return False
+    most = 16 if widest > 192 or problem.kv.bits == 8 or _has_small_smem(problem) else 32
+    return rows > most or (widest > 192 and _has_small_smem(problem))
+
+
+def _widest(problem: AttentionProblem) -> int:
+    return max(problem.head_dim_qk, problem.head_dim_vo)
 
 
 def _yields(problem: AttentionProblem) -> str | None:
@@ -37,7 +57,7 @@ def _yields(problem: AttentionProblem) -> str | None:
     """
     if problem.cascade and problem.rows > 16:
         return f"keys that {problem.rows} rows of a cascade share are faster in tiles of more rows"
-    if problem.rows <= 32 or max(problem.head_dim_qk, problem.head_dim_vo) <= 64 or problem.kv.bits == 8:
+    if problem.rows <= 32 or _widest(problem) <= 64 or problem.kv.bits == 8:
         return None
     return f"{problem.rows} rows of wide heads are faster in tiles of more rows"
 

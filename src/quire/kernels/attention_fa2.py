@@ -9,6 +9,7 @@ from quire.kernels.attention import (
     AttentionProblem,
     TileShape,
     first_tile_that_holds,
+    is_blackwell,
     tensor_core_reason,
 )
 from quire.types import MaskMode, PosEncodingMode
@@ -20,16 +21,28 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
     All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
     """
-    qk, vo, encoded = problem.head_dim_qk, problem.head_dim_vo, problem.pos_encoding is not PosEncodingMode.NONE
-    encoded = encoded or problem.variant is not None
-    kv = 128 if max(qk, vo) <= 64 and not encoded else 64
+    qk, vo = problem.head_dim_qk, problem.head_dim_vo
+    kv = 128 if max(qk, vo) <= 64 and not _is_encoded(problem) else 64
     fits = vo <= 128 and qk <= 192 and problem.kv.bits == 16
-    rows = (16, 64, 128) if fits and not (encoded and _spills(problem)) else (16, 64)
+    rows = (16, 64, 128) if fits and not _spills(problem) else (16, 64)
     return tuple(TileShape(m, kv) for m in rows)
 
 
 def _spills(problem: AttentionProblem) -> bool:
-    """Whether 128 rows leave no registers for a position encoding, whatever the order (tile/fa2_pipeline.cuh)."""
+    """Whether 128 rows leave too few registers, whatever the order (tile/fa2_pipeline.cuh)."""
+    is_sm86 = problem.target.rstrip("af") in ("sm86", "sm87", "sm88", "sm89")
+    if is_blackwell(problem) or (is_sm86 and problem.mask is MaskMode.CUSTOM and problem.soft_cap):
+        return True
+    return _is_encoded(problem) and _spills_encoded(problem)
+
+
+def _is_encoded(problem: AttentionProblem) -> bool:
+    """Whether logits depend on where keys stand, or on what the caller has written."""
+    return problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None
+
+
+def _spills_encoded(problem: AttentionProblem) -> bool:
+    """Whether a position encoding, or a variant of the caller's own, is too much for 128 rows."""
     if problem.head_dim_qk > 128 or problem.mask is MaskMode.CUSTOM or (problem.window and problem.soft_cap):
         return True
     if problem.variant is not None:  # what it needs is not known here

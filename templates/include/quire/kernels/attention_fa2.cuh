@@ -85,7 +85,7 @@ struct AttentionFa2 {
 
  public:
   static constexpr int kSmemBytes = kWarpTilesAt + 64;
-  static constexpr int kMinCtas = kTileRows == 16 ? 3 : 2;
+  static constexpr int kMinCtas = kTileRows == 16 && !ptx::kFromSm100 ? 3 : 2;
   static_assert(kSmemBytes <= 99 * 1024, "a CTA fits every GPU from sm_80 on");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {

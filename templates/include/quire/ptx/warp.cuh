@@ -10,6 +10,11 @@ constexpr bool kBeforeSm90 = true;
 #else
 constexpr bool kBeforeSm90 = false;
 #endif
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr bool kFromSm100 = true;
+#else
+constexpr bool kFromSm100 = false;
+#endif
 
 // Read anew each time: an epilogue that asks again holds no register through the main loop.
 QUIRE_DEVICE int lane_id() {

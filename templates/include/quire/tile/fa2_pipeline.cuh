@@ -17,8 +17,10 @@ struct Fa2Pipeline {
 // are the same, bit for bit. A variant's manifest tells its "spills": look there after any change to the loop.
 template <class V>
 constexpr Fa2Pipeline fa2_pipeline() {
-  constexpr Fa2Pipeline kUsual = {V::kTileKv < 64 ? 0 : 1, 0, false};
   constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo);
+  // From sm_100 on ptxas takes more registers, of which heads of 256 leave none: copies of pages go first.
+  constexpr bool kIsFull = ptx::kFromSm100 && kVo > 192 && V::kPaged != 0;
+  constexpr Fa2Pipeline kUsual = {V::kTileKv < 64 || kIsFull ? 0 : 1, 0, false};
   if constexpr (V::kTileRows < 128) return kUsual;
   // Page offsets beside 128 logits a row: copies a step earlier than usual, which ptxas fits where it misses by two.
   if constexpr (kQk <= 64 && V::kPaged != 0) return {0, 0, false};
