@@ -375,6 +375,19 @@ def test_torch_is_not_imported(line: str, cache: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("line", ["--help", "cache list"])
+def test_an_answer_without_torch_takes_little_time(line: str, cache: Path) -> None:
+    """The least of three: other tests run beside this one."""
+    command, seconds = [sys.executable, "-m", "quire", *line.split()], []
+    for _ in range(3):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert status == 0
+        seconds.append(usage.ru_utime + usage.ru_stime)
+    assert min(seconds) <= 0.4
+
+
 def test_a_closed_pipe_is_no_error(filled: Path) -> None:
     with program("show", SLUGS[0], "--source") as process:
         assert process.stdout is not None and process.stderr is not None

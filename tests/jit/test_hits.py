@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -344,6 +345,17 @@ print(*opened)
     names = ["compilers.json", "factor.h", "manifest.json", "scale.h", entry.artifact.name, "variant.jinja"]
     opened = [name for name in run.stdout.split() if Path(name).suffix]
     assert sorted(name for name in opened if name in names) == sorted(names)
+
+
+def test_a_warm_lookup_takes_two_milliseconds(templates: Path) -> None:
+    """Of this process's own time, the least of twenty: other tests run beside this one."""
+    jit.build(DEVICE, templates=templates)
+    seconds = []
+    for _ in range(20):
+        began = time.process_time()
+        assert jit.lookup(DEVICE, templates=templates) is not None
+        seconds.append(time.process_time() - began)
+    assert min(seconds) <= 0.002
 
 
 def test_record_appends_each_variant_once(templates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
