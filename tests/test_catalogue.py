@@ -49,6 +49,7 @@ def test_few_problems():
 
 
 _BF16, _E4M3 = dtype_of("bfloat16", "q"), dtype_of("float8_e4m3fn", "kv")
+FA2_AND_DECODE = ("attention_fa2", "attention_decode")
 _DECODE = AttentionProblem("sm90a", _BF16, _BF16, _BF16, 128, 128, 16, MaskMode.NONE, False, False, rows=8)
 
 
@@ -81,6 +82,35 @@ def test_auto(changes, expected):
 def test_a_kernel_that_yields_can_be_asked_for():
     decision = decide(replace(_DECODE, rows=64), "quire:decode")
     assert decision.kernel.backend == "decode" and decision.key.tile_rows == 64
+
+
+@pytest.mark.parametrize(
+    ("target", "head_dim", "more", "decode_rows", "fa2_rows"),
+    [
+        ("sm90a", 128, {}, (16, 32, 64), (16, 64, 128)),
+        ("sm100a", 64, {}, (16, 32, 64), (16, 64)),
+        ("sm100a", 128, {}, (16, 32), (16, 64)),
+        ("sm103a", 256, {}, (16,), (16, 64)),
+        ("sm120a", 128, {}, (16,), (16, 64)),
+        ("sm100a", 128, {"kv": _E4M3}, (16,), (16, 64)),
+        ("sm80", 128, {"mask": MaskMode.CUSTOM, "soft_cap": True}, (16, 32, 64), (16, 64, 128)),
+        ("sm89", 128, {"mask": MaskMode.CUSTOM, "soft_cap": True}, (16, 32, 64), (16, 64)),
+    ],
+)
+def test_tiles_whose_registers_would_spill_are_left_out(target, head_dim, more, decode_rows, fa2_rows):
+    problem = replace(_DECODE, target=target, head_dim_qk=head_dim, head_dim_vo=head_dim, **more)
+    tiles = {kernel.backend: kernel.tiles(problem) for kernel in KERNELS if kernel.name in FA2_AND_DECODE}
+    assert {name: tuple(tile.rows for tile in shapes) for name, shapes in tiles.items()} == {
+        "decode": decode_rows,
+        "fa2": fa2_rows,
+    }
+
+
+def test_decode_says_where_wide_heads_leave_it_no_registers():
+    wide = replace(_DECODE, target="sm120a", head_dim_qk=256, head_dim_vo=256)
+    assert chosen(target="sm120a", head_dim_qk=256, head_dim_vo=256) == "fa2"
+    with pytest.raises(UnsupportedError, match="heads of 256 dims leave too few registers on sm120a"):
+        decide(wide, "quire:decode")
 
 
 def test_a_fixed_split_is_a_multiple_of_the_tile_that_runs():
