@@ -171,7 +171,7 @@ def test_merge(ranks: Processes, exchange: str, natural: bool, head_dim: int) ->
 
 def prefill(batch: Batch, page_size: int, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """This rank's rows, o and lse."""
-    call = ZigzagPrefill(workspace("cpu"), page_size=page_size)
+    call = ZigzagPrefill(workspace("cpu"), page_size=page_size, num_gathers=options.pop("num_gathers", 1))
     sinks = options.pop("sinks", None)
     lens = torch.tensor(batch.kv_lens)
     call.plan(lens, *batch.heads, 64, q_data_type=batch.dtype, check_ranks=True, **options)
@@ -179,16 +179,17 @@ def prefill(batch: Batch, page_size: int, **options: object) -> tuple[torch.Tens
     return call.rows, *call.run(*tensors, sinks=sinks, return_lse=True)
 
 
-def check_prefill(lens: tuple[int, ...], page_size: int, dtype: torch.dtype) -> None:
+def check_prefill(lens: tuple[int, ...], page_size: int, dtype: torch.dtype, num_gathers: int = 1) -> None:
     batch = Batch(list(lens), list(lens), dtype=dtype, causal=True)
-    rows, o, lse = prefill(batch, page_size)
+    rows, o, lse = prefill(batch, page_size, num_gathers=num_gathers)
     batch.check(o, lse, rows, slice(None))
 
 
+@pytest.mark.parametrize("num_gathers", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 8, 64])
 @pytest.mark.parametrize("lens", [(96,), (133, 1, 17, 0, 200), (3, 2), (0,)], ids=str)
-def test_zigzag_prefill(ranks: Processes, lens: tuple[int, ...], page_size: int) -> None:
-    ranks.run(check_prefill, lens, page_size, torch.float32)
+def test_zigzag_prefill(ranks: Processes, lens: tuple[int, ...], page_size: int, num_gathers: int) -> None:
+    ranks.run(check_prefill, lens, page_size, torch.float32, num_gathers)
 
 
 def test_zigzag_prefill_in_bfloat16(ranks: Processes) -> None:
@@ -294,6 +295,8 @@ def check_errors() -> None:
     for planless in (lambda: call.run(None, None), lambda: prefill.run(None, None, None)):
         with pytest.raises(quire.PlanError, match=r"call plan\(\) first"):
             planless()
+    with pytest.raises(quire.ValidationError, match="num_gathers: expected 1 or 2, got 3"):
+        ZigzagPrefill(workspace("cpu"), num_gathers=3)
     with pytest.raises(quire.ValidationError, match=r"page_size: expected the same.*rank 1"):
         ZigzagPrefill(workspace("cpu"), page_size=8 * (rank + 1)).plan(torch.tensor([5]), 6, 6, 64, check_ranks=True)
     prefill.plan(torch.tensor([999]), 6, 6, 64, q_data_type=torch.float32)

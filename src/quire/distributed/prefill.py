@@ -8,7 +8,7 @@ import torch
 
 from quire.distributed.ranks import Ranks, all_gather, check_agreement, ranks_of, refuse_positions
 from quire.distributed.zigzag import Zigzag
-from quire.errors import PlanError
+from quire.errors import PlanError, ValidationError
 from quire.merge import merge_state_in_place
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.runtime.attention import Result
@@ -16,16 +16,21 @@ from quire.runtime.checks import check_flags, check_positive, check_shape, check
 
 __all__ = ["ZigzagPrefill"]
 
+_EARLY, _LATE = _HALVES = (0, 1)  #: the chunks of a rank
+
 
 class ZigzagPrefill:
     """Causal attention of whole sequences of which each rank holds two chunks: see quire.distributed.Zigzag.
 
     float_workspace_buffer, backend: as in quire's wrappers. group: a torch.distributed process group; None: all
-        processes.
+        processes. A group of NCCL should have ProcessGroupNCCL.Options(is_high_priority_stream=True), so that its
+        all-gather runs while attention does, not behind it.
     page_size: chunks are a whole number of pages of so many tokens.
+    num_gathers: 1: keys and values of all chunks arrive together; 2: those of the early chunks are attended to while
+        those of the late ones travel, which is for networks that take longer than attention to a rank's own tokens.
 
-    run() starts two all-gathers, of the early and of the late chunks of keys and values, attends to the rank's own
-    tokens meanwhile, then to what arrived, and merges.
+    run() starts to gather the keys and values of all ranks, attends to the rank's own tokens meanwhile, then to those
+    that arrived, and merges.
 
     >>> from quire.distributed import ZigzagPrefill
     >>> prefill = ZigzagPrefill(torch.empty(1 << 20, dtype=torch.uint8))  # the group has one rank here
@@ -37,12 +42,16 @@ class ZigzagPrefill:
     """
 
     def __init__(
-        self, float_workspace_buffer: torch.Tensor, group: Any = None, *, page_size: int = 128, backend: str = "auto"
-    ) -> None:
+        self, float_workspace_buffer: torch.Tensor, group: Any = None, *, page_size: int = 128, num_gathers: int = 1,
+        backend: str = "auto",
+    ) -> None:  # fmt: skip
         self._ranks = ranks_of(group)
         self._page_size = check_positive(page_size, "page_size")
+        if num_gathers not in (1, 2):
+            raise ValidationError(f"num_gathers: expected 1 or 2, got {num_gathers!r}.")
         self._own = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, backend=backend)
-        self._halves = [_Half(late, float_workspace_buffer, self._ranks, backend) for late in (False, True)]
+        halves = (_HALVES,) if num_gathers == 1 else tuple((half,) for half in _HALVES)
+        self._gathers = [_Gather(each, float_workspace_buffer, self._ranks, backend) for each in halves]
         self._zigzag: Zigzag | None = None
 
     def plan(
@@ -70,8 +79,8 @@ class ZigzagPrefill:
         early, late = (zigzag.length(chunk) for chunk in zigzag.chunks(self._ranks.rank))
         indptr = _offsets(early + late)
         self._own.plan(indptr, indptr, *shape, causal=True, **options)
-        for half in self._halves:
-            half.plan(zigzag, early, late, shape, options)
+        for gather in self._gathers:
+            gather.plan(zigzag, early, late, shape, options)
         self._zigzag = zigzag
 
     @property
@@ -89,11 +98,11 @@ class ZigzagPrefill:
         num_rows = int(self._planned().rows(self._ranks.rank).numel())
         for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
             check_shape(check_tensor(tensor, name), name, {"rows": num_rows, "num_heads": None, "head_dim": None})
-        arriving = [half.gather(k, v) for half in self._halves] if self._ranks.size > 1 else []
+        arriving = [gather.start(k, v) for gather in self._gathers] if self._ranks.size > 1 else []
         o, lse = self._own.run(q, k, v, return_lse=True, sinks=sinks)
-        for half, (work, received) in zip(self._halves, arriving, strict=False):
+        for gather, (work, received) in zip(self._gathers, arriving, strict=False):
             work.wait()
-            half.attend(q, received, o, lse)
+            gather.attend(q, received, o, lse)
         return (o, lse) if return_lse else o
 
     def _planned(self) -> Zigzag:
@@ -102,15 +111,15 @@ class ZigzagPrefill:
         return self._zigzag
 
 
-class _Half:
-    """The early or the late chunks of all ranks: their all-gather, and attention to those of the other ranks.
+class _Gather:
+    """The early or the late chunks of all ranks, or both: their all-gather, and attention to those of the other ranks.
 
-    What a rank sends are pages: keys of its chunk of each sequence, then values, padded so that all ranks send as much.
-    Any page of another rank that a query sees, it sees in full: there is no mask.
+    What a rank sends are pages: for each half keys of its chunk of each sequence, then values, padded so that all ranks
+    send as much. Any page of another rank that a query sees, it sees in full: there is no mask.
     """
 
-    def __init__(self, late: bool, workspace: torch.Tensor, ranks: Ranks, backend: str) -> None:
-        self._late, self._ranks = late, ranks
+    def __init__(self, halves: tuple[int, ...], workspace: torch.Tensor, ranks: Ranks, backend: str) -> None:
+        self._halves, self._ranks = halves, ranks
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
 
     def plan(
@@ -118,9 +127,9 @@ class _Half:
         options: dict[str, Any],
     ) -> None:  # fmt: skip
         self._page_size, self._pages = zigzag.page_size, int(zigzag.chunk_pages.sum())
-        own, begin = (late, early) if self._late else (early, torch.zeros_like(early))
-        indptr = _offsets(early + late)[:-1]
-        self._source = _padded(indptr + begin, own, zigzag.chunk_pages * zigzag.page_size).to(self._wrapper.device)
+        first, padded = _offsets(early + late)[:-1], zigzag.chunk_pages * zigzag.page_size
+        sources = [_padded(first + half * early, (early, late)[half], padded) for half in self._halves]
+        self._sources = [source.to(self._wrapper.device) for source in sources]
         rows = torch.stack([early, late], 1).flatten()  # a request of its own for each chunk of queries
         pages = self._visible_pages(zigzag, rows)
         counts = torch.tensor([len(numbers) for numbers in pages])
@@ -138,28 +147,34 @@ class _Half:
         pages = []
         for i in range(len(first)):
             own = first[i] + torch.arange(int(zigzag.chunk_pages[i]))
-            for late_queries in (False, True):
-                seen = self._seen_ranks(late_queries) if rows[2 * i + late_queries] else []
-                pages.append(torch.cat([own[:0], *(own + 2 * self._pages * rank for rank in seen)]))
+            for queries in _HALVES:
+                seen = self._seen_chunks(queries) if rows[2 * i + queries] else []
+                pages.append(torch.cat([own[:0], *(own + 2 * self._pages * chunk for chunk in seen)]))
         return pages
 
-    def _seen_ranks(self, late_queries: bool) -> list[int]:
-        """Of which other ranks a chunk of queries sees the chunk of this half."""
-        rank, size = self._ranks.rank, self._ranks.size
-        if self._late:
-            return list(range(rank + 1, size)) if late_queries else []
-        return [other for other in range(size) if other < rank or (late_queries and other > rank)]
+    def _seen_chunks(self, queries: int) -> list[int]:
+        """Which chunks of other ranks, as they lie in what is received, a chunk of queries sees."""
+        rank, size, count = self._ranks.rank, self._ranks.size, len(self._halves)
+        seen = []
+        for at, half in enumerate(self._halves):
+            before = range(rank) if half == _EARLY else range(0)  # early chunks of these come before both of ours
+            behind = range(rank + 1, size) if queries == _LATE else range(0)
+            seen += [other * count + at for other in (*before, *behind)]
+        return seen
 
-    def gather(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Starts the all-gather; returns what to wait for, and pages [ranks * 2 * pages, page_size, heads, dim]."""
-        sent = k.new_empty(2, len(self._source), *k.shape[1:])
-        for tensor, target in zip((k, v), sent, strict=True):
-            if len(k):
-                torch.index_select(tensor, 0, self._source, out=target)
-            else:
-                target.zero_()
-        received = k.new_empty(self._ranks.size * 2 * self._pages, self._page_size, *k.shape[1:])
-        return all_gather(received, sent.view(-1, *received.shape[1:]), self._ranks.group, async_op=True), received
+    def start(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Starts the all-gather; returns what to wait for, and pages [ranks * halves * 2 * pages, page_size, ...]."""
+        sent = k.new_empty(len(self._halves), 2, self._pages * self._page_size, *k.shape[1:])
+        for source, half in zip(self._sources, sent, strict=True):
+            for tensor, target in zip((k, v), half, strict=True):
+                if len(k):
+                    torch.index_select(tensor, 0, source, out=target)
+                else:
+                    target.zero_()
+        count = self._ranks.size * len(self._halves) * 2 * self._pages
+        received = k.new_empty(count, self._page_size, *k.shape[1:])
+        pages = sent.view(-1, *received.shape[1:])
+        return all_gather(received, pages, self._ranks.group, async_op=True), received
 
     def attend(self, q: torch.Tensor, received: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Adds attention to what was received to o and lse."""

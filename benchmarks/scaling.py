@@ -1,0 +1,218 @@
+"""How time, plan() and memory grow with length, batch, heads and page size; and what a full cache costs.
+
+    python benchmarks/scaling.py --json FILE                 on a GPU: lengths to 1 M, batches to 1024
+    python benchmarks/scaling.py --device cpu --most-tokens 8192 --entries 200
+
+Bf16 on a GPU, float32 on a cpu, 32 query heads, 8 KV heads, head_dim 128, pages of 16, unless a row says otherwise. Each
+point is timed on its own: the median of launches one after another, on the device's clock where there is one; plan() by
+the wall clock, of host arrays. Memory is what the wrapper uses of its workspace, and what its schedule takes. Points
+that would take more than --most-tokens of cache, or longer than --most-flops, are left out and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import quire
+from machine import describe, write_report
+from quire import aot, jit
+from quire.jit.store import Store
+
+HEAD_DIM = 128
+POWERS = tuple(2**i for i in range(7, 21))  #: 128 to 1 M
+
+
+class Point(NamedTuple):
+    """One measured problem; decode where qo_len is 1, otherwise a causal prefill of kv_len queries."""
+
+    sweep: str
+    x: int
+    batch: int
+    kv_len: int
+    heads: tuple[int, int] = (32, 8)
+    page_size: int = 16
+    qo_len: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.kv_len
+
+    @property
+    def flops(self) -> float:
+        pairs = self.qo_len * self.kv_len / (2 if self.qo_len > 1 else 1)
+        return 4.0 * self.batch * self.heads[0] * pairs * HEAD_DIM
+
+
+def points() -> Iterator[Point]:
+    """All that there are."""
+    for length in POWERS:
+        yield Point("decode: length, batch 1", length, 1, length)
+        yield Point("decode: length, batch 16", length, 16, length)
+        yield Point("prefill: length, batch 1", length, 1, length, qo_len=length)
+    for batch in (2**i for i in range(11)):
+        yield Point("decode: batch, 2048 keys", batch, batch, 2048)
+        yield Point("prefill: batch, 512 tokens", batch, batch, 512, qo_len=512)
+    for heads in (8, 16, 32, 64, 128):
+        yield Point("decode: query heads of 8 KV heads", heads, 16, 8192, (heads, 8))
+    for kv_heads in (1, 2, 4, 8, 16, 32):
+        yield Point("decode: KV heads of 32 query heads", kv_heads, 16, 8192, (32, kv_heads))
+    for page_size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        yield Point("decode: page size", page_size, 16, 8192, page_size=page_size)
+        yield Point("prefill: page size", page_size, 2, 4096, page_size=page_size, qo_len=4096)
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+def _offsets(count: int, step: int) -> torch.Tensor:
+    return (torch.arange(count + 1) * step).int()
+
+
+def measure(point: Point, device: torch.device, dtype: torch.dtype, workspace: torch.Tensor) -> dict[str, Any]:
+    """One point: microseconds and bytes."""
+    pages = -(-point.kv_len // point.page_size)
+    total = point.batch * pages
+    cache = torch.randn(total, 2, point.page_size, point.heads[1], HEAD_DIM, dtype=dtype, device=device)
+    q = torch.randn(point.batch * point.qo_len, point.heads[0], HEAD_DIM, dtype=dtype, device=device)
+    out = torch.empty_like(q)
+    tables = _offsets(point.batch, pages), torch.randperm(total).int(), torch.full(
+        (point.batch,), point.kv_len - (pages - 1) * point.page_size, dtype=torch.int32
+    )  # fmt: skip
+    wrapper: Any
+    if point.qo_len == 1:
+        wrapper, first, mask = quire.BatchDecodeWithPagedKVCacheWrapper(workspace), (), {}
+    else:
+        wrapper, mask = quire.BatchPrefillWithPagedKVCacheWrapper(workspace), {"causal": True}
+        first = (_offsets(point.batch, point.qo_len),)
+    arguments = *first, *tables, *point.heads, HEAD_DIM, point.page_size
+    options = {"q_data_type": dtype, **mask}
+    wrapper.plan(*arguments, **options)
+    wrapper.run(q, cache, out=out)
+    used = wrapper.workspace_size(*arguments, **options)[0]
+    plan_us = _wall_us(lambda: wrapper.plan(*arguments, **options))
+    run_us = _run_us(lambda: wrapper.run(q, cache, out=out), device)
+    return {
+        **point._asdict(), "plan_us": plan_us, "run_us": run_us, "tflops": point.flops / run_us / 1e6,
+        "gigabytes_per_s": cache.numel() * cache.element_size() / run_us / 1e3, "workspace_bytes": used,
+        "cache_bytes": cache.numel() * cache.element_size(),
+    }  # fmt: skip
+
+
+def _wall_us(call: Callable[[], object], count: int = 15) -> float:
+    times = []
+    for _ in range(count):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+def _run_us(call: Callable[[], object], device: torch.device) -> float:
+    """The median of single launches, the host ahead of the device."""
+    call()
+    if device.type == "cpu":
+        return _wall_us(call, 5)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(12)]
+    torch.cuda._sleep(1_000_000)
+    for event in events:
+        event.record()
+        call()
+    torch.cuda.synchronize()
+    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+
+
+def sweep(options: argparse.Namespace, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> int:
+    """Measures all points that are allowed; returns how many were left out."""
+    cuda = device.type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    workspace = torch.empty((512 if cuda else 64) << 20, dtype=torch.uint8, device=device)
+    left_out = 0
+    for point in points():
+        if point.tokens > options.most_tokens or point.flops > options.most_flops or options.only not in point.sweep:
+            left_out += 1
+            continue
+        found = measure(point, device, dtype, workspace)
+        keep(found)
+        print(f"{point.sweep:36} {point.x:>8}  run {found['run_us']:>10.1f} us  plan {found['plan_us']:>8.1f} us  "
+              f"workspace {found['workspace_bytes'] / 2**20:>7.1f} MiB", flush=True)  # fmt: skip
+    return left_out
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def fill(root: Path, entries: int) -> str:
+    """A store with so many entries, of which one is real: a variant built here. Returns its slug."""
+    slug = f"packbits.{jit.host_target()}.any.v1"
+    store = Store(root)
+    _, entry = jit.build(aot.spec_of(slug), store=store)
+    for number in range(entries - 1):
+        copy = dataclasses.replace(entry.manifest, slug=f"{slug}.copy{number}")
+        place = root / "entries" / copy.slug / entry.path.name
+        place.mkdir(parents=True, mode=0o755)
+        shutil.copy(entry.artifact, place)
+        (place / "manifest.json").write_text(copy.write())
+    return slug
+
+
+def cache(entries: int) -> dict[str, Any]:
+    """What is done with a cache of so many entries: lookups, listing, sizes."""
+    with tempfile.TemporaryDirectory() as folder:
+        slug = fill(Path(folder), entries)
+        store, spec = Store(Path(folder)), aot.spec_of(slug)
+        assert jit.lookup(spec, store=store) is not None
+        found: dict[str, Any] = {"entries": entries, "lookup_us": _wall_us(lambda: jit.lookup(spec, store=store))}
+        start = time.perf_counter()
+        assert sum(1 for _ in store.manifests()) == entries
+        found["manifests_s"] = time.perf_counter() - start
+        command = [sys.executable, "-m", "quire", "cache", "list"]
+        environment = {**os.environ, "QUIRE_CACHE_DIR": folder}
+        start = time.perf_counter()
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        found["list_s"] = time.perf_counter() - start
+        assert listed.count(f"{slug}.copy") >= entries - 1
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", default="", help="sweeps whose name holds this")
+    parser.add_argument("--most-tokens", type=int, default=1 << 22, help="of a cache")
+    parser.add_argument("--most-flops", type=float, default=None, help="of a point; default 2e14 on a GPU, else 1e10")
+    parser.add_argument("--entries", type=int, default=10_000, help="of the cache that is filled; 0: none")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    options.most_flops = options.most_flops or (2e14 if options.device == "cuda" else 1e10)
+    rows: list[dict[str, Any]] = []
+    report: dict[str, Any] = {**describe(device), "points": rows}
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        write_report(options.json, report)
+
+    report["left_out"] = sweep(options, device, keep)
+    report["caches"] = [cache(n) for n in (10, 100, 1000, 10_000) if n <= options.entries]
+    for found in report["caches"]:
+        print(
+            f"cache of {found['entries']:>6} entries: lookup {found['lookup_us']:.0f} us, list {found['list_s']:.2f} s"
+        )
+    write_report(options.json, report)
+
+
+if __name__ == "__main__":
+    main()
