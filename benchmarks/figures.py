@@ -1,4 +1,4 @@
-"""Draws the committed result files: speed beside peers, roofline, first call, host cost, and the CPU.
+"""Draws the committed result files: speed beside peers, roofline, first call, host cost, the CPU, and scaling.
 
     python benchmarks/figures.py [--out docs/figures]
 
@@ -272,7 +272,70 @@ def _cpu_line(report: dict[str, Any], has_others: bool, number: int) -> str:
     )
 
 
-PICTURES: tuple[Callable[[Figure], str], ...] = (speed, rates, roofline, first_call, host, cpu)
+_PREFILLS = "prefill: batch, 512 tokens"
+#: What a panel of the picture of scaling shows: its title, and its lines with the sweeps of benchmarks/scaling.py.
+SWEEPS = {
+    "run(), us, by length": (
+        "run_us", {"decode, batch 1": "decode: length, batch 1", "decode, batch 16": "decode: length, batch 16",
+                   "prefill": "prefill: length, batch 1"}),
+    "run(), us, by batch": (
+        "run_us", {"decode, 2048 keys": "decode: batch, 2048 keys", "prefill, 512 tokens": _PREFILLS}),
+    "run(), us, by heads": (
+        "run_us", {"query heads, 8 KV heads": "decode: query heads of 8 KV heads",
+                   "KV heads, 32 query heads": "decode: KV heads of 32 query heads"}),
+    "run(), us, by page size": (
+        "run_us", {"decode, 16 x 8192 keys": "decode: page size", "prefill, 2 x 4096": "prefill: page size"}),
+    "plan(), us, by batch": (
+        "plan_us", {"decode, 2048 keys": "decode: batch, 2048 keys", "prefill, 512 tokens": _PREFILLS}),
+}  # fmt: skip
+
+
+def scaling(figure: Figure) -> str:
+    """How run(), plan() and the cache grow."""
+    report = latest("*-scaling.json")
+    figure.set_size_inches(11.2, 6.4)
+    panels = figure.subplots(2, 3).flatten().tolist()
+    for ax, (title, (value, lines)) in zip(panels, SWEEPS.items(), strict=False):
+        for number, (label, sweep) in enumerate(lines.items()):
+            points = [(point["x"], point[value]) for point in report["points"] if point["sweep"] == sweep]
+            _line(ax, points, number, label)
+        _doubling(ax, title)
+    caches = report["caches"]
+    _line(panels[-1], [(found["entries"], found["lookup_us"]) for found in caches], 0, "a lookup, us")
+    _line(panels[-1], [(found["entries"], 1e3 * found["list_s"]) for found in caches], 1, "quire cache list, ms")
+    _doubling(panels[-1], "the cache, by entries")
+    return (
+        f"{report['device']}, {report['date'][:10]}, random inputs, medians of single launches; 32 query heads, 8 KV "
+        f"heads,\nhead_dim 128, pages of 16 unless a panel says otherwise; {report['left_out']} points were too large."
+    )
+
+
+def _line(ax: Axes, points: list[tuple[float, float]], number: int, label: str) -> None:
+    if points:
+        xs, ys = zip(*points, strict=True)
+        ax.plot(xs, ys, marker="os^"[number], color=f"C{(0, 2, 3)[number]}", label=label, markersize=4)
+
+
+def _doubling(ax: Axes, title: str) -> None:
+    """Both axes logarithmic, with a legend; nothing where nothing was measured."""
+    ax.set_visible(bool(ax.lines))
+    if not ax.lines:
+        return
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    low, high = ax.get_xlim()
+    ticks = [2**i for i in range(21) if low <= 2**i <= high]
+    ticks = ticks[:: max(1, len(ticks) // 5)]
+    ax.set_xticks(ticks, [f"{tick // 1024}k" if tick >= 1024 else str(tick) for tick in ticks])
+    ax.set_xticks([], minor=True)
+    ax.grid(which="major")
+    ax.set_title(title)
+    ax.legend(fontsize=7.5)
+
+
+PICTURES: tuple[Callable[[Figure], str], ...] = (
+    speed, rates, roofline, first_call, host, cpu, *((scaling,) if [*RESULTS.glob("*-scaling.json")] else ())
+)  # fmt: skip
 
 
 def _legend(figure: Figure, names: list[str]) -> None:

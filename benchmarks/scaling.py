@@ -3,10 +3,10 @@
     python benchmarks/scaling.py --json FILE                 on a GPU: lengths to 1 M, batches to 1024
     python benchmarks/scaling.py --device cpu --most-tokens 8192 --entries 200
 
-Bf16 on a GPU, float32 on a cpu, 32 query heads, 8 KV heads, head_dim 128, pages of 16, unless a row says otherwise. Each
-point is timed on its own: the median of launches one after another, on the device's clock where there is one; plan() by
-the wall clock, of host arrays. Memory is what the wrapper uses of its workspace, and what its schedule takes. Points
-that would take more than --most-tokens of cache, or longer than --most-flops, are left out and counted.
+Bf16 on a GPU, float32 on a cpu, 32 query heads, 8 KV heads, head_dim 128, pages of 16, unless a row says otherwise.
+Each point is timed on its own: the median of launches one after another, on the device's clock where there is one;
+plan() by the wall clock, of host arrays. Memory is what the wrapper uses of its workspace. Points of more tokens than
+--most-tokens, or of more operations than --most-flops, are left out and counted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,7 +132,7 @@ def _run_us(call: Callable[[], object], device: torch.device) -> float:
         event.record()
         call()
     torch.cuda.synchronize()
-    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False))
+    return 1e3 * statistics.median(a.elapsed_time(b) for a, b in pairwise(events))
 
 
 def sweep(options: argparse.Namespace, device: torch.device, keep: Callable[[dict[str, Any]], None]) -> int:
@@ -149,6 +150,12 @@ def sweep(options: argparse.Namespace, device: torch.device, keep: Callable[[dic
         print(f"{point.sweep:36} {point.x:>8}  run {found['run_us']:>10.1f} us  plan {found['plan_us']:>8.1f} us  "
               f"workspace {found['workspace_bytes'] / 2**20:>7.1f} MiB", flush=True)  # fmt: skip
     return left_out
+
+
+def processor() -> str:
+    """The host's, as Linux names it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "a cpu")
 
 
 # --- the cache -------------------------------------------------------------------------------------------------------
@@ -200,6 +207,8 @@ def main() -> None:
     options.most_flops = options.most_flops or (2e14 if options.device == "cuda" else 1e10)
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {**describe(device), "points": rows}
+    if device.type == "cpu":
+        report["device"] = f"{processor()}, {torch.get_num_threads()} threads"
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
