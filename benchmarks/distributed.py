@@ -298,7 +298,7 @@ def prefill(me: Rank, name: str, lens: torch.Tensor, page_size: int, is_timed: b
 
 
 def sections(me: Rank, kinds: list[str]) -> list[tuple[str, Callable[[], None]]]:
-    odd, long = torch.tensor([133, 1, 17, 3000]), torch.full((8,), 131072 // me.scale)
+    odd, long = torch.tensor([133, 1, 17, 3000 // min(me.scale, 8)]), torch.full((8,), 131072 // me.scale)
     if kinds == ["peer_memory"]:
         return [
             ("exchange", lambda: exchange(me, kinds)),
@@ -307,7 +307,7 @@ def sections(me: Rank, kinds: list[str]) -> list[tuple[str, Callable[[], None]]]
         ]
     return [
         ("decode-odd", lambda: decode(me, "decode-odd", odd, kinds, False)),
-        ("prefill-odd", lambda: prefill(me, "prefill-odd", torch.tensor([133, 1, 17, 3000]), 8, False)),
+        ("prefill-odd", lambda: prefill(me, "prefill-odd", odd, 8, False)),
         ("exchange", lambda: exchange(me, kinds)),
         ("decode", lambda: decode(me, "decode", long, kinds, True)),
         ("prefill-2x16k", lambda: prefill(me, "prefill-2x16k", torch.full((2,), 16384 // me.scale), 128, True)),

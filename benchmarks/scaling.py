@@ -199,12 +199,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="sweeps whose name holds this")
     parser.add_argument("--most-tokens", type=int, default=1 << 22, help="of a cache")
-    parser.add_argument("--most-flops", type=float, default=None, help="of a point; default 2e14 on a GPU, else 1e10")
+    parser.add_argument("--most-flops", type=float, default=None, help="of a point; default 5e13 on a GPU, else 1e10")
     parser.add_argument("--entries", type=int, default=10_000, help="of the cache that is filled; 0: none")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
-    options.most_flops = options.most_flops or (2e14 if options.device == "cuda" else 1e10)
+    options.most_flops = options.most_flops or (5e13 if options.device == "cuda" else 1e10)
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = {**describe(device), "points": rows}
     if device.type == "cpu":

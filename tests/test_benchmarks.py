@@ -104,6 +104,38 @@ def test_rope(tmp_path: Path) -> None:
     assert all(result["timing"]["median"] > 0 and result["error"] < 4e-2 for result in ours.values())
 
 
+@pytest.mark.slow
+def test_distributed(tmp_path: Path) -> None:
+    file = tmp_path / "distributed.json"
+    run("distributed.py", "--device", "cpu", "--ranks", "2", "--scale", "512", "--json", str(file))
+    report = json.loads(file.read_text())
+    assert report["ranks"] == 2 and set(report["results"]) >= {"decode", "exchange", "prefill-2x16k"}
+    assert all(report["results"]["decode"][kind]["right"] for kind in ("all_to_all", "all_gather"))
+    for kind in ("zigzag", "zigzag_two_gathers", "ulysses"):
+        assert report["results"]["prefill-1x32k"][kind]["of_ideal"] > 0
+
+
+@pytest.mark.slow
+def test_scaling(tmp_path: Path) -> None:
+    file = tmp_path / "scaling.json"
+    run("scaling.py", "--device", "cpu", "--most-tokens", "512", "--most-flops", "2e8", "--entries", "100",
+        "--json", str(file))  # fmt: skip
+    report = json.loads(file.read_text())
+    assert {"decode: length, batch 1", "prefill: length, batch 1"} <= {point["sweep"] for point in report["points"]}
+    assert all(point["run_us"] > 0 and point["plan_us"] > 0 for point in report["points"])
+    assert [found["entries"] for found in report["caches"]] == [10, 100] and report["left_out"] > 0
+
+
+@pytest.mark.slow
+def test_generate(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "generate.json"
+    run("generate.py", "--device", "cpu", "--tiny", "--new", "4", "--rounds", "1", "--json", str(file))
+    results = json.loads(file.read_text())["results"]
+    assert results["quire"]["tokens_per_s"] > 0 and results["quire"]["logits_error"] < 1e-4
+    assert results["quire"]["first_tokens_as_sdpa"] == [4] * 8
+
+
 def _result(modules: ModuleType, name: str, change: float) -> object:
     """What measure_row makes of torch's result plus noise of `change` times each element's size."""
     import peers
