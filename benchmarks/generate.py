@@ -57,7 +57,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(model: LlamaForCausalLM, name: str, inputs: dict[str, torch.Tensor], new: int) -> tuple[Any, float]:
     """New tokens, and seconds."""
     model.set_attn_implementation(name)
@@ -68,7 +68,7 @@ def generate(model: LlamaForCausalLM, name: str, inputs: dict[str, torch.Tensor]
     return ids[:, max(LENGTHS) :], time.perf_counter() - start
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def logits(model: LlamaForCausalLM, name: str, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
     """Of the token behind each prompt."""
     model.set_attn_implementation(name)
