@@ -19,6 +19,7 @@ FLOORS = [
     {"aot"},
     {
         "attention",
+        "block_lists",
         "block_table_decode",
         "block_table_mla",
         "block_table_prefill",
@@ -28,6 +29,7 @@ FLOORS = [
         "padded_queries",
         "selected_keys",
         "pod",
+        "sparse",
         "xqa",
         *SURFACE,
         *VARIANTS,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope, viz, xqa
+from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope, sparse, viz, xqa
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
@@ -65,6 +65,7 @@ from quire.rope import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
+from quire.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
 from quire.xqa import xqa_mla
 
 __all__: list[str] = [
@@ -77,6 +78,7 @@ __all__: list[str] = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "BlockSparseAttentionWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "CacheError",
     "CacheMissError",
@@ -88,6 +90,7 @@ __all__: list[str] = [
     "QuireError",
     "UnsupportedError",
     "ValidationError",
+    "VariableBlockSparseAttentionWrapper",
     "Variant",
     "aot",
     "append_paged_kv_cache",
@@ -137,6 +140,7 @@ __all__: list[str] = [
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "sparse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "viz",

@@ -19,7 +19,7 @@ from quire.errors import UnsupportedError
 VERSION = "0.7.2"
 
 #: Modules of both libraries.
-MODULES = ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "xqa")
+MODULES = ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "sparse", "xqa")
 
 
 @cache

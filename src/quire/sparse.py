@@ -1,0 +1,283 @@
+"""Block-sparse attention: queries see the blocks of keys that a matrix lists, and only those are computed.
+
+The surface is FlashInfer's (https://docs.flashinfer.ai/api/sparse.html). A row of blocks is planned as a request whose
+pages are the blocks that it lists (quire.block_lists), so that the kernels are those of paged caches.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.block_lists import BlockMatrix, lists_of_heads
+from quire.errors import ValidationError
+from quire.runtime.attention import AttentionSpec, Result
+from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
+from quire.runtime.keywords import Pair
+from quire.runtime.ops import is_tracing
+from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised
+from quire.runtime.wrapper import AttentionWrapper
+
+__all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
+
+_TILE_ROWS = 128  #: of the tensor-core kernels
+
+
+@memoised
+def _plan_options(
+    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, causal: bool, pos_encoding_mode: str,
+    use_fp16_qk_reduction: bool, logits_soft_cap: float | None, sm_scale: float | None, rope_scale: float | None,
+    rope_theta: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, non_blocking: bool,
+) -> PlanOptions:  # fmt: skip
+    check_flags(causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, non_blocking=non_blocking)
+    dim = check_positive(head_dim, "head_dim")
+    logits = logits_options(dim, sm_scale, -1, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
+    types = Types.of(q_data_type, kv_data_type, o_data_type)
+    return PlanOptions(*heads(num_qo_heads, num_kv_heads), dim, dim, types, logits, causal, page_size)
+
+
+class BlockSparseAttentionWrapper(AttentionWrapper):
+    """Attention under a block-sparse matrix (BSR, as in SciPy) of M queries and N keys, with blocks of R x C.
+
+    float_workspace_buffer, backend: see quire.runtime.wrapper.AttentionWrapper.
+
+    >>> wrapper = quire.BlockSparseAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> indptr = torch.tensor([0, 1, 3], dtype=torch.int32)  # two rows of blocks, which list one block and two
+    >>> indices = torch.tensor([2, 0, 2], dtype=torch.int32)  # the block columns
+    >>> wrapper.plan(indptr, indices, 32, 48, 16, 16, num_qo_heads=8, num_kv_heads=2, head_dim=64)
+    >>> q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((32, 8), (48, 2), (48, 2)))
+    >>> wrapper.run(q, k, v).shape
+    torch.Size([32, 8, 64])
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, "NHD", False, backend)
+
+    def plan(
+        self, indptr: torch.Tensor, indices: torch.Tensor, M: int, N: int, R: int, C: int, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, mask: torch.Tensor | None = None, packed_mask: torch.Tensor | None = None,
+        causal: bool = False, pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
+        logits_soft_cap: float | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
+        non_blocking: bool = True, block_mask: Any = None, kv_block_lens: Any = None, q2k_indices: Any = None,
+        q2k_num: Any = None, kv_splits: Any = None, use_clc: Any = None, q_scale: Any = None, k_scale: Any = None,
+        v_scale: Any = None,
+    ) -> None:  # fmt: skip
+        """Plan a matrix, once for all layers that share it.
+
+        indptr: int32 [ceil(M / R) + 1], offsets of rows of blocks into indices. indices: int32, the block column of each
+            listed block, in 0..ceil(N / C) - 1 and any order; one that is listed twice counts twice. A row of blocks
+            that lists none gives 0, and lse -inf. On a device both are waited for.
+        M, N, R, C: queries, keys, and the rows and columns of a block; the last blocks may be cut off by M and N.
+            Blocks whose width gcd(C, N) is a multiple of 8 are the fastest.
+        mask: bool [listed blocks, R, C], what is seen of each block; None: all. Or packed_mask: its bits as
+            quire.packbits makes them, of each row of blocks a matrix [queries, listed keys] that begins a new byte.
+        causal, pos_encoding_mode: of each row of blocks by itself, as if the listed keys were all keys and the last of
+            them stood at the last query. With R == C, and rows that list their block on the diagonal last, that is
+            the causal mask of the whole matrix.
+        num_qo_heads, num_kv_heads, head_dim, sm_scale, logits_soft_cap, rope_scale, rope_theta, q_data_type,
+            kv_data_type, o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan(); results have q's type if not
+            said. use_fp16_qk_reduction and non_blocking are permissions.
+
+        Other arguments belong to kernels of other GPUs and are refused: for blocks of each head there is
+        VariableBlockSparseAttentionWrapper. Raises ValidationError naming the argument, or UnsupportedError with each
+        kernel's reason.
+        """
+        refuse(
+            block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num,
+            kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+        if mask is not None and packed_mask is not None:
+            raise ValidationError("packed_mask: expected it or mask, got both.")
+        matrix = BlockMatrix.of(indptr, indices, M, N, R, C)
+        lists = matrix.lists()
+        options = _plan_options(
+            num_qo_heads, num_kv_heads, head_dim, lists.page_size, causal, pos_encoding_mode, use_fp16_qk_reduction,
+            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking,
+        )  # fmt: skip
+        bools = None if mask is None else matrix.flat_mask(mask)
+        self._set_plan(AttentionSpec(lists.indices(), options, bools, packed_mask))
+        self._num_keys, self._page_size = matrix.num_columns, lists.page_size
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of q [M, num_qo_heads, head_dim] over k and v [N, num_kv_heads, head_dim], as planned.
+
+        out, lse: written if given. scale_q, scale_k, scale_v (queries of 8 bits) are refused. enable_pdl: as in
+        BatchPrefillWithPagedKVCacheWrapper.run().
+
+        Returns o [M, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [M, num_qo_heads] in float32, base
+        2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
+        """
+        refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        runner, pages = self._runner(), (self._pages(k, "k"), self._pages(v, "v"))
+        return runner.run(
+            q, pages, out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=None, k_scale=None, v_scale=None,
+            window_left=None, enable_pdl=enable_pdl,
+        )  # fmt: skip
+
+    def _pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Keys or values as pages [num_pages, page_size, num_kv_heads, head_dim]."""
+        _check(tensor, name, {"N": self._num_keys, "num_kv_heads": None, "head_dim": None})
+        return tensor.unflatten(0, (-1, self._page_size))
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
+        """run() with return_lse=True."""
+        o, lse = self.run(q, k, v, **options, return_lse=True)
+        return o, lse
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
+        scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None,
+    ) -> Result:  # fmt: skip
+        """run() with arguments of plan(); plans again where they differ from what was planned."""
+        self._replan({**locals(), "window_left": -1})
+        return self.run(q, k, v, scale_q, scale_k, scale_v)
+
+
+class VariableBlockSparseAttentionWrapper(AttentionWrapper):
+    """Attention under block-sparse matrices, one for each KV head, whose rows and columns of blocks have any size.
+
+    float_workspace_buffer, backend: see quire.runtime.wrapper.AttentionWrapper.
+
+    >>> wrapper = quire.VariableBlockSparseAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> shown = torch.tensor([[[False, False, True], [True, False, True]]])  # [num_kv_heads, rows, columns] of blocks
+    >>> rows, columns = torch.tensor([[2, 4]]), torch.tensor([[8, 16, 24]])  # their sizes: 6 queries, 48 keys
+    >>> wrapper.plan(shown, rows, columns, num_qo_heads=4, num_kv_heads=1, head_dim=64)
+    >>> q, k, v = (torch.randn(heads, n, 64).half() for heads, n in ((4, 6), (1, 48), (1, 48)))
+    >>> wrapper.run(q, k, v).shape
+    torch.Size([4, 6, 64])
+    """
+
+    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
+        super().__init__(float_workspace_buffer, "NHD", False, backend)
+
+    def plan(
+        self, block_mask_map: torch.Tensor, block_row_sz: torch.Tensor, block_col_sz: torch.Tensor, num_qo_heads: int,
+        num_kv_heads: int, head_dim: int, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Plan matrices, once for all layers that share them.
+
+        block_mask_map: bool [num_kv_heads, MB, NB], which blocks the query heads of each KV head see.
+        block_row_sz, block_col_sz: integers [num_kv_heads, MB] and [num_kv_heads, NB], rows and columns of blocks; the
+            sum is qo_len for each head, and kv_len. Columns with a common divisor that is a multiple of 8 are the
+            fastest; keys of others are gathered one by one. Rows that are multiples of 128, or one query head for each
+            KV head, save copies of q and the result.
+        pos_encoding_mode: "NONE" or "ROPE_LLAMA".
+
+        The other arguments are those of BlockSparseAttentionWrapper.plan(), with the same meaning of causal. Arrays on
+        a device are waited for. Raises ValidationError naming the argument, or UnsupportedError with each kernel's
+        reason.
+        """
+        qo, kv = heads(num_qo_heads, num_kv_heads)
+        if pos_encoding_mode == "ALIBI":
+            raise ValidationError(
+                "pos_encoding_mode: expected 'NONE' or 'ROPE_LLAMA', got 'ALIBI': heads are planned as requests of one "
+                "KV head, whose slopes would be those of the first heads."
+            )
+        lists, group = lists_of_heads(block_mask_map, block_row_sz, block_col_sz, kv), qo // kv
+        if not (lists.qo_indptr % _TILE_ROWS).any():  # then row tiles are full without the heads of a group in them
+            lists, group = lists.for_each_query_head(kv, group), 1
+        options = _plan_options(
+            group, 1, head_dim, lists.page_size, causal, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap,
+            sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, None, non_blocking,
+        )  # fmt: skip
+        self._set_plan(AttentionSpec(lists.indices(), options))
+        rows = int(lists.qo_indptr[-1])
+        self._shape = _Shape(qo, kv, group, rows * group // qo, int(block_col_sz[0].sum()), lists.page_size)
+
+    begin_forward = plan
+
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+    ) -> Result:  # fmt: skip
+        """Attention of q [num_qo_heads, qo_len, head_dim] over k and v [num_kv_heads, kv_len, head_dim], as planned.
+
+        Heads of k and v that do not follow one another in memory are copied. out, lse: written if given. enable_pdl: as
+        in BatchPrefillWithPagedKVCacheWrapper.run().
+
+        Returns o [num_qo_heads, qo_len, head_dim], or (o, lse) with return_lse=True, lse [num_qo_heads, qo_len] in
+        float32, base 2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
+        """
+        runner, shape = self._runner(), self._shape
+        own_out, own_lse = shape.written(out, "out"), shape.written(lse, "lse")
+        o, statistics = runner.run(
+            shape.query_rows(q, "q"), (shape.pages(k, "k"), shape.pages(v, "v")), out=own_out, lse=own_lse,
+            return_lse=True, sinks=None, q_scale=None, k_scale=None, v_scale=None, window_left=None,
+            enable_pdl=enable_pdl,
+        )  # fmt: skip
+        o = shape.finish(o, own_out, out)
+        return (o, shape.finish(statistics, own_lse, lse)) if return_lse else o
+
+    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
+        """run() with return_lse=True."""
+        o, lse = self.run(q, k, v, **options, return_lse=True)
+        return o, lse
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None,
+    ) -> Result:  # fmt: skip
+        """run() with arguments of plan(); plans again where they differ from what was planned."""
+        self._replan({**locals(), "window_left": -1})
+        return self.run(q, k, v)
+
+
+class _Shape(NamedTuple):
+    """Tensors with heads first, and what the kernel is given: rows [heads * length, group, head_dim]."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    group: int  #: query heads in a row: those of a KV head, or one
+    qo_len: int
+    kv_len: int
+    page_size: int
+
+    def query_rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """[num_qo_heads, qo_len, ...] as [num_qo_heads / group * qo_len, group, ...]."""
+        sizes = {"num_qo_heads": self.num_qo_heads, "qo_len": self.qo_len}
+        _check(tensor, name, sizes if name == "lse" else {**sizes, "head_dim": None})
+        return tensor.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(0, 1)
+
+    def pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Keys or values as pages [num_pages, page_size, 1, head_dim], those of a head after those of the one before."""
+        sizes = {"num_kv_heads": self.num_kv_heads, "kv_len": self.kv_len, "head_dim": None}
+        _check(tensor, name, sizes)
+        return tensor.flatten(0, 1).unflatten(0, (-1, self.page_size)).unsqueeze(2)
+
+    def written(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
+        """What the kernel writes for the caller's `tensor`: its rows, or a new tensor of such rows."""
+        if tensor is None:
+            return None
+        if not is_tracing():
+            check_output(tensor, name)
+        rows = self.query_rows(tensor, name)
+        return rows if self.group == 1 and tensor.is_contiguous() else torch.empty_like(rows)
+
+    def finish(self, rows: torch.Tensor, own: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+        """Rows with heads first, in `given` if there is one."""
+        result = rows.unflatten(0, (-1, self.qo_len)).transpose(1, 2).flatten(0, 1)
+        if given is None:
+            return result
+        if own is None or self.group > 1 or not given.is_contiguous():
+            given.copy_(result)
+        return given
+
+
+def _check(tensor: torch.Tensor, name: str, sizes: dict[str, int | None]) -> None:
+    """A tensor of these sizes; one that torch traces has no memory to look at."""
+    check_shape(tensor if is_tracing() else check_tensor(tensor, name), name, sizes)
