@@ -57,7 +57,7 @@ class BlockMatrix(NamedTuple):
         columns, num_blocks = host_indices(indices, "indices"), -(-num_columns // width)
         if int(offsets[0]) or bool((offsets.diff() < 0).any()) or int(offsets[-1]) != columns.numel():
             raise ValidationError(
-                f"indptr: expected to ascend from 0 to the number of indices, {columns.numel()}, got {offsets.tolist()}."
+                f"indptr: expected to ascend from 0 to {columns.numel()}, the number of indices, got {offsets.tolist()}."
             )
         if columns.numel() and not 0 <= int(columns.min()) <= int(columns.max()) < num_blocks:
             raise ValidationError(
@@ -81,7 +81,7 @@ class BlockMatrix(NamedTuple):
         return BlockLists(ends.clamp_(max=self.num_rows), offsets, pages, page_size)
 
     def flat_mask(self, mask: Any) -> torch.Tensor:
-        """A bool mask [listed blocks, R, C] as kernels take it: of each row of blocks a matrix of queries and keys."""
+        """A bool mask [listed blocks, R, C] as kernels take it: a matrix of queries and keys for each row of blocks."""
         sizes = {"listed blocks": self.columns.numel(), "R": self.rows, "C": self.width}
         check_shape(check_tensor(mask, "mask"), "mask", sizes)
         seen = torch.arange(self.width, device="cpu") < self.widths[:, None]
@@ -137,5 +137,5 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device="cpu")
     torch.cumsum(counts, 0, out=offsets[1:])
     if int(offsets[-1]) >= 2**31:
-        raise ValidationError(f"blocks: expected fewer than 2**31 queries and listed keys in all, got {int(offsets[-1])}.")
+        raise ValidationError(f"blocks: expected fewer than 2**31 rows and listed keys in all, got {int(offsets[-1])}.")
     return offsets.to(torch.int32)

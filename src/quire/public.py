@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from quire import aot, attention, cascade, decode, errors, jit, mla, page, pod, prefill, quantization, rope, sparse, viz, xqa
+from quire import (
+    aot,
+    attention,
+    cascade,
+    decode,
+    errors,
+    jit,
+    mla,
+    page,
+    pod,
+    prefill,
+    quantization,
+    rope,
+    sparse,
+    viz,
+    xqa,
+)
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (

@@ -67,9 +67,9 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
     ) -> None:  # fmt: skip
         """Plan a matrix, once for all layers that share it.
 
-        indptr: int32 [ceil(M / R) + 1], offsets of rows of blocks into indices. indices: int32, the block column of each
-            listed block, in 0..ceil(N / C) - 1 and any order; one that is listed twice counts twice. A row of blocks
-            that lists none gives 0, and lse -inf. On a device both are waited for.
+        indptr: int32 [ceil(M / R) + 1], offsets of rows of blocks into indices. indices: int32, the block column of
+            each listed block, in 0..ceil(N / C) - 1 and any order; one that is listed twice counts twice. A row of
+            blocks that lists none gives 0, and lse -inf. On a device both are waited for.
         M, N, R, C: queries, keys, and the rows and columns of a block; the last blocks may be cut off by M and N.
             Blocks whose width gcd(C, N) is a multiple of 8 are the fastest.
         mask: bool [listed blocks, R, C], what is seen of each block; None: all. Or packed_mask: its bits as
@@ -126,7 +126,7 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
     def _pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Keys or values as pages [num_pages, page_size, num_kv_heads, head_dim]."""
         _check(tensor, name, {"N": self._num_keys, "num_kv_heads": None, "head_dim": None})
-        return tensor.unflatten(0, (-1, self._page_size))
+        return tensor.view(-1, self._page_size, *tensor.shape[1:])
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
         """run() with return_lse=True."""
@@ -214,13 +214,15 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
         """
         runner, shape = self._runner(), self._shape
         own_out, own_lse = shape.written(out, "out"), shape.written(lse, "lse")
-        o, statistics = runner.run(
+        result: Any = runner.run(
             shape.query_rows(q, "q"), (shape.pages(k, "k"), shape.pages(v, "v")), out=own_out, lse=own_lse,
-            return_lse=True, sinks=None, q_scale=None, k_scale=None, v_scale=None, window_left=None,
+            return_lse=return_lse, sinks=None, q_scale=None, k_scale=None, v_scale=None, window_left=None,
             enable_pdl=enable_pdl,
         )  # fmt: skip
+        o, statistics = result if return_lse else (result, own_lse)
         o = shape.finish(o, own_out, out)
-        return (o, shape.finish(statistics, own_lse, lse)) if return_lse else o
+        statistics = None if statistics is None else shape.finish(statistics, own_lse, lse)
+        return (o, statistics) if return_lse else o
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
         """run() with return_lse=True."""
@@ -249,15 +251,14 @@ class _Shape(NamedTuple):
 
     def query_rows(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """[num_qo_heads, qo_len, ...] as [num_qo_heads / group * qo_len, group, ...]."""
-        sizes = {"num_qo_heads": self.num_qo_heads, "qo_len": self.qo_len}
-        _check(tensor, name, sizes if name == "lse" else {**sizes, "head_dim": None})
-        return tensor.unflatten(0, (-1, self.group)).transpose(1, 2).flatten(0, 1)
+        more: dict[str, int | None] = {} if name == "lse" else {"head_dim": None}
+        _check(tensor, name, {"num_qo_heads": self.num_qo_heads, "qo_len": self.qo_len, **more})
+        return tensor.view(-1, self.group, *tensor.shape[1:]).transpose(1, 2).flatten(0, 1)
 
     def pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Keys or values as pages [num_pages, page_size, 1, head_dim], those of a head after those of the one before."""
-        sizes = {"num_kv_heads": self.num_kv_heads, "kv_len": self.kv_len, "head_dim": None}
-        _check(tensor, name, sizes)
-        return tensor.flatten(0, 1).unflatten(0, (-1, self.page_size)).unsqueeze(2)
+        """Keys or values as pages [num_pages, page_size, 1, head_dim], head after head."""
+        _check(tensor, name, {"num_kv_heads": self.num_kv_heads, "kv_len": self.kv_len, "head_dim": None})
+        return tensor.flatten(0, 1).unsqueeze(1).view(-1, self.page_size, 1, tensor.shape[2])
 
     def written(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
         """What the kernel writes for the caller's `tensor`: its rows, or a new tensor of such rows."""
@@ -270,7 +271,7 @@ class _Shape(NamedTuple):
 
     def finish(self, rows: torch.Tensor, own: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
         """Rows with heads first, in `given` if there is one."""
-        result = rows.unflatten(0, (-1, self.qo_len)).transpose(1, 2).flatten(0, 1)
+        result = rows.view(-1, self.qo_len, *rows.shape[1:]).transpose(1, 2).flatten(0, 1)
         if given is None:
             return result
         if own is None or self.group > 1 or not given.is_contiguous():

@@ -1,0 +1,180 @@
+"""Page-sparse decode: each KV head of each request attends to the pages that may matter most for its queries.
+
+As in Quest (Tang et al., 2024): a page is known by the smallest and the largest number of its keys in each dim, which
+bound its logits. Everything happens on the device of the call, which nobody waits for, so that the calls may be captured
+in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.block_table_decode import decode_block_tables
+from quire.block_tables import BlockTables, CacheParts, Scale
+from quire.errors import ValidationError
+from quire.runtime.attention import Result
+from quire.runtime.checks import check_dtype, check_output, check_positive, check_same_device, check_shape, check_tensor
+from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
+from quire.runtime.workspace import UserWorkspace
+from quire.types import DTYPES, KVLayout
+
+__all__ = ["SelectedPages", "batch_decode_with_selected_pages", "page_key_bounds", "select_pages"]
+
+
+class SelectedPages(NamedTuple):
+    """A table of pages for each request and KV head, in the order of the request's own table."""
+
+    block_tables: torch.Tensor  #: [batch_size, num_kv_heads, top_k] int32; those beyond a length are any
+    seq_lens: torch.Tensor  #: [batch_size, num_kv_heads] int32, tokens of the selected pages
+
+
+def page_key_bounds(
+    paged_kv_cache: PagedCache, kv_layout: str = "NHD", pages: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """The smallest and the largest number of each page's keys in each dim.
+
+    paged_kv_cache: as in BatchDecodeWithPagedKVCacheWrapper.run(); of a pair, keys come first. pages: page numbers, any
+    integers, whose bounds are written into `out`, for example those that were filled since; None: all. A page that is
+    not full may hold anything behind its tokens: its bounds are not used while it is the last of its request.
+
+    Returns [num_pages, num_kv_heads, 2, head_dim], smallest first, in the cache's dtype (float16 for 8 bits), `out` if
+    that is given. Raises ValidationError naming the argument.
+
+    >>> cache = torch.randn(6, 2, 16, 2, 64).bfloat16()  # [num_pages, 2, page_size, num_kv_heads, head_dim]
+    >>> quire.page_key_bounds(cache).shape
+    torch.Size([6, 2, 2, 64])
+    """
+    keys = _keys_and_values(paged_kv_cache, KVLayout.of(kv_layout))[0]
+    dtype = torch.float16 if keys.dtype.itemsize == 1 else keys.dtype
+    shape = {"num_pages": keys.shape[0], "num_kv_heads": keys.shape[2], "low and high": 2, "head_dim": keys.shape[3]}
+    if out is None and pages is not None:
+        raise ValidationError("out: expected the bounds of all pages beside `pages`, got None.")
+    if out is not None:
+        check_shape(check_output(out, "out"), "out", shape)
+        check_same_device(out, "out", keys.device)
+        if out.dtype is not dtype:
+            raise ValidationError(f"out: expected dtype {dtype}, got {out.dtype}.")
+    chosen = keys if pages is None else keys[_page_numbers(pages, keys.device)]
+    bounds = torch.stack(torch.aminmax(chosen.to(dtype), dim=1), dim=2)
+    if out is None:
+        return bounds
+    return out.copy_(bounds) if pages is None else out.index_copy_(0, _page_numbers(pages, keys.device), bounds)
+
+
+def _page_numbers(pages: Any, device: torch.device) -> torch.Tensor:
+    check_shape(check_tensor(pages, "pages"), "pages", {"pages": None})
+    check_same_device(pages, "pages", device)
+    return pages.long()
+
+
+def select_pages(
+    q: torch.Tensor, bounds: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int,
+    top_k: int,
+) -> SelectedPages:  # fmt: skip
+    """The last page of each request and the top_k - 1 others in which a logit may be largest.
+
+    q: [batch_size, num_qo_heads, head_dim]. bounds: what page_key_bounds() returns. block_tables: int32 [batch_size,
+    pages]; what lies beyond a request's last page is not read. seq_lens: int32 [batch_size].
+
+    A page's score is the largest, over the query heads of a KV head, of sum(max(q * low, q * high)), which no q . k of
+    the page exceeds; it is summed in float32. Of equal scores the earlier page is taken, so that the choice is the same
+    each time. A request of top_k pages or fewer has all of them. Raises ValidationError naming the argument.
+
+    >>> cache = torch.randn(6, 2, 16, 2, 64).bfloat16()
+    >>> q, block_tables = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[4, 0, 2, 5]], dtype=torch.int32)
+    >>> seq_lens = torch.tensor([60], dtype=torch.int32)
+    >>> selected = quire.select_pages(q, quire.page_key_bounds(cache), block_tables, seq_lens, page_size=16, top_k=2)
+    >>> selected.block_tables.shape, selected.seq_lens.tolist()  # the last page holds 12 tokens
+    (torch.Size([1, 2, 2]), [[28, 28]])
+    """
+    shape = {"num_pages": None, "num_kv_heads": None, "low and high": 2, "head_dim": None}
+    check_shape(check_tensor(bounds, "bounds"), "bounds", shape)
+    num_kv_heads, head_dim = bounds.shape[1], bounds.shape[3]
+    tables = BlockTables.of(block_tables, seq_lens, bounds.device)
+    check_shape(check_tensor(q, "q"), "q", {"batch_size": tables.batch_size, "num_qo_heads": None, "head_dim": head_dim})
+    check_same_device(q, "q", bounds.device)
+    if q.shape[1] % num_kv_heads:
+        raise ValidationError(f"q: expected a multiple of {num_kv_heads} heads, as `bounds` has, got {q.shape[1]}.")
+    size, most = check_positive(page_size, "page_size"), check_positive(top_k, "top_k")
+    last = ((tables.seq_lens + (size - 1)) // size - 1)[:, None, None]  # its number in the table; -1: no page
+    places = torch.arange(tables.pages.shape[1], device=q.device, dtype=torch.int32)
+    scores = _scores(q, bounds, torch.where(places < last[:, 0] + 1, tables.pages, 0))
+    order = torch.sort(scores.masked_fill(places >= last, -math.inf), dim=2, descending=True, stable=True).indices
+    order = torch.where(order[:, :, : most - 1] < last, order[:, :, : most - 1], tables.pages.shape[1])
+    order = torch.cat([order, last.clamp(min=0).expand(-1, num_kv_heads, 1)], 2).sort(dim=2).values
+    chosen = tables.pages[:, None].expand(-1, num_kv_heads, -1).gather(2, order.clamp_(max=len(places) - 1))
+    return SelectedPages(chosen, _tokens(tables.seq_lens, size, most).expand(-1, num_kv_heads).contiguous())
+
+
+def _tokens(seq_lens: torch.Tensor, page_size: int, top_k: int) -> torch.Tensor:
+    """Tokens of selected pages, [batch_size, 1]: only the last page may have fewer than page_size."""
+    dropped = ((seq_lens + (page_size - 1)) // page_size - top_k).clamp_(min=0)
+    return (seq_lens - dropped * page_size)[:, None]
+
+
+def _scores(q: torch.Tensor, bounds: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+    """Upper bounds of the logits in `pages` [batch_size, n], before sm_scale: float32 [batch_size, num_kv_heads, n]."""
+    num_kv_heads = bounds.shape[1]
+    heads = torch.arange(num_kv_heads, device=pages.device)[:, None]
+    rows = bounds.flatten(2).flatten(0, 1)[(pages.long() * num_kv_heads)[:, None] + heads]
+    parts = torch.cat([q.clamp(max=0), q.clamp(min=0)], 2).view(q.shape[0] * num_kv_heads, -1, 2 * q.shape[2])
+    bound = rows.flatten(0, 1).float() @ parts.transpose(1, 2).float()
+    return bound.amax(2).view(rows.shape[:3])
+
+
+def batch_decode_with_selected_pages(
+    q: torch.Tensor, paged_kv_cache: PagedCache, workspace_buffer: torch.Tensor, selected: SelectedPages,
+    sm_scale: float | None = None, kv_layout: str = "NHD", out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None, return_lse: bool = False, k_scale: float | torch.Tensor | None = None,
+    v_scale: float | torch.Tensor | None = None, enable_pdl: bool | None = None, *, backend: str = "auto",
+) -> Result:  # fmt: skip
+    """Attention of one query a request over the pages that each KV head has selected; no other page is read.
+
+    q: [batch_size, num_qo_heads, head_dim]. paged_kv_cache, kv_layout: as in BatchDecodeWithPagedKVCacheWrapper, keys
+    and values with the same strides between pages and heads. workspace_buffer: for partial results. selected: what
+    select_pages() returned, or any tables of the same shapes. sm_scale: 1 / sqrt(head_dim) if not said. k_scale,
+    v_scale: numbers, or tensors of one element, that keys and values are to be multiplied by.
+
+    Returns o [batch_size, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [batch_size, num_qo_heads] in
+    float32, base 2. A request without tokens gives 0. Raises ValidationError naming the argument, or UnsupportedError.
+
+    >>> cache = torch.randn(6, 2, 16, 2, 64).bfloat16()  # [num_pages, 2, page_size, num_kv_heads, head_dim]
+    >>> q, block_tables = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[4, 0, 2, 5]], dtype=torch.int32)
+    >>> seq_lens = torch.tensor([60], dtype=torch.int32)
+    >>> selected = quire.select_pages(q, quire.page_key_bounds(cache), block_tables, seq_lens, page_size=16, top_k=2)
+    >>> workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    >>> quire.batch_decode_with_selected_pages(q, cache, workspace, selected).shape
+    torch.Size([1, 8, 64])
+    """
+    layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
+    keys, values = _keys_and_values(paged_kv_cache, layout)
+    steps = {_step(keys, "keys"), _step(values, "values")}
+    if len(steps) > 1:
+        raise ValidationError(f"paged_kv_cache: expected keys and values with the same strides, got {sorted(steps)}.")
+    heads, page_size, top_k = keys.shape[2], keys.shape[1], selected.block_tables.shape[2]
+    check_shape(check_tensor(q, "q"), "q", {"batch_size": None, "num_qo_heads": None, "head_dim": keys.shape[3]})
+    shape = {"batch_size": q.shape[0], "num_kv_heads": heads}
+    check_shape(check_tensor(selected.block_tables, "block_tables"), "block_tables", {**shape, "top_k": None})
+    check_shape(check_tensor(selected.seq_lens, "seq_lens"), "seq_lens", shape)
+    if q.shape[1] % heads:
+        raise ValidationError(f"q: expected a multiple of {heads} heads, as the cache has, got {q.shape[1]}.")
+    numbers = selected.block_tables * steps.pop() + torch.arange(heads, device=q.device, dtype=torch.int32)[:, None]
+    scale = Scale.of(sm_scale, "sm_scale", workspace.device, positive=True)
+    if sm_scale is None:
+        scale = Scale(1 / math.sqrt(keys.shape[3]))
+    rows = q.reshape(q.shape[0] * heads, -1, q.shape[2])
+    result: Any = decode_block_tables(
+        rows, CacheParts.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),
+        selected.seq_lens.flatten(), top_k * page_size,
+        scale.times(Scale.of(k_scale, "k_scale", workspace.device, positive=True)),
+        Scale.of(v_scale, "v_scale", workspace.device), KVLayout.NHD, q_len_per_req=1, q_cu_seq_lens=None,
+        window_left=-1, out=_rows_of(out, rows), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
+        lse=_rows_of(lse, rows), return_lse=return_lse, backend=backend,
+    )  # fmt: skip
+    if not return_lse:
+        return result.view(*q.shape[:2], -1)
+    return result[0].view(*q.shape[:2], -1), result[1].view(q.shape[:2])
