@@ -27,6 +27,7 @@ FLOORS = [
         "mla",
         "mla_metadata",
         "padded_queries",
+        "page_selection",
         "selected_keys",
         "pod",
         "sparse",

@@ -57,7 +57,7 @@ class BlockMatrix(NamedTuple):
         columns, num_blocks = host_indices(indices, "indices"), -(-num_columns // width)
         if int(offsets[0]) or bool((offsets.diff() < 0).any()) or int(offsets[-1]) != columns.numel():
             raise ValidationError(
-                f"indptr: expected to ascend from 0 to {columns.numel()}, the number of indices, got {offsets.tolist()}."
+                f"indptr: expected to ascend from 0 to {columns.numel()}, as many as indices, got {offsets.tolist()}."
             )
         if columns.numel() and not 0 <= int(columns.min()) <= int(columns.max()) < num_blocks:
             raise ValidationError(
@@ -81,7 +81,7 @@ class BlockMatrix(NamedTuple):
         return BlockLists(ends.clamp_(max=self.num_rows), offsets, pages, page_size)
 
     def flat_mask(self, mask: Any) -> torch.Tensor:
-        """A bool mask [listed blocks, R, C] as kernels take it: a matrix of queries and keys for each row of blocks."""
+        """A mask [listed blocks, R, C] as kernels take it: for each row of blocks a matrix of queries and keys."""
         sizes = {"listed blocks": self.columns.numel(), "R": self.rows, "C": self.width}
         check_shape(check_tensor(mask, "mask"), "mask", sizes)
         seen = torch.arange(self.width, device="cpu") < self.widths[:, None]
@@ -95,7 +95,7 @@ class BlockMatrix(NamedTuple):
 
 
 def lists_of_heads(block_mask_map: Any, block_row_sz: Any, block_col_sz: Any, num_kv_heads: int) -> BlockLists:
-    """Of heads with blocks of their own, one after another: head h has queries h * qo_len on, and keys h * kv_len on."""
+    """Of heads with blocks of their own, one after another: head h has queries h * qo_len and keys h * kv_len on."""
     shown = check_tensor(block_mask_map, "block_mask_map")
     check_shape(shown, "block_mask_map", {"num_kv_heads": num_kv_heads, "MB": None, "NB": None})
     shown = shown.cpu().bool()

@@ -1,8 +1,8 @@
 """Page-sparse decode: each KV head of each request attends to the pages that may matter most for its queries.
 
 As in Quest (Tang et al., 2024): a page is known by the smallest and the largest number of its keys in each dim, which
-bound its logits. Everything happens on the device of the call, which nobody waits for, so that the calls may be captured
-in a CUDA graph.
+bound its logits. Everything happens on the device of the call, which nobody waits for, so that the calls may be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.block_table_decode import decode_block_tables
-from quire.block_tables import BlockTables, CacheParts, Scale
+from quire.block_tables import BlockTables, CacheParts, Scale, check_lengths
 from quire.errors import ValidationError
 from quire.runtime.attention import Result
-from quire.runtime.checks import check_dtype, check_output, check_positive, check_same_device, check_shape, check_tensor
+from quire.runtime.checks import check_output, check_positive, check_same_device, check_shape, check_tensor
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.workspace import UserWorkspace
-from quire.types import DTYPES, KVLayout
+from quire.types import KVLayout
 
 __all__ = ["SelectedPages", "batch_decode_with_selected_pages", "page_key_bounds", "select_pages"]
 
 
 class SelectedPages(NamedTuple):
-    """A table of pages for each request and KV head, in the order of the request's own table."""
+    """What select_pages() returns: a table for each request and KV head, in the order of the request's own table."""
 
-    block_tables: torch.Tensor  #: [batch_size, num_kv_heads, top_k] int32; those beyond a length are any
+    block_tables: torch.Tensor  #: [batch_size, num_kv_heads, pages] int32; those beyond a length are any
     seq_lens: torch.Tensor  #: [batch_size, num_kv_heads] int32, tokens of the selected pages
 
 
@@ -62,7 +62,8 @@ def page_key_bounds(
     bounds = torch.stack(torch.aminmax(chosen.to(dtype), dim=1), dim=2)
     if out is None:
         return bounds
-    return out.copy_(bounds) if pages is None else out.index_copy_(0, _page_numbers(pages, keys.device), bounds)
+    out[slice(None) if pages is None else _page_numbers(pages, keys.device)] = bounds
+    return out
 
 
 def _page_numbers(pages: Any, device: torch.device) -> torch.Tensor:
@@ -82,7 +83,8 @@ def select_pages(
 
     A page's score is the largest, over the query heads of a KV head, of sum(max(q * low, q * high)), which no q . k of
     the page exceeds; it is summed in float32. Of equal scores the earlier page is taken, so that the choice is the same
-    each time. A request of top_k pages or fewer has all of them. Raises ValidationError naming the argument.
+    each time. A request of top_k pages or fewer has all of them. Tables are [batch_size, num_kv_heads, top_k], or as
+    many as `block_tables` holds. Raises ValidationError naming the argument.
 
     >>> cache = torch.randn(6, 2, 16, 2, 64).bfloat16()
     >>> q, block_tables = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[4, 0, 2, 5]], dtype=torch.int32)
@@ -95,11 +97,10 @@ def select_pages(
     check_shape(check_tensor(bounds, "bounds"), "bounds", shape)
     num_kv_heads, head_dim = bounds.shape[1], bounds.shape[3]
     tables = BlockTables.of(block_tables, seq_lens, bounds.device)
-    check_shape(check_tensor(q, "q"), "q", {"batch_size": tables.batch_size, "num_qo_heads": None, "head_dim": head_dim})
-    check_same_device(q, "q", bounds.device)
-    if q.shape[1] % num_kv_heads:
-        raise ValidationError(f"q: expected a multiple of {num_kv_heads} heads, as `bounds` has, got {q.shape[1]}.")
-    size, most = check_positive(page_size, "page_size"), check_positive(top_k, "top_k")
+    _check_queries(q, tables.batch_size, num_kv_heads, head_dim, bounds.device)
+    size, most = check_positive(page_size, "page_size"), min(check_positive(top_k, "top_k"), tables.pages.shape[1])
+    if tables.seq_lens.is_cpu:
+        check_lengths(tables.seq_lens, tables.pages.shape[1], size, 2**31 - 1, "page_size")
     last = ((tables.seq_lens + (size - 1)) // size - 1)[:, None, None]  # its number in the table; -1: no page
     places = torch.arange(tables.pages.shape[1], device=q.device, dtype=torch.int32)
     scores = _scores(q, bounds, torch.where(places < last[:, 0] + 1, tables.pages, 0))
@@ -156,25 +157,65 @@ def batch_decode_with_selected_pages(
     if len(steps) > 1:
         raise ValidationError(f"paged_kv_cache: expected keys and values with the same strides, got {sorted(steps)}.")
     heads, page_size, top_k = keys.shape[2], keys.shape[1], selected.block_tables.shape[2]
-    check_shape(check_tensor(q, "q"), "q", {"batch_size": None, "num_qo_heads": None, "head_dim": keys.shape[3]})
-    shape = {"batch_size": q.shape[0], "num_kv_heads": heads}
-    check_shape(check_tensor(selected.block_tables, "block_tables"), "block_tables", {**shape, "top_k": None})
-    check_shape(check_tensor(selected.seq_lens, "seq_lens"), "seq_lens", shape)
-    if q.shape[1] % heads:
-        raise ValidationError(f"q: expected a multiple of {heads} heads, as the cache has, got {q.shape[1]}.")
+    _check_queries(q, None, heads, keys.shape[3], workspace.device)
+    _check_selected(selected, q.shape[0], heads)
     numbers = selected.block_tables * steps.pop() + torch.arange(heads, device=q.device, dtype=torch.int32)[:, None]
-    scale = Scale.of(sm_scale, "sm_scale", workspace.device, positive=True)
-    if sm_scale is None:
-        scale = Scale(1 / math.sqrt(keys.shape[3]))
+    own_scale = 1 / math.sqrt(keys.shape[3]) if sm_scale is None else sm_scale
+    scale = Scale.of(own_scale, "sm_scale", workspace.device, positive=True)
     rows = q.reshape(q.shape[0] * heads, -1, q.shape[2])
     result: Any = decode_block_tables(
         rows, CacheParts.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),
         selected.seq_lens.flatten(), top_k * page_size,
         scale.times(Scale.of(k_scale, "k_scale", workspace.device, positive=True)),
         Scale.of(v_scale, "v_scale", workspace.device), KVLayout.NHD, q_len_per_req=1, q_cu_seq_lens=None,
-        window_left=-1, out=_rows_of(out, rows), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
-        lse=_rows_of(lse, rows), return_lse=return_lse, backend=backend,
+        window_left=-1, out=_rows_of(out, "out", heads), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
+        lse=_rows_of(lse, "lse", heads), return_lse=return_lse, backend=backend,
     )  # fmt: skip
-    if not return_lse:
-        return result.view(*q.shape[:2], -1)
-    return result[0].view(*q.shape[:2], -1), result[1].view(q.shape[:2])
+    o = (result[0] if return_lse else result).view(*q.shape[:2], -1) if out is None else out
+    return (o, result[1].view(q.shape[:2]) if lse is None else lse) if return_lse else o
+
+
+def _keys_and_values(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both as [num_pages, page_size, num_kv_heads, head_dim]."""
+    return cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
+
+
+def _check_queries(q: Any, batch_size: int | None, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    check_shape(check_tensor(q, "q"), "q", {"batch_size": batch_size, "num_qo_heads": None, "head_dim": head_dim})
+    check_same_device(q, "q", device)
+    if q.shape[1] % num_kv_heads:
+        raise ValidationError(f"q: expected a multiple of {num_kv_heads} KV heads, got {q.shape[1]} heads.")
+
+
+def _check_selected(selected: SelectedPages, batch_size: int, num_kv_heads: int) -> None:
+    shape = {"batch_size": batch_size, "num_kv_heads": num_kv_heads}
+    check_shape(check_tensor(selected.block_tables, "block_tables"), "block_tables", {**shape, "top_k": None})
+    check_shape(check_tensor(selected.seq_lens, "seq_lens"), "seq_lens", shape)
+
+
+def _step(pages: torch.Tensor, name: str) -> int:
+    """How many heads lie between a page and the next, in memory."""
+    page, head = pages.stride(0), pages.stride(2)
+    if pages.shape[2] > 1 and (not head or page % head):
+        raise ValidationError(
+            f"paged_kv_cache: expected {name} whose pages are a multiple of the distance of heads apart, got strides "
+            f"{pages.stride()}."
+        )
+    return page // head if pages.shape[2] > 1 else 1
+
+
+def _by_heads(pages: torch.Tensor) -> torch.Tensor:
+    """A page for each place at which the page of a head may begin: head h of page p is page p * _step() + h, a view."""
+    count, page_size, heads, head_dim = pages.shape
+    page, token, head, _ = pages.stride()
+    most, step = (count - 1) * _step(pages, "") + heads, page if heads == 1 else head
+    return pages.as_strided((max(0, most), page_size, 1, head_dim), (step, token, step, 1))
+
+
+def _rows_of(tensor: torch.Tensor | None, name: str, num_kv_heads: int) -> torch.Tensor | None:
+    """A result [batch_size, num_qo_heads, ...] as rows [batch_size * num_kv_heads, heads of a group, ...]."""
+    if tensor is None:
+        return None
+    if not check_output(tensor, name).is_contiguous():
+        raise ValidationError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}.")
+    return tensor.view(-1, tensor.shape[1] // num_kv_heads, *tensor.shape[2:])

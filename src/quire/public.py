@@ -56,6 +56,7 @@ from quire.kernels import backends
 from quire.kernels.variant import Variant
 from quire.mla import BatchMLAPagedAttentionWrapper
 from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
+from quire.page_selection import SelectedPages, batch_decode_with_selected_pages, page_key_bounds, select_pages
 from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
 from quire.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
@@ -104,6 +105,7 @@ __all__: list[str] = [
     "PODWithPagedKVCacheWrapper",
     "PlanError",
     "QuireError",
+    "SelectedPages",
     "UnsupportedError",
     "ValidationError",
     "VariableBlockSparseAttentionWrapper",
@@ -123,6 +125,7 @@ __all__: list[str] = [
     "apply_rope_with_cos_sin_cache_inplace",
     "attention",
     "backends",
+    "batch_decode_with_selected_pages",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
     "decode",
@@ -143,6 +146,7 @@ __all__: list[str] = [
     "mla_rope_quantize_fp8",
     "packbits",
     "page",
+    "page_key_bounds",
     "pod",
     "prefill",
     "quantization",
@@ -153,6 +157,7 @@ __all__: list[str] = [
     "rope_quantize_fp8_append_paged_kv_cache",
     "seal",
     "segment_packbits",
+    "select_pages",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
