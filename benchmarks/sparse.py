@@ -132,8 +132,9 @@ class Pages:
     def rows(self) -> list[Prepared]:
         """Dense over as many keys as are selected; the choice; attention to it; both; dense over all keys."""
         selected = self.select(0)
-        attend = lambda _: quire.batch_decode_with_selected_pages(self.q, self.cache, self.workspace, selected)  # noqa: E731
-        both = lambda i: quire.batch_decode_with_selected_pages(self.q, self.cache, self.workspace, self.select(i))  # noqa: E731
+        decode = quire.batch_decode_with_selected_pages
+        attend = lambda _: decode(self.q, self.cache, self.workspace, selected)  # noqa: E731
+        both = lambda i: decode(self.q, self.cache, self.workspace, self.select(i))  # noqa: E731
         calls = [
             ("dense, 4096 keys", self.dense(self.TOP_K * self.PAGE), None), ("the choice of 64 of 512 pages", self.select, None),
             ("attention to 64 of 512 pages", attend, 1.1), ("both", both, 1.25), ("dense, 32768 keys", self.dense(32768), None),

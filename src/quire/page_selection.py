@@ -59,7 +59,7 @@ def page_key_bounds(
         if out.dtype is not dtype:
             raise ValidationError(f"out: expected dtype {dtype}, got {out.dtype}.")
     chosen = keys if pages is None else keys[_page_numbers(pages, keys.device)]
-    bounds = torch.stack(torch.aminmax(chosen.to(dtype), dim=1), dim=2)
+    bounds: torch.Tensor = torch.stack(torch.aminmax(chosen.to(dtype), dim=1), dim=2)
     if out is None:
         return bounds
     out[slice(None) if pages is None else _page_numbers(pages, keys.device)] = bounds
