@@ -257,6 +257,92 @@ def test_single_calls(device, backend):
     check(p, BOTH, (o[None], lse[None]))
 
 
+@pytest.mark.parametrize("backend_of_torch", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["ragged", "paged", "decode"])
+def test_under_torch_compile(kind, backend_of_torch, device, backend):
+    """run() with tensors and numbers that change between calls of one graph."""
+    torch._dynamo.reset()
+    capped = Case(
+        quire.Variant(
+            lambda score, head, slopes, cap: cap * torch.tanh(score * slopes[head] / cap),
+            lambda q_idx, kv_idx, qo_len, kv_len, width: (kv_idx < 3) | (kv_idx > q_idx + kv_len - qo_len - width),
+            tensors={"slopes": torch.float32}, scalars={"cap": float, "width": int},
+        ),
+        {"width": 20}, sees=BOTH.sees,
+    )  # fmt: skip
+    lens = ((1, 1, 1, 1), LENS[1]) if kind == "decode" else LENS
+    p = Problem(*lens, num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    cache = p.paged(16)
+    if kind == "ragged":
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=capped.variant)
+        plan_ragged(wrapper, p, plan=capped.operands)
+    elif kind == "paged":
+        wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=capped.variant)
+        plan_paged(wrapper, p, cache, plan=capped.operands)
+    else:
+        wrapper = decode_wrapper(p, cache, backend, variant=capped.variant)
+        plan_decode(wrapper, p, cache, plan=capped.operands)
+    kv = (p.k, p.v) if kind == "ragged" else (cache.kv,)
+
+    @torch.compile(fullgraph=True, backend=backend_of_torch)
+    def layer(q: Tensor, slopes: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+        o, lse = wrapper.run(q * 2, *kv, return_lse=True, slopes=slopes.exp(), cap=cap)
+        return o / 2, lse
+
+    for slopes, cap in ((SLOPES, 5.0), (-SLOPES, 5.0), (SLOPES, 0.5)):
+        o, lse = layer(p.q / 2, slopes.to(device), cap)
+        rates = slopes.to(device).exp().cpu().double()
+
+        def score(s: Tensor, at: At, rates: Tensor = rates, cap: float = cap) -> Tensor:
+            return cap * torch.tanh(s * rates[at.head] / cap)
+
+        p.check(o * 2, lse, score=score, sees=capped.sees)
+    with pytest.raises(quire.ValidationError, match="slopes: expected at least"):
+        layer(p.q, SLOPES[:1].to(device), 1.0)
+
+
+def test_single_calls_under_torch_compile(device, backend):
+    torch._dynamo.reset()
+    p = Problem((17,), (33,), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    slopes = SLOPES.to(device)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def layer(slopes: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        return quire.single_prefill_with_kv_cache(
+            p.q, p.k, p.v, causal=True, return_lse=True, backend=backend, variant=BOTH.variant, slopes=slopes,
+            width=width,
+        )  # fmt: skip
+
+    check(p, BOTH, layer(slopes, 20))
+    p.check(*layer(slopes, 5), score=BOTH.score, sees=lambda at: (at.kv_idx < 3) | (at.distance > -5))
+
+
+def test_batches_of_prefills_and_decodes(device):
+    p = problem(device, causal=True)
+    cache = p.paged(16)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchAttention(device=device, variant=BOTH.variant)
+    lens = torch.tensor(p.kv_lens, dtype=torch.int32)
+    wrapper.plan(
+        torch.tensor(p.qo_indptr, dtype=torch.int32), cache.indptr, cache.indices, lens, HEADS, 2, 64, 64, 16,
+        causal=True, q_data_type=p.dtype, kv_data_type=p.dtype, **of_plan,
+    )  # fmt: skip
+    check(p, BOTH, wrapper.run(p.q, cache.kv, **of_run))
+    with pytest.raises(quire.ValidationError, match="slopes: expected as a keyword of run"):
+        wrapper.run(p.q, cache.kv)
+
+
+def test_calls_that_take_no_variant():
+    """They name the argument."""
+    for call in (
+        quire.xqa_batch_decode_with_kv_cache, quire.trtllm_batch_decode_with_kv_cache,
+        quire.trtllm_batch_context_with_kv_cache, quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper,
+        quire.BlockSparseAttentionWrapper, quire.batch_decode_with_selected_pages,
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match="unexpected keyword argument 'variant'"):
+            call(variant=variants.alibi)
+
+
 def test_masked_scores(device, backend):
     """-inf as a score hides a key, rows without any included, in a tile that needs no mask otherwise."""
     variant = quire.Variant(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.runtime.attention import AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, check_positive, check_same_device, host_indices, refuse
@@ -26,7 +27,9 @@ _WORKSPACE_BYTES = 128 << 20
 class BatchAttention:
     """Attention of prefills and decodes in one batch over a paged cache: one plan, one launch.
 
-    kv_layout: "NHD" or "HND". device: of all calls; the workspace, 128 MiB there, is the wrapper's own.
+    kv_layout: "NHD" or "HND". device: of all calls; the workspace, 128 MiB there, is the wrapper's own. variant: a
+        quire.Variant of the caller's own; plan() and run() then take what it reads, by name, as
+        BatchPrefillWithPagedKVCacheWrapper does.
 
     >>> wrapper = quire.BatchAttention("NHD", device="cpu")
     >>> int32 = {"dtype": torch.int32}
@@ -41,16 +44,18 @@ class BatchAttention:
     (torch.Size([4, 8, 64]), torch.Size([4, 8]))
     """
 
-    def __init__(self, kv_layout: str = "NHD", device: str | torch.device = "cuda") -> None:
+    def __init__(
+        self, kv_layout: str = "NHD", device: str | torch.device = "cuda", *, variant: Variant | None = None
+    ) -> None:
         self.float_workspace_buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device(device))
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(self.float_workspace_buffer, kv_layout)
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(self.float_workspace_buffer, kv_layout, variant=variant)
 
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int, page_size: int, causal: bool = False,
         sm_scale: float | None = None, logits_soft_cap: float | None = None,
         q_data_type: str | torch.dtype = torch.bfloat16, kv_data_type: str | torch.dtype = torch.bfloat16,
-        use_profiler: bool = False,
+        use_profiler: bool = False, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch: kv_len_arr int32 [batch_size] counts the tokens of each request.
 
@@ -64,13 +69,13 @@ class BatchAttention:
         self._wrapper.plan(
             qo_indptr, indptr, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo,
             causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type,
+            kv_data_type=kv_data_type, **operands,
         )  # fmt: skip
 
     def run(
         self, q: torch.Tensor, kv_cache: PagedCache, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
         k_scale: Any = None, v_scale: Any = None, logits_soft_cap: float = 0.0,
-        profiler_buffer: torch.Tensor | None = None, kv_cache_sf: Any = None,
+        profiler_buffer: torch.Tensor | None = None, kv_cache_sf: Any = None, **operands: Any,
     ) -> Pair:  # fmt: skip
         """(o [nnz_qo, num_qo_heads, head_dim_vo], lse [nnz_qo, num_qo_heads] float32, base 2).
 
@@ -80,7 +85,7 @@ class BatchAttention:
         if logits_soft_cap and logits_soft_cap != (cap := self._wrapper._logits_soft_cap):
             raise ValidationError(f"logits_soft_cap: expected {cap} (fixed by plan()) or 0, got {logits_soft_cap}.")
         run = self._wrapper.run_return_lse
-        return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse)
+        return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, **operands)
 
     def explain(self) -> Explanation:
         """Which kernel plan() chose, why each other was refused, and what was planned."""

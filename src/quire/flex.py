@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.overrides import TorchFunctionMode
 
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expression import BOOL, FLOAT, OPERAND_TYPES
 from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail, refuse_side_effects
 from quire.kernels.variant import Variant, variant_of_trees
@@ -22,7 +22,7 @@ from quire.runtime.checks import check_flags, check_shape, check_tensor, refuse
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import of_plan_and_run, refuse_tracing
+from quire.runtime.variant_operands import of_plan_and_run
 from quire.runtime.workspace import OwnWorkspace
 from quire.types import KVLayout
 
@@ -60,7 +60,10 @@ def flex_attention(
     refuse(kernel_options=kernel_options)
     mask_mod = _mask_of(block_mask)
     if is_tracing():
-        refuse_tracing(None, {"score_mod": score_mod})
+        raise UnsupportedError(
+            "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.compile "
+            "(torch.compiler.disable), capture it in a CUDA graph, or plan a wrapper with a quire.Variant."
+        )
     _check_shapes(query, key, value, enable_gqa)
     variant, tensors = (None, {}) if score_mod is mask_mod is None else _traced(score_mod, mask_mod)
     of_mask, of_score = of_plan_and_run(variant, tensors)

@@ -67,9 +67,10 @@ def page_key_bounds(
 
 
 def _page_numbers(pages: Any, device: torch.device) -> torch.Tensor:
-    check_shape(check_tensor(pages, "pages"), "pages", {"pages": None})
-    check_same_device(pages, "pages", device)
-    return pages.long()
+    numbers = check_tensor(pages, "pages")
+    check_shape(numbers, "pages", {"pages": None})
+    check_same_device(numbers, "pages", device)
+    return numbers.long()
 
 
 def select_pages(

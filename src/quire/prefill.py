@@ -31,12 +31,12 @@ from quire.runtime.checks import (
 from quire.runtime.keywords import Pair, RunKeywords, SinglePrefillKeywords
 from quire.runtime.layout import PagedCache
 from quire.runtime.multi_item import with_items
-from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, new_results, operator
+from quire.runtime.ops import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import of_plan_and_run, refuse_tracing, variant_of
+from quire.runtime.variant_operands import of_plan_and_run, variant_of
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
 from quire.types import KVLayout
@@ -497,9 +497,9 @@ def attend_one(
     if not is_tracing():
         own = variant_of(variant)
         return _attend_one(q, k, v, None, None, return_lse, o_dtype, variant=own, operands=operands, **options)
-    refuse_tracing(variant, operands)
     out, lse = new_results(q, v, o_dtype, None, None, return_lse)
-    _attend_one_into(q, k, v, out, lse, **options)
+    text = None if variant is None else variant.expression.text
+    _attend_one_into(q, k, v, out, lse, **options, variant=text, **TracedOperands.of(operands)._asdict())
     return out if lse is None else (out, lse)
 
 
@@ -545,13 +545,19 @@ def _attend_one(
     """single(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, *, bool decode, float? sm_scale,
        int window_left, float? logits_soft_cap, str pos_encoding_mode, str kv_layout, str backend, float? q_scale,
        float? k_scale, float? v_scale, bool causal=False, Tensor? custom_mask=None,
-       Tensor? packed_custom_mask=None, float? rope_scale=None, float? rope_theta=None) -> ()""",
+       Tensor? packed_custom_mask=None, float? rope_scale=None, float? rope_theta=None, str? variant=None, """
+    + OPERANDS
+    + ") -> ()",
     tags=NOT_CAPTURABLE,
 )
 def _attend_one_into(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, **options: Any
-) -> None:
-    _attend_one(q, k, v, out, lse, False, None, **options)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, *,
+    variant: str | None = None, tensors: list[torch.Tensor] | None = None, floats: list[float] | None = None,
+    ints: list[int] | None = None, names: list[str] | None = None, **options: Any,
+) -> None:  # fmt: skip
+    own = None if variant is None else Variant.parse(variant)
+    operands = TracedOperands(tensors, floats, ints, names).by_name()
+    _attend_one(q, k, v, out, lse, False, None, variant=own, operands=operands, **options)
 
 
 single_prefill_with_kv_cache_return_lse: Callable[..., Pair] = partial(  # type: ignore[assignment]

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import wraps
 from itertools import count
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,7 +25,6 @@ from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import planned
 from quire.runtime.layout import PagedCache, cache_tensors
 from quire.runtime.planner import NO_OPERANDS
-from quire.runtime.variant_operands import refuse_tracing
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -122,15 +121,44 @@ def new_results(
     return out, lse
 
 
+#: Operands of a variant in a graph, by name: tensors, then floats, then integers; None without any.
+OPERANDS = "Tensor[]? tensors=None, float[]? floats=None, SymInt[]? ints=None, str[]? names=None"
 #: `v` is None where one tensor `k` is the cache of keys and values.
-_RUN = """(SymInt wrapper, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
-           float? q_scale, float? k_scale, float? v_scale, int? window_left, bool? enable_pdl, Tensor[] others) -> ()"""
+_RUN = f"""(SymInt wrapper, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
+            float? q_scale, float? k_scale, float? v_scale, int? window_left, bool? enable_pdl, Tensor[] others,
+            {OPERANDS}) -> ()"""
+
+
+class TracedOperands(NamedTuple):
+    """Operands of a variant as the graph's operators take them."""
+
+    tensors: list[torch.Tensor] | None = None
+    floats: list[float] | None = None
+    ints: list[int] | None = None
+    names: list[str] | None = None
+
+    @classmethod
+    def of(cls, operands: Mapping[str, Any]) -> TracedOperands:
+        """They are checked when the graph runs."""
+        if not operands:
+            return cls()
+        tensors = {name: value for name, value in operands.items() if isinstance(value, torch.Tensor)}
+        ints: dict[str, Any] = {n: value for n, value in operands.items() if isinstance(value, (int, torch.SymInt))}
+        floats = {name: value for name, value in operands.items() if name not in tensors and name not in ints}
+        names = [*tensors, *floats, *ints]
+        return cls(list(tensors.values()), list(floats.values()), list(ints.values()), names)
+
+    def by_name(self) -> Mapping[str, Any]:
+        """What it was made of."""
+        values = [*(self.tensors or ()), *(self.floats or ()), *(self.ints or ())]
+        return dict(zip(self.names or (), values, strict=True))
 
 
 def _run(
     wrapper: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, out: torch.Tensor,
     lse: torch.Tensor | None, sinks: torch.Tensor | None, q_scale: float | None, k_scale: float | None,
     v_scale: float | None, window_left: int | None, enable_pdl: bool | None, others: list[torch.Tensor],
+    *operands: Any,
 ) -> None:  # fmt: skip
     found = _wrappers.get(wrapper)
     if found is None:
@@ -138,6 +166,7 @@ def _run(
     planned(found._attention).run(
         q, k if v is None else (k, v), out=out, lse=lse, return_lse=False, sinks=sinks, q_scale=q_scale,
         k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, others=tuple(others),
+        operands=TracedOperands(*operands).by_name(),
     )  # fmt: skip
 
 
@@ -157,13 +186,12 @@ class TracedRun:
         enable_pdl: bool | None, others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         """run() of the plan that the wrapper has when the graph runs."""
-        refuse_tracing(self._wrapper._variant, operands)
         wrapper, tensors = self._wrapper, cache_tensors(kv)
         out, lse = new_results(q, tensors[-1], planned(wrapper._attention).o_dtype, out, lse, return_lse)
         call = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly
         v = tensors[1] if len(tensors) == 2 else None
         call(
             wrapper._handle, q, tensors[0], v, out, lse, sinks, q_scale, k_scale, v_scale, window_left, enable_pdl,
-            list(others),
+            list(others), *TracedOperands.of(operands),
         )  # fmt: skip
         return (out, lse) if return_lse and lse is not None else out

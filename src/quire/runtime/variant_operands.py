@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.kernels.expression import Expression, Operand
 from quire.kernels.variant import Variant
 from quire.runtime.checks import check_same_device, check_tensor
@@ -155,15 +155,6 @@ def direct_reads(expression: Expression) -> Mapping[tuple[str, int], frozenset[s
                 if arg.op == "index":
                     found.setdefault((str(node.value), dim), set()).add(str(arg.value))
     return {key: frozenset(indices) for key, indices in found.items()}
-
-
-def refuse_tracing(variant: Variant | None, tensors: Mapping[str, Any]) -> None:
-    """UnsupportedError where torch traces a call with a variant."""
-    if variant is not None or tensors:
-        raise UnsupportedError(
-            "variant: torch traces this call, and its operators take no operands of variants; call it outside of "
-            "torch.compile (torch.compiler.disable), or capture it in a CUDA graph."
-        )
 
 
 def describe(value: Any) -> Any:
