@@ -7,6 +7,7 @@ captured in a CUDA graph.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from typing import Any, NamedTuple
 
@@ -15,13 +16,20 @@ import torch
 from quire.block_table_decode import decode_block_tables
 from quire.block_tables import BlockTables, CacheParts, Scale, check_lengths
 from quire.errors import ValidationError
+from quire.jit import get_module
+from quire.kernels.operation import OPERATIONS, PARALLEL_THREADS, OperationKey
+from quire.kernels.params import PageScoresParams
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_output, check_positive, check_same_device, check_shape, check_tensor
+from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
+from quire.runtime.target import target_of
 from quire.runtime.workspace import UserWorkspace
-from quire.types import KVLayout
+from quire.types import KVLayout, dtype_of
 
 __all__ = ["SelectedPages", "batch_decode_with_selected_pages", "page_key_bounds", "select_pages"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of bounds
 
 
 class SelectedPages(NamedTuple):
@@ -96,6 +104,8 @@ def select_pages(
     """
     shape = {"num_pages": None, "num_kv_heads": None, "low and high": 2, "head_dim": None}
     check_shape(check_tensor(bounds, "bounds"), "bounds", shape)
+    if bounds.dtype not in _DTYPES:
+        raise ValidationError(f"bounds: expected dtype {', '.join(map(str, _DTYPES))}, got {bounds.dtype}.")
     num_kv_heads, head_dim = bounds.shape[1], bounds.shape[3]
     tables = BlockTables.of(block_tables, seq_lens, bounds.device)
     _check_queries(q, tables.batch_size, num_kv_heads, head_dim, bounds.device)
@@ -103,12 +113,11 @@ def select_pages(
     if tables.seq_lens.is_cpu:
         check_lengths(tables.seq_lens, tables.pages.shape[1], size, 2**31 - 1, "page_size")
     last = ((tables.seq_lens + (size - 1)) // size - 1)[:, None, None]  # its number in the table; -1: no page
-    places = torch.arange(tables.pages.shape[1], device=q.device, dtype=torch.int32)
-    scores = _scores(q, bounds, torch.where(places < last[:, 0] + 1, tables.pages, 0))
-    order = torch.sort(scores.masked_fill(places >= last, -math.inf), dim=2, descending=True, stable=True).indices
-    order = torch.where(order[:, :, : most - 1] < last, order[:, :, : most - 1], tables.pages.shape[1])
-    order = torch.cat([order, last.clamp(min=0).expand(-1, num_kv_heads, 1)], 2).sort(dim=2).values
-    chosen = tables.pages[:, None].expand(-1, num_kv_heads, -1).gather(2, order.clamp_(max=len(places) - 1))
+    num_columns = tables.pages.shape[1]
+    order = torch.topk(_keys(q, bounds, tables, size), most - 1, dim=2, sorted=False).indices
+    order = torch.cat([torch.where(order < last, order, num_columns), last.clamp(min=0).expand(-1, num_kv_heads, 1)], 2)
+    order = order.sort(dim=2).values.clamp_(max=num_columns - 1)
+    chosen = tables.pages[:, None].expand(-1, num_kv_heads, -1).gather(2, order)
     return SelectedPages(chosen, _tokens(tables.seq_lens, size, most).expand(-1, num_kv_heads).contiguous())
 
 
@@ -118,14 +127,25 @@ def _tokens(seq_lens: torch.Tensor, page_size: int, top_k: int) -> torch.Tensor:
     return (seq_lens - dropped * page_size)[:, None]
 
 
-def _scores(q: torch.Tensor, bounds: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Upper bounds of the logits in `pages` [batch_size, n], before sm_scale: float32 [batch_size, num_kv_heads, n]."""
-    num_kv_heads = bounds.shape[1]
-    heads = torch.arange(num_kv_heads, device=pages.device)[:, None]
-    rows = bounds.flatten(2).flatten(0, 1)[(pages.long() * num_kv_heads)[:, None] + heads]
-    parts = torch.cat([q.clamp(max=0), q.clamp(min=0)], 2).view(q.shape[0] * num_kv_heads, -1, 2 * q.shape[2])
-    bound = rows.flatten(0, 1).float() @ parts.transpose(1, 2).float()
-    return bound.amax(2).view(rows.shape[:3])
+def _keys(q: torch.Tensor, bounds: torch.Tensor, tables: BlockTables, page_size: int) -> torch.Tensor:
+    """What ascends with the scores of pages, each another number: int64 [batch_size, num_kv_heads, pages]."""
+    num_kv_heads, head_dim, num_columns = bounds.shape[1], bounds.shape[3], tables.pages.shape[1]
+    keys = torch.empty(tables.batch_size, num_kv_heads, num_columns, dtype=torch.int64, device=q.device)
+    queries, bounds = q.to(torch.float32).contiguous(), bounds.contiguous()
+    slug = dtype_of(bounds.dtype, "bounds").slug
+    vector = OPERATIONS["page_scores"].widths[slug][-1]
+    vector = vector if head_dim % vector == 0 and bounds.data_ptr() % 16 == 0 else 1
+    params = PageScoresParams(
+        q=queries.data_ptr(), bounds=bounds.data_ptr(), pages=tables.pages.data_ptr(), lens=tables.seq_lens.data_ptr(),
+        keys=keys.data_ptr(), page_stride=tables.pages.stride(0), batch_size=tables.batch_size,
+        num_kv_heads=num_kv_heads, group_size=q.shape[1] // num_kv_heads, head_dim=head_dim, num_columns=num_columns,
+        page_size=page_size,
+    )  # fmt: skip
+    if keys.numel():
+        module = get_module(OperationKey("page_scores", target_of(q.device), slug, vector).spec())
+        grid = row_grid(tables.batch_size * num_kv_heads, num_columns)
+        launch(module, ctypes.addressof(params), q.device, grid=grid, block=PARALLEL_THREADS)
+    return keys
 
 
 def batch_decode_with_selected_pages(

@@ -1,4 +1,4 @@
-"""The small operations beside attention: planning, merging states, appending to a cache, rotating, packing bits."""
+"""The small operations beside attention: planning, merging states, appending to a cache, rotating, scoring pages."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from quire.kernels.params import (
     ExpressionBlocksParams,
     MergeParams,
     PackbitsParams,
+    PageScoresParams,
     RopeParams,
     ScheduleLengthsParams,
     ScheduleParams,
@@ -75,6 +76,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
         Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
         Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
+        Operation("page_scores", _header("page_scores.h"), "PageScores", PageScoresParams, _HEADS),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip

@@ -281,6 +281,19 @@ class RopeParams(ctypes.Structure):
     )
 
 
+class PageScoresParams(ctypes.Structure):
+    """Scores of pages; shapes stand in kernels/page_scores.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "bounds", "pages", "lens", "keys")),
+        ("page_stride", c_int64),
+        *(
+            (name, c_int32)
+            for name in ("batch_size", "num_kv_heads", "group_size", "head_dim", "num_columns", "page_size")
+        ),
+    )
+
+
 class PackbitsParams(ctypes.Structure):
     """Packing booleans into bits; shapes stand in kernels/packbits.h."""
 
