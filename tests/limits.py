@@ -23,6 +23,9 @@ BEYOND = {
             "test_any_ragged_batch",
             "test_any_tree",
             "test_batch_invariance",
+            "test_blocks",
+            "test_blocks_of_any_size",
+            "test_causal_blocks_of_any_size",
             "test_decode_with_shared_prefix_padded",
             "test_draft_chains",
             "test_draft_trees",
@@ -48,6 +51,7 @@ BEYOND = {
     ),
     "fa3": frozenset(
         {
+            "test_causal_and_rotation_are_of_each_row_of_blocks",
             "test_forward_takes_a_mode",
             "test_long_positions",
             "test_plans_of_a_graph",

@@ -212,6 +212,30 @@ def _rope_quantize_append(t: Tensors) -> Callable[[Tensors], Results]:
     return run
 
 
+def _block_sparse(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BlockSparseAttentionWrapper(t["float_workspace_buffer"])
+    wrapper.plan(
+        t["indptr"], t["indices"], 5, 14, 3, 4, HEADS, KV_HEADS, DIM, mask=t["mask"], q_data_type=torch.float32
+    )
+    return lambda t: wrapper.run(t["q"], t["k"], t["v"], out=t["out"], lse=t["lse"], return_lse=True)
+
+
+def _variable_blocks(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.VariableBlockSparseAttentionWrapper(t["float_workspace_buffer"])
+    blocks = t["block_mask_map"], t["block_row_sz"], t["block_col_sz"]
+    wrapper.plan(*blocks, HEADS, KV_HEADS, DIM, q_data_type=torch.float32)
+    return lambda t: wrapper.run(t["q"], t["k"], t["v"], out=t["out"], lse=t["lse"], return_lse=True)
+
+
+def _selected(t: Tensors) -> Callable[[Tensors], Results]:
+    def run(t: Tensors) -> Results:
+        selected = quire.SelectedPages(t["pages"], t["lens"])
+        cache = t["k_cache"], t["v_cache"]
+        return quire.batch_decode_with_selected_pages(t["q"], cache, t["workspace_buffer"], selected, return_lse=True)
+
+    return run
+
+
 def _rows(n: int) -> Tensors:
     return _draw(q=(n, HEADS, DIM))
 
@@ -396,6 +420,42 @@ CALLS = (
             "batch_indices": ints(0, 1, 1), "positions": ints(8, 3, 4),
         },
         _rope_quantize_append,
+    ),
+    Call(
+        "BlockSparseAttentionWrapper",
+        lambda: {
+            **_draw(q=(5, HEADS, DIM), k=_KV, v=_KV, out=(5, HEADS, DIM), lse=(5, HEADS)),
+            "indptr": ints(0, 2, 3), "indices": ints(3, 0, 1), "mask": _draw(m=(3, 3, 4))["m"] > 0,
+            "float_workspace_buffer": workspace(),
+        },
+        _block_sparse, planned=("indptr", "indices", "mask", "float_workspace_buffer"),
+    ),
+    Call(
+        "VariableBlockSparseAttentionWrapper",
+        lambda: {
+            **_draw(q=(HEADS, 5, DIM), k=(KV_HEADS, 14, DIM), v=(KV_HEADS, 14, DIM), out=(HEADS, 5, DIM)),
+            **_draw(lse=(HEADS, 5)), "block_mask_map": _draw(m=(KV_HEADS, 2, 3))["m"] > 0,
+            "block_row_sz": ints(2, 3, 5, 0).view(2, 2), "block_col_sz": ints(4, 4, 6, 8, 4, 2).view(2, 3),
+            "float_workspace_buffer": workspace(),
+        },
+        _variable_blocks, planned=("block_mask_map", "block_row_sz", "block_col_sz", "float_workspace_buffer"),
+    ),
+    Call("page_key_bounds", _one_cache, _single(quire.page_key_bounds, "paged_kv_cache")),
+    Call(
+        "select_pages",
+        lambda: {
+            **_draw(q=(2, HEADS, DIM), bounds=(5, KV_HEADS, 2, DIM)), "seq_lens": ints(*KV_LENS),
+            "block_tables": ints(4, 0, 2, 1, 3, 0).view(2, 3),
+        },
+        _single(quire.select_pages, "q", "bounds", "block_tables", "seq_lens", page_size=PAGE, top_k=2),
+    ),
+    Call(
+        "batch_decode_with_selected_pages",
+        lambda: {
+            **_draw(q=(2, HEADS, DIM)), **_cache(), "pages": ints(4, 2, 0, 2, 1, 3, 3, 1).view(2, KV_HEADS, 2),
+            "lens": ints(5, 8, 4, 3).view(2, KV_HEADS), "workspace_buffer": workspace(),
+        },
+        _selected,
     ),
     Call(
         "get_seq_lens",

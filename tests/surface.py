@@ -257,6 +257,39 @@ batch_decode_with_shared_prefix_padded_kv_cache
   allow_fp16_qk_reduction: checked test_cascade.py::test_decode_with_shared_prefix_padded
   rope_scale rope_theta: refused test_cascade.py::test_positions_of_a_shared_prefix_are_refused
   backend: used test_cascade.py::test_decode_with_shared_prefix_padded
+BlockSparseAttentionWrapper.plan
+  shown indptr indices M N R C num_qo_heads num_kv_heads head_dim mask packed_mask causal pos_encoding_mode
+  shown use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta q_data_type kv_data_type o_data_type
+  shown non_blocking
+  indptr indices M N R C num_qo_heads num_kv_heads head_dim q_data_type: used test_sparse.py::test_blocks
+  mask packed_mask: used test_sparse.py::test_masks_of_blocks
+  causal: used test_sparse.py::test_causal_where_rows_list_their_diagonal_block_last
+  pos_encoding_mode: used test_sparse.py::test_causal_and_rotation_are_of_each_row_of_blocks
+  rope_scale rope_theta: used test_sparse.py::test_causal_and_rotation_are_of_each_row_of_blocks
+  logits_soft_cap sm_scale: used test_sparse.py::test_options_of_plan
+  kv_data_type o_data_type: used test_sparse.py::test_number_types
+  use_fp16_qk_reduction non_blocking: checked test_sparse.py::test_wrong_arguments_of_plan
+  block_mask kv_block_lens q2k_indices q2k_num kv_splits: refused test_sparse.py::test_wrong_arguments_of_plan
+  use_clc q_scale k_scale v_scale: refused test_sparse.py::test_wrong_arguments_of_plan
+BlockSparseAttentionWrapper.run
+  shown q k v scale_q scale_k scale_v out lse return_lse enable_pdl
+  q k v return_lse: used test_sparse.py::test_blocks
+  out lse: used test_sparse.py::test_options_of_plan
+  enable_pdl: checked test_sparse.py::test_options_of_plan
+  scale_q scale_k scale_v: refused test_sparse.py::test_wrong_arguments_of_run
+VariableBlockSparseAttentionWrapper.plan
+  shown block_mask_map block_row_sz block_col_sz num_qo_heads num_kv_heads head_dim causal pos_encoding_mode
+  shown use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta non_blocking q_data_type kv_data_type
+  block_mask_map block_row_sz block_col_sz: used test_sparse.py::test_blocks_of_any_size
+  num_qo_heads num_kv_heads head_dim q_data_type: used test_sparse.py::test_blocks_of_any_size
+  causal: used test_sparse.py::test_causal_blocks_of_any_size
+  pos_encoding_mode logits_soft_cap sm_scale rope_scale rope_theta: used test_sparse.py::test_options_of_heads
+  kv_data_type: used test_sparse.py::test_number_types
+  use_fp16_qk_reduction non_blocking: checked test_sparse.py::test_wrong_arguments_of_blocks_of_any_size
+VariableBlockSparseAttentionWrapper.run
+  shown q k v out lse return_lse enable_pdl
+  q k v out lse return_lse: used test_sparse.py::test_blocks_of_any_size
+  enable_pdl: checked test_sparse.py::test_options_of_heads
 """
 #: The two wrappers of shared prefixes differ in little.
 SHARED_PREFIX = """

@@ -125,13 +125,30 @@ def test_causal_where_rows_list_their_diagonal_block_last(device, backend, dtype
 
 def test_causal_and_rotation_are_of_each_row_of_blocks(device, backend, dtype):
     """A row of blocks is a request, whose keys are those it lists."""
-    p = Problem((16, 16), (48, 32), dtype=dtype, device=device, causal=True, pos_encoding_mode="ROPE_LLAMA")
+    rope = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3}
+    p = Problem((16, 16), (48, 32), dtype=dtype, device=device, causal=True, **rope)
     wrapper = quire.BlockSparseAttentionWrapper(workspace(device), backend)
     indptr, indices = ints([0, 3, 5], "cpu"), ints([0, 1, 2, 3, 4], "cpu")
-    wrapper.plan(
-        indptr, indices, 32, 80, 16, 16, 4, 2, 64, causal=True, pos_encoding_mode="ROPE_LLAMA", q_data_type=dtype
-    )
+    wrapper.plan(indptr, indices, 32, 80, 16, 16, 4, 2, 64, causal=True, **rope, q_data_type=dtype)
     p.check(*wrapper.run_return_lse(p.q, p.k, p.v))
+
+
+def test_number_types():
+    """Keys and values of 8 bits, and results of another type."""
+    kv = torch.float8_e4m3fn
+    p = Problem((32,), (48,), dtype=torch.bfloat16, kv_dtype=kv)
+    mask = dense(listed(2, 3, 0.9)[0], sizes(32, 16), sizes(48, 16))
+    types = {"q_data_type": torch.bfloat16, "kv_data_type": kv}
+    wrapper = quire.BlockSparseAttentionWrapper(workspace("cpu"))
+    wrapper.plan(*bsr(listed(2, 3, 0.9)[0]), 32, 48, 16, 16, 4, 2, 64, **types, o_data_type=torch.float32)
+    o = wrapper.run(p.q, p.k, p.v)
+    assert o.dtype is torch.float32 and (o - p.expected(mask=mask.flatten()).o).abs().max() < 0.01
+    wrapper = quire.VariableBlockSparseAttentionWrapper(workspace("cpu"))
+    widths = torch.full((2, 3), 16)
+    wrapper.plan(listed(2, 3, 0.9).expand(2, -1, -1), widths[:, :2], widths, 4, 2, 64, **types)
+    q, k, v = (t.view(torch.uint8 if t.itemsize == 1 else t.dtype).transpose(0, 1) for t in (p.q, p.k, p.v))
+    o = wrapper.run(q, *(t.contiguous().view(kv) for t in (k, v)))
+    p.check(o.transpose(0, 1), mask=mask.flatten())
 
 
 def test_a_block_that_is_listed_twice_counts_twice():
@@ -266,6 +283,20 @@ def test_causal_blocks_of_any_size(device, backend, dtype):
     wrapper.plan(shown, rows, columns, 4, 2, 64, causal=True, q_data_type=dtype)
     o, lse = wrapper.run_return_lse(q, k, v)
     check_heads(o, lse, q, k, v, [torch.ones(64, 64, dtype=torch.bool).tril()] * 2)
+
+
+def test_options_of_heads():
+    """Each KV head's rows of blocks are requests, here of all keys."""
+    rope = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3}
+    p = problem("cpu", torch.float32, 32, 48, soft_cap=3.0, sm_scale=0.3, **rope)
+    wrapper = quire.VariableBlockSparseAttentionWrapper(workspace("cpu"))
+    options = {"sm_scale": 0.3, "logits_soft_cap": 3.0, **rope}
+    wrapper.plan(
+        torch.ones(2, 1, 2), torch.tensor([[32]] * 2), torch.tensor([[16, 32]] * 2), 4, 2, 64,
+        q_data_type=torch.float32, **options,
+    )  # fmt: skip
+    o, lse = wrapper.run(*(t.transpose(0, 1) for t in (p.q, p.k, p.v)), return_lse=True, enable_pdl=False)
+    p.check(o.transpose(0, 1), lse.t())
 
 
 def test_heads_without_a_block():

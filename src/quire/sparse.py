@@ -220,8 +220,8 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
             enable_pdl=enable_pdl,
         )  # fmt: skip
         o, statistics = result if return_lse else (result, own_lse)
-        o = shape.finish(o, own_out, out)
-        statistics = None if statistics is None else shape.finish(statistics, own_lse, lse)
+        o = shape.finish(o, out)
+        statistics = None if statistics is None else shape.finish(statistics, lse)
         return (o, statistics) if return_lse else o
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
@@ -267,16 +267,20 @@ class _Shape(NamedTuple):
         if not is_tracing():
             check_output(tensor, name)
         rows = self.query_rows(tensor, name)
-        return rows if self.group == 1 and tensor.is_contiguous() else torch.empty_like(rows)
+        return rows if self._is_in_place(tensor) else rows.new_empty(rows.shape)
 
-    def finish(self, rows: torch.Tensor, own: torch.Tensor | None, given: torch.Tensor | None) -> torch.Tensor:
+    def finish(self, rows: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         """Rows with heads first, in `given` if there is one."""
-        result = rows.view(-1, self.qo_len, *rows.shape[1:]).transpose(1, 2).flatten(0, 1)
+        by_heads = rows.view(-1, self.qo_len, *rows.shape[1:]).transpose(1, 2)
         if given is None:
-            return result
-        if own is None or self.group > 1 or not given.is_contiguous():
-            given.copy_(result)
+            return by_heads.flatten(0, 1)
+        if not self._is_in_place(given):
+            given.unflatten(0, by_heads.shape[:2]).copy_(by_heads)  # type: ignore[no-untyped-call]
         return given
+
+    def _is_in_place(self, given: torch.Tensor) -> bool:
+        """Whether the kernel writes into the caller's tensor."""
+        return self.group == 1 and given.is_contiguous()
 
 
 def _check(tensor: torch.Tensor, name: str, sizes: dict[str, int | None]) -> None:
