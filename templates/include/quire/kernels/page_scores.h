@@ -27,7 +27,7 @@ struct PageScoresParams {
 template <class Variant>
 struct PageScores {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = min(6, kParallelCtas), kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = min(4, kParallelCtas), kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
   static constexpr int kHeads = 4;  // query heads that share what is read of a page
 
