@@ -64,10 +64,11 @@ def test_boxes_of_a_joined_cache(page_size, box):
     views = {"ckv_cache": View(0, size, strides), "kpe_cache": View(0, (*size[:3], 64), strides)}
     kpe, ckv = KERNEL.copies(key, KERNEL.tile(key), views)
     assert (kpe.field, ckv.field) == ("tensor_k", "tensor_v")
-    assert ckv.dims == (512, page_size, 1, 9)
+    assert ckv.dims == (64, page_size, 8, 9)
     assert kpe.dims == (64, page_size, 1, 9)
-    assert ckv.strides == kpe.strides == (576, 576, 576 * page_size)
-    assert ckv.box == kpe.box == (64, box, 1, 1)
+    assert ckv.strides == kpe.strides == (576, 64, 576 * page_size)
+    assert kpe.box == (64, box, 1, 1)
+    assert ckv.box == (64, box, 2 if box == 64 else 1, 1)
 
 
 @pytest.mark.parametrize("num_heads", [3, 16, 128])

@@ -92,6 +92,11 @@ class Decision:
         """What the compiler is given for it."""
         return self.kernel.spec(self.key)
 
+    @cached_property
+    def team(self) -> int:
+        """Neighbouring CTAs that compute a work tile."""
+        return self.kernel.team(self.key)
+
     def __str__(self) -> str:
         lines = [f"attention {self.problem}", *(f"  {verdict}" for verdict in self.trace), f"  -> {self.key.slug}"]
         return "\n".join(lines)

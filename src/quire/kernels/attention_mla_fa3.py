@@ -9,7 +9,9 @@ from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProb
 from quire.kernels.operands import MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleOutput
 
+_ROWS = 64  #: of a CTA
 _ATOM = 64  #: columns of a 128-byte swizzled row
+_PARTS = 4  #: of the latents of a KV tile, each of which a box brings where pages hold whole KV tiles
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -24,11 +26,17 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     """The tensor maps of core/params_mla_fa3.h."""
     copies = []
     for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
-        (pages, tokens, heads, dims), (page, token, head, _) = views[name].sizes, views[name].strides
+        (pages, tokens, _, dims), (page, token, _, _) = views[name].sizes, views[name].strides
         if pages:
-            box = (_ATOM, math.gcd(tokens, tile.kv), 1, 1)
-            copies.append(TensorCopy(field, name, (dims, tokens, heads, pages), (token, head, page), box))
+            rows, atoms = math.gcd(tokens, tile.kv), dims // _ATOM
+            box = (_ATOM, rows, max(1, atoms // _PARTS) if rows == tile.kv else 1, 1)
+            copies.append(TensorCopy(field, name, (_ATOM, tokens, atoms, pages), (token, _ATOM, page), box))
     return tuple(copies)
+
+
+def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
+    """Two CTAs that read the same keys at the same time read them once from memory: wherever no rows are missing."""
+    return _ROWS if problem.rows % (2 * _ROWS) else 2 * _ROWS
 
 
 def _fill(
@@ -56,8 +64,9 @@ KERNEL = AttentionKernel(
     on_cuda=True,
     reject=_reject,
     yields=_yields,
-    tiles=lambda _: (TileShape(64, 64),),
-    choose_rows=lambda *_: 64,
+    tiles=lambda _: (TileShape(_ROWS, 64), TileShape(2 * _ROWS, 64)),
+    choose_rows=_choose_rows,
+    team=lambda key: key.tile_rows // _ROWS,
     page_size=lambda problem: problem.page_size,
     operands=MLA_OPERANDS,
     params=AttentionMlaFa3Params,

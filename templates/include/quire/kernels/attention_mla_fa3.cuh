@@ -4,11 +4,14 @@
 // [ckv, kpe], and the latent ckv is the value too: a KV tile lies in shared memory once and serves S = Q [ckv, kpe]^T
 // and O += P ckv.
 // Three warpgroups: one computes S and its softmax; two compute half of O's columns each. The first holds most of Q in
-// registers, so that three KV tiles fit into shared memory: one in each product and one on its way. It computes S in
-// halves of a KV tile: while the softmax of one runs, the tensor cores compute the other. Weights P take the place of
-// the kpe that they were computed with.
+// registers, so that three KV tiles fit into shared memory: one in each product and one on its way. Weights P take the
+// place of the kpe that they were computed with.
+// The two products take turns at the tensor cores: P of a KV tile is handed on when S of the next one is done, and the
+// softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
+// registers keeps its warps waiting until the one before it is under way.
 // Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up.
-// Schedule: persistent CTAs, one an SM. The last warpgroup takes work tiles as it starts to load them, up to three KV
+// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to teams of CTAs that read the same keys at
+// the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
 // tiles ahead.
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
@@ -32,12 +35,13 @@ template <class V>
 struct AttentionMlaFa3 {
   using T = typename V::Q;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kRows = 64, kTeam = kTileRows / kRows;  // rows of a CTA, CTAs of a row tile
   static constexpr int kCkv = V::kHeadDimVo, kKpe = V::kHeadDimQk - V::kHeadDimVo;
 
   static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
                 "q, ckv, kpe and o have one dtype");
   static_assert(kCkv == 512 && kKpe == 64, "the registers of three warpgroups hold these dims");
-  static_assert(kTileRows == 64 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
+  static_assert(kTileRows % kRows == 0 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
   static_assert(kv_path<V>() == KvPath::kPages, "pages are boxes of the copy engine");
 
   static constexpr int kThreads = 384, kMinCtas = 1;
@@ -54,31 +58,19 @@ struct AttentionMlaFa3 {
   static constexpr int kPartBytes = TileCkv::kBytes / kParts;
   // Steps of 16 columns: of S in all, and those whose queries are in registers.
   static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = 28;
-  static constexpr int kHalfKv = kTileKv / 2;  // tokens of half of S
-  // Weights of half a KV tile, 64 bytes a row, with the swizzle of rows of this length. They take the place of the kpe
-  // that they were computed with.
-  struct HalfOfP {
-    static constexpr int kRowBytes = kHalfKv * 2, kBytes = kTileRows * kRowBytes;
-    uint32_t base;
-    QUIRE_DEVICE uint32_t chunk(int row, int col) const {
-      return base + row * kRowBytes + ((col ^ (row >> 1 & 3)) << 4);
-    }
-    // As wgmma takes it; see TileDescriptor. 8 rows are 512 bytes.
-    QUIRE_DEVICE uint64_t descriptor(int bytes) const {
-      const uint32_t low = __shfl_sync(0xffffffffu, 1u << 16 | (base & 0x3ffff) >> 4, 0);
-      return (uint64_t{2} << 62 | uint64_t{512 >> 4} << 32) | (low + static_cast<uint32_t>(bytes >> 4));
-    }
-  };
-  static_assert(HalfOfP::kRowBytes == 64 && 2 * HalfOfP::kBytes == TileKpe::kBytes,
-                "half of P is as large as half of kpe");
-  using TileQ = SwizzledTile<kTileRows, (kSteps - kHeldSteps) * 16>;  // the other queries
+  using TileP = TileKpe;  // weights, in the place of the kpe that they were computed with
+  using TileQ = SwizzledTile<kRows, (kSteps - kHeldSteps) * 16>;  // the other queries
 
-  // One box of the copy engine a lane and 64 columns.
+  // One box of the copy engine a lane, 64 columns at a time; all columns of a part where a box has all rows of the tile.
   static constexpr int kBoxRows = gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
+  static constexpr int kBoxAtoms = kBoxes == 1 ? TileCkv::kAtoms / kParts : 1;
 
   // Where this lane's box of a KV tile lies; boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
   struct Box {
     int page, row;
+
+    // The only box is the same for all lanes; the compiler then issues its copies without a loop over lanes.
+    QUIRE_DEVICE Box uniform() const { return kBoxes == 1 ? Box{ptx::uniform(page), ptx::uniform(row)} : *this; }
   };
   // The KV tile of which a half is loaded next. It lives in shared memory: o leaves few registers.
   struct NextTile {
@@ -89,16 +81,16 @@ struct AttentionMlaFa3 {
   // Row states on their way from the warpgroup of S to those of O.
   struct Shared {
     Stage work[kWorkStages];
-    float2 states[2][kTileRows];  // of a work tile, of which this ring has one each: maximum and denominator
-    float factors[4][kTileRows];  // that o is multiplied by before half a KV tile, if `is_raised` in the rows' warp
-    int is_raised[4][4];
+    float2 states[2][kRows];  // of a work tile, of which this ring has one each: maximum and denominator
+    float factors[2][kRows];  // that o is multiplied by before a KV tile, if `is_raised` in the rows' warp
+    int is_raised[2][4];
     int is_last[2];  // KV tile of a work tile
     NextTile next[kHalves];
     Box put_off[kBoxes];  // of kpe; row -1: there is none
     int number;           // of the last whole row tile taken
     int turn;             // at merging
     alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
-    unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<4>::kBytes];
+    unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<2>::kBytes];
     unsigned char states_barriers[RingBarriers<2>::kBytes];
     uint64_t ckv_barriers[kStages * kParts];
     uint64_t queries_barrier;  // the first work tile's are there
@@ -161,8 +153,7 @@ struct AttentionMlaFa3 {
   }
   QUIRE_DEVICE RingBarriers<2> kpe_ring() const { return ring<2>(__builtin_offsetof(Shared, kpe_barriers)); }
   QUIRE_DEVICE RingBarriers<2> states_ring() const { return ring<2>(__builtin_offsetof(Shared, states_barriers)); }
-  // Weights of half a KV tile each.
-  QUIRE_DEVICE RingBarriers<4> weights_ring() const { return ring<4>(__builtin_offsetof(Shared, weights_barriers)); }
+  QUIRE_DEVICE RingBarriers<2> weights_ring() const { return ring<2>(__builtin_offsetof(Shared, weights_barriers)); }
   QUIRE_DEVICE uint32_t queries_barrier() const { return ring<1>(__builtin_offsetof(Shared, queries_barrier)).base; }
   QUIRE_DEVICE uint32_t ckv_full(int stage, int part) const {
     return ring<1>(__builtin_offsetof(Shared, ckv_barriers)).base + 8 * (stage * kParts + part);
@@ -188,10 +179,13 @@ struct AttentionMlaFa3 {
 
   QUIRE_DEVICE TileCkv ckv_tile(int stage) const { return {base() + stage * TileCkv::kBytes}; }
   QUIRE_DEVICE TileKpe kpe_tile(int stage) const { return {base() + kKpeAt + stage * TileKpe::kBytes}; }
-  QUIRE_DEVICE HalfOfP weights_half(int stage, int half) const {
-    return {kpe_tile(stage).base + half * HalfOfP::kBytes};
-  }
+  QUIRE_DEVICE TileP weights_tile(int stage) const { return kpe_tile(stage); }
   QUIRE_DEVICE TileQ q_tile() const { return {base() + kQAt}; }
+
+  // The first of this CTA's rows of a work tile. Rows from row_end on do not exist: it may have none.
+  QUIRE_DEVICE static int first_row(const WorkTile& work) {
+    return work.tile.row_begin + static_cast<int>(blockIdx.x) % kTeam * kRows;
+  }
 
   // A work tile without keys has one KV tile, of zeros that no row sees.
   QUIRE_DEVICE static int kv_end(const WorkTile& work) { return max(work.kv_end, work.kv_begin + 1); }
@@ -205,12 +199,12 @@ struct AttentionMlaFa3 {
   // ---- Loading.
 
   QUIRE_DEVICE Box find_box(const WorkTile& work, int tile) const {
-    const int lane = ptx::lane_id(), token = tile * kTileKv + lane * kBoxRows;
+    const int lane = kBoxes == 1 ? 0 : ptx::lane_id(), token = tile * kTileKv + lane * kBoxRows;
     Box box = {-1, token % V::kPageSize};
     if (lane < kBoxes && token < work.tile.kv_len) {
       box.page = p_.base.kv_indices[work.tile.kv_first + token / V::kPageSize];
     }
-    return box;
+    return box.uniform();
   }
 
   // One warp.
@@ -236,10 +230,9 @@ struct AttentionMlaFa3 {
     if (half == 0) ptx::tma_prefetch_4d(&p_.tensor_k, 0, box.row, 0, box.page);
     const uint32_t to = ckv_tile(stage).base + half * kAtoms * TileCkv::kAtomBytes + lane * kBoxRows * 128;
 #pragma unroll
-    for (int i = 0; i < kAtoms; ++i) {
+    for (int i = 0; i < kAtoms; i += kBoxAtoms) {
       const uint32_t barrier = ckv_full(stage, half * kHalfParts + i * kHalfParts / kAtoms);
-      ptx::tma_load_4d(to + i * TileCkv::kAtomBytes, &p_.tensor_v, barrier, (half * kAtoms + i) * 64, box.row, 0,
-                       box.page);
+      ptx::tma_load_4d(to + i * TileCkv::kAtomBytes, &p_.tensor_v, barrier, 0, box.row, half * kAtoms + i, box.page);
     }
   }
 
@@ -269,7 +262,7 @@ struct AttentionMlaFa3 {
     work_ring().wait_empty(at);
     if (ptx::lane_id() == 0) {
       const Stage& before = shared_.work[at.before().stage()];
-      WorkList::next(p_, before.cursor, shared_.work[at.stage()], shared_.number, kTileKv);
+      TeamWorkList<kTeam>::next(p_, before.cursor, shared_.work[at.stage()], shared_.number, kTileKv);
       work_ring().arrive_full(at);
     }
     __syncwarp();
@@ -280,8 +273,10 @@ struct AttentionMlaFa3 {
   struct Scores {
     uint32_t q[kHeldSteps][4];
     WarpgroupSoftmax softmax;
+    uint32_t weights[kTileKv / 4];  // of the latest KV tile, two a register
+    int num_cleared;                // of its tokens, from the last on: values that do not exist
   };
-  using HalfOfS = float[kHalfKv / 2];
+  using TileOfS = float[kTileKv / 2];
 
   QUIRE_DEVICE void compute_weights() const {
     RingPosition<kWorkStages> at;
@@ -301,8 +296,7 @@ struct AttentionMlaFa3 {
     }
   }
 
-  // Weights of a work tile. The softmax of the left half of S runs beside the right half, that of the right half beside
-  // O += P ckv of the left half.
+  // Weights of a work tile.
   QUIRE_DEVICE void compute_weights(Scores& scores, const WorkTile& work, RingPosition<kStages>& ckv,
                                     RingPosition<2>& kpe) const {
     const int begin = ptx::uniform(work.kv_begin), end = ptx::uniform(kv_end(work));
@@ -310,139 +304,127 @@ struct AttentionMlaFa3 {
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
       ckv = ckv.uniform(), kpe = kpe.uniform();
-      HalfOfS left, right;
-      start_left(left, scores, ckv, kpe);
-      start_right(right, scores, ckv, kpe);
-      ptx::wgmma_wait<1>();
-      ptx::pin(left);
-      put_half<0>(left, scores, work, tile, all_see, ckv, kpe);
-      ptx::wgmma_wait<0>();
-      ptx::pin(right);
-      if (is_leader()) shared_.is_last[kpe.stage()] = tile + 1 == end;
-      put_half<1>(right, scores, work, tile, all_see, ckv, kpe);
+      TileOfS s;
+      multiply(s, scores, ckv, kpe, tile > begin);
+      const bool is_masked = (tile + 1) * kTileKv > all_see;
+      if (is_masked) mask(s, work, tile * kTileKv);
+      scores.num_cleared = is_masked ? min(kTileKv, (tile + 1) * kTileKv - work.tile.kv_len) : 0;
+      exponentiate(s, scores);
       ckv.advance(), kpe.advance();
     }
+    store_weights(scores, ckv.before(), kpe.before());
+    hand_on(kpe.before(), true);
   }
 
   // The first key that some row does not see.
   QUIRE_DEVICE int first_masked_key(const WorkTile& work) const {
-    const int first = p_.base.group.div(work.tile.row_begin);
+    const int first = p_.base.group.div(min(first_row(work), work.row_end - 1));
     return Mask<V::kMask, V::kWindow != 0>{work.tile.qo_len, work.tile.kv_len, -1, nullptr}.visible(first).end;
   }
 
-  // S of the first tokens of a KV tile: one group of products, kpe last, because it is the last to be loaded.
-  QUIRE_DEVICE void start_left(HalfOfS& s, Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe) const {
+  // S of a KV tile: one group of products, kpe last, because it is the last to be loaded.
+  // The KV tile before, if `has_before`: its weights are stored beside the first products, and handed on so long before
+  // the last ones as the other warpgroups take to begin.
+  QUIRE_DEVICE void multiply(TileOfS& s, Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe,
+                             bool has_before) const {
     const TileDescriptor keys(ckv_tile(ckv.stage()).base, 16), positions(kpe_tile(kpe.stage()).base, 16);
     const TileDescriptor q(q_tile().base, 16);
     constexpr int kPartSteps = kCkv / 16 / kParts;
     pin(s, scores);
 #pragma unroll
-    for (int i = 0; i < kCkv / 16; ++i) {
-      if (i % kPartSteps == 0) {
-        ptx::mbarrier_wait(ckv_full(ckv.stage(), i / kPartSteps), ckv.parity());
-        ptx::wgmma_fence();
+    for (int part = 0; part < kParts; ++part) {
+      ptx::mbarrier_wait(ckv_full(ckv.stage(), part), ckv.parity());
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; ++i) {
+        multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
       }
-      multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
+      if (part == 0 && has_before) store_weights(scores, ckv.before(), kpe.before());
     }
+    if (has_before) hand_on(kpe.before(), false);
     kpe_ring().wait_full(kpe);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKpe / 16; ++i) multiply_step(s, scores, q, positions.at(i * 32), kCkv / 16 + i, 1);
     ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
   }
 
-  // S of the other tokens.
-  QUIRE_DEVICE void start_right(HalfOfS& s, Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe) const {
-    constexpr int kSkipped = kHalfKv * 128;  // bytes of the first tokens
-    const TileDescriptor keys(ckv_tile(ckv.stage()).base + kSkipped, 16);
-    const TileDescriptor positions(kpe_tile(kpe.stage()).base + kSkipped, 16), q(q_tile().base, 16);
-    pin(s, scores);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const bool is_ckv = i < kCkv / 16;
-      const int at = is_ckv ? i / 4 * TileCkv::kAtomBytes + i % 4 * 32 : (i - kCkv / 16) * 32;
-      multiply_step(s, scores, q, is_ckv ? keys.at(at) : positions.at(at), i, i > 0);
-    }
-    ptx::wgmma_commit();
+  QUIRE_DEVICE void hand_on(RingPosition<2> at, bool is_last) const {
+    if (is_leader()) shared_.is_last[at.stage()] = is_last;
+    if (ptx::lane_id() == 0) weights_ring().arrive_full(at);
   }
 
-  QUIRE_DEVICE static void pin(HalfOfS& s, Scores& scores) {
+  QUIRE_DEVICE static void pin(TileOfS& s, Scores& scores) {
     ptx::pin(s);
 #pragma unroll
     for (int i = 0; i < kHeldSteps; ++i) ptx::pin(scores.q[i]);
   }
 
   // s (+)= q k^T of 16 columns, the i-th of S.
-  QUIRE_DEVICE static void multiply_step(HalfOfS& s, Scores& scores, const TileDescriptor& q, uint64_t keys, int i,
+  QUIRE_DEVICE static void multiply_step(TileOfS& s, Scores& scores, const TileDescriptor& q, uint64_t keys, int i,
                                          int accumulate) {
     if (i < kHeldSteps) {
-      ptx::Wgmma<kHalfKv>::template rs<ptx::Contiguous::kInner>(T{}, s, scores.q[i], keys, accumulate);
+      ptx::Wgmma<kTileKv>::template rs<ptx::Contiguous::kInner>(T{}, s, scores.q[i], keys, accumulate);
     } else {
       const int step = i - kHeldSteps;
-      ptx::Wgmma<kHalfKv>::ss(T{}, s, q.at(step / 4 * TileQ::kAtomBytes + step % 4 * 32), keys, accumulate);
+      ptx::Wgmma<kTileKv>::ss(T{}, s, q.at(step / 4 * TileQ::kAtomBytes + step % 4 * 32), keys, accumulate);
     }
   }
 
-  // From half of S to weights, which are handed on.
-  template <int kHalf>
-  QUIRE_DEVICE void put_half(HalfOfS& s, Scores& scores, const WorkTile& work, int tile, int all_see,
-                             RingPosition<kStages> ckv, RingPosition<2> kpe) const {
-    const bool is_masked = (tile + 1) * kTileKv > all_see;
-    if (is_masked) mask(s, work, tile * kTileKv + kHalf * kHalfKv);
+  // From S to weights.
+  QUIRE_DEVICE void exponentiate(TileOfS& s, Scores& scores) const {
     const float scale = logits_scale<V>(p_.base);
     scores.softmax.raise_max(s, scale);
     scores.softmax.exponentiate(s, scale);
-    ptx::named_barrier_sync(kScore, 128);  // these keys have been read by every warp
-    if (is_masked) clear_values(ckv_tile(ckv.stage()), kHalf * kHalfKv, work.tile.kv_len - tile * kTileKv);
-    put_weights(s, scores, kpe.stage(), kHalf);
+#pragma unroll
+    for (int i = 0; i < kTileKv / 4; ++i) scores.weights[i] = ptx::pack(T{}, s[2 * i], s[2 * i + 1]);
+    ptx::pin(scores.weights);
   }
 
-  QUIRE_DEVICE void mask(HalfOfS& s, const WorkTile& work, int key) const {
+  QUIRE_DEVICE void mask(TileOfS& s, const WorkTile& work, int key) const {
     const LogitsTransform<V, FragmentMath<false>> transform(p_.base);
     static_assert(decltype(transform)::kIsIdentity, "a mask is all that changes logits");
     const LogitsTile<V> logits = {{work.tile.qo_len, work.tile.kv_len, -1, nullptr},
                                   p_.base.group,
                                   work.tile.request,
                                   work.kv_head,
-                                  work.tile.row_begin + lane_row(),
+                                  first_row(work) + lane_row(),
                                   key,
                                   ptx::lane_id()};
     score_logits<true>(s, transform, logits);
   }
 
-  // Values from kv_len on may be anything, and 0 * NaN is NaN: zeros in those of kHalfKv tokens from `first` on, where
-  // `valid` tokens of the KV tile exist.
-  QUIRE_DEVICE static void clear_values(TileCkv ckv, int first, int valid) {
-    const int begin = max(first, valid), rows = first + kHalfKv - begin;
-    for (int i = ptx::thread_id() % 128; i < rows * TileCkv::kChunks; i += 128) {
-      const int row = i / TileCkv::kChunks;
-      const uint32_t chunk = ckv.chunk(begin + row, i - row * TileCkv::kChunks);
-#pragma unroll
-      for (int word = 0; word < 4; ++word) ptx::st_shared(chunk + 4 * word, 0);
-    }
-  }
-
-  // Weights, and what o is multiplied by before them, to where kpe was.
-  QUIRE_DEVICE void put_weights(const HalfOfS& s, const Scores& scores, int stage, int half) const {
-    const HalfOfP to = weights_half(stage, half);
-    const int lane = ptx::lane_id(), warp = warp_of_group(), number = 2 * stage + half;
+  // Weights, and what o is multiplied by before them, to where kpe was; hand_on() then shows them to others.
+  QUIRE_DEVICE void store_weights(const Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe) const {
+    const TileP to = weights_tile(kpe.stage());
+    const int lane = ptx::lane_id(), warp = warp_of_group();
     const WarpgroupSoftmax& softmax = scores.softmax;
+    ptx::named_barrier_sync(kScore, 128);  // these keys have been read by every warp
+    if (scores.num_cleared > 0) clear_values(ckv_tile(ckv.stage()), scores.num_cleared);
 #pragma unroll
-    for (int i = 0; i < kHalfKv / 16; ++i) {
-      uint32_t w[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) w[j] = ptx::pack(T{}, s[8 * i + 2 * j], s[8 * i + 2 * j + 1]);
-      ptx::st_matrix(to.chunk(warp * 16 + lane % 16, 2 * i + lane / 16), w);
+    for (int i = 0; i < kTileKv / 16; ++i) {
+      const uint32_t* w = scores.weights + 4 * i;
+      ptx::st_matrix(to.chunk(warp * 16 + lane % 16, 2 * i + lane / 16), {w[0], w[1], w[2], w[3]});
     }
-    if (lane == 0) shared_.is_raised[number][warp] = softmax.is_raised;
+    if (lane == 0) shared_.is_raised[kpe.stage()][warp] = softmax.is_raised;
     if (softmax.is_raised && lane % 4 == 0) {
-      shared_.factors[number][lane_row()] = softmax.factor[0];
-      shared_.factors[number][lane_row() + 8] = softmax.factor[1];
+      shared_.factors[kpe.stage()][lane_row()] = softmax.factor[0];
+      shared_.factors[kpe.stage()][lane_row() + 8] = softmax.factor[1];
     }
     ptx::fence_proxy_async();
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(weights_ring().full(number));
+  }
+
+  // Values that do not exist may be anything, and 0 * NaN is NaN: zeros in the last `rows` tokens of a KV tile.
+  QUIRE_DEVICE static void clear_values(TileCkv ckv, int rows) {
+    for (int i = ptx::thread_id() % 128; i < rows * TileCkv::kChunks; i += 128) {
+      const int row = i / TileCkv::kChunks;
+      const uint32_t chunk = ckv.chunk(kTileKv - 1 - row, i - row * TileCkv::kChunks);
+#pragma unroll
+      for (int word = 0; word < 4; ++word) ptx::st_shared(chunk + 4 * word, 0);
+    }
   }
 
   QUIRE_DEVICE void put_states(Scores& scores, RingPosition<2> at) const {
@@ -495,7 +477,7 @@ struct AttentionMlaFa3 {
 
   // Rows that do not exist repeat the last one; their results are not stored.
   QUIRE_DEVICE WorkTile::Place place(const WorkTile& work, int row) const {
-    return work.place(p_.base.group, min(work.tile.row_begin + row, work.row_end - 1));
+    return work.place(p_.base.group, min(first_row(work) + row, work.row_end - 1));
   }
   QUIRE_DEVICE const T* nope_row(const WorkTile& work, int row) const {
     const WorkTile::Place at = place(work, row);
@@ -510,7 +492,7 @@ struct AttentionMlaFa3 {
   QUIRE_DEVICE void copy_queries(const WorkTile& work) const {
     const TileQ to = q_tile();
     const int thread = ptx::thread_id() % 128, chunk = thread % 8;
-    for (int row = thread / 8; row < kTileRows; row += 16) {
+    for (int row = thread / 8; row < kRows; row += 16) {
       const T* nope = nope_row(work, row) + kHeldSteps * 16;
       const T* pe = pe_row(work, row);
 #pragma unroll
@@ -528,7 +510,7 @@ struct AttentionMlaFa3 {
 
   QUIRE_DEVICE void compute_values() const {
     if (half_of_o() == kHalves - 1 && is_leader()) {
-      WorkList::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
+      TeamWorkList<kTeam>::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
     }
     __syncwarp();
     if (warp_of_group() == 0) load_first_tiles();
@@ -572,19 +554,17 @@ struct AttentionMlaFa3 {
   // o += p ckv of a KV tile; then loads what comes to its place. Whether it was the work tile's last.
   QUIRE_DEVICE bool add_tile(float (&o)[kHalfCols / 2], RingPosition<2> kpe) const {
     const int stage = kpe.count % kStages;
-    start_values<0>(o, kpe, stage);
-    const bool is_last = start_values<1>(o, kpe, stage);
+    const bool is_last = start_values(o, kpe, stage);
     Box box;
     bool exists = false;
     if (warp_of_group() == 0) exists = find_next(false, box);
     ptx::wgmma_wait<0>();
     ptx::pin(o);
     if (is_leader()) kpe_ring().arrive_empty(kpe);
+    const bool loads_kpe = warp_of_group() == 0 && half_of_o() == kHalves - 1;
+    if (loads_kpe) load_put_off({kpe.count + 2});  // first, because it is needed first
     if (exists) load_half(box, stage);
-    if (warp_of_group() == 0 && half_of_o() == kHalves - 1) {
-      load_put_off({kpe.count + 2});
-      put_off(exists, box);
-    }
+    if (loads_kpe) put_off(exists, box);
     return is_last;
   }
 
@@ -594,41 +574,31 @@ struct AttentionMlaFa3 {
     __syncwarp();
   }
   QUIRE_DEVICE void load_put_off(RingPosition<2> at) const {
-    const Box box = shared_.put_off[ptx::lane_id() % kBoxes];
+    const Box box = shared_.put_off[ptx::lane_id() % kBoxes].uniform();
     if (box.row >= 0) load_kpe(box, at);
     __syncwarp();
   }
 
-  // Starts o += p ckv of half a KV tile. Whether that is the work tile's last one, as the right half knows.
-  template <int kHalf>
+  // Starts o += p ckv of a KV tile. Whether that is the work tile's last one.
   QUIRE_DEVICE bool start_values(float (&o)[kHalfCols / 2], RingPosition<2> at, int stage) const {
-    const int number = 2 * at.stage() + kHalf;
-    ptx::mbarrier_wait(weights_ring().full(number), at.parity());
-    const bool is_last = kHalf == 1 && ptx::uniform(shared_.is_last[at.stage()]);
-    if constexpr (kHalf == 1) ptx::wgmma_wait<0>();
-    ptx::pin(o);
-    if (ptx::uniform(shared_.is_raised[number][warp_of_group()])) {
-      const float factor[2] = {shared_.factors[number][lane_row()], shared_.factors[number][lane_row() + 8]};
+    weights_ring().wait_full(at);
+    const bool is_last = ptx::uniform(shared_.is_last[at.stage()]);
+    if (ptx::uniform(shared_.is_raised[at.stage()][warp_of_group()])) {
+      const float* factors = shared_.factors[at.stage()] + lane_row();
+      const float factor[2] = {factors[0], factors[8]};
 #pragma unroll
       for (int i = 0; i < kHalfCols / 2; ++i) o[i] *= factor[i / 2 % 2];
     }
-    start_products<kHalf>(o, at.stage(), stage);
-    return is_last;
-  }
-
-  // o += p ckv of half a KV tile.
-  template <int kHalf>
-  QUIRE_DEVICE void start_products(float (&o)[kHalfCols / 2], int weights_stage, int stage) const {
-    const HalfOfP weights = weights_half(weights_stage, kHalf);
+    const TileDescriptor weights(weights_tile(at.stage()).base, 16);
     const TileDescriptor values(ckv_tile(stage).base + half_of_o() * (TileCkv::kBytes / kHalves), TileCkv::kAtomBytes);
     ptx::pin(o);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < kHalfKv / 16; ++i) {
-      const uint64_t rows = values.at((kHalf * kHalfKv + i * 16) * 128);
-      ptx::Wgmma<kHalfCols>::template ss<ptx::Contiguous::kN>(T{}, o, weights.descriptor(i * 32), rows, 1);
+    for (int i = 0; i < kTileKv / 16; ++i) {
+      ptx::Wgmma<kHalfCols>::template ss<ptx::Contiguous::kN>(T{}, o, weights.at(i * 32), values.at(i * 16 * 128), 1);
     }
     ptx::wgmma_commit();
+    return is_last;
   }
 
   QUIRE_DEVICE void store(float (&o)[kHalfCols / 2], Stage& stage, RingPosition<2> at) const {
@@ -656,7 +626,7 @@ struct AttentionMlaFa3 {
     const int lane = ptx::lane_id();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = work.tile.row_begin + lane_row() + 8 * h;
+      const int row = first_row(work) + lane_row() + 8 * h;
       const WorkTile::Place to = place(work, lane_row() + 8 * h);
       const float* sink = p.sinks == nullptr ? nullptr : p.sinks + to.head;
       const RowResult result = finish_row(m[h], d[h], sink, output_scale(p));
@@ -676,7 +646,7 @@ struct AttentionMlaFa3 {
     const int lane = ptx::lane_id();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = lane_row() + 8 * h;
+      const int row = first_row(work) - work.tile.row_begin + lane_row() + 8 * h;
       if (work.tile.row_begin + row >= work.row_end) continue;
       const int64_t at = static_cast<int64_t>(work.partial) * kTileRows + row;
       float2* dst = reinterpret_cast<float2*>(p.partial_o + at * kCkv + half * kHalfCols) + lane % 4;
@@ -685,7 +655,7 @@ struct AttentionMlaFa3 {
       if (half == 0 && lane % 4 == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
     }
     const bool has_more = p.partitions == nullptr || stage.cursor.exists();
-    merge_together<V, kValues>(p, work, !has_more, shared_.turn, ptx::thread_id() - 128);
+    merge_together<V, kValues, kTeam>(p, work, !has_more, shared_.turn, ptx::thread_id() - 128);
   }
 };
 

@@ -13,7 +13,7 @@ namespace quire {
 struct MergeCounters {
   static constexpr int kBits = 10, kMost = (1 << kBits) - 1;
   static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeaving = 1 << 2 * kBits;
-  static constexpr int kMostParts = kMost - 64;  // turns: one for each row, and one in vain for each CTA
+  static constexpr int kMostArrivals = kMost - 128;  // turns: one for each row, and one in vain for each CTA
   static constexpr int kPatience = 1 << 16;      // clocks
 
   uint32_t* at;
@@ -22,22 +22,22 @@ struct MergeCounters {
   QUIRE_DEVICE int take_turn() const { return ptx::atomic_add_acq_rel(at, kTurn) >> kBits & kMost; }
 
   // Whether all have arrived; waits for them if `may_wait`.
-  QUIRE_DEVICE bool arrive(int num_parts, bool may_wait) const {
+  QUIRE_DEVICE bool arrive(int num_arrivals, bool may_wait) const {
     uint32_t seen = ptx::atomic_add_acq_rel(at, kArrival) + kArrival;
     const long long begin = clock64();
-    while (may_wait && arrived(seen) < num_parts && clock64() - begin < kPatience) seen = ptx::load_acquire(at);
-    return arrived(seen) == num_parts;
+    while (may_wait && arrived(seen) < num_arrivals && clock64() - begin < kPatience) seen = ptx::load_acquire(at);
+    return arrived(seen) == num_arrivals;
   }
-  QUIRE_DEVICE void count_leaving(int num_parts) const {
+  QUIRE_DEVICE void count_leaving(int num_arrivals) const {
     const uint32_t left = (ptx::atomic_add_acq_rel(at, kLeaving) >> 2 * kBits) + 1;
-    if (static_cast<int>(left) == num_parts) *at = 0;
+    if (static_cast<int>(left) == num_arrivals) *at = 0;
   }
 };
 
 // Rows first .. first + 2 * kRows of a merge group: 128 threads have four columns each of kRows rows, kParts partials
 // of each on their way at a time. 256 threads.
 template <class V, int kRows, int kParts>
-QUIRE_DEVICE void merge_rows(const AttentionParams& p, const WorkTile& work, const MergeGroup& group, int first,
+QUIRE_DEVICE void merge_rows(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int first,
                              int thread) {
   constexpr int kVo = V::kHeadDimVo;
   static_assert(kVo == 512, "128 threads have four columns each");
@@ -86,40 +86,48 @@ QUIRE_DEVICE void merge_rows(const AttentionParams& p, const WorkTile& work, con
   }
 }
 
-constexpr int kMergedRows = 2, kMergedParts = 8;  // of merge_rows()
-constexpr int kTurnRows = 2 * kMergedRows;
+// Rows that are merged in a turn: twice as many where few partials each keep fewer bytes on their way.
+QUIRE_DEVICE int rows_of_turn(int num_parts) { return num_parts <= 4 ? 8 : 4; }
 
 template <class V>
-QUIRE_DEVICE void merge_turn(const AttentionParams& p, const WorkTile& work, const MergeGroup& group, int turn,
+QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int first,
                              int thread) {
-  merge_rows<V, kMergedRows, kMergedParts>(p, work, group, turn * kTurnRows, thread);
+  const int num_parts = group.num_parts<V::kTileRows>();
+  if (num_parts <= 4) {
+    merge_rows<V, 4, 4>(p, work, group, first, thread);
+  } else {
+    merge_rows<V, 2, 8>(p, work, group, first, thread);
+  }
 }
 
 // After the 256 threads have stored a partial result. `may_wait`: the CTA has nothing else to do. `shared_turn` is in
 // shared memory, kBarrier a named barrier of these threads. A function that is called: kernels whose registers are
-// taken have none to spare beside their main loop.
-template <class V, int kBarrier>
-__device__ __noinline__ void merge_together(const AttentionParams& p, const WorkTile& work, bool may_wait,
+// taken have none to spare beside their main loop. A work tile has kTeam CTAs.
+// It reads the parameters once: by a reference, each row would wait for them again.
+template <class V, int kBarrier, int kTeam>
+__device__ __noinline__ void merge_together(const AttentionParams& params, const WorkTile& work, bool may_wait,
                                             int& shared_turn, int thread) {
-  const MergeGroup group = p.groups[work.group];
+  const MergeParams p(params);
+  const MergeGroup group = params.groups[work.group];
   const int num_parts = group.num_parts<V::kTileRows>();
-  const int num_turns = ceil_div(group.num_rows, kTurnRows);
-  const MergeCounters counters = {&p.groups[work.group].num_arrived};
-  const bool is_leader = thread == 0, is_shared = num_parts <= MergeCounters::kMostParts;
+  const int turn_rows = rows_of_turn(num_parts);
+  const int num_arrivals = num_parts * kTeam, num_turns = ceil_div(group.num_rows, turn_rows);
+  const MergeCounters counters = {&params.groups[work.group].num_arrived};
+  const bool is_leader = thread == 0, is_shared = num_arrivals <= MergeCounters::kMostArrivals;
   const auto sync = [] { ptx::named_barrier_sync(kBarrier, 256); };
   int turn;
   if (is_shared) {
     sync();
-    if (is_leader) shared_turn = counters.arrive(num_parts, may_wait) ? counters.take_turn() : num_turns;
+    if (is_leader) shared_turn = counters.arrive(num_arrivals, may_wait) ? counters.take_turn() : num_turns;
     sync();
     turn = shared_turn;
   } else {
-    turn = arrives_last(p.groups + work.group, num_parts, is_leader, shared_turn, sync) ? 0 : num_turns;
+    turn = arrives_last(params.groups + work.group, num_arrivals, is_leader, shared_turn, sync) ? 0 : num_turns;
   }
   while (turn < num_turns) {
     int next = turn + 1;
     if (is_shared && is_leader) next = counters.take_turn();
-    merge_turn<V>(p, work, group, turn, thread);
+    merge_turn<V>(p, work, group, turn * turn_rows, thread);
     if (is_shared) {
       sync();
       if (is_leader) shared_turn = next;
@@ -128,7 +136,7 @@ __device__ __noinline__ void merge_together(const AttentionParams& p, const Work
     }
     turn = next;
   }
-  if (is_shared && is_leader) counters.count_leaving(num_parts);
+  if (is_shared && is_leader) counters.count_leaving(num_arrivals);
 }
 
 }  // namespace quire
