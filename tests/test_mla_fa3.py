@@ -71,6 +71,14 @@ def test_boxes_of_a_joined_cache(page_size, box):
     assert ckv.box == (64, box, 2 if box == 64 else 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "tile_rows"), [(1, 64), (16, 64), (64, 64), (96, 64), (128, 128), (192, 64), (256, 128)]
+)
+def test_teams_of_two_ctas_compute_whole_128_rows(rows, tile_rows):
+    decision = decide(problem(rows=rows), "quire:fa3")
+    assert (decision.key.tile_rows, decision.team) == (tile_rows, tile_rows // 64)
+
+
 @pytest.mark.parametrize("num_heads", [3, 16, 128])
 def test_one_request_for_all_ctas(device, backend, dtype, num_heads):
     p = Latents((1,), (9001,), num_heads, dtype, device)
@@ -82,9 +90,17 @@ def test_more_row_tiles_than_ctas(device, backend, dtype):
     p.check(*attend(p, p.paged(64), backend))
 
 
-def test_groups_are_merged_the_same_way_each_time(device, backend, dtype):
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+def test_requests_that_fill_part_of_a_team(device, backend, dtype, num_heads):
+    """Tiles of 128 rows, of which some requests have fewer: a CTA of a team may have no rows."""
+    p = Latents((4, 3, 1, 4, 8), (300, 1, 700, 63, 65), num_heads, dtype, device, causal=True)
+    p.check(*attend(p, p.paged(64), backend))
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_groups_are_merged_the_same_way_each_time(device, backend, dtype, num_heads):
     """Whichever CTAs take part, and however often: the counters of merge groups are 0 again."""
-    p = Latents((1, 2, 1), (3000, 40, 700), 16, dtype, device)
+    p = Latents((1, 2, 1), (3000, 40, 700), num_heads, dtype, device)
     pages = p.paged(64)
     wrapper = planned(p, pages, backend)
     first = wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)

@@ -147,7 +147,7 @@ def _template_for(
     rows, split, capacity = decision.key.tile_rows, max(0, options.fixed_split_size), 0
     if graph is not None:
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
-    return module, _plan_template(decision, options, ctas // decision.team, capacity)
+    return module, _plan_template(decision, options, max(1, ctas // decision.team), capacity)
 
 
 def workspace_bytes(
@@ -347,7 +347,7 @@ def make_plan_on_device(
     """
     device, group_size, num_kv_heads = workspace.device, options.group_size, options.num_kv_heads
     module, ctas = _load(decision.spec, device)
-    ctas //= decision.team
+    ctas = max(1, ctas // decision.team)
     pages = lengths.page_table.shape[1]
     template = _plan_template(decision, options, ctas)
     ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))

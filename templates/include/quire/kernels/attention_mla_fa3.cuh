@@ -10,8 +10,8 @@
 // softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
 // registers keeps its warps waiting until the one before it is under way.
 // Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up.
-// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to teams of CTAs that read the same keys at
-// the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
+// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to teams of CTAs that read the same keys
+// at the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
 // tiles ahead.
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
@@ -61,7 +61,8 @@ struct AttentionMlaFa3 {
   using TileP = TileKpe;  // weights, in the place of the kpe that they were computed with
   using TileQ = SwizzledTile<kRows, (kSteps - kHeldSteps) * 16>;  // the other queries
 
-  // One box of the copy engine a lane, 64 columns at a time; all columns of a part where a box has all rows of the tile.
+  // One box of the copy engine a lane, 64 columns at a time; all columns of a part where a box has all rows of the
+  // tile.
   static constexpr int kBoxRows = gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
   static constexpr int kBoxAtoms = kBoxes == 1 ? TileCkv::kAtoms / kParts : 1;
 

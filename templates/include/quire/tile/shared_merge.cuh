@@ -14,7 +14,7 @@ struct MergeCounters {
   static constexpr int kBits = 10, kMost = (1 << kBits) - 1;
   static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeaving = 1 << 2 * kBits;
   static constexpr int kMostArrivals = kMost - 128;  // turns: one for each row, and one in vain for each CTA
-  static constexpr int kPatience = 1 << 16;      // clocks
+  static constexpr int kPatience = 1 << 16;          // clocks
 
   uint32_t* at;
 
