@@ -77,6 +77,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
         Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
         Operation("page_scores", _header("page_scores.h"), "PageScores", PageScoresParams, _HEADS),
+        Operation("rope_pages", _header("rope.h"), "RotatePages", RopeParams, _HEADS, asserts=_ROPE),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip

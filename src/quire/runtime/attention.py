@@ -16,6 +16,7 @@ from quire.jit import cache_miss, is_recording, record_use
 from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
 from quire.kernels.operands import Operand, View
+from quire.runtime import rotate_ahead
 from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
@@ -42,6 +43,7 @@ from quire.runtime.planner import (
     variants_of,
     workspace_bytes,
 )
+from quire.runtime.rotate_ahead import RotationAhead
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import on_cuda, target_of
@@ -184,12 +186,14 @@ class Attention:
         if graph is not None:
             spec = _within_limits(graph, spec)
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
+        self._ahead, note = self._rotation_ahead(spec) if graph is None else (None, "")
         try:
             self.spec = self._packed(spec)
             self._plan_options = spec.options
             self._plan = self._make_plan(workspace)
         except CacheMissError:
             raise cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
+        self._plan.note = "; ".join(filter(None, (note, self._plan.note)))
         if graph is not None and not graph.awaits_forward and told.logits != spec.options.logits:
             self.set_logits(told.logits)
         schedule = self._plan.schedule
@@ -202,10 +206,22 @@ class Attention:
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
         self._checked: _CheckedTensors | None = None  # by this plan or by one before it
-        if before is not None and graph is None and before.decision is self.decision and before._layout is layout:
+        has_same = before is not None and graph is None and before.decision is self.decision
+        if has_same and before._layout is layout and before._ahead is self._ahead is None:
             self._checked = before._checked  # equal options and device: the same tensors are right, but for lengths
         if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
             self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
+
+    def _rotation_ahead(self, spec: AttentionSpec) -> tuple[RotationAhead | None, str]:
+        """What rotates queries and keys ahead of the kernel, which is then another one; and what explain() says."""
+        if isinstance(spec.indices, Lengths) or not rotate_ahead.may_pay(spec.options, self.decision, self._backend):
+            return None, ""
+        plain = spec._replace(options=rotate_ahead.without_rotation(spec.options)).decide(self._device, self._backend)
+        if not rotate_ahead.is_faster(plain, self.decision):
+            return None, ""
+        ahead, note = RotationAhead.within(self._workspace, spec.indices, spec.options, plain)
+        self.decision = self.decision if ahead is None else plain
+        return ahead, note
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
         """With the mask as bits, an eighth of the bytes."""
@@ -218,7 +234,9 @@ class Attention:
         s = self.spec
         if isinstance(s.indices, Lengths):
             return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
-        bits = s.packed_custom_mask if s.tree_mask is None else s.tree_mask
+        bits, ahead = s.packed_custom_mask if s.tree_mask is None else s.tree_mask, self._ahead
+        if ahead is not None:
+            return make_plan(self.decision, ahead.ragged, ahead.options, ahead.workspace, bits, None, s.operands)
         return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph, s.operands)
 
     def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
@@ -258,11 +276,14 @@ class Attention:
         """Who computes what; PlanError where only the device knows the lengths."""
         if self._plan.schedule_input is None or not isinstance(self.spec.indices, Indices):
             raise PlanError("the schedule of this call is made on the GPU: plan() a wrapper with lengths on the host.")
-        return place_work(self._plan.indices(self.spec.indices), self._plan.schedule_input)
+        indices = self.spec.indices if self._ahead is None else self._ahead.ragged
+        return place_work(self._plan.indices(indices), self._plan.schedule_input)
 
     def _same_batch(self) -> AttentionSpec:
         """The spec with index arrays as they were: the caller may have written others since."""
         spec = self.spec
+        if self._ahead is not None:
+            return spec._replace(indices=self._ahead.indices)
         return spec._replace(indices=self._plan.indices(spec.indices)) if isinstance(spec.indices, Indices) else spec
 
     def _of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
@@ -342,6 +363,8 @@ class Attention:
                 pointers.extend([0] * (self._num_operands - len(pointers)))
             if operands or self._plan_options.variant is not None:
                 self._write_operands(operands)
+            if self._ahead is not None:
+                pointers = self._ahead.rotate(pointers)
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
                 None if sinks is None else self._check_sinks(sinks).data_ptr(),
@@ -422,28 +445,31 @@ class Attention:
                 view = views.get(operand.name) or self._view_of(operand, tensor, name)
                 self._check(operand, tensor, name, view, nnz_qo)
                 views[operand.name] = view
+        if self._ahead is not None:
+            views |= self._ahead.bind(q, k, v, out)
         self._plan.set_signature(views)
         self._v_offset = v.data_ptr() - k.data_ptr()
         if 0 in pointers or any(tensor.requires_grad for tensor in tensors):  # right this time: to be checked again
             self._signature = None
             return
         self._signature = Signature(tensors)
-        if self.graph is None:
+        if self.graph is None and self._ahead is None:
             least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
             self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = cache_view(cache, self._layout, self._plan_options.page_size)
         num_pages = min(k.shape[0], v.shape[0])
-        if self._plan.largest_page >= num_pages:
+        largest = self._plan.largest_page if self._ahead is None else self._ahead.largest_page
+        if largest >= num_pages:
             raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {self._plan.largest_page}."
+                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {largest}."
             )
         return k, v
 
     def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         views = ragged_view(kv[0], "k", self._layout), ragged_view(kv[1], "v", self._layout)
-        least_tokens = max(least_tokens, self._plan.nnz_kv)
+        least_tokens = max(least_tokens, self._plan.nnz_kv if self._ahead is None else self._ahead.end)
         for view, name in zip(views, "kv", strict=True):
             if view.shape[1] < least_tokens:
                 raise ValidationError(

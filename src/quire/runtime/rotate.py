@@ -51,7 +51,7 @@ class Heads(NamedTuple):
         assert some is not None and out is not None
         return RopeHeads(
             *map(_rows, (self.rope, self.nope, self.rope_out, self.nope_out)),
-            None if self.weight is None else self.weight.data_ptr(), self.scale, some.shape[1], _width(self.rope),
+            None if self.weight is None else self.weight.data_ptr(), self.scale, some.shape[-2], _width(self.rope),
             _width(self.nope), _OUT_TYPES.get(out.dtype, 0), out.dim() == 4,
         )  # fmt: skip
 
@@ -225,23 +225,39 @@ def _check_table(table: torch.Tensor, device: torch.device) -> int:
     return table.shape[1]
 
 
+class Rotation:
+    """Operation `name` on up to three heads that are checked already, of which the first turn."""
+
+    def __init__(self, name: str, heads: list[Heads], angles: Angles, params: RopeParams | None = None) -> None:
+        some, out, params = heads[0].rope, heads[0].rope_out, params or RopeParams()
+        assert some is not None and out is not None
+        angles.fill(params, some.shape[-1])
+        params.nnz = (some if some.dim() == 3 else out).shape[0]
+        for i, part in enumerate(heads):
+            params.heads[i] = part.params()
+        slug, self._device = INPUTS[some.dtype], some.device
+        vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
+        params.lanes = _lanes(heads, vector, self._device)
+        groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in params.heads)
+        self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params
+        self._grid = -(-params.nnz * groups * params.lanes // PARALLEL_THREADS)
+
+    def move(self, **addresses: list[int]) -> None:
+        """Other addresses of the same tensors, by the names of Heads."""
+        for name, of_heads in addresses.items():
+            for i, address in enumerate(of_heads):
+                getattr(self._params.heads[i], name).data = address
+
+    def start(self) -> None:
+        """Launch on torch's current stream."""
+        if self._grid:
+            module, params = get_module(self._key.spec()), ctypes.addressof(self._params)
+            launch(module, params, self._device, grid=self._grid, block=PARALLEL_THREADS)
+
+
 def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params: RopeParams | None = None) -> None:
     """Launches operation `name` on what is checked already."""
-    some, params = q.rope, params or RopeParams()
-    assert some is not None
-    angles.fill(params, some.shape[2])
-    heads, params.nnz = [q, k] if v is None else [q, k, v], some.shape[0]
-    for i, part in enumerate(heads):
-        params.heads[i] = part.params()
-    slug, device = INPUTS[some.dtype], some.device
-    vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
-    params.lanes = _lanes(heads, vector, device)
-    groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in params.heads)
-    if not params.nnz or not groups:
-        return
-    module = get_module(OperationKey(name, target_of(device), slug, vector).spec())
-    grid = -(-params.nnz * groups * params.lanes // PARALLEL_THREADS)
-    launch(module, ctypes.addressof(params), device, grid=grid, block=PARALLEL_THREADS)
+    Rotation(name, [q, k] if v is None else [q, k, v], angles, params).start()
 
 
 def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, ...]) -> int:

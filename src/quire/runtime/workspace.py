@@ -51,6 +51,14 @@ class UserWorkspace:
         """The caller's memory, as bytes."""
         return self._buffer
 
+    def set_aside(self, num_bytes: int, most: float, alignment: int) -> tuple[UserWorkspace, torch.Tensor] | None:
+        """What is left, and `num_bytes` from the end of the buffer; None if they are more than `most` of it."""
+        if num_bytes + alignment > most * self.most_bytes:
+            return None
+        begin = self.most_bytes - num_bytes
+        begin -= (self._buffer.data_ptr() + begin) % alignment
+        return UserWorkspace(self._buffer[:begin], self._name), self._buffer[begin : begin + num_bytes]
+
     def take(self, num_bytes: int) -> torch.Tensor:
         """At least `num_bytes`: the buffer, on the CPU memory of our own; ValidationError if the buffer is smaller."""
         if num_bytes > self.most_bytes:
@@ -72,6 +80,10 @@ class OwnWorkspace:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def set_aside(self, num_bytes: int, _most: float, _alignment: int) -> tuple[OwnWorkspace, torch.Tensor]:
+        """This one, and a new buffer; torch aligns it to 256 bytes or more on a GPU."""
+        return self, self.take(num_bytes)
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A new buffer of `num_bytes`."""

@@ -2,12 +2,13 @@
 //
 // A row of o has 512 columns, more than a warp's registers hold beside others. The warps that own the same rows divide
 // the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go through
-// shared memory, and so do the maxima of rows. Every warp then reads each byte of its keys and of its columns once.
-// Bound: memory for few rows, tensor cores for many.
-// Schedule: three barriers a KV tile. Keys and values have rings of their own: a stage of keys is refilled as soon as
-// the tile's logits are there, a stage of values at the next tile. 64 rows of queries leave one stage of each, which
-// suffices: keys are on their way during p v, and values during q k^T.
-// Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
+// shared memory, and so do the maxima of rows. Where there are more warps than blocks of 16 keys, for few rows, they
+// also divide the dims of q k^T, and its sums go through shared memory too: one warp alone would take longer than
+// memory. Bound: memory for few rows, tensor cores for many. Schedule: three or four barriers a KV tile. Keys and
+// values have rings of their own: a stage of keys is refilled as soon as the tile's logits are there, a stage of values
+// at the next tile. 64 rows of queries leave one stage of each, which suffices: keys are on their way during p v, and
+// values during q k^T. Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among
+// warps.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
@@ -33,8 +34,9 @@ struct AttentionWide {
   static constexpr int kM = kTileRows == 64 ? 2 : 1, kWarpRows = 16 * kM;  // blocks of 16 rows a warp
   static constexpr int kRowGroups = kTileRows / kWarpRows, kColGroups = kWarps / kRowGroups;  // warps of the same rows
   static constexpr int kCols = kDims / kColGroups;                                            // of o that a warp owns
-  static constexpr int kKeys = 16, kKeyGroups = kTileKv / kKeys;  // of s that a warp computes; warps that compute s
-  static_assert(kKeyGroups <= kColGroups && kCols % 64 == 0, "a warp's columns begin at a multiple of 128 bytes");
+  static constexpr int kKeys = 16, kKeyGroups = kTileKv / kKeys;  // of s that a warp computes; warps of all keys
+  static constexpr int kDimGroups = kColGroups / kKeyGroups;      // warps of the same keys
+  static_assert(kColGroups % kKeyGroups == 0 && kCols % 64 == 0, "a warp's columns begin at a multiple of 128 bytes");
 
  private:
   using TileQ = SmemTile<kTileRows, kDims>;  // and o, at the end
@@ -55,6 +57,7 @@ struct AttentionWide {
   struct Shared {
     CurrentWork current;
     float of_rows[kKeyGroups][kTileRows];
+    alignas(16) float sums[kDimGroups == 1 ? 1 : kWarps][2 * kM][32][4];  // of some dims, as fragments
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 15) / 16 * 16;
   static constexpr int kStageBytes = 2 * TileKv::kBytes;
@@ -89,7 +92,8 @@ struct AttentionWide {
   Shared& shared_;
   const WorkTile& work_;
   unsigned char* smem_;
-  int thread_, lane_, rows_, columns_;  // rows_: this warp's first row in the tile; columns_: its group of columns
+  // rows_: this warp's first row in the tile; columns_, keys_, dims_: its groups of columns of o, and of keys and dims
+  int thread_, lane_, rows_, columns_, keys_, dims_;
 
   QUIRE_DEVICE AttentionWide(const AttentionParams& p, Shared& shared, unsigned char* smem)
       : p_(p),
@@ -99,14 +103,17 @@ struct AttentionWide {
         thread_(threadIdx.x),
         lane_(threadIdx.x % 32),
         rows_(threadIdx.x / 32 / kColGroups * kWarpRows),
-        columns_(threadIdx.x / 32 % kColGroups) {}
+        columns_(threadIdx.x / 32 % kColGroups),
+        keys_(columns_ % kKeyGroups),
+        dims_(columns_ / kKeyGroups) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE TileKv keys(int i) const { return {smem_at(kKeysAt + i % kStages * TileKv::kBytes)}; }
   QUIRE_DEVICE TileKv values(int i) const { return {smem_at(kValuesAt + i % kStages * TileKv::kBytes)}; }
   QUIRE_DEVICE TileP weights() const { return {smem_at(kWeightsAt)}; }
   QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + rows_; }
-  QUIRE_DEVICE bool has_keys() const { return kKeyGroups == kColGroups || columns_ < kKeyGroups; }
+  // Of the warps of the same keys one has their weights.
+  QUIRE_DEVICE bool has_weights() const { return kDimGroups == 1 || dims_ == 0; }
   QUIRE_DEVICE Visible mask() const { return Visible::of(p_, work_.tile); }
 
   // Key tiles that some row of the warp sees, and those that each of its rows sees whole.
@@ -143,12 +150,17 @@ struct AttentionWide {
       copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
       rows.prefetch_pages(i + kStages + 1);
       Accumulator<kM, kKeys> s;
-      const bool some = any.contains(i), attends = some && has_keys();
-      if (attends) score(s, i, all.contains(i));
+      const bool some = any.contains(i);
+      if (some) multiply_keys(s, i);
+      if constexpr (kDimGroups > 1) {
+        __syncthreads();  // the sums of all dims are there
+        if (some) add_sums(s);
+      }
+      if (some) score(s, i, all.contains(i));
       __syncthreads();  // the maxima of all keys are there, and all are done with keys of tile i
       copy<0>(rows, keys(i + kStages), i + kStages);
       if (some) raise_max(o, softmax);
-      if (attends) exponentiate(s, softmax);
+      if (some && has_weights()) exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
       rows.publish_offsets(i + kStages + 1);
       __syncthreads();  // weights and values of tile i are there
@@ -171,6 +183,9 @@ struct AttentionWide {
   // Where the lane's row h of block m tells other warps what group g of keys has.
   QUIRE_DEVICE float& told(int g, int m, int h) const { return shared_.of_rows[g][rows_ + 16 * m + 8 * h + lane_ / 4]; }
 
+  // What the warp of the same rows and group `columns` of columns tells of its dims.
+  QUIRE_DEVICE float (*sums(int columns) const)[32][4] { return shared_.sums[thread_ / 32 - columns_ + columns]; }
+
   // Rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
     using Split = RowSplit<kThreads, TileQ::kChunks>;
@@ -192,15 +207,16 @@ struct AttentionWide {
     ptx::cp_async_commit();
   }
 
-  // s = q k^T of the warp's rows and keys, masked and scaled; tells the maxima.
-  QUIRE_DEVICE void score(Accumulator<kM, kKeys>& s, int i, bool every) const {
+  // s = q k^T of the warp's rows, keys and dims; tells it to the warps of the same keys.
+  QUIRE_DEVICE void multiply_keys(Accumulator<kM, kKeys>& s, int i) const {
+    constexpr int kAtoms = kDims / 64 / kDimGroups;  // 128 bytes of a row each
     BlockCursor<TileQ> q({smem_at(0)}, lane_);
     BlockCursor<TileKv, Quarters::kTopFirst> k(keys(i), lane_);
-    q.lane_base += rows_ * TileQ::kRowBytes;
-    k.lane_base += columns_ * kKeys * TileKv::kRowBytes;
+    q.lane_base += rows_ * TileQ::kRowBytes + dims_ * kAtoms * 128;
+    k.lane_base += keys_ * kKeys * TileKv::kRowBytes + dims_ * kAtoms * 128;
     s.clear();
 #pragma unroll 2
-    for (int atom = 0; atom < kDims / 64; ++atom) {  // 128 bytes of a row
+    for (int atom = 0; atom < kAtoms; ++atom) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t x[kM][4], y[4];
@@ -214,8 +230,31 @@ struct AttentionWide {
         }
       }
     }
+    if constexpr (kDimGroups > 1) {
+#pragma unroll
+      for (int n = 0; n < 2 * kM; ++n)
+        *reinterpret_cast<float4*>(sums(columns_)[n][lane_]) = *reinterpret_cast<float4*>(s.at[n / 2][n % 2]);
+    }
+  }
+
+  // s of all dims, added up in the same order by each warp of the same keys.
+  QUIRE_DEVICE void add_sums(Accumulator<kM, kKeys>& s) const {
+    s.clear();
+#pragma unroll
+    for (int g = 0; g < kDimGroups; ++g) {
+#pragma unroll
+      for (int n = 0; n < 2 * kM; ++n) {
+        const float4 x = *reinterpret_cast<const float4*>(sums(g * kKeyGroups + keys_)[n][lane_]);
+        float (&to)[4] = s.at[n / 2][n % 2];
+        to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+      }
+    }
+  }
+
+  // Masks and scales s; tells the maxima.
+  QUIRE_DEVICE void score(Accumulator<kM, kKeys>& s, int i, bool every) const {
     const LogitsTile<V> tile = {
-        mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv + columns_ * kKeys,
+        mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv + keys_ * kKeys,
         lane_};
     const LogitsTransform<V, FragmentMath<false>> transform(p_);
     if (every) {
@@ -236,7 +275,7 @@ struct AttentionWide {
           top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
         }
         top = quad_max(top);
-        if (lane_ % 4 == 0) told(columns_, m, h) = top;
+        if (has_weights() && lane_ % 4 == 0) told(keys_, m, h) = top;
       }
     }
   }
@@ -276,7 +315,7 @@ struct AttentionWide {
           const float x = ptx::ex2(s.at[m][n][2 * h] - softmax.m[m][h]);
           const float y = ptx::ex2(s.at[m][n][2 * h + 1] - softmax.m[m][h]);
           softmax.d[m][h] += x + y;
-          ptx::st_shared(tile.chunk(rows_ + 16 * m + 8 * h + lane_ / 4, columns_ * (kKeys / 8) + n) + lane_ % 4 * 4,
+          ptx::st_shared(tile.chunk(rows_ + 16 * m + 8 * h + lane_ / 4, keys_ * (kKeys / 8) + n) + lane_ % 4 * 4,
                          ptx::pack(T{}, x, y));
         }
       }
@@ -313,7 +352,7 @@ struct AttentionWide {
     __syncthreads();  // all have read the last maxima, and are done with q
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      if (has_keys() && lane_ % 4 == 0) told(columns_, i / 2, i % 2) = softmax.d[i / 2][i % 2];
+      if (has_weights() && lane_ % 4 == 0) told(keys_, i / 2, i % 2) = softmax.d[i / 2][i % 2];
     }
     __syncthreads();
 #pragma unroll

@@ -1,11 +1,13 @@
 // Rotates the heads of queries and keys by their tokens' positions (RoFormer, arXiv:2104.09864). RotateHeads does no
 // more; RotateAppend also divides each head by its root mean square before, quantises to 8 bits, and writes keys and
-// values into a paged cache, in one pass over memory.
+// values into a paged cache, in one pass over memory. RotatePages reads keys and values out of a paged cache.
 //
 // Both are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
 // a token: the two whose dims turn together, or two that do not turn. A CTA computes the rotations of its tokens once,
 // into shared memory, while the heads are on their way. A rotation is read there just before its use: registers that it
-// does not take hold more threads, and more threads hide the trips to memory.
+// does not take hold more threads, and more threads hide the trips to memory. For the same reason no thread waits for
+// parameters: an index that threads compute would send each read of a parameter through memory, so each is chosen among
+// constants.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2
@@ -64,7 +66,7 @@ struct RopeHeads {
   int32_t rotary_dim;  // 0: no dim turns
   int32_t nope_dim;
   HeadType out_type;
-  int32_t is_paged;  // outputs are pages
+  int32_t is_paged;  // outputs are pages; of RotatePages inputs are
 };
 
 struct RopeParams {
@@ -92,12 +94,15 @@ struct RopeParams {
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
 
-template <class Variant, bool kFused>
+enum class RopeWork { kRotate, kAppend, kGather };
+
+template <class Variant, RopeWork kWork>
 struct Rope {
   using T = typename Variant::T;
   static constexpr int kThreads = kParallelThreads, kMinCtas = kRopeCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
   static constexpr int kHeads = 2;  // heads of a thread
+  static constexpr bool kFused = kWork == RopeWork::kAppend, kGathers = kWork == RopeWork::kGather;
 
   // kVec numbers in whole words: of an array of 16-bit numbers a compiler keeps each one in a register of its own.
   template <class E>
@@ -125,32 +130,36 @@ struct Rope {
     const ItemOfThread item(p.nnz, columns);
     const Group of = group_of(p, item.row, item.column);
     Pair x[kHeads] = {};
-    if (item.exists && of.lane < units_of(of.heads)) load(of, unit_of(p, of.heads, of.lane), x);
+    const Place place = kGathers && item.exists ? place_of(p, of.token) : Place{0, 0};
+    if (item.exists && of.lane < units_of(p, of)) load(p, of, place, unit_of(p, of, of.lane), x);
     __shared__ Rotation table[kMaxRotations];
     const int pairs = p.heads[0].rotary_dim / 2;
     for (int i = threadIdx.x; i < item.cta_rows * pairs; i += kThreads) {
-      const int token = static_cast<unsigned>(i) / static_cast<unsigned>(pairs);
-      table[i] = rotation(p, item.cta_row + token, i - token * pairs);
+      const int token = static_cast<unsigned>(i) / static_cast<unsigned>(pairs), pair = i - token * pairs;
+      table[token * pairs + place_in_table(pair, pairs)] = rotation(p, item.cta_row + token, pair);
     }
     __syncthreads();
-    if (item.exists) process(p, of, x, table + (item.row - item.cta_row) * pairs);
+    if (item.exists) process(p, of, place, x, table + (item.row - item.cta_row) * pairs);
 #else
     parallel_rows(p.nnz, columns, [&](int64_t token, int column) {
       const Group of = group_of(p, token, column);
+      const Place place = kGathers ? place_of(p, token) : Place{0, 0};
       Rotation table[kMaxTablePairs];
-      for (int i = 0; i < p.heads[0].rotary_dim / 2; ++i) table[i] = rotation(p, token, i);
+      const int pairs = p.heads[0].rotary_dim / 2;
+      for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, token, i);
       Pair x[kHeads] = {};
-      if (of.lane < units_of(of.heads)) load(of, unit_of(p, of.heads, of.lane), x);
-      process(p, of, x, table);
+      if (of.lane < units_of(p, of)) load(p, of, place, unit_of(p, of, of.lane), x);
+      process(p, of, place, x, table);
     });
 #endif
     return 0;
   }
 
  private:
-  // Heads `first` to `first` + `count` of a token, and which of the threads that have them this is.
+  // Heads `first` to `first` + `count` of a token's queries (part 0), keys (1) or values (2), and which of the threads
+  // that have them this is.
   struct Group {
-    const RopeHeads& heads;
+    int part;
     int64_t token;
     int first, count, lane;
   };
@@ -159,16 +168,30 @@ struct Rope {
 
   QUIRE_HD static Group group_of(const RopeParams& p, int64_t token, int column) {
     const int group = static_cast<unsigned>(column) / static_cast<unsigned>(p.lanes);
-    const int k = groups_of(p.heads[0]), v = k + groups_of(p.heads[1]);
-    const RopeHeads& heads = p.heads[(group >= k) + (group >= v)];
+    const int k = groups_of(p.heads[0]), v = k + groups_of(p.heads[1]), part = (group >= k) + (group >= v);
     const int first = (group - (group < k ? 0 : group < v ? k : v)) * kHeads;
-    return {heads, token, first, min(kHeads, heads.num_heads - first), column - group * p.lanes};
+    return {part, token, first, min(kHeads, of_part(p, part, &RopeHeads::num_heads) - first), column - group * p.lanes};
   }
 
-  // Two vectors of a head: dims [x, x + kVec) and [y, y + kVec) of `in` and `out`, and where they are in the head.
+  template <class X>
+  QUIRE_HD static X of_part(const RopeParams& p, int part, X RopeHeads::* field) {
+    const X q = p.heads[0].*field, k = p.heads[1].*field, v = p.heads[2].*field;
+    return part == 0 ? q : part == 1 ? k : v;
+  }
+
+  template <class X>
+  QUIRE_HD static X of_rows(const RopeParams& p, int part, HeadRows RopeHeads::* rows, X HeadRows::* field) {
+    const X q = p.heads[0].*rows.*field, k = p.heads[1].*rows.*field, v = p.heads[2].*rows.*field;
+    return part == 0 ? q : part == 1 ? k : v;
+  }
+
+  QUIRE_HD static HeadRows rows_of(const RopeParams& p, int part, HeadRows RopeHeads::* rows) {
+    return {of_rows(p, part, rows, &HeadRows::data), of_rows(p, part, rows, &HeadRows::page_stride),
+            of_rows(p, part, rows, &HeadRows::token_stride), of_rows(p, part, rows, &HeadRows::head_stride)};
+  }
+
+  // Two vectors of a head: dims [x, x + kVec) and [y, y + kVec), of the dims that turn or of those that do not.
   struct Unit {
-    const HeadRows& in;
-    const HeadRows& out;
     int x, y, first_dim;
     bool turns, has_y;
   };
@@ -178,44 +201,58 @@ struct Rope {
     Vector<T> x, y;
   };
 
-  QUIRE_HD static int units_of(const RopeHeads& heads) {
-    return heads.rotary_dim / (2 * kVec) + (heads.nope_dim + 2 * kVec - 1) / (2 * kVec);
+  QUIRE_HD static int units_of(const RopeParams& p, const Group& of) {
+    const int rotary_dim = of_part(p, of.part, &RopeHeads::rotary_dim),
+              rest = of_part(p, of.part, &RopeHeads::nope_dim);
+    return rotary_dim / (2 * kVec) + (rest + 2 * kVec - 1) / (2 * kVec);
   }
 
-  QUIRE_HD static Unit unit_of(const RopeParams& p, const RopeHeads& heads, int unit) {
-    const int turning = heads.rotary_dim / (2 * kVec);
+  QUIRE_HD static Unit unit_of(const RopeParams& p, const Group& of, int unit) {
+    const int rotary_dim = of_part(p, of.part, &RopeHeads::rotary_dim), turning = rotary_dim / (2 * kVec);
     if (unit >= turning) {
       const int x = (unit - turning) * 2 * kVec;
-      return {heads.nope, heads.nope_out, x, x + kVec, heads.rotary_dim, false, x + kVec < heads.nope_dim};
+      return {x, x + kVec, rotary_dim, false, x + kVec < of_part(p, of.part, &RopeHeads::nope_dim)};
     }
     const int x = p.interleave ? unit * 2 * kVec : unit * kVec;
-    return {heads.rope, heads.rope_out, x, p.interleave ? x + kVec : x + heads.rotary_dim / 2, 0, true, true};
+    return {x, p.interleave ? x + kVec : x + rotary_dim / 2, 0, true, true};
+  }
+
+  // Where a token's rotations lie: those that neighbouring threads read at a time are neighbours.
+  static constexpr int kStep = kVec < 2 ? kVec : 2;  // dims of each vector at a time
+  QUIRE_HD static int place_in_table(int pair, int pairs) {
+    const int units = pairs / kVec;
+    return pair % kVec / kStep * (units * kStep) + pair / kVec * kStep + pair % kStep;
   }
 
   // x: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, Pair* x, const Rotation* turns) {
-    const Place place = kFused && of.heads.is_paged ? place_of(p, of.token) : Place{0, 0};
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, Place from, Pair* x, const Rotation* turns) {
+    const bool is_paged = kFused && of_part(p, of.part, &RopeHeads::is_paged);
+    const Place to = is_paged ? place_of(p, of.token) : from;
     float by[kHeads];
-    for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads.scale : 1.f;
-    if (kFused && of.heads.weight != nullptr) normalise(p, of, x, by);
-    if (place.page < 0) return;
+    for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of_part(p, of.part, &RopeHeads::scale) : 1.f;
+    if (kFused && of_part(p, of.part, &RopeHeads::weight) != nullptr) normalise(p, of, x, by);
+    if (to.page < 0) return;
 #pragma unroll 1
-    for (int i = of.lane; i < units_of(of.heads); i += p.lanes) {
-      const Unit unit = unit_of(p, of.heads, i);
-      if (i != of.lane) load(of, unit, x);
-      const int64_t row = kFused && of.heads.is_paged
-                              ? place.page * unit.out.page_stride + place.token_in_page * unit.out.token_stride
-                              : of.token * unit.out.token_stride;
-      write(p, of, unit, x, by, turns + i * kVec, row + of.first * unit.out.head_stride);
+    for (int i = of.lane; i < units_of(p, of); i += p.lanes) {
+      const Unit unit = unit_of(p, of, i);
+      if (i != of.lane) load(p, of, from, unit, x);
+      const HeadRows out = rows_of(p, of.part, unit.turns ? &RopeHeads::rope_out : &RopeHeads::nope_out);
+      const int64_t row =
+          is_paged ? to.page * out.page_stride + to.token_in_page * out.token_stride : of.token * out.token_stride;
+      write(p, of, unit, x, by, turns + i * kStep, out, row + of.first * out.head_stride);
     }
   }
 
-  QUIRE_HD static void load(const Group& of, const Unit& unit, Pair* x) {
-    const T* row = static_cast<const T*>(unit.in.data) + of.token * unit.in.token_stride;
+  // from: where the token lies if inputs are pages.
+  QUIRE_HD static void load(const RopeParams& p, const Group& of, Place from, const Unit& unit, Pair* x) {
+    if (kGathers && from.page < 0) return;
+    const HeadRows in = rows_of(p, of.part, unit.turns ? &RopeHeads::rope : &RopeHeads::nope);
+    const T* row = static_cast<const T*>(in.data) + (kGathers ? from.page * in.page_stride : 0) +
+                   (kGathers ? from.token_in_page : of.token) * in.token_stride;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= of.count) continue;
-      const T* head = row + (of.first + h) * unit.in.head_stride;
+      const T* head = row + (of.first + h) * in.head_stride;
       x[h].x = *reinterpret_cast<const Vector<T>*>(head + unit.x);
       x[h].y = unit.has_y ? *reinterpret_cast<const Vector<T>*>(head + unit.y) : Vector<T>{};
     }
@@ -227,14 +264,16 @@ struct Rope {
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) sums[h] = sum_of_squares(first[h]);
 #pragma unroll 1
-    for (int i = of.lane + p.lanes; i < units_of(of.heads); i += p.lanes) {
+    for (int i = of.lane + p.lanes; i < units_of(p, of); i += p.lanes) {
       Pair x[kHeads];
-      load(of, unit_of(p, of.heads, i), x);
+      load(p, of, {0, 0}, unit_of(p, of, i), x);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) sums[h] += sum_of_squares(x[h]);
     }
-    const bool is_used = of.lane < units_of(of.heads);
-    const float dims = static_cast<float>(of.heads.rotary_dim + of.heads.nope_dim);
+    const bool is_used = of.lane < units_of(p, of);
+    const int rotary_dim = of_part(p, of.part, &RopeHeads::rotary_dim),
+              rest = of_part(p, of.part, &RopeHeads::nope_dim);
+    const float dims = static_cast<float>(rotary_dim + rest);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
       by[h] *= reciprocal_root(sum_of_lanes(is_used ? sums[h] : 0.f, p.lanes) / dims + p.eps);
@@ -302,47 +341,49 @@ struct Rope {
 
   // Scales, turns and stores the vectors of all heads; the first one's place in the output is `head`.
   QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
-                             const Rotation* turns, int64_t head) {
-    if (!kFused || of.heads.out_type == HeadType::kAsInput) return write_as<T>(p, of, unit, x, by, turns, head);
-    of.heads.out_type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, x, by, turns, head)
-                                         : write_as<e5m2_t>(p, of, unit, x, by, turns, head);
+                             const Rotation* turns, const HeadRows& out, int64_t head) {
+    const HeadType type = kFused ? of_part(p, of.part, &RopeHeads::out_type) : HeadType::kAsInput;
+    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, x, by, turns, out, head);
+    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, x, by, turns, out, head)
+                            : write_as<e5m2_t>(p, of, unit, x, by, turns, out, head);
   }
 
+  // turns: the unit's first; those of the next kStep pairs stand a row of the table further on.
   template <class E>
   QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
-                                const Rotation* turns, int64_t head) {
-    constexpr int kStep = min(2, kVec);  // dims of each vector at a time
+                                const Rotation* turns, const HeadRows& out, int64_t head) {
+    const int row = p.heads[0].rotary_dim / 2 / kVec * kStep;
+    const auto at = [&](int c) { return turns[c / kStep * row + c % kStep]; };
     Vector<E> to_x[kHeads] = {}, to_y[kHeads] = {};
 #pragma unroll
     for (int c = 0; c < kVec; c += kStep) {
       const bool neighbours = kVec > 1 && p.interleave;
       Rotation first{1.f, 0.f}, second{1.f, 0.f};
-      if (unit.turns)
-        first = turns[neighbours ? c / 2 : c], second = turns[neighbours ? (kVec + c) / 2 : c + kStep - 1];
+      if (unit.turns) first = at(neighbours ? c / 2 : c), second = at(neighbours ? (kVec + c) / 2 : c + kStep - 1);
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
         float a[kStep], b[kStep];
         for (int i = 0; i < kStep; ++i) a[i] = x[h].x.get(c + i), b[i] = x[h].y.get(c + i);
-        if (kFused) scale<kStep>(of.heads, unit, c, by[h], a, b);
-        if (unit.turns) turn<kStep>(neighbours, first, second, a, b);
+        if (kFused) scale(p, of.part, unit, c, by[h], a, b);
+        if (unit.turns) turn(neighbours, first, second, a, b);
         for (int i = 0; i < kStep; ++i) to_x[h].set(c + i, a[i]), to_y[h].set(c + i, b[i]);
       }
     }
-    E* to = static_cast<E*>(unit.out.data) + head;
+    E* to = static_cast<E*>(out.data) + head;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
       if (h >= of.count) continue;
-      *reinterpret_cast<Vector<E>*>(to + h * unit.out.head_stride + unit.x) = to_x[h];
-      if (unit.has_y) *reinterpret_cast<Vector<E>*>(to + h * unit.out.head_stride + unit.y) = to_y[h];
+      *reinterpret_cast<Vector<E>*>(to + h * out.head_stride + unit.x) = to_x[h];
+      if (unit.has_y) *reinterpret_cast<Vector<E>*>(to + h * out.head_stride + unit.y) = to_y[h];
     }
   }
 
   // By the norm, or the scale of what is quantised, and by the norm's weights of dims c on.
-  template <int kStep>
-  QUIRE_HD static void scale(const RopeHeads& heads, const Unit& unit, int c, float by, float* a, float* b) {
+  QUIRE_HD static void scale(const RopeParams& p, int part, const Unit& unit, int c, float by, float* a, float* b) {
     for (int i = 0; i < kStep; ++i) a[i] *= by, b[i] *= by;
-    if (heads.weight == nullptr) return;
-    const T* weight = static_cast<const T*>(heads.weight) + unit.first_dim + c;
+    const void* weights = of_part(p, part, &RopeHeads::weight);
+    if (weights == nullptr) return;
+    const T* weight = static_cast<const T*>(weights) + unit.first_dim + c;
     for (int i = 0; i < kStep; ++i) {
       a[i] *= to_float(weight[unit.x + i]);
       if (unit.has_y) b[i] *= to_float(weight[unit.y + i]);
@@ -350,7 +391,6 @@ struct Rope {
   }
 
   // neighbours: both dims of a pair are in the same vector.
-  template <int kStep>
   QUIRE_HD static void turn(bool neighbours, Rotation first, Rotation second, float* a, float* b) {
     if (neighbours) {
       rotate(a[0], a[kStep - 1], first);
@@ -363,8 +403,10 @@ struct Rope {
 };
 
 template <class Variant>
-using RotateHeads = Rope<Variant, false>;
+using RotateHeads = Rope<Variant, RopeWork::kRotate>;
 template <class Variant>
-using RotateAppend = Rope<Variant, true>;
+using RotateAppend = Rope<Variant, RopeWork::kAppend>;
+template <class Variant>
+using RotatePages = Rope<Variant, RopeWork::kGather>;
 
 }  // namespace quire

@@ -1,0 +1,223 @@
+"""Rotary embeddings in prefill, ahead of a kernel that has none: queries and keys are rotated in one pass over memory.
+
+A kernel that rotates what it reads does so again for each row tile that sees a key. For long prompts that costs more
+than to write rotated queries and keys once and to read them again. Rotated queries lie in the output, which has their
+shape: all queries of a row tile have been read before one of its results is stored. Rotated keys lie in the workspace,
+request after request, and so do values that come in pages.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from quire.errors import ValidationError
+from quire.kernels import PIN, Decision
+from quire.kernels.operands import View
+from quire.kernels.params import RopeParams, ScheduleOutput
+from quire.runtime.options import PlanOptions
+from quire.runtime.rotate import Angles, Heads, Rotation
+from quire.runtime.schedule import Indices, measure_schedule, schedule_input
+from quire.runtime.target import current_stream
+from quire.runtime.workspace import Workspace
+from quire.types import PosEncodingMode
+
+#: Rows of a request from which on a pass over its keys and values takes less time than it saves.
+_LEAST_ROWS = 1024
+_ALIGNMENT = 256  #: bytes
+#: Of the workspace that rotated keys may take: partial results need the rest.
+_MOST_OF_WORKSPACE = 0.75
+
+
+def without_rotation(options: PlanOptions) -> PlanOptions:
+    """The options of attention over ragged keys that are rotated already."""
+    logits = options.logits._replace(pos_encoding=PosEncodingMode.NONE, rope_scale=0.0, rope_theta=0.0)
+    return options._replace(logits=logits, page_size=0)
+
+
+def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
+    """Whether rotating ahead is possible and worth a look: long prompts, the caller has pinned no kernel, and results
+    may depend on neighbours, as the choice of a kernel does.
+    """
+    q, kv, o = options.types
+    return (
+        options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
+        and not backend.startswith(PIN)
+        and decision.problem.on_cuda
+        and decision.problem.rows >= _LEAST_ROWS
+        and not options.fixed_split_size
+        and q == kv == o
+        and options.head_dim_qk == options.head_dim_vo
+    )
+
+
+def is_faster(plain: Decision, decision: Decision) -> bool:
+    """Whether the kernel for rotated keys is one that does not rotate: others would have been chosen as they are."""
+    return plain.kernel.refusal(decision.problem) is not None
+
+
+class _Batch(NamedTuple):
+    """Lengths of a batch, on the host."""
+
+    qo_lens: torch.Tensor
+    kv_lens: torch.Tensor
+    sizes: ScheduleOutput
+
+    @classmethod
+    def of(cls, indices: Indices, options: PlanOptions, plain: Decision) -> _Batch:
+        """Checked as every plan's."""
+        tile = plain.kernel.tile(plain.key)
+        sizes = measure_schedule(
+            indices,
+            schedule_input(
+                num_kv_heads=options.num_kv_heads, group_size=options.group_size, page_size=options.page_size or 1,
+                tile=tile, mask=plain.key.mask, window_left=options.logits.window_left, max_ctas=1, fixed_split_size=-1,
+            ),
+        )  # fmt: skip
+        if sizes.least_page < 0:
+            raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {sizes.least_page}.")
+        qo_indptr, units, last = indices.qo_indptr, indices.kv_indptr.diff(), indices.kv_last_page_len
+        kv_lens = units if last is None else torch.where(units > 0, (units - 1) * indices.page_size + last, 0)
+        qo_lens = torch.full_like(units, indices.qo_len) if qo_indptr is None else qo_indptr.diff()
+        return cls(qo_lens, kv_lens, sizes)
+
+
+class RotationAhead:
+    """The part of a plan that rotates: where rotated keys lie, and what the kernel is planned on.
+
+    `indices` are the caller's as plan() read them, `ragged` those of rotated keys.
+    """
+
+    def __init__(
+        self, batch: _Batch, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
+    ) -> None:
+        copies = {name: _clone(getattr(indices, name)) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len")}
+        pages = indices.kv_indices
+        self.indices = indices._replace(**copies, kv_indices=_clone(pages) if _on_host(pages) else pages, seq_lens=None)
+        self.nnz_kv, self.largest_page = int(batch.kv_lens.sum()), int(batch.sizes.largest_page)
+        self.workspace, self.options = rest, without_rotation(options)
+        self._logits, self._is_paged = options.logits, options.page_size > 0
+        self._first = 0 if self._is_paged else int(indices.kv_indptr[0])  # of the tokens of ragged keys
+        self.end = self._first + self.nnz_kv  #: of the tokens of ragged keys
+        token_indptr = torch.cat((batch.kv_lens.new_zeros(1), batch.kv_lens.cumsum(0))).to(torch.int32)
+        self.ragged = self.indices._replace(kv_indptr=token_indptr, kv_last_page_len=None, kv_indices=None, page_size=1)
+        self._arrays = _upload(_positions(batch, self.indices), memory.device)
+        shape = (self.nnz_kv, options.num_kv_heads, options.head_dim_qk)
+        count = self.nnz_kv * options.num_kv_heads * options.head_dim_qk
+        numbers = memory.view(options.types.kv.torch)
+        self._k, self._v = (
+            numbers[:count].view(shape),
+            numbers[count : 2 * count].view(shape) if self._is_paged else None,
+        )
+        self._memory, self._streams = memory, {current_stream(memory.device)}
+
+    @classmethod
+    def within(
+        cls, workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
+    ) -> tuple[RotationAhead | None, str]:
+        """None where the workspace has no room for rotated keys; and what explain() says."""
+        batch = _Batch.of(indices, options, plain)
+        tensors = 2 if options.page_size else 1
+        token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
+        num_bytes = -(-max(1, int(batch.kv_lens.sum())) * token_bytes // _ALIGNMENT) * _ALIGNMENT
+        parts = workspace.set_aside(num_bytes, _MOST_OF_WORKSPACE, _ALIGNMENT)
+        if parts is None:
+            needed = math.ceil((num_bytes + _ALIGNMENT) / _MOST_OF_WORKSPACE)
+            return None, (
+                f"queries and keys are rotated in the kernel: {needed} bytes of workspace would hold rotated keys for "
+                f"{plain.kernel.name}, which is faster"
+            )
+        note = f"queries are rotated into the output, keys into {num_bytes} bytes of the workspace, ahead of the kernel"
+        return cls(batch, indices, options, *parts), note
+
+    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> dict[str, View]:
+        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]; returns what
+        the kernel is given as q, k and v.
+        """
+        positions, pages = self._arrays, self.indices.kv_indices
+        self._queries = Rotation("rope", [Heads(q, None, out, None)], self._angles(positions["q"]))
+        angles = self._angles(positions["kv"])
+        if self._is_paged:
+            assert self._v is not None and pages is not None
+            self._pages = pages = positions["pages"] if pages.is_cpu else pages
+            params = RopeParams(
+                batch_indices=positions["request"].data_ptr(), positions=positions["kv"].data_ptr(),
+                kv_indices=pages.data_ptr(), kv_indptr=positions["page_indptr"].data_ptr(), num_indices=pages.shape[0],
+                batch_size=self.indices.batch_size, num_pages=min(k.shape[0], v.shape[0]), page_size=k.shape[1],
+            )  # fmt: skip
+            heads = [Heads(k, None, self._k, None), Heads(None, v, None, self._v)]
+            self._keys, values = Rotation("rope_pages", heads, angles, params), self._v
+        else:
+            self._keys = Rotation("rope", [Heads(k[0, self._first : self.end], None, self._k, None)], angles)
+            values = v[0, self._first : self.end]
+        self._skipped = [0 if self._is_paged else self._first * t.stride(1) * t.element_size() for t in (k, v)]
+        return {"q": _view(out), "k": _view(self._k[None]), "v": _view(values[None])}
+
+    def rotate(self, pointers: list[int]) -> list[int]:
+        """Launch on torch's current stream; from the addresses of q, k, v, out, ... those that the kernel is given."""
+        q, k, v, out, *others = pointers
+        self._record_stream()
+        self._queries.move(rope=[q], rope_out=[out])
+        self._queries.start()
+        k, v = k + self._skipped[0], v + self._skipped[1]
+        if self._v is None:
+            self._keys.move(rope=[k])
+        else:
+            self._keys.move(rope=[k, 0], nope=[0, v])
+            v = self._v.data_ptr()
+        self._keys.start()
+        return [out, self._k.data_ptr(), v, out, *others]
+
+    def _angles(self, positions: torch.Tensor) -> Angles:
+        return Angles(positions, None, None, None, False, self._logits.rope_scale, self._logits.rope_theta)
+
+    def _record_stream(self) -> None:
+        """Tell torch's allocator of another stream that uses these tensors."""
+        if (stream := current_stream(self._memory.device)) not in self._streams:
+            for tensor in (self._memory, *self._arrays.values()):
+                tensor.record_stream(torch.cuda.current_stream(self._memory.device))
+            self._streams.add(stream)
+
+
+def _view(tensor: torch.Tensor) -> View:
+    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _on_host(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_cpu
+
+
+def _positions(batch: _Batch, indices: Indices) -> dict[str, torch.Tensor]:
+    """Where queries and keys stand in their requests, and which page each key is in: int32, on the host."""
+    requests = torch.arange(indices.batch_size, dtype=torch.int32)
+    arrays = {
+        "q": _within(batch.qo_lens) + (batch.kv_lens - batch.qo_lens).repeat_interleave(batch.qo_lens),
+        "kv": _within(batch.kv_lens),
+    }
+    if indices.kv_indices is not None:
+        arrays |= {"request": requests.repeat_interleave(batch.kv_lens), "page_indptr": indices.kv_indptr}
+        if indices.kv_indices.is_cpu:
+            arrays["pages"] = indices.kv_indices
+    return {name: array.to(torch.int32) for name, array in arrays.items()}
+
+
+def _within(lens: torch.Tensor) -> torch.Tensor:
+    """0, 1, ... of each request."""
+    begin = lens.cumsum(0) - lens
+    return torch.arange(int(lens.sum())) - begin.repeat_interleave(lens)
+
+
+def _upload(arrays: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """On the device, in one copy that nobody waits for."""
+    sizes = [array.shape[0] for array in arrays.values()]
+    packed = torch.cat([torch.nn.functional.pad(array, (0, -array.shape[0] % 4)) for array in arrays.values()])
+    if device.type != "cpu":
+        packed = packed.pin_memory().to(device, non_blocking=True)
+    parts = packed.split([-(-size // 4) * 4 for size in sizes])
+    return {name: part[:size] for name, part, size in zip(arrays, parts, sizes, strict=True)}
