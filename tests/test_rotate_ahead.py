@@ -154,17 +154,18 @@ def test_a_small_workspace_leaves_rotation_to_the_kernel(device, dtype):
 
 
 def test_wrong_pages_are_named(device, dtype):
+    """Page numbers on the host are checked, as without a rotation."""
     p = problem(device, dtype)
     cache = p.paged(16)
-    wrapper = paged_wrapper(p, cache, "auto")
-    last = cache.last_page_len.cpu()
-    last[0] = 17
+    wrapper, qo_indptr = paged_wrapper(p, cache, "auto"), torch.tensor(p.qo_indptr, dtype=torch.int32)
+    options = {"q_data_type": dtype, "causal": True, "pos_encoding_mode": "ROPE_LLAMA"}
+    last = cache.last_page_len.cpu().clone()
+    last[0] += 16
     with pytest.raises(quire.ValidationError, match=r"last_page_len: expected 1..page_size=16"):
-        wrapper.plan(
-            torch.tensor(p.qo_indptr, dtype=torch.int32), cache.indptr.cpu(), cache.indices.cpu(), last, 8, 2, 64, 16,
-            q_data_type=dtype, **{name: getattr(p, name) for name in ("causal", "pos_encoding_mode")},
-        )  # fmt: skip
-    plan_paged(wrapper, p, cache, index_device="cpu")
+        wrapper.plan(qo_indptr, cache.indptr.cpu(), cache.indices.cpu(), last, 8, 2, 64, 16, **options)
+    last[0] -= 16
+    wrapper.plan(qo_indptr, cache.indptr.cpu(), cache.indices.cpu(), last, 8, 2, 64, 16, **options)
+    assert is_ahead(wrapper)
     with pytest.raises(quire.ValidationError, match="expected page numbers below num_pages=2"):
         wrapper.run(p.q, tuple(t[:2] for t in cache.kv))
 

@@ -16,7 +16,7 @@ import torch
 from quire.errors import ValidationError
 from quire.kernels import PIN, Decision
 from quire.kernels.operands import View
-from quire.kernels.params import RopeParams, ScheduleOutput
+from quire.kernels.params import RopeParams
 from quire.runtime.options import PlanOptions
 from quire.runtime.rotate import Angles, Heads, Rotation
 from quire.runtime.schedule import Indices, measure_schedule, schedule_input
@@ -63,25 +63,23 @@ class _Batch(NamedTuple):
 
     qo_lens: torch.Tensor
     kv_lens: torch.Tensor
-    sizes: ScheduleOutput
+    largest_page: int  #: -1 where only the device knows
 
     @classmethod
     def of(cls, indices: Indices, options: PlanOptions, plain: Decision) -> _Batch:
         """Checked as every plan's."""
         tile = plain.kernel.tile(plain.key)
-        sizes = measure_schedule(
+        measure_schedule(
             indices,
             schedule_input(
                 num_kv_heads=options.num_kv_heads, group_size=options.group_size, page_size=options.page_size or 1,
                 tile=tile, mask=plain.key.mask, window_left=options.logits.window_left, max_ctas=1, fixed_split_size=-1,
             ),
         )  # fmt: skip
-        if sizes.least_page < 0:
-            raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {sizes.least_page}.")
         qo_indptr, units, last = indices.qo_indptr, indices.kv_indptr.diff(), indices.kv_last_page_len
         kv_lens = units if last is None else torch.where(units > 0, (units - 1) * indices.page_size + last, 0)
         qo_lens = torch.full_like(units, indices.qo_len) if qo_indptr is None else qo_indptr.diff()
-        return cls(qo_lens, kv_lens, sizes)
+        return cls(qo_lens, kv_lens, _largest_page(indices))
 
 
 class RotationAhead:
@@ -96,7 +94,7 @@ class RotationAhead:
         copies = {name: _clone(getattr(indices, name)) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len")}
         pages = indices.kv_indices
         self.indices = indices._replace(**copies, kv_indices=_clone(pages) if _on_host(pages) else pages, seq_lens=None)
-        self.nnz_kv, self.largest_page = int(batch.kv_lens.sum()), int(batch.sizes.largest_page)
+        self.nnz_kv, self.largest_page = int(batch.kv_lens.sum()), batch.largest_page
         self.workspace, self.options = rest, without_rotation(options)
         self._logits, self._is_paged = options.logits, options.page_size > 0
         self._first = 0 if self._is_paged else int(indices.kv_indptr[0])  # of the tokens of ragged keys
@@ -179,6 +177,18 @@ class RotationAhead:
             for tensor in (self._memory, *self._arrays.values()):
                 tensor.record_stream(torch.cuda.current_stream(self._memory.device))
             self._streams.add(stream)
+
+
+def _largest_page(indices: Indices) -> int:
+    """Of the page numbers on the host, which must be none below 0; -1 where only the device knows."""
+    pages = indices.kv_indices
+    if pages is None or not pages.is_cpu:
+        return -1
+    used = pages[int(indices.kv_indptr[0]) : int(indices.kv_indptr[-1])]
+    least, largest = (int(x) for x in used.aminmax()) if used.numel() else (0, -1)
+    if least < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {least}.")
+    return largest
 
 
 def _view(tensor: torch.Tensor) -> View:

@@ -2,7 +2,7 @@
 // more; RotateAppend also divides each head by its root mean square before, quantises to 8 bits, and writes keys and
 // values into a paged cache, in one pass over memory. RotatePages reads keys and values out of a paged cache.
 //
-// Both are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
+// All are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
 // a token: the two whose dims turn together, or two that do not turn. A CTA computes the rotations of its tokens once,
 // into shared memory, while the heads are on their way. A rotation is read there just before its use: registers that it
 // does not take hold more threads, and more threads hide the trips to memory. For the same reason no thread waits for
@@ -37,12 +37,16 @@ struct WordOf<4> {
   using Type = uint32_t;
 };
 
-// CTAs an SM, which bound the registers of a thread.
+enum class RopeWork { kRotate, kAppend, kGather };
+
+// CTAs an SM, which bound the registers of a thread: more of them hide more trips to memory.
+constexpr int rope_ctas([[maybe_unused]] RopeWork work) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kRopeCtas = 2;
+  return 2;
 #else
-constexpr int kRopeCtas = 3;
+  return work == RopeWork::kRotate ? 4 : 3;
 #endif
+}
 
 constexpr int kMaxRotaryPairs = 256;  // whose angles are computed
 constexpr int kMaxTablePairs = 512;   // whose angles are in cos_sin_cache
@@ -94,12 +98,10 @@ struct RopeParams {
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
 
-enum class RopeWork { kRotate, kAppend, kGather };
-
 template <class Variant, RopeWork kWork>
 struct Rope {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = kRopeCtas, kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = rope_ctas(kWork), kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
   static constexpr int kHeads = 2;  // heads of a thread
   static constexpr bool kFused = kWork == RopeWork::kAppend, kGathers = kWork == RopeWork::kGather;
@@ -130,8 +132,9 @@ struct Rope {
     const ItemOfThread item(p.nnz, columns);
     const Group of = group_of(p, item.row, item.column);
     Pair x[kHeads] = {};
-    const Place place = kGathers && item.exists ? place_of(p, of.token) : Place{0, 0};
+    PagePlace place = kGathers ? place_in_pages(p, of) : PagePlace{0, 0};
     if (item.exists && of.lane < units_of(p, of)) load(p, of, place, unit_of(p, of, of.lane), x);
+    if (kFused) place = place_in_pages(p, of);
     __shared__ Rotation table[kMaxRotations];
     const int pairs = p.heads[0].rotary_dim / 2;
     for (int i = threadIdx.x; i < item.cta_rows * pairs; i += kThreads) {
@@ -143,7 +146,7 @@ struct Rope {
 #else
     parallel_rows(p.nnz, columns, [&](int64_t token, int column) {
       const Group of = group_of(p, token, column);
-      const Place place = kGathers ? place_of(p, token) : Place{0, 0};
+      const PagePlace place = place_in_pages(p, of);
       Rotation table[kMaxTablePairs];
       const int pairs = p.heads[0].rotary_dim / 2;
       for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, token, i);
@@ -190,6 +193,17 @@ struct Rope {
             of_rows(p, part, rows, &HeadRows::token_stride), of_rows(p, part, rows, &HeadRows::head_stride)};
   }
 
+  // Where the token's page is, if its heads come from pages or go to some.
+  struct PagePlace {
+    int page, token_in_page;
+  };
+  QUIRE_HD static PagePlace place_in_pages(const RopeParams& p, const Group& of) {
+    const bool has_pages = kGathers || (kFused && of_part(p, of.part, &RopeHeads::is_paged));
+    if (!has_pages) return {0, 0};
+    const Place place = place_of(p, of.token);
+    return {static_cast<int>(place.page), place.token_in_page};
+  }
+
   // Two vectors of a head: dims [x, x + kVec) and [y, y + kVec), of the dims that turn or of those that do not.
   struct Unit {
     int x, y, first_dim;
@@ -225,26 +239,25 @@ struct Rope {
   }
 
   // x: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, Place from, Pair* x, const Rotation* turns) {
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, PagePlace place, Pair* x, const Rotation* turns) {
     const bool is_paged = kFused && of_part(p, of.part, &RopeHeads::is_paged);
-    const Place to = is_paged ? place_of(p, of.token) : from;
     float by[kHeads];
     for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of_part(p, of.part, &RopeHeads::scale) : 1.f;
     if (kFused && of_part(p, of.part, &RopeHeads::weight) != nullptr) normalise(p, of, x, by);
-    if (to.page < 0) return;
+    if (place.page < 0) return;
 #pragma unroll 1
     for (int i = of.lane; i < units_of(p, of); i += p.lanes) {
       const Unit unit = unit_of(p, of, i);
-      if (i != of.lane) load(p, of, from, unit, x);
+      if (i != of.lane) load(p, of, place, unit, x);
       const HeadRows out = rows_of(p, of.part, unit.turns ? &RopeHeads::rope_out : &RopeHeads::nope_out);
-      const int64_t row =
-          is_paged ? to.page * out.page_stride + to.token_in_page * out.token_stride : of.token * out.token_stride;
+      const int64_t row = is_paged ? place.page * out.page_stride + place.token_in_page * out.token_stride
+                                   : of.token * out.token_stride;
       write(p, of, unit, x, by, turns + i * kStep, out, row + of.first * out.head_stride);
     }
   }
 
   // from: where the token lies if inputs are pages.
-  QUIRE_HD static void load(const RopeParams& p, const Group& of, Place from, const Unit& unit, Pair* x) {
+  QUIRE_HD static void load(const RopeParams& p, const Group& of, PagePlace from, const Unit& unit, Pair* x) {
     if (kGathers && from.page < 0) return;
     const HeadRows in = rows_of(p, of.part, unit.turns ? &RopeHeads::rope : &RopeHeads::nope);
     const T* row = static_cast<const T*>(in.data) + (kGathers ? from.page * in.page_stride : 0) +

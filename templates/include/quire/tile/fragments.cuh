@@ -225,6 +225,7 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
 #pragma unroll kUnrolled
   for (int k = 0; k < kPairs; ++k) {
     const Frequencies<kDims> f(frequencies + 4 * kDims * k + kDims * (lane & 3));
+    const Angles<2, 8> angles(position, f.at);
     uint32_t rows[2][kM][4];
     q.get(k, rows[0]);
     if constexpr (kNarrow) q.get(k + kPairs, rows[1]);
@@ -241,7 +242,7 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
           rotate_words<T>(b[0][0], b[1][0], position + 8 * (n + h), f.at);
           rotate_words<T>(b[0][1], b[1][1], position + 8 * (n + h), f.at + kDims - 2);
         } else {
-          rotate_words<T>(b[0][0], b[0][1], position + 8 * (n + h), f.at);
+          rotate_words<T>(b[0][0], b[0][1], angles.at(0, n + h), angles.at(1, n + h));
         }
 #pragma unroll
         for (int m = 0; m < kM; ++m) {

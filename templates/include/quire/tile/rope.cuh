@@ -23,19 +23,45 @@ struct Frequencies {
   }
 };
 
-// Two dims and the two that they are paired with; `at`: the frequencies of both pairs.
+// Angles of kCount pairs for tokens of which each stands kStep behind the one before.
+template <int kCount, int kStep>
+struct Angles {
+  int32_t first[kCount], step[kCount];
+
+  QUIRE_DEVICE Angles(int position, const uint64_t* frequencies) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      first[i] = rope_angle(position, frequencies[i]), step[i] = rope_angle(kStep, frequencies[i]);
+  }
+  QUIRE_DEVICE int32_t at(int i, int token) const { return first[i] + token * step[i]; }
+};
+
+// To 2^-20, without a conversion from integer to float: those are as slow as cosines are.
+QUIRE_DEVICE Rotation fast_rotation(int32_t angle) {
+  // 1.5 and the angle in turns: the exponent of 1 before the highest bits of the angle.
+  const float turns = __uint_as_float(__funnelshift_r(static_cast<uint32_t>(angle) + 0x80000000u, 0x7f, 9));
+  const float radians = (turns - 1.5f) * 6.283185307179586f;
+  return {ptx::cos(radians), ptx::sin(radians)};
+}
+
+// Two dims and the two that they are paired with, by the angles of both pairs.
 template <class T>
-QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int position, const uint64_t* at) {
-  constexpr float kRadians = 1.4629180792671596e-9f;  // 2 pi / 2^32
+QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int32_t angle0, int32_t angle1) {
+  const int32_t angles[2] = {angle0, angle1};
   float x[2], y[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     x[i] = to_float(T{static_cast<uint16_t>(first >> 16 * i)}),
     y[i] = to_float(T{static_cast<uint16_t>(second >> 16 * i)});
-    const float angle = static_cast<float>(rope_angle(position, at[i])) * kRadians;
-    rotate(x[i], y[i], {ptx::cos(angle), ptx::sin(angle)});
+    rotate(x[i], y[i], fast_rotation(angles[i]));
   }
   first = ptx::pack(T{}, x[0], x[1]), second = ptx::pack(T{}, y[0], y[1]);
+}
+
+// The same at a position; `at`: the frequencies of both pairs.
+template <class T>
+QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int position, const uint64_t* at) {
+  rotate_words<T>(first, second, rope_angle(position, at[0]), rope_angle(position, at[1]));
 }
 
 // All rows of a tile of 16-bit numbers, in place, by kThreads threads; position_of(row).
