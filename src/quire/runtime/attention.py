@@ -206,11 +206,15 @@ class Attention:
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
         self._checked: _CheckedTensors | None = None  # by this plan or by one before it
-        has_same = before is not None and graph is None and before.decision is self.decision
-        if has_same and before._layout is layout and before._ahead is self._ahead is None:
+        if before is not None and graph is None and self._takes_tensors_of(before):
             self._checked = before._checked  # equal options and device: the same tensors are right, but for lengths
         if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
             self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
+
+    def _takes_tensors_of(self, before: Attention) -> bool:
+        """Whether the kernel takes the same tensors in the same way; not those that are rotated ahead of it."""
+        is_alike = before.decision is self.decision and before._layout is self._layout
+        return is_alike and before._ahead is None and self._ahead is None
 
     def _rotation_ahead(self, spec: AttentionSpec) -> tuple[RotationAhead | None, str]:
         """What rotates queries and keys ahead of the kernel, which is then another one; and what explain() says."""

@@ -91,9 +91,12 @@ class RotationAhead:
     def __init__(
         self, batch: _Batch, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
     ) -> None:
-        copies = {name: _clone(getattr(indices, name)) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len")}
         pages = indices.kv_indices
-        self.indices = indices._replace(**copies, kv_indices=_clone(pages) if _on_host(pages) else pages, seq_lens=None)
+        self.indices = indices._replace(
+            qo_indptr=_clone(indices.qo_indptr), kv_indptr=indices.kv_indptr.clone(),
+            kv_last_page_len=_clone(indices.kv_last_page_len), kv_indices=_clone(pages) if _on_host(pages) else pages,
+            seq_lens=None,
+        )  # fmt: skip
         self.nnz_kv, self.largest_page = int(batch.kv_lens.sum()), batch.largest_page
         self.workspace, self.options = rest, without_rotation(options)
         self._logits, self._is_paged = options.logits, options.page_size > 0
@@ -229,5 +232,5 @@ def _upload(arrays: dict[str, torch.Tensor], device: torch.device) -> dict[str, 
     packed = torch.cat([torch.nn.functional.pad(array, (0, -array.shape[0] % 4)) for array in arrays.values()])
     if device.type != "cpu":
         packed = packed.pin_memory().to(device, non_blocking=True)
-    parts = packed.split([-(-size // 4) * 4 for size in sizes])
+    parts = torch.split(packed, [-(-size // 4) * 4 for size in sizes])
     return {name: part[:size] for name, part, size in zip(arrays, parts, sizes, strict=True)}
