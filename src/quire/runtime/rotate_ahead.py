@@ -118,7 +118,7 @@ class RotationAhead:
     def within(
         cls, workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
     ) -> tuple[RotationAhead | None, str]:
-        """None where the workspace has no room for rotated keys; and what explain() says."""
+        """None where rotated keys do not fit the workspace; and what explain() says."""
         batch = _Batch.of(indices, options, plain)
         tensors = 2 if options.page_size else 1
         token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
