@@ -27,6 +27,9 @@ CPU = Target("cpu", pin("cpu"), (torch.float32, torch.float16, torch.bfloat16))
 #: Backends and the oldest GPU that runs them. Add one here and the whole suite runs on it.
 CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
 
+#: Backends that take too few problems for the whole suite, and the files of their own.
+APART = {"wide": "test_head_dims.py"}
+
 
 def targets(backends: Mapping[str, tuple[int, int]] = CUDA_BACKENDS) -> list[Target]:
     """The backends that this machine can run, of those on GPUs `backends`."""

@@ -14,7 +14,7 @@ import quire
 from limits import BEYOND, LIMITS, is_expected, limit
 from quire.jit import host_target
 from quire.kernels import backends, decide
-from targets import CUDA_BACKENDS, pin, targets
+from targets import APART, CUDA_BACKENDS, pin, targets
 from test_catalogue import _DECODE
 
 HERE = Path(__file__).resolve().parent
@@ -28,7 +28,8 @@ def names_on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> li
 
 
 def test_every_backend_is_in_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert set(names_on(monkeypatch, (9, 0))) == set(backends())
+    assert {*names_on(monkeypatch, (9, 0)), *map(pin, APART)} == set(backends())
+    assert all((HERE / name).exists() for name in APART.values())
 
 
 def test_older_and_newer_gpus_run_what_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
