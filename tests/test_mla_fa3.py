@@ -74,9 +74,9 @@ def test_boxes_of_a_joined_cache(page_size, box):
 @pytest.mark.parametrize(
     ("rows", "tile_rows"), [(1, 64), (16, 64), (64, 64), (96, 64), (128, 128), (192, 64), (256, 128)]
 )
-def test_teams_of_two_ctas_compute_whole_128_rows(rows, tile_rows):
+def test_two_ctas_compute_whole_128_rows(rows, tile_rows):
     decision = decide(problem(rows=rows), "quire:fa3")
-    assert (decision.key.tile_rows, decision.team) == (tile_rows, tile_rows // 64)
+    assert (decision.key.tile_rows, decision.ctas_per_tile) == (tile_rows, tile_rows // 64)
 
 
 @pytest.mark.parametrize("num_heads", [3, 16, 128])
@@ -91,8 +91,8 @@ def test_more_row_tiles_than_ctas(device, backend, dtype):
 
 
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
-def test_requests_that_fill_part_of_a_team(device, backend, dtype, num_heads):
-    """Tiles of 128 rows, of which some requests have fewer: a CTA of a team may have no rows."""
+def test_requests_that_fill_part_of_a_tile(device, backend, dtype, num_heads):
+    """Tiles of 128 rows, of which some requests have fewer: one of the two CTAs may have no rows."""
     p = Latents((4, 3, 1, 4, 8), (300, 1, 700, 63, 65), num_heads, dtype, device, causal=True)
     p.check(*attend(p, p.paged(64), backend))
 

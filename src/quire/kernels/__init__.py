@@ -93,9 +93,9 @@ class Decision:
         return self.kernel.spec(self.key)
 
     @cached_property
-    def team(self) -> int:
+    def ctas_per_tile(self) -> int:
         """Neighbouring CTAs that compute a work tile."""
-        return self.kernel.team(self.key)
+        return self.kernel.ctas_per_tile(self.key)
 
     def __str__(self) -> str:
         lines = [f"attention {self.problem}", *(f"  {verdict}" for verdict in self.trace), f"  -> {self.key.slug}"]

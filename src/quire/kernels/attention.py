@@ -140,7 +140,7 @@ class AttentionKernel:
     copies: Callable[[AttentionKey, TileShape, Mapping[str, View]], tuple[TensorCopy, ...]] | None = None
     max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: of an operand, from end to end; 0: any
     persistent: bool = False  #: its CTAs stay: never more of them are launched than run at the same time
-    team: Callable[[AttentionKey], int] = lambda _: 1  #: neighbouring CTAs that compute a work tile, some rows each
+    ctas_per_tile: Callable[[AttentionKey], int] = lambda _: 1  #: neighbours that compute a work tile, some rows each
     schedule_input: Callable[[AttentionKey], Mapping[str, int]] = lambda _: {}  #: what it asks of the scheduler
     #: plan memory of its own, in bytes for each work unit of a kv head, and the operation that fills it in plan()
     unit_bytes: Callable[[AttentionKey], int] = lambda _: 0

@@ -81,7 +81,7 @@ class _PlanTemplate(NamedTuple):
     schedule: ScheduleInput
     tile: TileShape
     partial_bytes: int  #: of a partial result, tile.rows rows
-    ctas: int  #: that run at the same time, or teams of them
+    ctas: int  #: that run at the same time, or pairs of them
     unit_bytes: int  #: of the kernel's own plan memory, for each work unit of a kv head
 
     def new_params(self) -> ctypes.Structure:
@@ -147,7 +147,7 @@ def _template_for(
     rows, split, capacity = decision.key.tile_rows, max(0, options.fixed_split_size), 0
     if graph is not None:
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
-    return module, _plan_template(decision, options, max(1, ctas // decision.team), capacity)
+    return module, _plan_template(decision, options, max(1, ctas // decision.ctas_per_tile), capacity)
 
 
 def workspace_bytes(
@@ -217,7 +217,7 @@ def make_plan(
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity
         graph.keep(decision, partials, params)
-    grid = (min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas) * decision.team
+    grid = (min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas) * decision.ctas_per_tile
     return AttentionPlan(
         decision, module, params, options.logits, device, grid,
         (bits, partials, pages, frequencies, own_tensor, *operands), uses_pdl=bool(s.is_partitioned), schedule=schedule,
@@ -347,7 +347,7 @@ def make_plan_on_device(
     """
     device, group_size, num_kv_heads = workspace.device, options.group_size, options.num_kv_heads
     module, ctas = _load(decision.spec, device)
-    ctas = max(1, ctas // decision.team)
+    ctas = max(1, ctas // decision.ctas_per_tile)
     pages = lengths.page_table.shape[1]
     template = _plan_template(decision, options, ctas)
     ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
@@ -378,7 +378,7 @@ def make_plan_on_device(
     )  # fmt: skip
     launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
     tensors = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials, frequencies)
-    grid = ctas * decision.team
+    grid = ctas * decision.ctas_per_tile
     return AttentionPlan(decision, module, params, options.logits, device, grid, tensors, uses_pdl=True)
 
 

@@ -10,7 +10,7 @@
 // softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
 // registers keeps its warps waiting until the one before it is under way.
 // Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up.
-// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to teams of CTAs that read the same keys
+// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
 // at the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
 // tiles ahead.
 //
@@ -35,7 +35,7 @@ template <class V>
 struct AttentionMlaFa3 {
   using T = typename V::Q;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
-  static constexpr int kRows = 64, kTeam = kTileRows / kRows;  // rows of a CTA, CTAs of a row tile
+  static constexpr int kRows = 64, kCtasPerTile = kTileRows / kRows;  // rows of a CTA, CTAs of a row tile
   static constexpr int kCkv = V::kHeadDimVo, kKpe = V::kHeadDimQk - V::kHeadDimVo;
 
   static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
@@ -185,7 +185,7 @@ struct AttentionMlaFa3 {
 
   // The first of this CTA's rows of a work tile. Rows from row_end on do not exist: it may have none.
   QUIRE_DEVICE static int first_row(const WorkTile& work) {
-    return work.tile.row_begin + static_cast<int>(blockIdx.x) % kTeam * kRows;
+    return work.tile.row_begin + static_cast<int>(blockIdx.x) % kCtasPerTile * kRows;
   }
 
   // A work tile without keys has one KV tile, of zeros that no row sees.
@@ -263,7 +263,7 @@ struct AttentionMlaFa3 {
     work_ring().wait_empty(at);
     if (ptx::lane_id() == 0) {
       const Stage& before = shared_.work[at.before().stage()];
-      TeamWorkList<kTeam>::next(p_, before.cursor, shared_.work[at.stage()], shared_.number, kTileKv);
+      SharedWorkList<kCtasPerTile>::next(p_, before.cursor, shared_.work[at.stage()], shared_.number, kTileKv);
       work_ring().arrive_full(at);
     }
     __syncwarp();
@@ -511,7 +511,7 @@ struct AttentionMlaFa3 {
 
   QUIRE_DEVICE void compute_values() const {
     if (half_of_o() == kHalves - 1 && is_leader()) {
-      TeamWorkList<kTeam>::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
+      SharedWorkList<kCtasPerTile>::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
     }
     __syncwarp();
     if (warp_of_group() == 0) load_first_tiles();
@@ -656,7 +656,7 @@ struct AttentionMlaFa3 {
       if (half == 0 && lane % 4 == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
     }
     const bool has_more = p.partitions == nullptr || stage.cursor.exists();
-    merge_together<V, kValues, kTeam>(p, work, !has_more, shared_.turn, ptx::thread_id() - 128);
+    merge_together<V, kValues, kCtasPerTile>(p, work, !has_more, shared_.turn, ptx::thread_id() - 128);
   }
 };
 

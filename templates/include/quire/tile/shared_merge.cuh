@@ -102,16 +102,16 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
 
 // After the 256 threads have stored a partial result. `may_wait`: the CTA has nothing else to do. `shared_turn` is in
 // shared memory, kBarrier a named barrier of these threads. A function that is called: kernels whose registers are
-// taken have none to spare beside their main loop. A work tile has kTeam CTAs.
+// taken have none to spare beside their main loop. A work tile has kCtasPerTile CTAs.
 // It reads the parameters once: by a reference, each row would wait for them again.
-template <class V, int kBarrier, int kTeam>
+template <class V, int kBarrier, int kCtasPerTile>
 __device__ __noinline__ void merge_together(const AttentionParams& params, const WorkTile& work, bool may_wait,
                                             int& shared_turn, int thread) {
   const MergeParams p(params);
   const MergeGroup group = params.groups[work.group];
   const int num_parts = group.num_parts<V::kTileRows>();
   const int turn_rows = rows_of_turn(num_parts);
-  const int num_arrivals = num_parts * kTeam, num_turns = ceil_div(group.num_rows, turn_rows);
+  const int num_arrivals = num_parts * kCtasPerTile, num_turns = ceil_div(group.num_rows, turn_rows);
   const MergeCounters counters = {&params.groups[work.group].num_arrived};
   const bool is_leader = thread == 0, is_shared = num_arrivals <= MergeCounters::kMostArrivals;
   const auto sync = [] { ptx::named_barrier_sync(kBarrier, 256); };

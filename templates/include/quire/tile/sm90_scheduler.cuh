@@ -61,14 +61,14 @@ struct RingBarriers {
 
 // The work tiles of one CTA: its partition's, or whole row tiles that it takes as it gets to them. One thread's; where
 // it is between work tiles stands in shared memory, because the loading warps have few registers.
-// kTeam neighbouring CTAs share work tiles: each computes its part of their rows.
-template <int kTeam>
-struct TeamWorkList {
+// kCtasPerTile neighbouring CTAs share work tiles: each computes its part of their rows.
+template <int kCtasPerTile>
+struct SharedWorkList {
   // Before the first call of next(). `number`: of the last whole row tile that was taken.
   QUIRE_DEVICE static void begin(const AttentionFa3Params& p, WorkCursor& cursor, int& number) {
     number = -1;
     cursor = {};
-    if (p.base.partitions != nullptr) cursor.left = p.base.partitions[blockIdx.x / kTeam];
+    if (p.base.partitions != nullptr) cursor.left = p.base.partitions[blockIdx.x / kCtasPerTile];
   }
 
   // Fills in `next`, which follows the one that left `cursor`.
@@ -93,7 +93,7 @@ struct TeamWorkList {
     QUIRE_DEVICE explicit CountedTiles(const AttentionFa3Params& p)
         : num_tiles(p.base.num_tiles), heads_per_l2_group(p.heads_per_l2_group) {
       if (p.base.partitions != nullptr) {
-        const Partition partition = p.base.partitions[blockIdx.x / kTeam];
+        const Partition partition = p.base.partitions[blockIdx.x / kCtasPerTile];
         num_tiles = partition.num_tiles, heads_per_l2_group = partition.heads_per_l2_group;
       }
       count = heads_per_l2_group == 0 ? -1 : num_tiles * p.base.num_kv_heads;
@@ -102,8 +102,8 @@ struct TeamWorkList {
     // A CTA's first row tile is not counted. A launch counts each of the rest and one a CTA that gets none, `count` in
     // all: then the counter is 0 again.
     QUIRE_DEVICE int take(const AttentionFa3Params& p, int number) const {
-      const int grid = static_cast<int>(gridDim.x) / kTeam;
-      if (number < 0) return static_cast<int>(blockIdx.x) / kTeam;
+      const int grid = static_cast<int>(gridDim.x) / kCtasPerTile;
+      if (number < 0) return static_cast<int>(blockIdx.x) / kCtasPerTile;
       if (p.tile_counter == nullptr) return number + grid;
       return min(grid, count) + static_cast<int>(atomicInc(p.tile_counter, count - 1));
     }
@@ -117,6 +117,6 @@ struct TeamWorkList {
     }
   };
 };
-using WorkList = TeamWorkList<1>;
+using WorkList = SharedWorkList<1>;
 
 }  // namespace quire
