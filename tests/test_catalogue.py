@@ -210,14 +210,15 @@ def test_a_variant_is_described_in_the_words_of_its_user():
 
 
 def test_masks_of_the_command_line():
-    none = {"pos_encoding": PosEncodingMode.NONE}
+    none = {"pos_encoding": PosEncodingMode.NONE, "cascade": False}
     assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True, **none}
     assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False, **none}
     assert read_mask("none+alibi")["pos_encoding"] is PosEncodingMode.ALIBI
+    assert read_mask("none+cascade")["cascade"] is True
     for bad in ("", "window", "causal+tree", "causal+", "causal+wide"):
         with pytest.raises(ValidationError, match="none, causal, custom, tree"):
             read_mask(bad)
-    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi"))
+    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi", "cascade"))
 
 
 def test_problems_and_keys_have_the_features():
