@@ -385,13 +385,12 @@ struct AttentionFa3 {
       if (!ptx::uniform(stages_[at.stage()].exists)) break;
       Rows rows;
       rows.clear();
-      const bool has_tiles = ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists());
       if (is_alone(stages_[at.stage()].work) && !is_mine(rings)) {
-        if (has_tiles) pass_over(stages_[at.stage()], rings);
+        if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) pass_over(stages_[at.stage()], rings);
         release_work_tile(at);
         continue;
       }
-      if (has_tiles) attend_work_tiles(rows, at, rings);
+      if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
       Stage& current = stages_[at.stage()];
       store(rows, current);
       release_work_tile(at);
@@ -719,10 +718,10 @@ struct AttentionFa3 {
   QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane) const {
     const AttentionParams& p = p_.base;
     const WorkTile& work = stage.work;
-    const int thread = ptx::thread_id() - 128;
     if constexpr (V::kCascade != 0) {
-      store_partial_rows(p, work.partial_row<V>(), rows.o, rows.softmax.m, rows.softmax.d, tile_row,
-                         work.row_end - work.tile.row_begin, lane);
+      const int thread = ptx::thread_id() - 128;
+      store_partial_rows<V::kCascade != 0 ? 1 : kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d,
+                                                           tile_row, work.row_end - work.tile.row_begin, lane);
       if (is_alone(work)) {
         merge_cascade<V, 4>(p, work, stage.work.group, ptx::thread_id() % 128,
                             [] { ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128); });
@@ -733,8 +732,9 @@ struct AttentionFa3 {
       return;
     }
     const MergeGroup group = p.groups[work.group];
-    store_partial_rows(p, work.partial_row<V>(), rows.o, rows.softmax.m, rows.softmax.d, tile_row,
-                       work.row_end - work.tile.row_begin, lane);
+    const int thread = ptx::thread_id() - 128;
+    store_partial_rows<V::kCascade != 0 ? 1 : kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d,
+                                                         tile_row, work.row_end - work.tile.row_begin, lane);
     if (arrives_last(p.groups + work.group, group.num_parts<kTileRows>(), thread == 0, stage.is_last,
                      [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); })) {
       call_merge_partials<V, kConsumers / 32>(p, work, group, thread);

@@ -81,16 +81,16 @@ QUIRE_DEVICE void store_row(T* dst, const float (&o)[n], int half, float scale, 
   }
 }
 
-// Rows of partial_o [rows, 2 * n / 4] and partial_md [rows, 2], from `begin` on: this lane's two, the first being `row`
-// of the row tile. `rows` of the row tile exist.
-template <int n>
-QUIRE_DEVICE void store_partial_rows(const AttentionParams& p, int64_t begin, const float (&o)[n], const float (&m)[2],
+// Rows of partial_o [num_partials, kRows, 2 * n / 4] and partial_md [num_partials, kRows, 2]: this lane's two, the
+// first being `row` of the row tile. `rows` of the row tile exist. In a cascade a partial is a row: kRows is 1.
+template <int kRows, int n>
+QUIRE_DEVICE void store_partial_rows(const AttentionParams& p, int partial, const float (&o)[n], const float (&m)[2],
                                      const float (&d)[2], int row, int rows, int lane) {
   constexpr int kVo = n * 2;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     if (row + 8 * h >= rows) continue;
-    const int64_t at = begin + row + 8 * h;
+    const int64_t at = static_cast<int64_t>(partial) * kRows + row + 8 * h;
     float2* dst = reinterpret_cast<float2*>(p.partial_o + at * kVo) + (lane & 3);
 #pragma unroll
     for (int i = 0; i < n; i += 4) dst[i] = {o[i + 2 * h], o[i + 2 * h + 1]};
