@@ -101,7 +101,7 @@ class DecodeEnding {
   // Rows of block m of every warp of a KV split, four columns a thread, the KV splits in order.
   QUIRE_DEVICE void merge_splits(const WorkTile& work, int m) const {
     const int row_begin = work.tile.row_begin;
-    const int64_t partial_row = work.partial_row<V>();
+    const int64_t partial_row = static_cast<int64_t>(work.partial) * (V::kCascade != 0 ? 1 : V::kTileRows);
     for (int i = static_cast<int>(threadIdx.x); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;

@@ -4,24 +4,37 @@
 
 namespace quire {
 
+// Row tiles of the schedule, in a cascade, where a cursor knows those of its line only.
+template <bool kCascade>
+struct TileCount {
+  QUIRE_DEVICE explicit TileCount(const AttentionParams&) {}
+  QUIRE_DEVICE int count(const WorkCursor& cursor) const { return cursor.left.num_tiles; }
+};
+template <>
+struct TileCount<true> {
+  int num_tiles;
+  QUIRE_DEVICE explicit TileCount(const AttentionParams& p) : num_tiles(p.num_tiles) {}
+  QUIRE_DEVICE int count(const WorkCursor&) const { return num_tiles; }
+};
+
 // The next 32 row tiles, in shared memory, a copy for each warp: a CTA's work tiles are neighbours, so one round of
 // loads serves many of them. Where there are at most 32 in all, they are loaded before the partition that says where to
 // begin is known. In a cascade a CTA goes on from shared levels to the last one, anywhere.
 template <bool kCascade>
-class TileWindow {
+class TileWindow : TileCount<kCascade> {
  public:
   static constexpr int kTiles = 32;
 
   // `window`: this warp's shared memory.
   QUIRE_DEVICE TileWindow(const AttentionParams& p, const WorkCursor& cursor, RowTile (&window)[kTiles], int lane)
-      : tiles_(p.tiles), window_(window), first_(0), all_tiles_(p.num_tiles) {
+      : TileCount<kCascade>(p), tiles_(p.tiles), window_(window), first_(0) {
     if (p.partitions == nullptr) {
       first_ = cursor.left.tile, tiles_ += first_;
       load(0, 1, lane);
     } else if (p.num_tiles <= kTiles) {
       load(0, p.num_tiles, lane);
     } else {
-      load(cursor.left.tile, count(cursor), lane);
+      load(cursor.left.tile, this->count(cursor), lane);
     }
   }
 
@@ -29,15 +42,11 @@ class TileWindow {
   QUIRE_DEVICE const RowTile& get(const WorkCursor& cursor, int lane) {
     int at = cursor.left.tile - first_ - base_;
     if (at < 0) at = kCascade ? kTiles : at + cursor.left.num_tiles;
-    if (at >= kTiles) load(cursor.left.tile, count(cursor), lane), at = 0;
+    if (at >= kTiles) load(cursor.left.tile, this->count(cursor), lane), at = 0;
     return window_[at];
   }
 
  private:
-  QUIRE_DEVICE int count(const WorkCursor& cursor) const {
-    return kCascade ? all_tiles_ : cursor.left.num_tiles;  // in a cascade those end with a line of the schedule
-  }
-
   // Row tiles [base, base + 32) of `count`, after the last of which comes the first.
   QUIRE_DEVICE void load(int base, int count, int lane) {
     base_ = base;
@@ -52,7 +61,6 @@ class TileWindow {
   const RowTile* tiles_;
   RowTile* window_;
   int first_, base_;
-  int all_tiles_;  // of the schedule; in a cascade
 };
 
 }  // namespace quire
