@@ -95,6 +95,17 @@ def test_operations(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_cascade(tmp_path: Path) -> None:
+    """One launch and level by level are both right; plain decode has no table of prefixes that end in a page."""
+    file = tmp_path / "cascade.json"
+    arguments = ("--cases", "tiny", "--rounds", "1", "--device", "cpu", "--providers", "quire,levels,plain")
+    assert "a prefix that ends within a page" in run("cascade.py", *arguments, "--json", str(file))
+    timed = [result for result in json.loads(file.read_text())["results"] if result["timing"]]
+    assert {result["provider"] for result in timed} == {"quire", "levels"}
+    assert all(result["timing"]["median"] > 0 and result["error"] < 1e-2 for result in timed)
+
+
+@pytest.mark.slow
 def test_rope(tmp_path: Path) -> None:
     file = tmp_path / "rope.json"
     run("rope.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
