@@ -9,6 +9,7 @@ import torch
 
 import quire
 from problems import Problem, workspace
+from quire.kernels import PIN
 from quire.runtime import shared_prefixes
 
 PAGE = 4
@@ -39,6 +40,14 @@ def batch(shared, own, device, dtype=torch.float16, qo_len=1, scale=1):
 
 
 def plan(p, cache, pages, device, backend, qo_len=1, **more):
+    if "cuda" in str(device) and not backend.startswith(PIN):
+        with pytest.raises(quire.UnsupportedError, match="has to be pinned"):
+            _plan(p, cache, pages, device, backend, qo_len, **more)
+        pytest.skip("on GPUs a kernel is pinned")
+    return _plan(p, cache, pages, device, backend, qo_len, **more)
+
+
+def _plan(p, cache, pages, device, backend, qo_len, **more):
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device), backend=backend)
     wrapper.plan(
         cache.indptr.cpu(), pages, cache.last_page_len.cpu(), p.num_qo_heads, p.num_kv_heads, p.head_dim, PAGE,

@@ -24,7 +24,7 @@ from quire.prefill import (
     single_prefill_with_kv_cache,
 )
 from quire.runtime.attention import page_indices
-from quire.runtime.cascade import join_levels
+from quire.runtime.cascade import check_kernel_for_levels, join_levels
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
 from quire.types import KVLayout, PosEncodingMode
@@ -107,9 +107,10 @@ class MultiLevelCascadeAttentionWrapper:
         The entries of a level are groups of requests that share its pages: qo_indptr_arr[i] bounds their query rows.
         `causal` holds for the last level, whose keys end where the queries stand; all earlier keys are visible.
 
-        All levels are one launch where a kernel merges levels (quire:fa3, quire:fa2, quire:cpu), the workspace holds
-        its partial results, and the wrapper is not for CUDA graphs; explain() says so. Page numbers on a device are
-        then copied; level by level they are read by each run() where they lie.
+        All levels are one launch where a kernel merges levels (quire:cpu; on GPUs quire:fa3, quire:fa2 or quire:decode
+        where `backend` pins it), the workspace holds its partial results, and the wrapper is not for CUDA graphs;
+        explain() says so. Page numbers on a device are then copied; level by level they are read by each run() where
+        they lie.
 
         Raises what that plan() raises. The levels then are as they were planned before.
         """
@@ -154,7 +155,9 @@ class MultiLevelCascadeAttentionWrapper:
             return "there is one level"
         if calls[0][0].is_cuda_graph_enabled:
             return "CUDA graphs fix each level's launch"
+        first = calls[0][0]
         try:
+            check_kernel_for_levels(first.device, first._backend)
             self._joined.set_plan(join_levels([level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]))
         except (UnsupportedError, ValidationError) as error:
             return str(error)

@@ -16,6 +16,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.variant import Variant
 from quire.prefill import attend_one
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
+from quire.runtime.cascade import check_kernel_for_levels
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
 from quire.runtime.keywords import DecodeKeywords, Pair, SingleDecodeKeywords
 from quire.runtime.layout import PagedCache
@@ -122,8 +123,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             last_page_len say, and are compared with them where they lie on the host.
         shared_prefix: "auto" reads the pages that neighbouring requests begin with once for all of them, where host
             arrays show the same page numbers and an estimate says that this is faster. explain() then names a variant
-            with the word cascade. Windows, position encodings, fixed splits, variants of one's own and page numbers on
-            a device leave the batch as it is, and so does a workspace that is too small.
+            with the word cascade. On GPUs `backend` has to pin a kernel for it: "quire:fa3". Windows, position
+            encodings, fixed splits, variants of one's own and page numbers on a device leave the batch as it is, and
+            so does a workspace that is too small.
         The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -147,6 +149,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             raise ValidationError(f"shared_prefix: expected None or 'auto', got {shared_prefix!r}.")
         if shared_prefix is not None and self.is_cuda_graph_enabled:
             raise UnsupportedError("shared_prefix: expected None with use_cuda_graph=True, which fixes the launch.")
+        if shared_prefix is not None:
+            check_kernel_for_levels(self._workspace.device, self._backend)
         cascade = None if shared_prefix is None or self._variant is not None else with_shared_prefixes(spec)
         if cascade is not None:
             with suppress(UnsupportedError, ValidationError):  # then the batch is planned as it is

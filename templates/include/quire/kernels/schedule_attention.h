@@ -40,7 +40,8 @@ struct ScheduleAttention {
       if (!out_.has_kept) memcpy(in_.kept, array, n * sizeof(int32_t));
       array = in_.kept, in_.kept += n;
     };
-    keep(in_.qo_indptr, is_cascade() ? 2 * in_.batch_size : in_.batch_size + 1), keep(in_.kv_indptr, in_.batch_size + 1);
+    keep(in_.qo_indptr, is_cascade() ? 2 * in_.batch_size : in_.batch_size + 1),
+        keep(in_.kv_indptr, in_.batch_size + 1);
     keep(in_.kv_last_page_len, in_.batch_size);
     out_.has_kept = 1;
   }
