@@ -17,8 +17,8 @@ import oracle
 import quire
 import quire.distributed
 from problems import poisoned, workspace
-from processes import Processes
 from quire.distributed import ContextParallelDecode, Interleave, Ulysses, Zigzag, ZigzagPrefill, merge_over_ranks
+from rank_processes import Processes
 
 #: Some ranks have no token of a request of one or two; a rank of three has none of the whole second batch.
 KV_LENS = ((133, 1, 17, 300), (1, 2), (64, 48, 96))
