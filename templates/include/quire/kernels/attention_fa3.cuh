@@ -737,7 +737,7 @@ struct AttentionFa3 {
                                                          tile_row, work.row_end - work.tile.row_begin, lane);
     if (arrives_last(p.groups + work.group, group.num_parts<kTileRows>(), thread == 0, stage.is_last,
                      [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); })) {
-      call_merge_partials<V, kConsumers / 32>(p, work, group, thread);
+      call_merge_partials<V, kConsumers / 32, kVo <= 128>(p, work, group, thread);
     }
   }
 };

@@ -39,11 +39,14 @@ struct WordOf<4> {
 
 enum class RopeWork { kRotate, kAppend, kGather };
 
-// CTAs an SM, which bound the registers of a thread: more of them hide more trips to memory.
+// CTAs an SM, which bound the registers of a thread: more of them hide more trips to memory. The prologue of fp16 has
+// none to spare of a third.
+template <class T>
 constexpr int rope_ctas([[maybe_unused]] RopeWork work) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 2;
 #else
+  if (work == RopeWork::kAppend && is_same<T, fp16_t>::value) return 2;
   return work == RopeWork::kRotate ? 4 : 3;
 #endif
 }
@@ -101,7 +104,7 @@ struct RopeParams {
 template <class Variant, RopeWork kWork>
 struct Rope {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = rope_ctas(kWork), kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = rope_ctas<T>(kWork), kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec;
   static constexpr int kHeads = 2;  // heads of a thread
   static constexpr bool kFused = kWork == RopeWork::kAppend, kGathers = kWork == RopeWork::kGather;

@@ -151,11 +151,15 @@ struct MergeParams {
 };
 
 // The same as a function that is called: kernels whose registers are taken have none to spare beside their main loop.
-// It reads the parameters once: by a reference, each row would wait for them again, one after another.
-template <class V, int kWarps>
+// kOnce: it reads the parameters once, where registers suffice. By a reference, each row waits for them again, one
+// after another.
+template <class V, int kWarps, bool kOnce = false>
 __device__ __noinline__ void call_merge_partials(const AttentionParams& p, const WorkTile& work, MergeGroup group,
                                                  int thread) {
-  merge_partials<V, kWarps>(MergeParams(p), work, group, thread);
+  if constexpr (kOnce)
+    merge_partials<V, kWarps>(MergeParams(p), work, group, thread);
+  else
+    merge_partials<V, kWarps>(p, work, group, thread);
 }
 
 }  // namespace quire
