@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import Child, alive, wait_for
 from scale import DEVICE, HOST, Collect, FakeCompiler
 
-from processes import Child, alive, wait_for
 from quire import jit
 from quire.errors import CacheError, CompileError, UnsupportedError
 from quire.jit import ninja

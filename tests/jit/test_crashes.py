@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import Child, alive, wait_for
 from scale import HOST, FakeCompiler
 
-from processes import Child, alive, wait_for
 from quire import jit
 
 SLUGS = [replace(HOST, slug=f"scale.n{index}") for index in range(12)]

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import Child
 from scale import DEVICE, HOST
 from test_builds import needs_nvcc, scale
 
-from processes import Child
 from quire import jit
 from quire.errors import CacheError
 from quire.jit import library

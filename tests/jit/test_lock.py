@@ -12,9 +12,9 @@ from pathlib import Path
 
 import filelock
 import pytest
+from processes import Child, wait_for
 from scale import HOST, Collect, FakeCompiler
 
-from processes import Child, wait_for
 from quire import jit
 from quire.jit.lock import _Lock, build_permit, entry_lock
 

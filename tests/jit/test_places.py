@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from processes import Child
 from scale import HOST, Collect, FakeCompiler
 from test_builds import scale
 
-from processes import Child
 from quire import config, jit
 from quire.errors import CacheError, CompileError, ValidationError
 from quire.jit import diagnosis, library

@@ -18,9 +18,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from processes import Child
 from scale import HOST, Collect, FakeCompiler
 
-from processes import Child
 from quire import jit
 from quire.errors import CacheError, CacheMissError, ValidationError
 from quire.jit import archive, doctor, tier
