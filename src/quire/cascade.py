@@ -1,7 +1,8 @@
 """Cascade attention: requests that share prefixes read each shared part once.
 
 Keys that several requests share are read once for all of their queries. MultiLevelCascadeAttentionWrapper attends to
-all levels in one launch, which merges the states of a query's levels (runtime/cascade.py). Where that cannot be, and
+all levels in one launch, which merges the states of a query's levels (runtime/cascade.py): on the CPU, and on GPUs
+where `backend` pins a kernel that does. Where that cannot be, and
 where the shared keys are tensors beside a paged cache, each level is an attention call of its own that returns its
 log-sum-exp; the states are then merged. The surface is FlashInfer's (https://docs.flashinfer.ai/api/cascade.html).
 """

@@ -272,6 +272,11 @@ def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ..
     return next((s.rows for s in shapes if problem.rows <= s.rows), shapes[-1].rows)
 
 
+def first_tile_without_neighbours(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """first_tile_that_holds(); the lowest row tile of all where other requests must have no influence."""
+    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
+
+
 def is_blackwell(problem: AttentionProblem) -> bool:
     """Whether the target is a GPU from sm_100 on, where ptxas takes some ten registers more for the same code."""
     return problem.on_cuda and int(problem.target[2:].rstrip("af")) >= 100

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from quire.kernels.attention import AttentionKernel, AttentionProblem, TileShape, first_tile_that_holds, head_dim_reason
+from quire.kernels.attention import (
+    AttentionKernel,
+    AttentionProblem,
+    TileShape,
+    first_tile_without_neighbours,
+    head_dim_reason,
+)
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -22,11 +28,6 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     return TileShape(16, 64), TileShape(192 if widest <= 128 else 96 if widest <= 256 else 48, 64)
 
 
-def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """The lowest tile that holds a typical request; the lowest of all where neighbours must have no influence."""
-    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
-
-
 KERNEL = AttentionKernel(
     name="attention_cpu",
     backend="cpu",
@@ -35,7 +36,7 @@ KERNEL = AttentionKernel(
     on_cuda=False,
     reject=_reject,
     tiles=_tiles,
-    choose_rows=_choose_rows,
+    choose_rows=first_tile_without_neighbours,
     has_expression_blocks=True,
     has_cascades=True,
 )

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from quire.kernels.attention import AttentionKernel, AttentionProblem, TileShape, first_tile_that_holds, mla_reason
+from quire.kernels.attention import (
+    AttentionKernel,
+    AttentionProblem,
+    TileShape,
+    first_tile_without_neighbours,
+    mla_reason,
+)
 from quire.kernels.operands import MLA_OPERANDS
 from quire.kernels.params import AttentionMlaParams
 
@@ -21,11 +27,6 @@ def _tiles(_: AttentionProblem) -> tuple[TileShape, ...]:
     return TileShape(16, 64), TileShape(128, 64)
 
 
-def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """The lowest tile that holds a typical request; the lowest of all where neighbours must have no influence."""
-    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
-
-
 KERNEL = AttentionKernel(
     name="attention_mla_cpu",
     backend="cpu",
@@ -34,7 +35,7 @@ KERNEL = AttentionKernel(
     on_cuda=False,
     reject=_reject,
     tiles=_tiles,
-    choose_rows=_choose_rows,
+    choose_rows=first_tile_without_neighbours,
     operands=MLA_OPERANDS,
     params=AttentionMlaParams,
 )

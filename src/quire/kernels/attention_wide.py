@@ -7,7 +7,7 @@ from quire.kernels.attention import (
     AttentionKernel,
     AttentionProblem,
     TileShape,
-    first_tile_that_holds,
+    first_tile_without_neighbours,
     number_types_reason,
 )
 from quire.types import PosEncodingMode
@@ -34,11 +34,6 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     return (TileShape(16, 32), TileShape(64, 32)) if target in ("sm80", "sm87") else (TileShape(16, 32),)
 
 
-def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """The lowest tile that holds a typical request; the lowest of all where neighbours must have no influence."""
-    return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
-
-
 KERNEL = AttentionKernel(
     name="attention_wide",
     backend="wide",
@@ -47,6 +42,6 @@ KERNEL = AttentionKernel(
     on_cuda=True,
     reject=_reject,
     tiles=_tiles,
-    choose_rows=_choose_rows,
+    choose_rows=first_tile_without_neighbours,
     schedule_input=lambda _: {"start_cost": 20},
 )
