@@ -193,7 +193,8 @@ class Attention:
             self._plan = self._make_plan(workspace)
         except CacheMissError:
             raise cache_miss(variants_of(self.decision, spec.indices, spec.custom_mask is not None)) from None
-        self._plan.note = "; ".join(filter(None, (note, self._plan.note)))
+        if note:
+            self._plan.note = f"{note}; {self._plan.note}" if self._plan.note else note
         if graph is not None and not graph.awaits_forward and told.logits != spec.options.logits:
             self.set_logits(told.logits)
         schedule = self._plan.schedule
