@@ -124,6 +124,7 @@ struct AttentionMlaFa3 {
     ptx::launch_dependents();
     if (warpgroup() == 0) {
       ptx::take_registers<kScoreRegisters>();
+      self.touch_parameters();
       self.compute_weights();
     } else {
       ptx::give_registers<kValueRegisters>();
@@ -170,6 +171,14 @@ struct AttentionMlaFa3 {
     for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), 1);
     ptx::mbarrier_init(queries_barrier(), 4);
     ptx::fence_mbarrier_init();
+  }
+
+  // Parameters come from memory at their first use, one line after another: here while the first work tile is sought.
+  QUIRE_DEVICE void touch_parameters() const {
+    const AttentionParams& p = p_.base;
+    asm volatile("" ::"l"(p_.q_nope), "l"(p_.q_nope_token_stride), "l"(p_.q_nope_head_stride), "l"(p.q),
+                 "l"(p.q_token_stride), "l"(p.q_head_stride), "r"(p.group.divisor), "f"(logits_scale<V>(p)));
+    asm volatile("" ::"l"(p.o), "l"(p.o_token_stride), "l"(p.o_head_stride), "l"(p.lse), "l"(p.partial_o), "l"(p.groups));
   }
 
   QUIRE_DEVICE static int warpgroup() { return ptx::uniform(ptx::thread_id() / 128); }
@@ -442,44 +451,11 @@ struct AttentionMlaFa3 {
 
   // ---- Queries: kHeldSteps of 16 columns in registers, the rest of q_nope and q_pe in shared memory.
 
-  QUIRE_DEVICE void load_queries(Scores& scores, const WorkTile& work) const {
-    copy_queries(work);
-    const uint4* rows[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      rows[h] = reinterpret_cast<const uint4*>(nope_row(work, lane_row() + 8 * h)) + ptx::lane_id() % 4;
-    }
-    // A lane of a quad reads every fourth 16 bytes of a row; then the quad exchanges words.
-#pragma unroll
-    for (int i = 0; i < kHeldSteps / 2; ++i) {
-      uint32_t (&left)[4] = scores.q[2 * i];
-      uint32_t (&right)[4] = scores.q[2 * i + 1];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint4 x = __ldg(rows[h] + i * 4);
-        left[h] = x.x, left[2 + h] = x.y, right[h] = x.z, right[2 + h] = x.w;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kHeldSteps / 2; ++i) {
-      uint32_t (&left)[4] = scores.q[2 * i];
-      uint32_t (&right)[4] = scores.q[2 * i + 1];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint32_t w[4] = {left[h], left[2 + h], right[h], right[2 + h]};
-        transpose_quad(w, ptx::lane_id());
-        left[h] = w[0], left[2 + h] = w[1], right[h] = w[2], right[2 + h] = w[3];
-      }
-    }
-    ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync(kScore, 128);
-  }
-
   // Rows that do not exist repeat the last one; their results are not stored.
   QUIRE_DEVICE WorkTile::Place place(const WorkTile& work, int row) const {
     return work.place(p_.base.group, min(first_row(work) + row, work.row_end - 1));
   }
+
   QUIRE_DEVICE const T* nope_row(const WorkTile& work, int row) const {
     const WorkTile::Place at = place(work, row);
     return static_cast<const T*>(p_.q_nope) + at.token * p_.q_nope_token_stride + at.head * p_.q_nope_head_stride;
@@ -489,20 +465,58 @@ struct AttentionMlaFa3 {
     return static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
   }
 
-  // The columns that are not held; eight lanes share a row.
-  QUIRE_DEVICE void copy_queries(const WorkTile& work) const {
-    const TileQ to = q_tile();
-    const int thread = ptx::thread_id() % 128, chunk = thread % 8;
-    for (int row = thread / 8; row < kRows; row += 16) {
-      const T* nope = nope_row(work, row) + kHeldSteps * 16;
-      const T* pe = pe_row(work, row);
-#pragma unroll
-      for (int atom = 0; atom < TileQ::kAtoms; ++atom) {
-        const T* src = atom + 1 < TileQ::kAtoms ? nope + atom * 64 : pe;
-        ptx::cp_async_16(to.chunk(row, atom * 8 + chunk), src + chunk * 8);
-      }
+  // A warp's rows, 16 bytes a load, four lanes a row: chunk `chunk` of this lane's upper and lower row.
+  struct QueryRows {
+    const uint4 *nope[2], *pe[2];
+
+    QUIRE_DEVICE uint4 load(int half, int chunk) const {
+      return __ldg(chunk < kCkv / 8 ? nope[half] + chunk : pe[half] + (chunk - kCkv / 8));
     }
-    ptx::cp_async_commit();
+  };
+  QUIRE_DEVICE QueryRows query_rows(const WorkTile& work) const {
+    QueryRows rows;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      rows.nope[h] = reinterpret_cast<const uint4*>(nope_row(work, lane_row() + 8 * h)) + ptx::lane_id() % 4;
+      rows.pe[h] = reinterpret_cast<const uint4*>(pe_row(work, lane_row() + 8 * h)) + ptx::lane_id() % 4;
+    }
+    return rows;
+  }
+
+  // All loads are on their way together. Held columns pass through the tile of the others, as many at a time as it has
+  // columns: matrix loads from there turn rows into fragments.
+  QUIRE_DEVICE void load_queries(Scores& scores, const WorkTile& work) const {
+    constexpr int kLoads = V::kHeadDimQk / 32, kHeldLoads = kHeldSteps / 2, kTileLoads = kLoads - kHeldLoads;
+    const QueryRows rows = query_rows(work);
+    const TileQ tile = q_tile();
+    const int lane = ptx::lane_id();
+    uint32_t others[kTileLoads * 2][4];
+#pragma unroll
+    for (int i = 0; i < 2 * kLoads; ++i) {
+      uint32_t (&to)[4] = i < 2 * kHeldLoads ? scores.q[i] : others[i - 2 * kHeldLoads];
+      const uint4 x = rows.load(i % 2, i / 2 * 4);
+      to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kLoads; ++i) ptx::pin(i < 2 * kHeldLoads ? scores.q[i] : others[i - 2 * kHeldLoads]);
+    const auto store = [&](const uint32_t (&x)[4], int i) {
+      ptx::st_shared_16(tile.chunk(lane_row() + i % 2 * 8, i / 2 % kTileLoads * 4 + lane % 4), x);
+    };
+#pragma unroll
+    for (int first = 0; first < kHeldSteps; first += 2 * kTileLoads) {
+#pragma unroll
+      for (int i = first; i < min(first + 2 * kTileLoads, kHeldSteps); ++i) store(scores.q[i], i);
+      __syncwarp();
+#pragma unroll
+      for (int i = first; i < min(first + 2 * kTileLoads, kHeldSteps); ++i) {
+        ptx::ldmatrix_x4(scores.q[i], tile.chunk(warp_of_group() * 16 + lane % 16, 2 * (i - first) + lane / 16));
+      }
+      __syncwarp();
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kTileLoads; ++i) store(others[i], i);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kScore, 128);
   }
 
   // ---- The warpgroups of O: half of the columns each.
