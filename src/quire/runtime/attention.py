@@ -186,7 +186,8 @@ class Attention:
         if graph is not None:
             spec = _within_limits(graph, spec)
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
-        self._ahead, note = self._rotation_ahead(spec) if graph is None else (None, "")
+        may_rotate = graph is None and spec.options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
+        self._ahead, note = self._rotation_ahead(spec) if may_rotate else (None, "")
         try:
             self.spec = self._packed(spec)
             self._plan_options = spec.options

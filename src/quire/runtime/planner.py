@@ -302,17 +302,16 @@ def _send(
 
 
 def _set_rope_frequencies(base: AttentionParams, options: PlanOptions, device: torch.device) -> torch.Tensor | None:
-    """The tensor to which `base` then points."""
+    """The table of rotary embeddings on the kernel's device, to which `base` then points; None without them."""
+    if options.logits.pos_encoding is not PosEncodingMode.ROPE_LLAMA:
+        return None
     frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
-    base.rope_frequencies = address_of(frequencies)
+    base.rope_frequencies = frequencies.data_ptr()
     return frequencies
 
 
 @lru_cache(maxsize=1024)
-def _rope_frequencies(head_dim: int, logits: LogitsOptions, device: torch.device) -> torch.Tensor | None:
-    """The table of rotary embeddings on the kernel's device; None without them."""
-    if logits.pos_encoding is not PosEncodingMode.ROPE_LLAMA:
-        return None
+def _rope_frequencies(head_dim: int, logits: LogitsOptions, device: torch.device) -> torch.Tensor:
     refuse_capture("the first plan() with these rope_scale and rope_theta", device)
     frequencies = rope_frequencies(head_dim, logits.rope_scale, logits.rope_theta)
     return torch.tensor(frequencies, dtype=torch.uint64, device="cpu").to(device)
