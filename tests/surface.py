@@ -184,7 +184,7 @@ BatchPrefillWithPagedKVCacheWrapper.plan
   seq_lens seq_lens_q block_tables: checked test_engines.py::test_lengths_are_taken_and_compared
   max_token_per_sequence max_sequence_kv: checked test_engines.py::test_lengths_are_taken_and_compared
   fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
-  attention_chunk_size: used test_prefill.py::test_chunks
+  attention_chunk_size: used test_prefill.py::test_chunks_in_prefill
 BatchPrefillWithPagedKVCacheWrapper.run
   shown q paged_kv_cache k_scale v_scale return_lse
   q paged_kv_cache: used test_prefill.py::test_cache_forms
@@ -228,7 +228,7 @@ BatchPrefillWithRaggedKVCacheWrapper.plan
   max_item_len_ptr: checked test_multi_item.py::test_wrong_arguments
   seq_lens seq_lens_q max_token_per_sequence max_sequence_kv: checked test_engines.py::test_lengths_of_ragged_keys
   fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
-  attention_chunk_size: used test_prefill.py::test_chunks
+  attention_chunk_size: used test_prefill.py::test_chunks_in_prefill
   v_indptr o_indptr: refused test_checks.py::test_each_argument_of_plan_arrives_under_its_name
 BatchPrefillWithRaggedKVCacheWrapper.run
   shown q k v return_lse

@@ -79,6 +79,7 @@ def test_lse_and_repeats(device, backend):
     """The merge's lse is that of all levels; a plan runs any number of times with the same bits."""
     tree = random_tree(3, 3, 12, 200)
     p, cache, wrapper, _ = plan(tree, [1] * 12, torch.bfloat16, device, backend=backend)
+    assert is_one_launch(wrapper), wrapper.explain()
     o, lse = wrapper._joined.run(p.q, cache.kv, return_lse=True)
     p.check(o, lse)
     for _ in range(5):
@@ -122,6 +123,7 @@ def test_a_small_workspace_is_level_by_level(device, backend):
     tree = [(40,), (7, 5)], [(0, 0), (0, 1)]
     memory = torch.empty(1024, dtype=torch.uint8, device=device)
     p, cache, wrapper, _ = plan(tree, [3, 1], torch.float16, device, backend=backend, memory=memory)
+    assert not is_one_launch(wrapper)
     assert wrapper.explain().startswith("level by level: float_workspace_buffer")
     p.check(wrapper.run(p.q, cache.kv))
 

@@ -235,7 +235,7 @@ def test_which_keys_are_seen(device, backend, dtype, kind, causal, window_left):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chunks(device, backend, dtype, kind, chunk):
+def test_chunks_in_prefill(device, backend, dtype, kind, chunk):
     """Requests that are shorter than a chunk, end in one, begin in one, and have more queries than keys."""
     p = Problem((150, 1, 0, 40, 129), (333, 77, 5, 9, 129), dtype=dtype, device=device, attention_chunk_size=chunk)
     p.check(*prefill(p, kind, backend))
@@ -244,7 +244,7 @@ def test_chunks(device, backend, dtype, kind, chunk):
 @pytest.mark.parametrize("kind", KINDS)
 def test_chunks_as_a_custom_mask(device, backend, dtype, kind):
     """What engines did instead: the same keys, by bits."""
-    p = Problem((70, 5), (200, 64), dtype=dtype, device=device, attention_chunk_size=48)
+    p = Problem((70, 5, 1, 6), (200, 64, 7, 130), dtype=dtype, device=device, attention_chunk_size=48)
     chunks = prefill(p, kind, backend)
     masks = [oracle.visible(q, k, chunk_size=48) for q, k in zip(p.qo_lens, p.kv_lens, strict=True)]
     p.attention_chunk_size, p.mask = None, torch.cat([mask.flatten() for mask in masks]).to(device)

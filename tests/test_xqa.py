@@ -277,11 +277,7 @@ def test_scales_are_1_if_not_given(device, backend, dtype):
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_fp8_keys_and_values(device, backend, dtype, kv_dtype, q_len):
     p = batch(dtype, device, (37, 8, 300), q_len, kv_dtype=kv_dtype, k_scale=0.05, v_scale=1.75)
-    if backend == "quire:fa3":
-        with pytest.raises(quire.UnsupportedError, match=f"kv dtype {FP8[kv_dtype]}"):
-            call(p, p.paged(16), backend)
-    else:
-        check(p, p.paged(16), backend)
+    check(p, p.paged(16), backend)
 
 
 def test_fp8_output(device, dtype):
