@@ -22,6 +22,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # No example or test fetches anything: the only model weights come in a package.
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+# Hundreds of processes import torch, which nothing has compiled yet: without bytecode files each would do it anew.
+export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 

@@ -2,6 +2,10 @@
 
 A test that asks for `dtype` (with `device` and `backend`) runs once per number type that the backend takes; one that
 asks for `device` alone runs once per device.
+
+On the CPU, where each variant is a second of compiling, a test of three parameters or more runs with each two values of
+different parameters together, not with all combinations: those left out count as deselected, and
+`--every-combination` runs them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import pytest
 import torch
 from hypothesis import reject
 
+from covering import left_out
 from limits import is_expected, limit
 from targets import CUDA_BACKENDS, pin, targets
 
@@ -68,6 +73,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         marks = [pytest.mark.gpu] if any(str(v).startswith("cuda") or v in GPU_PINS for v in row) else []
         params.append(pytest.param(*row, id=slug, marks=marks))
     metafunc.parametrize(names, params)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-combination", action="store_true", help="all parameters of tests on the CPU, not pairs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves of each test on the CPU the combinations in which any two of its parameters' values meet."""
+    left = set() if config.getoption("every_combination") else left_out(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(autouse=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import every_variant
 import quire
+from covering import covering, left_out
 from limits import BEYOND, LIMITS, is_expected, limit
 from quire.jit import host_target
 from quire.kernels import backends, decide
@@ -103,3 +106,50 @@ def test_shipped_variants_are_right() -> None:
     assert {key.mask.name for key in keys} == {"NONE", "CAUSAL", "TREE"}
     for key in keys:
         every_variant.run(key, "quire:cpu", "cpu")
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 4, 2, 2), (2, 2, 2), (1, 5, 3), (3, 2)])
+def test_any_two_values_of_parameters_meet(sizes: tuple[int, ...]) -> None:
+    rows = list(itertools.product(*map(range, sizes)))
+    few = [rows[place] for place in covering(rows)]
+    for (i, n), (j, m) in itertools.combinations(enumerate(sizes), 2):
+        assert {(row[i], row[j]) for row in few} == set(itertools.product(range(n), range(m)))
+    assert len(few) < len(rows) or len([n for n in sizes if n > 1]) < 3
+
+
+def test_pairs_that_no_row_has_are_not_missed() -> None:
+    rows = [row for row in itertools.product(range(3), repeat=3) if row[0] != row[1]]
+    pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
+    assert set().union(*pairs) == set().union(*(pairs[place] for place in covering(rows)))
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A test as left_out() sees it: parameters a, b, ... of one decorator each."""
+
+    device: str
+    values: tuple[int, ...]
+
+    @property
+    def nodeid(self) -> str:
+        return f"test.py::test_{len(self.values)}[{self.values}]"
+
+    @property
+    def callspec(self) -> SimpleNamespace:
+        return SimpleNamespace(params={"device": self.device, **dict(zip("abc", self.values, strict=False))})
+
+    def iter_markers(self, name: str) -> list[pytest.Mark]:
+        return [getattr(pytest.mark, name)(parameter, []).mark for parameter in "abc"[: len(self.values)]]
+
+
+def test_combinations_are_left_out_on_the_cpu_alone() -> None:
+    """And of tests with fewer parameters none: of two, any two values meet in one combination only."""
+    tests = [
+        Collected(device, values)
+        for device in ("cpu", "cuda:0")
+        for size in (0, 1, 2, 3)
+        for values in itertools.product(range(3), repeat=size)
+    ]
+    left = left_out(tests)
+    assert {(test.device, len(test.values)) for test in left} == {("cpu", 3)}
+    assert len(left) >= 27 // 2
