@@ -3,9 +3,8 @@
 A test that asks for `dtype` (with `device` and `backend`) runs once per number type that the backend takes; one that
 asks for `device` alone runs once per device.
 
-On the CPU, where each variant is a second of compiling, a test of three parameters or more runs with each two values of
-different parameters together, not with all combinations: those left out count as deselected, and
-`--every-combination` runs them.
+On the CPU, where each variant is a second of compiling, tests run with few combinations of their parameters: those that
+covering.py leaves out count as deselected, and `--every-combination` runs them.
 """
 
 from __future__ import annotations
@@ -76,11 +75,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-combination", action="store_true", help="all parameters of tests on the CPU, not pairs")
+    parser.addoption("--every-combination", action="store_true", help="leave out no parameters on the CPU")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves of each test on the CPU the combinations in which any two of its parameters' values meet."""
+    """Leaves out what covering.py says."""
     left = set() if config.getoption("every_combination") else left_out(items)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]

@@ -1,8 +1,8 @@
-"""Which combinations of a test's parameters run: on the CPU, few in which any two values that can meet do meet."""
+"""Which combinations of a test's parameters run on the CPU, where all of them would take minutes of compiling."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import combinations
 
@@ -10,9 +10,11 @@ import pytest
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """What need not run of tests on the CPU of three parameters or more, the number type among them.
+    """What need not run of tests on the CPU.
 
-    A decorator's row stays as it is: values that stand in one are one parameter.
+    Of three parameters or more, the number type among them, any two values meet. Of a number type and one parameter
+    each value is there: what number types do to it is what tests of more parameters ask. A decorator's row stays as it
+    is: values that stand in one are one parameter.
     """
     tests: dict[tuple[str, object], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -21,22 +23,23 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     left: set[pytest.Item] = set()
     for test in tests.values():
         rows = [_combination(item) for item in test]
-        if len(rows[0]) > 2:
-            left |= set(test) - {test[place] for place in covering(rows)}
+        left |= set(test) - {test[place] for place in covering(rows, 2 if len(rows[0]) > 2 else 1)}
     return left
 
 
-def covering(rows: Sequence[Sequence[Hashable]]) -> list[int]:
-    """The places of some of `rows`: two values that stand in the same two columns of any row stand in one of these.
+def covering(rows: Sequence[Sequence[Hashable]], together: int) -> list[int]:
+    """The places of some of `rows`: what stands in any `together` columns of a row stands there in one of these.
 
-    Each is one with the most pairs that those before it lack, and the first of equals: the same ones in every run.
+    Each has the most that those before it lack. Of equals it is one whose first column's value is rarest in these, and
+    the first such: the same ones in every run.
     """
-    pairs = [set(combinations(enumerate(row), 2)) for row in rows]
-    missing, chosen = set().union(*pairs), []
+    parts = [set(combinations(enumerate(row), together)) for row in rows]
+    missing, chosen, uses = set().union(*parts), [], Counter[Hashable]()
     while missing:
-        best = max(range(len(rows)), key=lambda place: len(pairs[place] & missing))
+        best = max(range(len(rows)), key=lambda place: (len(parts[place] & missing), -uses[rows[place][0]]))
         chosen.append(best)
-        missing -= pairs[best]
+        missing -= parts[best]
+        uses[rows[best][0]] += 1
     return sorted(chosen)
 
 
@@ -45,7 +48,9 @@ def _values(test: pytest.Item) -> dict[str, object]:
 
 
 def _combination(test: pytest.Item) -> list[Hashable]:
-    """The number type of a test, and what it has of each of its decorators."""
+    """The number type of a test, what it has of each of its decorators, and of fixtures with parameters."""
     given, rows = _values(test), [mark.args[0] for mark in test.iter_markers("parametrize")]
     columns = [names.replace(",", " ").split() if isinstance(names, str) else names for names in rows]
+    known = {"device", "backend", "dtype"}.union(*columns)
+    columns += [[name] for name in given if name not in known]
     return [given.get("dtype"), *(tuple(id(given[name]) for name in names) for names in columns)]

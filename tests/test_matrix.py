@@ -111,7 +111,7 @@ def test_shipped_variants_are_right() -> None:
 @pytest.mark.parametrize("sizes", [(3, 4, 4, 2, 2), (2, 2, 2), (1, 5, 3), (3, 2)])
 def test_any_two_values_of_parameters_meet(sizes: tuple[int, ...]) -> None:
     rows = list(itertools.product(*map(range, sizes)))
-    few = [rows[place] for place in covering(rows)]
+    few = [rows[place] for place in covering(rows, 2)]
     for (i, n), (j, m) in itertools.combinations(enumerate(sizes), 2):
         assert {(row[i], row[j]) for row in few} == set(itertools.product(range(n), range(m)))
     assert len(few) < len(rows) or len([n for n in sizes if n > 1]) < 3
@@ -120,7 +120,15 @@ def test_any_two_values_of_parameters_meet(sizes: tuple[int, ...]) -> None:
 def test_pairs_that_no_row_has_are_not_missed() -> None:
     rows = [row for row in itertools.product(range(3), repeat=3) if row[0] != row[1]]
     pairs = [set(itertools.combinations(enumerate(row), 2)) for row in rows]
-    assert set().union(*pairs) == set().union(*(pairs[place] for place in covering(rows)))
+    assert set().union(*pairs) == set().union(*(pairs[place] for place in covering(rows, 2)))
+
+
+def test_values_that_need_not_meet_are_all_there_and_number_types_take_turns() -> None:
+    rows = list(itertools.product("abc", range(7)))
+    few = [rows[place] for place in covering(rows, 1)]
+    assert sorted(number for _, number in few) == list(range(7))
+    assert sorted(few.count(row) for row in few) == [1] * 7
+    assert sorted(sum(name == row[0] for row in few) for name in "abc") == [2, 2, 3]
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,7 @@ class Collected:
 
 
 def test_combinations_are_left_out_on_the_cpu_alone() -> None:
-    """And of tests with fewer parameters none: of two, any two values meet in one combination only."""
+    """And none of tests with one parameter, or with two and no number type: all pairs of two are all there is."""
     tests = [
         Collected(device, values)
         for device in ("cpu", "cuda:0")
