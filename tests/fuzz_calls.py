@@ -25,7 +25,7 @@ Results = tuple[Tensor, ...]
 
 CUSTOM_MASK_CHANCE, OPTION_CHANCE = 0.15, 0.2
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float32, torch.bfloat16)
-DIMS = ((64, 64), (64, 64), (64, 64), (32, 32), (64, 32))
+DIMS = ((64, 64), (64, 64), (64, 64), (64, 32))
 
 
 class Nonsense(Exception):
