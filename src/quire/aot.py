@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from quire.errors import CompileError, QuireError, UnsupportedError, ValidationError
-from quire.jit import Spec, Store, build, host_target, lookup, stop_compilers
+from quire.jit import Spec, Store, build, host_target, lookup, stop_compilers, without_matrix_unit
 from quire.jit.cpu import default_jobs
 from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
@@ -54,7 +54,7 @@ class Selection:
     dtypes: tuple[str, ...] = ("bf16",)
     kv_dtypes: tuple[str, ...] = ()  #: (): as dtypes
     masks: tuple[str, ...] = ("none", "causal")  #: with "+window" and "+cap" as wanted
-    targets: tuple[str, ...] = field(default_factory=lambda: (host_target(),))
+    targets: tuple[str, ...] = field(default_factory=lambda: (host_target(matrix_unit=True),))
     variants: tuple[Variant, ...] = ()  #: of one's own, each instead of none
 
 
@@ -110,6 +110,7 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
     yield OperationKey("schedule_attention", host_target()).spec()
     if target.startswith("sm"):
         yield OperationKey("schedule_lengths", target).spec()
+    target = without_matrix_unit(target)
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
         for name in ("merge", "merge_pair", "rope", "rope_append", "rope_pages", "page_scores"):

@@ -59,7 +59,7 @@ def _add_warmup(commands: Any) -> None:
         help="a quire.Variant of one's own, as package.module:name; may be repeated",
     )  # fmt: skip
     warmup.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
-    hosts = ("x86-64-v3", "x86-64-v4", "aarch64")
+    hosts = ("x86-64-v3", "x86-64-v4", "x86-64-v4-amx", "aarch64")
     warmup.add_argument(
         "--cpu",
         type=parser.words(hosts),
@@ -173,7 +173,7 @@ def _of_preset(preset: Any, chosen: dict[str, Any], arch: tuple[str, ...] | None
 
 def _targets(arch: tuple[str, ...] | None, *, with_host: bool) -> tuple[str, ...]:
     targets = arch or config.arch_list() or present_targets()
-    return (*targets, host_target()) if not arch and (not targets or with_host) else targets
+    return (*targets, host_target(matrix_unit=True)) if not arch and (not targets or with_host) else targets
 
 
 def _build(specs: list[Spec], options: argparse.Namespace, store: Store | None, dry_run: bool) -> list[Built]:

@@ -55,7 +55,7 @@ from quire import _templates, config
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
 from quire.jit import events, progress
 from quire.jit.builder import compile_entry
-from quire.jit.cpu import host_target
+from quire.jit.cpu import host_target, without_matrix_unit
 from quire.jit.driver import encode_tensor_map
 from quire.jit.lock import entry_lock
 from quire.jit.manifest import Manifest
@@ -88,6 +88,7 @@ __all__ = [
     "forget",
     "get_module",
     "host_target",
+    "without_matrix_unit",
     "is_recording",
     "load",
     "lookup",

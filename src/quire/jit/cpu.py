@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -16,7 +17,14 @@ from quire.errors import ValidationError
 _LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
     "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "x86-64-v4-amx": frozenset({"amx_tile", "amx_bf16"}),
 }
+
+#: Targets with a matrix unit, and the same without: what code is compiled for that multiplies no matrices.
+_WITHOUT_MATRIX_UNIT = {"x86-64-v4-amx": "x86-64-v4"}
+
+#: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): its number on x86-64, and its arguments.
+_REQUEST_TILES = (158, 0x1023, 18)
 
 #: What a compile is taken to need before one was measured, and at least, in bytes.
 _BYTES_PER_JOB, _LEAST_PER_JOB = 1 << 30, 1 << 27
@@ -50,29 +58,45 @@ def supports(target: str) -> bool:
     """Whether this processor runs artifacts of the host target `target`. Keys of native ones name their processor."""
     machine = platform.machine()
     if target == "native":
-        return True
+        return "amx_tile" not in features() or may_use_tiles()
     if target == "aarch64":
         return machine in ("aarch64", "arm64")
     if machine not in ("x86_64", "AMD64") or target not in _LEVELS:
         return False
     needed = frozenset[str]().union(*(need for level, need in _LEVELS.items() if level <= target))
-    return needed <= features()
+    return needed <= features() and ("amx_tile" not in needed or may_use_tiles())
 
 
-def host_target() -> str:
-    """The target of host code: QUIRE_CPU_TARGET, or the best portable one of this machine."""
+@cache
+def may_use_tiles() -> bool:
+    """Whether Linux lets this process use AMX: asked once, for all of its threads. No in a sandbox that knows no AMX."""
+    return platform.system() == "Linux" and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
+
+
+def host_target(*, matrix_unit: bool = False) -> str:
+    """The target of host code: QUIRE_CPU_TARGET, or the best portable one of this machine.
+
+    `matrix_unit`: of code that multiplies matrices; all other code is the same with and without such a unit.
+    """
     asked = config.cpu_target()
     if asked is not None and not supports(asked):
         raise ValidationError(
-            f"QUIRE_CPU_TARGET: this processor does not run {asked!r}; expected {_best_target()} or native."
+            f"QUIRE_CPU_TARGET: this process does not run {asked!r} here; expected {_best_target()} or native."
         )
-    return asked or _best_target()
+    target = asked or _best_target()
+    return target if matrix_unit else without_matrix_unit(target)
+
+
+def without_matrix_unit(target: str) -> str:
+    """The target of code that multiplies no matrices, where `target` is that of code that does."""
+    return _WITHOUT_MATRIX_UNIT.get(target, target)
 
 
 @cache
 def _best_target() -> str:
-    """x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
-    return next((target for target in ("x86-64-v4", "x86-64-v3", "aarch64") if supports(target)), "native")
+    """x86-64-v4-amx, x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
+    portable = ("x86-64-v4-amx", "x86-64-v4", "x86-64-v3", "aarch64")
+    return next((target for target in portable if supports(target)), "native")
 
 
 def available_bytes() -> int:

@@ -39,10 +39,12 @@ _CUDA_ARCHITECTURES = (
 )
 CUDA_TARGETS: dict[str, str] = {f"sm{arch}": arch for arch in _CUDA_ARCHITECTURES}
 
-#: Host targets and g++'s name for them. A request for "native" carries the processor's fingerprint (cpu.py).
+#: Host targets, and g++'s name for them with what is added. A request for "native" carries the processor's fingerprint
+#: (cpu.py).
 HOST_TARGETS: dict[str, str] = {
     "x86-64-v3": "x86-64-v3",
     "x86-64-v4": "x86-64-v4",
+    "x86-64-v4-amx": "x86-64-v4 -mamx-tile -mamx-bf16",
     "aarch64": "armv8-a",
     "native": "native",
 }
@@ -295,7 +297,7 @@ class Gxx(Toolchain):
             yield f"{name} on PATH", shutil.which(name, path=config.search_path()), False
 
     def flags(self, target: str) -> tuple[str, ...]:
-        return (f"-march={HOST_TARGETS[target]}", *self._COMMON)
+        return (*f"-march={HOST_TARGETS[target]}".split(), *self._COMMON)
 
     def read_report(self, log: str) -> report.Report:
         return report.parse_gxx(log)

@@ -11,6 +11,7 @@ from functools import cached_property, lru_cache
 from typing import Annotated, Any, NamedTuple
 
 from quire.errors import ValidationError
+from quire.jit import without_matrix_unit
 from quire.jit.spec import Spec
 from quire.kernels.expression_cxx import operands_struct, render
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
@@ -130,6 +131,8 @@ class AttentionKernel:
     reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem of its device; None if it can
     tiles: Callable[[AttentionProblem], tuple[TileShape, ...]]  #: the shapes it has for a problem, smallest first
     choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
+    #: whether its code for row tiles of that height uses the matrix unit of a host
+    uses_matrix_unit: Callable[[AttentionProblem, int], bool] = lambda *_: False
     yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why it takes a problem only if no other does
     #: the page size that its code is made for
     page_size: Callable[[AttentionProblem], int] = lambda problem: ANY_PAGE_SIZE if problem.paged else 0
@@ -181,7 +184,7 @@ class AttentionKernel:
     def planning(self, key: AttentionKey) -> OperationKey | None:
         """The operation that plan() launches for `key`: it fills the kernel's own plan memory."""
         if self.has_expression_blocks and key.variant is not None and key.variant.has_mask:
-            return OperationKey("expression_blocks", key.target, f"expr{key.variant.digest}")
+            return OperationKey("expression_blocks", without_matrix_unit(key.target), f"expr{key.variant.digest}")
         return self.operation(key)
 
     def plan_bytes(self, key: AttentionKey) -> int:
@@ -202,7 +205,8 @@ class AttentionKernel:
 
     def key_with(self, problem: AttentionProblem, rows: int) -> AttentionKey:
         """The key of the variant whose row tiles have `rows` rows."""
-        shared = {**shared_fields(problem), "page_size": self.page_size(problem)}
+        target = problem.target if self.uses_matrix_unit(problem, rows) else without_matrix_unit(problem.target)
+        shared = {**shared_fields(problem), "target": target, "page_size": self.page_size(problem)}
         return AttentionKey(**shared, kernel=self.name, tile_rows=rows)
 
     def keys(self, problem: AttentionProblem) -> list[AttentionKey]:

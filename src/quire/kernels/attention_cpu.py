@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from quire.jit import without_matrix_unit
 from quire.kernels.attention import (
     AttentionKernel,
     AttentionProblem,
@@ -20,11 +21,19 @@ def _reject(problem: AttentionProblem) -> str | None:
     return head_dim_reason(problem, most=512)
 
 
+def _multiplies_tiles(problem: AttentionProblem, rows: int = 32) -> bool:
+    """Whether row tiles of `rows` rows are multiplied on AMX: bf16 queries of more rows than decode's."""
+    return without_matrix_unit(problem.target) != problem.target and problem.q.slug == "bf16" and rows > 16
+
+
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """16 rows hold a decode batch's requests. 192 rows read each copied key tile cheaper than 96 do, up to where their
-    scratch (540 KB at head_dim 256) outgrows a small L2 cache.
+    scratch (540 KB at head_dim 256) outgrows a small L2 cache. On a matrix unit 128 keys a tile halve what the outputs
+    cost that it loads and stores each time.
     """
     widest = max(problem.head_dim_qk, problem.head_dim_vo)
+    if _multiplies_tiles(problem):
+        return TileShape(16, 64), TileShape(256 if widest <= 128 else 128 if widest <= 256 else 64, 128)
     return TileShape(16, 64), TileShape(192 if widest <= 128 else 96 if widest <= 256 else 48, 64)
 
 
@@ -37,6 +46,7 @@ KERNEL = AttentionKernel(
     reject=_reject,
     tiles=_tiles,
     choose_rows=first_tile_without_neighbours,
+    uses_matrix_unit=_multiplies_tiles,
     has_expression_blocks=True,
     has_cascades=True,
 )

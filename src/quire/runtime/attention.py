@@ -132,7 +132,7 @@ def _decide(
     backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
 ) -> Decision:
     problem = AttentionProblem(
-        target=target_of(device), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
+        target=target_of(device, matrix_unit=True), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
         fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
     )  # fmt: skip
     decision = decide(problem, backend)

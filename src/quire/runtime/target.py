@@ -22,12 +22,15 @@ def current_stream(device: torch.device) -> int:
     return torch._C._cuda_getCurrentRawStream(device.index or 0) if on_cuda(device) else 0
 
 
-def target_of(device: torch.device) -> str:
-    """ "sm90a" for a Hopper GPU, "x86-64-v4" for a host with AVX-512, ..."""
+def target_of(device: torch.device, *, matrix_unit: bool = False) -> str:
+    """ "sm90a" for a Hopper GPU, "x86-64-v4" for a host with AVX-512, ...
+
+    `matrix_unit`: of code that multiplies matrices, which hosts may have a unit for.
+    """
     if device.type == "cuda":
         return cuda_target(device.index or 0)
     if device.type == "cpu":
-        return host_target()
+        return host_target(matrix_unit=matrix_unit)
     raise UnsupportedError(f"device: expected cpu or cuda, got {device}.")
 
 

@@ -4,13 +4,15 @@
 // one CTA's work tiles at a time. A row tile of up to kFewRows rows streams keys and values through registers
 // (tile/cpu_stream.h); one of more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
 // RoPE rotates such copies, so that few rows take them too, and so do head dims that are no whole vectors.
-// All arithmetic is in float32 whatever the tensors hold. No key that no row of a panel sees is read or computed with.
+// All arithmetic is in float32 whatever the tensors hold; a matrix unit (tile/cpu_tiles.h), where the target has one,
+// multiplies bf16 numbers and adds floats. No key that no row of a panel sees is read or computed with.
 #pragma once
 #include <stdlib.h>
 #include "quire/tile/cpu_panel.h"
 #include "quire/tile/cpu_rope.h"
 #include "quire/tile/cpu_rows.h"
 #include "quire/tile/cpu_stream.h"
+#include "quire/tile/cpu_tiles.h"
 
 namespace quire {
 
@@ -27,6 +29,7 @@ struct AttentionCpu {
 #pragma omp parallel if (p.num_ctas > 1) shared(next)
     {
       Scratch* scratch = static_cast<Scratch*>(aligned_alloc(alignof(Scratch), sizeof(Scratch)));
+      [[maybe_unused]] const typename conditional<kOnTiles, cpu::UseTiles, Nothing>::type use_tiles{};
       while (scratch != nullptr) {
         const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
         if (cta >= p.num_ctas) break;
@@ -43,21 +46,27 @@ struct AttentionCpu {
   using Kv = typename V::Kv;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr int kQk = cpu::whole_vectors(V::kHeadDimQk), kVo = cpu::whole_vectors(V::kHeadDimVo);
+  static constexpr bool kOnTiles = cpu::kHasTiles && is_same<Q, bf16_t>::value && kTileRows > 16;
   static constexpr bool kCopiesRows = kHasRope || kQk != V::kHeadDimQk || kVo != V::kHeadDimVo;
-  static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
+  static constexpr int kPanel = kOnTiles ? cpu::kTilePanel : cpu::kPanel;
+  static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, kPanel));
   static_assert(kTileKv % 32 == 0, "a kv tile is whole words of a mask");
+
+  struct Nothing {};
 
   // What a thread computes with; the running softmax first, then what few rows and many rows need.
   struct alignas(64) Scratch {
-    float m[kPaddedRows], d[kPaddedRows], alpha[cpu::kPanel];
+    float m[kPaddedRows], d[kPaddedRows], alpha[kPanel];
     float o[kPaddedRows * kVo];
     const Kv *k_rows[2][kTileKv], *v_rows[2][kTileKv];
 
     float q[kFewRows * kQk], s_rows[cpu::kStreamRows * kTileKv];
 
-    float wide_q[kCopiesRows ? cpu::kLanes : 0][kQk];  // rows of q, rotated
-    float qt[kPaddedRows * kQk], k[kTileKv * kQk], v[kTileKv * kVo], s[kTileKv * cpu::kPanel];
-    cpu::PanelRows<cpu::kPanel, kTileKv> panel;
+    float wide_q[kCopiesRows && !kOnTiles ? cpu::kLanes : 0][kQk];  // rows of q, rotated
+    float qt[kOnTiles ? 0 : kPaddedRows * kQk], k[kOnTiles ? 0 : kTileKv * kQk], v[kOnTiles ? 0 : kTileKv * kVo];
+    float s[kTileKv * kPanel];
+    cpu::TileOperands<kOnTiles ? kPaddedRows : 0, kOnTiles ? kTileKv : 0, V::kHeadDimQk, kVo> tiles;
+    cpu::PanelRows<kPanel, kTileKv> panel;
   };
 
   // What every kv tile of a work needs.
@@ -94,6 +103,8 @@ struct AttentionCpu {
     clear(scratch, rows.count);
     if (!kCopiesRows && rows.count <= kFewRows) {
       if constexpr (!kCopiesRows) stream_work_tile(c, work);
+    } else if constexpr (kOnTiles) {
+      tiles_work_tile(c, work);
     } else {
       panel_work_tile(c, work);
     }
@@ -101,7 +112,7 @@ struct AttentionCpu {
   }
 
   static void clear(Scratch& state, int count) {
-    const int padded = static_cast<int>(round_up(count, cpu::kPanel));
+    const int padded = static_cast<int>(round_up(count, kPanel));
     for (int row = 0; row < padded; ++row) state.m[row] = -cpu::kInfinity, state.d[row] = 0.0f;
     memset(state.o, 0, sizeof(float) * padded * kVo);
   }
@@ -284,6 +295,87 @@ struct AttentionCpu {
       if constexpr (mask_has_bits(V::kMask)) {
         for (int w = 0; w < kTileKv / 32; ++w) panel.words[w][i] = c.logits.mask.word(qo_idx, tile.begin + 32 * w);
       }
+    }
+  }
+
+  // ---- many rows, on a matrix unit ----
+
+  static void tiles_work_tile(const Context& c, const WorkTile& work) {
+    Scratch& x = c.scratch;
+    for (int row = 0; row < c.rows.count; row += cpu::kTileSide) pack_queries(c, row);
+    for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
+      const KeyRange tile = tile_keys(kv), keys = c.visible(kv);
+      if (keys.empty()) continue;
+      const KeyRange staged = {keys.begin - tile.begin, keys.end - tile.begin};
+      stage_tiles(c, keys, staged);
+      const bool finite = c.full(0, c.rows.count - 1, keys) || x.tiles.values_are_finite(staged);
+      for (int row = 0; row < c.rows.count; row += kPanel) {
+        if (c.rows.count - row > cpu::kTileSide) {
+          tiles_panel<2>(c, row, tile, finite);
+        } else {
+          tiles_panel<1>(c, row, tile, finite);
+        }
+      }
+    }
+    for (int row = 0; row < c.rows.count; row += cpu::kTileSide) cpu::transpose_outputs<kVo>(x.o + row * kVo);
+  }
+
+  static void pack_queries(const Context& c, int row) {
+    auto& tiles = c.scratch.tiles;
+    const bf16_t* rows[cpu::kTileSide];
+    const int count = min(cpu::kTileSide, c.rows.count - row);
+    for (int i = 0; i < count; ++i) {
+      const int position = c.rows.qo_idx(row + i) + c.logits.diagonal();
+      rows[i] = cpu::row_of_tiles<V::kHeadDimQk, kHasRope>(c.rows.template q<Q>(row + i), position, c.p.rope_frequencies,
+                                                           tiles.copies[i]);
+    }
+    tiles.pack_queries(row, rows, count);
+  }
+
+  // Keys and values `keys` of a kv tile, in which they lie at `at`.
+  static void stage_tiles(const Context& c, KeyRange keys, KeyRange at) {
+    Scratch& x = c.scratch;
+    const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
+    const int count = at.end - at.begin;
+    c.keys.resolve(keys, k_rows, v_rows);
+    for (int i = 0; i < count; ++i) {
+      cpu::prefetch_ahead<V::kHeadDimQk>(k_rows, i, count), cpu::prefetch_ahead<V::kHeadDimVo>(v_rows, i, count);
+      const bf16_t* k = cpu::row_of_tiles<V::kHeadDimQk, kHasRope>(k_rows[i], keys.begin + i, c.p.rope_frequencies,
+                                                                   x.tiles.copies[0]);
+      x.tiles.pack_key(at.begin + i, k);
+    }
+    x.tiles.template pack_values<V::kHeadDimVo>(v_rows, at);
+  }
+
+  // One panel of rows against one staged kv tile.
+  template <int kRowTiles>
+  static void tiles_panel(const Context& c, int row, KeyRange tile, bool finite) {
+    Scratch& x = c.scratch;
+    const int count = min(kPanel, c.rows.count - row);
+    const KeyRange visible = c.visible(row, row + count - 1, tile);
+    if (visible.empty()) return;
+    const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin}, whole = cpu::whole_tiles(keys);
+    x.tiles.template score<kRowTiles>(x.s, row, whole);
+    const bool plain = LogitsTransform<V, cpu::Math>::kIsIdentity && whole.begin == keys.begin && whole.end == keys.end &&
+                       c.full(row, row + count - 1, visible);
+    if (!plain) describe_panel(c, row, tile, count);
+    for (int i = 0; i < kRowTiles; ++i) {
+      const int at = row + i * cpu::kTileSide;
+      cpu::SoftmaxTile<kVo> softmax = {x.tiles.weights(i), x.s + i * (kTileKv * cpu::kTileSide), x.m + at, x.d + at,
+                                       x.o + at * kVo};
+      if (plain) {
+        softmax.of_all(whole, c.logits.q_scale());
+      } else {
+        softmax.of(keys, [&](cpu::Floats s, int key) {
+          const cpu::RowLanes<V, decltype(x.panel)> lanes = {c.logits, x.panel, i * cpu::kTileSide, tile.begin, key};
+          return cpu::score_logits<true>(c.logits, s * c.logits.q_scale(), lanes);
+        });
+      }
+    }
+    if (finite) {
+      x.tiles.template accumulate<kRowTiles>(x.o + row * kVo, whole);
+    } else {
+      for (int i = 0; i < kRowTiles; ++i) x.tiles.accumulate_visible(x.o + (row + i * cpu::kTileSide) * kVo, i, keys);
     }
   }
 };

@@ -60,13 +60,19 @@ QUIRE_CPU void prefetch_row(const T* row) {
   for (int i = 0; i < kDim; i += kLineElements) __builtin_prefetch(row + i);
 }
 
+// What row i of a copy waits for later: the rows of a strided cache are too far apart for the hardware's prefetcher.
+template <int kDim, class T>
+QUIRE_CPU void prefetch_ahead(const T* const* rows, int i, int count) {
+  constexpr int kAhead = 6;
+  if (i + kAhead < count) prefetch_row<kDim>(rows[i + kAhead]);
+}
+
 // to[i][:] = rows[i][:] as floats for count rows, with zeros behind them up to whole vectors.
 template <int kDim, class T>
 inline void widen_rows(float* to, const T* const* rows, int count) {
-  constexpr int kAhead = 6;  // rows; the rows of a strided cache are too far apart for the hardware's prefetcher
   constexpr int kRest = kDim % kLanes, kWhole = kDim - kRest;
   for (int i = 0; i < count; ++i, to += whole_vectors(kDim)) {
-    if (i + kAhead < count) prefetch_row<kDim>(rows[i + kAhead]);
+    prefetch_ahead<kDim>(rows, i, count);
     for (int d = 0; d < kWhole; d += kLanes) store(to + d, load(rows[i] + d));
     if constexpr (kRest != 0) store(to + kWhole, load_first<kRest>(rows[i] + kWhole));
   }
@@ -77,9 +83,7 @@ inline void widen_rows(float* to, const T* const* rows, int count) {
 inline bool all_finite(const float* x, int64_t count) {
   Ints found = {};
   for (int64_t i = 0; i < count; i += kLanes) found |= (reinterpret_cast<Ints>(load(x + i)) & 0x7f800000) == 0x7f800000;
-  int any = 0;
-  for (int i = 0; i < kLanes; ++i) any |= found[i];
-  return any == 0;
+  return !any_lane(found);
 }
 
 }  // namespace quire::cpu

@@ -130,18 +130,36 @@ QUIRE_CPU void store_first(T* to, Floats x) {
 // A NaN in x is passed over.
 QUIRE_CPU Floats maximum(Floats m, Floats x) { return x > m ? x : m; }
 
-// 2^x for x <= 126: a polynomial on [-1/2, 1/2] (relative error 9.2e-8, minimax) times a power of two made by shifting
-// the rounded x into the exponent. Below 2^-126 it is 0, so exp2(-inf) is exactly 0. Needs IEEE addition: -ffast-math
-// would remove the rounding.
+// 2^(rounded x) and what was rounded off, [-1/2, 1/2]. The sum with a large number has the rounded x, and the exponent's
+// bias, in its last bits. Needs IEEE addition: -ffast-math would remove the rounding.
+QUIRE_CPU Floats round_exponent(Floats x, Floats& rest) {
+  constexpr float kShift = 0x1.8p23f + 127.0f;
+  const Floats shifted = x + kShift;
+  rest = x - (shifted - kShift);
+  return reinterpret_cast<Floats>(reinterpret_cast<Ints>(shifted) << 23);
+}
+
+// 2^x for x <= 126: a polynomial (relative error 9.2e-8, minimax) times a power of two. Below 2^-126 it is 0, so
+// exp2(-inf) is exactly 0.
 QUIRE_CPU Floats exp2(Floats x) {
-  const Floats shifted = x + 0x1.8p23f;
-  const Floats f = x - (shifted - 0x1.8p23f);
+  Floats f;
+  const Floats power = round_exponent(x, f);
   Floats y = f * 0.001326472731307149f + 0.009671512991189957f;
   y = y * f + 0.05550733581185341f;
   y = y * f + 0.24022242426872253f;
   y = y * f + 0.6931470036506653f;
   y = y * f + 1.0f;
-  const Floats power = reinterpret_cast<Floats>((reinterpret_cast<Ints>(shifted) << 23) + (127 << 23));
+  return x < -126.0f ? Floats{} : y * power;
+}
+
+// The same with a relative error of 2.7e-6, for weights that are then rounded to bf16.
+QUIRE_CPU Floats exp2_coarse(Floats x) {
+  Floats f;
+  const Floats power = round_exponent(x, f);
+  Floats y = f * 0.009570104070007801f + 0.05591786652803421f;
+  y = y * f + 0.240247443318367f;
+  y = y * f + 0.6931217908859253f;
+  y = y * f + 0.9999992847442627f;
   return x < -126.0f ? Floats{} : y * power;
 }
 
@@ -183,6 +201,12 @@ QUIRE_CPU Floats4 sum_lanes(Floats a, Floats b, Floats c, Floats d) {
 QUIRE_CPU float sum_lanes(Floats x) {
   const Floats4 y = fold(x);
   return (y[0] + y[2]) + (y[1] + y[3]);
+}
+
+QUIRE_CPU bool any_lane(Ints x) {
+  int any = 0;
+  for (int i = 0; i < kLanes; ++i) any |= x[i];
+  return any != 0;
 }
 
 QUIRE_CPU float max_lanes(Floats x) {

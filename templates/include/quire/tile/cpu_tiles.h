@@ -1,0 +1,290 @@
+// Many rows on a matrix unit (tile/cpu_amx.h): bf16 queries, and keys and values of bf16 or of 8 bits, which it takes as
+// bf16 without loss.
+//
+// Scores and outputs are computed transposed, s[key][row] = K Q^T and o[dim][row] = V^T P^T. A vector of 16 rows then
+// lies across the lanes, as in tile/cpu_panel.h: softmax needs no sum across lanes, and P, two keys a word, is the second
+// operand just as softmax leaves it. K is copied; Q and V are transposed, Q once for a row tile. A panel is two tiles of
+// rows: a step of a product loads two tiles of each operand for four products.
+//
+// Everything lies in tiles of 1 KB, so that a load is 16 consecutive lines:
+//
+//   q  [rows / 16][dims / 32]   two dims of a row are a word     s  [2][keys][16]           floats
+//   k  [keys / 16][dims / 32]   16 keys of 32 dims               p  [2][keys / 32]          two keys of a row are a word
+//   v  [dims / 16][keys / 32]   16 dims of 32 keys               o  [rows / 16][dims / 16]  16 dims of 16 rows, floats
+#pragma once
+#include "quire/core/convert.h"
+#include "quire/tile/cpu_amx.h"
+#include "quire/tile/cpu_keys.h"
+#include "quire/tile/cpu_logits.h"
+#include "quire/tile/cpu_rope.h"
+
+namespace quire::cpu {
+
+constexpr int kTileSide = kLanes;          // rows of a tile, and words of each
+constexpr int kTilePanel = 2 * kTileSide;  // rows
+constexpr int kTileDims = 2 * kTileSide;   // of a tile of queries or keys; keys of a tile of values
+constexpr int kTileNumbers = kTileSide * kTileDims;
+static_assert(!kHasTiles || kLanes == 16, "a row of a tile is a vector");
+
+// A row's maximum is raised only when a score exceeds it by so much: until then o needs no new scale. Weights are then at
+// most 2^kSlack, of which neither bf16 nor sums of floats take notice.
+constexpr float kSlack = 8.0f;
+
+// Dims of a head as whole tiles.
+constexpr int whole_tiles(int head_dim) { return ceil_div(head_dim, kTileDims) * kTileDims; }
+
+// The whole tiles that hold these keys.
+inline KeyRange whole_tiles(KeyRange keys) {
+  return {keys.begin / kTileDims * kTileDims, static_cast<int>(round_up(keys.end, kTileDims))};
+}
+
+// ---- rows become tiles ----
+
+// A row as bf16 numbers of whole tiles: the row itself if it is that, else a copy in `to`, rotated if kRotates.
+template <int kDim, bool kRotates, class T>
+QUIRE_CPU const bf16_t* row_of_tiles(const T* row, int position, const uint64_t* frequencies, bf16_t* to) {
+  if constexpr (is_same<T, bf16_t>::value && !kRotates && kDim == whole_tiles(kDim)) {
+    return row;
+  } else {
+    float wide[whole_vectors(kDim)];
+    widen_rows<kDim>(wide, &row, 1);
+    if constexpr (kRotates) rotate_row<kDim>(wide, position, frequencies);
+    for (int d = 0; d < whole_tiles(kDim); d += kLanes) {
+      store(to + d, d < whole_vectors(kDim) ? load(wide + d) : Floats{});
+    }
+    return to;
+  }
+}
+
+// Two numbers that are not negative as a word of bf16, the first in its lower half. Rounds to nearest. A NaN may become
+// another number, but its row's denominator is NaN.
+QUIRE_CPU Words pair_of(Floats first, Floats second) {
+  const Words a = reinterpret_cast<Words>(first) + 0x8000u, b = reinterpret_cast<Words>(second) + 0x8000u;
+  return a >> 16 | (b & 0xffff0000u);
+}
+
+// The operands of both products of a work tile.
+template <int kRows, int kKv, int kHeadDimQk, int kVo>
+struct TileOperands {
+  static constexpr int kQk = whole_tiles(kHeadDimQk), kCopied = max(kQk, whole_tiles(kVo));
+
+  bf16_t copies[kRows == 0 ? 0 : kTileDims][kCopied];
+  bf16_t q[kRows * kQk], k[kKv * kQk], v[kKv * kVo];
+  uint32_t p[kKv * kTileSide];  // 2 * kTileSide rows of kKv / 2 words
+
+  uint32_t* weights(int row_tile) { return p + row_tile * (kKv / 2 * kTileSide); }
+
+  // `count` rows, the first of which is row `row` of the row tile; those that are missing in the tile are 0.
+  void pack_queries(int row, const bf16_t* const* rows, int count) {
+    bf16_t* to = q + row * kQk;
+    for (int d = 0; d < kQk; d += kTileDims, to += kTileNumbers) {
+      Floats x[kTileSide];
+      for (int i = 0; i < kTileSide; ++i) x[i] = i < count ? load_as<Floats>(rows[i] + d) : Floats{};
+      transpose(x);
+      memcpy(to, x, sizeof(x));
+    }
+  }
+
+  void pack_key(int key, const bf16_t* row) {
+    bf16_t* to = k + key / kTileSide * (kTileSide * kQk) + key % kTileSide * kTileDims;
+    for (int d = 0; d < kQk; d += kTileDims, to += kTileNumbers) memcpy(to, row + d, sizeof(Floats));
+  }
+
+  // The values `rows` of keys `at`, and zeros up to whole tiles.
+  template <int kDim, class Kv>
+  void pack_values(const Kv* const* rows, KeyRange at) {
+    static const bf16_t zeros[whole_tiles(kDim)] = {};
+    const KeyRange whole = whole_tiles(at);
+    for (int key = whole.begin; key < whole.end; key += kTileDims) {
+      const bf16_t* some[kTileDims];
+      for (int i = 0; i < kTileDims; ++i) {
+        const bool is_there = at.contains(key + i);
+        some[i] = is_there ? row_of_tiles<kDim, false>(rows[key + i - at.begin], 0, nullptr, copies[i]) : zeros;
+      }
+      for (int d = 0; d < kVo; d += kTileDims) transpose_values(key, d, some);
+    }
+  }
+
+  // kTileDims dims of as many keys. Even and odd dims are transposed apart: a word holds a dim of two keys.
+  void transpose_values(int key, int d, const bf16_t* const* rows) {
+    Floats even[kTileSide], odd[kTileSide];
+    for (int i = 0; i < kTileSide; ++i) {
+      const Words a = load_as<Words>(rows[2 * i] + d), b = load_as<Words>(rows[2 * i + 1] + d);
+      even[i] = reinterpret_cast<Floats>((a & 0xffffu) | b << 16);
+      odd[i] = reinterpret_cast<Floats>(a >> 16 | (b & 0xffff0000u));
+    }
+    transpose(even), transpose(odd);
+    bf16_t* to = values(d, key);
+    for (int i = 0; i < kTileSide / 2; ++i, to += 2 * kTileDims) {
+      memcpy(to, &even[i], sizeof(Floats)), memcpy(to + kTileDims, &odd[i], sizeof(Floats));
+    }
+    if (d + kTileSide == kVo) return;
+    to = values(d + kTileSide, key);
+    for (int i = kTileSide / 2; i < kTileSide; ++i, to += 2 * kTileDims) {
+      memcpy(to, &even[i], sizeof(Floats)), memcpy(to + kTileDims, &odd[i], sizeof(Floats));
+    }
+  }
+
+  // The tile of values of 16 dims from `d` on, of 32 keys from `key` on.
+  bf16_t* values(int d, int key) { return v + d * kKv + key * kTileSide; }
+
+  // Whether no value of these keys is infinite or NaN.
+  bool values_are_finite(KeyRange keys) {
+    const KeyRange whole = whole_tiles(keys);
+    Ints found = {};
+    for (int d = 0; d < kVo; d += kTileSide) {
+      for (const bf16_t *at = values(d, whole.begin), *end = values(d, whole.end); at < end; at += kTileDims) {
+        const Ints x = load_as<Ints>(at);
+        found |= ((x & 0x7f80) == 0x7f80) | ((x & 0x7f800000) == 0x7f800000);
+      }
+    }
+    return !any_lane(found);
+  }
+
+  // ---- products ----
+
+  // s[kRowTiles][keys][16] = K Q^T for the rows from `row` on and `keys`, whole tiles.
+  template <int kRowTiles>
+  void score(float* s, int row, KeyRange keys) const {
+    constexpr int kRow = kTileSide * kQk, kBlock = kTileSide * kTileSide;
+    const bf16_t* rows = q + row * kQk;
+    for (int key = keys.begin; key < keys.end; key += 2 * kTileSide) {
+      tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+      const bf16_t* at = k + key * kQk;
+#pragma GCC unroll 4
+      for (int d = 0; d < kRow; d += kTileNumbers) {
+        tile_load<4>(at + d), tile_load<5>(at + kRow + d), tile_load<6>(rows + d);
+        tile_dot<0, 4, 6>(), tile_dot<1, 5, 6>();
+        if constexpr (kRowTiles == 2) tile_load<7>(rows + kRow + d), tile_dot<2, 4, 7>(), tile_dot<3, 5, 7>();
+      }
+      float *to = s + key * kTileSide, *to_more = to + kKv * kTileSide;
+      tile_store<0>(to), tile_store<1>(to + kBlock);
+      if constexpr (kRowTiles == 2) tile_store<2>(to_more), tile_store<3>(to_more + kBlock);
+    }
+  }
+
+  // o[kRowTiles] += V^T P^T for `keys`, whole tiles.
+  template <int kRowTiles>
+  void accumulate(float* o, KeyRange keys) {
+    constexpr int kWhole = kVo / kTileDims * kTileDims;
+    for (int d = 0; d < kWhole; d += kTileDims) accumulate_dims<kRowTiles, 2>(o, d, keys);
+    if constexpr (kWhole < kVo) accumulate_dims<kRowTiles, 1>(o, kWhole, keys);
+  }
+
+  template <int kRowTiles, int kDimTiles>
+  void accumulate_dims(float* o, int d, KeyRange keys) {
+    constexpr bool kTwoRows = kRowTiles == 2, kTwoDims = kDimTiles == 2;
+    float *to = o + d * kTileSide, *to_dims = to + kTileSide * kTileSide;
+    float *to_rows = to + kTileSide * kVo, *to_both = to_dims + kTileSide * kVo;
+    tile_load<0>(to);
+    if constexpr (kTwoDims) tile_load<1>(to_dims);
+    if constexpr (kTwoRows) tile_load<2>(to_rows);
+    if constexpr (kTwoRows && kTwoDims) tile_load<3>(to_both);
+#pragma GCC unroll 1
+    for (int key = keys.begin; key < keys.end; key += kTileDims) {
+      tile_load<4>(values(d, key)), tile_load<6>(weights(0) + key / 2 * kTileSide), tile_dot<0, 4, 6>();
+      if constexpr (kTwoDims) tile_load<5>(values(d + kTileSide, key)), tile_dot<1, 5, 6>();
+      if constexpr (kTwoRows) tile_load<7>(weights(1) + key / 2 * kTileSide), tile_dot<2, 4, 7>();
+      if constexpr (kTwoRows && kTwoDims) tile_dot<3, 5, 7>();
+    }
+    tile_store<0>(to);
+    if constexpr (kTwoDims) tile_store<1>(to_dims);
+    if constexpr (kTwoRows) tile_store<2>(to_rows);
+    if constexpr (kTwoRows && kTwoDims) tile_store<3>(to_both);
+  }
+
+  // The same for one tile of rows where a value is infinite or NaN and a row must not see it: a weight of 0 is skipped.
+  void accumulate_visible(float* o, int row_tile, KeyRange keys) {
+    for (int key = keys.begin; key < keys.end; ++key) {
+      const Words word = load(weights(row_tile) + key / 2 * kTileSide);
+      const Floats weight = reinterpret_cast<Floats>(key % 2 == 0 ? word << 16 : word & 0xffff0000u);
+      const bf16_t* at = values(0, key / kTileDims * kTileDims) + key % kTileDims;
+      for (int d = 0; d < kVo; ++d) {
+        const float x = to_float(at[d / kTileSide * (kTileSide * kKv) + d % kTileSide * kTileDims]);
+        float* to = o + d * kTileSide;
+        store(to, load(to) + (weight == 0.0f ? Floats{} : weight * x));
+      }
+    }
+  }
+};
+
+// ---- softmax ----
+
+// Of one tile of rows and a kv tile's scores, which become weights; o, of kVo dims, is scaled when a maximum is raised.
+template <int kVo>
+struct SoftmaxTile {
+  uint32_t* p;
+  float *s, *m, *d, *o;
+
+  // score(x, key): what becomes of these rows' q . k. Weights are 0 for keys that are not in `keys`, up to whole tiles.
+  template <class Score>
+  void of(KeyRange keys, Score&& score) {
+    Floats top = broadcast(-kInfinity);
+    for_each_logit(s, keys, 1, kTileSide, [&](Floats x, int key) {
+      x = score(x, key);
+      top = maximum(top, x);
+      return x;
+    });
+    const KeyRange whole = whole_tiles(keys);
+    for (int key = whole.begin; key < keys.begin; ++key) store(s + key * kTileSide, broadcast(-kInfinity));
+    for (int key = keys.end; key < whole.end; ++key) store(s + key * kTileSide, broadcast(-kInfinity));
+    const Floats base = raise_maximum(top);
+    weigh<false>(whole, 1.0f, base);
+  }
+
+  // The same where all rows see all `keys`, whole tiles, and a logit is q . k times `factor`.
+  void of_all(KeyRange keys, float factor) {
+    Floats top = broadcast(-kInfinity), top_odd = top;
+    for (int key = keys.begin; key < keys.end; key += 2) {
+      top = maximum(top, load(s + key * kTileSide) * factor);
+      top_odd = maximum(top_odd, load(s + (key + 1) * kTileSide) * factor);
+    }
+    const Floats base = raise_maximum(maximum(top, top_odd));
+    weigh<true>(keys, factor, base);
+  }
+
+ private:
+  // What weights are relative to.
+  Floats raise_maximum(Floats top) {
+    const Floats before = load(m);
+    const Ints raised = top > before + kSlack;
+    const Floats after = raised ? top : before, base = after == -kInfinity ? Floats{} : after;
+    if (!any_lane(raised)) return base;
+    const Floats alpha = raised ? exp2(before - base) : broadcast(1.0f);
+    for (int i = 0; i < kVo; ++i) store(o + i * kTileSide, load(o + i * kTileSide) * alpha);
+    store(m, after);
+    store(d, load(d) * alpha);
+    return base;
+  }
+
+  template <bool kScales>
+  void weigh(KeyRange keys, float factor, Floats base) {
+    Floats sum = load(d), odd_sum = {};
+    const auto weight = [&](int key) {
+      const Floats x = load(s + key * kTileSide);
+      return exp2_coarse(kScales ? x * factor - base : x - base);
+    };
+    for (int key = keys.begin; key < keys.end; key += 2) {
+      const Floats even = weight(key), odd = weight(key + 1);
+      sum += even, odd_sum += odd;
+      const Words pair = pair_of(even, odd);
+      memcpy(p + key / 2 * kTileSide, &pair, sizeof(pair));
+    }
+    store(d, sum + odd_sum);
+  }
+};
+
+// o[16 rows][kVo] of o's tiles, in place.
+template <int kVo>
+inline void transpose_outputs(float* o) {
+  float rows[kTileSide * kVo];
+  for (int d = 0; d < kVo; d += kTileSide) {
+    Floats x[kTileSide];
+    for (int i = 0; i < kTileSide; ++i) x[i] = load(o + (d + i) * kTileSide);
+    transpose(x);
+    for (int i = 0; i < kTileSide; ++i) store(rows + i * kVo + d, x[i]);
+  }
+  memcpy(o, rows, sizeof(rows));
+}
+
+}  // namespace quire::cpu
