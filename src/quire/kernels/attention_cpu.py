@@ -10,6 +10,7 @@ from quire.kernels.attention import (
     first_tile_without_neighbours,
     head_dim_reason,
 )
+from quire.types import PosEncodingMode
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -22,8 +23,12 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _multiplies_tiles(problem: AttentionProblem, rows: int = 32) -> bool:
-    """Whether row tiles of `rows` rows are multiplied on AMX: bf16 queries of more rows than decode's."""
-    return without_matrix_unit(problem.target) != problem.target and problem.q.slug == "bf16" and rows > 16
+    """Whether row tiles of `rows` rows are multiplied on AMX: bf16 queries, more of them than in decode, which are not
+    rotated here (rotated floats would be rounded again).
+    """
+    if without_matrix_unit(problem.target) == problem.target:
+        return False
+    return problem.q.slug == "bf16" and rows > 16 and problem.pos_encoding is not PosEncodingMode.ROPE_LLAMA
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:

@@ -46,7 +46,7 @@ struct AttentionCpu {
   using Kv = typename V::Kv;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr int kQk = cpu::whole_vectors(V::kHeadDimQk), kVo = cpu::whole_vectors(V::kHeadDimVo);
-  static constexpr bool kOnTiles = cpu::kHasTiles && is_same<Q, bf16_t>::value && kTileRows > 16;
+  static constexpr bool kOnTiles = cpu::kHasTiles && is_same<Q, bf16_t>::value && !kHasRope && kTileRows > 16;
   static constexpr bool kCopiesRows = kHasRope || kQk != V::kHeadDimQk || kVo != V::kHeadDimVo;
   static constexpr int kPanel = kOnTiles ? cpu::kTilePanel : cpu::kPanel;
   static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, kPanel));
@@ -325,9 +325,7 @@ struct AttentionCpu {
     const bf16_t* rows[cpu::kTileSide];
     const int count = min(cpu::kTileSide, c.rows.count - row);
     for (int i = 0; i < count; ++i) {
-      const int position = c.rows.qo_idx(row + i) + c.logits.diagonal();
-      rows[i] = cpu::row_of_tiles<V::kHeadDimQk, kHasRope>(c.rows.template q<Q>(row + i), position, c.p.rope_frequencies,
-                                                           tiles.copies[i]);
+      rows[i] = cpu::row_of_tiles<V::kHeadDimQk>(c.rows.template q<Q>(row + i), tiles.copies[i]);
     }
     tiles.pack_queries(row, rows, count);
   }
@@ -340,9 +338,7 @@ struct AttentionCpu {
     c.keys.resolve(keys, k_rows, v_rows);
     for (int i = 0; i < count; ++i) {
       cpu::prefetch_ahead<V::kHeadDimQk>(k_rows, i, count), cpu::prefetch_ahead<V::kHeadDimVo>(v_rows, i, count);
-      const bf16_t* k = cpu::row_of_tiles<V::kHeadDimQk, kHasRope>(k_rows[i], keys.begin + i, c.p.rope_frequencies,
-                                                                   x.tiles.copies[0]);
-      x.tiles.pack_key(at.begin + i, k);
+      x.tiles.pack_key(at.begin + i, cpu::row_of_tiles<V::kHeadDimQk>(k_rows[i], x.tiles.copies[0]));
     }
     x.tiles.template pack_values<V::kHeadDimVo>(v_rows, at);
   }

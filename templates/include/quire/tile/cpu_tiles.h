@@ -16,7 +16,6 @@
 #include "quire/tile/cpu_amx.h"
 #include "quire/tile/cpu_keys.h"
 #include "quire/tile/cpu_logits.h"
-#include "quire/tile/cpu_rope.h"
 
 namespace quire::cpu {
 
@@ -40,15 +39,14 @@ inline KeyRange whole_tiles(KeyRange keys) {
 
 // ---- rows become tiles ----
 
-// A row as bf16 numbers of whole tiles: the row itself if it is that, else a copy in `to`, rotated if kRotates.
-template <int kDim, bool kRotates, class T>
-QUIRE_CPU const bf16_t* row_of_tiles(const T* row, int position, const uint64_t* frequencies, bf16_t* to) {
-  if constexpr (is_same<T, bf16_t>::value && !kRotates && kDim == whole_tiles(kDim)) {
+// A row as bf16 numbers of whole tiles: the row itself if it is that, else a copy in `to`.
+template <int kDim, class T>
+QUIRE_CPU const bf16_t* row_of_tiles(const T* row, bf16_t* to) {
+  if constexpr (is_same<T, bf16_t>::value && kDim == whole_tiles(kDim)) {
     return row;
   } else {
     float wide[whole_vectors(kDim)];
     widen_rows<kDim>(wide, &row, 1);
-    if constexpr (kRotates) rotate_row<kDim>(wide, position, frequencies);
     for (int d = 0; d < whole_tiles(kDim); d += kLanes) {
       store(to + d, d < whole_vectors(kDim) ? load(wide + d) : Floats{});
     }
@@ -99,7 +97,7 @@ struct TileOperands {
       const bf16_t* some[kTileDims];
       for (int i = 0; i < kTileDims; ++i) {
         const bool is_there = at.contains(key + i);
-        some[i] = is_there ? row_of_tiles<kDim, false>(rows[key + i - at.begin], 0, nullptr, copies[i]) : zeros;
+        some[i] = is_there ? row_of_tiles<kDim>(rows[key + i - at.begin], copies[i]) : zeros;
       }
       for (int d = 0; d < kVo; d += kTileDims) transpose_values(key, d, some);
     }

@@ -1,0 +1,170 @@
+"""bf16 attention on the matrix unit of x86-64: on AMX where the processor has it, else with its instructions in C++."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import quire
+from calls import prefill_paged, prefill_ragged
+from emulated_tiles import TARGET, processor_with_tiles
+from problems import Problem
+from quire import config, jit
+from quire.jit import cpu
+from quire.kernels import AttentionProblem, decide
+from quire.runtime import target
+from quire.types import MaskMode, PosEncodingMode, dtype_of
+
+HAS_AVX512 = cpu.supports("x86-64-v4")
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A processor with tiles."""
+    if not HAS_AVX512:
+        pytest.skip("the emulated tiles are vectors of AVX-512")
+    if cpu.supports(TARGET):
+        yield
+        return
+    with processor_with_tiles(tmp_path, monkeypatch):
+        yield
+
+
+#: Lengths around a tile (16), a panel (32), a KV tile (128) and a row tile (256), one request without rows, one
+#: without keys.
+LENGTHS = ((100, 1, 0, 17, 33, 140), (300, 129, 5, 0, 33, 141))
+
+
+def problem(**options: object) -> Problem:
+    return Problem(*LENGTHS, **{"dtype": BF16, **options})
+
+
+PROBLEMS = {
+    "full": problem(),
+    "causal": problem(causal=True, num_qo_heads=6, num_kv_heads=2),
+    "one-group": problem(causal=True, num_qo_heads=2, num_kv_heads=2, head_dim=128),
+    "window": problem(causal=True, window_left=40),
+    "chunks": problem(causal=True, attention_chunk_size=48),
+    "bits": problem().random_mask(),
+    "soft-cap": problem(causal=True, soft_cap=5.0),
+    "alibi": problem(causal=True, pos_encoding_mode="ALIBI"),
+    "padded-dims": problem(causal=True, head_dim=40),
+    "odd-dims": problem(causal=True, head_dim=80),
+    "unequal-dims": problem(causal=True, head_dim=192, head_dim_vo=128),
+    "256": problem(causal=True, head_dim=256),
+    "512": problem(causal=True, head_dim=512),
+    "e4m3": problem(causal=True, kv_dtype=torch.float8_e4m3fn),
+    "e5m2": problem(causal=True, kv_dtype=torch.float8_e5m2, head_dim=96),
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_pages(tiles: None, name: str) -> None:
+    p = PROBLEMS[name]
+    p.check(*prefill_paged(p, p.paged(16), "quire:cpu", plan=plan_of(p)))
+
+
+@pytest.mark.parametrize("name", ["causal", "bits", "odd-dims"])
+def test_ragged(tiles: None, name: str) -> None:
+    p = PROBLEMS[name]
+    p.check(*prefill_ragged(p, "quire:cpu", plan=plan_of(p)))
+
+
+def plan_of(p: Problem) -> dict[str, object]:
+    return {} if p.kv_dtype is None else {"kv_data_type": p.kv_dtype}
+
+
+def test_one_row_tile_in_parts(tiles: None) -> None:
+    """Partial results of several threads."""
+    p = Problem((60,), (5000,), num_qo_heads=2, num_kv_heads=1, dtype=BF16, causal=True)
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        p.check(*prefill_ragged(p, "quire:cpu"))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_no_row_may_see(tiles: None, value: float) -> None:
+    """A weight of 0 times NaN is NaN: rows that see the value have it, and no others."""
+    p = Problem((64,), (64,), num_qo_heads=1, num_kv_heads=1, dtype=BF16, causal=True)
+    out = prefill_ragged(p, "quire:cpu")[0]
+    p.v[40] = value
+    poisoned = prefill_ragged(p, "quire:cpu")[0]
+    assert torch.equal(poisoned[:40], out[:40]) or (poisoned[:40] - out[:40]).abs().max() < 0.02
+    assert not poisoned[40:].isfinite().any()
+
+
+def test_a_key_of_nan_stays_hidden(tiles: None) -> None:
+    p = Problem((64,), (64,), num_qo_heads=1, num_kv_heads=1, dtype=BF16, causal=True)
+    out = prefill_ragged(p, "quire:cpu")[0]
+    p.k[40] = float("nan")
+    poisoned = prefill_ragged(p, "quire:cpu")[0]
+    assert torch.equal(poisoned[:40], out[:40])
+    assert poisoned[40:].isnan().all()
+
+
+def test_logits_that_grow_from_tile_to_tile(tiles: None) -> None:
+    """The maximum of a row is raised many times, by less and by more than kSlack."""
+    p = Problem((40,), (700,), num_qo_heads=1, num_kv_heads=1, dtype=BF16)
+    steps = torch.arange(700)[:, None, None] / 700
+    p.q[:] = p.q.abs()
+    p.k[:] = (p.k.abs() * steps * 6).to(BF16)
+    p.check(*prefill_ragged(p, "quire:cpu"))
+
+
+# ---- which code runs ----
+
+
+def attention_problem(dtype: str = "bf16", rows: int = 512, **more: object) -> AttentionProblem:
+    kind = dtype_of(dtype, "dtype")
+    options = {"window": False, "soft_cap": False, **more}
+    return AttentionProblem(TARGET, kind, kind, kind, 128, 128, 0, MaskMode.CAUSAL, rows=rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (attention_problem(), TARGET),
+        (attention_problem(rows=16), "x86-64-v4"),
+        (attention_problem("fp16"), "x86-64-v4"),
+        (attention_problem("fp32"), "x86-64-v4"),
+        (attention_problem(pos_encoding=PosEncodingMode.ROPE_LLAMA), "x86-64-v4"),
+    ],
+)
+def test_only_code_that_multiplies_tiles_is_compiled_for_amx(problem: AttentionProblem, expected: str) -> None:
+    key = decide(problem).key
+    assert key.target == expected
+    assert decide(key.problem()).kernel.tile(key).rows == key.tile_rows
+
+
+def test_other_code_is_that_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
+    monkeypatch.setattr(cpu, "supports", lambda _: True)
+    assert jit.host_target() == target.target_of(torch.device("cpu")) == "x86-64-v4"
+    assert target.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
+
+
+@pytest.mark.parametrize(("allowed", "expected"), [(True, TARGET), (False, "x86-64-v4")])
+def test_a_process_that_may_not_use_tiles_takes_avx512(
+    monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str
+) -> None:
+    levels = frozenset[str]().union(*cpu._LEVELS.values())
+    monkeypatch.setattr(cpu, "features", lambda: levels)
+    monkeypatch.setattr(cpu.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(cpu, "may_use_tiles", lambda: allowed)
+    assert cpu._best_target.__wrapped__() == expected
+    assert cpu.supports("native") == allowed
+
+
+def test_a_processor_without_tiles_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
+    monkeypatch.setattr(cpu, "features", lambda: cpu._LEVELS["x86-64-v3"])
+    assert config.cpu_target() == TARGET
+    with pytest.raises(quire.ValidationError, match="does not run 'x86-64-v4-amx' here"):
+        jit.host_target()
