@@ -46,19 +46,13 @@ def problem(**options: object) -> Problem:
 PROBLEMS = {
     "full": problem(),
     "causal": problem(causal=True, num_qo_heads=6, num_kv_heads=2),
-    "one-group": problem(causal=True, num_qo_heads=2, num_kv_heads=2, head_dim=128),
     "window": problem(causal=True, window_left=40),
-    "chunks": problem(causal=True, attention_chunk_size=48),
     "bits": problem().random_mask(),
     "soft-cap": problem(causal=True, soft_cap=5.0),
-    "alibi": problem(causal=True, pos_encoding_mode="ALIBI"),
     "padded-dims": problem(causal=True, head_dim=40),
     "odd-dims": problem(causal=True, head_dim=80),
     "unequal-dims": problem(causal=True, head_dim=192, head_dim_vo=128),
-    "256": problem(causal=True, head_dim=256),
-    "512": problem(causal=True, head_dim=512),
     "e4m3": problem(causal=True, kv_dtype=torch.float8_e4m3fn),
-    "e5m2": problem(causal=True, kv_dtype=torch.float8_e5m2, head_dim=96),
 }
 
 

@@ -82,6 +82,22 @@ def test_lengths(device, backend, dtype, kv_lens):
     p.check(*decode(p, p.paged(16), backend))
 
 
+@pytest.mark.parametrize("split", [-1, 64])
+@pytest.mark.parametrize("num_kv_heads", [1, 3, 4, 16, 20])
+def test_heads_side_by_side(device, backend, num_kv_heads, split):
+    """On a host a thread attends to several KV heads at a time where it has many; here it has 20 requests of each."""
+    lens = (300, 1, 0, 64, 65) * 4
+    p = Problem(
+        (1,) * 20, lens, num_qo_heads=2 * num_kv_heads, num_kv_heads=num_kv_heads, dtype=torch.bfloat16, device=device
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        p.check(*decode(p, p.paged(16), backend, plan={"fixed_split_size": split}))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_no_requests_at_all(device, backend, dtype):
     """An idle step: a batch of none gives an empty result."""
     p = batch(dtype, device, ())

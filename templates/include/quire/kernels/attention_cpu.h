@@ -14,6 +14,8 @@
 #include "quire/tile/cpu_stream.h"
 #include "quire/tile/cpu_tiles.h"
 
+extern "C" int omp_get_num_threads();  // omp.h declares much more
+
 namespace quire {
 
 template <class V>
@@ -21,6 +23,8 @@ struct AttentionCpu {
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   // Up to here the lanes that a panel leaves idle cost more than reading each key from L1 once per kStreamRows rows.
   static constexpr int kFewRows = 8;
+  // KV heads of few rows that are computed side by side, at most.
+  static constexpr int kMostHeads = 16;
 
   // 0, or 1 when no thread got memory for its scratch: then nothing was done. A thread without takes no work, so that
   // no group of partial results waits for a part that never comes.
@@ -30,11 +34,11 @@ struct AttentionCpu {
     {
       Scratch* scratch = static_cast<Scratch*>(aligned_alloc(alignof(Scratch), sizeof(Scratch)));
       [[maybe_unused]] const typename conditional<kOnTiles, cpu::UseTiles, Nothing>::type use_tiles{};
+      const int heads = heads_at_a_time(p, omp_get_num_threads());
       while (scratch != nullptr) {
-        const int cta = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED);
+        const int cta = __atomic_fetch_add(&next, heads, __ATOMIC_RELAXED);
         if (cta >= p.num_ctas) break;
-        WorkCursor cursor = WorkCursor::of_cta(p, cta);
-        for (WorkTile work; cursor.next<V::kCascade != 0>(p, kTileKv, work);) attend(p, work, *scratch);
+        attend_ctas(p, cta, heads, *scratch);
       }
       free(scratch);
     }
@@ -54,13 +58,19 @@ struct AttentionCpu {
 
   struct Nothing {};
 
-  // What a thread computes with; the running softmax first, then what few rows and many rows need.
-  struct alignas(64) Scratch {
-    float m[kPaddedRows], d[kPaddedRows], alpha[kPanel];
-    float o[kPaddedRows * kVo];
-    const Kv *k_rows[2][kTileKv], *v_rows[2][kTileKv];
+  // The queries of few rows, scaled, and their running softmax.
+  struct alignas(64) Stream {
+    float q[kFewRows * kQk], o[kFewRows * kVo], m[kFewRows], d[kFewRows];
+  };
 
-    float q[kFewRows * kQk], s_rows[cpu::kStreamRows * kTileKv];
+  // What a thread computes with; what few rows need, then what many rows need.
+  struct alignas(64) Scratch {
+    const Kv *k_rows[2][kTileKv], *v_rows[2][kTileKv];
+    float alpha[kPanel];
+    float s_rows[cpu::kStreamRows * kTileKv];
+    Stream streams[kCopiesRows ? 0 : kMostHeads];
+
+    float m[kPaddedRows], d[kPaddedRows], o[kPaddedRows * kVo];
 
     float wide_q[kCopiesRows && !kOnTiles ? cpu::kLanes : 0][kQk];  // rows of q, rotated
     float qt[kOnTiles ? 0 : kPaddedRows * kQk], k[kOnTiles ? 0 : kTileKv * kQk], v[kOnTiles ? 0 : kTileKv * kVo];
@@ -92,88 +102,131 @@ struct AttentionCpu {
     int unit(int kv) const { return rows.work.tile.work_begin + kv - rows.work.tile.kv_begin; }
   };
 
-  static void attend(const AttentionParams& p, const WorkTile& work, Scratch& scratch) {
-    const cpu::Rows rows(p, work, kTileRows);
-    const Context c = {
-        p,
-        rows,
-        {rows, work.tile.request, Mask<V::kMask, V::kWindow != 0>::of(p, work.tile), LogitsTransform<V, cpu::Math>(p)},
-        cpu::Keys<V>(p, work.tile.kv_first, work.kv_head),
-        scratch};
-    clear(scratch, rows.count);
-    if (!kCopiesRows && rows.count <= kFewRows) {
-      if constexpr (!kCopiesRows) stream_work_tile(c, work);
-    } else if constexpr (kOnTiles) {
-      tiles_work_tile(c, work);
-    } else {
-      panel_work_tile(c, work);
-    }
-    cpu::finish_work_tile<V>(rows, scratch.o, scratch.m, scratch.d);
+  static Context context(const cpu::Rows& rows, Scratch& scratch) {
+    const AttentionParams& p = rows.p;
+    const RowTile& tile = rows.work.tile;
+    return {p,
+            rows,
+            {rows, tile.request, Mask<V::kMask, V::kWindow != 0>::of(p, tile), LogitsTransform<V, cpu::Math>(p)},
+            cpu::Keys<V>(p, tile.kv_first, rows.work.kv_head),
+            scratch};
   }
 
-  static void clear(Scratch& state, int count) {
-    const int padded = static_cast<int>(round_up(count, kPanel));
-    for (int row = 0; row < padded; ++row) state.m[row] = -cpu::kInfinity, state.d[row] = 0.0f;
-    memset(state.o, 0, sizeof(float) * padded * kVo);
+  // KV heads that a thread attends to side by side, so that it reads more than one head's part of a token's keys.
+  // Only where a CTA is a whole row tile, and where each thread still has eight portions or more to take.
+  static int heads_at_a_time(const AttentionParams& p, int num_threads) {
+    if (kCopiesRows || p.partitions != nullptr || p.k_head_stride > p.k_token_stride) return 1;
+    int heads = min(kMostHeads, p.num_kv_heads);
+    while (heads > 1 && (p.num_kv_heads % heads != 0 || p.num_ctas < 8 * num_threads * heads)) --heads;
+    return heads;
+  }
+
+  // The work tiles of one CTA; or, of so many CTAs as there are `heads`, the row tile that they have in common.
+  static void attend_ctas(const AttentionParams& p, int cta, int heads, Scratch& scratch) {
+    WorkTile works[kMostHeads];
+    WorkCursor cursor = WorkCursor::of_cta(p, cta);
+    while (cursor.next<V::kCascade != 0>(p, kTileKv, works[0])) {
+      for (int i = 1; i < heads; ++i)
+        WorkCursor::of_cta(p, cta + i).template next<V::kCascade != 0>(p, kTileKv, works[i]);
+      attend(p, works, heads, scratch);
+    }
+  }
+
+  static void attend(const AttentionParams& p, const WorkTile* works, int heads, Scratch& scratch) {
+    if (!kCopiesRows && cpu::Rows(p, *works, kTileRows).count <= kFewRows) {
+      if constexpr (!kCopiesRows) stream_work_tiles(p, works, heads, scratch);
+      return;
+    }
+    for (int i = 0; i < heads; ++i) {
+      const cpu::Rows rows(p, works[i], kTileRows);
+      const Context c = context(rows, scratch);
+      clear(scratch, static_cast<int>(round_up(rows.count, kPanel)));
+      if constexpr (kOnTiles) {
+        tiles_work_tile(c, works[i]);
+      } else {
+        panel_work_tile(c, works[i]);
+      }
+      cpu::finish_work_tile<V>(rows, scratch.o, scratch.m, scratch.d);
+    }
+  }
+
+  template <class State>
+  static void clear(State& state, int count) {
+    for (int row = 0; row < count; ++row) state.m[row] = -cpu::kInfinity, state.d[row] = 0.0f;
+    memset(state.o, 0, sizeof(float) * count * kVo);
   }
 
   static KeyRange tile_keys(int kv) { return {kv * kTileKv, (kv + 1) * kTileKv}; }
 
   // ---- few rows ----
 
-  static void stream_work_tile(const Context& c, const WorkTile& work) {
-    Scratch& x = c.scratch;
-    const float scale = c.logits.q_scale();
-    for (int row = 0; row < c.rows.count; ++row) {
-      const auto* q = c.rows.template q<typename V::Q>(row);
-      for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(x.q + row * kQk + d, cpu::load(q + d) * scale);
-    }
-    const auto resolve = [&](int kv) {
-      if (kv >= work.kv_end) return KeyRange{0, 0};
-      const KeyRange keys = c.visible(kv);
-      if (!keys.empty()) c.keys.resolve(keys, x.k_rows[kv & 1], x.v_rows[kv & 1]);
+  // All heads of a kv tile, then those of the next. While one is computed the next one's keys are on their way.
+  static void stream_work_tiles(const AttentionParams& p, const WorkTile* works, int heads, Scratch& x) {
+    for (int i = 0; i < heads; ++i) begin_stream(cpu::Rows(p, works[i], kTileRows), x.streams[i], x);
+    const int count = heads * (works->kv_end - works->kv_begin);
+    const auto resolve = [&](int at) {
+      if (at >= count) return KeyRange{0, 0};
+      const cpu::Rows rows(p, works[at % heads], kTileRows);
+      const Context c = context(rows, x);
+      const KeyRange keys = c.visible(works->kv_begin + at / heads);
+      if (!keys.empty()) c.keys.resolve(keys, x.k_rows[at & 1], x.v_rows[at & 1]);
       return keys;
     };
-    KeyRange keys = resolve(work.kv_begin);
-    for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
-      const KeyRange next = resolve(kv + 1);
-      if (!keys.empty()) stream_tile(c, kv, keys, next);
+    KeyRange keys = resolve(0);
+    for (int at = 0; at < count; ++at) {
+      const KeyRange next = resolve(at + 1);
+      const cpu::Rows rows(p, works[at % heads], kTileRows);
+      if (!keys.empty()) stream_tile(context(rows, x), x.streams[at % heads], at & 1, keys, next);
       keys = next;
+    }
+    for (int i = 0; i < heads; ++i) {
+      cpu::finish_work_tile<V>(cpu::Rows(p, works[i], kTileRows), x.streams[i].o, x.streams[i].m, x.streams[i].d);
     }
   }
 
-  static void stream_tile(const Context& c, int kv, KeyRange keys, KeyRange next) {
+  static void begin_stream(const cpu::Rows& rows, Stream& stream, Scratch& x) {
+    clear(stream, rows.count);
+    const float scale = context(rows, x).logits.q_scale();
+    for (int row = 0; row < rows.count; ++row) {
+      const auto* q = rows.template q<typename V::Q>(row);
+      for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(stream.q + row * kQk + d, cpu::load(q + d) * scale);
+    }
+  }
+
+  // `at`: which of x.k_rows and x.v_rows are the tile's; the others are those of the next.
+  static void stream_tile(const Context& c, Stream& stream, int at, KeyRange keys, KeyRange next) {
     for (int row = 0; row < c.rows.count;) {
       const int left = c.rows.count - row;
       if (cpu::kStreamRows == 4 && left >= 4) {
-        stream_rows<cpu::kStreamRows>(c, kv, keys, next, row), row += cpu::kStreamRows;
+        stream_rows<cpu::kStreamRows>(c, stream, at, keys, next, row), row += cpu::kStreamRows;
       } else if (left >= 2) {
-        stream_rows<2>(c, kv, keys, next, row), row += 2;
+        stream_rows<2>(c, stream, at, keys, next, row), row += 2;
       } else {
-        stream_rows<1>(c, kv, keys, next, row), row += 1;
+        stream_rows<1>(c, stream, at, keys, next, row), row += 1;
       }
     }
   }
 
   template <int kRows>
-  static void stream_rows(const Context& c, int kv, KeyRange keys, KeyRange next, int row) {
+  static void stream_rows(const Context& c, Stream& stream, int at, KeyRange keys, KeyRange next, int row) {
     Scratch& x = c.scratch;
     const int count = keys.end - keys.begin;
-    const Kv *const *k_rows = x.k_rows[kv & 1], *const *v_rows = x.v_rows[kv & 1];
+    const Kv *const *k_rows = x.k_rows[at], *const *v_rows = x.v_rows[at];
+    const float* q = stream.q + row * kQk;
     if (row == 0) {
-      cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s_rows, x.q, k_rows, v_rows, count);
+      cpu::stream_scores<kQk, kRows, kTileKv, true>(x.s_rows, q, k_rows, v_rows, count);
     } else {
-      cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s_rows, x.q + row * kQk, k_rows, v_rows, count);
+      cpu::stream_scores<kQk, kRows, kTileKv, false>(x.s_rows, q, k_rows, v_rows, count);
     }
     for (int i = 0; i < kRows; ++i) {
-      const auto score = [&](cpu::Floats s, int at) {
-        return cpu::score_logits<true>(c.logits, s, cpu::KeyLanes<V>{c.logits, row + i, keys.begin + at, keys.end});
+      const auto score = [&](cpu::Floats s, int key) {
+        return cpu::score_logits<true>(c.logits, s, cpu::KeyLanes<V>{c.logits, row + i, keys.begin + key, keys.end});
       };
-      x.alpha[i] = cpu::stream_softmax(x.s_rows + i * kTileKv, count, score, x.m[row + i], x.d[row + i]);
+      x.alpha[i] = cpu::stream_softmax(x.s_rows + i * kTileKv, count, score, stream.m[row + i], stream.d[row + i]);
     }
-    float* o = x.o + row * kVo;
+    float* o = stream.o + row * kVo;
     if (c.full(row, row + kRows - 1, keys)) {
-      const cpu::Prefetch<Kv> prefetch = {x.k_rows[(kv + 1) & 1], row == 0 ? next.end - next.begin : 0};
+      const cpu::Prefetch<Kv> prefetch = {x.k_rows[1 - at], row == 0 ? next.end - next.begin : 0};
       cpu::stream_all_values<kVo, kRows, kTileKv, kQk>(o, x.s_rows, x.alpha, v_rows, count, prefetch);
     } else {
       for (int i = 0; i < kRows; ++i) {
@@ -352,8 +405,8 @@ struct AttentionCpu {
     if (visible.empty()) return;
     const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin}, whole = cpu::whole_tiles(keys);
     x.tiles.template score<kRowTiles>(x.s, row, whole);
-    const bool plain = LogitsTransform<V, cpu::Math>::kIsIdentity && whole.begin == keys.begin && whole.end == keys.end &&
-                       c.full(row, row + count - 1, visible);
+    const bool plain = LogitsTransform<V, cpu::Math>::kIsIdentity && whole.begin == keys.begin &&
+                       whole.end == keys.end && c.full(row, row + count - 1, visible);
     if (!plain) describe_panel(c, row, tile, count);
     for (int i = 0; i < kRowTiles; ++i) {
       const int at = row + i * cpu::kTileSide;

@@ -1,16 +1,17 @@
-// Many rows on a matrix unit (tile/cpu_amx.h): bf16 queries, and keys and values of bf16 or of 8 bits, which it takes as
-// bf16 without loss.
+// Many rows on a matrix unit (tile/cpu_amx.h): bf16 queries, and keys and values of bf16 or of 8 bits, which it takes
+// as bf16 without loss.
 //
 // Scores and outputs are computed transposed, s[key][row] = K Q^T and o[dim][row] = V^T P^T. A vector of 16 rows then
-// lies across the lanes, as in tile/cpu_panel.h: softmax needs no sum across lanes, and P, two keys a word, is the second
-// operand just as softmax leaves it. K is copied; Q and V are transposed, Q once for a row tile. A panel is two tiles of
-// rows: a step of a product loads two tiles of each operand for four products.
+// lies across the lanes, as in tile/cpu_panel.h: softmax needs no sum across lanes, and P, two keys a word, is the
+// second operand just as softmax leaves it. K is copied; Q and V are transposed, Q once for a row tile. A panel is two
+// tiles of rows: a step of a product loads two tiles of each operand for four products.
 //
 // Everything lies in tiles of 1 KB, so that a load is 16 consecutive lines:
 //
 //   q  [rows / 16][dims / 32]   two dims of a row are a word     s  [2][keys][16]           floats
-//   k  [keys / 16][dims / 32]   16 keys of 32 dims               p  [2][keys / 32]          two keys of a row are a word
-//   v  [dims / 16][keys / 32]   16 dims of 32 keys               o  [rows / 16][dims / 16]  16 dims of 16 rows, floats
+//   k  [keys / 16][dims / 32]   16 keys of 32 dims               p  [2][keys / 32]          two keys of a row are a
+//   word v  [dims / 16][keys / 32]   16 dims of 32 keys               o  [rows / 16][dims / 16]  16 dims of 16 rows,
+//   floats
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/tile/cpu_amx.h"
@@ -25,8 +26,8 @@ constexpr int kTileDims = 2 * kTileSide;   // of a tile of queries or keys; keys
 constexpr int kTileNumbers = kTileSide * kTileDims;
 static_assert(!kHasTiles || kLanes == 16, "a row of a tile is a vector");
 
-// A row's maximum is raised only when a score exceeds it by so much: until then o needs no new scale. Weights are then at
-// most 2^kSlack, of which neither bf16 nor sums of floats take notice.
+// A row's maximum is raised only when a score exceeds it by so much: until then o needs no new scale. Weights are then
+// at most 2^kSlack, of which neither bf16 nor sums of floats take notice.
 constexpr float kSlack = 8.0f;
 
 // Dims of a head as whole tiles.

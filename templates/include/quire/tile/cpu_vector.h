@@ -130,8 +130,8 @@ QUIRE_CPU void store_first(T* to, Floats x) {
 // A NaN in x is passed over.
 QUIRE_CPU Floats maximum(Floats m, Floats x) { return x > m ? x : m; }
 
-// 2^(rounded x) and what was rounded off, [-1/2, 1/2]. The sum with a large number has the rounded x, and the exponent's
-// bias, in its last bits. Needs IEEE addition: -ffast-math would remove the rounding.
+// 2^(rounded x) and what was rounded off, [-1/2, 1/2]. The sum with a large number has the rounded x, and the
+// exponent's bias, in its last bits. Needs IEEE addition: -ffast-math would remove the rounding.
 QUIRE_CPU Floats round_exponent(Floats x, Floats& rest) {
   constexpr float kShift = 0x1.8p23f + 127.0f;
   const Floats shifted = x + kShift;
