@@ -48,8 +48,12 @@ def batch(vocabulary: int, device: torch.device) -> dict[str, torch.Tensor]:
 
 def implementations() -> dict[str, str | None]:
     """Names of attn_implementation, and why one cannot run here."""
-    flash = "flash_attn is not installed" if importlib.util.find_spec("flash_attn") is None else None
-    return {"sdpa": None, "quire": None, "quire_flash_2": None, "eager": None, "flash_attention_2": flash}
+    modules = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+    missing = {
+        name: None if importlib.util.find_spec(module) else f"{module} is not installed"
+        for name, module in modules.items()
+    }
+    return {"sdpa": None, "quire": None, "quire_flash_2": None, "eager": None, **missing}
 
 
 def synchronise(device: torch.device) -> None:

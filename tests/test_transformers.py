@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cProfile
 import doctest
 import math
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+import oracle
 import quire
 
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # transformers' own
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
+from transformers.masking_utils import causal_mask_function  # noqa: E402
+
+from quire.compat import recent_plans  # noqa: E402
 from quire.compat import transformers as integration  # noqa: E402
 from quire.compat.flash_attn import flash_attn_func  # noqa: E402
 
@@ -238,13 +243,113 @@ def test_generate_batch():
     assert [done[name].generated_tokens for name in sorted(done, key=lambda name: len(done[name].prompt_ids))] == want
 
 
-def test_plans_are_shared_by_layers():
-    model = new_model("Llama")
-    model.set_attn_implementation("quire")
+@pytest.fixture
+def plans(monkeypatch):
+    """A list that grows by each plan that the integration makes."""
+    made, plan = [], recent_plans._plan
+
+    def counted(*args):
+        made.append(plan(*args))
+        return made[-1]
+
+    monkeypatch.setattr(recent_plans, "_plan", counted)
     integration._recent._kept.clear()
-    with torch.no_grad():
-        model(**prompts((0, 5)), use_cache=False)
-    assert len(integration._recent._kept) == 1
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("Llama", 1), ("Mistral", 1), pytest.param("Gemma2", 2, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("pads", [(0, 0, 0), (0, 5, 13), (3, 0, 20 - 1)])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_layers_share_one_plan_a_step(plans, name, kinds, pads, mode):
+    """A plan for each kind of layer, padded or not; none where a cache that is full of its window stays as long."""
+    model = new_model(name)
+    with mode():
+        generated(model, "quire", num_tokens=6, pads=pads)
+    assert 0 < len(plans) <= 6 * kinds
+    assert name != "Llama" or len(plans) == 6
+
+
+def test_a_batch_padded_on_the_left_reads_no_mask(plans):
+    generated(new_model("Llama"), "quire", num_tokens=3, pads=(0, 5, 13))
+    assert [plan.spec.mask.name for plan in plans] == ["CAUSAL", "NONE", "NONE"]
+    assert all(plan.spec.options.page_size == 0 for plan in plans)
+
+
+def test_calls_of_a_layer(plans):
+    """What a layer costs beside its kernel: Python's calls, which do not depend on the machine. sdpa makes 27."""
+    q, kv = torch.randn(3, 4, 1, 32), torch.randn(3, 2, 20, 32)
+    mask = made_mask(prompts((0, 5, 13))["attention_mask"], 1)
+    profile = cProfile.Profile()
+    for _ in range(2):
+        integration.attend(Layer(), q, kv, kv, mask)
+    with profile:
+        integration.attend(Layer(), q, kv, kv, mask)
+    assert len(plans) == 1
+    assert sum(entry.callcount for entry in profile.getstats()) <= 70
+
+
+def made_mask(padding: Tensor, q_length: int) -> Tensor | None:
+    """make_mask() of a causal batch, as transformers calls it."""
+    kv_length = padding.shape[1]
+    return integration.make_mask(
+        len(padding), q_length, kv_length, q_offset=kv_length - q_length, attention_mask=padding.bool(),
+        mask_function=causal_mask_function,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("q_length", [1, 3, 12])
+@pytest.mark.parametrize("pads", [(0, 5, 11), (4,), (0, 0)])
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "with room"])
+def test_rows_behind_their_padding(device, q_length, pads, layout):
+    """Each row as the oracle has it alone; what lies in padding is NaN, and the result of its queries 0."""
+    batch, kv_length = len(pads), 12
+    dtype, most = (torch.float32, 1e-5) if device == "cpu" else (torch.float16, 4e-3)
+    q = torch.randn(batch, 4, q_length, 32, device=device, dtype=dtype)
+    shape = {"heads first": (2, 12), "tokens first": (12, 2), "with room": (2, 17)}[layout]
+    k, v = (torch.randn(batch, *shape, 32, device=device, dtype=dtype) for _ in range(2))
+    k, v = (t.transpose(1, 2) if layout == "tokens first" else t[:, :, :kv_length] for t in (k, v))
+    padding = torch.ones(batch, kv_length, dtype=torch.long)
+    for row, pad in enumerate(pads):
+        padding[row, :pad], k[row, :, :pad], v[row, :, :pad] = 0, math.nan, math.nan
+    mask = made_mask(padding.to(device), q_length)
+    for _ in range(2):  # the second layer finds the plan of the first
+        out, _ = integration.attend(Layer(), q, k, v, mask)
+    q, k, v, out = (t.cpu() for t in (q, k, v, out))
+    for row, pad in enumerate(pads):
+        hidden = max(0, pad - (kv_length - q_length))
+        rows = q[row, :, hidden:].transpose(0, 1), *(t[row, :, pad:].transpose(0, 1) for t in (k, v))
+        offsets = (0, len(rows[0])), (0, len(rows[1]))
+        assert torch.allclose(out[row, hidden:].double(), oracle.attention(*rows, *offsets, causal=True).o, atol=most)
+        assert not out[row, :hidden].any()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_was_changed_is_read(mode):
+    q, kv = torch.randn(2, 4, 1, 32), torch.randn(2, 4, 9, 32)
+    with mode():
+        mask = made_mask(torch.tensor([[1] * 9, [0] * 4 + [1] * 5]), 1)
+        integration.attend(Layer(), q, kv, kv, mask)
+        mask[1, 0, 0, 6] = False
+        out, _ = integration.attend(Layer(), q, kv, kv, mask)
+        want = torch.nn.functional.scaled_dot_product_attention(q, kv, kv, mask)
+    assert torch.allclose(out, want.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [[7, 8], [0, 3], [4]])
+@pytest.mark.parametrize("q_length", [1, 9])
+def test_padding_elsewhere_is_a_mask(device, hidden, q_length):
+    """On the right, on both sides, in the middle."""
+    dtype, most = (torch.float32, 1e-5) if device == "cpu" else (torch.float16, 4e-3)
+    q, kv = (torch.randn(2, 4, length, 32, device=device, dtype=dtype) for length in (q_length, 9))
+    padding = torch.ones(2, 9, dtype=torch.long, device=device)
+    padding[1, hidden] = 0
+    mask = made_mask(padding, q_length)
+    want = torch.nn.functional.scaled_dot_product_attention(q.float(), kv.float(), kv.float(), mask).nan_to_num()
+    for _ in range(3):  # layers of one plan
+        out, _ = integration.attend(Layer(), q, kv, kv, mask)
+        assert torch.allclose(out.float(), want.transpose(1, 2), atol=most)
 
 
 class Layer(torch.nn.Module):

@@ -49,7 +49,6 @@ from quire.runtime.graph import refuse_capture
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.runtime.schedule import Indices, Lengths
-from quire.types import KVLayout
 
 __all__ = [
     "flash_attn_func",
@@ -445,7 +444,7 @@ def _attend(
     sources = cu_seqlens_q, cu_seqlens_k, seq_lens, block_table
     if not q.shape[0]:
         return
-    attention = plans.get((options, qo_len, right), sources, KVLayout.NHD, q.device, spec)
+    attention = plans.get((options, qo_len, right), sources, q.device, spec)
     rows = attention.spec.nnz_qo
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")

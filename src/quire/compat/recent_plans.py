@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock
 
@@ -20,51 +19,52 @@ Source = torch.Tensor | None  #: a tensor that a batch was made from
 
 
 class RecentPlans:
-    """The `most` plans that were used last; with 0 each call plans anew.
+    """The `most` plans that were made last; with 0 each call plans anew.
 
     A plan is found by what it was asked for (`key`), by the tensors that its batch was made from, which must be the
-    same objects and unchanged, and by the stream. Where a GPU plans, it plans each time, and what is kept is the
-    batch. Nothing is kept in a capture, and of tensors that count no changes (inference mode).
+    same objects and unchanged, and by the stream. Where a GPU plans from `sources` themselves, which a kernel may write
+    without torch's knowledge, it plans each time, and what is kept is the batch. Nothing is kept in a capture, and of
+    tensors that count no changes (inference mode).
     """
 
     def __init__(self, most: int = 16) -> None:
         self._most = most
-        self._kept: OrderedDict[Hashable, tuple[Attention | AttentionSpec, tuple[Callable[[], Source], ...]]]
-        self._kept = OrderedDict()
+        self._kept: dict[Hashable, tuple[Attention | AttentionSpec, tuple[Callable[[], Source], ...]]] = {}
         self._lock = Lock()
 
     def get(
-        self, key: Hashable, sources: tuple[Source, ...], layout: KVLayout, device: torch.device,
-        make: Callable[[], AttentionSpec],
-    ) -> Attention:  # fmt: skip
-        """The plan of `make()`'s batch."""
-        workspace = OwnWorkspace(device)
-        if not self._most or is_capturing(device) or any(t is not None and t.is_inference() for t in sources):
-            return Attention(make(), layout, workspace, "auto")
-        changes = tuple(t if t is None else (id(t), t._version) for t in sources)
-        key = key, changes, layout, device, current_stream(device)
-        known = self._find(key, sources)
-        if known is not None and not isinstance(known, AttentionSpec):
+        self, key: Hashable, sources: tuple[Source, ...], device: torch.device, make: Callable[[], AttentionSpec]
+    ) -> Attention:
+        """The plan of `make()`'s batch, whose tensors are in the order of NHD."""
+        if not self._most or is_capturing(device):
+            return _plan(make(), device)
+        if sources:
+            if any(t is not None and t.is_inference() for t in sources):
+                return _plan(make(), device)
+            key = key, *[t if t is None else (id(t), t._version) for t in sources]
+        key = key, device, current_stream(device)
+        known, references = self._kept.get(key, (None, ()))
+        if references and not all(ref() is t for ref, t in zip(references, sources, strict=True)):
+            known = None
+        if isinstance(known, Attention):
             return known
-        attention = Attention(make() if known is None else known, layout, workspace, "auto")
+        attention = _plan(known or make(), device)
         if known is None:
-            is_on_device = isinstance(attention.spec.indices, Lengths)
-            self._keep(key, attention.spec if is_on_device else attention, sources)
+            self._keep(key, attention, sources)
         return attention
 
-    def _find(self, key: Hashable, sources: tuple[Source, ...]) -> Attention | AttentionSpec | None:
-        with self._lock:
-            known, references = self._kept.get(key, (None, ()))
-            if known is None or not all(ref() is t for ref, t in zip(references, sources, strict=True)):
-                return None
-            self._kept.move_to_end(key)
-            return known
-
-    def _keep(self, key: Hashable, known: Attention | AttentionSpec, sources: tuple[Source, ...]) -> None:
+    def _keep(self, key: Hashable, attention: Attention, sources: tuple[Source, ...]) -> None:
+        indices = attention.spec.indices
+        reads_sources = isinstance(indices, Lengths) and any(t is indices.kv_lens for t in sources)
+        known = attention.spec if reads_sources else attention
         with self._lock:
             self._kept[key] = known, tuple(_nothing if t is None else weakref.ref(t) for t in sources)
             while len(self._kept) > self._most:
-                self._kept.popitem(last=False)
+                self._kept.pop(next(iter(self._kept)))
+
+
+def _plan(spec: AttentionSpec, device: torch.device) -> Attention:
+    return Attention(spec, KVLayout.NHD, OwnWorkspace(device), "auto")
 
 
 def _nothing() -> None:

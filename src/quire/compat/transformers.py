@@ -6,8 +6,9 @@
 
 "quire" is for forward() and generate(): static and dynamic caches, padding, sliding windows, soft caps, sinks, grouped
 heads, packed sequences, torch.compile. Keys and values are read where the cache has them. Which keys a query sees is
-what transformers' own mask for sdpa says, so that every mask of every model holds; there is none where a batch has no
-padding. A query that is alone in its request (decode) reads no mask: it reads the keys that it sees.
+what transformers' own mask for sdpa says, so that every mask of every model holds. A causal batch that is padded on the
+left, or not at all, is planned from the lengths of its padding and reads no mask. Nor does a query that is alone in its
+request (decode): it reads the keys that it sees. The layers of a model share the plan of a step.
 
 "quire_flash_2" is transformers' path for FlashAttention over the functions of quire.compat.flash_attn. It makes no
 mask, and generate_batch() (continuous batching over a paged cache) takes it:
@@ -24,7 +25,7 @@ Both are for inference: under autograd they raise ValidationError.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -35,21 +36,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
-from quire.block_tables import indices_of
 from quire.compat import flash_attn
 from quire.compat.recent_plans import RecentPlans
-from quire.compat.rows import equal_lengths, row_step, token_pages
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import AttentionSpec
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices, Lengths
-from quire.types import KVLayout
 
 __all__ = ["FLASH_NAME", "NAME", "attend", "make_mask", "register"]
 
 NAME, FLASH_NAME = "quire", "quire_flash_2"  #: the second: transformers asks for "flash", and a 2 for paged decode
 _recent, _none = RecentPlans(), RecentPlans(most=0)
+_PADDING = "quire_padding"  #: attribute of masks: their version, and the tokens of padding on the left of each row
 _packed: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()  #: offsets, by position_ids
 
 
@@ -97,25 +96,46 @@ def make_mask(
 
     The arguments are those of transformers' mask functions. sdpa takes None for top-left too, which attend() does not.
     """
-    places = batch_size, q_length, kv_length, q_offset, kv_offset
-    is_causal = allow_is_causal_skip and _is_plain(*places[1:], attention_mask, local_size)
-    if is_causal:
-        return None
-    mask: torch.Tensor | None = sdpa_mask(
-        *places, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False, **kwargs
+    places, padding = (q_length, kv_length, q_offset, kv_offset), None
+    if allow_is_causal_skip and _is_causal(*places, local_size):
+        seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
+        padding = _left_padding(seen)
+        if padding is not None and not any(padding):
+            return None
+        if padding is not None and seen is not None and q_length == 1:
+            return _with_padding(seen.bool()[:, None, None], padding)
+    mask = sdpa_mask(
+        batch_size, *places, attention_mask=attention_mask, local_size=local_size, allow_is_causal_skip=False, **kwargs
     )
+    return None if mask is None else _with_padding(mask, padding)
+
+
+def _with_padding(mask: torch.Tensor, padding: tuple[int, ...] | None) -> torch.Tensor:
+    """The mask, with what attend() is to know of it; a tensor that counts its changes, also in inference mode."""
+    if not is_tracing() and mask.is_inference():
+        with torch.inference_mode(False):
+            mask = mask.clone()
+    if padding is not None:
+        vars(mask)[_PADDING] = mask._version, padding
     return mask
 
 
-def _is_plain(
-    q_length: int, kv_length: int, q_offset: Any, kv_offset: int, padding: torch.Tensor | None, local_size: int | None
-) -> bool:
-    """Whether a causal mask, under a window of local_size, hides nothing but what lies right of the diagonal."""
+def _is_causal(q_length: int, kv_length: int, q_offset: Any, kv_offset: int, local_size: int | None) -> bool:
+    """Whether a causal mask, under a window of local_size, hides nothing but padding and what is right of the diagonal,
+    which ends at the last key.
+    """
     if is_tracing() or not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length:
         return False
-    if local_size is not None and kv_length > local_size:
-        return False
-    return padding is None or bool(padding[:, kv_offset : kv_offset + kv_length].all())
+    return local_size is None or kv_length <= local_size
+
+
+def _left_padding(seen: torch.Tensor | None) -> tuple[int, ...] | None:
+    """Tokens of padding ahead of each row of bool [batch, kv_length], () without any; None if others are hidden too."""
+    if seen is None or not seen.numel():
+        return ()
+    first, count = torch.stack([seen.to(torch.uint8).argmax(1), seen.sum(1)]).tolist()  # one wait for a GPU
+    is_left = all(pad + tokens == seen.shape[1] for pad, tokens in zip(first, count, strict=True))
+    return tuple(first) if is_left else None
 
 
 def attend(
@@ -132,26 +152,28 @@ def attend(
     another in one row are told apart by the mask, by cu_seq_lens_q and cu_seq_lens_k, or by position_ids that begin
     anew. s_aux: sinks. The window of `sliding_window` is in the mask. Raises ValidationError or UnsupportedError.
     """
-    _refuse(dropout=dropout or None, position_bias=position_bias, cache=cache)
-    _refuse(output_attentions=kwargs.get("output_attentions") or None)
-    mask = _checked_mask(attention_mask, query, key)
+    if dropout or position_bias is not None or cache is not None or kwargs.get("output_attentions"):
+        _refuse(dropout=dropout or None, position_bias=position_bias, cache=cache)
+        _refuse(output_attentions=kwargs.get("output_attentions") or None)
+    mask = None if attention_mask is None else _checked_mask(attention_mask, query, key)
+    padding = None if mask is None or is_tracing() else _known_padding(mask)
+    q_length, head_dim = query.shape[2], value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    causal = query.shape[2] > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = q_length > 1 and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     if mask is None and cu_seq_lens_q is None and causal:
         cu_seq_lens_q = cu_seq_lens_k = _packed_offsets(query, key, position_ids)
-    head_dim = value.shape[-1]
-    query, key, value = (_padded(t) for t in (query, key, value))
+    query, key, value = _padded(query), _padded(key), _padded(value)
     if mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out = _attend_packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, scale, causal, softcap, s_aux)
     else:
-        batch, num_heads, q_length, _ = query.shape
-        out = query.new_empty((batch, q_length, num_heads, value.shape[-1]))
+        out = query.new_empty((query.shape[0], q_length, query.shape[1], value.shape[-1]))
         sinks = None if s_aux is None else s_aux.detach().float().contiguous()
-        given = query, key, value, out, mask, sinks, scale, causal, softcap or 0.0
         if is_tracing():
-            _record(*given)  # a graph may write another mask into the same tensor
+            _record(query, key, value, out, mask, sinks, scale, causal, softcap or 0.0)
+        elif padding is None:
+            _attend(query, key, value, out, mask, sinks, scale, causal, softcap or 0.0, (), _recent)
         else:
-            _attend(*given, plans=_recent)
+            _attend(query, key, value, out, None, sinks, scale, q_length > 1, softcap or 0.0, padding, _recent)
     return (out if out.shape[-1] == head_dim else out[..., :head_dim].contiguous()), None
 
 
@@ -163,29 +185,29 @@ def _refuse(**arguments: Any) -> None:
             )
 
 
-def _checked_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    if mask is None:
-        return None
+def _checked_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """bool [batch, 1, q_length, kv_length]."""
     shape = query.shape[0], 1, query.shape[2], key.shape[2]
-    fits = (
-        isinstance(mask, torch.Tensor)
-        and mask.dim() == 4
-        and all(size in (1, wanted) for size, wanted in zip(mask.shape, shape, strict=True))
-    )
-    if not fits or mask.dtype is not torch.bool:
-        got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
-        raise ValidationError(
-            f"attention_mask: expected torch.bool {list(shape)} (batch, 1, queries, keys), got {got}."
-        )
-    return mask if mask.shape == shape else mask.expand(shape)
+    if isinstance(mask, torch.Tensor) and mask.dtype is torch.bool:
+        if mask.shape == shape:
+            return mask
+        if mask.dim() == 4 and all(size in (1, wanted) for size, wanted in zip(mask.shape, shape, strict=True)):
+            return mask.expand(shape)
+    got = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, torch.Tensor) else type(mask).__name__
+    raise ValidationError(f"attention_mask: expected torch.bool {list(shape)} (batch, 1, queries, keys), got {got}.")
+
+
+def _known_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
+    """What make_mask() found about a mask that nobody has changed since."""
+    version, padding = getattr(mask, _PADDING, (None, None))
+    return padding if version is not None and version == mask._version else None
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
     """With a head_dim that kernels take, and neighbours along it: zeros change no logit and no result."""
     dim = x.shape[-1]
-    wanted = max(32, -(-dim // 16) * 16)
-    if wanted != dim:
-        return pad(x, (0, wanted - dim))
+    if dim % 16 or dim < 32:
+        return pad(x, (0, max(32, -(-dim // 16) * 16) - dim))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -219,46 +241,85 @@ def _packed_offsets(query: torch.Tensor, key: torch.Tensor, position_ids: Any) -
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None,
-    sinks: torch.Tensor | None, scale: float, causal: bool, softcap: float, plans: RecentPlans = _none,
+    sinks: torch.Tensor | None, scale: float, causal: bool, softcap: float, padding: tuple[int, ...] = (),
+    plans: RecentPlans = _none,
 ) -> None:  # fmt: skip
-    """Writes out [batch, q_length, num_heads, head_dim]. Each row of the cache is a page (one row alone: ragged keys);
-    under a mask that one query has for itself each token is, and its page table names the tokens that it sees.
+    """Writes out [batch, q_length, num_heads, head_dim]. Keys are ragged: each row of the cache is a request, and so is
+    what lies between two rows, with no queries. Under a mask that one query has for itself each token is a page, and
+    the page table names the tokens that the query sees.
+
+    padding: tokens ahead in each row that no query sees and whose own queries give zeros; (): none.
     """
     if not out.numel():
         return
-    batch, num_heads, q_length, head_dim = query.shape
-    kv_length, step = key.shape[2], 0 if mask is None or q_length > 1 else _token_step(key, value)
-    options = PlanOptions(
-        *heads(num_heads, key.shape[1]), head_dim, value.shape[-1], Types.of(query.dtype, key.dtype, None),
-        logits_options(head_dim, scale, -1, softcap, "NONE"), causal and mask is None,
-        1 if step else kv_length if batch > 1 else 0,
-    )  # fmt: skip
-
-    shape = batch, q_length, kv_length
+    step, k_size, k_stride = _token_line(key.shape, key.stride())
+    v_step, v_size, v_stride = _token_line(value.shape, value.stride())
+    if not step == v_step > 0:
+        key, value = key.contiguous(), value.contiguous()
+        _attend(query, key, value, out, mask, sinks, scale, causal, softcap, padding, plans)
+        return
+    has_pages = mask is not None and query.shape[2] == 1
 
     def spec() -> AttentionSpec:
-        if mask is not None and step:
+        options = _options(query, key, value, scale, causal and mask is None, softcap, page_size=int(has_pages))
+        if mask is not None and has_pages:
             return AttentionSpec(_seen_tokens(mask[:, 0, 0], step), options)
-        rows = equal_lengths(batch, kv_length)
-        indices = Indices(1, None, q_length, rows.offsets, None, None, 1)
-        if batch > 1:
-            indices = indices_of(rows.rows, rows.lens, None, q_length, kv_length)
-        return AttentionSpec(indices, options, None if mask is None else mask.reshape(-1))
+        rows = _rows(padding or (0,) * query.shape[0], query.shape[2], key.shape[2], step)
+        return AttentionSpec(rows, options, None if mask is None else mask.reshape(-1))
 
-    attention = plans.get((options, *shape, step), (mask,), KVLayout.HND, query.device, spec)
-    k, v = (token_pages(t.transpose(1, 2)).transpose(1, 2) if step else t for t in (key, value))
+    asked = query.shape, key.shape, value.shape[-1], step, query.dtype, key.dtype, scale, causal, softcap, padding
+    attention = plans.get(asked, () if mask is None else (mask,), query.device, spec)
+    k, v = key.as_strided(k_size, k_stride), value.as_strided(v_size, v_stride)
     attention.run(
-        query.transpose(1, 2).reshape(batch * q_length, num_heads, head_dim),
-        (k, v) if options.page_size else (k[0], v[0]),
-        out=out.flatten(0, 1), lse=None, return_lse=False, sinks=sinks, q_scale=None, k_scale=None, v_scale=None,
-        window_left=None, enable_pdl=None,
+        query.squeeze(2) if query.shape[2] == 1 else query.transpose(1, 2).flatten(0, 1),
+        (k.unsqueeze(1), v.unsqueeze(1)) if has_pages else (k, v), out=out.flatten(0, 1), lse=None, return_lse=False,
+        sinks=sinks, q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None,
     )  # fmt: skip
 
 
-def _token_step(key: torch.Tensor, value: torch.Tensor) -> int:
-    """Pages of one token from a row of the cache to the next; 0 if keys and values do not lie alike."""
-    step = row_step(key.transpose(1, 2))
-    return step if step == row_step(value.transpose(1, 2)) else 0
+@lru_cache(maxsize=64)
+def _token_line(
+    shape: tuple[int, ...], strides: tuple[int, ...]
+) -> tuple[int, tuple[int, int, int], tuple[int, int, int]]:
+    """Tokens from a row of a cache [rows, heads, tokens, dim] to the next, or 0 if they are no whole number; and the
+    shape and strides of all tokens in one line [tokens, heads, dim], where those of neighbouring heads overlap.
+    """
+    (rows, num_heads, tokens, dim), (row, head, token, one) = shape, strides
+    if rows == 1 or tokens == 1:
+        token, step = (row if tokens == 1 else token), tokens
+    else:
+        step = row // token if token and row % token == 0 else 0
+    return step, ((rows - 1) * step + tokens, num_heads, dim), (token, head, one)
+
+
+def _options(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool, softcap: float,
+    page_size: int,
+) -> PlanOptions:  # fmt: skip
+    head_dim = query.shape[3]
+    logits = logits_options(head_dim, scale, -1, softcap, "NONE")
+    types = Types.of(query.dtype, key.dtype, None)
+    return PlanOptions(*heads(query.shape[1], key.shape[1]), head_dim, value.shape[3], types, logits, causal, page_size)
+
+
+def _rows(padding: tuple[int, ...], q_length: int, kv_length: int, step: int) -> Indices:
+    """Requests of the rows of a cache, which begin `step` tokens after one another: keys behind the padding. What lies
+    ahead of them is a request without queries; queries that are padding are one without keys.
+    """
+    qo_indptr, kv_indptr = [0], [0]
+
+    def add(num_queries: int, kv_end: int) -> None:
+        if num_queries or kv_end > kv_indptr[-1]:
+            qo_indptr.append(qo_indptr[-1] + num_queries)
+            kv_indptr.append(kv_end)
+
+    for row, hidden in enumerate(padding):
+        begin, hidden_queries = row * step, max(0, hidden - (kv_length - q_length))
+        add(0, begin + hidden)
+        add(hidden_queries, begin + hidden)
+        add(q_length - hidden_queries, begin + kv_length)
+    offsets = (torch.tensor(offsets, dtype=torch.int32, device="cpu") for offsets in (qo_indptr, kv_indptr))
+    return Indices(len(qo_indptr) - 1, next(offsets), 0, next(offsets), None, None, 1)
 
 
 def _seen_tokens(seen: torch.Tensor, step: int) -> Indices | Lengths:
