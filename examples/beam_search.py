@@ -21,7 +21,7 @@ import first_call
 import generate
 import quire
 from generate import PAGE_SIZE
-from paged_engine import Batch, Model, inputs_of, tables
+from paged_model import Batch, Model, Step, tables
 
 NUM_BEAMS, VOCAB_SIZE, NUM_PAGES = 4, 2048, 96
 PROMPTS = ((50, 40), (7, 33), (16, 20))  #: tokens of a prompt, and new ones
@@ -75,7 +75,7 @@ class Searcher:
     """A model, its cache, and the wrapper that reads shared pages once."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        self.model, self.device = Model(model, NUM_PAGES, device), device
+        self.model, self.device = Model(model, NUM_PAGES), device
         self.pages = Pages(self.model.cache)
         self._cascade = quire.MultiLevelCascadeAttentionWrapper(
             2, torch.empty(32 << 20, dtype=torch.uint8, device=device)
@@ -105,9 +105,8 @@ class Searcher:
         self.most_pages = max(self.most_pages, sum(1 for users in self.pages.users.values() if users))
         self.most_unshared = max(self.most_unshared, sum(len(beam.pages) for beam in beams))
         batch = Batch([(beam, len(beam.tokens) - beam.cached) for beam in beams])
-        arrays = [list(pair) for pair in zip(*map(tables, batch.levels()), strict=True)]
-        self._cascade.plan(*arrays, *self.model.plan_arguments(), causal=True, q_data_type=self.model.dtype)
-        hidden = self.model.hidden(inputs_of(batch, self._cascade, self.device))
+        self.model.plan(self._cascade, batch)
+        hidden = self.model.hidden(Step.of(batch, self.device), self._cascade)
         ends = (generate.indptr(batch.num_rows)[1:] - 1).to(self.device)
         rows = self.model.model.lm_head(hidden[ends]).float().log_softmax(dim=1)
         order = {beam: row for (beam, _), row in zip(batch.work, rows, strict=True)}
@@ -126,11 +125,11 @@ def attend_once() -> None:
         beams = [Beam([0] * (16 + n), cached=16, pages=[0, 2 + i, 3 + i, 4 + i, 5 + i][:5]) for i, n in enumerate(rows)]
         batch = Batch([(beam, n) for beam, n in zip(beams, rows, strict=True)])
         wrapper = quire.MultiLevelCascadeAttentionWrapper(2, torch.empty(32 << 20, dtype=torch.uint8, device=device))
-        arrays = [list(pair) for pair in zip(*map(tables, batch.levels()), strict=True)]
+        arrays = [list(pair) for pair in zip(*map(tables, batch.levels), strict=True)]
         wrapper.plan(*arrays, *heads, PAGE_SIZE, causal=True, q_data_type=dtype)
-        step, nnz = inputs_of(batch, wrapper, device), sum(rows)
+        step, nnz = Step.of(batch, device), sum(rows)
         kv = q[:nnz, : heads[1]]
-        quire.append_paged_kv_cache(kv, kv, step.requests, step.positions.to(torch.int32), cache, *step.tables)
+        quire.append_paged_kv_cache(kv, kv, step.requests, step.slots, cache, *step.table)
         wrapper.run(q[:nnz], cache)
 
 

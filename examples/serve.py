@@ -20,7 +20,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,140 +39,20 @@ MOST_BODY = 1 << 20  #: bytes of a request
 NAME = "tiny"
 
 
-class Refused(Exception):
-    """A request that is wrong: an HTTP status, what is wrong, and the parameter that is."""
+class Refused(HTTPException):
+    """A request that is wrong: what is wrong, and the parameter that is."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(message)
-        self.param, self.status = param, status
+        super().__init__(status, message)
+        self.param = param
 
 
-def error_of(message: str, status: int, param: str | None = None) -> JSONResponse:
+def error_of(_: Http, error: Exception) -> JSONResponse:
+    """An error in the words of the API."""
+    status, param = getattr(error, "status_code", 500), getattr(error, "param", None)
+    message = error.detail if isinstance(error, HTTPException) else f"{type(error).__name__} in the server"
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": None}}, status)
-
-
-class Api:
-    """The HTTP side: bodies are checked, tokens become text."""
-
-    def __init__(self, engine: Engine, tokenizer: Any) -> None:
-        self.engine, self.tokenizer = engine, tokenizer
-        self.vocab_size = engine.model.model.config.vocab_size
-
-    def app(self) -> Starlette:
-        """The server; the engine runs as long as it does."""
-
-        @contextlib.asynccontextmanager
-        async def lifespan(_: Starlette) -> AsyncIterator[None]:
-            self.engine.start()
-            yield
-            await asyncio.to_thread(self.engine.stop)
-
-        page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-        models = {"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "quire"}]}
-        routes = [
-            Route("/v1/completions", self.completions, methods=["POST"]),
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/models", lambda _: JSONResponse(models)),
-            Route("/state", lambda _: JSONResponse(self.engine.state())),
-            Route("/schedule.svg", lambda _: Response(self.engine.schedule(), media_type="image/svg+xml")),
-            Route("/", lambda _: HTMLResponse(page)),
-        ]
-        handlers: dict[Any, Any] = {
-            Refused: lambda _, e: error_of(str(e), e.status, e.param),
-            HTTPException: lambda _, e: error_of(e.detail, e.status_code),
-            Exception: lambda _, e: error_of(f"{type(e).__name__} in the server", 500),
-        }
-        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
-
-    async def completions(self, http: Http) -> Response:
-        body = await read(http)
-        prompt = body.pop("prompt", None)
-        if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(t) is int for t in prompt)):
-            raise Refused("prompt: expected a string, or a list of token numbers", "prompt")
-        return await self.answer(http, body, prompt, "text_completion")
-
-    async def chat(self, http: Http) -> Response:
-        body = await read(http)
-        messages = body.pop("messages", None)
-        try:
-            lines = [f"{message['role']}: {'' + message['content']}" for message in messages or [None]]
-        except (TypeError, KeyError) as error:
-            raise Refused("messages: expected objects with a role and a content, both texts", "messages") from error
-        return await self.answer(http, body, "\n".join([*lines, "assistant:"]), "chat.completion")
-
-    def submit(self, body: dict[str, Any], prompt: str | list[int]) -> tuple[Request, asyncio.Queue]:
-        """Checks the rest of a body and hands it to the engine; what is left in it is not served."""
-        tokens = self.tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt)
-        if not tokens or not all(0 <= token < self.vocab_size for token in tokens):
-            raise Refused(f"prompt: expected tokens, with numbers below {self.vocab_size}", "prompt")
-        if (name := body.pop("model", NAME)) != NAME:
-            raise Refused(f"model: expected {NAME!r}, got {name!r}", "model", 404)
-        newer, older = (take_count(body, name) for name in ("max_completion_tokens", "max_tokens"))
-        for name, only in (("temperature", 0), ("n", 1), ("top_p", 1), ("echo", False), ("user", body.get("user"))):
-            if (given := body.pop(name, None)) not in (None, only):
-                raise Refused(f"{name}: expected {only!r}, as nothing else is served, got {given!r}", name)
-        if left := [name for name, value in body.items() if value is not None]:
-            raise Refused(f"{left[0]}: not served", left[0])
-        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
-        request = Request(tokens, newer or older or 16, lambda t: loop.call_soon_threadsafe(queue.put_nowait, t))
-        try:
-            self.engine.submit(request)
-        except ValueError as error:
-            raise Refused(str(error), "max_tokens") from error
-        return request, queue
-
-    async def tokens(self, request: Request, queue: asyncio.Queue) -> AsyncIterator[int]:
-        """Tokens as they are generated. Who stops to listen ends the request."""
-        try:
-            while (token := await queue.get()) is not None:
-                if isinstance(token, Exception):
-                    raise token
-                yield token
-        finally:
-            self.engine.cancel(request)
-
-    def choice(self, ids: list[int], reason: str | None, kind: str) -> dict[str, Any]:
-        """Tokens in the words of an API: text, whose pieces begin with ## where a word goes on."""
-        pieces = [self.tokenizer.id_to_token(token) or "" for token in ids]
-        text = "".join(piece[2:] if piece.startswith("##") else f" {piece}" for piece in pieces)
-        content: dict[str, Any] = {"text": text, "logprobs": None}
-        if kind != "text_completion":
-            content = {"message" if kind == "chat.completion" else "delta": {"role": "assistant", "content": text}}
-        return {"choices": [{"index": 0, **content, "finish_reason": reason, "token_ids": ids}]}
-
-    async def answer(self, http: Http, body: dict[str, Any], prompt: str | list[int], kind: str) -> Response:
-        if not isinstance(streams := body.pop("stream", None) or False, bool):
-            raise Refused(f"stream: expected a boolean, got {streams!r}", "stream")
-        request, queue = self.submit(body, prompt)
-        base = {"id": f"{kind}-{request.number}", "object": kind, "created": int(time.time()), "model": NAME}
-        tokens = self.tokens(request, queue)
-        if streams:
-            return StreamingResponse(self.events(base, request, tokens), media_type="text/event-stream")
-        whole, gone = asyncio.ensure_future(collect(tokens)), asyncio.ensure_future(http.receive())
-        await asyncio.wait({whole, gone}, return_when=asyncio.FIRST_COMPLETED)
-        gone.cancel()
-        if not whole.done():  # the client hung up
-            whole.cancel()
-            return Response(status_code=499)
-        ids = whole.result()
-        usage = {"prompt_tokens": request.prompt_len, "completion_tokens": len(ids)}
-        usage["total_tokens"] = sum(usage.values())
-        return JSONResponse(base | self.choice(ids, request.reason, kind) | {"usage": usage})
-
-    async def events(self, base: dict[str, Any], request: Request, tokens: AsyncIterator[int]) -> AsyncIterator[str]:
-        """Server-sent events, one a token, and one that says why there are no more."""
-        kind = base["object"] + (".chunk" if base["object"] == "chat.completion" else "")
-        base["object"] = kind
-        async with contextlib.aclosing(tokens):
-            async for token in tokens:
-                yield f"data: {json.dumps(base | self.choice([token], None, kind))}\n\n"
-        yield f"data: {json.dumps(base | self.choice([], request.reason, kind))}\n\ndata: [DONE]\n\n"
-
-
-async def collect(tokens: AsyncIterator[int]) -> list[int]:
-    async with contextlib.aclosing(tokens):
-        return [token async for token in tokens]
 
 
 async def read(http: Http) -> dict[str, Any]:
@@ -191,12 +71,146 @@ async def read(http: Http) -> dict[str, Any]:
     return body
 
 
-def take_count(body: dict[str, Any], name: str) -> int | None:
-    """A positive number of the body; None where it is not given or null."""
-    value = body.pop(name, None)
-    if value is not None and (type(value) is not int or value < 1):
-        raise Refused(f"{name}: expected a positive integer, got {value!r}", name)
-    return value
+def is_list(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+COUNT = "a positive integer", lambda value: type(value) is int and value > 0
+#: What each parameter must be, and whether a value is that; any other parameter is refused.
+PARAMETERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": (repr(NAME), lambda value: value == NAME),
+    "prompt": (
+        "a string, or a list of token numbers",
+        lambda value: isinstance(value, str) or is_list(value, lambda token: type(token) is int),
+    ),
+    "messages": (
+        "objects with a role and a content, both texts", lambda value: value != [] and is_list(value, is_message)
+    ),
+    "max_tokens": COUNT,
+    "max_completion_tokens": COUNT,
+    "stream": ("a boolean", lambda value: isinstance(value, bool)),
+    "temperature": ("0: tokens are the likeliest ones", lambda value: value == 0),
+    "top_p": ("1: tokens are the likeliest ones", lambda value: value == 1),
+    "n": ("1: one answer", lambda value: value == 1),
+    "echo": ("false", lambda value: value is False),
+    "user": ("anything", lambda _: True),
+}  # fmt: skip
+
+
+def checked(body: dict[str, Any], needed: str) -> dict[str, Any]:
+    """The parameters that are not null."""
+    given = {needed: None} | {name: value for name, value in body.items() if value is not None}
+    for name, value in given.items():
+        if name not in PARAMETERS:
+            raise Refused(f"{name}: not served", name)
+        expected, fits = PARAMETERS[name]
+        if not fits(value):
+            raise Refused(f"{name}: expected {expected}, got {value!r:.200}", name, 404 if name == "model" else 400)
+    return given
+
+
+class Api:
+    """The HTTP side: texts become tokens, and tokens texts."""
+
+    def __init__(self, engine: Engine, tokenizer: Any) -> None:
+        self.engine, self.tokenizer = engine, tokenizer
+        self.vocab_size = engine.model.model.config.vocab_size
+
+    def app(self) -> Starlette:
+        """The server; the engine runs as long as it does."""
+
+        @contextlib.asynccontextmanager
+        async def lifespan(_: Starlette) -> AsyncIterator[None]:
+            self.engine.start()
+            yield
+            await asyncio.to_thread(self.engine.stop)
+
+        page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+        models = {"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "quire"}]}
+        routes = [
+            Route("/v1/completions", self.complete, methods=["POST"]),
+            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/models", lambda _: JSONResponse(models)),
+            Route("/state", lambda _: JSONResponse(self.engine.state())),
+            Route("/schedule.svg", lambda _: Response(self.engine.schedule(), media_type="image/svg+xml")),
+            Route("/", lambda _: HTMLResponse(page)),
+        ]
+        handlers = {HTTPException: error_of, Exception: error_of}
+        return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
+
+    async def complete(self, http: Http) -> Response:
+        """Both kinds of completions, whole or streamed."""
+        kind, needed = ("chat.completion", "messages") if "chat" in http.url.path else ("text_completion", "prompt")
+        given = checked(await read(http), needed)
+        request, tokens = self.submit(given)
+        base = {"id": f"{kind}-{request.number}", "object": kind, "created": int(time.time()), "model": NAME}
+        if given.get("stream"):
+            return StreamingResponse(self.events(base, request, tokens), media_type="text/event-stream")
+        answer, gone = asyncio.ensure_future(whole(tokens)), asyncio.ensure_future(http.receive())
+        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+        gone.cancel()
+        if not answer.done():  # the client hung up
+            answer.cancel()
+            return Response(status_code=499)
+        ids = answer.result()
+        counts = {"prompt_tokens": request.prompt_len, "completion_tokens": len(ids)}
+        usage = {**counts, "total_tokens": sum(counts.values())}
+        return JSONResponse(base | self.choice(ids, request.reason, kind) | {"usage": usage})
+
+    def submit(self, given: dict[str, Any]) -> tuple[Request, AsyncGenerator[int]]:
+        """Hands a request to the engine; returns its tokens as they are generated."""
+        ids = given.get("prompt", [])
+        if messages := given.get("messages"):
+            ids = "\n".join([*(f"{one['role']}: {one['content']}" for one in messages), "assistant:"])
+        if isinstance(ids, str):
+            ids = self.tokenizer.encode(ids).ids
+        if not ids or not all(0 <= token < self.vocab_size for token in ids):
+            raise Refused(f"prompt: expected tokens, with numbers below {self.vocab_size}", "prompt")
+        most = given.get("max_completion_tokens") or given.get("max_tokens") or 16
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue()
+        request = Request(ids, most, lambda token: loop.call_soon_threadsafe(queue.put_nowait, token))
+        try:
+            self.engine.submit(request)
+        except ValueError as error:
+            raise Refused(str(error), "max_tokens") from error
+        return request, tokens_of(request, queue)
+
+    async def events(self, base: dict[str, Any], request: Request, tokens: AsyncGenerator[int]) -> AsyncGenerator[str]:
+        """Server-sent events, one a token, and one that says why there are no more."""
+        kind = base["object"] = base["object"].replace("chat.completion", "chat.completion.chunk")
+        async with contextlib.aclosing(tokens):
+            async for token in tokens:
+                yield f"data: {json.dumps(base | self.choice([token], None, kind))}\n\n"
+        yield f"data: {json.dumps(base | self.choice([], request.reason, kind))}\n\ndata: [DONE]\n\n"
+
+    def choice(self, ids: list[int], reason: str | None, kind: str) -> dict[str, Any]:
+        """Tokens in the words of an API: text, whose pieces begin with ## where a word goes on."""
+        pieces = [self.tokenizer.id_to_token(token) or "" for token in ids]
+        text = "".join(piece[2:] if piece.startswith("##") else f" {piece}" for piece in pieces)
+        content: dict[str, Any] = {"text": text, "logprobs": None}
+        if kind != "text_completion":
+            content = {"message" if kind == "chat.completion" else "delta": {"role": "assistant", "content": text}}
+        return {"choices": [{"index": 0, **content, "finish_reason": reason, "token_ids": ids}]}
+
+
+async def tokens_of(request: Request, queue: asyncio.Queue) -> AsyncGenerator[int]:
+    """Tokens that the engine puts into the queue. Who stops to listen ends the request."""
+    try:
+        while (token := await queue.get()) is not None:
+            if isinstance(token, Exception):
+                raise token
+            yield token
+    finally:
+        request.is_cancelled = True
+
+
+async def whole(tokens: AsyncGenerator[int]) -> list[int]:
+    async with contextlib.aclosing(tokens):
+        return [token async for token in tokens]
 
 
 def new_api(**options: Any) -> Api:

@@ -21,7 +21,7 @@ import first_call
 import generate
 import quire
 from generate import PAGE_SIZE, Request
-from paged_engine import Batch, Inputs, Model, inputs_of, tables
+from paged_model import Batch, Model, Part, Step, tables
 
 BRANCHES = 3, 2, 1, 1  #: children of the last token, of each of those, ...
 NUM_DRAFT_LAYERS = 2
@@ -73,7 +73,7 @@ class Speculator:
     """A model, its draft, and the cache of both."""
 
     def __init__(self, model: Any, tree: Tree, device: torch.device) -> None:
-        self.model, self.tree, self.device = Model(model, NUM_PAGES, device), tree, device
+        self.model, self.tree, self.device = Model(model, NUM_PAGES), tree, device
         self.head = model.lm_head
         self.draft = copy.copy(model.model)
         self.draft._modules = {**model.model._modules, "layers": model.model.layers[:NUM_DRAFT_LAYERS]}
@@ -89,8 +89,8 @@ class Speculator:
         wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(
             torch.empty(32 << 20, dtype=torch.uint8, device=self.device)
         )
-        wrapper.plan(*tables(batch.parts), *self.model.plan_arguments(), causal=True, q_data_type=self.model.dtype)
-        self.model.hidden(inputs_of(batch, wrapper, self.device))
+        self.model.plan(wrapper, batch)
+        self.model.hidden(Step.of(batch, self.device), wrapper)
         for request in requests:
             request.cached = len(request.tokens) - 1
 
@@ -109,16 +109,13 @@ class Speculator:
         """Of the first nodes of each tree, whose tokens are given: [requests, size, vocab_size]."""
         size = nodes.shape[1]
         cached = torch.tensor([request.cached for request in requests], device=self.device)[:, None]
-        parts = [(size, request.pages, request.cached + size) for request in requests]
-        _, indptr, indices, last = (t.to(self.device) for t in tables(parts))
-        inputs = Inputs(
-            nodes.flatten(), (cached + torch.tensor(self.tree.depths[:size], device=self.device)).flatten(),
-            torch.arange(len(requests), dtype=torch.int32, device=self.device).repeat_interleave(size),
-            (indices, indptr, last),
-            TreeAttention([r.pages for r in requests], [r.cached for r in requests], self.tree, size, self.device),
-            (cached + torch.arange(size, device=self.device)).flatten(),
-        )  # fmt: skip
-        return self.head(self.model.hidden(inputs, layers)).view(len(requests), size, -1)
+        parts = [Part(size, request.pages, request.cached + size) for request in requests]
+        numbers = torch.arange(len(requests), dtype=torch.int32, device=self.device).repeat_interleave(size)
+        positions = (cached + torch.tensor(self.tree.depths[:size], device=self.device)).flatten()
+        slots = (cached + torch.arange(size, device=self.device)).flatten().to(torch.int32)
+        step = Step(nodes.flatten(), positions, slots, numbers, *(t.to(self.device) for t in tables(parts)[1:]))
+        trees = TreeAttention([r.pages for r in requests], [r.cached for r in requests], self.tree, size, self.device)
+        return self.head(self.model.hidden(step, trees, layers)).view(len(requests), size, -1)
 
     def accept(self, request: Request, drafts: list[int], logits: torch.Tensor) -> None:
         """Follow the tree as long as it has the model's own choice; keep keys and values of that path alone."""
