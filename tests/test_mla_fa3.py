@@ -30,7 +30,7 @@ def problem(page_size: int = 64, **changes: object) -> AttentionProblem:
     return replace(plain, **changes)
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 128, 1000])
+@pytest.mark.parametrize("page_size", [1, 8, 20, 24, 64, 128, 1000])
 @pytest.mark.parametrize("rows", [1, 16, 128, 2048])
 def test_pages_of_at_least_32_tokens_get_it(page_size, rows):
     """Others get it where it is pinned."""
@@ -42,8 +42,6 @@ def test_pages_of_at_least_32_tokens_get_it(page_size, rows):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"page_size": 1}, "expected a multiple of 8"),
-        ({"page_size": 20}, "expected a multiple of 8"),
         ({"kv": E4M3}, "kv dtype e4m3 differs from q dtype bf16"),
         ({"o": FP16}, "o dtype fp16 differs"),
         ({"q": FP32, "kv": FP32, "o": FP32}, "is not fp16 or bf16"),
@@ -57,7 +55,7 @@ def test_what_it_leaves_to_others(changes, reason):
     assert reason in str(KERNEL.refusal(problem(**changes)))
 
 
-@pytest.mark.parametrize(("page_size", "box"), [(8, 8), (16, 16), (24, 8), (64, 64), (128, 64), (1000, 8)])
+@pytest.mark.parametrize(("page_size", "box"), [(32, 32), (64, 64), (96, 32), (128, 64)])
 def test_boxes_of_a_joined_cache(page_size, box):
     key = KERNEL.key(problem(page_size))
     size, strides = (9, page_size, 1, 512), (576 * page_size, 576, 576, 1)
@@ -69,6 +67,24 @@ def test_boxes_of_a_joined_cache(page_size, box):
     assert ckv.strides == kpe.strides == (576, 64, 576 * page_size)
     assert kpe.box == (64, box, 1, 1)
     assert ckv.box == (64, box, 2 if box == 64 else 1, 1)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 1000])
+def test_tokens_of_other_pages_are_gathered(page_size):
+    key = KERNEL.key(problem(page_size))
+    assert key == KERNEL.key(problem(1))
+    assert KERNEL.copies(key, KERNEL.tile(key), {}) == ()
+    assert {KERNEL.max_bytes(key, name) for name in ("ckv_cache", "kpe_cache")} == {1 << 36}
+    assert KERNEL.max_bytes(key, "q_nope") == KERNEL.max_bytes(KERNEL.key(problem(64)), "ckv_cache") == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_gathered_tokens(device, backend, dtype, num_heads, page_size):
+    """Row tiles whole and in parts, lengths that end within and at a KV tile, and requests without keys."""
+    p = Latents((1, 2, 1, 3, 1, 2), (2001, 64, 0, 129, 640, 2), num_heads, dtype, device, causal=True)
+    for form in ("joined", "split", "sliced"):
+        p.check(*attend(p, p.paged(page_size, form), backend))
 
 
 @pytest.mark.parametrize(

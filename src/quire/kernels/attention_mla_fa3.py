@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, mla_tensor_core_reason
+from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleOutput
 
@@ -17,14 +18,14 @@ _PARTS = 4  #: of the latents of a KV tile, each of which a box brings where pag
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.target != "sm90a":
         return f"target {problem.target} is not sm90a"
-    if problem.paged and problem.page_size % 8:
-        return f"page_size={problem.page_size}: expected a multiple of 8, of which the copy engine takes boxes"
     return mla_tensor_core_reason(problem)
 
 
 def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params_mla_fa3.h."""
-    copies = []
+    copies: list[TensorCopy] = []
+    if key.page_size == ANY_PAGE_SIZE:
+        return ()
     for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
         (pages, tokens, _, dims), (page, token, _, _) = views[name].sizes, views[name].strides
         if pages:
@@ -32,6 +33,16 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
             box = (_ATOM, rows, max(1, atoms // _PARTS) if rows == tile.kv else 1, 1)
             copies.append(TensorCopy(field, name, (_ATOM, tokens, atoms, pages), (token, _ATOM, page), box))
     return tuple(copies)
+
+
+def _page_size(problem: AttentionProblem) -> int:
+    """Pages of a multiple of 32 tokens are copied as boxes, whose size is compiled in; tokens of others are gathered."""
+    return ANY_PAGE_SIZE if problem.page_size % 32 else problem.page_size
+
+
+def _max_bytes(key: AttentionKey, operand: str) -> int:
+    """Tokens that are gathered are found by 32-bit numbers of 16 bytes."""
+    return 1 << 36 if key.page_size == ANY_PAGE_SIZE and operand in ("ckv_cache", "kpe_cache") else 0
 
 
 def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
@@ -52,7 +63,7 @@ def _fill(
 
 def _yields(problem: AttentionProblem) -> str | None:
     if problem.paged and problem.page_size % 32:
-        return "pages of fewer than 32 tokens are so many boxes that registers spill: backend='quire:fa3' pins it"
+        return "pages of fewer than 32 tokens, which it gathers one by one, are not measured: backend='quire:fa3' pins it"
     return None
 
 
@@ -67,7 +78,8 @@ KERNEL = AttentionKernel(
     tiles=lambda _: (TileShape(_ROWS, 64), TileShape(2 * _ROWS, 64)),
     choose_rows=_choose_rows,
     ctas_per_tile=lambda key: key.tile_rows // _ROWS,
-    page_size=lambda problem: problem.page_size,
+    page_size=_page_size,
+    max_bytes=_max_bytes,
     operands=MLA_OPERANDS,
     params=AttentionMlaFa3Params,
     copies=_copies,

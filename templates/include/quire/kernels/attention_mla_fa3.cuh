@@ -42,11 +42,14 @@ struct AttentionMlaFa3 {
                 "q, ckv, kpe and o have one dtype");
   static_assert(kCkv == 512 && kKpe == 64, "the registers of three warpgroups hold these dims");
   static_assert(kTileRows % kRows == 0 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
-  static_assert(kv_path<V>() == KvPath::kPages, "pages are boxes of the copy engine");
+  static_assert(kv_path<V>() != KvPath::kRagged, "keys are in pages");
 
   static constexpr int kThreads = 384, kMinCtas = 1;
 
  private:
+  // Pages are boxes of the copy engine, or tokens are gathered one by one.
+  static constexpr bool kGathers = kv_path<V>() == KvPath::kGather;
+
   using Stage = CurrentWork;
   using TileCkv = SwizzledTile<kTileKv, kCkv>;
   using TileKpe = SwizzledTile<kTileKv, kKpe>;
@@ -63,7 +66,7 @@ struct AttentionMlaFa3 {
 
   // One box of the copy engine a lane, 64 columns at a time; all columns of a part where a box has all rows of the
   // tile.
-  static constexpr int kBoxRows = gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
+  static constexpr int kBoxRows = kGathers ? kTileKv : gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
   static constexpr int kBoxAtoms = kBoxes == 1 ? TileCkv::kAtoms / kParts : 1;
 
   // Where this lane's box of a KV tile lies; boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
@@ -86,8 +89,8 @@ struct AttentionMlaFa3 {
     float factors[2][kRows];  // that o is multiplied by before a KV tile, if `is_raised` in the rows' warp
     int is_raised[2][4];
     int is_last[2];  // KV tile of a work tile
-    NextTile next[kHalves];
-    Box put_off[kBoxes];  // of kpe; row -1: there is none
+    NextTile next[kGathers ? kHalves * 4 : kHalves];  // a warp that gathers has its own
+    Box put_off[kBoxes];                              // of kpe; row -1: there is none
     int number;           // of the last whole row tile taken
     int turn;             // at merging
     alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
@@ -106,7 +109,7 @@ struct AttentionMlaFa3 {
                 "the warps ask for more registers than the launch has, and would wait for them forever");
 
   // 0 is the barrier of the CTA.
-  enum NamedBarrier { kScore = 1, kValues };
+  enum NamedBarrier { kScore = 1, kValues, kHalf };  // kHalf + i: of a half
 
  public:
   static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared));
@@ -115,8 +118,10 @@ struct AttentionMlaFa3 {
   QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
     const AttentionMlaFa3 self(p, smem);
     if (threadIdx.x == 0) {
-      ptx::prefetch_tensor_map(&p.tensor_k);
-      ptx::prefetch_tensor_map(&p.tensor_v);
+      if constexpr (!kGathers) {
+        ptx::prefetch_tensor_map(&p.tensor_k);
+        ptx::prefetch_tensor_map(&p.tensor_v);
+      }
       self.init_barriers();
     }
     __syncthreads();
@@ -164,11 +169,12 @@ struct AttentionMlaFa3 {
   // Stages of ckv have no empty barriers: who has used a half reloads it. `weights` has none either, because weights
   // take the place of a kpe that was loaded.
   QUIRE_DEVICE void init_barriers() const {
+    constexpr int kArrivals = kGathers ? 4 : 1;  // warps that gather, or the copy engine
     work_ring().init(1, kThreads / 32);
-    kpe_ring().init(1, kHalves);
+    kpe_ring().init(kArrivals, kHalves);
     weights_ring().init(4, 1);
     states_ring().init(4, 8);
-    for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), 1);
+    for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), kArrivals);
     ptx::mbarrier_init(queries_barrier(), 4);
     ptx::fence_mbarrier_init();
   }
@@ -217,6 +223,8 @@ struct AttentionMlaFa3 {
     return box.uniform();
   }
 
+  QUIRE_DEVICE void find(const WorkTile& work, int tile, Box& box) const { box = find_box(work, tile); }
+
   // One warp.
   QUIRE_DEVICE void load_kpe(Box box, RingPosition<2> at) const {
     kpe_ring().wait_empty(at);
@@ -247,15 +255,16 @@ struct AttentionMlaFa3 {
   }
 
   // Finds the KV tile that follows; false if none does. One warp, of which the last warpgroup's takes work tiles too.
-  QUIRE_DEVICE bool find_next(bool is_first, Box& box) const {
+  template <class Place>
+  QUIRE_DEVICE bool find_next(bool is_first, Place& place) const {
     const int half = half_of_o();
-    NextTile& shared = shared_.next[half];
+    NextTile& shared = shared_.next[kGathers ? half * 4 + warp_of_group() : half];
     NextTile next = is_first ? NextTile{} : shared;
     __syncwarp();
     if (!is_first && next.end == 0) return false;
     if (is_first || ++next.tile == next.end) {
       if (!is_first) next.at.advance();
-      if (half == kHalves - 1) schedule(next.at);
+      if (half == kHalves - 1 && (!kGathers || warp_of_group() == 0)) schedule(next.at);
       work_ring().wait_full(next.at);
       const Stage& stage = shared_.work[next.at.stage()];
       next.tile = stage.work.kv_begin;
@@ -263,7 +272,7 @@ struct AttentionMlaFa3 {
     }
     if (ptx::lane_id() == 0) shared = next;
     __syncwarp();
-    if (next.end != 0) box = find_box(shared_.work[next.at.stage()].work, next.tile);
+    if (next.end != 0) find(shared_.work[next.at.stage()].work, next.tile, place);
     return next.end != 0;
   }
 
@@ -276,6 +285,132 @@ struct AttentionMlaFa3 {
       work_ring().arrive_full(at);
     }
     __syncwarp();
+  }
+
+  // ---- Gathering: the warps of a half copy 16 tokens each, four at a time by eight lanes each.
+
+  // Where a token lies, of 16 that lanes 0 to 15 and again 16 to 31 have.
+  struct Token {
+    int page = -1, row = 0;  // page -1: there is none, its place is filled with zeros, and nothing is read
+  };
+  // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
+  static constexpr uint32_t kNowhere = 0xffffffffu;
+  QUIRE_DEVICE static uint32_t chunks_before(Token token, int64_t page_stride, int64_t token_stride) {
+    const uint32_t place = token.page * static_cast<uint32_t>(page_stride >> 3) +
+                           token.row * static_cast<uint32_t>(token_stride >> 3);
+    return token.page < 0 ? kNowhere : place;
+  }
+
+  QUIRE_DEVICE void find(const WorkTile& work, int tile, Token& found) const {
+    const int token = tile * kTileKv + warp_of_group() * 16 + ptx::lane_id() % 16;
+    found = {};
+    if (token >= work.tile.kv_len) return;
+    const int index = p_.base.page.div(token);
+    found.row = token - index * static_cast<int>(p_.base.page.divisor);
+    found.page = p_.base.kv_indices[work.tile.kv_first + index];
+  }
+
+  // Starts to copy kAtoms * 64 columns, from column `col` of `from` on, of this warp's tokens to the tile's.
+  template <int kAtoms, int kAtomBytes>
+  QUIRE_DEVICE static void gather(uint32_t tile, const void* from, int col, uint32_t place) {
+    const int lane = ptx::lane_id(), row = warp_of_group() * 16 + lane / 8;
+    const unsigned char* base = static_cast<const unsigned char*>(from) + col * 2 + lane % 8 * 16;
+    const uint32_t to = tile + row * 128 + (lane % 8 ^ lane / 8) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t chunks = __shfl_sync(0xffffffffu, place, 4 * i + lane / 8);
+      const int bytes = chunks == kNowhere ? 0 : 16;
+      const unsigned char* src = base + static_cast<uint64_t>(chunks == kNowhere ? 0 : chunks) * 16;
+#pragma unroll
+      for (int atom = 0; atom < kAtoms; ++atom) {
+        ptx::cp_async_16((to ^ i % 2 * 64) + i * 512 + atom * kAtomBytes, src + atom * 128, bytes);
+      }
+    }
+  }
+
+  QUIRE_DEVICE void gather_half(Token token, int stage) const {
+    const AttentionParams& p = p_.base;
+    const int half = half_of_o();
+    const uint32_t tile = ckv_tile(stage).base + half * (TileCkv::kBytes / kHalves);
+    constexpr int kAtoms = TileCkv::kAtoms / kHalves;
+    const uint32_t place = chunks_before(token, p.v_page_stride, p.v_token_stride);
+    gather<kAtoms, TileCkv::kAtomBytes>(tile, p.v, half * kHalfCols, place);
+  }
+  // kpe is gathered later, when the weights in its place have been used.
+  QUIRE_DEVICE void prefetch_kpe(Token token) const {
+    const AttentionParams& p = p_.base;
+    if (token.page < 0) return;
+    const T* src = static_cast<const T*>(p.k) + token.page * p.k_page_stride + token.row * p.k_token_stride;
+    ptx::prefetch_l2(src);
+  }
+  QUIRE_DEVICE void gather_kpe(Token token, RingPosition<2> at) const {
+    const AttentionParams& p = p_.base;
+    kpe_ring().wait_empty(at);
+    const uint32_t place = chunks_before(token, p.k_page_stride, p.k_token_stride);
+    gather<1, TileKpe::kBytes>(kpe_tile(at.stage()).base, p.k, 0, place);
+  }
+
+  // Waits for the copies of all groups but the latest kLater. The writer orders its copies before the tensor cores'
+  // reads, which costs the readers nothing.
+  template <int kLater>
+  QUIRE_DEVICE static void wait_copied() {
+    ptx::cp_async_wait<kLater>();
+    ptx::fence_proxy_async();
+    __syncwarp();
+  }
+  QUIRE_DEVICE void announce_half(int stage) const {
+    constexpr int kHalfParts = kParts / kHalves;
+    const int lane = ptx::lane_id();
+    if (lane < kHalfParts) ptx::mbarrier_arrive(ckv_full(stage, half_of_o() * kHalfParts + lane));
+  }
+  QUIRE_DEVICE void announce_kpe(RingPosition<2> at) const {
+    if (half_of_o() == kHalves - 1 && ptx::lane_id() == 0) kpe_ring().arrive_full(at);
+  }
+
+  // Fills the ring, but for the last stage's kpe: of that the token is left in `put_off`. Each KV tile leaves two groups
+  // of copies, kpe of the tile before it and then its ckv; all but the last two are announced.
+  QUIRE_DEVICE void gather_first_tiles(Token& put_off) const {
+    const bool has_kpe = half_of_o() == kHalves - 1;
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i) {
+      if (i > 0 && has_kpe) gather_kpe(put_off, {i - 1});
+      ptx::cp_async_commit();
+      put_off = {};
+      const bool exists = find_next(i == 0, put_off);
+      if (i == 1) ptx::mbarrier_wait(queries_barrier(), 0);
+      if (exists) gather_half(put_off, i);
+      ptx::cp_async_commit();
+    }
+    wait_copied<3>();
+    announce_half(0);
+    announce_kpe({0});
+    wait_copied<2>();
+    announce_half(1);
+  }
+
+  // add_tile() of gathered KV tiles. What the KV tile before it began to copy is announced on the way: kpe before the
+  // warps wait for weights, because S waits for it meanwhile, and ckv beside the product.
+  QUIRE_DEVICE bool add_gathered(float (&o)[kHalfCols / 2], RingPosition<2> kpe, Token& put_off) const {
+    const bool has_kpe = half_of_o() == kHalves - 1;
+    const int stage = kpe.count % kStages;
+    wait_copied<1>();
+    announce_kpe({kpe.count + 1});
+    const bool is_last = start_values(o, kpe, stage);
+    wait_copied<0>();
+    announce_half((kpe.count + 2) % kStages);
+    Token token;
+    const bool exists = find_next(false, token);
+    ptx::wgmma_wait<0>();
+    ptx::pin(o);
+    ptx::named_barrier_sync(kHalf + half_of_o(), 128);  // every warp has used these keys and weights
+    if (is_leader()) kpe_ring().arrive_empty(kpe);
+    if (has_kpe) gather_kpe(put_off, {kpe.count + 2});
+    ptx::cp_async_commit();
+    if (exists) gather_half(token, stage);
+    if (!has_kpe) prefetch_kpe(token);
+    ptx::cp_async_commit();
+    put_off = token;
+    return is_last;
   }
 
   // ---- The warpgroup of S: weights of each KV tile.
@@ -318,7 +453,7 @@ struct AttentionMlaFa3 {
       multiply(s, scores, ckv, kpe, tile > begin);
       const bool is_masked = (tile + 1) * kTileKv > all_see;
       if (is_masked) mask(s, work, tile * kTileKv);
-      scores.num_cleared = is_masked ? min(kTileKv, (tile + 1) * kTileKv - work.tile.kv_len) : 0;
+      scores.num_cleared = is_masked && !kGathers ? min(kTileKv, (tile + 1) * kTileKv - work.tile.kv_len) : 0;
       exponentiate(s, scores);
       ckv.advance(), kpe.advance();
     }
@@ -528,7 +663,12 @@ struct AttentionMlaFa3 {
       SharedWorkList<kCtasPerTile>::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
     }
     __syncwarp();
-    if (warp_of_group() == 0) load_first_tiles();
+    Token put_off;
+    if constexpr (kGathers) {
+      gather_first_tiles(put_off);
+    } else {
+      if (warp_of_group() == 0) load_first_tiles();
+    }
     RingPosition<kWorkStages> at;
     RingPosition<2> kpe;  // counts KV tiles
     for (;;) {
@@ -541,7 +681,11 @@ struct AttentionMlaFa3 {
       bool is_last;
 #pragma unroll 1
       do {
-        is_last = add_tile(o, kpe);
+        if constexpr (kGathers) {
+          is_last = add_gathered(o, kpe, put_off);
+        } else {
+          is_last = add_tile(o, kpe);
+        }
         kpe.advance();
       } while (!is_last);
       store(o, stage, {at.count});

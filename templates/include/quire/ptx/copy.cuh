@@ -17,6 +17,8 @@ QUIRE_DEVICE void cp_async_16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
 
+QUIRE_DEVICE void prefetch_l2(const void* src) { asm volatile("prefetch.global.L2 [%0];" ::"l"(src)); }
+
 // Of what nobody writes meanwhile; it leaves where it stands, not where its result is wanted.
 QUIRE_DEVICE uint32_t ld_global_constant(const uint32_t* src) {
   uint32_t x;
