@@ -377,7 +377,7 @@ struct AttentionMlaFa3 {
       ptx::cp_async_commit();
       put_off = {};
       const bool exists = find_next(i == 0, put_off);
-      if (i == 1) ptx::mbarrier_wait(queries_barrier(), 0);
+      if (i == 1 && exists) ptx::mbarrier_wait(queries_barrier(), 0);
       if (exists) gather_half(put_off, i);
       ptx::cp_async_commit();
     }
