@@ -296,9 +296,8 @@ struct AttentionMlaFa3 {
   // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
   static constexpr uint32_t kNowhere = 0xffffffffu;
   QUIRE_DEVICE static uint32_t chunks_before(Token token, int64_t page_stride, int64_t token_stride) {
-    const uint32_t place = token.page * static_cast<uint32_t>(page_stride >> 3) +
-                           token.row * static_cast<uint32_t>(token_stride >> 3);
-    return token.page < 0 ? kNowhere : place;
+    const int64_t element = token.page * page_stride + token.row * token_stride;
+    return token.page < 0 ? kNowhere : static_cast<uint32_t>(element >> 3);
   }
 
   QUIRE_DEVICE void find(const WorkTile& work, int tile, Token& found) const {
@@ -328,6 +327,10 @@ struct AttentionMlaFa3 {
     }
   }
 
+  QUIRE_DEVICE uint32_t kpe_chunks(Token token) const {
+    return chunks_before(token, p_.base.k_page_stride, p_.base.k_token_stride);
+  }
+
   QUIRE_DEVICE void gather_half(Token token, int stage) const {
     const AttentionParams& p = p_.base;
     const int half = half_of_o();
@@ -337,17 +340,12 @@ struct AttentionMlaFa3 {
     gather<kAtoms, TileCkv::kAtomBytes>(tile, p.v, half * kHalfCols, place);
   }
   // kpe is gathered later, when the weights in its place have been used.
-  QUIRE_DEVICE void prefetch_kpe(Token token) const {
-    const AttentionParams& p = p_.base;
-    if (token.page < 0) return;
-    const T* src = static_cast<const T*>(p.k) + token.page * p.k_page_stride + token.row * p.k_token_stride;
-    ptx::prefetch_l2(src);
+  QUIRE_DEVICE void prefetch_kpe(uint32_t place) const {
+    if (place != kNowhere) ptx::prefetch_l2(static_cast<const unsigned char*>(p_.base.k) + uint64_t{place} * 16);
   }
-  QUIRE_DEVICE void gather_kpe(Token token, RingPosition<2> at) const {
-    const AttentionParams& p = p_.base;
+  QUIRE_DEVICE void gather_kpe(uint32_t place, RingPosition<2> at) const {
     kpe_ring().wait_empty(at);
-    const uint32_t place = chunks_before(token, p.k_page_stride, p.k_token_stride);
-    gather<1, TileKpe::kBytes>(kpe_tile(at.stage()).base, p.k, 0, place);
+    gather<1, TileKpe::kBytes>(kpe_tile(at.stage()).base, p_.base.k, 0, place);
   }
 
   // Waits for the copies of all groups but the latest kLater. The writer orders its copies before the tensor cores'
@@ -367,19 +365,20 @@ struct AttentionMlaFa3 {
     if (half_of_o() == kHalves - 1 && ptx::lane_id() == 0) kpe_ring().arrive_full(at);
   }
 
-  // Fills the ring, but for the last stage's kpe: of that the token is left in `put_off`. Each KV tile leaves two groups
+  // Fills the ring, but for the last stage's kpe: its place is left in `put_off`. Each KV tile leaves two groups
   // of copies, kpe of the tile before it and then its ckv; all but the last two are announced.
-  QUIRE_DEVICE void gather_first_tiles(Token& put_off) const {
+  QUIRE_DEVICE void gather_first_tiles(uint32_t& put_off) const {
     const bool has_kpe = half_of_o() == kHalves - 1;
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) {
       if (i > 0 && has_kpe) gather_kpe(put_off, {i - 1});
       ptx::cp_async_commit();
-      put_off = {};
-      const bool exists = find_next(i == 0, put_off);
+      Token token;
+      const bool exists = find_next(i == 0, token);
       if (i == 1 && exists) ptx::mbarrier_wait(queries_barrier(), 0);
-      if (exists) gather_half(put_off, i);
+      if (exists) gather_half(token, i);
       ptx::cp_async_commit();
+      put_off = kpe_chunks(token);
     }
     wait_copied<3>();
     announce_half(0);
@@ -390,7 +389,7 @@ struct AttentionMlaFa3 {
 
   // add_tile() of gathered KV tiles. What the KV tile before it began to copy is announced on the way: kpe before the
   // warps wait for weights, because S waits for it meanwhile, and ckv beside the product.
-  QUIRE_DEVICE bool add_gathered(float (&o)[kHalfCols / 2], RingPosition<2> kpe, Token& put_off) const {
+  QUIRE_DEVICE bool add_gathered(float (&o)[kHalfCols / 2], RingPosition<2> kpe, uint32_t& put_off) const {
     const bool has_kpe = half_of_o() == kHalves - 1;
     const int stage = kpe.count % kStages;
     wait_copied<1>();
@@ -407,9 +406,9 @@ struct AttentionMlaFa3 {
     if (has_kpe) gather_kpe(put_off, {kpe.count + 2});
     ptx::cp_async_commit();
     if (exists) gather_half(token, stage);
-    if (!has_kpe) prefetch_kpe(token);
     ptx::cp_async_commit();
-    put_off = token;
+    put_off = kpe_chunks(token);
+    if (!has_kpe) prefetch_kpe(put_off);
     return is_last;
   }
 
@@ -663,7 +662,7 @@ struct AttentionMlaFa3 {
       SharedWorkList<kCtasPerTile>::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
     }
     __syncwarp();
-    Token put_off;
+    uint32_t put_off = 0;
     if constexpr (kGathers) {
       gather_first_tiles(put_off);
     } else {
