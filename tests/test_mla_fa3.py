@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import quire
 from latents import Latents
 from quire.kernels import decide
 from quire.kernels.attention import AttentionProblem
 from quire.kernels.attention_mla_fa3 import KERNEL
 from quire.kernels.operands import View
 from quire.types import MaskMode, dtype_of
-from test_mla import attend, parts, planned
+from test_mla import attend, parts, planned, sparse, tables
 
 CUDA_BACKENDS = {"fa3": (9, 0)}
 
@@ -85,6 +86,18 @@ def test_gathered_tokens(device, backend, dtype, num_heads, page_size):
     p = Latents((1, 2, 1, 3, 1, 2), (2001, 64, 0, 129, 640, 2), num_heads, dtype, device, causal=True)
     for form in ("joined", "split", "sliced"):
         p.check(*attend(p, p.paged(page_size, form), backend))
+
+
+@pytest.mark.parametrize("num_heads", [8, 64, 128])
+def test_selected_tokens_of_several_tiles(device, backend, dtype, num_heads):
+    """Indices that name no token lie between the others, and fill whole KV tiles and rows; in one row they come first."""
+    p = Latents((1,) * 6, (700, 130, 0, 64, 1001, 0), num_heads, dtype, device)
+    cache, indices, lens = sparse(p, 1090, 64, 64)
+    indices[3] = indices[3].sort().values
+    call = {**tables(p, p.paged(16)), "sparse_mla_top_k": 1090, "return_lse": True, "kv_cache": cache}
+    more = {"block_tables": indices.view(6, 1, 1090), "seq_lens": lens, "backend": backend}
+    o, lse = quire.mla.trtllm_batch_decode_with_kv_cache_mla(p.query.unsqueeze(1), **call | more)
+    p.check(o.squeeze(1), lse)
 
 
 @pytest.mark.parametrize(

@@ -141,11 +141,12 @@ def decode_block_tables(
     enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
+    num_pages: int | None = None,
 ) -> Any:  # fmt: skip
     """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
-    `query` and the cache's keys are then the parts with positions.
+    `query` and the cache's keys are then the parts with positions. num_pages: of Lengths.
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
@@ -164,7 +165,7 @@ def decode_block_tables(
         logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
         cache.page_size, is_mla=q_nope is not None,
     )  # fmt: skip
-    indices = tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len"))
+    indices = tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len"), num_pages)
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     padded = None

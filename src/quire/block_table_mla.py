@@ -88,8 +88,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
     q_rows, statistics = query.flatten(0, -3), None if lse is None else _rows_of_lse(lse, query)
     q_len = max_q_len or query.shape[1]
+    num_pages = None
     if sparse_mla_top_k:
-        kv_cache, block_tables, seq_lens = _selected(
+        kv_cache, (block_tables, seq_lens, num_pages) = _selected(
             kv_cache, query.shape[:-2], block_tables, (seq_lens, sparse_mla_top_k_lens), q_len, cum_seq_lens_q
         )
         check_shape(block_tables, "block_tables", {"rows": None, "sparse_mla_top_k": sparse_mla_top_k})
@@ -103,6 +104,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
+        num_pages=num_pages,
     )  # fmt: skip
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
@@ -133,7 +135,7 @@ def decode_latents(
     block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, logits_scale: Scale, v_scale: Scale, *,
     q_len: int = 1, q_cu_seq_lens: torch.Tensor | None = None, out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, return_lse: bool = False, sinks: torch.Tensor | None = None,
-    enable_pdl: bool | None = None, backend: str = "auto",
+    enable_pdl: bool | None = None, backend: str = "auto", num_pages: int | None = None,
 ) -> Any:  # fmt: skip
     """decode_block_tables() for the parts of queries [rows, num_heads, dims] and of latents [num_pages, page_size,
     dims], that which is the value first.
@@ -144,14 +146,14 @@ def decode_latents(
     return decode_block_tables(
         q_pe, cache, workspace, block_tables, seq_lens, max_seq_len, logits_scale, v_scale, KVLayout.NHD,
         q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=-1, out=out, sinks=sinks, enable_pdl=enable_pdl,
-        o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope,
+        o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope, num_pages=num_pages,
     )  # fmt: skip
 
 
 def _selected(
     kv_cache: torch.Tensor, rows: tuple[int, ...], indices: Any, lengths: tuple[Any, Any], q_len: int,
     offsets: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, SelectedKeys]:  # fmt: skip
     """The cache as pages of one token, and the table of those that indices [*rows, top_k] name."""
     cache = tokens_of(kv_cache)
     table = row_indices(indices, rows, "block_tables", kv_cache.device)
@@ -161,8 +163,7 @@ def _selected(
         if lens is not None:
             lens = lens.to(table.device)
             most = lens if most is None else torch.minimum(most, lens)
-    keys = SelectedKeys.of(table, most, cache.shape[0])
-    return cache, keys.pages, keys.lens
+    return cache, SelectedKeys.of(table, most, cache.shape[0])
 
 
 def _check_choices(is_var_seq: Any, cute_dsl_impl: Any, kv_scale_format: Any, counter: Any) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from quire.errors import ValidationError
 from quire.runtime.checks import check_contiguous_last, check_same_device, check_shape, check_tensor, to_int32
+from quire.runtime.indices import without_gaps
 
 
 class SelectedKeys(NamedTuple):
@@ -18,6 +19,7 @@ class SelectedKeys(NamedTuple):
 
     pages: torch.Tensor  #: [rows, top_k] int32; those from a row's length on are any
     lens: torch.Tensor  #: [rows] int32
+    num_pages: int | None  #: other pages than 0..num_pages - 1 are of no token; None: there are none such
 
     @classmethod
     def of(cls, indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int) -> SelectedKeys:
@@ -25,13 +27,10 @@ class SelectedKeys(NamedTuple):
         from num_tokens on name no token, and none is read for them; a token that is named twice counts twice.
         """
         rows, top_k = indices.shape
-        names_one = (indices >= 0) & (indices < num_tokens)
-        if most is not None:
-            names_one &= torch.arange(top_k, device=indices.device) < most[:, None]
-        places = names_one.cumsum(1)
-        pages = indices.new_zeros(rows, top_k + 1)  # the last place is for indices that name none
-        pages.scatter_(1, torch.where(names_one, places - 1, top_k), indices)
-        return cls(pages[:, :top_k], names_one.sum(1, dtype=torch.int32))
+        if indices.is_cpu:
+            return cls(*without_gaps(indices, most, num_tokens), None)
+        lens = torch.full((rows,), top_k, dtype=torch.int32, device=indices.device) if most is None else most
+        return cls(indices, lens, num_tokens)
 
 
 def tokens_of(kv_cache: torch.Tensor) -> torch.Tensor:

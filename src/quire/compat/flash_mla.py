@@ -127,12 +127,12 @@ def _attend_selected(
     most = row_lengths(lengths, "topk_length", q.shape[0], rows[1], None)
     tokens = tokens_of(kv)
     keys = SelectedKeys.of(table, None if most is None else most.to(q.device), tokens.shape[0])
-    return _attend(q, tokens, keys.pages, keys.lens, table.shape[1], 1, head_dim_v, scale, out)
+    return _attend(q, tokens, keys.pages, keys.lens, table.shape[1], 1, head_dim_v, scale, out, keys.num_pages)
 
 
 def _attend(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, most: int, q_len: int,
-    head_dim_v: int, scale: float | None, out: torch.Tensor | None = None,
+    head_dim_v: int, scale: float | None, out: torch.Tensor | None = None, num_pages: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse in natural logarithms) of rows of q."""
     if head_dim_v != LATENT_DIM:
@@ -142,6 +142,6 @@ def _attend(
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
     result, lse = decode_latents(
         latent_parts(q, "q"), latent_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
-        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
+        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, num_pages=num_pages,
     )  # fmt: skip
     return result, lse.mul_(_LN2)

@@ -153,6 +153,7 @@ class AttentionKernel:
     fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
     has_expression_blocks: bool = False  #: it passes over KV tiles that the mask of a variant hides
     has_cascades: bool = False  #: it merges partial results across the levels of a tree of shared keys
+    has_gaps: bool = False  #: in pages of one token it masks page numbers beyond params.num_pages, and reads none
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
 
     @cached_property

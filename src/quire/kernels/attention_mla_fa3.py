@@ -36,7 +36,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 32 tokens are copied as boxes, whose size is compiled in; tokens of others are gathered."""
+    """Pages of a multiple of 32 tokens are boxes, whose size is compiled in; tokens of others are gathered."""
     return ANY_PAGE_SIZE if problem.page_size % 32 else problem.page_size
 
 
@@ -56,14 +56,16 @@ def _fill(
     """Whole row tiles, where there are enough of them, are dealt out in turn. With a tile counter the scheduler would
     leave tiles of up to `start_cost` units whole, however few there are.
     """
-    params.tile_counter = None
+    params.tile_counter, params.num_pages = None, 2**31 - 1
     params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
     return None, 0
 
 
 def _yields(problem: AttentionProblem) -> str | None:
     if problem.paged and problem.page_size % 32:
-        return "pages of fewer than 32 tokens, which it gathers one by one, are not measured: backend='quire:fa3' pins it"
+        return (
+            "pages of fewer than 32 tokens, which it gathers one by one, are not measured: backend='quire:fa3' pins it"
+        )
     return None
 
 
@@ -84,6 +86,7 @@ KERNEL = AttentionKernel(
     params=AttentionMlaFa3Params,
     copies=_copies,
     persistent=True,
+    has_gaps=True,
     pdl=True,
     schedule_input=lambda _: {"start_cost": 24},
     fill=_fill,

@@ -138,7 +138,8 @@ class AttentionMlaFa3Params(ctypes.Structure):
     _fields_ = (
         *AttentionFa3Params._fields_,
         *operand_fields(MLA_OPERANDS[len(ATTENTION_OPERANDS) :]),
-        ("_to_64", ctypes.c_char * 40),
+        ("num_pages", ctypes.c_int32),
+        ("_to_64", ctypes.c_char * 36),
     )
 
 

@@ -22,6 +22,22 @@ def check_range(values: torch.Tensor, name: str, low: int, high: int, what: str)
             raise ValidationError(f"{name}: expected {what}, got {least}..{most}.")
 
 
+def without_gaps(
+    indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of indices [rows, top_k], the first `most` [rows] of each row or all, those in 0..num_tokens - 1, in their order,
+    with any numbers behind them; and how many each row has, int32 [rows].
+    """
+    rows, top_k = indices.shape
+    names_one = (indices >= 0) & (indices < num_tokens)
+    if most is not None:
+        names_one &= torch.arange(top_k, device=indices.device) < most[:, None]
+    places = names_one.cumsum(1)
+    found = indices.new_zeros(rows, top_k + 1)  # the last place is for indices that name none
+    found.scatter_(1, torch.where(names_one, places - 1, top_k), indices)
+    return found[:, :top_k], names_one.sum(1, dtype=torch.int32)
+
+
 def index_table(tensor: torch.Tensor, name: str, length: int | None, device: torch.device) -> torch.Tensor:
     """`tensor` as a contiguous int32 array on `device`."""
     check_tensor(tensor, name)

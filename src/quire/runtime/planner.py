@@ -345,6 +345,7 @@ def make_plan_on_device(
     both kernels have been used before; each replay then plans anew.
     """
     device, group_size, num_kv_heads = workspace.device, options.group_size, options.num_kv_heads
+    lengths = lengths if decision.kernel.has_gaps else lengths.without_gaps()
     module, ctas = _load(decision.spec, device)
     ctas = max(1, ctas // decision.ctas_per_tile)
     pages = lengths.page_table.shape[1]
@@ -365,6 +366,8 @@ def make_plan_on_device(
     base.num_tiles, base.num_ctas = num_tiles, ctas
     if decision.kernel.fill is not None:
         decision.kernel.fill(params, template.schedule, ScheduleOutput(), tile_counter, 0)
+    if lengths.num_pages is not None:
+        params.num_pages = lengths.num_pages
     partials = template.set_partials(base, workspace, 2 * ctas)
     frequencies = _set_rope_frequencies(base, options, device)
     p = ScheduleLengthsParams(

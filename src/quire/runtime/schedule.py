@@ -13,6 +13,7 @@ from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams
+from quire.runtime.indices import without_gaps
 from quire.runtime.upload import HostBuffer, Uploader
 from quire.types import MaskMode
 
@@ -40,10 +41,18 @@ class Lengths(NamedTuple):
     page_table: torch.Tensor  #: [batch_size, pages of the longest] int32 page numbers, rows contiguous
     qo_len: int
     page_size: int
+    num_pages: int | None = None  #: of a cache of one-token pages, where others than 0..num_pages - 1 name no token
 
     @property
     def batch_size(self) -> int:
         return self.kv_lens.shape[0]
+
+    def without_gaps(self) -> Lengths:
+        """The same tokens with all page numbers that name one first, for kernels that read every page."""
+        if self.num_pages is None:
+            return self
+        pages, lens = without_gaps(self.page_table, self.kv_lens, self.num_pages)
+        return self._replace(page_table=pages, kv_lens=lens, num_pages=None)
 
 
 class Schedule(NamedTuple):

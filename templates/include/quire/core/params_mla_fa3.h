@@ -11,7 +11,8 @@ namespace quire {
 struct AttentionMlaFa3Params : AttentionFa3Params {
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   int64_t q_nope_token_stride, q_nope_head_stride;
-  unsigned char to_64[40];
+  int32_t num_pages;  // where tokens are gathered: page numbers below 0 or from here on are of no token
+  unsigned char to_64[36];
 };
 
 }  // namespace quire

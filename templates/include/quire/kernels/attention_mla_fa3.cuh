@@ -88,11 +88,11 @@ struct AttentionMlaFa3 {
     float2 states[2][kRows];  // of a work tile, of which this ring has one each: maximum and denominator
     float factors[2][kRows];  // that o is multiplied by before a KV tile, if `is_raised` in the rows' warp
     int is_raised[2][4];
-    int is_last[2];  // KV tile of a work tile
+    int is_last[2];                                   // KV tile of a work tile
     NextTile next[kGathers ? kHalves * 4 : kHalves];  // a warp that gathers has its own
     Box put_off[kBoxes];                              // of kpe; row -1: there is none
-    int number;           // of the last whole row tile taken
-    int turn;             // at merging
+    int number;                                       // of the last whole row tile taken
+    int turn;                                         // at merging
     alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
     unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<2>::kBytes];
     unsigned char states_barriers[RingBarriers<2>::kBytes];
@@ -112,7 +112,7 @@ struct AttentionMlaFa3 {
   enum NamedBarrier { kScore = 1, kValues, kHalf };  // kHalf + i: of a half
 
  public:
-  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared));
+  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + (kGathers ? kStages * 8 : 0);
   static_assert(kSmemBytes <= 227 * 1024, "the tiles do not fit into shared memory");
 
   QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
@@ -289,15 +289,27 @@ struct AttentionMlaFa3 {
 
   // ---- Gathering: the warps of a half copy 16 tokens each, four at a time by eight lanes each.
 
-  // Where a token lies, of 16 that lanes 0 to 15 and again 16 to 31 have.
+  // Where a token lies, of 16 that lanes 0 to 15 and again 16 to 31 have. In the place of one that does not exist are
+  // zeros: nothing is read.
   struct Token {
-    int page = -1, row = 0;  // page -1: there is none, its place is filled with zeros, and nothing is read
+    int page = -1, row = 0;
   };
+  // A page number that is none, below 0 or beyond the cache, is that of no token either.
+  QUIRE_DEVICE bool exists(Token token) const {
+    return static_cast<uint32_t>(token.page) < static_cast<uint32_t>(p_.num_pages);
+  }
   // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
   static constexpr uint32_t kNowhere = 0xffffffffu;
-  QUIRE_DEVICE static uint32_t chunks_before(Token token, int64_t page_stride, int64_t token_stride) {
+  QUIRE_DEVICE uint32_t chunks_before(Token token, int64_t page_stride, int64_t token_stride) const {
     const int64_t element = token.page * page_stride + token.row * token_stride;
-    return token.page < 0 ? kNowhere : static_cast<uint32_t>(element >> 3);
+    return exists(token) ? static_cast<uint32_t>(element >> 3) : kNowhere;
+  }
+
+  // Which tokens of a ckv stage exist, a bit each. It is there when the stage's latter half is.
+  QUIRE_DEVICE uint2& existing(int stage) const { return reinterpret_cast<uint2*>(&shared_ + 1)[stage]; }
+  QUIRE_DEVICE void note_existing(Token token, int stage) const {
+    const uint32_t bits = __ballot_sync(0xffffffffu, exists(token));
+    if (ptx::lane_id() == 0) reinterpret_cast<uint16_t*>(&existing(stage))[warp_of_group()] = bits;
   }
 
   QUIRE_DEVICE void find(const WorkTile& work, int tile, Token& found) const {
@@ -377,6 +389,7 @@ struct AttentionMlaFa3 {
       const bool exists = find_next(i == 0, token);
       if (i == 1 && exists) ptx::mbarrier_wait(queries_barrier(), 0);
       if (exists) gather_half(token, i);
+      if (has_kpe) note_existing(token, i);
       ptx::cp_async_commit();
       put_off = kpe_chunks(token);
     }
@@ -406,6 +419,7 @@ struct AttentionMlaFa3 {
     if (has_kpe) gather_kpe(put_off, {kpe.count + 2});
     ptx::cp_async_commit();
     if (exists) gather_half(token, stage);
+    if (has_kpe) note_existing(token, stage);
     ptx::cp_async_commit();
     put_off = kpe_chunks(token);
     if (!has_kpe) prefetch_kpe(put_off);
@@ -418,7 +432,7 @@ struct AttentionMlaFa3 {
     uint32_t q[kHeldSteps][4];
     WarpgroupSoftmax softmax;
     uint32_t weights[kTileKv / 4];  // of the latest KV tile, two a register
-    int num_cleared;                // of its tokens, from the last on: values that do not exist
+    int num_missing;                // of its tokens, from the last on: values to be cleared; gathered: not 0 if any
   };
   using TileOfS = float[kTileKv / 2];
 
@@ -450,9 +464,12 @@ struct AttentionMlaFa3 {
       ckv = ckv.uniform(), kpe = kpe.uniform();
       TileOfS s;
       multiply(s, scores, ckv, kpe, tile > begin);
-      const bool is_masked = (tile + 1) * kTileKv > all_see;
+      const bool is_masked = (!kGathers || V::kMask == kMaskCausal) && (tile + 1) * kTileKv > all_see;
       if (is_masked) mask(s, work, tile * kTileKv);
-      scores.num_cleared = is_masked && !kGathers ? min(kTileKv, (tile + 1) * kTileKv - work.tile.kv_len) : 0;
+      if constexpr (kGathers) {
+        if (scores.num_missing != 0) hide_gaps(s, existing(ckv.stage()));
+      }
+      scores.num_missing = is_masked && !kGathers ? min(kTileKv, (tile + 1) * kTileKv - work.tile.kv_len) : 0;
       exponentiate(s, scores);
       ckv.advance(), kpe.advance();
     }
@@ -484,6 +501,10 @@ struct AttentionMlaFa3 {
         multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
       }
       if (part == 0 && has_before) store_weights(scores, ckv.before(), kpe.before());
+    }
+    if constexpr (kGathers) {
+      const uint2 bits = existing(ckv.stage());
+      scores.num_missing = (bits.x & bits.y) != 0xffffffffu;
     }
     if (has_before) hand_on(kpe.before(), false);
     kpe_ring().wait_full(kpe);
@@ -540,13 +561,24 @@ struct AttentionMlaFa3 {
     score_logits<true>(s, transform, logits);
   }
 
+  // No row sees tokens that do not exist.
+  QUIRE_DEVICE static void hide_gaps(TileOfS& s, uint2 existing) {
+    const int shift = ptx::lane_id() % 4 * 2;
+    const uint32_t words[2] = {existing.x >> shift, existing.y >> shift};
+#pragma unroll
+    for (int i = 0; i < kTileKv / 2; ++i) {
+      const int block = i / 4, bit = block % 4 * 8 + i % 2;
+      if ((words[block / 4] >> bit & 1) == 0) s[i] = __int_as_float(0xff800000);
+    }
+  }
+
   // Weights, and what o is multiplied by before them, to where kpe was; hand_on() then shows them to others.
   QUIRE_DEVICE void store_weights(const Scores& scores, RingPosition<kStages> ckv, RingPosition<2> kpe) const {
     const TileP to = weights_tile(kpe.stage());
     const int lane = ptx::lane_id(), warp = warp_of_group();
     const WarpgroupSoftmax& softmax = scores.softmax;
     ptx::named_barrier_sync(kScore, 128);  // these keys have been read by every warp
-    if (scores.num_cleared > 0) clear_values(ckv_tile(ckv.stage()), scores.num_cleared);
+    if (scores.num_missing > 0) clear_values(ckv_tile(ckv.stage()), scores.num_missing);
 #pragma unroll
     for (int i = 0; i < kTileKv / 16; ++i) {
       const uint32_t* w = scores.weights + 4 * i;
@@ -662,7 +694,7 @@ struct AttentionMlaFa3 {
       SharedWorkList<kCtasPerTile>::begin(p_, shared_.work[kWorkStages - 1].cursor, shared_.number);
     }
     __syncwarp();
-    uint32_t put_off = 0;
+    [[maybe_unused]] uint32_t put_off;
     if constexpr (kGathers) {
       gather_first_tiles(put_off);
     } else {
