@@ -90,7 +90,7 @@ def test_gathered_tokens(device, backend, dtype, num_heads, page_size):
 
 @pytest.mark.parametrize("num_heads", [8, 64, 128])
 def test_selected_tokens_of_several_tiles(device, backend, dtype, num_heads):
-    """Indices that name no token lie between the others, and fill whole KV tiles and rows; in one row they come first."""
+    """Indices that name no token lie between the others and fill whole KV tiles; in one row they come first."""
     p = Latents((1,) * 6, (700, 130, 0, 64, 1001, 0), num_heads, dtype, device)
     cache, indices, lens = sparse(p, 1090, 64, 64)
     indices[3] = indices[3].sort().values

@@ -269,6 +269,9 @@ struct AttentionMlaFa3 {
       const Stage& stage = shared_.work[next.at.stage()];
       next.tile = stage.work.kv_begin;
       next.end = stage.exists ? kv_end(stage.work) : 0;
+      if constexpr (kGathers) {
+        if (half == 0 && stage.exists) prefetch_queries(stage.work);
+      }
     }
     if (ptx::lane_id() == 0) shared = next;
     __syncwarp();
@@ -309,7 +312,8 @@ struct AttentionMlaFa3 {
   QUIRE_DEVICE uint2& existing(int stage) const { return reinterpret_cast<uint2*>(&shared_ + 1)[stage]; }
   QUIRE_DEVICE void note_existing(Token token, int stage) const {
     const uint32_t bits = __ballot_sync(0xffffffffu, exists(token));
-    if (ptx::lane_id() == 0) reinterpret_cast<uint16_t*>(&existing(stage))[warp_of_group()] = bits;
+    const int warp = warp_of_group();
+    if (ptx::lane_id() == 0) reinterpret_cast<uint16_t*>(&existing(stage))[warp] = bits;
   }
 
   QUIRE_DEVICE void find(const WorkTile& work, int tile, Token& found) const {
@@ -343,6 +347,15 @@ struct AttentionMlaFa3 {
     return chunks_before(token, p_.base.k_page_stride, p_.base.k_token_stride);
   }
 
+  // Queries into the L2 while KV tiles of an earlier work tile are computed; 16 rows a warp, two lanes a row.
+  QUIRE_DEVICE void prefetch_queries(const WorkTile& work) const {
+    const int lane = ptx::lane_id(), row = warp_of_group() * 16 + lane / 2;
+    const T* nope = nope_row(work, row) + lane % 2 * (kCkv / 2);
+#pragma unroll
+    for (int i = 0; i < kCkv / 2; i += 64) ptx::prefetch_l2(nope + i);
+    ptx::prefetch_l2(pe_row(work, row));
+  }
+
   QUIRE_DEVICE void gather_half(Token token, int stage) const {
     const AttentionParams& p = p_.base;
     const int half = half_of_o();
@@ -370,8 +383,8 @@ struct AttentionMlaFa3 {
   }
   QUIRE_DEVICE void announce_half(int stage) const {
     constexpr int kHalfParts = kParts / kHalves;
-    const int lane = ptx::lane_id();
-    if (lane < kHalfParts) ptx::mbarrier_arrive(ckv_full(stage, half_of_o() * kHalfParts + lane));
+    const int lane = ptx::lane_id(), part = half_of_o() * kHalfParts + lane;
+    if (lane < kHalfParts) ptx::mbarrier_arrive(ckv_full(stage, part));
   }
   QUIRE_DEVICE void announce_kpe(RingPosition<2> at) const {
     if (half_of_o() == kHalves - 1 && ptx::lane_id() == 0) kpe_ring().arrive_full(at);
