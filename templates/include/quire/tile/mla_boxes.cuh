@@ -1,0 +1,111 @@
+// KV tiles of the MLA kernel by the copy engine: boxes of pages. The first warp of a warpgroup of O reloads the half of
+// ckv's columns that the warpgroup has used up.
+#pragma once
+#include "quire/ptx/tma.cuh"
+#include "quire/tile/mla_cta.cuh"
+
+namespace quire {
+
+template <class V>
+class MlaSource<V, KvPath::kPages> {
+  using Cta = MlaCta<V>;
+  using Box = typename Cta::Box;
+  using TileCkv = typename Cta::TileCkv;
+  using TileKpe = typename Cta::TileKpe;
+
+ public:
+  QUIRE_DEVICE explicit MlaSource(const Cta& cta) : cta_(cta) {}
+
+  // Fills the ring. The first queries and the first KV tile come before the others, which would be in their way.
+  QUIRE_DEVICE void load_first_tiles() const {
+    if (Cta::warp_of_group() != 0) return;
+#pragma unroll 1
+    for (int i = 0; i < Cta::kStages; ++i) {
+      Box box;
+      const bool exists = cta_.find_next(i == 0, *this, box);
+      if (i == 1 && exists) ptx::mbarrier_wait(cta_.queries_barrier(), 0);
+      if (exists) load_half(box, i);
+      if (Cta::half_of_o() != Cta::kHalves - 1) continue;
+      if (i == Cta::kStages - 1) {
+        put_off(exists, box);
+      } else if (exists) {
+        load_kpe(box, {i});
+      }
+    }
+  }
+
+  // Before, beside and after the product of a half with a KV tile, in whose place the next one comes.
+  QUIRE_DEVICE void before_product(RingPosition<2>) const {}
+  QUIRE_DEVICE void beside_product(RingPosition<2>) {
+    exists_ = false;
+    if (Cta::warp_of_group() == 0) exists_ = cta_.find_next(false, *this, box_);
+  }
+  QUIRE_DEVICE void after_product(RingPosition<2> kpe, int stage) const {
+    if (Cta::is_leader()) cta_.kpe_ring().arrive_empty(kpe);
+    const bool loads_kpe = Cta::warp_of_group() == 0 && Cta::half_of_o() == Cta::kHalves - 1;
+    if (loads_kpe) load_put_off({kpe.count + 2});  // first, because it is needed first
+    if (exists_) load_half(box_, stage);
+    if (loads_kpe) put_off(exists_, box_);
+  }
+
+  // For Cta::find_next().
+  QUIRE_DEVICE void begin(const WorkTile&) const {}
+  QUIRE_DEVICE void find(const WorkTile& work, int tile, Box& box) const { box = find_box(work, tile); }
+
+ private:
+  QUIRE_DEVICE Box find_box(const WorkTile& work, int tile) const {
+    const int lane = Cta::kBoxes == 1 ? 0 : ptx::lane_id(), token = tile * Cta::kTileKv + lane * Cta::kBoxRows;
+    Box box = {-1, token % V::kPageSize};
+    if (lane < Cta::kBoxes && token < work.tile.kv_len) {
+      box.page = cta_.p.base.kv_indices[work.tile.kv_first + token / V::kPageSize];
+    }
+    return box.uniform();
+  }
+
+  // One warp.
+  QUIRE_DEVICE void load_kpe(Box box, RingPosition<2> at) const {
+    cta_.kpe_ring().wait_empty(at);
+    const uint32_t barrier = cta_.kpe_ring().full(at.stage());
+    if (ptx::lane_id() == 0) ptx::mbarrier_arrive_expect(barrier, TileKpe::kBytes);
+    __syncwarp();
+    if (ptx::lane_id() >= Cta::kBoxes) return;
+    ptx::tma_load_4d(cta_.kpe_tile(at.stage()).base + ptx::lane_id() * Cta::kBoxRows * 128, &cta_.p.tensor_k, barrier,
+                     0, box.row, 0, box.page);
+  }
+
+  // Half of ckv of a KV tile, to a stage whose half nobody reads. One warp.
+  QUIRE_DEVICE void load_half(Box box, int stage) const {
+    const int half = Cta::half_of_o();
+    constexpr int kAtoms = TileCkv::kAtoms / Cta::kHalves, kHalfParts = Cta::kParts / Cta::kHalves;
+    const int lane = ptx::lane_id();
+    if (lane < kHalfParts) ptx::mbarrier_arrive_expect(cta_.ckv_full(stage, half * kHalfParts + lane), Cta::kPartBytes);
+    __syncwarp();
+    if (lane >= Cta::kBoxes) return;
+    // kpe is loaded later, when the weights in its place have been used.
+    if (half == 0) ptx::tma_prefetch_4d(&cta_.p.tensor_k, 0, box.row, 0, box.page);
+    const uint32_t to = cta_.ckv_tile(stage).base + half * kAtoms * TileCkv::kAtomBytes + lane * Cta::kBoxRows * 128;
+#pragma unroll
+    for (int i = 0; i < kAtoms; i += Cta::kBoxAtoms) {
+      const uint32_t barrier = cta_.ckv_full(stage, half * kHalfParts + i * kHalfParts / kAtoms);
+      ptx::tma_load_4d(to + i * TileCkv::kAtomBytes, &cta_.p.tensor_v, barrier, 0, box.row, half * kAtoms + i,
+                       box.page);
+    }
+  }
+
+  // kpe of a KV tile is loaded a KV tile after its ckv, when the weights in its place have been used. One warp.
+  QUIRE_DEVICE void put_off(bool exists, Box box) const {
+    if (ptx::lane_id() < Cta::kBoxes) cta_.shared.put_off[ptx::lane_id()] = exists ? box : Box{0, -1};
+    __syncwarp();
+  }
+  QUIRE_DEVICE void load_put_off(RingPosition<2> at) const {
+    const Box box = cta_.shared.put_off[ptx::lane_id() % Cta::kBoxes].uniform();
+    if (box.row >= 0) load_kpe(box, at);
+    __syncwarp();
+  }
+
+  const Cta& cta_;
+  Box box_;
+  bool exists_;
+};
+
+}  // namespace quire

@@ -1,0 +1,177 @@
+// KV tiles of the MLA kernel token by token: for pages too small for boxes, and for tokens that indices name. The warps
+// of a warpgroup of O gather the half of ckv's columns that they have used up, 16 tokens each, four at a time by eight
+// lanes each.
+#pragma once
+#include "quire/ptx/copy.cuh"
+#include "quire/tile/mla_cta.cuh"
+
+namespace quire {
+
+template <class V>
+class MlaSource<V, KvPath::kGather> {
+  using Cta = MlaCta<V>;
+  using T = typename Cta::T;
+  using TileCkv = typename Cta::TileCkv;
+  using TileKpe = typename Cta::TileKpe;
+
+  // Where a token lies, of 16 that lanes 0 to 15 and again 16 to 31 have. In the place of one that does not exist are
+  // zeros: nothing is read.
+  struct Token {
+    int page = -1, row = 0;
+  };
+
+ public:
+  QUIRE_DEVICE explicit MlaSource(const Cta& cta) : cta_(cta) {}
+
+  // Fills the ring, but for the last stage's kpe: its place is left in `put_off_`. Each KV tile leaves two groups
+  // of copies, kpe of the tile before it and then its ckv; all but the last two are announced.
+  QUIRE_DEVICE void load_first_tiles() {
+#pragma unroll 1
+    for (int i = 0; i < Cta::kStages; ++i) {
+      if (i > 0 && has_kpe()) gather_kpe(put_off_, {i - 1});
+      ptx::cp_async_commit();
+      Token token;
+      const bool exists = cta_.find_next(i == 0, *this, token);
+      if (i == 1 && exists) ptx::mbarrier_wait(cta_.queries_barrier(), 0);
+      if (exists) gather_half(token, i);
+      if (has_kpe()) note_existing(token, i);
+      ptx::cp_async_commit();
+      put_off_ = kpe_chunks(token);
+    }
+    wait_copied<3>();
+    announce_half(0);
+    announce_kpe({0});
+    wait_copied<2>();
+    announce_half(1);
+  }
+
+  // Before, beside and after the product of a half with a KV tile, in whose place the next one comes. What the KV tile
+  // before it began to copy is announced on the way: kpe before the warps wait for weights, because S waits for it
+  // meanwhile, and ckv beside the product.
+  QUIRE_DEVICE void before_product(RingPosition<2> kpe) const {
+    wait_copied<1>();
+    announce_kpe({kpe.count + 1});
+  }
+  QUIRE_DEVICE void beside_product(RingPosition<2> kpe) {
+    wait_copied<0>();
+    announce_half((kpe.count + 2) % Cta::kStages);
+    token_ = {};
+    exists_ = cta_.find_next(false, *this, token_);
+  }
+  QUIRE_DEVICE void after_product(RingPosition<2> kpe, int stage) {
+    ptx::named_barrier_sync(Cta::kHalf + Cta::half_of_o(), 128);  // every warp has used these keys and weights
+    if (Cta::is_leader()) cta_.kpe_ring().arrive_empty(kpe);
+    if (has_kpe()) gather_kpe(put_off_, {kpe.count + 2});
+    ptx::cp_async_commit();
+    if (exists_) gather_half(token_, stage);
+    if (has_kpe()) note_existing(token_, stage);
+    ptx::cp_async_commit();
+    put_off_ = kpe_chunks(token_);
+    if (!has_kpe()) prefetch_kpe(put_off_);
+  }
+
+  // For Cta::find_next().
+  QUIRE_DEVICE void begin(const WorkTile& work) const {
+    if (!has_kpe()) prefetch_queries(work);
+  }
+  QUIRE_DEVICE void find(const WorkTile& work, int tile, Token& found) const {
+    const int token = tile * Cta::kTileKv + Cta::warp_of_group() * 16 + ptx::lane_id() % 16;
+    found = {};
+    if (token >= work.tile.kv_len) return;
+    const int index = cta_.p.base.page.div(token);
+    found.row = token - index * static_cast<int>(cta_.p.base.page.divisor);
+    found.page = cta_.p.base.kv_indices[work.tile.kv_first + index];
+  }
+
+ private:
+  QUIRE_DEVICE static bool has_kpe() { return Cta::half_of_o() == Cta::kHalves - 1; }
+
+  // A page number that is none, below 0 or beyond the cache, is that of no token either.
+  QUIRE_DEVICE bool exists(Token token) const {
+    return static_cast<uint32_t>(token.page) < static_cast<uint32_t>(cta_.p.num_pages);
+  }
+  // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
+  static constexpr uint32_t kNowhere = 0xffffffffu;
+  QUIRE_DEVICE uint32_t chunks_before(Token token, int64_t page_stride, int64_t token_stride) const {
+    const int64_t element = token.page * page_stride + token.row * token_stride;
+    return exists(token) ? static_cast<uint32_t>(element >> 3) : kNowhere;
+  }
+
+  QUIRE_DEVICE void note_existing(Token token, int stage) const {
+    const uint32_t bits = __ballot_sync(0xffffffffu, exists(token));
+    const int warp = Cta::warp_of_group();
+    if (ptx::lane_id() == 0) reinterpret_cast<uint16_t*>(&cta_.existing(stage))[warp] = bits;
+  }
+
+  // Starts to copy kAtoms * 64 columns, from column `col` of `from` on, of this warp's tokens to the tile's.
+  template <int kAtoms, int kAtomBytes>
+  QUIRE_DEVICE static void gather(uint32_t tile, const void* from, int col, uint32_t place) {
+    const int lane = ptx::lane_id(), row = Cta::warp_of_group() * 16 + lane / 8;
+    const unsigned char* base = static_cast<const unsigned char*>(from) + col * 2 + lane % 8 * 16;
+    const uint32_t to = tile + row * 128 + (lane % 8 ^ lane / 8) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t chunks = __shfl_sync(0xffffffffu, place, 4 * i + lane / 8);
+      const int bytes = chunks == kNowhere ? 0 : 16;
+      const unsigned char* src = base + static_cast<uint64_t>(chunks == kNowhere ? 0 : chunks) * 16;
+#pragma unroll
+      for (int atom = 0; atom < kAtoms; ++atom) {
+        ptx::cp_async_16((to ^ i % 2 * 64) + i * 512 + atom * kAtomBytes, src + atom * 128, bytes);
+      }
+    }
+  }
+
+  QUIRE_DEVICE uint32_t kpe_chunks(Token token) const {
+    return chunks_before(token, cta_.p.base.k_page_stride, cta_.p.base.k_token_stride);
+  }
+
+  // Queries into the L2 while KV tiles of an earlier work tile are computed; 16 rows a warp, two lanes a row.
+  QUIRE_DEVICE void prefetch_queries(const WorkTile& work) const {
+    const int lane = ptx::lane_id(), row = Cta::warp_of_group() * 16 + lane / 2;
+    const T* nope = cta_.nope_row(work, row) + lane % 2 * (Cta::kCkv / 2);
+#pragma unroll
+    for (int i = 0; i < Cta::kCkv / 2; i += 64) ptx::prefetch_l2(nope + i);
+    ptx::prefetch_l2(cta_.pe_row(work, row));
+  }
+
+  QUIRE_DEVICE void gather_half(Token token, int stage) const {
+    const AttentionParams& p = cta_.p.base;
+    const int half = Cta::half_of_o();
+    const uint32_t tile = cta_.ckv_tile(stage).base + half * (TileCkv::kBytes / Cta::kHalves);
+    constexpr int kAtoms = TileCkv::kAtoms / Cta::kHalves;
+    const uint32_t place = chunks_before(token, p.v_page_stride, p.v_token_stride);
+    gather<kAtoms, TileCkv::kAtomBytes>(tile, p.v, half * Cta::kHalfCols, place);
+  }
+  // kpe is gathered later, when the weights in its place have been used.
+  QUIRE_DEVICE void prefetch_kpe(uint32_t place) const {
+    if (place != kNowhere) ptx::prefetch_l2(static_cast<const unsigned char*>(cta_.p.base.k) + uint64_t{place} * 16);
+  }
+  QUIRE_DEVICE void gather_kpe(uint32_t place, RingPosition<2> at) const {
+    cta_.kpe_ring().wait_empty(at);
+    gather<1, TileKpe::kBytes>(cta_.kpe_tile(at.stage()).base, cta_.p.base.k, 0, place);
+  }
+
+  // Waits for the copies of all groups but the latest kLater. The writer orders its copies before the tensor cores'
+  // reads, which costs the readers nothing.
+  template <int kLater>
+  QUIRE_DEVICE static void wait_copied() {
+    ptx::cp_async_wait<kLater>();
+    ptx::fence_proxy_async();
+    __syncwarp();
+  }
+  QUIRE_DEVICE void announce_half(int stage) const {
+    constexpr int kHalfParts = Cta::kParts / Cta::kHalves;
+    const int lane = ptx::lane_id(), part = Cta::half_of_o() * kHalfParts + lane;
+    if (lane < kHalfParts) ptx::mbarrier_arrive(cta_.ckv_full(stage, part));
+  }
+  QUIRE_DEVICE void announce_kpe(RingPosition<2> at) const {
+    if (Cta::half_of_o() == Cta::kHalves - 1 && ptx::lane_id() == 0) cta_.kpe_ring().arrive_full(at);
+  }
+
+  const Cta& cta_;
+  uint32_t put_off_;  // where this lane's token of kpe lies that is gathered next
+  Token token_;       // of the KV tile that is gathered next, if it exists
+  bool exists_;
+};
+
+}  // namespace quire
