@@ -139,9 +139,10 @@ def test_groups_are_merged_the_same_way_each_time(device, backend, dtype, num_he
     p.check(*first)
 
 
-def test_the_benchmark_checks_results():
+@pytest.mark.parametrize(("program", "row"), [("mla.py", "b4-kv1024"), ("sparse_mla.py", "b2-q1")])
+def test_the_benchmark_checks_results(program, row):
     path = Path(__file__).parents[1] / "benchmarks"
-    command = [sys.executable, "mla.py", "--rows", "b4-kv1024", "--device", "cpu", "--rounds", "0"]
+    command = [sys.executable, program, "--rows", row, "--device", "cpu", "--rounds", "0"]
     done = subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "quire      error" in done.stdout
