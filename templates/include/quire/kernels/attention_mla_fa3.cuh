@@ -96,6 +96,7 @@ class AttentionMlaFa3 {
       store(o, stage, {at.count});
       cta_.release_work_tile(at);
     }
+    source.finish();
   }
 
   // o += p ckv of a KV tile, in whose place `source` loads another. Whether it was the work tile's last.

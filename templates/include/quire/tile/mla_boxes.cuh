@@ -48,6 +48,8 @@ class MlaSource<V, KvPath::kPages> {
     if (loads_kpe) put_off(exists_, box_);
   }
 
+  QUIRE_DEVICE void finish() const {}
+
   // For Cta::find_next().
   QUIRE_DEVICE void begin(const WorkTile&) const {}
   QUIRE_DEVICE void find(const WorkTile& work, int tile, Box& box) const { box = find_box(work, tile); }

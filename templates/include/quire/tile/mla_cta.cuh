@@ -117,14 +117,19 @@ struct MlaCta {
   // Stages of ckv have no empty barriers: who has used a half reloads it. `weights` has none either, because weights
   // take the place of a kpe that was loaded.
   QUIRE_DEVICE void init_barriers() const {
-    constexpr int kArrivals = kGathers ? 4 : 1;  // warps that gather, or the copy engine
+    constexpr int kArrivals = kGathers ? 128 : 1;  // threads that gather, or the copy engine
     work_ring().init(1, kThreads / 32);
     kpe_ring().init(kArrivals, kHalves);
     weights_ring().init(4, 1);
     states_ring().init(4, 8);
-    for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), kArrivals);
+    for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), kArrivals + arrivals_of_gaps(i));
     ptx::mbarrier_init(queries_barrier(), 4);
     ptx::fence_mbarrier_init();
+  }
+
+  // Gathered parts come two at a time. With the latter ones come the gaps, which four warps have noted.
+  QUIRE_DEVICE static constexpr int arrivals_of_gaps(int part) {
+    return kGathers && part % kParts == kParts / kHalves ? 4 : 0;
   }
 
   QUIRE_DEVICE static int warpgroup() { return ptx::uniform(ptx::thread_id() / 128); }

@@ -23,52 +23,31 @@ class MlaSource<V, KvPath::kGather> {
  public:
   QUIRE_DEVICE explicit MlaSource(const Cta& cta) : cta_(cta) {}
 
-  // Fills the ring, but for the last stage's kpe: its place is left in `put_off_`. Each KV tile leaves two groups
-  // of copies, kpe of the tile before it and then its ckv; all but the last two are announced.
+  // Fills the ring, but for the last stage's kpe: its place is left in `put_off_`.
   QUIRE_DEVICE void load_first_tiles() {
 #pragma unroll 1
     for (int i = 0; i < Cta::kStages; ++i) {
       if (i > 0 && has_kpe()) gather_kpe(put_off_, {i - 1});
-      ptx::cp_async_commit();
-      Token token;
-      const bool exists = cta_.find_next(i == 0, *this, token);
-      if (i == 1 && exists) ptx::mbarrier_wait(cta_.queries_barrier(), 0);
-      if (exists) gather_half(token, i);
-      if (has_kpe()) note_existing(token, i);
-      ptx::cp_async_commit();
-      put_off_ = kpe_chunks(token);
+      token_ = {};
+      exists_ = cta_.find_next(i == 0, *this, token_);
+      if (i == 1 && exists_) ptx::mbarrier_wait(cta_.queries_barrier(), 0);
+      gather_found(i);
     }
-    wait_copied<3>();
-    announce_half(0);
-    announce_kpe({0});
-    wait_copied<2>();
-    announce_half(1);
   }
 
-  // Before, beside and after the product of a half with a KV tile, in whose place the next one comes. What the KV tile
-  // before it began to copy is announced on the way: kpe before the warps wait for weights, because S waits for it
-  // meanwhile, and ckv beside the product.
-  QUIRE_DEVICE void before_product(RingPosition<2> kpe) const {
-    wait_copied<1>();
-    announce_kpe({kpe.count + 1});
-  }
-  QUIRE_DEVICE void beside_product(RingPosition<2> kpe) {
-    wait_copied<0>();
-    announce_half((kpe.count + 2) % Cta::kStages);
+  // Before, beside and after the product of a half with a KV tile, in whose place the next one comes.
+  QUIRE_DEVICE void before_product(RingPosition<2>) const {}
+  QUIRE_DEVICE void beside_product(RingPosition<2>) {
     token_ = {};
     exists_ = cta_.find_next(false, *this, token_);
   }
   QUIRE_DEVICE void after_product(RingPosition<2> kpe, int stage) {
     ptx::named_barrier_sync(Cta::kHalf + Cta::half_of_o(), 128);  // every warp has used these keys and weights
     if (Cta::is_leader()) cta_.kpe_ring().arrive_empty(kpe);
-    if (has_kpe()) gather_kpe(put_off_, {kpe.count + 2});
-    ptx::cp_async_commit();
-    if (exists_) gather_half(token_, stage);
-    if (has_kpe()) note_existing(token_, stage);
-    ptx::cp_async_commit();
-    put_off_ = kpe_chunks(token_);
-    if (!has_kpe()) prefetch_kpe(put_off_);
+    if (has_kpe()) gather_kpe(put_off_, {kpe.count + 2});  // first, because it is needed first
+    gather_found(stage);
   }
+  QUIRE_DEVICE void finish() const { ptx::cp_async_wait_all(); }
 
   // For Cta::find_next().
   QUIRE_DEVICE void begin(const WorkTile& work) const {
@@ -100,7 +79,9 @@ class MlaSource<V, KvPath::kGather> {
   QUIRE_DEVICE void note_existing(Token token, int stage) const {
     const uint32_t bits = __ballot_sync(0xffffffffu, exists(token));
     const int warp = Cta::warp_of_group();
-    if (ptx::lane_id() == 0) reinterpret_cast<uint16_t*>(&cta_.existing(stage))[warp] = bits;
+    if (ptx::lane_id() != 0) return;
+    reinterpret_cast<uint16_t*>(&cta_.existing(stage))[warp] = bits;
+    ptx::mbarrier_arrive(cta_.ckv_full(stage, Cta::kParts / Cta::kHalves));
   }
 
   // Starts to copy kAtoms * 64 columns, from column `col` of `from` on, of this warp's tokens to the tile's.
@@ -134,6 +115,14 @@ class MlaSource<V, KvPath::kGather> {
     ptx::prefetch_l2(cta_.pe_row(work, row));
   }
 
+  // The KV tile of `token_`, but for its kpe.
+  QUIRE_DEVICE void gather_found(int stage) {
+    if (exists_) gather_half(token_, stage);
+    if (exists_ && has_kpe()) note_existing(token_, stage);
+    put_off_ = kpe_chunks(token_);
+    if (!has_kpe()) prefetch_kpe(put_off_);
+  }
+
   QUIRE_DEVICE void gather_half(Token token, int stage) const {
     const AttentionParams& p = cta_.p.base;
     const int half = Cta::half_of_o();
@@ -141,6 +130,7 @@ class MlaSource<V, KvPath::kGather> {
     constexpr int kAtoms = TileCkv::kAtoms / Cta::kHalves;
     const uint32_t place = chunks_before(token, p.v_page_stride, p.v_token_stride);
     gather<kAtoms, TileCkv::kAtomBytes>(tile, p.v, half * Cta::kHalfCols, place);
+    ptx::cp_async_arrive(cta_.ckv_full(stage, half * (Cta::kParts / Cta::kHalves)));
   }
   // kpe is gathered later, when the weights in its place have been used.
   QUIRE_DEVICE void prefetch_kpe(uint32_t place) const {
@@ -149,23 +139,7 @@ class MlaSource<V, KvPath::kGather> {
   QUIRE_DEVICE void gather_kpe(uint32_t place, RingPosition<2> at) const {
     cta_.kpe_ring().wait_empty(at);
     gather<1, TileKpe::kBytes>(cta_.kpe_tile(at.stage()).base, cta_.p.base.k, 0, place);
-  }
-
-  // Waits for the copies of all groups but the latest kLater. The writer orders its copies before the tensor cores'
-  // reads, which costs the readers nothing.
-  template <int kLater>
-  QUIRE_DEVICE static void wait_copied() {
-    ptx::cp_async_wait<kLater>();
-    ptx::fence_proxy_async();
-    __syncwarp();
-  }
-  QUIRE_DEVICE void announce_half(int stage) const {
-    constexpr int kHalfParts = Cta::kParts / Cta::kHalves;
-    const int lane = ptx::lane_id(), part = Cta::half_of_o() * kHalfParts + lane;
-    if (lane < kHalfParts) ptx::mbarrier_arrive(cta_.ckv_full(stage, part));
-  }
-  QUIRE_DEVICE void announce_kpe(RingPosition<2> at) const {
-    if (Cta::half_of_o() == Cta::kHalves - 1 && ptx::lane_id() == 0) cta_.kpe_ring().arrive_full(at);
+    ptx::cp_async_arrive(cta_.kpe_ring().full(at.stage()));
   }
 
   const Cta& cta_;

@@ -97,7 +97,10 @@ class MlaScores {
     pin(s, scores);
 #pragma unroll
     for (int part = 0; part < Cta::kParts; ++part) {
-      ptx::mbarrier_wait(cta_.ckv_full(ckv.stage(), part), ckv.parity());
+      if (!Cta::kGathers || part % (Cta::kParts / Cta::kHalves) == 0) {
+        ptx::mbarrier_wait(cta_.ckv_full(ckv.stage(), part), ckv.parity());
+        order_gathered();
+      }
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; ++i) {
@@ -111,12 +114,18 @@ class MlaScores {
     }
     if (has_before) hand_on(kpe.before(), false);
     cta_.kpe_ring().wait_full(kpe);
+    order_gathered();
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Cta::kKpe / 16; ++i) multiply_step(s, scores, q, positions.at(i * 32), Cta::kCkv / 16 + i, 1);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     ptx::pin(s);
+  }
+
+  // What threads have gathered comes before the tensor cores' reads.
+  QUIRE_DEVICE static void order_gathered() {
+    if constexpr (Cta::kGathers) ptx::fence_proxy_async();
   }
 
   QUIRE_DEVICE void hand_on(RingPosition<2> at, bool is_last) const {
