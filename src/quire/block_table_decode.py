@@ -14,6 +14,7 @@ from quire.runtime.checks import check_flags, check_positive, check_same_device,
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
+from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
 
@@ -135,23 +136,22 @@ def trtllm_batch_decode_with_kv_cache(
 
 
 def decode_block_tables(
-    query: torch.Tensor, cache: CacheParts, workspace: Workspace, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+    query: torch.Tensor, cache: CacheParts, workspace: Workspace, block_tables: torch.Tensor | Lengths, seq_lens: Any,
     max_seq_len: int, logits_scale: Scale, v_scale: Scale, layout: KVLayout, *, q_len_per_req: int | None,
     q_cu_seq_lens: torch.Tensor | None, window_left: int, out: torch.Tensor | None, sinks: torch.Tensor | None,
     enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
-    num_pages: int | None = None,
 ) -> Any:  # fmt: skip
     """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
-    `query` and the cache's keys are then the parts with positions. num_pages: of Lengths.
+    `query` and the cache's keys are then the parts with positions. block_tables: or both tables and lengths, checked.
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
-    tables = BlockTables.of(block_tables, seq_lens, workspace.device)
+    tables = _tables(block_tables, seq_lens, workspace.device)
     batch_size = tables.batch_size
     rows = {"batch_size * q_len_per_req": batch_size * q_len} if q_cu_seq_lens is None else {"q_cu_seq_lens[-1]": None}
     sizes = {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
@@ -165,7 +165,8 @@ def decode_block_tables(
         logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
         cache.page_size, is_mla=q_nope is not None,
     )  # fmt: skip
-    indices = tables.indices(q_len, cache.page_size, check_positive(max_seq_len, "max_seq_len"), num_pages)
+    most = check_positive(max_seq_len, "max_seq_len")
+    indices = tables if isinstance(tables, Lengths) else tables.indices(q_len, cache.page_size, most)
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     padded = None
@@ -184,6 +185,10 @@ def decode_block_tables(
             padded.unpad((o, target.result), (statistics, lse))
     result = target.finish()
     return (result, lse) if return_lse else result
+
+
+def _tables(block_tables: Any, seq_lens: Any, device: torch.device) -> BlockTables | Lengths:
+    return block_tables if isinstance(block_tables, Lengths) else BlockTables.of(block_tables, seq_lens, device)
 
 
 def _tree_mask_bits(

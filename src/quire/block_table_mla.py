@@ -12,8 +12,9 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, latent_parts
+from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import UserWorkspace, Workspace
-from quire.selected_keys import SelectedKeys, row_indices, row_lengths, tokens_of
+from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 from quire.types import KVLayout
 
 
@@ -88,23 +89,23 @@ def trtllm_batch_decode_with_kv_cache_mla(
     workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
     q_rows, statistics = query.flatten(0, -3), None if lse is None else _rows_of_lse(lse, query)
     q_len = max_q_len or query.shape[1]
-    num_pages = None
+    tables: torch.Tensor | Lengths = block_tables
     if sparse_mla_top_k:
-        kv_cache, (block_tables, seq_lens, num_pages) = _selected(
-            kv_cache, query.shape[:-2], block_tables, (seq_lens, sparse_mla_top_k_lens), q_len, cum_seq_lens_q
-        )
-        check_shape(block_tables, "block_tables", {"rows": None, "sparse_mla_top_k": sparse_mla_top_k})
+        table = row_indices(block_tables, query.shape[:-2], "block_tables", kv_cache.device)
+        check_shape(table, "block_tables", {"rows": None, "sparse_mla_top_k": sparse_mla_top_k})
+        kv_cache = tokens_of(kv_cache)
+        most = _fewest((seq_lens, sparse_mla_top_k_lens), table, q_len, cum_seq_lens_q)
+        tables, seq_lens = selected_keys(table, most, kv_cache.shape[0])
         q_len, cum_seq_lens_q, max_seq_len = 1, None, sparse_mla_top_k
     else:
         refuse(sparse_mla_top_k_lens=sparse_mla_top_k_lens)
         seq_lens = check_tensor(seq_lens, "seq_lens")
     result = decode_latents(
-        latent_parts(q_rows, "query"), latent_parts(kv_cache, "kv_cache"), workspace, block_tables, seq_lens,
+        latent_parts(q_rows, "query"), latent_parts(kv_cache, "kv_cache"), workspace, tables, seq_lens,
         max_seq_len, Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
-        num_pages=num_pages,
     )  # fmt: skip
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
@@ -132,10 +133,10 @@ def xqa_batch_decode_with_kv_cache_mla(
 
 def decode_latents(
     query: tuple[torch.Tensor, torch.Tensor], kv_cache: tuple[torch.Tensor, torch.Tensor], workspace: Workspace,
-    block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int, logits_scale: Scale, v_scale: Scale, *,
+    block_tables: torch.Tensor | Lengths, seq_lens: Any, max_seq_len: int, logits_scale: Scale, v_scale: Scale, *,
     q_len: int = 1, q_cu_seq_lens: torch.Tensor | None = None, out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, return_lse: bool = False, sinks: torch.Tensor | None = None,
-    enable_pdl: bool | None = None, backend: str = "auto", num_pages: int | None = None,
+    enable_pdl: bool | None = None, backend: str = "auto",
 ) -> Any:  # fmt: skip
     """decode_block_tables() for the parts of queries [rows, num_heads, dims] and of latents [num_pages, page_size,
     dims], that which is the value first.
@@ -146,24 +147,21 @@ def decode_latents(
     return decode_block_tables(
         q_pe, cache, workspace, block_tables, seq_lens, max_seq_len, logits_scale, v_scale, KVLayout.NHD,
         q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=-1, out=out, sinks=sinks, enable_pdl=enable_pdl,
-        o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope, num_pages=num_pages,
+        o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope,
     )  # fmt: skip
 
 
-def _selected(
-    kv_cache: torch.Tensor, rows: tuple[int, ...], indices: Any, lengths: tuple[Any, Any], q_len: int,
-    offsets: torch.Tensor | None,
-) -> tuple[torch.Tensor, SelectedKeys]:  # fmt: skip
-    """The cache as pages of one token, and the table of those that indices [*rows, top_k] name."""
-    cache = tokens_of(kv_cache)
-    table = row_indices(indices, rows, "block_tables", kv_cache.device)
+def _fewest(
+    lengths: tuple[Any, Any], table: torch.Tensor, q_len: int, offsets: torch.Tensor | None
+) -> torch.Tensor | None:
+    """How many indices of each row of `table` count, where seq_lens and sparse_mla_top_k_lens say it."""
     most = None
     for value, name in zip(lengths, ("seq_lens", "sparse_mla_top_k_lens"), strict=True):
         lens = row_lengths(value, name, table.shape[0], q_len, offsets)
         if lens is not None:
             lens = lens.to(table.device)
             most = lens if most is None else torch.minimum(most, lens)
-    return cache, SelectedKeys.of(table, most, cache.shape[0])
+    return most
 
 
 def _check_choices(is_var_seq: Any, cute_dsl_impl: Any, kv_scale_format: Any, counter: Any) -> None:

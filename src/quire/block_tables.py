@@ -87,10 +87,10 @@ class BlockTables(NamedTuple):
     def batch_size(self) -> int:
         return self.seq_lens.shape[0]
 
-    def indices(self, q_len: int, page_size: int, max_seq_len: int, num_pages: int | None = None) -> Indices | Lengths:
+    def indices(self, q_len: int, page_size: int, max_seq_len: int) -> Indices | Lengths:
         """What the planner is given: on a GPU the tables as they are, on the host their used entries."""
         if self.seq_lens.device.type != "cpu":
-            return Lengths(self.seq_lens, self.pages[:, : -(-max_seq_len // page_size)], q_len, page_size, num_pages)
+            return Lengths(self.seq_lens, self.pages[:, : -(-max_seq_len // page_size)], q_len, page_size)
         check_lengths(self.seq_lens, self.pages.shape[1], page_size, max_seq_len, "max_seq_len")
         return indices_of(self.pages, self.seq_lens, None, q_len, page_size)
 

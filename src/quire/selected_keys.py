@@ -5,32 +5,26 @@ All of it happens on the device of the call, which nobody waits for, so that a c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from quire.errors import ValidationError
 from quire.runtime.checks import check_contiguous_last, check_same_device, check_shape, check_tensor, to_int32
 from quire.runtime.indices import without_gaps
+from quire.runtime.schedule import Lengths
 
 
-class SelectedKeys(NamedTuple):
-    """For each row of q the tokens that it attends to: a table of pages and lengths, with pages of one token."""
-
-    pages: torch.Tensor  #: [rows, top_k] int32; those from a row's length on are any
-    lens: torch.Tensor  #: [rows] int32
-    num_pages: int | None  #: other pages than 0..num_pages - 1 are of no token; None: there are none such
-
-    @classmethod
-    def of(cls, indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int) -> SelectedKeys:
-        """From indices [rows, top_k] of tokens, of which each row has its first `most` [rows] or all. Those below 0 and
-        from num_tokens on name no token, and none is read for them; a token that is named twice counts twice.
-        """
-        rows, top_k = indices.shape
-        if indices.is_cpu:
-            return cls(*without_gaps(indices, most, num_tokens), None)
-        lens = torch.full((rows,), top_k, dtype=torch.int32, device=indices.device) if most is None else most
-        return cls(indices, lens, num_tokens)
+def selected_keys(
+    indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
+) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
+    """block_tables and seq_lens of decode_latents() over pages of one token, from indices [rows, top_k] of tokens, int32,
+    of which each row has its first `most` [rows] or all. Those below 0 and from num_tokens on name no token, and none
+    is read for them; a token that is named twice counts twice.
+    """
+    if indices.is_cpu:
+        return without_gaps(indices, most, num_tokens)
+    return Lengths(None if most is None else most.contiguous(), indices, 1, 1, num_tokens), None
 
 
 def tokens_of(kv_cache: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.checks import check_flags, check_output, check_shape, check_tensor, refuse, scalar
 from quire.runtime.layout import LATENT_DIM, latent_parts
+from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import OwnWorkspace
-from quire.selected_keys import SelectedKeys, row_indices, row_lengths, tokens_of
+from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -126,13 +127,13 @@ def _attend_selected(
     table = row_indices(indices, rows, name, q.device)
     most = row_lengths(lengths, "topk_length", q.shape[0], rows[1], None)
     tokens = tokens_of(kv)
-    keys = SelectedKeys.of(table, None if most is None else most.to(q.device), tokens.shape[0])
-    return _attend(q, tokens, keys.pages, keys.lens, table.shape[1], 1, head_dim_v, scale, out, keys.num_pages)
+    keys = selected_keys(table, None if most is None else most.to(q.device), tokens.shape[0])
+    return _attend(q, tokens, *keys, table.shape[1], 1, head_dim_v, scale, out)
 
 
 def _attend(
-    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, most: int, q_len: int,
-    head_dim_v: int, scale: float | None, out: torch.Tensor | None = None, num_pages: int | None = None,
+    q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor | Lengths, lens: torch.Tensor | None, most: int,
+    q_len: int, head_dim_v: int, scale: float | None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse in natural logarithms) of rows of q."""
     if head_dim_v != LATENT_DIM:
@@ -142,6 +143,6 @@ def _attend(
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
     result, lse = decode_latents(
         latent_parts(q, "q"), latent_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
-        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, num_pages=num_pages,
+        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
     )  # fmt: skip
     return result, lse.mul_(_LN2)

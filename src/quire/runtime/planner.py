@@ -371,7 +371,7 @@ def make_plan_on_device(
     partials = template.set_partials(base, workspace, 2 * ctas)
     frequencies = _set_rope_frequencies(base, options, device)
     p = ScheduleLengthsParams(
-        kv_lens=lengths.kv_lens.data_ptr(), tiles=base.tiles, partitions=base.partitions, groups=base.groups,
+        kv_lens=address_of(lengths.kv_lens), tiles=base.tiles, partitions=base.partitions, groups=base.groups,
         tile_counter=tile_counter, batch_size=lengths.batch_size, qo_len=lengths.qo_len,
         max_kv_len=min(pages * lengths.page_size, 2**31 - 1),
         pages_per_request=lengths.page_table.stride(0), num_kv_heads=num_kv_heads, group_size=group_size,

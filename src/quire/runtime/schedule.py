@@ -37,7 +37,7 @@ class Indices(NamedTuple):
 class Lengths(NamedTuple):
     """A batch whose lengths only the device knows: qo_len rows each, keys in pages."""
 
-    kv_lens: torch.Tensor  #: [batch_size] int32 tokens
+    kv_lens: torch.Tensor | None  #: [batch_size] int32 tokens; None: as many as page_table has
     page_table: torch.Tensor  #: [batch_size, pages of the longest] int32 page numbers, rows contiguous
     qo_len: int
     page_size: int
@@ -45,7 +45,7 @@ class Lengths(NamedTuple):
 
     @property
     def batch_size(self) -> int:
-        return self.kv_lens.shape[0]
+        return self.page_table.shape[0]
 
     def without_gaps(self) -> Lengths:
         """The same tokens with all page numbers that name one first, for kernels that read every page."""

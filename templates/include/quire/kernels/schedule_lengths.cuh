@@ -8,7 +8,7 @@
 namespace quire {
 
 struct ScheduleLengthsParams {
-  const int32_t* kv_lens;  // [batch_size]
+  const int32_t* kv_lens;  // [batch_size]; null: max_kv_len each
   RowTile* tiles;          // [batch_size * row tiles of a request]
   Partition* partitions;   // [max_ctas]
   MergeGroup* groups;      // [max_ctas]
@@ -66,7 +66,8 @@ struct ScheduleLengths {
     RowTile tile = {};
     tile.request = request, tile.row_begin = tile_of_request * p.tile_rows;
     tile.partial = tile.group = -1, tile.num_parts = 1;
-    tile.kv_first = request * p.pages_per_request, tile.kv_len = max(0, min(p.kv_lens[request], p.max_kv_len));
+    tile.kv_first = request * p.pages_per_request, tile.kv_len = p.max_kv_len;
+    if (p.kv_lens != nullptr) tile.kv_len = max(0, min(p.kv_lens[request], p.max_kv_len));
     tile.qo_begin = request * p.qo_len, tile.qo_len = p.qo_len;
     set_kv_range(p, tile);
     return tile;
