@@ -18,7 +18,7 @@ from quire.runtime.schedule import Lengths
 def selected_keys(
     indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
 ) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
-    """block_tables and seq_lens of decode_latents() over pages of one token, from int32 indices [rows, top_k] of tokens,
+    """block_tables and seq_lens of decode_latents() over pages of one token, from int32 indices [rows, top_k] of tokens
     of which each row has its first `most` [rows] or all. Those below 0 and from num_tokens on name no token, and none
     is read for them; a token that is named twice counts twice.
     """
