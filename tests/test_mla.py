@@ -10,6 +10,7 @@ import torch
 import quire
 from latents import SCALE, LatentPages, Latents
 from problems import ints, poisoned, workspace
+from quire.runtime.schedule import Lengths
 
 CUDA_BACKENDS = {"fa2": (8, 0), "auto": (8, 0)}  #: that have kernels of MLA
 KV_LENS = (37, 1, 0, 300, 128, 129)
@@ -441,6 +442,17 @@ def test_sparse_decode(device, dtype, page_size, num_heads):
     limited, _ = decode(p.query, **call | more)
     assert torch.equal(limited.isnan(), expected.squeeze(1).isnan())
     assert torch.equal(limited.nan_to_num(0), expected.squeeze(1).nan_to_num(0))
+
+
+@pytest.mark.parametrize("lens", [None, (4, 2, 0)])
+def test_kernels_without_gaps_get_the_tokens_that_exist(device, lens):
+    indices = [[5, -1, 3, 9], [-(2**31), 7, 7, 10], [0, 1, 2, 3]]
+    given = Lengths(None if lens is None else ints(lens, device), ints(indices, device), 1, 1, 10)
+    found = given.without_gaps()
+    assert found.kv_lens is not None and found.num_pages is None
+    rows = [row[:n].tolist() for row, n in zip(found.page_table, found.kv_lens, strict=True)]
+    assert rows == ([[5, 3, 9], [7, 7], [0, 1, 2, 3]] if lens is None else [[5, 3, 9], [7], []])
+    assert found.without_gaps() is found
 
 
 def test_a_token_that_is_named_twice_counts_twice(device, dtype):

@@ -61,14 +61,6 @@ def _fill(
     return None, 0
 
 
-def _yields(problem: AttentionProblem) -> str | None:
-    if problem.paged and problem.page_size % 32:
-        return (
-            "pages of fewer than 32 tokens, which it gathers one by one, are not measured: backend='quire:fa3' pins it"
-        )
-    return None
-
-
 KERNEL = AttentionKernel(
     name="attention_mla_fa3",
     backend="fa3",
@@ -76,7 +68,6 @@ KERNEL = AttentionKernel(
     cxx="AttentionMlaFa3",
     on_cuda=True,
     reject=_reject,
-    yields=_yields,
     tiles=lambda _: (TileShape(_ROWS, 64), TileShape(2 * _ROWS, 64)),
     choose_rows=_choose_rows,
     ctas_per_tile=lambda key: key.tile_rows // _ROWS,
