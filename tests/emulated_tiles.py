@@ -1,4 +1,4 @@
-"""A processor with AMX on a machine without: its instructions are C++ (emulated_tiles.h), all other code is as shipped."""
+"""A processor with AMX on a machine without: its instructions are C++ (emulated_tiles.h), other code is as shipped."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ import quire
 from calls import prefill_paged, prefill_ragged
 from emulated_tiles import TARGET, processor_with_tiles
 from problems import Problem
-from quire import config, jit
+from quire import aot, config, jit
 from quire.jit import cpu
 from quire.kernels import AttentionProblem, decide
-from quire.runtime import target
+from quire.runtime import attention, target
 from quire.types import MaskMode, PosEncodingMode, dtype_of
 
 HAS_AVX512 = cpu.supports("x86-64-v4")
@@ -156,9 +156,30 @@ def test_a_process_that_may_not_use_tiles_takes_avx512(
     assert cpu.supports("native") == allowed
 
 
+def test_without_a_compiler_prebuilt_code_for_avx512_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not HAS_AVX512:
+        pytest.skip("this processor has no AVX-512")
+    p = problem(causal=True)
+    monkeypatch.delenv("QUIRE_CPU_TARGET", raising=False)
+    monkeypatch.setattr(cpu, "_best_target", lambda: TARGET)
+    monkeypatch.setattr(attention, "is_obtainable", lambda spec: spec.target != TARGET)
+    attention._decide.cache_clear()
+    p.check(*prefill_ragged(p, "quire:cpu"))
+    attention._decide.cache_clear()
+
+
 def test_a_processor_without_tiles_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
     monkeypatch.setattr(cpu, "features", lambda: cpu._LEVELS["x86-64-v3"])
     assert config.cpu_target() == TARGET
     with pytest.raises(quire.ValidationError, match="does not run 'x86-64-v4-amx' here"):
         jit.host_target()
+
+
+def test_warmup_for_other_hosts() -> None:
+    """A row tile that a host does not have stands for all of its heights; operations need no matrix unit."""
+    wide = decide(attention_problem()).key.slug
+    on = {host: [spec.slug for spec in aot.for_hosts([aot.spec_of(wide)], [host])] for host in ("x86-64-v4", TARGET)}
+    planner = "schedule_attention.x86-64-v4.any.v1"
+    assert on[TARGET] == [wide, planner]
+    assert on["x86-64-v4"] == [*(wide.replace("-amx", "").replace("m256", rows) for rows in ("m16", "m192")), planner]

@@ -134,7 +134,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         raise _Asked
 
     monkeypatch.setattr(planner, "get_module", get_module)
-    monkeypatch.setattr(attention, "target_of", lambda device: "sm90a")
+    monkeypatch.setattr(attention, "target_of", lambda device, **_: "sm90a")
     attention._decide.cache_clear()
     yield slugs
     attention._decide.cache_clear()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from time import perf_counter
@@ -225,10 +225,19 @@ def for_hosts(specs: Iterable[Spec], hosts: Sequence[str]) -> list[Spec]:
             raise ValidationError(f"--cpu: expected some of {', '.join(HOST_TARGETS)}, got {host!r}.")
     found: dict[str, Spec] = {}
     for spec in (*specs, OperationKey("schedule_attention", host_target()).spec()):
-        name, _, rest = spec.slug.split(".", 2)
-        slugs = [spec.slug] if spec.device else [f"{name}.{host}.{rest}" for host in hosts]
+        slugs = [spec.slug] if spec.device else [slug for host in hosts for slug in _on_host(spec.slug, host)]
         found.update((slug, spec_of(slug)) for slug in slugs)
     return list(found.values())
+
+
+def _on_host(slug: str, host: str) -> list[str]:
+    """What `slug`, host code, is on the host target `host`; where that has no row tiles as high, all heights."""
+    name, _, rest = slug.split(".", 2)
+    if not name.startswith("attention_"):
+        return [f"{name}.{without_matrix_unit(host)}.{rest}"]
+    key = AttentionKey.parse(slug)
+    keys = kernel_of(key).keys(replace(key.problem(), target=host))
+    return [other.slug for other in [k for k in keys if k.tile_rows == key.tile_rows] or keys]
 
 
 def read_manifest(path: Path) -> list[Spec]:

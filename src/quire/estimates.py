@@ -105,7 +105,15 @@ def is_supported(
     kv = q if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
     dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
     problem = AttentionProblem(
-        target or host_target(), q, kv, q, *dims, page_size, **read_mask(mask), rows=rows, is_mla=dims == MLA_DIMS
+        target or host_target(matrix_unit=True),
+        q,
+        kv,
+        q,
+        *dims,
+        page_size,
+        **read_mask(mask),
+        rows=rows,
+        is_mla=dims == MLA_DIMS,
     )
     try:
         decision = decide(problem, backend)

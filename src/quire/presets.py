@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import UnsupportedError, ValidationError
-from quire.jit import Spec, host_target
+from quire.jit import Spec, host_target, without_matrix_unit
 from quire.kernels import AttentionProblem, decide, family, kernel_of, same_rows
 from quire.kernels.attention import MLA_DIMS, AttentionKey
 from quire.kernels.operation import OperationKey
@@ -286,6 +286,7 @@ def _decodes(model: Serving, prefill: AttentionProblem) -> Iterator[tuple[str, A
 def _operations(model: Serving, target: str) -> Iterator[OperationKey]:
     """Planning on the host or the device, appending to the cache, merging states."""
     yield OperationKey("schedule_attention", host_target())
+    target = without_matrix_unit(target)
     if model.graph and target.startswith("sm"):
         yield OperationKey("schedule_lengths", target)
     if any(layer.causal for layer in model.layers):

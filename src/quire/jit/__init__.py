@@ -88,7 +88,7 @@ __all__ = [
     "forget",
     "get_module",
     "host_target",
-    "without_matrix_unit",
+    "is_obtainable",
     "is_recording",
     "load",
     "lookup",
@@ -102,6 +102,7 @@ __all__ = [
     "stop_compilers",
     "supported_cuda_targets",
     "user_store",
+    "without_matrix_unit",
 ]
 
 Status = Literal["hit", "built"]
@@ -265,6 +266,13 @@ def render_unit(spec: Spec) -> str:
 def lookup(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> Entry | None:
     """The entry of `spec`, or None. Never builds."""
     return _find(_request(spec, templates), _reading_stores(store), denied=denied())
+
+
+def is_obtainable(spec: Spec) -> bool:
+    """Whether this process could load `spec`: it may compile and has a compiler, or a cache has it."""
+    if not denied() and find_toolchain(spec.target) is not None:
+        return True
+    return lookup(spec) is not None
 
 
 def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> str:

@@ -69,7 +69,7 @@ def supports(target: str) -> bool:
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether Linux lets this process use AMX: asked once, for all of its threads. No in a sandbox that knows no AMX."""
+    """Whether Linux lets this process use AMX: asked once, for all of its threads. A sandbox may know no AMX."""
     return platform.system() == "Linux" and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
 
 

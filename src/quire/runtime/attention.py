@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import or_
 from threading import Lock
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from quire import config
 from quire.errors import CacheMissError, PlanError, ValidationError
-from quire.jit import cache_miss, is_recording, record_use
+from quire.jit import cache_miss, is_obtainable, is_recording, record_use, without_matrix_unit
 from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
 from quire.kernels.operands import Operand, View
@@ -136,6 +138,9 @@ def _decide(
         fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
     )  # fmt: skip
     decision = decide(problem, backend)
+    portable = without_matrix_unit(problem.target)
+    if decision.key.target != portable and config.cpu_target() is None and not is_obtainable(decision.spec):
+        decision = decide(replace(problem, target=portable), backend)  # which prebuilt stores have
     if is_recording():  # with what other lengths take, so that a process that is sealed later has it
         for spec in family(problem, backend):
             record_use(spec)

@@ -180,7 +180,9 @@ struct AttentionCpu {
       keys = next;
     }
     for (int i = 0; i < heads; ++i) {
-      cpu::finish_work_tile<V>(cpu::Rows(p, works[i], kTileRows), x.streams[i].o, x.streams[i].m, x.streams[i].d);
+      const cpu::Rows rows(p, works[i], kTileRows);
+      for (int row = 0; row < rows.count; ++row) cpu::order_streamed<kVo, Kv>(x.streams[i].o + row * kVo);
+      cpu::finish_work_tile<V>(rows, x.streams[i].o, x.streams[i].m, x.streams[i].d);
     }
   }
 
@@ -189,7 +191,9 @@ struct AttentionCpu {
     const float scale = context(rows, x).logits.q_scale();
     for (int row = 0; row < rows.count; ++row) {
       const auto* q = rows.template q<typename V::Q>(row);
-      for (int d = 0; d < kQk; d += cpu::kLanes) cpu::store(stream.q + row * kQk + d, cpu::load(q + d) * scale);
+      for (int d = 0; d < kQk; d += cpu::kLanes) {
+        cpu::store(stream.q + row * kQk + d, cpu::load_streamed<cpu::kReadsPairs<kQk, Kv>>(q, d) * scale);
+      }
     }
   }
 

@@ -10,6 +10,34 @@ namespace quire::cpu {
 constexpr int kStreamRows = kVectorRegisters == 32 ? 4 : 2;  // rows at a time: kStreamRows * kStreamKeys accumulators
 constexpr int kStreamKeys = 4;
 
+// Rows of bf16 are read two vectors at a time, whose even and odd numbers a shift and a mask widen; one vector at a
+// time takes a shuffle too. Queries and outputs then have even and odd dims apart.
+template <int kDim, class Kv>
+constexpr bool kReadsPairs = is_same<Kv, bf16_t>::value && kDim % (2 * kLanes) == 0;
+
+// Vector d / kLanes of a row.
+template <bool kPairs, class T>
+QUIRE_CPU Floats load_streamed(const T* row, int d) {
+  if constexpr (kPairs) {
+    const Words words = load_as<Words>(row + d / (2 * kLanes) * (2 * kLanes));
+    return reinterpret_cast<Floats>(d / kLanes % 2 == 0 ? words << 16 : words & 0xffff0000u);
+  } else {
+    return load(row + d);
+  }
+}
+
+// A row of outputs in the order of its dims, in place.
+template <int kDim, class Kv>
+QUIRE_CPU void order_streamed(float* o) {
+  if constexpr (kReadsPairs<kDim, Kv>) {
+    for (int d = 0; d < kDim; d += 2 * kLanes) {
+      Floats even = load(o + d), odd = load(o + d + kLanes);
+      interleave(even, odd);
+      store(o + d, even), store(o + d + kLanes, odd);
+    }
+  }
+}
+
 // s[kRows][keys] = q[kRows][kDim] . k_rows[key], for count keys; s has kStride numbers a row, and capacity for whole
 // blocks.
 template <int kDim, int kRows, int kStride, bool kPrefetch, class Kv>
@@ -19,16 +47,21 @@ inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, con
 #pragma GCC unroll 4
     for (int j = 0; j < kStreamKeys; ++j) k[j] = k_rows[min(key + j, count - 1)];
     Floats sum[kStreamKeys][kRows] = {};
+    constexpr bool kPairs = kReadsPairs<kDim, Kv>;
+    constexpr int kStep = kPairs ? 2 * kLanes : kLanes;
 #pragma GCC unroll 1
-    for (int d = 0; d < kDim; d += kLanes) {
-      Floats x[kStreamKeys];
+    for (int begin = 0; begin < kDim; begin += kStep) {
+#pragma GCC unroll 2
+      for (int d = begin; d < begin + kStep; d += kLanes) {
+        Floats x[kStreamKeys];
 #pragma GCC unroll 4
-      for (int j = 0; j < kStreamKeys; ++j) x[j] = load(k[j] + d);
+        for (int j = 0; j < kStreamKeys; ++j) x[j] = load_streamed<kPairs>(k[j] + begin, d - begin);
 #pragma GCC unroll 4
-      for (int i = 0; i < kRows; ++i) {
-        const Floats y = load(q + i * kDim + d);
+        for (int i = 0; i < kRows; ++i) {
+          const Floats y = load(q + i * kDim + d);
 #pragma GCC unroll 4
-        for (int j = 0; j < kStreamKeys; ++j) sum[j][i] += x[j] * y;
+          for (int j = 0; j < kStreamKeys; ++j) sum[j][i] += x[j] * y;
+        }
       }
     }
     if constexpr (kPrefetch) {
@@ -66,7 +99,7 @@ inline void stream_values(float* o, const float* s, const float* alpha, const Kv
     const Kv* v = v_rows[key] + d;
     Floats x[kVectors];
 #pragma GCC unroll 4
-    for (int j = 0; j < kVectors; ++j) x[j] = load(v + j * kLanes);
+    for (int j = 0; j < kVectors; ++j) x[j] = load_streamed<kReadsPairs<kDim, Kv>>(v, j * kLanes);
 #pragma GCC unroll 4
     for (int i = 0; i < kRows; ++i) {
       const Floats weight = broadcast(s[i * kStride + key]);
@@ -103,7 +136,9 @@ inline void stream_visible_values(float* o, const float* s, float alpha, const K
   for (int key = 0; key < count; ++key) {
     const float weight = s[key];
     if (weight == 0.0f) continue;
-    for (int d = 0; d < kDim; d += kLanes) sum[d / kLanes] += load(v_rows[key] + d) * weight;
+    for (int d = 0; d < kDim; d += kLanes) {
+      sum[d / kLanes] += load_streamed<kReadsPairs<kDim, Kv>>(v_rows[key], d) * weight;
+    }
   }
   for (int d = 0; d < kDim; d += kLanes) store(o + d, sum[d / kLanes]);
 }
