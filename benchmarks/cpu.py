@@ -4,9 +4,11 @@
     python benchmarks/cpu.py --json               one JSON object on stdout
     python benchmarks/cpu.py --save STEM          also STEM.json and STEM.md
     python benchmarks/cpu.py --case decode        only the cases whose name holds "decode"
+    OMP_WAIT_POLICY=passive python benchmarks/cpu.py --clock cpu      on a machine that others use
 
 The two take turns call by call in one process with the same number of threads, so that whatever else the machine does
-falls on both. Reported are the median and the least time of each, the ratio of the medians, and of both the largest
+falls on both. `--clock cpu` counts the processor time of all threads instead, divided by their number: what others take
+of the processors is not in it, what they take of caches and memory is. Threads that wait must sleep then. Reported are the median and the least time of each, the ratio of the medians, and of both the largest
 error against float64. torch gets contiguous [batch, heads, tokens, head_dim] tensors; quire gets its own layouts: rows
 of tokens for prefill, pages of 16 tokens in random order for decode. Planning and compiling are not timed.
 """
@@ -168,27 +170,38 @@ def max_errors(case: Case, x: Tensors, outputs: list[torch.Tensor]) -> list[floa
     return [float((o.double() - exact).abs().max()) for o in outputs]
 
 
-def take_turns(calls: list[Attend], seconds: float, least: int) -> list[list[float]]:
-    """Milliseconds of each call, called in turn for about `seconds` and at least `least` times."""
+def processor_time() -> float:
+    """Seconds of each thread, if all threads work alike."""
+    return time.process_time() / torch.get_num_threads()
+
+
+#: What --clock takes.
+CLOCKS = {"wall": time.perf_counter, "cpu": processor_time}
+
+
+def take_turns(
+    calls: list[Attend], seconds: float, least: int, clock: Callable[[], float] = time.perf_counter
+) -> list[list[float]]:
+    """Milliseconds by `clock` of each call, called in turn for about `seconds` and at least `least` times."""
     for call in calls:
         call()
     times: list[list[float]] = [[] for _ in calls]
     end = time.perf_counter() + seconds
     while len(times[0]) < least or time.perf_counter() < end:
         for call, taken in zip(calls, times, strict=True):
-            start = time.perf_counter()
+            start = clock()
             call()
-            taken.append((time.perf_counter() - start) * 1e3)
+            taken.append((clock() - start) * 1e3)
     return times
 
 
-def measure(case: Case, seconds: float) -> Result:
+def measure(case: Case, seconds: float, clock: Callable[[], float] = time.perf_counter) -> Result:
     """One case, torch and quire in turn."""
     x = make_tensors(case)
     theirs, ours = by_torch(case, x), by_quire(case, x)
     outputs = [theirs()[0].transpose(0, 1), ours()[: case.qo_len]]
     their_error, our_error = max_errors(case, x, outputs)
-    their_times, our_times = take_turns([theirs, ours], seconds, least=7)
+    their_times, our_times = take_turns([theirs, ours], seconds, 7, clock)
     torch_ms, quire_ms = statistics.median(their_times), statistics.median(our_times)
     return Result(
         case=case.name,
@@ -220,7 +233,7 @@ def machine() -> dict[str, str]:
         "cpus": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
         "load_before": f"{os.getloadavg()[0]:.2f}",
-        "target": quire.jit.host_target(),
+        "target": quire.jit.host_target(matrix_unit=True),
         "quire": quire.__version__,
         "commit": output_of("git", "rev-parse", "--short", "HEAD"),
         "torch": torch.__version__,
@@ -244,6 +257,8 @@ def markdown(about: dict[str, str], results: list[Result]) -> str:
     head = ["# Attention on the cpu beside torch", "", *(f"- {key}: {value}" for key, value in about.items()), ""]
     if max(float(about["load_before"]), float(about["load_after"])) > int(about["threads"]):
         head += ["Others used the cores meanwhile (see the loads): trust the ratios, not the times.", ""]
+    if about["clock"] == "cpu":
+        head += ["Times are processor time of all threads, divided by their number.", ""]
     table = [
         "| case | torch ms (least) | quire ms (least) | speedup | GFLOP/s | GB/s | torch error | quire error |",
         "|---|---|---|---|---|---|---|---|",
@@ -263,13 +278,16 @@ def main() -> None:
     parser.add_argument("--save", metavar="STEM", help="write STEM.json and STEM.md")
     parser.add_argument("--case", default="", help="only cases whose name holds this")
     parser.add_argument("--seconds", type=float, default=3.0, help="time spent on each case")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="time that passes, or that the threads take")
     args = parser.parse_args()
+    if args.clock == "cpu" and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive":
+        parser.error("--clock cpu: set OMP_WAIT_POLICY=passive; threads that spin while they wait would be counted")
 
     chosen = [case for case in cases() if args.case in case.name]
     if not chosen:
         parser.error(f"--case: no case holds {args.case!r}; they are: " + "; ".join(case.name for case in cases()))
-    about = machine()
-    results = [measure(case, args.seconds) for case in chosen]
+    about = {**machine(), "clock": args.clock}
+    results = [measure(case, args.seconds, CLOCKS[args.clock]) for case in chosen]
     about["load_after"] = f"{os.getloadavg()[0]:.2f}"
     report = json.dumps({**about, "results": [asdict(r) for r in results]}, indent=2)
     print(report if args.json else markdown(about, results))
