@@ -8,9 +8,10 @@
 
 The two take turns call by call in one process with the same number of threads, so that whatever else the machine does
 falls on both. `--clock cpu` counts the processor time of all threads instead, divided by their number: what others take
-of the processors is not in it, what they take of caches and memory is. Threads that wait must sleep then. Reported are the median and the least time of each, the ratio of the medians, and of both the largest
-error against float64. torch gets contiguous [batch, heads, tokens, head_dim] tensors; quire gets its own layouts: rows
-of tokens for prefill, pages of 16 tokens in random order for decode. Planning and compiling are not timed.
+of the processors is not in it, what they take of caches and memory is. Threads that wait must sleep then. Reported are
+the median and the least time of each, the ratio of the medians, and of both the largest error against float64. torch
+gets contiguous [batch, heads, tokens, head_dim] tensors; quire gets its own layouts: rows of tokens for prefill, pages
+of 16 tokens in random order for decode. Planning and compiling are not timed.
 """
 
 from __future__ import annotations

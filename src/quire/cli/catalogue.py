@@ -18,9 +18,14 @@ from quire.kernels.features import read_mask
 from quire.types import dtype_of
 
 #: Where the variants of a target have run and been compared with the oracle; those of other targets only compile.
-RAN_ON = {"sm90a": "H100, H200", "x86-64-v3": "x86-64 with AVX2", "x86-64-v4": "x86-64 with AVX-512"}
+RAN_ON = {
+    "sm90a": "H100, H200",
+    "x86-64-v3": "x86-64 with AVX2",
+    "x86-64-v4": "x86-64 with AVX-512",
+    "x86-64-v4-amx": "Xeon with AMX",
+}
 _ON_ARM = "tested under an emulator; no Arm machine has run it"
-_TARGETS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a", "x86-64-v3", "x86-64-v4", "aarch64")
+_TARGETS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a", "x86-64-v3", "x86-64-v4", "x86-64-v4-amx", "aarch64")
 _TYPES = (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"))
 
 
