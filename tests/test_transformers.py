@@ -295,7 +295,7 @@ def made_mask(padding: Tensor, q_length: int) -> Tensor | None:
     kv_length = padding.shape[1]
     return integration.make_mask(
         len(padding), q_length, kv_length, q_offset=kv_length - q_length, attention_mask=padding.bool(),
-        mask_function=causal_mask_function,
+        mask_function=causal_mask_function, device=padding.device,
     )  # fmt: skip
 
 

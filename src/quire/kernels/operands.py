@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, c_int64, c_uint64, c_void_p, memmove, sizeof
+from functools import cache
 from typing import Any, NamedTuple
 
 #: The stride over a dimension, by the dimension's size. Dimensions that are not here are contiguous.
@@ -29,7 +30,12 @@ class Operand(NamedTuple):
     @property
     def strides(self) -> tuple[str, ...]:
         """Names of its strides in the parameter struct."""
-        return tuple(f"{self.name}_{_STRIDES[dim]}_stride" for dim in self.dims if dim in _STRIDES)
+        return _stride_names(self.name, self.dims)
+
+
+@cache
+def _stride_names(name: str, dims: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{name}_{_STRIDES[dim]}_stride" for dim in dims if dim in _STRIDES)
 
 
 class OperandBlock:

@@ -509,11 +509,8 @@ class Attention:
 
     def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
         options = self._plan_options
-        known = {
-            **options._asdict(), "head_dim_kpe": options.head_dim_kpe, "nnz_qo": nnz_qo, "num_pages": None,
-            "page_size": options.page_size or None,
-        }  # fmt: skip
-        wanted = [known[dim] for dim in operand.dims]
+        known = {"nnz_qo": nnz_qo, "num_pages": None, "page_size": options.page_size or None}
+        wanted = [known[dim] if dim in known else getattr(options, dim) for dim in operand.dims]
         if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
             return
         dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(operand.dims, wanted, strict=True)]
