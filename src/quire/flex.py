@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,6 +19,7 @@ from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail, re
 from quire.kernels.variant import Variant, variant_of_trees
 from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.checks import check_flags, check_shape, check_tensor, refuse
+from quire.runtime.keywords import Pair
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices
@@ -32,6 +33,19 @@ _Plan = tuple[tuple[Any, ...], Attention]
 _plans: WeakKeyDictionary[Any, _Plan] = WeakKeyDictionary()  # of block masks, for the layers that share one
 
 
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: Any = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True], kernel_options: Any = None,
+) -> Pair: ...  # fmt: skip
+@overload
+def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any: ...
 def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
     scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None,

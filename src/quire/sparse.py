@@ -6,7 +6,7 @@ pages are the blocks that it lists (quire.block_lists), so that the kernels are 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -14,10 +14,13 @@ from quire.block_lists import BlockMatrix, lists_of_heads
 from quire.errors import ValidationError
 from quire.runtime.attention import AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
-from quire.runtime.keywords import Pair
+from quire.runtime.keywords import Pair, SparseKeywords
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised
 from quire.runtime.wrapper import AttentionWrapper
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
@@ -103,6 +106,18 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+        **options: Unpack[SparseKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+        **options: Unpack[SparseKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, out: torch.Tensor | None = None,
@@ -200,6 +215,18 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
 
     begin_forward = plan
 
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+        **options: Unpack[SparseKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+        **options: Unpack[SparseKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload
+    def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,

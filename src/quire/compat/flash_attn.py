@@ -24,7 +24,7 @@ bfloat16, and float32 on the CPU. Layers that call with the same index tensors p
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 
@@ -50,6 +50,9 @@ from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.runtime.schedule import Indices, Lengths
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = [
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -63,6 +66,39 @@ __all__ = [
 Window = tuple[int, int]
 Result = Any  #: out, or a tuple of out, softmax_lse and what else was asked for
 _ALL = (-1, -1)
+
+
+class _Scores(TypedDict, total=False):
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    s_aux: torch.Tensor | None
+
+
+class _Keywords(_Scores, total=False):
+    dropout_p: float
+    deterministic: bool
+
+
+class _VarlenKeywords(_Keywords, total=False):
+    block_table: torch.Tensor | None
+
+
+class _CacheKeywords(_Scores, total=False):
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    rotary_cos: torch.Tensor | None
+    rotary_sin: torch.Tensor | None
+    cache_seqlens: int | torch.Tensor | None
+    cache_batch_idx: torch.Tensor | None
+    cache_leftpad: torch.Tensor | None
+    block_table: torch.Tensor | None
+    rotary_interleaved: bool
+    num_splits: int
+
+
 _recent, _none = RecentPlans(), RecentPlans(most=0)
 
 
@@ -124,6 +160,18 @@ def _check_slopes(slopes: Any, num_heads: int) -> None:
         )
 
 
+@overload
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *,
+    return_attn_probs: Literal[False] = False, **options: Unpack[_Keywords],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_attn_probs: Literal[True],
+    **options: Unpack[_Keywords],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_func(*args: Any, **options: Any) -> Result: ...
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
@@ -179,6 +227,21 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, *,
+    return_attn_probs: Literal[False] = False, **options: Unpack[_VarlenKeywords],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, *,
+    return_attn_probs: Literal[True],
+    **options: Unpack[_VarlenKeywords],
+) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(*args: Any, **options: Any) -> Result: ...
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: float = 0.0,
@@ -246,6 +309,18 @@ def flash_attn_varlen_qkvpacked_func(
     )  # fmt: skip
 
 
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
+    return_softmax_lse: Literal[False] = False, **options: Unpack[_CacheKeywords],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, return_softmax_lse: Literal[True],
+    **options: Unpack[_CacheKeywords],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(*args: Any, **options: Any) -> Result: ...
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
     v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,

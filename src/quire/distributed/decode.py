@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -12,8 +12,8 @@ from quire.distributed.interleave import Interleave
 from quire.distributed.ranks import check_agreement, ranks_of, refuse_positions
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_positive, host_indices
+from quire.runtime.keywords import Pair
 from quire.runtime.layout import PagedCache
 from quire.types import dtype_of
 
@@ -131,10 +131,20 @@ class ContextParallelDecode:
         parts = [torch.arange(int(n)) < end[:, None] for n, end in zip(here, ends, strict=True)]
         return torch.cat([part.flatten() for part in parts]).to(self._wrapper.device)
 
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
+        return_lse: Literal[False] = False, **options: Any,
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
+        return_lse: Literal[True], **options: Any,
+    ) -> Pair: ...  # fmt: skip
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *, sinks: torch.Tensor | None = None,
         return_lse: bool = False, **options: Any,
-    ) -> Result:  # fmt: skip
+    ) -> torch.Tensor | Pair:  # fmt: skip
         """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim], the same on all ranks, to the tokens of
         all ranks; returns o [rows, num_qo_heads / size, head_dim] (with "all_gather": of all heads), or (o, lse).
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -11,8 +11,8 @@ from quire.distributed.zigzag import Zigzag
 from quire.errors import PlanError, ValidationError
 from quire.merge import merge_state_in_place
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
+from quire.runtime.keywords import Pair
 
 __all__ = ["ZigzagPrefill"]
 
@@ -88,10 +88,20 @@ class ZigzagPrefill:
         """Which rows of the planned sequences, one after another, are this rank's: int64, on the host."""
         return self._planned().rows(self._ranks.rank)
 
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
+        return_lse: Literal[False] = False,
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
+        return_lse: Literal[True],
+    ) -> Pair: ...  # fmt: skip
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, sinks: torch.Tensor | None = None,
         return_lse: bool = False,
-    ) -> Result:  # fmt: skip
+    ) -> torch.Tensor | Pair:  # fmt: skip
         """Attention of this rank's q [rows, num_qo_heads, head_dim] to the tokens of all ranks, of which k and v
         [rows, num_kv_heads, head_dim] are this rank's; returns o, or (o, lse) with lse float32, base 2.
         """

@@ -28,6 +28,14 @@ class DecodeKeywords(RunKeywords, total=False):
     q_len_per_req: int | None
 
 
+class SparseKeywords(TypedDict, total=False):
+    """What run() of the block-sparse wrappers takes."""
+
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    enable_pdl: bool | None
+
+
 class LatentKeywords(TypedDict, total=False):
     """What run() of the wrapper of latents takes."""
 
