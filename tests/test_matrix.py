@@ -131,12 +131,14 @@ def test_values_that_need_not_meet_are_all_there_and_number_types_take_turns() -
     assert sorted(sum(name == row[0] for row in few) for name in "abc") == [2, 2, 3]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Collected:
     """A test as left_out() sees it: parameters a, b, ... of one decorator each."""
 
     device: str
     values: tuple[int, ...]
+    dtype: torch.dtype | None = None
+    obj: object = None
 
     @property
     def nodeid(self) -> str:
@@ -144,7 +146,8 @@ class Collected:
 
     @property
     def callspec(self) -> SimpleNamespace:
-        return SimpleNamespace(params={"device": self.device, **dict(zip("abc", self.values, strict=False))})
+        given = dict(zip("abc", self.values, strict=False))
+        return SimpleNamespace(params={"device": self.device, "dtype": self.dtype, **given})
 
     def iter_markers(self, name: str) -> list[pytest.Mark]:
         return [getattr(pytest.mark, name)(parameter, []).mark for parameter in "abc"[: len(self.values)]]
@@ -161,3 +164,10 @@ def test_combinations_are_left_out_on_the_cpu_alone() -> None:
     left = left_out(tests)
     assert {(test.device, len(test.values)) for test in left} == {("cpu", 3)}
     assert len(left) >= 27 // 2
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_of_number_types_alone_one_is_kept_where_all_else_is_drawn(is_drawn: bool) -> None:
+    body = SimpleNamespace(hypothesis=None) if is_drawn else SimpleNamespace()
+    tests = [Collected("cpu", (), dtype, body) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert len(left_out(tests)) == 2 * is_drawn
