@@ -15,7 +15,7 @@ KERNEL = """#pragma once
 #ifdef __CUDACC__
 #define QUIRE_TEST_FN __device__ static
 #else
-#include <cmath>
+#include <math.h>
 #define QUIRE_TEST_FN static
 #endif
 

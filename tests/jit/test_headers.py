@@ -39,8 +39,8 @@ def test_follows_every_own_include(tmp_path: Path) -> None:
         '/* \n#include "quire/b.h"\n*/\n',
         'const char* s = "\\\n#include <evil>";\n',
         'auto s = R"x(\n#include <evil>\n)x";\n',
-        "#ifndef __CUDACC__\n#include <cmath>\n#endif\n",
-        "#if !defined(__CUDACC__)\n#if FOO\n#include <cmath>\n#endif\n#endif\n",
+        "#ifndef __CUDACC__\n#include <math.h>\n#endif\n",
+        "#if !defined(__CUDACC__)\n#if FOO\n#include <math.h>\n#endif\n#endif\n",
         '#ifdef __CUDACC__\n#else\n#include "quire/missing.h"\n#endif\n',
     ],
 )
@@ -61,7 +61,7 @@ def test_device_units_may_use_two_system_headers(tmp_path: Path) -> None:
     assert names(tmp_path) == ["quire/a.h"]
 
 
-@pytest.mark.parametrize("include", ["<cmath>", "<immintrin.h>", "<stdlib.h>"])
+@pytest.mark.parametrize("include", ["<math.h>", "<immintrin.h>", "<stdlib.h>"])
 def test_host_units_may_use_a_few_system_headers(tmp_path: Path, include: str) -> None:
     write(tmp_path, a=f"#include {include}\n")
     assert names(tmp_path, device=False) == ["quire/a.h"]

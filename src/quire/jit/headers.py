@@ -17,13 +17,11 @@ from pathlib import Path
 
 from quire.errors import CompileError
 
-#: System headers that a host unit may include: freestanding, C library and intrinsics; no STL containers or streams.
+#: System headers that a host unit may include: the C library's and intrinsics; C++ has none for it (-nostdinc++).
 SYSTEM_HEADERS = frozenset(
     (
         *("arm_neon.h", "arm_sve.h", "immintrin.h", "omp.h"),
         *("float.h", "limits.h", "math.h", "stddef.h", "stdint.h", "stdlib.h", "string.h"),
-        *("cfloat", "climits", "cmath", "cstddef", "cstdint", "cstdlib", "cstring"),
-        *("limits", "new", "type_traits"),
     )
 )
 #: The two that a device unit may include: fixed by the platform, and part of nvcc's implicit prelude anyway.

@@ -266,6 +266,7 @@ class Gxx(Toolchain):
     """g++, to a host library with one exported C function.
 
     -O2: what the kernels need beyond it they ask for themselves, and -O3 compiles for almost twice as long.
+    -nostdinc++: kernels include C headers, in whose place libstdc++ has some of its own, three times as long to parse.
     Not -ffast-math: it would break NaN and infinity handling and the magic-number exponential; three of the flags below
     are the part of it that vector code needs.
     """
@@ -276,7 +277,7 @@ class Gxx(Toolchain):
     install_hint = "Install g++ (`apt-get install g++`), set QUIRE_CXX to the compiler"
 
     _COMMON: ClassVar[tuple[str, ...]] = (
-        *("-O2", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"),
+        *("-O2", "-std=c++17", "-nostdinc++", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden"),
         *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-ffp-contract=fast"),
     )
 
