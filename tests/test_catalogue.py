@@ -210,15 +210,15 @@ def test_a_variant_is_described_in_the_words_of_its_user():
 
 
 def test_masks_of_the_command_line():
-    none = {"pos_encoding": PosEncodingMode.NONE, "cascade": False}
+    none = {"pos_encoding": PosEncodingMode.NONE, "cascade": False, "tile_scales": False}
     assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True, **none}
     assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False, **none}
     assert read_mask("none+alibi")["pos_encoding"] is PosEncodingMode.ALIBI
-    assert read_mask("none+cascade")["cascade"] is True
+    assert read_mask("none+cascade")["cascade"] is True and read_mask("none+scaled")["tile_scales"] is True
     for bad in ("", "window", "causal+tree", "causal+", "causal+wide"):
         with pytest.raises(ValidationError, match="none, causal, custom, tree"):
             read_mask(bad)
-    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi", "cascade"))
+    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi", "cascade", "scaled"))
 
 
 def test_problems_and_keys_have_the_features():
@@ -236,24 +236,25 @@ def test_the_parameter_struct_begins_with_the_operands(kernel):
     assert [name for name, _ in base._fields_][: len(names)] == names
     assert [getattr(base, name).offset for name in names] == [8 * i for i in range(len(names))]
     for operand in kernel.tensors:
-        assert operand.type in rows_of(Features) or dtype_of(operand.type, "type") in DTYPES
+        assert operand.type in (*rows_of(Features), "kpe") or dtype_of(operand.type, "type") in DTYPES
 
 
 def test_scales_are_operands_behind_the_others():
     k = Operand("k", ("num_pages", "page_size", "num_kv_heads", "head_dim_qk"), "kv")
     scaled = k._replace(scales=Operand("k_scales", ("num_pages", "page_size", "num_kv_heads"), "fp32"))
     q, _, *rest = ATTENTION_OPERANDS
-    kernel = replace(KERNELS[0], operands=(q, scaled, *rest), params=params_with("ScaledParams", (q, scaled, *rest)))
-    assert [operand.name for operand in kernel.tensors] == ["q", "k", "v", "o", "k_scales"]
+    operands = q, scaled, *rest, Operand("extra", ("nnz_qo", "head_dim_vo"), "q")
+    kernel = replace(KERNELS[0], operands=operands, params=params_with("ScaledParams", operands))
+    assert [operand.name for operand in kernel.tensors] == ["q", "k", "v", "o", "extra", "k_scales"]
     params = kernel.params()
-    strides = struct.pack("13q", *range(1, 14))
-    pointers, scales = (block.write(ctypes.addressof(params), strides) for block in kernel.blocks)
-    pointers[:], scales[:] = [100, 200, 300, 400], [500]
+    strides = struct.pack("14q", *range(1, 15))
+    pointers, extra, scales = (block.write(ctypes.addressof(params), strides) for block in kernel.blocks)
+    pointers[:], extra[:], scales[:] = [100, 200, 300, 400], [500], [600]
     base = params.base
-    assert (base.q, base.k, base.v, base.o, params.k_scales) == (100, 200, 300, 400, 500)
-    assert (base.q_token_stride, base.o_head_stride) == (1, 10)
+    assert (base.q, base.k, base.v, base.o, params.extra, params.k_scales) == (100, 200, 300, 400, 500, 600)
+    assert (base.q_token_stride, base.o_head_stride, params.extra_token_stride) == (1, 10, 11)
     names = ("k_scales_page_stride", "k_scales_token_stride", "k_scales_head_stride")
-    assert [getattr(params, name) for name in names] == [11, 12, 13]
+    assert [getattr(params, name) for name in names] == [12, 13, 14]
 
 
 def test_a_number_type_says_what_tensor_maps_call_it():

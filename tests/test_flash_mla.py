@@ -80,12 +80,10 @@ def test_wrong_arguments():
     ):
         with pytest.raises(quire.ValidationError, match=message):
             flash_mla_with_kvcache(**{**call, "head_dim_v": 512, **changes})
-    for changes, message in (
-        ({"head_dim_v": 256}, "head_dim_v"),
-        ({"k_cache": torch.zeros(4, 64, 1, 656)}, "656 bytes"),
-    ):
-        with pytest.raises(quire.UnsupportedError, match=message):
-            flash_mla_with_kvcache(**{**call, "head_dim_v": 512, **changes})
+    with pytest.raises(quire.UnsupportedError, match="head_dim_v"):
+        flash_mla_with_kvcache(**call, head_dim_v=256)
+    with pytest.raises(quire.ValidationError, match="k_cache: expected"):
+        flash_mla_with_kvcache(**{**call, "k_cache": torch.zeros(4, 64, 1, 656)}, head_dim_v=512)
     with pytest.raises(quire.ValidationError, match="indexer_topk"):
         flash_mla_sparse_fwd(q[:, 0], cache[0], ints([[[0]], [[1]]], "cpu"), 1.0, indexer_topk=512)
 

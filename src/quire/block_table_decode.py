@@ -142,11 +142,13 @@ def decode_block_tables(
     enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
+    ckv_scales: torch.Tensor | None = None,
 ) -> Any:  # fmt: skip
     """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
-    `query` and the cache's keys are then the parts with positions. block_tables: or both tables and lengths, checked.
+    `query` and the cache's keys are then the parts with positions. ckv_scales: of latents, one for each 128 dims.
+    block_tables: or both tables and lengths, checked.
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
@@ -161,9 +163,9 @@ def decode_block_tables(
     head_dim_qk = cache.head_dim_qk + (0 if q_nope is None else cache.head_dim_vo)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
-        Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
+        Types.of(query.dtype, cache.tensors[-1].dtype, target.result.dtype),
         logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
-        cache.page_size, is_mla=q_nope is not None,
+        cache.page_size, is_mla=q_nope is not None, tile_scales=ckv_scales is not None,
     )  # fmt: skip
     most = check_positive(max_seq_len, "max_seq_len")
     indices = tables if isinstance(tables, Lengths) else tables.indices(q_len, cache.page_size, most)
@@ -175,11 +177,12 @@ def decode_block_tables(
     if query.shape[0]:
         tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, workspace.device, padded)
         q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
-        others = () if q_nope is None else (q_nope if padded is None else padded.rows(q_nope),)
+        others = [] if q_nope is None else [q_nope if padded is None else padded.rows(q_nope)]
+        others += [] if ckv_scales is None else [ckv_scales]
         Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend).run(
             q, cache.as_given, out=o, lse=statistics, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
             v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
-            o_scale_by=v_scale.tensor, others=others,
+            o_scale_by=v_scale.tensor, others=tuple(others),
         )  # fmt: skip
         if padded is not None:
             padded.unpad((o, target.result), (statistics, lse))

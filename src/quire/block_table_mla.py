@@ -11,7 +11,7 @@ from quire.block_tables import CacheParts, Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
-from quire.runtime.layout import LATENT_DIM, latent_parts
+from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
@@ -36,11 +36,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query: [batch_size, q_len, num_heads, kv_lora_rank + qk_rope_head_dim] in float16 or bfloat16 (on the CPU also
     float32); q_len > 1 is causal. Or [total_q, num_heads, ...] with cum_seq_lens_q int32 [batch_size + 1] and
     max_q_len, the most queries of a request. kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or with
-    a dimension of 1 before page_size, with any strides but a contiguous last dimension. block_tables int32
-    [batch_size, pages], seq_lens [batch_size], max_seq_len, bmm1_scale, bmm2_scale: as in
-    xqa_batch_decode_with_kv_cache(); nobody waits for those on a GPU, and the call may be captured in a CUDA graph.
-    kv_lora_rank and qk_rope_head_dim are 512 and 64; qk_nope_head_dim is that of the model, whose projection `query`
-    has been multiplied by.
+    a dimension of 1 before page_size, with any strides but a contiguous last dimension; or uint8 [num_pages,
+    page_size, 656] with bfloat16 queries, FlashMLA's rows of 512 float8_e4m3fn numbers, a float32 scale for each
+    128 of them and 64 bfloat16 numbers. block_tables int32 [batch_size, pages], seq_lens [batch_size], max_seq_len,
+    bmm1_scale, bmm2_scale: as in xqa_batch_decode_with_kv_cache(); nobody waits for those on a GPU, and the call
+    may be captured in a CUDA graph. kv_lora_rank and qk_rope_head_dim are 512 and 64; qk_nope_head_dim is that of
+    the model, whose projection `query` has been multiplied by.
 
     out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], base 2,
     written if given and returned with return_lse=True. sinks: float32 [num_heads] natural-log logits, or a list of one
@@ -82,7 +83,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     check_shape(check_tensor(query, "query"), "query", {**rows, **head_dims})
     if check_tensor(kv_cache, "kv_cache").dim() == 4 and kv_cache.shape[1] == 1:
         kv_cache = kv_cache.squeeze(1)
-    check_shape(kv_cache, "kv_cache", {"num_pages": None, "page_size": None, "head_dim": LATENT_DIM + 64})
+    width = ROW_BYTES if is_packed(kv_cache) else LATENT_DIM + 64
+    check_shape(kv_cache, "kv_cache", {"num_pages": None, "page_size": None, "head_dim": width})
     if out is not None:
         sizes = dict(zip((*rows, "num_heads"), query.shape, strict=False))
         check_shape(check_output(out, "out"), "out", {**sizes, "head_dim": LATENT_DIM})
@@ -101,7 +103,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         refuse(sparse_mla_top_k_lens=sparse_mla_top_k_lens)
         seq_lens = check_tensor(seq_lens, "seq_lens")
     result = decode_latents(
-        latent_parts(q_rows, "query"), latent_parts(kv_cache, "kv_cache"), workspace, tables, seq_lens,
+        latent_parts(q_rows, "query"), cached_parts(kv_cache, "kv_cache"), workspace, tables, seq_lens,
         max_seq_len, Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
@@ -132,22 +134,23 @@ def xqa_batch_decode_with_kv_cache_mla(
 
 
 def decode_latents(
-    query: tuple[torch.Tensor, torch.Tensor], kv_cache: tuple[torch.Tensor, torch.Tensor], workspace: Workspace,
+    query: tuple[torch.Tensor, torch.Tensor], kv_cache: tuple[torch.Tensor, ...], workspace: Workspace,
     block_tables: torch.Tensor | Lengths, seq_lens: Any, max_seq_len: int, logits_scale: Scale, v_scale: Scale, *,
     q_len: int = 1, q_cu_seq_lens: torch.Tensor | None = None, out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, return_lse: bool = False, sinks: torch.Tensor | None = None,
     enable_pdl: bool | None = None, backend: str = "auto",
 ) -> Any:  # fmt: skip
     """decode_block_tables() for the parts of queries [rows, num_heads, dims] and of latents [num_pages, page_size,
-    dims], that which is the value first.
+    dims], that which is the value first, and the scales of latents [num_pages, page_size, scales] if they have any.
     """
-    (q_nope, q_pe), (ckv, kpe) = query, kv_cache
+    (q_nope, q_pe), (ckv, kpe, *scales) = query, kv_cache
     check_shape(q_nope, "q_nope", {"rows": q_pe.shape[0], "num_heads": q_pe.shape[1], "head_dim": None})
-    cache = CacheParts.of((kpe.unsqueeze(2), ckv.unsqueeze(2)), KVLayout.NHD)
+    cache = CacheParts.of((kpe.unsqueeze(2), ckv.unsqueeze(2)), KVLayout.NHD, is_one_type=not scales)
     return decode_block_tables(
         q_pe, cache, workspace, block_tables, seq_lens, max_seq_len, logits_scale, v_scale, KVLayout.NHD,
         q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=-1, out=out, sinks=sinks, enable_pdl=enable_pdl,
         o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope,
+        ckv_scales=scales[0].unsqueeze(2) if scales else None,
     )  # fmt: skip
 
 

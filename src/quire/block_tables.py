@@ -32,7 +32,7 @@ class CacheParts(NamedTuple):
     head_dim_vo: int
 
     @classmethod
-    def of(cls, kv_cache: Any, layout: KVLayout) -> CacheParts:
+    def of(cls, kv_cache: Any, layout: KVLayout, is_one_type: bool = True) -> CacheParts:
         """Of either signature; the one plane of a 5-D tensor [num_pages, 1, ...] is keys and values."""
         tensors = cache_tensors(kv_cache)
         for tensor in tensors:
@@ -46,7 +46,7 @@ class CacheParts(NamedTuple):
         if len(tensors) == 1 and tensors[0].shape[1] == 1:
             tensors = (tensors[0][:, 0], tensors[0][:, 0])
         keys, values = tensors[0], tensors[-1]
-        if values.dtype is not keys.dtype:
+        if is_one_type and values.dtype is not keys.dtype:
             raise ValidationError(f"kv_cache: expected values of the keys' {keys.dtype}, got {values.dtype}.")
         if len(tensors) == 2:
             names = ("page_size", "num_kv_heads") if layout is KVLayout.NHD else ("num_kv_heads", "page_size")

@@ -24,7 +24,7 @@ from quire.runtime.attention import AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_positive, refuse
 from quire.runtime.engine_attributes import MlaModule
 from quire.runtime.keywords import LatentKeywords, Pair
-from quire.runtime.layout import latent_parts
+from quire.runtime.layout import cached_parts, latent_parts
 from quire.runtime.options import PlanOptions, Types, logits_options, memoised, split_size
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -51,12 +51,14 @@ def _plan_options(
     if causal is None or sm_scale is None:
         name = "causal" if causal is None else "sm_scale"
         raise ValidationError(f"{name}: expected it with the other arguments of plan(), got None.")
+    has_rows = kv_data_type in (torch.uint8, "uint8")
+    types = Types.of(q_data_type, "float8_e4m3fn" if has_rows else kv_data_type, output_dtype)
     vo = check_positive(head_dim_ckv, "head_dim_ckv")
     qk = vo + check_positive(head_dim_kpe, "head_dim_kpe")
     return PlanOptions(
-        check_positive(num_heads, "num_heads"), 1, qk, vo, Types.of(q_data_type, kv_data_type, output_dtype),
+        check_positive(num_heads, "num_heads"), 1, qk, vo, types,
         logits_options(qk, sm_scale, -1, None, "NONE"), causal, check_positive(page_size, "page_size"),
-        split_size(fixed_split_size, disable_split_kv), is_mla=True,
+        split_size(fixed_split_size, disable_split_kv), is_mla=True, tile_scales=has_rows,
     )  # fmt: skip
 
 
@@ -120,6 +122,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         num_heads: any; head_dim_ckv, head_dim_kpe: 512 and 64. causal: query i sees keys up to
             i + kv_len - qo_len. sm_scale multiplies logits: 1 / sqrt(128 + 64) for DeepSeek's models.
         q_data_type, kv_data_type, output_dtype: of the queries, the cache and the result, which default to the former.
+            uint8 is a cache of rows of 656 bytes, which run() takes as kv_cache.
         lse_mode: "none", or the base of run()'s lse, "base2" or "basee", which run() must then be told too.
         query_layout, kv_cache_layout: "packed" or "split"; run() takes both. output_scale: "none". scale_mode:
             "default" or "kv-per-tensor", for caches of 8 bits. use_profiler, skip_softmax: only False.
@@ -175,7 +178,9 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         q_nope [nnz_qo, num_heads, head_dim_ckv] and q_pe [nnz_qo, num_heads, head_dim_kpe], or `query`: one tensor of
             both side by side, or the pair.
         ckv_cache [num_pages, page_size, head_dim_ckv] and kpe_cache [num_pages, page_size, head_dim_kpe], or `kv_cache`
-            in the same way. Of all of them only the last dimension must be contiguous, so that they may be views.
+            in the same way. Of all of them only the last dimension must be contiguous, so that they may be views. Or
+            kv_cache uint8 [num_pages, page_size, 656], planned as uint8: FlashMLA's rows of 512 float8_e4m3fn numbers,
+            a float32 scale for each 128 of them, and 64 bfloat16 numbers.
         out, lse: written instead of new tensors.
         kv_len, page_table: without a plan, tokens [batch_size] and pages [batch_size, pages] of each request, which has
             one query; sm_scale is then 1 / sqrt(192). On a GPU such a call may be captured. With a plan only None.
@@ -191,24 +196,32 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         pair = _either("query", query, "q_nope", q_nope, "q_pe", q_pe)
         nope, pe = latent_parts(pair, "query", "q_nope", "q_pe")
         pair = _either("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache)
-        ckv, kpe = latent_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
+        ckv, kpe, *scales = cached_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
         if ckv_scale != kpe_scale:
             raise ValidationError(f"kpe_scale: expected ckv_scale={ckv_scale}, got {kpe_scale}.")
         self._check_base(return_lse or lse is not None, return_lse_base_on_e)
         if kv_len is not None or page_table is not None:
             result = self._run_unplanned(
-                (nope, pe), (ckv, kpe), kv_len, page_table, out, lse, return_lse, ckv_scale, sinks, enable_pdl
+                (nope, pe), (ckv, kpe, *scales), kv_len, page_table, out, lse, return_lse, ckv_scale, sinks, enable_pdl
             )
         else:
+            self._check_rows(bool(scales))
             result = self._runner().run(
                 pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out=out, lse=lse, return_lse=return_lse, sinks=sinks,
                 q_scale=None, k_scale=ckv_scale, v_scale=ckv_scale, window_left=None, enable_pdl=enable_pdl,
-                others=(nope,),
+                others=(nope, *(part.unsqueeze(2) for part in scales)),
             )  # fmt: skip
         statistics = result[1] if return_lse else lse
         if return_lse_base_on_e and statistics is not None:
             statistics.mul_(_LN2)
         return result
+
+    def _check_rows(self, is_packed: bool) -> None:
+        """The cache has rows of 656 bytes if plan() was told so, and only then."""
+        planned = self._attention is not None and self._attention.spec.options.tile_scales
+        if self._attention is not None and planned != is_packed:
+            wanted = "rows of 656 bytes, as kv_data_type=torch.uint8 says" if planned else "no rows of 656 bytes"
+            raise ValidationError(f"kv_cache: expected {wanted}; plan() with the type of the cache.")
 
     def _check_base(self, wants_lse: bool, base_on_e: bool) -> None:
         """The base of lse is that which plan() was told, if any."""
@@ -218,7 +231,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             )
 
     def _run_unplanned(
-        self, query: tuple[torch.Tensor, torch.Tensor], cache: tuple[torch.Tensor, torch.Tensor], kv_len: Any,
+        self, query: tuple[torch.Tensor, torch.Tensor], cache: tuple[torch.Tensor, ...], kv_len: Any,
         page_table: Any, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, ckv_scale: Any,
         sinks: torch.Tensor | None, enable_pdl: bool | None,
     ) -> Result:  # fmt: skip

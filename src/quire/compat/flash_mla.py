@@ -3,9 +3,10 @@
     from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
 The surface is that of https://github.com/deepseek-ai/FlashMLA (flash_mla_interface.py). Latents have 512 + 64 dims, in
-queries' float16 or bfloat16 (on the CPU also float32), or as float8_e4m3fn numbers of 576 bytes a token; rows of 656
-bytes with scales are refused. Any number of heads and any page size will do. Both functions may be captured in a CUDA
-graph. An lse is in natural logarithms, and -inf where a query sees no token. attn_sink is refused.
+queries' float16 or bfloat16 (on the CPU also float32), or as float8_e4m3fn numbers of 576 bytes a token, or with
+bfloat16 queries in FlashMLA's rows of 656 bytes: 512 float8_e4m3fn numbers, a float32 scale for each 128 of them, and
+64 bfloat16 numbers. Any number of heads and any page size will do. Both functions may be captured in a CUDA graph. An
+lse is in natural logarithms, and -inf where a query sees no token. attn_sink is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from quire.block_table_mla import decode_latents
 from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.checks import check_flags, check_output, check_shape, check_tensor, refuse, scalar
-from quire.runtime.layout import LATENT_DIM, latent_parts
+from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import OwnWorkspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
@@ -43,7 +44,7 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None, topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of q [batch, seqlen_q, num_heads, 576] over k_cache [num_pages, page_size, 1, 576].
+    """Attention of q [batch, seqlen_q, num_heads, 576] over k_cache [num_pages, page_size, 1, 576 or 656 bytes].
 
     block_table [batch, pages] and cache_seqlens [batch], int32: the pages and tokens of each request, of which the
     queries are the last with causal=True; without it they see all. Or indices [batch, seqlen_q, topk] int32: the tokens
@@ -110,10 +111,9 @@ def flash_mla_sparse_fwd(
 
 
 def _latents(k_cache: torch.Tensor, name: str, is_fp8: bool) -> torch.Tensor:
-    """Pages [num_pages, page_size, 576] of the cache."""
-    if check_tensor(k_cache, name).shape[-1] == 656 or k_cache.dtype in (torch.uint8, torch.int8):
-        raise UnsupportedError(f"{name}: rows of 656 bytes are not supported; expected 576 numbers, one type for all.")
-    check_shape(k_cache, name, {"num_pages": None, "page_size": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
+    """Pages [num_pages, page_size, 576, or 656 bytes] of the cache."""
+    width = ROW_BYTES if is_packed(check_tensor(k_cache, name)) else _KEY_DIM
+    check_shape(k_cache, name, {"num_pages": None, "page_size": None, "num_heads_k": 1, "head_dim": width})
     if is_fp8 != (k_cache.element_size() == 1):
         raise ValidationError(f"is_fp8_kvcache: expected {not is_fp8} with {name} of {k_cache.dtype}, got {is_fp8}.")
     return k_cache.squeeze(2)
@@ -142,7 +142,7 @@ def _attend(
         check_output(out, "out")
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
     result, lse = decode_latents(
-        latent_parts(q, "q"), latent_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
+        latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
         Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
     )  # fmt: skip
     return result, lse.mul_(_LN2)

@@ -147,9 +147,14 @@ def _allowed(kernel: AttentionKernel, backend: str) -> bool:
 def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
     if not _allowed(kernel, backend):
         return f"backend={backend!r} was asked for"
+    return _rejection(kernel, problem) or _split_reason(kernel, problem)
+
+
+def _rejection(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
+    """Why this kernel does not take the problem, whatever its splits."""
     if problem.cascade and not kernel.has_cascades:
         return "it has no cascades"
-    return cascade_reason(problem) or kernel.reject(problem) or _split_reason(kernel, problem)
+    return cascade_reason(problem) or kernel.scales_reason(problem) or kernel.reject(problem)
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
@@ -169,7 +174,7 @@ def _refusal(problem: AttentionProblem, backend: str, trace: tuple[Verdict, ...]
             f"backend={backend!r} does not run on {problem.target}; expected auto or one of {names}."
         )
     reasons = "".join(f"\n  {verdict}" for verdict in allowed)
-    if any(verdict.kernel.reject(problem) is None for verdict in allowed):
+    if any(_rejection(verdict.kernel, problem) is None for verdict in allowed):
         size = problem.fixed_split_size
         return ValidationError(f"fixed_split_size: expected a multiple of a kernel's kv tile, got {size}:{reasons}")
     return UnsupportedError(f"no kernel takes attention {problem}:{reasons}")

@@ -15,15 +15,7 @@ from quire.jit import without_matrix_unit
 from quire.jit.spec import Spec
 from quire.kernels.expression_cxx import operands_struct, render
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
-from quire.kernels.operands import (
-    ATTENTION_OPERANDS,
-    MLA_OPERANDS,
-    Operand,
-    OperandBlock,
-    TensorCopy,
-    View,
-    with_scales,
-)
+from quire.kernels.operands import ATTENTION_OPERANDS, Operand, OperandBlock, TensorCopy, View, blocks_of
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
 from quire.kernels.variant import Variant
@@ -159,20 +151,22 @@ class AttentionKernel:
     @cached_property
     def tensors(self) -> tuple[Operand, ...]:
         """The operands and their scales, in the order of the parameter struct."""
-        return with_scales(self.operands)
+        return tuple(operand for block in blocks_of(self.operands) for operand in block)
 
     @cached_property
     def blocks(self) -> tuple[OperandBlock, ...]:
-        """Where they lie in the parameter struct: ATTENTION_OPERANDS first, then the others."""
-        count = len(ATTENTION_OPERANDS)
-        first, more = self.tensors[:count], self.tensors[count:]
-        blocks = (OperandBlock(0, first),)
-        return (*blocks, OperandBlock(getattr(self.params, more[0].name).offset, more, first)) if more else blocks
+        """Where they lie in the parameter struct."""
+        first, *others = blocks_of(self.operands)
+        blocks, before = [OperandBlock(0, first)], first
+        for block in others:
+            blocks.append(OperandBlock(getattr(self.params, block[0].name).offset, block, before))
+            before += block
+        return tuple(blocks)
 
     @property
     def is_mla(self) -> bool:
         """Whether it computes multi-head latent attention, and nothing else."""
-        return self.operands is MLA_OPERANDS
+        return self.operands[0].name == "q_pe"
 
     def is_for(self, problem: AttentionProblem) -> bool:
         """Whether `problem` is of its device and its kind of attention."""
@@ -198,7 +192,13 @@ class AttentionKernel:
             return f"target {problem.target} is another device"
         if self.is_mla != problem.is_mla:
             return f"it is {'only' if self.is_mla else 'not'} for multi-head latent attention"
-        return self.reject(problem)
+        return self.scales_reason(problem) or self.reject(problem)
+
+    def scales_reason(self, problem: AttentionProblem) -> str | None:
+        """Why it does not take scales that `problem` has; None if it does, or if there are none."""
+        if problem.tile_scales and all(operand.scales is None for operand in self.operands):
+            return "it takes no latents with scales, which rows of 656 bytes have"
+        return None
 
     def key(self, problem: AttentionProblem) -> AttentionKey:
         """The key of the variant that takes `problem`."""
@@ -353,6 +353,8 @@ def mla_reason(problem: AttentionProblem) -> str | None:
     if (problem.head_dim_qk, problem.head_dim_vo) != MLA_DIMS:
         latent, positions = problem.head_dim_vo, problem.head_dim_qk - problem.head_dim_vo
         return f"head_dim_ckv={latent}, head_dim_kpe={positions}: expected 512 and 64"
+    if problem.tile_scales and (problem.q.slug, problem.kv.slug) != ("bf16", "e4m3"):
+        return f"q dtype {problem.q}, kv dtype {problem.kv}: expected bf16 and e4m3, as in rows of 656 bytes"
     changes_logits = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant is not None
     if changes_logits or problem.mask not in (MaskMode.NONE, MaskMode.CAUSAL):
         return "it has no window, soft cap, position encoding or variant of logits, and no mask but causal"

@@ -9,7 +9,7 @@ from quire.kernels.attention import (
     first_tile_without_neighbours,
     mla_reason,
 )
-from quire.kernels.operands import MLA_OPERANDS
+from quire.kernels.operands import SCALED_MLA_OPERANDS
 from quire.kernels.params import AttentionMlaParams
 
 
@@ -36,6 +36,6 @@ KERNEL = AttentionKernel(
     reject=_reject,
     tiles=_tiles,
     choose_rows=first_tile_without_neighbours,
-    operands=MLA_OPERANDS,
+    operands=SCALED_MLA_OPERANDS,
     params=AttentionMlaParams,
 )

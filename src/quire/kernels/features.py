@@ -133,6 +133,11 @@ class Features:
         default=False, kw_only=True
     )
 
+    #: each tile of 128 dims of a latent has a scale, and kpe is in q's type (MLA): core/params_mla.h
+    tile_scales: Annotated[bool, _flag("kTileScales", "scaled", lambda options: options.tile_scales)] = field(
+        default=False, kw_only=True
+    )
+
     @property
     def paged(self) -> bool:
         return self.page_size != 0
@@ -142,7 +147,9 @@ class Features:
         return self.target.startswith("sm")
 
     def type_of(self, name: str) -> DType:
-        """The number type of an operand: one of the features, or a type's slug."""
+        """The number type of an operand: one of the features, that of kpe, or a type's slug."""
+        if name == "kpe":
+            return self.q if self.tile_scales else self.kv
         return getattr(self, name) if name in ("q", "kv", "o") else dtype_of(name, "type")
 
     @property

@@ -3,7 +3,7 @@
 What run() checks, the strides that it writes into the parameter struct, and where addresses lie there follow from the
 declarations. A block of the struct, made by `operand_fields`, holds the addresses of some operands and then their
 strides. AttentionParams begins with the block of ATTENTION_OPERANDS; a kernel with more of them, or with scales, has a
-struct of its own in which their block follows `base`.
+struct of its own in which a block of those, and then one of scales, follow `base`.
 """
 
 from __future__ import annotations
@@ -86,16 +86,26 @@ ATTENTION_OPERANDS = (
 #: first four lie where ATTENTION_OPERANDS do: k is the part with positions, v the latent.
 MLA_OPERANDS = (
     Operand("q_pe", ("nnz_qo", "num_qo_heads", "head_dim_kpe"), "q"),
-    Operand("kpe_cache", ("num_pages", "page_size", "num_kv_heads", "head_dim_kpe"), "kv"),
+    Operand("kpe_cache", ("num_pages", "page_size", "num_kv_heads", "head_dim_kpe"), "kpe"),
     Operand("ckv_cache", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
     Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
     Operand("q_nope", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "q"),
 )
 
+#: Dims of a latent that have a scale of their own in the rows of 656 bytes of FlashMLA.
+TILE_DIMS = 128
+_CKV_SCALES = Operand("ckv_scales", ("num_pages", "page_size", "num_kv_heads", "num_tile_scales"), "fp32")
+#: The same for a kernel that takes latents of 8 bits with such scales too.
+SCALED_MLA_OPERANDS = tuple(
+    operand._replace(scales=_CKV_SCALES) if operand.name == "ckv_cache" else operand for operand in MLA_OPERANDS
+)
 
-def with_scales(operands: Sequence[Operand]) -> tuple[Operand, ...]:
-    """The operands, and then the scales of those that have some."""
-    return (*operands, *(operand.scales for operand in operands if operand.scales is not None))
+
+def blocks_of(operands: Sequence[Operand]) -> tuple[tuple[Operand, ...], ...]:
+    """Those of AttentionParams; the others, if any; and the scales of all of them, if any."""
+    scales = tuple(operand.scales for operand in operands if operand.scales is not None)
+    count = len(ATTENTION_OPERANDS)
+    return tuple(filter(None, (tuple(operands[:count]), tuple(operands[count:]), scales)))
 
 
 def operand_fields(operands: Sequence[Operand]) -> tuple[tuple[str, Any], ...]:

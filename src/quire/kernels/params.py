@@ -12,7 +12,14 @@ from functools import cache
 from typing import TypeVar
 
 from quire.jit.spec import Struct
-from quire.kernels.operands import ATTENTION_OPERANDS, MLA_OPERANDS, Operand, operand_fields, with_scales
+from quire.kernels.operands import (
+    ATTENTION_OPERANDS,
+    MLA_OPERANDS,
+    SCALED_MLA_OPERANDS,
+    Operand,
+    blocks_of,
+    operand_fields,
+)
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
@@ -103,12 +110,12 @@ class AttentionParams(ctypes.Structure):
 
 def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure]:
     """The parameter struct `name` of a kernel that has more operands than ATTENTION_OPERANDS."""
-    more = operand_fields(with_scales(operands)[len(ATTENTION_OPERANDS) :])
+    more = (field for block in blocks_of(operands)[1:] for field in operand_fields(block))
     return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *more)})
 
 
 #: What an MLA kernel is given; see core/params_mla.h.
-AttentionMlaParams = params_with("AttentionMlaParams", MLA_OPERANDS)
+AttentionMlaParams = params_with("AttentionMlaParams", SCALED_MLA_OPERANDS)
 
 
 class TensorMap(ctypes.Structure):

@@ -13,10 +13,13 @@ from typing import Any
 import torch
 
 from quire.errors import ValidationError
+from quire.kernels.operands import TILE_DIMS
 from quire.runtime.checks import check_tensor
 from quire.types import KVLayout
 
 LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
+#: Bytes of FlashMLA's row of a token: 512 e4m3 numbers, a float32 scale for each 128 of them, 64 bfloat16 numbers.
+ROW_BYTES = 656
 PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -83,6 +86,31 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
             got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise ValidationError(f"{part}: expected a tensor of 3 dimensions, got {got}.")
     return pair[0], pair[1]
+
+
+def is_packed(cache: Any) -> bool:
+    """Whether a cache of latents is one of rows of ROW_BYTES, as bytes or as 8-bit numbers."""
+    dtype = getattr(cache, "dtype", None)
+    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and cache.dim() > 0 and cache.shape[-1] == ROW_BYTES
+
+
+def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, ...]:
+    """latent_parts() of a cache; of rows of ROW_BYTES also the scales."""
+    return _packed_parts(cache, name) if is_packed(cache) else latent_parts(cache, name, latent, rest)
+
+
+def _packed_parts(cache: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of pages [num_pages, page_size, ROW_BYTES]: latents e4m3, the rest of keys bfloat16, and the scales."""
+    if cache.dim() != 3 or cache.stride(-1) != 1 or any(n % 4 for n in (cache.storage_offset(), *cache.stride()[:-1])):
+        raise ValidationError(
+            f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
+            f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
+        )
+    ends = LATENT_DIM + 4 * (LATENT_DIM // TILE_DIMS)
+    parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
+    types = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+    latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
+    return latents, rest, scales
 
 
 def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) -> torch.Tensor:

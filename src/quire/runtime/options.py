@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from quire.errors import ValidationError
+from quire.kernels.operands import TILE_DIMS
 from quire.kernels.variant import Variant
 from quire.runtime.checks import check_positive, scalar
 from quire.types import DType, PosEncodingMode, dtype_of
@@ -101,6 +102,7 @@ class PlanOptions(NamedTuple):
     is_mla: bool = False  #: head_dim_vo dims of each key are its value, too
     variant: Variant | None = None  #: of the caller's own
     cascade: bool = False  #: the batch is a tree of shared keys
+    tile_scales: bool = False  #: with is_mla: each 128 dims of a latent have a scale, and kpe is in q's type
 
     @property
     def group_size(self) -> int:
@@ -111,6 +113,11 @@ class PlanOptions(NamedTuple):
     def head_dim_kpe(self) -> int:
         """With is_mla: dims of a key that are no part of its value."""
         return self.head_dim_qk - self.head_dim_vo
+
+    @property
+    def num_tile_scales(self) -> int:
+        """With tile_scales: scales of a latent."""
+        return self.head_dim_vo // TILE_DIMS
 
 
 def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:

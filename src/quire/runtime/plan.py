@@ -117,8 +117,10 @@ class AttentionPlan:
         `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only.
         """
         if self._more:  # operands beside q, k, v and o
-            count = len(self._pointers)
-            self._pointers[:], self._more[0][:] = pointers[:count], pointers[count:]  # type: ignore[assignment]  # mypy: no slices of ctypes arrays
+            end = 0
+            for block in (self._pointers, *self._more):
+                begin, end = end, end + len(block)
+                block[:] = pointers[begin:end]  # type: ignore[assignment]  # mypy: no slices of ctypes arrays
         else:
             self._pointers[:] = pointers  # type: ignore[assignment]
         extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by

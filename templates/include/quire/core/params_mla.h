@@ -13,6 +13,12 @@ struct AttentionMlaParams {
   AttentionParams base;
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   int64_t q_nope_token_stride, q_nope_head_stride;
+  // [num_pages, page_size, 1, head_dim_vo / kTileDims] by strides; null but in variants with kTileScales. There a
+  // latent has 8 bits a dim and each kTileDims dims are to be multiplied by their scale; kpe is in q's type.
+  const float* ckv_scales;
+  int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;
 };
+
+constexpr int kTileDims = 128;  // of a latent that have a scale: TILE_DIMS in quire/kernels/operands.py
 
 }  // namespace quire

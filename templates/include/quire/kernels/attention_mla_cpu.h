@@ -36,6 +36,7 @@ struct AttentionMlaCpu {
  private:
   using Q = typename V::Q;
   using Kv = typename V::Kv;
+  using Kpe = typename cpu::Keys<V>::K;
   static constexpr int kCkv = V::kHeadDimVo, kKpe = V::kHeadDimQk - V::kHeadDimVo;
   static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, cpu::kPanel));
   static_assert(kCkv % 16 == 0 && kKpe % 16 == 0 && kKpe > 0, "a head dimension is whole vectors");
@@ -46,7 +47,8 @@ struct AttentionMlaCpu {
     float m[kPaddedRows], d[kPaddedRows], alpha[cpu::kPanel];
     float o[kPaddedRows * kCkv];
     float q_nope[kPaddedRows * kCkv], q_pe[kPaddedRows * kKpe];
-    const Kv *kpe_rows[kTileKv], *ckv_rows[kTileKv];
+    const Kpe* kpe_rows[kTileKv];
+    const Kv* ckv_rows[kTileKv];
     float ckv[kTileKv * kCkv], kpe[kTileKv * kKpe];
     float s[kTileKv * cpu::kPanel], s_pe[kTileKv * cpu::kPanel];
     cpu::PanelRows<cpu::kPanel, kTileKv> panel;
@@ -109,19 +111,31 @@ struct AttentionMlaCpu {
     c.keys.resolve(keys, x.kpe_rows, x.ckv_rows);
     stage<kKpe>(x.kpe, x.kpe_rows, begin, end);
     stage<kCkv>(x.ckv, x.ckv_rows, begin, end);
+    if constexpr (V::kTileScales != 0) {
+      for (int i = begin; i < end; ++i) multiply_by_scales(c, x.ckv + i * kCkv, tile.begin + i);
+    }
     const bool finite = c.logits.mask.full(c.rows.qo_idx(0), c.rows.qo_idx(c.rows.count - 1), keys) ||
                         cpu::all_finite(x.ckv + begin * kCkv, static_cast<int64_t>(end - begin) * kCkv);
     for (int row = 0; row < c.rows.count; row += cpu::kPanel) panel_tile(c, row, tile, finite);
   }
 
   // Rows [begin, end) of a tile as floats; the rest of the first and last key blocks is 0.
-  template <int kDim>
-  static void stage(float* to, const Kv* const* rows, int begin, int end) {
+  template <int kDim, class T>
+  static void stage(float* to, const T* const* rows, int begin, int end) {
     const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
     const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
     memset(to + block_begin * kDim, 0, sizeof(float) * (begin - block_begin) * kDim);
     cpu::widen_rows<kDim>(to + begin * kDim, rows, end - begin);
     memset(to + end * kDim, 0, sizeof(float) * (block_end - end) * kDim);
+  }
+
+  // The latent of a token of the request, by its scales.
+  static void multiply_by_scales(const Context& c, float* ckv, int token) {
+    const AttentionParams& base = c.p.base;
+    const int64_t page = c.keys.pages[base.page.div(token)];
+    const float* scales =
+        c.p.ckv_scales + page * c.p.ckv_scales_page_stride + base.page.mod(token) * c.p.ckv_scales_token_stride;
+    for (int d = 0; d < kCkv; d += cpu::kLanes) cpu::store(ckv + d, cpu::load(ckv + d) * scales[d / kTileDims]);
   }
 
   // One panel of rows against one staged kv tile.

@@ -9,15 +9,16 @@ namespace quire::cpu {
 template <class V>
 struct Keys {
   using Kv = typename V::Kv;
+  using K = typename conditional<V::kTileScales != 0, typename V::Q, Kv>::type;  // kpe of latents with scales
 
-  const Kv* k;  // of this request (ragged) or of page 0, at the kv head
+  const K* k;  // of this request (ragged) or of page 0, at the kv head
   const Kv* v;
   const int32_t* pages;  // paged: this request's page numbers
   const AttentionParams& p;
 
   // `first`: RowTile::kv_first.
   Keys(const AttentionParams& p, int first, int kv_head) : p(p) {
-    k = static_cast<const Kv*>(p.k) + kv_head * p.k_head_stride;
+    k = static_cast<const K*>(p.k) + kv_head * p.k_head_stride;
     v = static_cast<const Kv*>(p.v) + kv_head * p.v_head_stride;
     if constexpr (V::kPaged != 0) {
       pages = p.kv_indices + first;
@@ -29,7 +30,7 @@ struct Keys {
   }
 
   // k_rows[i], v_rows[i]: the key and value of token keys.begin + i.
-  void resolve(KeyRange keys, const Kv** k_rows, const Kv** v_rows) const {
+  void resolve(KeyRange keys, const K** k_rows, const Kv** v_rows) const {
     if constexpr (V::kPaged == 0) {
       run(k + keys.begin * p.k_token_stride, v + keys.begin * p.v_token_stride, keys.end - keys.begin, k_rows, v_rows);
     } else {
@@ -46,7 +47,7 @@ struct Keys {
   }
 
  private:
-  void run(const Kv* k_at, const Kv* v_at, int count, const Kv** k_rows, const Kv** v_rows) const {
+  void run(const K* k_at, const Kv* v_at, int count, const K** k_rows, const Kv** v_rows) const {
     for (int i = 0; i < count; ++i, k_at += p.k_token_stride, v_at += p.v_token_stride) {
       k_rows[i] = k_at, v_rows[i] = v_at;
     }

@@ -1,0 +1,233 @@
+"""Latents in rows of 656 bytes: 512 e4m3 numbers, a float32 scale for each 128 of them, and 64 bfloat16 numbers.
+
+Attention to them is compared with the oracle on what the rows say, in float64. Bytes that must not be read are 255: NaN
+as numbers of each of the three types.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import oracle
+import quire
+from latents import SCALE, LatentPages, Latents
+from problems import ints, workspace
+from quire.compat.flash_mla import flash_mla_with_kvcache
+
+CUDA_BACKENDS = {"fa2": (8, 0), "auto": (8, 0)}
+BYTES, E4M3 = 656, torch.float8_e4m3fn
+
+
+def packed(keys: Tensor, scales: Tensor | None = None) -> Tensor:
+    """Rows uint8 [tokens, 656] of keys [tokens, 576]; by default the largest number of a tile becomes 448."""
+    tiles = keys[:, :512].float().view(-1, 4, 128)
+    if scales is None:
+        scales = (tiles.abs().amax(2) / 448).clamp(min=torch.finfo(torch.float32).tiny)
+    numbers = (tiles / scales[..., None]).to(E4M3).flatten(1)
+    parts = numbers, scales.contiguous(), keys[:, 512:].bfloat16().contiguous()
+    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
+
+
+def unpacked(rows: Tensor) -> Tensor:
+    """What rows say, float64 [tokens, 576]."""
+    numbers, scales, rest = rows[:, :512].contiguous(), rows[:, 512:528].contiguous(), rows[:, 528:].contiguous()
+    tiles = numbers.view(E4M3).double().view(-1, 4, 128) * scales.view(torch.float32).double()[..., None]
+    return torch.cat((tiles.flatten(1), rest.view(torch.bfloat16).double()), dim=1)
+
+
+class Rows(Latents):
+    """A batch whose latents are rows: `rows` as stored, `keys` as they are meant."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        magnitudes = torch.logspace(-3, 2, self.keys.shape[0]).to(
+            self.device
+        )  # so that tokens have scales of their own
+        self.rows = packed(self.keys * magnitudes[:, None].clamp(max=2.0))
+        self.keys = unpacked(self.rows)
+
+    def pages_of(self, page_size: int, spare: int = 3, gap: int = 0) -> tuple[Tensor, LatentPages]:
+        """uint8 pages [num_pages, page_size, 656] in a random order, `gap` tokens apart, and their tables."""
+        counts = [-(-n // page_size) for n in self.kv_lens]
+        num_pages = sum(counts) + spare
+        order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(self.seed))[: sum(counts)].tolist()
+        cache = torch.full((num_pages, page_size + gap, BYTES), 255, dtype=torch.uint8, device=self.device)
+        free, at = iter(order), 0
+        for n in self.kv_lens:
+            for begin in range(0, n, page_size):
+                count = min(page_size, n - begin)
+                cache[next(free), :count] = self.rows[at : at + count]
+                at += count
+        cache = cache[:, :page_size]
+        return cache, LatentPages(cache, cache, oracle.indptr_of(counts), order, page_size)
+
+
+def problem(device: str, qo_lens: tuple[int, ...], kv_lens: tuple[int, ...], num_heads: int = 16, **more) -> Rows:
+    return Rows(qo_lens, kv_lens, num_heads, torch.bfloat16, device, **more)
+
+
+def attend(p: Rows, cache: Tensor, pages: LatentPages, backend: str = "auto", **plan) -> tuple[Tensor, Tensor]:
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(p.device), backend=backend)
+    wrapper.plan(
+        ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, p.device), ints(p.kv_lens, "cpu"),
+        p.num_heads, 512, 64, pages.page_size, p.causal, SCALE, p.dtype, torch.uint8, **plan,
+    )  # fmt: skip
+    return wrapper.run(p.query[..., :512], p.query[..., 512:], kv_cache=cache, return_lse=True)
+
+
+@pytest.mark.parametrize("page_size", [1, 3, 64])
+@pytest.mark.parametrize(("num_heads", "q_len"), [(1, 1), (16, 1), (20, 3), (128, 1)])
+def test_wrapper(device, backend, num_heads, q_len, page_size):
+    p = problem(device, (q_len,) * 5, (37, 0, 700, 1, 129), num_heads, causal=q_len > 1)
+    p.check(*attend(p, *p.pages_of(page_size, gap=page_size % 2), backend))
+
+
+@pytest.mark.parametrize("kv_lens", [(0, 0), (5000,), (1, 4000, 3), ()], ids=str)
+def test_lengths(device, backend, kv_lens):
+    p = problem(device, (1,) * len(kv_lens), kv_lens, 8)
+    p.check(*attend(p, *p.pages_of(16), backend))
+
+
+def test_fixed_splits_and_repeated_runs_are_the_same_bits(device, backend):
+    p = problem(device, (1,) * 3, (3000, 77, 4000), 20)
+    cache, pages = p.pages_of(64)
+    first, again = (attend(p, cache, pages, backend, fixed_split_size=256) for _ in range(2))
+    assert torch.equal(first[0], again[0])
+    p.check(*first)
+
+
+def test_every_number_of_eight_bits_is_exact(device, backend):
+    """A request of one key returns its latent: each e4m3 number, times scales that round nothing."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    latents = torch.where(numbers.isfinite(), numbers, 0).repeat(2)
+    p = problem(device, (1,) * 3, (1,) * 3)
+    scales = torch.tensor([[1.0, 0.5, 2.0**-20, 2.0**30], [0.0, 1.0, 3.0, 2.0**-9], [7.0, 1.0, 1.0, -1.0]])
+    p.rows[:, :512] = latents.to(E4M3).view(torch.uint8).to(device)
+    p.rows[:, 512:528] = scales.view(torch.uint8).to(device)
+    out, _ = attend(p, *p.pages_of(16), backend)
+    exact = (latents.view(4, 128) * scales[:, :, None]).flatten(1)  # at most six bits
+    assert torch.equal(out.float().cpu(), exact[:, None].expand(-1, 16, -1))
+
+
+def test_scales_of_many_bits_are_multiplied_by_in_float32(device, backend):
+    """The product is rounded once, to bfloat16."""
+    p = problem(device, (1,), (1,))
+    out, _ = attend(p, *p.pages_of(16), backend)
+    numbers = p.rows[0, :512].view(E4M3).float().view(4, 128)
+    product = numbers * p.rows[0, 512:528].view(torch.float32)[:, None]
+    assert torch.equal(out[0], product.flatten().bfloat16().expand(16, -1))
+
+
+@pytest.mark.parametrize(("q_len", "causal"), [(1, False), (3, True), (2, False)])
+def test_flash_mla_dense(device, q_len, causal):
+    """kv_len 0, and fewer tokens than causal queries."""
+    p = problem(device, (q_len,) * 4, (37, q_len, 0, 2), 64, causal=causal)
+    cache, pages = p.pages_of(64)
+    where = pages.table(device), ints(p.kv_lens, device), 512
+    query = p.query.view(4, q_len, 64, 576)
+    for k_cache in (cache, cache.view(torch.int8), cache.view(E4M3)):
+        out, lse = flash_mla_with_kvcache(
+            query, k_cache.unsqueeze(2), *where, softmax_scale=SCALE, causal=causal, is_fp8_kvcache=True
+        )
+        p.check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1) / math.log(2))
+
+
+@pytest.mark.parametrize("num_heads", [8, 128])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_flash_mla_sparse(device, num_heads, page_size):
+    """Indices of -1 and beyond the cache, one that is named twice, and topk_length 0; what no index names is NaN."""
+    p = problem(device, (1,) * 5, (64, 10, 0, 1, 4), num_heads)
+    num_tokens, top_k = 512, 64
+    cache = torch.full((num_tokens, BYTES), 255, dtype=torch.uint8, device=device)
+    tokens = torch.randperm(num_tokens, generator=torch.Generator().manual_seed(1))[: sum(p.kv_lens)]
+    tokens[-1] = tokens[-2]
+    p.rows[-1], p.keys[-1] = p.rows[-2].clone(), p.keys[-2].clone()
+    cache[tokens.to(device)] = p.rows
+    indices, lens, at = tokens[:1].repeat(5, top_k).contiguous(), torch.tensor(p.kv_lens), 0
+    nothing = torch.tensor([-1, num_tokens, -(2**31), 2**31 - 1])
+    for row, n in enumerate(p.kv_lens):  # beyond a row's length indices name tokens, as do none before it
+        indices[row, :n] = tokens[at : at + n]
+        at += n
+    indices[1, 10:], lens[1] = nothing[torch.arange(top_k - 10) % 4], top_k
+    indices[1] = indices[1, torch.randperm(top_k, generator=torch.Generator().manual_seed(2))]
+    out, lse = flash_mla_with_kvcache(
+        p.query.unsqueeze(1), cache.view(-1, page_size, 1, BYTES), None, None, 512, softmax_scale=SCALE,
+        is_fp8_kvcache=True, indices=indices.view(5, 1, top_k).int().to(device), topk_length=lens.int().to(device),
+    )  # fmt: skip
+    p.check(out.squeeze(1), lse.squeeze(2) / math.log(2))
+
+
+def test_calls_on_tables(device):
+    p = problem(device, (1,) * 3, (37, 0, 300))
+    cache, pages = p.pages_of(32)
+    where = {"kv_len": ints(p.kv_lens, device), "page_table": pages.table(device)}
+    run = quire.BatchMLAPagedAttentionWrapper(workspace(device)).run
+    p.check(*run(p.query[..., :512], p.query[..., 512:], kv_cache=cache, return_lse=True, **where))
+    out = quire.mla.trtllm_batch_decode_with_kv_cache_mla(
+        p.query.unsqueeze(1), cache.unsqueeze(1), workspace(device), 128, 512, 64, where["page_table"], where["kv_len"],
+        320, bmm1_scale=SCALE,
+    )  # fmt: skip
+    p.check(out.squeeze(1))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_page_numbers_beyond_2_20_and_places_beyond_2_31_bytes(device, sparse):
+    """Scattered tokens of a cache of 2.7 GiB, of which the host touches a few pages only."""
+    num_pages = (1 << 20) + 7000
+    if device != "cpu" and torch.cuda.mem_get_info()[0] < 3 * num_pages * 4 * BYTES // 2:
+        pytest.skip("the GPU's memory")
+    p = problem(device, (1, 1), (9, 4))
+    cache = torch.empty(num_pages, 4, BYTES, dtype=torch.uint8, device=device)
+    numbers = [num_pages - 1, 3, num_pages - 77, num_pages - 5000]
+    for page, begin, count in zip(numbers, (0, 4, 8, 9), (4, 4, 1, 4), strict=True):
+        cache[page, :count] = p.rows[begin : begin + count]
+    if sparse:
+        tokens = torch.tensor([4 * page + i for page, n in zip(numbers, (4, 4, 1, 4), strict=True) for i in range(n)])
+        indices = torch.full((2, 1, 9), -1)
+        indices[0, 0], indices[1, 0, :4] = tokens[:9], tokens[9:]
+        where = {"block_table": None, "cache_seqlens": None, "indices": indices.int().to(device)}
+    else:
+        where = {
+            "block_table": ints([numbers[:3], [numbers[3], -1, -1]], device),
+            "cache_seqlens": ints((9, 4), device),
+        }
+    out, lse = flash_mla_with_kvcache(
+        p.query.unsqueeze(1), cache.unsqueeze(2), **where, head_dim_v=512, softmax_scale=SCALE, is_fp8_kvcache=True
+    )
+    p.check(out.squeeze(1), lse.squeeze(2) / math.log(2))
+
+
+def test_wrong_arguments(device):
+    p = problem(device, (1,), (5,))
+    cache, pages = p.pages_of(16)
+    call = {"block_table": pages.table(device), "cache_seqlens": ints((5,), device), "head_dim_v": 512}
+    query = p.query.unsqueeze(1)
+    with pytest.raises(quire.ValidationError, match="is_fp8_kvcache: expected True"):
+        flash_mla_with_kvcache(query, cache.unsqueeze(2), **call)
+    apart = torch.zeros(4, 16, 1, 658, dtype=torch.uint8, device=device)[..., :BYTES]
+    with pytest.raises(quire.ValidationError, match="multiples of 4"):
+        flash_mla_with_kvcache(query, apart, **call, is_fp8_kvcache=True)
+    with pytest.raises(quire.UnsupportedError, match="expected bf16 and e4m3"):
+        flash_mla_with_kvcache(query.half(), cache.unsqueeze(2), **call, is_fp8_kvcache=True)
+    with pytest.raises(quire.UnsupportedError, match="it takes no latents with scales"):
+        quire.kernels.decide(
+            quire.kernels.AttentionProblem(
+                "sm90a", *[quire.types.dtype_of("bfloat16", "q")] * 3, 576, 512, 64, quire.types.MaskMode.NONE, False,
+                False, rows=16, is_mla=True, tile_scales=True,
+            ),
+            "quire:fa3",
+        )  # fmt: skip
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device))
+    where = ints((0, 1), "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, device), ints((5,), "cpu")
+    wide = torch.zeros(4, 16, 576, dtype=torch.bfloat16, device=device)
+    for kv_dtype, kv_cache, message in (
+        (torch.uint8, wide, "expected rows"),
+        (torch.bfloat16, cache, "expected no rows"),
+    ):
+        wrapper.plan(*where, 16, 512, 64, 16, False, SCALE, torch.bfloat16, kv_dtype)
+        with pytest.raises(quire.ValidationError, match=message):
+            wrapper.run(query=p.query, kv_cache=kv_cache)
