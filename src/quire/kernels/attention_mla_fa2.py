@@ -11,7 +11,7 @@ from quire.kernels.attention import (
     first_tile_that_holds,
     mla_tensor_core_reason,
 )
-from quire.kernels.operands import MLA_OPERANDS
+from quire.kernels.operands import SCALED_MLA_OPERANDS
 from quire.kernels.params import AttentionMlaParams
 
 _KEYS = 64  #: of a tile where shared memory holds 227 KB a CTA; half as many elsewhere, so that two tiles fit
@@ -36,7 +36,7 @@ KERNEL = AttentionKernel(
     reject=partial(mla_tensor_core_reason, takes_8_bit_kv=True),
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
-    operands=MLA_OPERANDS,
+    operands=SCALED_MLA_OPERANDS,
     params=AttentionMlaParams,
     schedule_input=lambda _: {"start_cost": 20},
 )

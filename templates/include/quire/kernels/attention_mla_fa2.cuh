@@ -5,8 +5,10 @@
 // A row of o has 512 columns, more than a warp's registers hold beside others: the warps that own the same 16 rows
 // divide the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go
 // through shared memory, and so do the maxima of rows: three barriers a tile, while the next tiles are in flight.
-// 8-bit latents are widened, exactly, from the ring into one tile of 16 bits, once for all warps.
+// 8-bit latents are widened, exactly, from the ring into one tile of 16 bits, once for all warps. Where they have
+// scales (kTileScales) they are multiplied by them in float32 on the way, and rounded once, as FlashMLA does.
 #pragma once
+#include "quire/core/convert.h"
 #include "quire/core/params_mla.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
@@ -32,13 +34,73 @@ struct TileColumns {
   QUIRE_DEVICE uint32_t chunk(int row, int col) const { return tile.chunk(row, col + kFirst); }
 };
 
+// Copies tokens of latents with scales into a tile of rows [ckv, scales, kpe], of bytes. As with KvRows one thread
+// reads a token's page number ahead for all, and tokens from kv_len on become zeros and are never read.
+template <class V, int kThreads, int kTiles>
+class ScaledRows {
+  struct Token {
+    int page, in_page;  // page: -1: no such token
+  };
+
+ public:
+  static constexpr int kTableBytes = kTiles * V::kTileKv * static_cast<int>(sizeof(Token));
+
+  QUIRE_DEVICE ScaledRows(const AttentionMlaParams& p, const WorkTile& work, unsigned char* table, int thread)
+      : mla_(p), p_(p.base), work_(work), table_(reinterpret_cast<Token*>(table)), thread_(thread) {}
+
+  QUIRE_DEVICE void begin(int tile) {
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) prefetch_pages(tile + i), publish_offsets(tile + i);
+    __syncthreads();
+  }
+
+  QUIRE_DEVICE void prefetch_pages(int tile) {
+    const int token = tile * V::kTileKv + thread_;
+    page_ = -1;
+    if (thread_ < V::kTileKv && token < work_.kv_limit) page_ = p_.kv_indices[work_.tile.kv_first + p_.page.div(token)];
+  }
+
+  QUIRE_DEVICE void publish_offsets(int tile) {
+    if (thread_ < V::kTileKv)
+      table_[tile % kTiles * V::kTileKv + thread_] = {page_, p_.page.mod(tile * V::kTileKv + thread_)};
+  }
+
+  template <class Tile>
+  QUIRE_DEVICE void copy(Tile dst, int tile) const {
+    constexpr int kCkv = V::kHeadDimVo, kScales = kCkv / kTileDims * 4, kKpe = 2 * (V::kHeadDimQk - kCkv);  // bytes
+    copy(TileColumns<Tile, 0, kCkv>{dst}, tile, p_.v, p_.v_page_stride, p_.v_token_stride);
+    copy(TileColumns<Tile, kCkv / 16, kScales>{dst}, tile, mla_.ckv_scales, 4 * mla_.ckv_scales_page_stride,
+         4 * mla_.ckv_scales_token_stride);
+    copy(TileColumns<Tile, (kCkv + kScales) / 16, kKpe>{dst}, tile, p_.k, 2 * p_.k_page_stride, 2 * p_.k_token_stride);
+  }
+
+ private:
+  // Strides are in bytes.
+  template <class Columns>
+  QUIRE_DEVICE void copy(Columns dst, int tile, const void* src, int64_t page_stride, int64_t token_stride) const {
+    const Token* table = table_ + tile % kTiles * V::kTileKv;
+    const RowSplit<kThreads, Columns::kChunks> split(thread_);
+    for_each_chunk<kThreads, Columns>(thread_, [&](int row, int chunk, int offset) {
+      const Token token = table[split.row + row];
+      const char* from = static_cast<const char*>(src) + token.page * page_stride + token.in_page * token_stride;
+      ptx::cp_async_16(dst.chunk(split.row + row, chunk), from + split.lane * 16 + offset, token.page >= 0 ? 16 : 0);
+    });
+  }
+
+  const AttentionMlaParams& mla_;
+  const AttentionParams& p_;
+  const WorkTile& work_;
+  Token* table_;
+  int thread_, page_;
+};
+
 template <class V>
 struct AttentionMlaFa2 {
   using T = typename V::Q;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kKpe = kQk - kVo;
   using Kv = typename V::Kv;
-  static constexpr bool kNarrow = sizeof(Kv) == 1;
+  static constexpr bool kNarrow = sizeof(Kv) == 1, kScaled = V::kTileScales != 0;
   static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
                 "q and o have one number type, and so have latents unless they have 8 bits");
   static_assert(kQk == 576 && kVo == 512, "512 dims of a latent and 64 more");
@@ -55,7 +117,10 @@ struct AttentionMlaFa2 {
   using TileO = SmemTile<kTileRows, kVo>;  // takes its place at the end
   using TileKv = SmemTile<kTileKv, kQk>;
   using TileP = SmemTile<kTileRows, kTileKv>;
-  using TileRing = SmemTile<kTileKv, kQk, 8 * static_cast<int>(sizeof(Kv))>;  // as the cache has it
+  // As the cache has it. With scales these are bytes, of ckv, the scales, and kpe in 16 bits.
+  static constexpr int kScaleChunk = kVo / 16, kKpeChunk = kScaleChunk + kVo / kTileDims / 4;
+  static constexpr int kRingCols = kScaled ? 16 * kKpeChunk + 2 * kKpe : kQk;
+  using TileRing = SmemTile<kTileKv, kRingCols, 8 * static_cast<int>(sizeof(Kv))>;
   using Ckv = TileColumns<TileRing, 0, kVo>;
   using Kpe = TileColumns<TileRing, kVo* static_cast<int>(sizeof(Kv)) / 16, kKpe>;
   using CursorQ = BlockCursor<TileQ>;
@@ -84,7 +149,8 @@ struct AttentionMlaFa2 {
   static constexpr int kStages =
       max(1, min(4, (kMostBytes - kFixedBytes - kOffsetBytes) / (TileRing::kBytes + kOffsetBytes)));
   static constexpr int kTableStages = kStages + (kNarrow || kStages == 1 ? 1 : 0);
-  using Rows = KvRows<V, kThreads, kTableStages>;
+  using Rows =
+      typename conditional<kScaled, ScaledRows<V, kThreads, kTableStages>, KvRows<V, kThreads, kTableStages>>::type;
 
   static constexpr int kWideAt = TileQ::kBytes, kRingAt = kWideAt + kWideBytes;
   static constexpr int kWeightsAt = kRingAt + kStages * TileRing::kBytes;
@@ -147,7 +213,7 @@ struct AttentionMlaFa2 {
 
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
-    Rows rows(p_, work_, smem_ + kTableAt, thread_);
+    Rows rows(row_params(), work_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
     constexpr int kAhead = kNarrow ? kStages : max(1, kStages - 1);
@@ -164,7 +230,11 @@ struct AttentionMlaFa2 {
       ptx::cp_async_wait<kAhead - 1>();
       __syncthreads();  // tile i is there, and all are done with tile i - 1
       if constexpr (kNarrow) {
-        widen(ring_tile(i), kv_tile(i));
+        if constexpr (kScaled) {
+          multiply_by_scales(ring_tile(i), kv_tile(i));
+        } else {
+          widen(ring_tile(i), kv_tile(i));
+        }
         __syncthreads();  // tile i is wide
       }
       if constexpr (kNarrow || kStages > 1) copy(rows, i + kAhead);
@@ -229,9 +299,21 @@ struct AttentionMlaFa2 {
 
   // One group of asynchronous copies.
   QUIRE_DEVICE void copy(const Rows& rows, int i) const {
-    rows.template copy<1>(Ckv{ring_tile(i)}, i);
-    rows.template copy<0>(Kpe{ring_tile(i)}, i);
+    if constexpr (kScaled) {
+      rows.copy(ring_tile(i), i);
+    } else {
+      rows.template copy<1>(Ckv{ring_tile(i)}, i);
+      rows.template copy<0>(Kpe{ring_tile(i)}, i);
+    }
     ptx::cp_async_commit();
+  }
+
+  QUIRE_DEVICE decltype(auto) row_params() const {
+    if constexpr (kScaled) {
+      return (mla_);
+    } else {
+      return (p_);
+    }
   }
 
   // Chunks of 16 numbers of 8 bits become two of 16 bits.
@@ -251,6 +333,36 @@ struct AttentionMlaFa2 {
         for (int j = 0; j < 4; ++j) wide[j] = ptx::widened_to(T{}, wide[j]);
         ptx::st_shared_16(to.chunk(row, 2 * chunk + half), wide);
       }
+    }
+  }
+
+  // widen() of a tile of latents with scales. kpe has 16 bits already.
+  QUIRE_DEVICE void multiply_by_scales(TileRing from, TileKv to) const {
+    constexpr int kCkvChunks = kVo / 16, kKpeChunks = kKpe / 8;
+#pragma unroll 2
+    for (int i = thread_; i < kTileKv * kCkvChunks; i += kThreads) {
+      const int row = i / kCkvChunks, chunk = i % kCkvChunks;
+      const uint4 x = ptx::ld_shared_16(from.chunk(row, chunk));
+      const float scale = ptx::ld_shared(from.chunk(row, kScaleChunk) + chunk / (kTileDims / 16) * 4);
+      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t wide[4];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) ptx::widen(Kv{}, words[2 * half + j], wide[2 * j], wide[2 * j + 1]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float low = to_float(fp16_t{static_cast<uint16_t>(wide[j])});
+          const float high = to_float(fp16_t{static_cast<uint16_t>(wide[j] >> 16)});
+          wide[j] = ptx::pack(T{}, low * scale, high * scale);
+        }
+        ptx::st_shared_16(to.chunk(row, 2 * chunk + half), wide);
+      }
+    }
+    for (int i = thread_; i < kTileKv * kKpeChunks; i += kThreads) {
+      const int row = i / kKpeChunks, chunk = i % kKpeChunks;
+      const uint4 x = ptx::ld_shared_16(from.chunk(row, kKpeChunk + chunk));
+      ptx::st_shared_16(to.chunk(row, kVo / 8 + chunk), {x.x, x.y, x.z, x.w});
     }
   }
 
