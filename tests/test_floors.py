@@ -24,6 +24,7 @@ FLOORS = [
         "block_table_mla",
         "block_table_prefill",
         "block_tables",
+        "latent_append",
         "mla",
         "mla_metadata",
         "padded_queries",

@@ -36,7 +36,7 @@ PRIVATE = {
 VAGUE = r"\b(look|look_up|locate|fetch|land|leave|soften)\s*[(<]"
 #: Names that others gave: FlashInfer, compilers at once as make's -j, and Python's own.
 ALLOWED = (
-    r"_with_slot_mapping|QUIRE_MAX_JOBS|"
+    r"\bslot_mapping|_with_slot_mapping|QUIRE_MAX_JOBS|"
     r"(max_|default_|--|options\.)?\bjobs\b|default_jobs|max_jobs|__slots__|slots=True"
 )
 

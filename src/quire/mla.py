@@ -19,6 +19,7 @@ from quire.block_table_mla import (
 )
 from quire.block_tables import Scale
 from quire.errors import ValidationError
+from quire.latent_append import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from quire.mla_metadata import MLAPlanMetadata
 from quire.runtime.attention import AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_positive, refuse
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchMLAPagedAttentionWrapper",
     "MLAPlanMetadata",
+    "concat_and_cache_mla",
+    "concat_and_cache_mla_rope_fused",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache_mla",
 ]

@@ -11,6 +11,7 @@ from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels.expression_cxx import operands_struct, render
 from quire.kernels.params import (
+    AppendLatentsParams,
     AppendParams,
     BlockMaskParams,
     ExpressionBlocksParams,
@@ -28,6 +29,8 @@ from quire.kernels.variant import Variant, find_variant
 PARALLEL_THREADS = 256
 #: Heads of a token that a thread of kernels/rope.h has: kHeads there.
 HEADS_OF_THREAD = 2
+#: Threads of a token's latent in kernels/append_latents.h: kLatentThreads there.
+LATENT_THREADS = 64
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,10 @@ OPERATIONS: dict[str, Operation] = {
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
         Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
         Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
+        Operation(
+            "append_latents", _header("append_latents.h"), "AppendLatents", AppendLatentsParams, _HEADS,
+            asserts=(*_ROPE, ("kLatentThreads", LATENT_THREADS)),
+        ),
         Operation("page_scores", _header("page_scores.h"), "PageScores", PageScoresParams, _HEADS),
         Operation("rope_pages", _header("rope.h"), "RotatePages", RopeParams, _HEADS, asserts=_ROPE),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),

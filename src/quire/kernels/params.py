@@ -289,6 +289,20 @@ class RopeParams(ctypes.Structure):
     )
 
 
+class AppendLatentsParams(ctypes.Structure):
+    """Appending latents; shapes stand in kernels/append_latents.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q_pe", "k_pe", "ckv", "cache", "cache_rows", "kv_scale")),
+        *((name, c_void_p) for name in ("pos_ids", "cos_sin_cache")),
+        *((name, c_int64) for name in ("nnz", "q_token_stride", "q_head_stride", "k_token_stride")),
+        *((name, c_int64) for name in ("ckv_token_stride", "cos_sin_stride", "page_bytes", "row_bytes")),
+        *((name, c_int32) for name in ("scales_at", "k_pe_at", "num_heads", "rope_dim", "latent_dim")),
+        *((name, c_int32) for name in ("num_pages", "page_size", "has_long_pos_ids", "num_positions", "interleave")),
+        *((name, c_int32) for name in ("latent_type", "k_pe_type")),
+    )
+
+
 class PageScoresParams(ctypes.Structure):
     """Scores of pages; shapes stand in kernels/page_scores.h."""
 
