@@ -33,10 +33,10 @@ def packed(keys: Tensor, scales: Tensor | None = None) -> Tensor:
 
 
 def unpacked(rows: Tensor) -> Tensor:
-    """What rows say, float64 [tokens, 576]."""
+    """What rows say, float64 [tokens, 576]: products in float32 are rounded once, to bfloat16."""
     numbers, scales, rest = rows[:, :512].contiguous(), rows[:, 512:528].contiguous(), rows[:, 528:].contiguous()
-    tiles = numbers.view(E4M3).double().view(-1, 4, 128) * scales.view(torch.float32).double()[..., None]
-    return torch.cat((tiles.flatten(1), rest.view(torch.bfloat16).double()), dim=1)
+    tiles = numbers.view(E4M3).float().view(-1, 4, 128) * scales.view(torch.float32)[..., None]
+    return torch.cat((tiles.flatten(1).bfloat16(), rest.view(torch.bfloat16)), dim=1).double()
 
 
 class Rows(Latents):
@@ -161,6 +161,50 @@ def test_flash_mla_sparse(device, num_heads, page_size):
     p.check(out.squeeze(1), lse.squeeze(2) / math.log(2))
 
 
+def test_cuda_graphs_follow_new_lengths(device, backend):
+    """On the CPU nothing is captured, but plans obey the same limits."""
+    int32, graph = {"dtype": torch.int32, "device": device}, None
+    buffers = {name: torch.empty(n, **int32) for name, n in (("qo_indptr", 4), ("kv_indptr", 4), ("kv_len_arr", 3))}
+    indices = torch.empty(200, **int32)
+    wrapper = quire.BatchMLAPagedAttentionWrapper(
+        workspace(device), True, **buffers, kv_indices=indices, backend=backend
+    )
+    query, cache = torch.empty(3, 16, 576, dtype=torch.bfloat16, device=device), torch.empty(0)
+    out, lse = torch.empty(3, 16, 512, dtype=torch.bfloat16, device=device), torch.empty(3, 16, device=device)
+    for seed, kv_lens in enumerate([(3000, 40, 5), (1, 0, 900), (2000, 500, 17)]):
+        p = problem(device, (1, 1, 1), kv_lens, seed=seed)
+        pages_of_batch, pages = p.pages_of(16, spare=200 - sum(-(-n // 16) for n in kv_lens))
+        cache = pages_of_batch.clone() if seed == 0 else cache.copy_(pages_of_batch)
+        query.copy_(p.query)
+        wrapper.plan(
+            ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, device), ints(kv_lens, "cpu"), 16,
+            512, 64, 16, False, SCALE, torch.bfloat16, torch.uint8,
+        )  # fmt: skip
+        if graph is None:
+            wrapper.run(query=query, kv_cache=cache, out=out, lse=lse)
+        if device != "cpu" and graph is None:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                wrapper.run(query=query, kv_cache=cache, out=out, lse=lse)
+        graph.replay() if graph is not None else wrapper.run(query=query, kv_cache=cache, out=out, lse=lse)
+        p.check(out, lse)
+
+
+def test_torch_compile(device, backend):
+    p = problem(device, (1, 1), (30, 50))
+    cache, pages = p.pages_of(16)
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    where = ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, device), ints(p.kv_lens, "cpu")
+    wrapper.plan(*where, 16, 512, 64, 16, False, SCALE, torch.bfloat16, torch.uint8)
+
+    def step(query: Tensor, kv_cache: Tensor) -> Tensor:
+        return wrapper.run(query=query, kv_cache=kv_cache) * 2
+
+    got = torch.compile(step, backend="aot_eager", fullgraph=True)(p.query, cache)
+    assert torch.equal(got, step(p.query, cache))
+
+
 def test_calls_on_tables(device):
     p = problem(device, (1,) * 3, (37, 0, 300))
     cache, pages = p.pages_of(32)
@@ -209,8 +253,10 @@ def test_wrong_arguments(device):
     with pytest.raises(quire.ValidationError, match="is_fp8_kvcache: expected True"):
         flash_mla_with_kvcache(query, cache.unsqueeze(2), **call)
     apart = torch.zeros(4, 16, 1, 658, dtype=torch.uint8, device=device)[..., :BYTES]
-    with pytest.raises(quire.ValidationError, match="multiples of 4"):
-        flash_mla_with_kvcache(query, apart, **call, is_fp8_kvcache=True)
+    shifted = torch.zeros(4, 16, 1, 660, dtype=torch.uint8, device=device)[..., 2:658]
+    for wrong in (apart, shifted):
+        with pytest.raises(quire.ValidationError, match="multiples of 4"):
+            flash_mla_with_kvcache(query, wrong, **call, is_fp8_kvcache=True)
     with pytest.raises(quire.UnsupportedError, match="expected bf16 and e4m3"):
         flash_mla_with_kvcache(query.half(), cache.unsqueeze(2), **call, is_fp8_kvcache=True)
     with pytest.raises(quire.UnsupportedError, match="it takes no latents with scales"):

@@ -101,15 +101,16 @@ def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tup
 
 def _packed_parts(cache: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Views of pages [num_pages, page_size, ROW_BYTES]: latents e4m3, the rest of keys bfloat16, and the scales."""
-    if cache.dim() != 3 or cache.stride(-1) != 1 or any(n % 4 for n in (cache.storage_offset(), *cache.stride()[:-1])):
-        raise ValidationError(
-            f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
-            f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
-        )
     ends = LATENT_DIM + 4 * (LATENT_DIM // TILE_DIMS)
     parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
     types = torch.float8_e4m3fn, torch.bfloat16, torch.float32
-    latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
+    try:
+        latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
+    except RuntimeError as error:  # rows that are not contiguous, or no multiple of 4 bytes apart
+        raise ValidationError(
+            f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
+            f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
+        ) from error
     return latents, rest, scales
 
 
