@@ -208,7 +208,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
                 (nope, pe), (ckv, kpe, *scales), kv_len, page_table, out, lse, return_lse, ckv_scale, sinks, enable_pdl
             )
         else:
-            self._check_rows(bool(scales))
+            self._check_rows(len(scales) > 0)
             result = self._runner().run(
                 pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out=out, lse=lse, return_lse=return_lse, sinks=sinks,
                 q_scale=None, k_scale=ckv_scale, v_scale=ckv_scale, window_left=None, enable_pdl=enable_pdl,
