@@ -336,27 +336,33 @@ struct AttentionMlaFa2 {
     }
   }
 
-  // widen() of a tile of latents with scales. kpe has 16 bits already.
+  // widen() of a tile of latents with scales. kpe has 16 bits already. A thread has the same eight columns of some
+  // rows, all of which it reads before it writes one: a trip to shared memory takes longer than the arithmetic.
   QUIRE_DEVICE void multiply_by_scales(TileRing from, TileKv to) const {
-    constexpr int kCkvChunks = kVo / 16, kKpeChunks = kKpe / 8;
-#pragma unroll 2
-    for (int i = thread_; i < kTileKv * kCkvChunks; i += kThreads) {
-      const int row = i / kCkvChunks, chunk = i % kCkvChunks;
-      const uint4 x = ptx::ld_shared_16(from.chunk(row, chunk));
-      const float scale = ptx::ld_shared(from.chunk(row, kScaleChunk) + chunk / (kTileDims / 16) * 4);
-      const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+    constexpr int kChunks = kVo / 8, kKpeChunks = kKpe / 8, kStep = kThreads / kChunks, kAhead = kM == 1 ? 8 : 4;
+    const int chunk = thread_ % kChunks, scale_at = chunk / (kTileDims / 8) * 4;
+#pragma unroll 1
+    for (int first = thread_ / kChunks; first < kTileKv; first += kAhead * kStep) {
+      uint2 x[kAhead];
+      float scale[kAhead];
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = first + i * kStep;
+        x[i] = ptx::ld_shared_8(from.chunk(row, chunk / 2) + chunk % 2 * 8);
+        scale[i] = ptx::ld_shared(from.chunk(row, kScaleChunk) + scale_at);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
         uint32_t wide[4];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) ptx::widen(Kv{}, words[2 * half + j], wide[2 * j], wide[2 * j + 1]);
+        ptx::widen(Kv{}, x[i].x, wide[0], wide[1]);
+        ptx::widen(Kv{}, x[i].y, wide[2], wide[3]);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float low = to_float(fp16_t{static_cast<uint16_t>(wide[j])});
           const float high = to_float(fp16_t{static_cast<uint16_t>(wide[j] >> 16)});
-          wide[j] = ptx::pack(T{}, low * scale, high * scale);
+          wide[j] = ptx::pack(T{}, low * scale[i], high * scale[i]);
         }
-        ptx::st_shared_16(to.chunk(row, 2 * chunk + half), wide);
+        ptx::st_shared_16(to.chunk(first + i * kStep, chunk), wide);
       }
     }
     for (int i = thread_; i < kTileKv * kKpeChunks; i += kThreads) {
@@ -373,6 +379,9 @@ struct AttentionMlaFa2 {
     q.lane_base += rows_ * TileQ::kRowBytes;
     k.lane_base += columns_ * kKeys * TileKv::kRowBytes;
     s.clear();
+    constexpr bool kTwo = kScaled && kM == 1;  // chains of sums at a time, as each product waits for the one ahead
+    Accumulator<kM, kKeys> other;
+    if constexpr (kTwo) other.clear();
 #pragma unroll 3
     for (int atom = 0; atom < kQk / 64; ++atom) {  // 128 bytes of a row
 #pragma unroll
@@ -386,10 +395,19 @@ struct AttentionMlaFa2 {
           ptx::ldmatrix_x4(keys, k.at(n, j) + atom * 128);
 #pragma unroll
           for (int m = 0; m < kM; ++m) {
-            ptx::mma_m16n8k16(T{}, s.at[m][2 * n], x[m], keys[0], keys[1]);
-            ptx::mma_m16n8k16(T{}, s.at[m][2 * n + 1], x[m], keys[2], keys[3]);
+            float (&left)[4] = kTwo && j % 2 ? other.at[m][2 * n] : s.at[m][2 * n];
+            float (&right)[4] = kTwo && j % 2 ? other.at[m][2 * n + 1] : s.at[m][2 * n + 1];
+            ptx::mma_m16n8k16(T{}, left, x[m], keys[0], keys[1]);
+            ptx::mma_m16n8k16(T{}, right, x[m], keys[2], keys[3]);
           }
         }
+      }
+    }
+    if constexpr (kTwo) {
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+        for (int x = 0; x < 4; ++x) s.at[0][n][x] += other.at[0][n][x];
       }
     }
     const LogitsTile<V> tile = {

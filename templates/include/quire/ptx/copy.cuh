@@ -67,6 +67,12 @@ QUIRE_DEVICE float ld_shared(uint32_t src) {
   return x;
 }
 
+QUIRE_DEVICE uint2 ld_shared_8(uint32_t src) {
+  uint2 d;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(d.x), "=r"(d.y) : "r"(src) : "memory");
+  return d;
+}
+
 QUIRE_DEVICE uint4 ld_shared_16(uint32_t src) {
   uint4 d;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
