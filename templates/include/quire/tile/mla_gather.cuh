@@ -90,7 +90,7 @@ class MlaSource<V, KvPath::kGather> {
     const int lane = ptx::lane_id(), row = Cta::warp_of_group() * 16 + lane / 8;
     const unsigned char* base = static_cast<const unsigned char*>(from) + col * 2 + lane % 8 * 16;
     const uint32_t to = tile + row * 128 + (lane % 8 ^ lane / 8) * 16;
-#pragma unroll
+#pragma unroll 2  // all four at a time leave too few registers
     for (int i = 0; i < 4; ++i) {
       const uint32_t chunks = __shfl_sync(0xffffffffu, place, 4 * i + lane / 8);
       const int bytes = chunks == kNowhere ? 0 : 16;
