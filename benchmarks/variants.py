@@ -74,6 +74,7 @@ PREFILL = (
     Row("alibi, built in", plan={"pos_encoding_mode": "ALIBI"}),
     Row("soft cap", variants.soft_cap, lambda *_: {"cap": 30.0}, target=0.92),
     Row("soft cap, built in", plan={"logits_soft_cap": 30.0}),
+    Row("soft cap below logits", variants.soft_cap, lambda *_: {"cap": 1.0}),
     Row("table bias", variants.relative_bias, bias, target=0.92),
     Row("12 documents", variants.document_mask, documents),
     Row("window 1024", window, lambda *_: {"width": 1024}),
@@ -179,7 +180,7 @@ class Prefill:
             create_block_mask(m, None, None, self.length, self.length, device=str(self.device))
             for m in (causal, document)
         ]
-        rows = (("flex: alibi", alibi, masks[0], PREFILL[2]), ("flex: 12 documents", None, masks[1], PREFILL[7]))
+        rows = (("flex: alibi", alibi, masks[0], PREFILL[2]), ("flex: 12 documents", None, masks[1], PREFILL[8]))
         found = []
         for name, score, mask, row in rows:
             call = lambda _, s=score, m=mask: attend(q, k, v, score_mod=s, block_mask=m, enable_gqa=True)  # noqa: E731

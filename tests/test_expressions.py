@@ -67,8 +67,10 @@ inline int32_t subtract_saturated(int32_t a, int32_t b) {
 """
 
 PROGRAM = """
+#ifndef __CUDACC__
 #define QUIRE_DEVICE inline __attribute__((always_inline))
 #include "quire/tile/cpu_expression.h"
+#endif
 #include "quire/tile/expression.cuh"
 using namespace quire;
 
@@ -77,12 +79,13 @@ constexpr int kHeads = HEADS, kQo = QO_LEN, kKv = KV_LEN, kRequest = REQUEST;
 
 struct Place {
   int query_head, query;
-  int head() const { return query_head; }
-  int q_idx() const { return query; }
-  int request() const { return kRequest; }
-  int qo_len() const { return kQo; }
-  int kv_len() const { return kKv; }
+  QUIRE_HD int head() const { return query_head; }
+  QUIRE_HD int q_idx() const { return query; }
+  QUIRE_HD int request() const { return kRequest; }
+  QUIRE_HD int qo_len() const { return kQo; }
+  QUIRE_HD int kv_len() const { return kKv; }
 };
+#ifndef __CUDACC__
 struct KeyLanes : Place {  // of the CPU, few rows
   int key;
   cpu::Ints kv_idx() const { return key + cpu::iota(); }
@@ -93,23 +96,21 @@ struct RowLanes : Place {  // of the CPU, many rows: lanes are queries, of which
   cpu::Ints head() const { return cpu::Ints{} + query_head; }
   int kv_idx() const { return key; }
 };
+#endif
 template <bool kInside_>
 struct Keys : Place {  // of a GPU's lane
   static constexpr bool kInside = kInside_;
   int first, at;
-  Ramp<int32_t> keys() const { return {first, 1, at}; }
-};
-struct Key : Place {
-  int key;
-  int keys() const { return key; }
+  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
 };
 
 template <class V>
 struct Evaluate {
   const typename V::Operands& o;
   const Logits& x;
-  int at(int h, int q, int k) const { return (h * kQo + q) * kKv + k; }
+  QUIRE_HD int at(int h, int q, int k) const { return (h * kQo + q) * kKv + k; }
 
+#ifndef __CUDACC__
   void cpu_keys() const {
     for (int h = 0; h < kHeads; ++h)
       for (int q = 0; q < kQo; ++q)
@@ -134,8 +135,9 @@ struct Evaluate {
         for (int q = 0; q < kQo; ++q) x.score[at(h, q, k)] = y[q], x.mask[at(h, q, k)] = seen[q] != 0;
       }
   }
+#endif
   template <bool kInside>
-  void gpu_row(int h, int q) const {
+  QUIRE_DEVICE void gpu_row(int h, int q) const {
     using M = FragmentMath<false>;
     for (int lane = 0; lane < 4; ++lane)
       for (int k = 0; k < kKv; k += 16) {
@@ -151,33 +153,34 @@ struct Evaluate {
       }
   }
   template <class T>
-  static bool number(const T& x, int j) {
+  QUIRE_DEVICE static bool number(const T& x, int j) {
     return OfKeys<T>::get(x, j);
   }
-  void gpu(bool may_be_inside) const {
-    for (int h = 0; h < kHeads; ++h)
-      for (int q = 0; q < kQo; ++q) {
-        if constexpr (V::kLinearReads != 0) {
-          using M = ExpressionMath;
-          if (may_be_inside && V::template reads_inside<M>(o, Key{{h, q}, 0}) &&
-              V::template reads_inside<M>(o, Key{{h, q}, kKv - 1})) {
-            gpu_row<true>(h, q);
-            continue;
-          }
-        }
-        gpu_row<false>(h, q);
-      }
+  QUIRE_DEVICE void gpu(int h, int q, bool may_be_inside) const {
+    if constexpr (V::kLinearReads != 0) {
+      const Keys<false> place = {{h, q}, 0, 0};
+      const KeyRange inside = V::template keys_inside<ExpressionMath>(o, place);
+      if (may_be_inside && inside.covers({0, kKv})) return gpu_row<true>(h, q);
+    }
+    gpu_row<false>(h, q);
   }
 };
 
+#ifdef __CUDACC__
+template <class V>
+__device__ void evaluate(int how, const typename V::Operands& operands, const Logits& x) {
+  const Evaluate<V> e = {operands, x};
+  e.gpu(threadIdx.x / kQo, threadIdx.x % kQo, how == 3);
+}
+#else
 template <class V>
 void evaluate(int how, const void* operands, const Logits& x) {
   const Evaluate<V> e = {*static_cast<const typename V::Operands*>(operands), x};
   if (how == 0) e.cpu_keys();
   if (how == 1) e.cpu_rows();
-  if (how == 2) e.gpu(false);
-  if (how == 3) e.gpu(true);
+  for (int i = 0; how > 1 && i < kHeads * kQo; ++i) e.gpu(i / kQo, i % kQo, how == 3);
 }
+#endif
 """
 
 
@@ -334,43 +337,44 @@ def check(expression: Expression, how: str, score: Tensor, mask: Tensor, patch: 
 # --- the programs ----------------------------------------------------------------------------------------------------
 
 
-def build(expressions: list[Expression], place: Path) -> ctypes.CDLL:
-    """One library of them all."""
-    (place / "quire/ptx").mkdir(parents=True)
-    (place / "quire/ptx/math.cuh").write_text(INSTRUCTIONS)
+def program(expressions: list[Expression], entry: str) -> str:
+    """The source of them all; entry: a line for each."""
     units = [
         f"struct V{i} {{\nstatic constexpr int kScore = 1, kScoreMask = 1, kOperandsAt = 0;\n{render(e)}\n}};\n"
-        f'extern "C" void evaluate{i}(int how, const void* o, Logits* x) {{ evaluate<V{i}>(how, o, *x); }}\n'
+        + entry.format(i=i)
         for i, e in enumerate(expressions)
     ]
     sizes = {"HEADS": HEADS, "QO_LEN": QO_LEN, "KV_LEN": KV_LEN, "REQUEST": REQUEST}
-    defined = "".join(f"#define {name} {size}\n" for name, size in sizes.items())
-    (place / "all.cpp").write_text(defined + PROGRAM + "".join(units))
-    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-march=native", "-Wno-unknown-pragmas", "-fno-trapping-math"]
-    command = [
-        "g++",
-        *flags,
-        "-I",
-        str(place),
-        "-I",
-        str(TEMPLATES),
-        "-o",
-        str(place / "all.so"),
-        str(place / "all.cpp"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return "".join(f"#define {name} {size}\n" for name, size in sizes.items()) + PROGRAM + "".join(units)
+
+
+def compiled(command: list[str], source: str, place: Path, name: str) -> Path:
+    """What a compiler makes of `source`."""
+    suffix = ".cu" if command[0] == "nvcc" else ".cpp"
+    (place / f"all{suffix}").write_text(source)
+    files = ["-I", str(place), "-I", str(TEMPLATES), "-o", str(place / name), str(place / f"all{suffix}")]
+    done = subprocess.run([*command, *files], capture_output=True, text=True, check=False)
     errors = [line for line in done.stderr.splitlines() if "error" in line][:5]
     assert done.returncode == 0, "\n".join(errors)
-    return ctypes.CDLL(str(place / "all.so"))
+    return place / name
 
 
-def operands(expression: Expression) -> ctypes.Structure:
+def build(expressions: list[Expression], place: Path) -> ctypes.CDLL:
+    """One library of them all, for the host."""
+    (place / "quire/ptx").mkdir(parents=True)
+    (place / "quire/ptx/math.cuh").write_text(INSTRUCTIONS)
+    entry = 'extern "C" void evaluate{i}(int how, const void* o, Logits* x) {{ evaluate<V{i}>(how, o, *x); }}\n'
+    flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-march=native", "-Wno-unknown-pragmas", "-fno-trapping-math"]
+    return ctypes.CDLL(str(compiled(["g++", *flags], program(expressions, entry), place, "all.so")))
+
+
+def operands(expression: Expression, values: dict[str, Any] = VALUES) -> ctypes.Structure:
     """The values of VALUES as a kernel is given them."""
     from quire.kernels.expression_cxx import operands_struct
     from quire.runtime.variant_operands import write_operands
 
     struct = operands_struct(expression)()
-    write_operands(struct, expression, set(VALUES), VALUES, torch.device("cpu"), {})
+    write_operands(struct, expression, set(values), values, values["bias"].device, {})
     return struct
 
 
@@ -393,3 +397,60 @@ def test_random_expressions(batch, tmp_path, monkeypatch):
             assert not mask.isnan().any()
             steady += check(expression, name, score, mask, monkeypatch)
     assert steady > 0.3 * len(drawn) * 4 * SCORES.numel(), "most scores are compared"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("batch", range(-(-COUNT // PER_PROGRAM)))
+def test_random_expressions_on_a_gpu(batch, tmp_path, monkeypatch):
+    """The same with a GPU's own instructions."""
+    drawn = [Drawn(batch * PER_PROGRAM + i, 2 + i % 24).variant().expression for i in range(PER_PROGRAM)]
+    entry = (
+        'extern "C" __global__ void evaluate{i}(int how, const __grid_constant__ V{i}::Operands o, Logits x) {{ '
+        "evaluate<V{i}>(how, o, x); }}\n"
+    )
+    major, minor = torch.cuda.get_device_capability()
+    command = ["nvcc", "-cubin", "-std=c++17", f"-arch=sm_{major}{minor}"]
+    cubin = compiled(command, program(drawn, entry), tmp_path, "all.cubin").read_bytes()
+    values = {name: x.cuda() if isinstance(x, Tensor) else x for name, x in VALUES.items()}
+    scores, driver, module, steady = SCORES.cuda(), ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), 0
+    assert driver.cuModuleLoadData(ctypes.byref(module), cubin) == 0
+    for i, expression in enumerate(drawn):
+        function, given = ctypes.c_void_p(), operands(expression, values)
+        assert driver.cuModuleGetFunction(ctypes.byref(function), module, f"evaluate{i}".encode()) == 0
+        for how, name in ((2, "GPU"), (3, "GPU, neighbours")):
+            score, mask = torch.full_like(scores, math.nan), torch.full_like(scores, math.nan)
+            x = Logits(scores.data_ptr(), score.data_ptr(), mask.data_ptr())
+            arguments = (ctypes.c_int(how), given, x)
+            packed = (ctypes.c_void_p * 3)(*(ctypes.addressof(argument) for argument in arguments))
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            grid = (1, 1, 1, HEADS * QO_LEN, 1, 1, 0)
+            assert driver.cuLaunchKernel(function, *grid, stream, packed, None) == 0
+            steady += check(expression, name, score.cpu(), mask.cpu(), monkeypatch)
+    assert steady > 0.3 * len(drawn) * 2 * SCORES.numel(), "most scores are compared"
+
+
+def test_small_tanh(tmp_path):
+    """The tanh of small numbers that needs no special functions is within 4e-6 wherever it is used."""
+    (tmp_path / "quire/ptx").mkdir(parents=True)
+    (tmp_path / "quire/ptx/math.cuh").write_text(INSTRUCTIONS)
+    source = """
+#define QUIRE_DEVICE inline __attribute__((always_inline))
+#include "quire/tile/tanh.cuh"
+extern "C" float most(float scale) { quire::SmallTanh t; t.set(scale, 1.f); return t.most; }
+extern "C" float tanh_of(float x, float scale, float factor, float y) {
+  quire::SmallTanh t;
+  t.set(scale, factor);
+  return t.plus(x, y);
+}
+"""
+    library = ctypes.CDLL(str(compiled(["g++", "-O1", "-std=c++17", "-fPIC", "-shared"], source, tmp_path, "tanh.so")))
+    library.most.restype = library.tanh_of.restype = ctypes.c_float
+    number = ctypes.c_float
+    for scale, factor in ((1.0, 1.0), (0.0884 / 30, 30 * 1.4427), (0.0884 / 1e4, 1e4), (40.0, 0.5)):
+        most = library.most(number(scale))
+        assert math.isclose(most, 0.75 / scale, rel_tol=1e-6)
+        for i in range(-200, 201):
+            x = most * i / 200
+            got = library.tanh_of(number(x), number(scale), number(factor), number(2.0)) - 2.0
+            assert abs(got - factor * math.tanh(x * scale)) <= 4e-6 * factor + 3e-7
+    assert library.most(number(-1.0)) < 0, "negative scales have no small numbers"

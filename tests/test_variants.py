@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -19,6 +19,9 @@ from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
 from problems import Problem, workspace
 from quire import variants
+from quire.expression import tanh
+from quire.kernels import AttentionKey, kernel_of
+from quire.kernels.expression_cxx import has_idiom, render
 
 LENS = (5, 1, 0, 40), (60, 7, 9, 40)
 HEADS = 4
@@ -161,6 +164,41 @@ def test_reference(name):
     truth = p.expected(**case.expected())
     torch.testing.assert_close(o, truth.o, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(lse, truth.lse, rtol=1e-6, atol=1e-6)
+
+
+IDIOMS = {"soft_cap": "kIdiomSoftCap", "alibi": "kIdiomBias", "relative_bias": "kIdiomBias", "temperature": "0"}
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idioms(name):
+    """Scores that fa3 has code for are known by what they do, and get its high tiles; the others take registers."""
+    expression = getattr(variants, name).expression
+    assert f"kIdiom = {IDIOMS[name]};" in render(expression)
+    assert has_idiom(expression) == (name in ("soft_cap", "alibi"))
+    key = AttentionKey.parse("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.ragged.causal.m128")
+    problem = replace(key.problem(), variant=getattr(variants, name), rows=4096)
+    assert kernel_of(key).key(problem).tile_rows == (192 if has_idiom(expression) else 128)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_negative_caps(sign, device, backend):
+    """a * tanh(b * score) of numbers of any sign: softmax is given a factor that is positive."""
+    variant = quire.Variant(lambda score, a, b: a * tanh(b * score), scalars={"a": float, "b": float})
+    case = Case(variant, {"a": -2.0 * sign, "b": -0.7}, lambda s, _: -2.0 * sign * torch.tanh(-0.7 * s))
+    p = Problem((70, 200), (300, 900), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
+
+
+@pytest.mark.parametrize("cap", [1.0, 30.0, 1000.0])
+def test_soft_caps_of_long_requests(cap, device, backend):
+    """KV tiles that need no mask, with logits beyond the cap, below it, and far below it."""
+    case = Case(variants.soft_cap, {"cap": cap}, lambda s, _: cap * torch.tanh(s / cap))
+    p = Problem((70, 200), (300, 900), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
 
 
 # --- everywhere plain attention goes ---------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, tensor_core_reason
+from quire.kernels.expression import Expression
+from quire.kernels.expression_cxx import has_idiom, takes_registers
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
@@ -41,6 +43,8 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
     more = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant
+    expression = problem.variant.expression if problem.variant else Expression("", None, None, ())
+    has_score = expression.score is not None
     plain = not (custom or more)  # anything else takes registers
     if widest <= 64:  # three warpgroups; a gather needs registers of its own
         tall = plain and _page_size(problem) != ANY_PAGE_SIZE
@@ -49,13 +53,20 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         return (TileShape(128, 128),)
     if widest <= 128 and problem.kv.bits == 8 and more:  # widening takes registers, too
         return (TileShape(128, 128),)
+    if widest <= 192 and has_score and not has_idiom(expression):
+        return (TileShape(128, 64 if takes_registers(expression) else 128 if widest <= 128 else 96),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))
     if widest <= 192:
         return (TileShape(128, 128 if vo <= 128 else 96 if problem.kv.bits == 8 else 112),)
     return (
         TileShape(
-            128, 48 if problem.pos_encoding or problem.kv.bits == 8 else 64 if custom or problem.soft_cap else 80
+            128,
+            48
+            if problem.pos_encoding or has_score or problem.kv.bits == 8
+            else 64
+            if custom or problem.soft_cap
+            else 80,
         ),
     )
 

@@ -22,6 +22,7 @@ from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
 
 LOG2E = math.log2(math.e)
+_LEAST_SCALE = 1e-20  #: of q . k in base 2; kernels divide by it
 
 
 class AttentionPlan:
@@ -146,7 +147,8 @@ class AttentionPlan:
         p = self._params
         p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
         scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
-        p.logits_scale, p.tanh_scale, p.o_scale = scale * LOG2E, scale / cap if cap else scale, o_scale
+        p.logits_scale = max(scale * LOG2E, _LEAST_SCALE)
+        p.tanh_scale, p.o_scale = scale / cap if cap else scale, o_scale
 
     def _use_on(self, stream: int) -> None:
         """Tell torch's allocator that another stream, the current one, reads the tensors of this plan: their memory is

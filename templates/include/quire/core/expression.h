@@ -1,7 +1,9 @@
 // The expression of a variant (quire.Variant): a score and a mask of the user's, rendered into Variant as
 //   struct Operands { ... };                       what they read: tensors and numbers, at the end of the parameters
-//   template <class M, class X, class At> static auto score(const Operands&, X score, const At& at);
-//   template <class M, class At> static auto mask(const Operands&, const At& at);
+//   template <class M, class At> static auto row(const Operands&, const At& at);      what keys of a row have in common
+//   template <class M, class X, class At, class Row> static auto score(const Operands&, X score, const At&, const
+//   Row&); template <class M, class X, class At> static auto score(const Operands&, X score, const At& at); template
+//   <class M, class At> static auto mask(const Operands&, const At& at);
 // M: the backend's functions (tile/expression.cuh, tile/cpu_expression.h). at: which query and key (core/logits.h).
 //
 // Semantics of all backends: integers are 32 bits and wrap; an integer division by 0 gives 0 and leaves the remainder
@@ -86,18 +88,33 @@ struct TensorRef {
   template <class... Index>
   QUIRE_HD auto operator()(Index... index) const {
     static_assert(sizeof...(Index) == kRank, "an index for each dimension");
-    const int32_t indices[] = {index...};
+    return widen_element(load_element(data + place(index...)));
+  }
+
+  // Where the row of the last dimension begins that all indices but the last one say, and its element at `last`.
+  template <class... Index>
+  QUIRE_HD int32_t row(Index... index) const {
+    static_assert(sizeof...(Index) == kRank - 1, "an index for each dimension but the last");
+    return place(index...);
+  }
+  QUIRE_HD auto in_row(int32_t row, int32_t last) const {
+    return widen_element(load_element(data + row + min(max(last, 0), sizes[kRank - 1] - 1) * strides[kRank - 1]));
+  }
+  // Elements of a row that lie side by side; 0 where none do.
+  QUIRE_HD int32_t row_size() const { return strides[kRank - 1] == 1 ? sizes[kRank - 1] : 0; }
+
+ private:
+  template <class... Index>
+  QUIRE_HD int32_t place(Index... index) const {
+    const int32_t indices[] = {index..., 0};
     int32_t at = 0;
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int i = 0; i < kRank; ++i) at += min(max(indices[i], 0), sizes[i] - 1) * strides[i];
-    return widen_element(load_element(data + at));
-  }
-
-  // Whether there is an element at `last` of the last dimension, whose elements lie side by side.
-  QUIRE_HD bool has_neighbours(int32_t last) const {
-    return last >= 0 && last < sizes[kRank - 1] && strides[kRank - 1] == 1;
+    for (int i = 0; i < static_cast<int>(sizeof...(Index)); ++i) {
+      at += min(max(indices[i], 0), sizes[i] - 1) * strides[i];
+    }
+    return at;
   }
 };
 
@@ -106,6 +123,18 @@ template <class V>
 QUIRE_HD constexpr bool has_linear_reads() {
   if constexpr (V::kScore != 0) return V::kLinearReads != 0;
   return false;
+}
+
+// Idioms of scores, which kernels know: Variant::kIdiom.
+constexpr int kIdiomSoftCap = 1;  // Variant::cap(): outer * tanh(inner * score)
+constexpr int kIdiomBias = 2;     // Variant::bias(): score + bias
+struct SoftCap {
+  float outer, inner;
+};
+template <class V>
+QUIRE_HD constexpr int score_idiom() {
+  if constexpr (V::kScore != 0) return V::kIdiom;
+  return 0;
 }
 
 // Integers that wrap.

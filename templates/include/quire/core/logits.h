@@ -34,6 +34,9 @@ QUIRE_HD X alibi_exponent(X head, int num_heads) {
 template <class V, class Math>
 struct LogitsTransform : ExpressionOf<V> {
   static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi, kHasScore = V::kScore != 0;
+  // A soft cap is all that happens: the built-in one, or a score that is one.
+  static constexpr bool kIsCapScore = score_idiom<V>() == kIdiomSoftCap;
+  static constexpr bool kIsSoftCap = (V::kSoftCap != 0 && !kHasAlibi) || kIsCapScore;
   // Nothing happens but the scaling that softmax does anyway.
   static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi && !kHasScore;
   // A bias that grows evenly from key to key is all that happens.
@@ -53,7 +56,13 @@ struct LogitsTransform : ExpressionOf<V> {
                : kHasScore        ? kLog2e
                                   : 1.0f),
         bias_unit(V::kSoftCap != 0 ? kLog2e / p.logits_cap : kLog2e),
-        num_heads(p.num_qo_heads) {}
+        num_heads(p.num_qo_heads) {
+    if constexpr (kIsCapScore) {  // tanh is odd, and softmax wants a factor that is positive
+      const SoftCap cap = V::template cap<Math>(this->operands);
+      factor = fabsf(cap.outer) * kLog2e;
+      scale *= cap.outer < 0.f ? -cap.inner : cap.inner;
+    }
+  }
 
   // X: some logits; at.q_idx(), at.kv_idx(), at.head() and at.request() say which. Queries and keys are counted within
   // their request, of at.qo_len() and at.kv_len(); heads are query heads. at.ramp(step): step times how far right of
@@ -61,11 +70,17 @@ struct LogitsTransform : ExpressionOf<V> {
   template <class X, class At>
   QUIRE_HD X score(X logit, const At& at) const {
     if constexpr (kHasAlibi) logit = Math::fma(logit, scale, at.ramp(bias_step(at)));
-    if constexpr (V::kSoftCap != 0) return Math::tanh(logit, kHasAlibi ? 1.0f : scale);
-    if constexpr (kHasScore) {
+    if constexpr (V::kSoftCap != 0 || kIsCapScore) return Math::tanh(logit, kHasAlibi ? 1.0f : scale);
+    if constexpr (kHasScore && !kIsCapScore) {
       return Math::as_logits(V::template score<Math>(this->operands, Math::mul(logit, scale), at));
     }
     return logit;
+  }
+
+  // A user's score, of a row that Variant::row() was called for before.
+  template <class X, class At, class Row>
+  QUIRE_HD X score(X logit, const At& at, const Row& row) const {
+    return Math::as_logits(V::template score<Math>(this->operands, Math::mul(logit, scale), at, row));
   }
 
   // ALiBi: what a key's bias exceeds that of the key to its left by.

@@ -66,6 +66,10 @@ struct is_same<A, A> {
   static constexpr bool value = true;
 };
 
+// Of a type in decltype() only.
+template <class T>
+T declval();
+
 template <bool kFirst, class A, class B>
 struct conditional {
   using type = A;

@@ -64,8 +64,9 @@ struct AttentionFa3 {
   static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
   static constexpr bool kHasZeros = kIsGathered || kNarrow;  // from kv_len on
   // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
-  using Transform = LogitsTransform<V, FragmentMath<kVo <= 128>>;
-  static constexpr bool kIsRamp = Transform::kIsRamp;
+  using Math = FragmentMath<kVo <= 128>;
+  using Transform = LogitsTransform<V, Math>;
+  static constexpr bool kIsRamp = has_ramps<V, Math>();
 
   static constexpr int kWorkStages = 4;
   static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
@@ -97,6 +98,8 @@ struct AttentionFa3 {
   // Results are stored by way of shared memory where that takes no stage away.
   static constexpr int kResultBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
   static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity;
+  // Where results are on their way out, a warp holds what a score knows of its rows until then.
+  static constexpr bool kHoldsRows = Transform::kHasScore && !Transform::kIsSoftCap && !kIsRamp && kIsStaged;
   static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
   static constexpr int kPreparedAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
   static constexpr int kQueryFactorsAt = kPreparedAt + kPreparedBytes;
@@ -366,7 +369,8 @@ struct AttentionFa3 {
   struct Rows {
     float o[kVo / 2];
     WarpgroupSoftmax softmax;
-    RowRamps<V, 2> ramps;         // of an ALiBi that needs nothing else
+    RowRamps<V, 2> ramps;         // of a bias that needs nothing else
+    SmallTanh cap;                // of a soft cap
     uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
 
     QUIRE_DEVICE void clear() {
@@ -481,6 +485,12 @@ struct AttentionFa3 {
     return {q_tile(at.stage()).base + turn * 64 * 128, 16};
   }
 
+  // What ScoreRows keeps of this lane's rows.
+  QUIRE_DEVICE uint32_t score_rows_at() const {
+    static_assert(ScoreRows<V, Math>::kBytes <= StagedRows<kVo>::kBytes, "what rows have in common takes their place");
+    return smem_ + kResultsAt + (ptx::thread_id() / 32 - 4) * StagedRows<kVo>::kBytes + ptx::lane_id() * 4;
+  }
+
   // Until the queries and first keys of a work tile are loaded.
   QUIRE_DEVICE void wait_work_tile(const Stage& current, const Rings& rings) const {
     if (q_by_tma()) {
@@ -515,8 +525,14 @@ struct AttentionFa3 {
     const TileDescriptor q = queries(rings.q, turn);
     if constexpr (kIsRamp) {
       const Transform transform(p_.base);
-      rows.ramps.set(transform, ramp_scale(transform), logits_tile(current, walk.tile()));
+      rows.ramps.set(transform, ramp_scale(), logits_tile(current, walk.tile()));
+      rows.ramps.move(ramp_scale(), walk.tile() * kTileKv);
     }
+    if constexpr (Transform::kIsSoftCap) {
+      const Transform transform(p_.base);
+      rows.cap.set(transform.scale, transform.factor);
+    }
+    if constexpr (kHoldsRows) ScoreRows<V, Math>::set(score_rows_at(), Transform(p_.base), logits_tile(current, 0));
     first_tile(rows, s, current, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (full.contains(walk)) {
@@ -573,6 +589,7 @@ struct AttentionFa3 {
     const TileDescriptor k = keys(rings.k), v = values(before);
     TileBits<V, 2> bits;
     if constexpr (kMasked) bits.read(logits_tile(current, tile));
+    if constexpr (kIsRamp) rows.ramps.move(ramp_scale(), tile * kTileKv);
     v_.wait_full(before);
     k_.wait_full(rings.k);
     const bool takes_turns = kWarpgroups > 1 && !is_alone(current.work);
@@ -607,8 +624,13 @@ struct AttentionFa3 {
             lane};
   }
 
-  // The scale of q . k, or the least that a bias can be divided by: q . k is nothing beside the bias then.
-  QUIRE_DEVICE static float ramp_scale(const Transform& transform) { return fmaxf(transform.scale, 1e-20f); }
+  // The scale of q . k in base 2, which a bias is divided by: plan() passes none below 1e-20. What is multiplied by a
+  // number on the device is not known to be the same in all lanes, and then costs registers.
+  QUIRE_DEVICE float ramp_scale() const {
+    const AttentionParams& p = p_.base;
+    if (V::kPaged == 0 || p.logits_scale_by == nullptr) return p.logits_scale;
+    return fmaxf(p.logits_scale * *p.logits_scale_by, 1e-20f);
+  }
 
   // From q . k to weights. Here a variant's transform and mask come in.
   template <bool kMasked>
@@ -625,13 +647,20 @@ struct AttentionFa3 {
       for (int i = 0; i < kTileKv / 2; ++i) s[i] *= factors[i / 2 % 2];
     }
     if constexpr (kIsRamp) {
-      const float scale = ramp_scale(transform);
-      rows.ramps.template score<kMasked>(s, at, bits);
-      const RowOffsets offsets = {rows.ramps.offset(scale, at, 0), rows.ramps.offset(scale, at, 1)};
+      const float scale = ramp_scale();
+      rows.ramps.template score<kMasked>(s, transform, at, bits);
+      const RowOffsets offsets = {rows.ramps.offset[0], rows.ramps.offset[1]};
       rows.softmax.raise_max(s, scale, offsets);
       rows.softmax.exponentiate(s, scale, offsets);
     } else {
-      score_logits<kMasked>(s, transform, at, bits);
+      if constexpr (Transform::kIsSoftCap && !kMasked) {
+        if (apply_small_cap(rows, s)) return;
+      }
+      if constexpr (kHoldsRows && !kMasked) {
+        ScoreRows<V, Math>::score(s, score_rows_at(), transform, tile * kTileKv);
+      } else {
+        score_logits<kMasked>(s, transform, at, bits);
+      }
       if constexpr (kRescaled && Transform::kIsIdentity) {
         const RowScales scales = {transform.factor * factors[0], transform.factor * factors[1]};
         rows.softmax.raise_max(s, scales);
@@ -641,6 +670,31 @@ struct AttentionFa3 {
         rows.softmax.exponentiate(s, transform.factor);
       }
     }
+  }
+
+  // A soft cap where all logits of a warp are small; false: some are not, and nothing was done. Weights of bf16 have
+  // the range of float: a reference maximum that no logit exceeds by more than kWideLag stays, so that the maximum of
+  // the logits is not needed besides the greatest magnitude.
+  QUIRE_DEVICE static bool apply_small_cap(Rows& rows, float (&s)[kTileKv / 2]) {
+    constexpr float kWideLag = 40.f;
+    const SmallTanh cap = rows.cap;
+    float most[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) most[h] = WarpgroupSoftmax::row_most(s, h);
+    const float greatest = fmaxf(most[0], most[1]);
+    bool is_small = greatest <= cap.most;
+    if constexpr (is_same<T, bf16_t>::value) {
+      is_small = is_small && greatest * cap.c[0] <= fminf(rows.softmax.m[0], rows.softmax.m[1]) + kWideLag;
+    }
+    if (!__all_sync(0xffffffffu, is_small)) return false;
+    if constexpr (is_same<T, bf16_t>::value) {
+      rows.softmax.is_raised = false;
+    } else {
+      const float top[] = {cap.plus(rows.softmax.row_max(s, 0), 0.f), cap.plus(rows.softmax.row_max(s, 1), 0.f)};
+      rows.softmax.raise_to(top);
+    }
+    rows.softmax.exponentiate(s, cap);
+    return true;
   }
 
   // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.

@@ -86,9 +86,13 @@ struct ExpressionMath {
     return each_lane([&](auto... i) { return tensor(i...); }, index...);
   }
 
-  template <class At, class Tensor, class... Index>
-  QUIRE_CPU static auto read_linear(const Tensor& tensor, Index... index) {
-    return read(tensor, index...);
+  template <class Tensor, class... Index>
+  QUIRE_CPU static auto row_of(const Tensor& tensor, Index... index) {
+    return each_lane([&](auto... i) { return tensor.row(i...); }, index...);
+  }
+  template <class At, class Tensor, class Row, class Index>
+  QUIRE_CPU static auto read_row(const Tensor& tensor, Row row, Index index) {
+    return each_lane([&](int32_t r, int32_t i) { return tensor.in_row(r, i); }, row, index);
   }
 
   // ---- arithmetic ----

@@ -2,6 +2,7 @@
 // is one number; what depends on the key is a Four, or a Ramp where it follows from the key's number alone.
 #pragma once
 #include "quire/core/expression.h"
+#include "quire/core/mask.h"
 #include "quire/tile/tanh.cuh"
 
 namespace quire {
@@ -84,31 +85,29 @@ struct ExpressionMath {
     return of_keys([&](auto... i) { return tensor(i...); }, index...);
   }
 
-  // Of neighbours. At::kInside: those of a whole KV tile are inside the tensor, so that a key costs one load.
-  template <class At, class Tensor, class... Index>
-  QUIRE_DEVICE static auto read_linear(const Tensor& tensor, const Index&... index) {
+  // Reads a row of a tensor: what comes before the last index is the same for all keys. At::kInside: those of a whole
+  // KV tile are neighbours inside the tensor, so that a key costs one load.
+  template <class Tensor, class... Index>
+  QUIRE_DEVICE static int32_t row_of(const Tensor& tensor, Index... index) {
+    return tensor.row(index...);
+  }
+  template <class At, class Tensor>
+  QUIRE_DEVICE static auto read_row(const Tensor& tensor, int32_t row, const Ramp<int32_t>& keys) {
     if constexpr (At::kInside) {
-      const Ramp<int32_t> keys = last_of(index...);
-      const auto* from = tensor.data + start_of(tensor, 0, index...);
+      const auto* from = tensor.data + row + keys.first;
       return of_keys([&](int32_t key) { return widen_element(load_element(from + key)); },
                      Ramp<int32_t>{0, keys.step == 1 ? 1 : -1, keys.at});
     } else {
-      return read(tensor, index...);
+      return of_keys([&](int32_t key) { return tensor.in_row(row, key); }, keys);
     }
   }
-  template <class Tensor, class... Rest>
-  QUIRE_DEVICE static int32_t start_of(const Tensor& tensor, int dim, int32_t index, const Rest&... rest) {
-    return min(max(index, 0), tensor.sizes[dim] - 1) * tensor.strides[dim] + start_of(tensor, dim + 1, rest...);
-  }
+  // The keys whose neighbours are inside the tensor; `keys`: of all keys.
   template <class Tensor>
-  QUIRE_DEVICE static int32_t start_of(const Tensor&, int, const Ramp<int32_t>& keys) {
-    return keys.first;
+  QUIRE_DEVICE static KeyRange keys_inside(const Tensor& tensor, const Ramp<int32_t>& keys) {
+    const int32_t size = tensor.row_size();
+    if (keys.step == 1) return {ptx::subtract_saturated(0, keys.first), ptx::subtract_saturated(size, keys.first)};
+    return {ptx::subtract_saturated(keys.first, size - 1), ptx::subtract_saturated(keys.first, -1)};
   }
-  template <class... Rest>
-  QUIRE_DEVICE static Ramp<int32_t> last_of(int32_t, const Rest&... rest) {
-    return last_of(rest...);
-  }
-  QUIRE_DEVICE static Ramp<int32_t> last_of(const Ramp<int32_t>& keys) { return keys; }
 
   // ---- arithmetic ----
 

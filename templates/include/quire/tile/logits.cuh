@@ -24,14 +24,14 @@ struct LogitsTile {
   QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
 };
 
-// One key, and the query of a row.
+// All keys of a request, and the query of a row.
 template <class V>
 struct KeyPlace {
   const LogitsTile<V>& tile;
-  int i, key;
+  int i;
 
   QUIRE_DEVICE int q_idx() const { return tile.qo_idx(i); }
-  QUIRE_DEVICE int keys() const { return key; }
+  QUIRE_DEVICE Ramp<int32_t> keys() const { return {0, 1, 0}; }
   QUIRE_DEVICE int head() const {
     return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
   }
@@ -54,10 +54,11 @@ struct LogitsPlace {
     const int key = first_key() + at;
     return {key, key + 1, key + 8, key + 9};
   }
+  // How far right of where the query stands the lane's first key of the tile is.
+  QUIRE_DEVICE int distance() const { return first_key() - (qo_idx + (tile.mask.kv_len - tile.mask.qo_len)); }
   // One instruction a key: `at` is a constant, and the first key's distance is the same for all keys of a row.
   QUIRE_DEVICE Four<float> ramp(float step) const {
-    const int stands = qo_idx + (tile.mask.kv_len - tile.mask.qo_len);
-    const float first = step * static_cast<float>(first_key() - stands), after = static_cast<float>(at);
+    const float first = step * static_cast<float>(distance()), after = static_cast<float>(at);
     return {fmaf(step, after, first), fmaf(step, after + 1.f, first), fmaf(step, after + 8.f, first),
             fmaf(step, after + 9.f, first)};
   }
@@ -161,18 +162,49 @@ QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, V
   }
 }
 
-// Whether the neighbours that a score reads are inside its tensors for all logits of a warp.
-template <class V, class S>
-QUIRE_DEVICE bool reads_inside(const ExpressionOf<V>& expression, const LogitsTile<V>& tile) {
-  using F = Fragment<S>;
-  bool inside = true;
+// The keys of a warp's rows for which the neighbours that a score reads are inside its tensors.
+template <int kRows, class V>
+QUIRE_DEVICE KeyRange keys_inside(const ExpressionOf<V>& expression, LogitsTile<V> tile) {
+  KeyRange inside = {0, tile.mask.kv_len};
+  tile.key = 0;
 #pragma unroll
-  for (int i = 0; i < F::kRows; ++i) {
-    const KeyPlace<V> first = {tile, i, tile.key}, last = {tile, i, tile.key + 8 * F::kBlocks - 1};
-    inside = inside && V::template reads_inside<ExpressionMath>(expression.operands, first) &&
-             V::template reads_inside<ExpressionMath>(expression.operands, last);
+  for (int i = 0; i < kRows; ++i) {
+    const KeyPlace<V> place = {tile, i};
+    inside = inside.within(V::template keys_inside<ExpressionMath>(expression.operands, place));
   }
-  return __all_sync(0xffffffffu, inside) != 0;
+  return inside;
+}
+
+// What a row's bias grows by, in base 2: of ALiBi, or of a score that adds a ramp.
+template <class V, class Math>
+QUIRE_DEVICE auto bias_of(const LogitsTransform<V, Math>& transform, const LogitsPlace<V>& at) {
+  if constexpr (score_idiom<V>() == kIdiomBias) {
+    return Math::mul(V::template bias<Math>(transform.operands, at), float{kLog2e});
+  } else {
+    const float step = transform.bias_step(at);
+    return Ramp<float>{step * static_cast<float>(at.distance()), step, 0};
+  }
+}
+
+// Whether the bias of all rows grows evenly from key to key, and is all that happens.
+template <class V, class Math>
+QUIRE_DEVICE constexpr bool has_ramps() {
+  if constexpr (score_idiom<V>() == kIdiomBias) {
+    using Bias =
+        decltype(V::template bias<Math>(declval<const typename V::Operands&>(), declval<const LogitsPlace<V>&>()));
+    return is_same<Bias, Ramp<float>>::value;
+  }
+  return LogitsTransform<V, Math>::kIsRamp;
+}
+
+// A logit that the query does not see becomes -infinity.
+template <class V, class Math, bool kInside>
+QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>& transform, const VisibleKeys<V>& visible,
+                              const LogitsPlace<V, kInside>& place, int at) {
+  visible.hide(x, at, __int_as_float(0xff800000));
+  if constexpr (V::kScoreMask != 0) {
+    x = Math::where(V::template mask<Math>(transform.operands, place), x, __int_as_float(0xff800000));
+  }
 }
 
 // q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
@@ -182,7 +214,8 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
   constexpr bool kIsIdentity = LogitsTransform<V, Math>::kIsIdentity;
   if constexpr (kIsIdentity && !kMasked) return;
   if constexpr (has_linear_reads<V>() && !kMasked) {
-    if (reads_inside<V, S>(transform, tile)) {
+    const KeyRange tile_keys = {tile.key, tile.key + 8 * Fragment<S>::kBlocks};
+    if (__all_sync(0xffffffffu, keys_inside<Fragment<S>::kRows>(transform, tile).covers(tile_keys)) != 0) {
       for_each_logit<false, true>(
           s, tile, bits, [&](Four<float>& x, const auto&, const auto& place, int) { x = transform.score(x, place); });
       return;
@@ -194,40 +227,119 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
       if constexpr (kMasked && Math::kPairs) visible.hide(x, at, 0.f);
       x = transform.score(x, place);
     }
-    if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
-    if constexpr (kMasked && V::kScoreMask != 0) {
-      x = Math::where(V::template mask<Math>(transform.operands, place), x, __int_as_float(0xff800000));
-    }
+    if constexpr (kMasked) hide_unseen(x, transform, visible, place, at);
   });
 }
 
-// ALiBi for a softmax that adds an offset to each row: what differs between a lane's keys of a tile costs a
-// multiply-add a logit, the rest is the offset.
+// A bias of ramps (has_ramps) for a softmax that adds an offset to each row: what differs between a lane's keys of a
+// tile costs a multiply-add a logit, the rest is the offset. A tile needs nothing but registers: what is computed from
+// other sources, ptxas puts between matrix instructions, which then start later.
 template <class V, int kRows>
 struct RowRamps {
-  float step[kRows];  // from key to key, of q . k
+  float step[kRows];    // from key to key, of q . k
+  float first[kRows];   // the bias of the lane's first key of the KV tile that set() was told, in base 2
+  int key;              // where that KV tile begins
+  float offset[kRows];  // of the KV tile that move() was told: the bias of the lane's first key
 
-  // scale: of q . k.
+  // scale: of q . k, in base 2.
   template <class Math>
   QUIRE_DEVICE void set(const LogitsTransform<V, Math>& transform, float scale, const LogitsTile<V>& tile) {
+    key = tile.key;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) step[i] = __fdividef(transform.bias_step(LogitsPlace<V>{tile, i, 0, 0}), scale);
+    for (int i = 0; i < kRows; ++i) {
+      const auto bias = bias_of(transform, LogitsPlace<V>{tile, i, tile.qo_idx(i), 0});
+      step[i] = __fdividef(bias.step, scale), first[i] = bias.first;
+    }
   }
 
   // q . k becomes score(q . k) / scale, but for the offset of its row.
-  template <bool kMasked, class S, class Bits>
-  QUIRE_DEVICE void score(S& s, const LogitsTile<V>& tile, Bits&& bits) const {
+  template <bool kMasked, class Math, class S, class Bits>
+  QUIRE_DEVICE void score(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile,
+                          Bits&& bits) const {
     for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) x.at[j] = fmaf(step[place.i], static_cast<float>(at + j / 2 * 8 + j % 2), x.at[j]);
-      if constexpr (kMasked) visible.hide(x, at, __int_as_float(0xff800000));
+      if constexpr (kMasked) hide_unseen(x, transform, visible, place, at);
     });
   }
 
-  // The scaled bias of the lane's first key of the tile.
-  QUIRE_DEVICE float offset(float scale, const LogitsTile<V>& tile, int i) const {
-    const int stands = tile.qo_idx(i) + (tile.mask.kv_len - tile.mask.qo_len);
-    return step[i] * scale * static_cast<float>(tile.key + 2 * (tile.lane & 3) - stands);
+  // Where the KV tile begins that score() is called for next.
+  QUIRE_DEVICE void move(float scale, int tile_key) {
+    const float distance = static_cast<float>(tile_key - key);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) offset[i] = fmaf(step[i] * scale, distance, first[i]);
+  }
+};
+
+// Some keys of a row: what a score needs besides what ScoreRows holds.
+template <bool kInside_>
+struct ScoredKeys {
+  static constexpr bool kInside = kInside_;
+  int first, at;
+  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
+};
+
+// What a score computes once for each of a lane's rows, for KV tiles that need no mask. It is kept in shared memory, a
+// column of words for each lane: registers are short, and what came from registers ptxas would compute keys' numbers of
+// before the matrix instructions end, in more of them.
+template <class V, class Math>
+struct ScoreRows {
+  struct Held {
+    decltype(V::template row<Math>(declval<const typename V::Operands&>(), declval<const LogitsPlace<V>&>())) rows[2];
+    KeyRange inside;  // keys for which neighbours that the score reads are inside its tensors, for all rows of the warp
+    int column;       // the lane's first key in a tile
+  };
+  static constexpr int kWords = ceil_div(static_cast<int>(sizeof(Held)), 4), kBytes = kWords * 128;  // of a warp
+
+  // at: the lane's first word.
+  QUIRE_DEVICE static void set(uint32_t at, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
+    Held held;
+    held.column = 2 * (tile.lane & 3);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      held.rows[i] = V::template row<Math>(transform.operands, LogitsPlace<V>{tile, i, tile.qo_idx(i), 0});
+    }
+    if constexpr (has_linear_reads<V>()) {
+      const KeyRange inside = keys_inside<2>(transform, tile);
+      held.inside = {__reduce_max_sync(0xffffffffu, inside.begin), __reduce_min_sync(0xffffffffu, inside.end)};
+    }
+    uint32_t words[kWords];
+    __builtin_memcpy(words, &held, sizeof(held));
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) ptx::st_shared(at + 128 * i, words[i]);
+  }
+
+  // q . k of the KV tile that begins at `key` becomes score(q . k).
+  template <int n>
+  QUIRE_DEVICE static void score(float (&s)[n], uint32_t at, const LogitsTransform<V, Math>& transform, int key) {
+    uint32_t words[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words[i] = __float_as_uint(ptx::ld_shared(at + 128 * i));
+    Held held;
+    __builtin_memcpy(&held, words, sizeof(held));
+    if constexpr (has_linear_reads<V>()) {
+      if (ptx::uniform(held.inside.covers({key, key + 2 * n}))) {
+        score_keys<true>(s, held, transform, key);
+        return;
+      }
+    }
+    score_keys<false>(s, held, transform, key);
+  }
+
+ private:
+  template <bool kInside, int n>
+  QUIRE_DEVICE static void score_keys(float (&s)[n], const Held& held, const LogitsTransform<V, Math>& transform,
+                                      int key) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < n; i += 8) {
+        float *left = s + i + 2 * h, *right = s + i + 4 + 2 * h;
+        const Four<float> x = {left[0], left[1], right[0], right[1]};
+        const Four<float> y = transform.score(x, ScoredKeys<kInside>{key + held.column, 2 * i}, held.rows[h]);
+        left[0] = y.at[0], left[1] = y.at[1], right[0] = y.at[2], right[1] = y.at[3];
+      }
+    }
   }
 };
 

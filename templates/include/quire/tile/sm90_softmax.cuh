@@ -1,6 +1,7 @@
 // Softmax over key tiles of a warpgroup: 64 rows, two a lane, as wgmma leaves them.
 #pragma once
 #include "quire/tile/softmax.cuh"
+#include "quire/tile/tanh.cuh"
 
 namespace quire {
 
@@ -37,12 +38,30 @@ struct WarpgroupSoftmax {
   QUIRE_DEVICE void raise_max(const float (&s)[n], Scale scale, const Offsets& offsets = {}) {
     float top[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float x = fmaxf(s[2 * h], s[2 * h + 1]);
+    for (int h = 0; h < 2; ++h) top[h] = offsets.plus(row_max(s, h) * scale_of(scale, h), h);
+    raise_to(top);
+  }
+
+  // The greatest of s of this lane's row h.
+  template <int n>
+  QUIRE_DEVICE static float row_max(const float (&s)[n], int h) {
+    float x = fmaxf(s[2 * h], s[2 * h + 1]);
 #pragma unroll
-      for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
-      top[h] = offsets.plus(x * scale_of(scale, h), h);
-    }
+    for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(s[i + 2 * h], s[i + 2 * h + 1]));
+    return x;
+  }
+
+  // The greatest magnitude of s of this lane's row h.
+  template <int n>
+  QUIRE_DEVICE static float row_most(const float (&s)[n], int h) {
+    float x = fmaxf(fabsf(s[2 * h]), fabsf(s[2 * h + 1]));
+#pragma unroll
+    for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(fabsf(s[i + 2 * h]), fabsf(s[i + 2 * h + 1])));
+    return x;
+  }
+
+  // Raises m where this lane's part of a row has a logit that exceeds it by more than kMaxLag.
+  QUIRE_DEVICE void raise_to(const float (&top)[2]) {
     is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
     if (!is_raised) return;
 #pragma unroll
@@ -63,6 +82,18 @@ struct WarpgroupSoftmax {
       const float by = offsets.plus(-m[h], h);
       s[i] = ptx::ex2(fmaf(s[i], scale_of(scale, h), by));
       s[i + 1] = ptx::ex2(fmaf(s[i + 1], scale_of(scale, h), by));
+      d[h] += s[i] + s[i + 1];
+    }
+  }
+
+  // s becomes exp2(tanh(s)), scaled as `tanh` does, - m, added up in d. All |s| are small.
+  template <int n>
+  QUIRE_DEVICE void exponentiate(float (&s)[n], const SmallTanh& tanh) {
+#pragma unroll
+    for (int i = 0; i < n; i += 2) {
+      const int h = i / 2 % 2;
+      s[i] = ptx::ex2(tanh.plus(s[i], -m[h]));
+      s[i + 1] = ptx::ex2(tanh.plus(s[i + 1], -m[h]));
       d[h] += s[i] + s[i + 1];
     }
   }
