@@ -201,6 +201,44 @@ def test_soft_caps_of_long_requests(cap, device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
 
 
+#: Scores that a kernel may compute in more ways than one: name, plan()'s options.
+SCORES = [(name, {}) for name in ("soft_cap", "alibi", "relative_bias", "temperature")]
+SCORES += [(None, {"logits_soft_cap": 30.0}), (None, {"pos_encoding_mode": "ALIBI"})]
+
+
+@pytest.mark.parametrize(("name", "options"), SCORES)
+def test_a_row_does_not_depend_on_other_rows(name, options, device, backend):
+    """Bit for bit, whether the others of its request have larger logits, or are not there."""
+    shape = {"head_dim": 128, "num_qo_heads": HEADS, "device": device, "dtype": any_dtype(device), "causal": True}
+    p = Problem((30,), (700,), **shape)
+    given = {"soft_cap": {"cap": 30.0}, "alibi": {"slopes": SLOPES}, "relative_bias": {"bias": table(HEADS, 1399)}}
+    given["temperature"] = {"scale": table(700)}
+    case = Case(getattr(variants, name) if name else None, given.get(name, {}))
+    operands = case.on(device)[1] if name else {}
+
+    def rows_of(q: Tensor) -> Tensor:
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+        plan_ragged(wrapper, Problem((len(q),), (700,), **shape), plan={"disable_split_kv": True, **options})
+        return wrapper.run(q, p.k, p.v, **operands)
+
+    same = torch.arange(30, device=device) % 7 != 3
+    louder = torch.where(same[:, None, None], p.q, p.q * 60)
+    whole = rows_of(p.q)
+    assert torch.equal(rows_of(louder)[same], whole[same])
+    if device != "cpu":  # which vectorises few rows and many in different ways
+        assert torch.equal(rows_of(p.q[11:].contiguous()), whole[11:])
+
+
+def test_soft_caps_of_large_values(device, backend):
+    """Weights are at most 2^8 before they are normalised: values of 1e30 do not overflow."""
+    p = Problem((30,), (900,), head_dim=128, device=device, dtype=any_dtype(device), causal=True, soft_cap=30.0)
+    p.k[:800] *= 5.0  # logits rise by far more than 8 from where a kernel begins
+    p.v.mul_(1e30)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend)
+    plan_ragged(wrapper, p)
+    p.check(wrapper.run(p.q, p.k, p.v))
+
+
 # --- everywhere plain attention goes ---------------------------------------------------------------------------------
 
 #: A score and a mask in one.

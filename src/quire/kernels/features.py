@@ -146,6 +146,11 @@ class Features:
     def on_cuda(self) -> bool:
         return self.target.startswith("sm")
 
+    @property
+    def has_bias(self) -> bool:
+        """Whether something is added to scaled logits: ALiBi, or what a score says."""
+        return self.pos_encoding is PosEncodingMode.ALIBI or (self.variant is not None and self.variant.has_score)
+
     def type_of(self, name: str) -> DType:
         """The number type of an operand: one of the features, that of kpe, or a type's slug."""
         if name == "kpe":

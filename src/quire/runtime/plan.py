@@ -22,7 +22,7 @@ from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
 
 LOG2E = math.log2(math.e)
-_LEAST_SCALE = 1e-20  #: of q . k in base 2; kernels divide by it
+_LEAST_SCALE = 1e-20  #: of q . k in base 2, where kernels divide a bias by it
 
 
 class AttentionPlan:
@@ -49,6 +49,7 @@ class AttentionPlan:
         self._struct = params
         self._kernel = decision.kernel
         self._logits = logits
+        self._least_scale = _LEAST_SCALE if decision.key.has_bias else 0.0
         self._tensors = tensors  # what the parameter struct points into
         self._streams = {current_stream(device)}  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
@@ -147,7 +148,7 @@ class AttentionPlan:
         p = self._params
         p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
         scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
-        p.logits_scale = max(scale * LOG2E, _LEAST_SCALE)
+        p.logits_scale = max(scale * LOG2E, self._least_scale)
         p.tanh_scale, p.o_scale = scale / cap if cap else scale, o_scale
 
     def _use_on(self, stream: int) -> None:

@@ -67,6 +67,8 @@ struct AttentionFa3 {
   using Math = FragmentMath<kVo <= 128>;
   using Transform = LogitsTransform<V, Math>;
   static constexpr bool kIsRamp = has_ramps<V, Math>();
+  // A soft cap that softmax knows. Wide heads, and widening, leave no registers for it.
+  static constexpr bool kIsCap = Transform::kIsSoftCap && max(kQk, kVo) <= 128 && !kNarrow;
 
   static constexpr int kWorkStages = 4;
   static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
@@ -528,9 +530,9 @@ struct AttentionFa3 {
       rows.ramps.set(transform, ramp_scale(), logits_tile(current, walk.tile()));
       rows.ramps.move(ramp_scale(), walk.tile() * kTileKv);
     }
-    if constexpr (Transform::kIsSoftCap) {
+    if constexpr (kIsCap) {
       const Transform transform(p_.base);
-      rows.cap.set(transform.scale, transform.factor);
+      rows.cap.set(fabsf(transform.scale), transform.factor);
     }
     if constexpr (kHoldsRows) ScoreRows<V, Math>::set(score_rows_at(), Transform(p_.base), logits_tile(current, 0));
     first_tile(rows, s, current, rings, walk.tile());
@@ -652,10 +654,10 @@ struct AttentionFa3 {
       const RowOffsets offsets = {rows.ramps.offset[0], rows.ramps.offset[1]};
       rows.softmax.raise_max(s, scale, offsets);
       rows.softmax.exponentiate(s, scale, offsets);
+    } else if constexpr (kIsCap) {
+      if constexpr (kMasked) mark_unseen(s, transform, at, bits);
+      apply_soft_cap<kMasked>(rows, s, transform);
     } else {
-      if constexpr (Transform::kIsSoftCap && !kMasked) {
-        if (apply_small_cap(rows, s)) return;
-      }
       if constexpr (kHoldsRows && !kMasked) {
         ScoreRows<V, Math>::score(s, score_rows_at(), transform, tile * kTileKv);
       } else {
@@ -672,29 +674,50 @@ struct AttentionFa3 {
     }
   }
 
-  // A soft cap where all logits of a warp are small; false: some are not, and nothing was done. Weights of bf16 have
-  // the range of float: a reference maximum that no logit exceeds by more than kWideLag stays, so that the maximum of
-  // the logits is not needed besides the greatest magnitude.
-  QUIRE_DEVICE static bool apply_small_cap(Rows& rows, float (&s)[kTileKv / 2]) {
-    constexpr float kWideLag = 40.f;
+  // Softmax of soft caps. Where all logits of a warp are small it takes no special functions but exp2.
+  template <bool kMasked>
+  QUIRE_DEVICE static void apply_soft_cap(Rows& rows, float (&s)[kTileKv / 2], const Transform& transform) {
+    if (Transform::kIsCapScore && transform.scale < 0.f) flip<kMasked>(s);
     const SmallTanh cap = rows.cap;
-    float most[2];
+    if constexpr (!kMasked) {
+      const float most = fmaxf(WarpgroupSoftmax::row_most(s, 0), WarpgroupSoftmax::row_most(s, 1));
+      if (__all_sync(0xffffffffu, most <= cap.most) != 0) {
+        raise_small(rows.softmax, s, cap, most);
+        rows.softmax.exponentiate_capped(s, [&](const Four<float>& x, float y) { return cap.plus(x, y); });
+        return;
+      }
+    }
+    const AnyTanh<Math::kPairs> any = {cap, fabsf(transform.scale), transform.factor};
+    float top[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) most[h] = WarpgroupSoftmax::row_most(s, h);
-    const float greatest = fmaxf(most[0], most[1]);
-    bool is_small = greatest <= cap.most;
-    if constexpr (is_same<T, bf16_t>::value) {
-      is_small = is_small && greatest * cap.c[0] <= fminf(rows.softmax.m[0], rows.softmax.m[1]) + kWideLag;
+    for (int h = 0; h < 2; ++h) {
+      const float x = WarpgroupSoftmax::row_max(s, h);
+      top[h] = kMasked && x == kHiddenLogit ? kNoLogit : any(x);
     }
-    if (!__all_sync(0xffffffffu, is_small)) return false;
-    if constexpr (is_same<T, bf16_t>::value) {
-      rows.softmax.is_raised = false;
-    } else {
-      const float top[] = {cap.plus(rows.softmax.row_max(s, 0), 0.f), cap.plus(rows.softmax.row_max(s, 1), 0.f)};
-      rows.softmax.raise_to(top);
-    }
-    rows.softmax.exponentiate(s, cap);
-    return true;
+    rows.softmax.raise_to(top);
+    rows.softmax.exponentiate_capped(s, [&](const Four<float>& x, float y) {
+      Four<float> z = any.plus(x, y);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (kMasked && x.at[j] == kHiddenLogit) z.at[j] = __int_as_float(0xff800000);
+      }
+      return z;
+    });
+  }
+
+  // The reference maximum, of logits whose magnitudes are at most `most`: mostly these say that no row exceeds it.
+  QUIRE_DEVICE static void raise_small(WarpgroupSoftmax& softmax, const float (&s)[kTileKv / 2], const SmallTanh& cap,
+                                       float most) {
+    softmax.is_raised = false;
+    if (__all_sync(0xffffffffu, cap.bound(most) <= fminf(softmax.m[0], softmax.m[1]) + kMaxLag) != 0) return;
+    softmax.raise_to({cap.plus(softmax.row_max(s, 0), 0.f), cap.plus(softmax.row_max(s, 1), 0.f)});
+  }
+
+  // tanh is odd: a negative scale is a positive one of -q . k.
+  template <bool kMasked>
+  QUIRE_DEVICE static void flip(float (&s)[kTileKv / 2]) {
+#pragma unroll
+    for (int i = 0; i < kTileKv / 2; ++i) s[i] = kMasked && s[i] == kHiddenLogit ? s[i] : -s[i];
   }
 
   // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.

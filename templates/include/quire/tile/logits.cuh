@@ -231,24 +231,42 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
   });
 }
 
+// Below every logit that a query sees: marks, ahead of a soft cap, those that it does not see.
+constexpr float kHiddenLogit = -3.0e38f, kLeastLogit = -2.9e38f;
+
+// q . k becomes kHiddenLogit where the query does not see the key.
+template <class V, class Math, class S, class Bits>
+QUIRE_DEVICE void mark_unseen(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, Bits&& bits) {
+  for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) x.at[j] = ptx::max_nan(x.at[j], kLeastLogit);
+    visible.hide(x, at, kHiddenLogit);
+    if constexpr (V::kScoreMask != 0) {
+      x = Math::where(V::template mask<Math>(transform.operands, place), x, kHiddenLogit);
+    }
+  });
+}
+
 // A bias of ramps (has_ramps) for a softmax that adds an offset to each row: what differs between a lane's keys of a
 // tile costs a multiply-add a logit, the rest is the offset. A tile needs nothing but registers: what is computed from
 // other sources, ptxas puts between matrix instructions, which then start later.
 template <class V, int kRows>
 struct RowRamps {
   float step[kRows];    // from key to key, of q . k
-  float first[kRows];   // the bias of the lane's first key of the KV tile that set() was told, in base 2
-  int key;              // where that KV tile begins
+  float first[kRows];   // the bias of the key where the query stands, in base 2
+  int distance[kRows];  // from there to the lane's first key of the KV tile at key 0
   float offset[kRows];  // of the KV tile that move() was told: the bias of the lane's first key
 
-  // scale: of q . k, in base 2.
+  // scale: of q . k, in base 2. What is known of a row follows from its own place alone, and so do its bits.
   template <class Math>
-  QUIRE_DEVICE void set(const LogitsTransform<V, Math>& transform, float scale, const LogitsTile<V>& tile) {
-    key = tile.key;
+  QUIRE_DEVICE void set(const LogitsTransform<V, Math>& transform, float scale, LogitsTile<V> tile) {
+    const int column = 2 * (tile.lane & 3);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const auto bias = bias_of(transform, LogitsPlace<V>{tile, i, tile.qo_idx(i), 0});
-      step[i] = __fdividef(bias.step, scale), first[i] = bias.first;
+      const int qo_idx = tile.qo_idx(i), stands = qo_idx + (tile.mask.kv_len - tile.mask.qo_len);
+      tile.key = stands - column;
+      const auto bias = bias_of(transform, LogitsPlace<V>{tile, i, qo_idx, 0});
+      step[i] = __fdividef(bias.step, scale), first[i] = bias.first, distance[i] = column - stands;
     }
   }
 
@@ -265,9 +283,10 @@ struct RowRamps {
 
   // Where the KV tile begins that score() is called for next.
   QUIRE_DEVICE void move(float scale, int tile_key) {
-    const float distance = static_cast<float>(tile_key - key);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) offset[i] = fmaf(step[i] * scale, distance, first[i]);
+    for (int i = 0; i < kRows; ++i) {
+      offset[i] = fmaf(step[i] * scale, static_cast<float>(tile_key + distance[i]), first[i]);
+    }
   }
 };
 

@@ -86,15 +86,20 @@ struct WarpgroupSoftmax {
     }
   }
 
-  // s becomes exp2(tanh(s)), scaled as `tanh` does, - m, added up in d. All |s| are small.
-  template <int n>
-  QUIRE_DEVICE void exponentiate(float (&s)[n], const SmallTanh& tanh) {
+  // s becomes exp2(capped s - m), added up in d. capped(x, y): the soft cap of four logits, and y.
+  template <int n, class Capped>
+  QUIRE_DEVICE void exponentiate_capped(float (&s)[n], const Capped& capped) {
 #pragma unroll
-    for (int i = 0; i < n; i += 2) {
-      const int h = i / 2 % 2;
-      s[i] = ptx::ex2(tanh.plus(s[i], -m[h]));
-      s[i + 1] = ptx::ex2(tanh.plus(s[i + 1], -m[h]));
-      d[h] += s[i] + s[i + 1];
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int i = 0; i < n; i += 8) {
+        float *left = s + i + 2 * h, *right = s + i + 4 + 2 * h;
+        const Four<float> x = capped(Four<float>{left[0], left[1], right[0], right[1]}, -m[h]);
+        left[0] = ptx::ex2(x.at[0]), left[1] = ptx::ex2(x.at[1]);
+        right[0] = ptx::ex2(x.at[2]), right[1] = ptx::ex2(x.at[3]);
+        d[h] += left[0] + left[1];
+        d[h] += right[0] + right[1];
+      }
     }
   }
 

@@ -38,18 +38,49 @@ QUIRE_DEVICE Four<float> tanh_of_four(const Four<float>& x, float scale) {
 struct SmallTanh {
   float most, c[4];  // the greatest |x| that is small, and the coefficients
 
+  // scale: not negative. Powers of a large one would be infinite: no number is small then.
   QUIRE_DEVICE void set(float scale, float factor) {
     constexpr float kCoefficients[] = {0.9999556f, -0.33222763f, 0.12577091f, -0.03377827f};
-    most = scale >= 0.f ? 0.75f * ptx::rcp(scale) : -1.f;
+    most = scale <= 1e4f ? 0.75f * ptx::rcp(scale) : -1.f;
     float power = scale * factor;
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] = kCoefficients[i] * power, power *= scale * scale;
   }
 
+  QUIRE_DEVICE bool is_small(float x) const { return fabsf(x) <= most; }
+
+  // No less than factor * tanh(x * scale) of any small number of this magnitude.
+  QUIRE_DEVICE float bound(float magnitude) const { return magnitude * c[0]; }
+
   // factor * tanh(x * scale) + y.
   QUIRE_DEVICE float plus(float x, float y) const {
     const float square = x * x;
     return fmaf(x, fmaf(square, fmaf(square, fmaf(square, c[3], c[2]), c[1]), c[0]), y);
+  }
+  QUIRE_DEVICE Four<float> plus(const Four<float>& x, float y) const {
+    return {plus(x.at[0], y), plus(x.at[1], y), plus(x.at[2], y), plus(x.at[3], y)};
+  }
+};
+
+// factor * tanh(x * scale) of any numbers. Each is computed in the way of its own magnitude, so that a logit's bits do
+// not depend on which others a warp holds.
+template <bool kPairs>
+struct AnyTanh {
+  const SmallTanh& small;
+  float scale, factor;
+
+  // And y.
+  QUIRE_DEVICE Four<float> plus(const Four<float>& x, float y) const {
+    Four<float> z = tanh_of_four<kPairs>(x, scale);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      z.at[j] = small.is_small(x.at[j]) ? small.plus(x.at[j], y) : fmaf(z.at[j], factor, y);
+    }
+    return z;
+  }
+  QUIRE_DEVICE float operator()(float x) const {
+    const float y = 1.f - 2.f * ptx::rcp(1.f + ptx::ex2(x * (scale * (2.f * kLog2e))));
+    return small.is_small(x) ? small.plus(x, 0.f) : y * factor;
   }
 };
 
