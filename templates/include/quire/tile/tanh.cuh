@@ -33,15 +33,15 @@ QUIRE_DEVICE Four<float> tanh_of_four(const Four<float>& x, float scale) {
 }
 
 // factor * tanh(x * scale) of small numbers without the special-function unit: four multiply-adds, of which the
-// caller's own addition is one. Within 4e-6 * factor where |x| is at most `most`, |x * scale| 0.75: x P(x^2) with P of
+// caller's own addition is one. Within 1.3e-6 * factor where |x| is at most `most`, |x * scale| 0.65: x P(x^2) with P of
 // degree 3, minimax.
 struct SmallTanh {
   float most, c[4];  // the greatest |x| that is small, and the coefficients
 
   // scale: not negative. Powers of a large one would be infinite: no number is small then.
   QUIRE_DEVICE void set(float scale, float factor) {
-    constexpr float kCoefficients[] = {0.9999556f, -0.33222763f, 0.12577091f, -0.03377827f};
-    most = scale <= 1e4f ? 0.75f * ptx::rcp(scale) : -1.f;
+    constexpr float kCoefficients[] = {0.9999839f, -0.33280692f, 0.12861554f, -0.03767217f};
+    most = scale <= 1e4f ? 0.65f * ptx::rcp(scale) : -1.f;
     float power = scale * factor;
 #pragma unroll
     for (int i = 0; i < 4; ++i) c[i] = kCoefficients[i] * power, power *= scale * scale;
