@@ -17,7 +17,7 @@ from torch import Tensor
 import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
-from problems import Problem, workspace
+from problems import Problem, ints, workspace
 from quire import variants
 from quire.expression import tanh
 from quire.kernels import AttentionKey, kernel_of
@@ -754,3 +754,55 @@ def test_warmup_of_a_module():
     for name in ("quire.variants:nothing", "nowhere:x", "quire.variants:sigmoid_output", "quire"):
         done = subprocess.run([*command, name], capture_output=True, text=True, check=False)
         assert done.returncode == 2 and "--variant: expected" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["alibi", "document_mask"])
+def test_pod(name, device):
+    """A variant is for the prefill and for the decodes, each with its own operands."""
+    case, dtype = CASES[name], any_dtype(device)
+    p = Problem((20,), (50,), num_qo_heads=HEADS, device=device, dtype=dtype, causal=True)
+    d = Problem((1, 1, 1), (40, 3, 25), num_qo_heads=HEADS, device=device, dtype=dtype)
+    of_plan, of_run = case.on(device)
+    cache = d.paged(16)
+    wrapper = quire.PODWithPagedKVCacheWrapper(workspace(device), variant=case.variant)
+    wrapper.plan(*cache.tables(), HEADS, 2, p.head_dim, 16, q_data_type=dtype, **of_plan)
+    operands = {"operands_p": {**of_plan, **of_run}, "operands_d": of_run}
+    prefilled, decoded = wrapper.run(
+        p.q, p.k, p.v, d.q, cache.kv, causal_p=True, return_lse_p=True, return_lse_d=True, **operands
+    )
+    check(p, case, prefilled)
+    check(d, case, decoded)
+
+
+@pytest.mark.parametrize("name", ["alibi", "document_mask"])
+def test_batch_pod(name, device):
+    case, dtype = CASES[name], any_dtype(device)
+    p = problem(device, causal=True)
+    d = Problem((1, 1, 1), (40, 3, 25), num_qo_heads=HEADS, device=device, dtype=dtype)
+    of_plan, of_run = case.on(device)
+    caches = p.paged(16), d.paged(16)
+    wrapper = quire.BatchPODWithPagedKVCacheWrapper(workspace(device), variant=case.variant)
+    tables = [(ints(x.qo_indptr, device), *c.tables()) for x, c in zip((p, d), caches, strict=True)]
+    wrapper.plan(
+        *tables[0], *tables[1], HEADS, 2, p.head_dim, 16, q_data_type=dtype, operands_p=of_plan, operands_d=of_plan
+    )
+    prefilled, decoded = wrapper.run(
+        p.q, caches[0].kv, d.q, caches[1].kv, causal_p=True, return_lse=True, operands_p=of_run, operands_d=of_run
+    )
+    check(p, case, prefilled)
+    check(d, case, decoded)
+
+
+def test_forward(device, backend):
+    """forward() takes what run() takes."""
+    case, p = CASES["alibi"], problem(device, causal=True)
+    operands = case.on(device)[1]
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.forward_return_lse(p.q, p.k, p.v, causal=True, **operands))
+    cache = p.paged(16)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_paged(wrapper, p, cache)
+    check(p, case, wrapper.forward_return_lse(p.q, cache.kv, causal=True, **operands))
+    with pytest.raises(TypeError, match="cap"):
+        wrapper.forward(p.q, cache.kv, causal=True, **operands, cap=1.0)

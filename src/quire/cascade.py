@@ -18,16 +18,21 @@ import torch
 
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.level_variant import has_places, variant_of_level
+from quire.kernels.variant import Variant
 from quire.merge import merge_state, merge_state_in_place, merge_states
 from quire.prefill import (
     BatchPrefillWithPagedKVCacheWrapper,
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
 )
-from quire.runtime.attention import page_indices
+from quire.runtime.attention import page_indices, planned
 from quire.runtime.cascade import check_kernel_for_levels, join_levels
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
+from quire.runtime.level_operands import Level, LevelOperands
+from quire.runtime.schedule import Indices
+from quire.runtime.variant_operands import unexpected, variant_of
 from quire.types import KVLayout, PosEncodingMode
 
 __all__ = [
@@ -41,11 +46,14 @@ __all__ = [
 ]
 
 
+_LevelCall = tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], dict[str, Any]]
+
+
 class MultiLevelCascadeAttentionWrapper:
     """Attention over a tree of shared prefixes in one paged cache: level 0 is shared by most, the last by none.
 
     num_levels: how many. float_workspace_buffer, kv_layout, use_cuda_graph and backend are as in
-    BatchPrefillWithPagedKVCacheWrapper; so are the buffers, one a level.
+    BatchPrefillWithPagedKVCacheWrapper; so are the buffers, one a level. variant: a quire.Variant of the caller's own.
 
     >>> wrapper = quire.MultiLevelCascadeAttentionWrapper(2, torch.empty(1 << 20, dtype=torch.uint8))
     >>> int32 = {"dtype": torch.int32}
@@ -65,6 +73,7 @@ class MultiLevelCascadeAttentionWrapper:
         self, num_levels: int, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD",
         use_cuda_graph: bool = False, qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None,
         paged_kv_indices_buf_arr: Any = None, paged_kv_last_page_len_buf_arr: Any = None, *, backend: str = "auto",
+        variant: Variant | None = None,
     ) -> None:  # fmt: skip
         if (count := check_positive(num_levels, "num_levels")) > 1024:
             raise ValidationError(f"num_levels: expected at most 1024, got {count}.")
@@ -76,9 +85,17 @@ class MultiLevelCascadeAttentionWrapper:
         buffers = _of_levels({name: array for name, array in arrays.items() if array is not None}, count)
         self._joined = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
         self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
+        self._variant = variant_of(variant)
+        self._operands: LevelOperands | None = None  # once planned, what the variant reads
+        if use_cuda_graph and self._variant is not None and has_places(self._variant):
+            raise UnsupportedError(
+                "variant: over levels of keys it cannot read q_idx, kv_idx, request or lengths with "
+                "use_cuda_graph=True: a captured graph holds the tables that say where rows of one plan stand."
+            )
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
+                variant=None if self._variant is None else variant_of_level(self._variant),
                 **{name.removesuffix("_arr"): buffer for name, buffer in of_level.items()},
             )
             for of_level in buffers
@@ -101,7 +118,7 @@ class MultiLevelCascadeAttentionWrapper:
         pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
         window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
-        kv_data_type: str | torch.dtype | None = None, *, allow_fp16_qk_reduction: bool = False,
+        kv_data_type: str | torch.dtype | None = None, *, allow_fp16_qk_reduction: bool = False, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan each level: the arguments of the paged prefill wrapper's plan(), index arrays one per level.
 
@@ -111,14 +128,15 @@ class MultiLevelCascadeAttentionWrapper:
         All levels are one launch where a kernel merges levels (quire:cpu; on GPUs quire:fa3, quire:fa2 or quire:decode
         where `backend` pins it), the workspace holds its partial results, and the wrapper is not for CUDA graphs;
         explain() says so. Page numbers on a device are then copied; level by level they are read by each run() where
-        they lie.
+        they lie. A variant of the constructor is attended to level by level, and means the places of whole requests:
+        kv_idx counts from a request's first key of the first level. operands: what its mask reads.
 
         Raises what that plan() raises. The levels then are as they were planned before.
         """
         options = dict(locals())
         arrays = {name: options.pop(name) for name in ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr")}
         arrays["paged_kv_last_page_len"] = options.pop("paged_kv_last_page_len")
-        del options["self"], options["causal"]
+        del options["self"], options["causal"], options["operands"]
         levels = [copy(level) for level in self._levels]
         tables = _of_levels(arrays, len(levels))
         check_flags(causal=causal)
@@ -136,9 +154,12 @@ class MultiLevelCascadeAttentionWrapper:
             (level, [*of_level.values()], {**options, "causal": causal and level is levels[-1]})
             for level, of_level in zip(levels, tables, strict=True)
         ]
-        if not (apart := self._plan_joined(calls)):
+        if not (apart := self._plan_joined(calls, operands)):
             self._apart = ""
             return
+        planned = self._operands_of(calls)
+        for (_, _, kwargs), given in zip(calls, planned.of_plan(operands) if planned else (), strict=False):
+            kwargs.update(given)
         for level, indices, kwargs in calls:
             if level.is_cuda_graph_enabled:  # plan() of one of these writes what its graph reads: look at all first
                 level.workspace_size(*indices, **kwargs)
@@ -146,12 +167,22 @@ class MultiLevelCascadeAttentionWrapper:
             level.plan(*indices, **kwargs)
         for level, twin in zip(self._levels, levels, strict=True):  # the same wrappers: graphs know them
             level._attention = twin._attention
-        self._apart = apart
+        self._apart, self._operands = apart, planned
 
     begin_forward = plan
 
-    def _plan_joined(self, calls: Sequence[tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], Any]]) -> str:
+    def _operands_of(self, calls: Sequence[_LevelCall]) -> LevelOperands | None:
+        if self._variant is None:
+            return None
+        specs = [level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]
+        levels = [Level.of(spec.indices) for spec in specs if isinstance(spec.indices, Indices)]
+        return LevelOperands.of(self._variant, levels, specs[0].options.num_qo_heads, self._levels[0].device)
+
+    def _plan_joined(self, calls: Sequence[_LevelCall], operands: Mapping[str, Any]) -> str:
         """Plan all levels as one launch; why not, where they cannot be one, or where a level is wrong."""
+        if self._variant is not None:
+            return "a variant of one's own is attended to level by level"
+        unexpected("plan", operands)
         if len(calls) == 1:
             return "there is one level"
         if calls[0][0].is_cuda_graph_enabled:
@@ -171,13 +202,18 @@ class MultiLevelCascadeAttentionWrapper:
         plans = (f"level {i}\n{level.explain()}" for i, level in enumerate(self._levels))
         return "\n".join((f"level by level: {self._apart}", *plans))
 
-    def run(self, q: torch.Tensor, paged_kv_cache: PagedCache) -> torch.Tensor:
-        """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which lie in one cache; returns o like q."""
+    def run(self, q: torch.Tensor, paged_kv_cache: PagedCache, **operands: Any) -> torch.Tensor:
+        """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which lie in one cache; returns o like q.
+
+        operands: tensors and numbers, by name, that the score of the constructor's variant reads.
+        """
         if not self._apart:
+            unexpected("run", operands)
             return self._joined.run(q, paged_kv_cache)
-        o, lse = self._levels[0].run_return_lse(q, paged_kv_cache)
-        for level in self._levels[1:]:
-            merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache))
+        given = [operands] * len(self._levels) if self._operands is None else self._operands.of_run(operands)
+        o, lse = self._levels[0].run_return_lse(q, paged_kv_cache, **given[0])
+        for level, own in zip(self._levels[1:], given[1:], strict=True):
+            merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache, **own))
         return o
 
     forward = run
@@ -221,16 +257,26 @@ def also_named(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 class _SharedPrefixWrapper:
     """Requests that begin with the same keys: `_unique` is what each has of its own, in a paged cache.
 
-    float_workspace_buffer, kv_layout, backend: see quire.runtime.wrapper.AttentionWrapper.
+    float_workspace_buffer, kv_layout, backend, variant: see quire.runtime.wrapper.AttentionWrapper. A variant means the
+    places of whole requests, which begin with the shared keys; it cannot have a mask.
     """
 
     _kind: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
     _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
     @also_named(float_workspace_buffer="workspace_buffer")
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto") -> None:
-        self._kv_layout, self._backend = kv_layout, backend
-        self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend)
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto",
+        variant: Variant | None = None,
+    ) -> None:  # fmt: skip
+        self._kv_layout, self._backend, self._variant = kv_layout, backend, variant_of(variant)
+        if self._variant is not None and self._variant.has_mask:
+            raise UnsupportedError(
+                "variant: with shared keys beside the cache it cannot have a mask, which is planned before forward() "
+                "is given the shared keys; use MultiLevelCascadeAttentionWrapper, or where(visible, score, -inf)."
+            )
+        own = None if self._variant is None else variant_of_level(self._variant)
+        self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend, variant=own)
 
     @also_named(float_workspace_buffer="new_workspace_buffer")
     def reset_workspace_buffer(
@@ -241,14 +287,31 @@ class _SharedPrefixWrapper:
 
     def _attend(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
-        sm_scale: float | None, **options: Any,
+        sm_scale: float | None, operands: Mapping[str, Any], **options: Any,
     ) -> torch.Tensor:  # fmt: skip
+        of_shared, of_unique = self._operands(k_shared, operands)
         shared = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, backend=self._backend, return_lse=True
-        )
-        o, lse = self._unique.forward_return_lse(q, unique_kv_cache, sm_scale=sm_scale, **options)
+            q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, backend=self._backend, return_lse=True,
+            variant=self._unique._variant, **of_shared,
+        )  # fmt: skip
+        o, lse = self._unique.forward_return_lse(q, unique_kv_cache, sm_scale=sm_scale, **options, **of_unique)
         merge_state_in_place(o, lse, *shared)
         return o
+
+    def _operands(self, k_shared: torch.Tensor, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What the variant reads for the shared keys, and for each request's own."""
+        if self._variant is None:
+            unexpected("forward", given)
+            return [{}, {}]
+        spec = planned(self._unique._attention).spec
+        assert isinstance(spec.indices, Indices)
+        if check_tensor(k_shared, "k_shared").dim() != 3:
+            raise ValidationError(f"k_shared: expected 3 dimensions, got {list(k_shared.shape)}.")
+        own, token = Level.of(spec.indices), 0 if KVLayout.of(self._kv_layout) is KVLayout.NHD else 1
+        shared = Level(own.qo_indptr[[0, -1]], torch.tensor([k_shared.shape[token]]))
+        return LevelOperands.of(self._variant, (shared, own), spec.options.num_qo_heads, self._unique.device).of_run(
+            given
+        )
 
     def end_forward(self) -> None:
         """Nothing to do: a plan is released with its wrapper or by the next begin_forward()."""
@@ -284,15 +347,16 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None, rope_scale: float | None = None,
-        rope_theta: float | None = None,
+        rope_theta: float | None = None, **operands: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [batch_size, num_qo_heads, head_dim] over the shared keys and the request's own pages.
 
-        k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). Returns o like q.
+        k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). operands: what the score of the
+        constructor's variant reads. Returns o like q.
         """
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
-        return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale)
+        return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, operands)
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
@@ -330,6 +394,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         causal: bool = True, allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, use_fp16_qk_reduction: bool = False,
+        **operands: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim] over k_shared, v_shared [shared_len, num_kv_heads, head_dim]
         (HND: heads first), all of them visible, and the request's own pages, under `causal`; returns o like q.
@@ -341,7 +406,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         if self._planned is not None:
             self._planned(page_size=page_size_of(unique_kv_cache, KVLayout.of(self._kv_layout)), causal=causal)
             self._planned = None
-        return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, causal=causal)
+        return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, operands, causal=causal)
 
 
 def batch_decode_with_shared_prefix_padded_kv_cache(

@@ -5,6 +5,7 @@ Quire launches two kernels, one after the other: the surface is FlashInfer's fla
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, refuse
 from quire.runtime.layout import PagedCache
+from quire.runtime.planner import NO_OPERANDS
+from quire.runtime.variant_operands import variant_of
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -23,7 +27,8 @@ __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 class PODWithPagedKVCacheWrapper:
     """One prefill over tensors, and decodes over a paged cache.
 
-    The constructor's arguments and plan() are those of BatchDecodeWithPagedKVCacheWrapper, for the decodes.
+    The constructor's arguments and plan() are those of BatchDecodeWithPagedKVCacheWrapper, for the decodes. A variant
+    is for both: what its mask reads of the decodes is plan()'s.
 
     >>> wrapper = quire.PODWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 2], [5, 16]))
@@ -37,11 +42,13 @@ class PODWithPagedKVCacheWrapper:
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         paged_kv_indptr_buffer: torch.Tensor | None = None, paged_kv_indices_buffer: torch.Tensor | None = None,
-        paged_kv_last_page_len_buffer: torch.Tensor | None = None, jit_args: Any = None,
+        paged_kv_last_page_len_buffer: torch.Tensor | None = None, jit_args: Any = None, *,
+        variant: Variant | None = None,
     ) -> None:  # fmt: skip
+        self._variant = variant_of(variant, jit_args)
         self._decode = BatchDecodeWithPagedKVCacheWrapper(
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
-            paged_kv_last_page_len_buffer, jit_args=jit_args,
+            paged_kv_last_page_len_buffer, variant=self._variant,
         )  # fmt: skip
         self.plan = self.begin_forward = self._decode.plan
         self.reset_workspace_buffer = self._decode.reset_workspace_buffer
@@ -61,12 +68,15 @@ class PODWithPagedKVCacheWrapper:
         pos_encoding_mode_d: str = "NONE", sm_scale_d: float | None = None, window_left_d: int = -1,
         rope_scale_d: float | None = None, rope_theta_d: float | None = None, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, return_lse_d: bool = False,
-        use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None,
+        use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None, *,
+        operands_p: Mapping[str, Any] = NO_OPERANDS, operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> tuple[Result, Result]:  # fmt: skip
         """(result of the prefill, result of the decodes), each o, or (o, lse) with return_lse_p, return_lse_d.
 
         q_p, k_p, v_p and the arguments in _p: as in single_prefill_with_kv_cache(). q_d, paged_kv_cache_d and the
         scales: as in the decode wrapper's run(). plan() has the other options of the decodes: those in _d must agree.
+        operands_p, operands_d: tensors and numbers, by name, that the constructor's variant reads: of the prefill all,
+        of the decodes those of its score.
         """
         check_flags(causal_d=causal_d)  # one query a request sees all of its keys
         self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
@@ -78,11 +88,11 @@ class PODWithPagedKVCacheWrapper:
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
             kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, use_fp16_qk_reduction=use_fp16_qk_reduction,
             sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
-            return_lse=return_lse_p,
+            return_lse=return_lse_p, variant=self._variant, **operands_p,
         )  # fmt: skip
         decode = self._decode.run(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d,
-            enable_pdl=enable_pdl,
+            enable_pdl=enable_pdl, **operands_d,
         )  # fmt: skip
         return prefill, decode
 
@@ -100,12 +110,14 @@ class PODWithPagedKVCacheWrapper:
 class BatchPODWithPagedKVCacheWrapper:
     """Prefills and decodes over paged caches, each with index arrays of their own.
 
-    float_workspace_buffer, kv_layout: as in BatchPrefillWithPagedKVCacheWrapper.
+    float_workspace_buffer, kv_layout, variant: as in BatchPrefillWithPagedKVCacheWrapper.
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD") -> None:
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, variant: Variant | None = None
+    ) -> None:
         kind = BatchPrefillWithPagedKVCacheWrapper
-        self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout) for _ in range(2))
+        self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout, variant=variant) for _ in range(2))
         self._plan_prefill: partial[None] | None = None
         self._planned_causal: bool | None = None  # None: under a mask, or not at all
 
@@ -116,10 +128,12 @@ class BatchPODWithPagedKVCacheWrapper:
         pos_encoding_mode: str = "NONE", window_left: int = -1, q_data_type: str | torch.dtype | None = "float16",
         kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
-        non_blocking: bool = True,
+        non_blocking: bool = True, *, operands_p: Mapping[str, Any] = NO_OPERANDS,
+        operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> None:  # fmt: skip
         """Plan both: index arrays of the prefills (_p) and of the decodes (_d), and options as in the paged prefill
-        wrapper's plan(). data_type: q_data_type and kv_data_type where those are not given.
+        wrapper's plan(). data_type: q_data_type and kv_data_type where those are not given. operands_p, operands_d:
+        tensors and numbers, by name, that the mask of the constructor's variant reads.
         """
         q_type = q_data_type or data_type or "float16"
         options: dict[str, Any] = {
@@ -127,12 +141,12 @@ class BatchPODWithPagedKVCacheWrapper:
             "window_left": window_left, "q_data_type": q_type, "kv_data_type": kv_data_type or data_type,
             "sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
         }  # fmt: skip
-        heads = num_qo_heads, num_kv_heads
+        options |= {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
         prefill = partial(
-            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, *heads, **options
+            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **options, **operands_p
         )
         prefill()
-        self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, *heads, **options)
+        self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **options, **operands_d)
         self._plan_prefill, self._planned_causal = prefill, False
 
     begin_forward = plan
@@ -142,12 +156,13 @@ class BatchPODWithPagedKVCacheWrapper:
         custom_mask_p: torch.Tensor | None = None, packed_custom_mask_p: torch.Tensor | None = None,
         causal_p: bool = False, q_scale: float | None = None, k_scale: float | None = None,
         v_scale: float | None = None, return_lse: bool = False, use_fp16_qk_reduction: bool = False,
-        enable_pdl: bool | None = None,
+        enable_pdl: bool | None = None, *, operands_p: Mapping[str, Any] = NO_OPERANDS,
+        operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> tuple[Result, Result]:  # fmt: skip
         """(result of the prefills, result of the decodes), each o, or (o, lse) with return_lse=True.
 
         The prefills are planned again under a mask, or where causal_p is not the last call's. The scales are the
-        decodes'.
+        decodes'. operands_p, operands_d: what the score of the constructor's variant reads, by name.
         """
         check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction)
         causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p
@@ -155,9 +170,9 @@ class BatchPODWithPagedKVCacheWrapper:
             masks = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p}
             self._plan_prefill(**masks, causal=causal_p)
             self._planned_causal = causal
-        prefill = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl)
+        prefill = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl, **operands_p)
         decode = self._decode.run(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-            enable_pdl=enable_pdl,
+            enable_pdl=enable_pdl, **operands_d,
         )  # fmt: skip
         return prefill, decode

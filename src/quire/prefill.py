@@ -292,11 +292,11 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
         window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
-        allow_fp16_qk_reduction: bool = False,
+        allow_fp16_qk_reduction: bool = False, **operands: Any,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan(locals())
-        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse)
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)
 
     def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
         """forward() with return_lse=True."""
@@ -417,11 +417,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None, *,
-        return_lse: bool = False, allow_fp16_qk_reduction: bool = False,
+        return_lse: bool = False, allow_fp16_qk_reduction: bool = False, **operands: Any,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan(locals())
-        return self.run(q, k, v, return_lse=return_lse)
+        return self.run(q, k, v, return_lse=return_lse, **operands)
 
     def forward_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Pair:
         """forward() with return_lse=True."""

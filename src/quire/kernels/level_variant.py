@@ -1,0 +1,61 @@
+"""A variant over a part of the keys of its requests, such as a level of a cascade. Kernels count queries, keys and
+requests within that part; the variant means those of whole requests, which it is rewritten to read from two tables.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from quire.errors import ValidationError
+from quire.kernels.expression import Node, indices_in
+from quire.kernels.trace import Tracer, Value
+from quire.kernels.variant import Variant, variant_of_trees
+
+#: The tables, int32: of each entry of the level its first row of q, and of each row of q what COLUMNS say.
+FIRST_ROWS, ROWS = "first_rows_of_level", "rows_of_level"
+#: first_key: how many keys of the row's request come before those of the level.
+COLUMNS = ("q_idx", "request", "qo_len", "kv_len", "first_key")
+
+
+def has_places(variant: Variant) -> bool:
+    """Whether it reads more of a score's place than the head."""
+    expression = variant.expression
+    return bool((indices_in(expression.score) | indices_in(expression.mask)) - {"head"})
+
+
+@lru_cache(maxsize=256)
+def variant_of_level(variant: Variant) -> Variant:
+    """The same variant over the keys of a level. Where it reads places it has the operands FIRST_ROWS and ROWS, too."""
+    if not has_places(variant):
+        return variant
+    operands = variant.expression.operands
+    if taken := {operand.name for operand in operands} & {FIRST_ROWS, ROWS}:
+        raise ValidationError(f"variant: an operand over levels of keys cannot be named {min(taken)!r}; rename it.")
+    tensors = {operand.name: operand.type for operand in operands if operand.rank}
+    scalars = {operand.name: operand.type for operand in operands if not operand.rank}
+    tracer = Tracer({**tensors, FIRST_ROWS: "int32", ROWS: "int32"}, scalars)
+    tracer.ranks.update({operand.name: operand.rank for operand in operands if operand.rank})
+    places = _places(tracer)
+    score, mask = variant.expression.score, variant.expression.mask
+    return variant_of_trees(_rewritten(score, tracer, places), _rewritten(mask, tracer, places), tracer)
+
+
+def _places(tracer: Tracer) -> dict[str, Value]:
+    """What stands for each index."""
+    q_idx, kv_idx, request = (tracer.value("index", "int", value=name) for name in ("q_idx", "kv_idx", "request"))
+    row = tracer.read(FIRST_ROWS, request) + q_idx
+    found = {name: tracer.read(ROWS, (row, number)) for number, name in enumerate(COLUMNS)}
+    return {**found, "kv_idx": found.pop("first_key") + kv_idx}
+
+
+def _rewritten(root: Node | None, tracer: Tracer, places: dict[str, Value]) -> Node | None:
+    if root is None:
+        return None
+    made: dict[int, Node] = {}
+    for node in root.walk():
+        if node.op == "index" and node.value in places:
+            made[id(node)] = places[str(node.value)].node
+        else:
+            args = (made[id(arg)] for arg in node.args)
+            made[id(node)] = tracer.tree.node(node.op, node.type, *args, value=node.value, dim=node.dim)
+    return made[id(root)]
