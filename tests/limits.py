@@ -15,6 +15,7 @@ BEYOND = {
     "decode": frozenset(
         {
             "test_a_run_is_on_the_current_stream",
+            "test_a_row_does_not_depend_on_other_rows",
             "test_a_wrapper_is_planned_again_and_again",
             "test_any_call",
             "test_any_draft_bits",
