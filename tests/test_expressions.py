@@ -317,8 +317,8 @@ def noisy(expression: Expression, seed: int, patch: pytest.MonkeyPatch) -> tuple
         is_exact = node.op in ("const", "read", "scalar", "neg", "abs", "where", "minimum", "maximum")
         if seed == 0 or is_exact or (node.op == "to_float" and bool((size < 2**24).all())):
             return value
-        error = torch.rand(value.shape, generator=source, dtype=torch.float64) * 2 - 1
-        return value * (1 + 4e-6 * error) + 4e-6 * error * (node.op in ("tanh", "sigmoid", "log", "log2"))
+        errors = (torch.rand((2, *value.shape), generator=source, dtype=torch.float64) * 2 - 1) * 4e-6
+        return value * (1 + errors[0]) + errors[1] * (node.op in ("tanh", "sigmoid", "log", "log2"))
 
     with patch.context() as context:
         context.setattr(reference, "_wrapped", wrapped)
