@@ -297,6 +297,7 @@ BatchKINDWithSharedPrefixPagedKVCacheWrapper.__init__
   shown workspace_buffer kv_layout
   workspace_buffer: checked test_cascade.py::test_shared_prefixes_in_the_words_of_the_first_release
   float_workspace_buffer kv_layout backend: used test_cascade.py::test_LOWER_with_shared_prefix
+  variant: used test_level_variants.py::test_LOWER_with_shared_prefix
 BatchKINDWithSharedPrefixPagedKVCacheWrapper.begin_forward
   shown INDICES num_qo_heads num_kv_heads head_dim TYPES
   INDICES num_qo_heads num_kv_heads head_dim page_size: used test_cascade.py::test_LOWER_with_shared_prefix
