@@ -177,7 +177,7 @@ def cxx() -> str | None:
 def cpu_target() -> str | None:
     """QUIRE_CPU_TARGET: the target of host code, or None for the best portable one of this machine."""
     value = _read("QUIRE_CPU_TARGET")
-    known = ("x86-64-v3", "x86-64-v4", "x86-64-v4-amx", "aarch64", "native")
+    known = ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64", "native")
     if value is not None and value not in known:
         raise _invalid("QUIRE_CPU_TARGET", value, ", ".join(known[:-1]) + " or native")
     return value

@@ -59,7 +59,7 @@ def _add_warmup(commands: Any) -> None:
         help="a quire.Variant of one's own, as package.module:name; may be repeated",
     )  # fmt: skip
     warmup.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
-    hosts = ("x86-64-v3", "x86-64-v4", "x86-64-v4-amx", "aarch64")
+    hosts = ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
     warmup.add_argument(
         "--cpu",
         type=parser.words(hosts),

@@ -17,11 +17,12 @@ from quire.errors import ValidationError
 _LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
     "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
+    "x86-64-v4-bf16": frozenset({"avx512_bf16"}),
     "x86-64-v4-amx": frozenset({"amx_tile", "amx_bf16"}),
 }
 
-#: Targets with a matrix unit, and the same without: what code is compiled for that multiplies no matrices.
-_WITHOUT_MATRIX_UNIT = {"x86-64-v4-amx": "x86-64-v4"}
+#: Targets with instructions that multiply bf16, and those of code that has no use for them.
+_WITHOUT_MATRIX_UNIT = {"x86-64-v4-amx": "x86-64-v4", "x86-64-v4-bf16": "x86-64-v4"}
 
 #: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): its number on x86-64, and its arguments.
 _REQUEST_TILES = (158, 0x1023, 18)
@@ -63,8 +64,13 @@ def supports(target: str) -> bool:
         return machine in ("aarch64", "arm64")
     if machine not in ("x86_64", "AMD64") or target not in _LEVELS:
         return False
-    needed = frozenset[str]().union(*(need for level, need in _LEVELS.items() if level <= target))
+    needed = frozenset[str]().union(*(need for level, need in _LEVELS.items() if _includes(target, level)))
     return needed <= features() and ("amx_tile" not in needed or may_use_tiles())
+
+
+def _includes(target: str, level: str) -> bool:
+    """Whether a processor that runs `target` has all of `level`."""
+    return level == target or level <= without_matrix_unit(target)
 
 
 @cache
@@ -94,8 +100,8 @@ def without_matrix_unit(target: str) -> str:
 
 @cache
 def _best_target() -> str:
-    """x86-64-v4-amx, x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
-    portable = ("x86-64-v4-amx", "x86-64-v4", "x86-64-v3", "aarch64")
+    """x86-64-v4-amx, x86-64-v4-bf16, x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
+    portable = ("x86-64-v4-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "aarch64")
     return next((target for target in portable if supports(target)), "native")
 
 

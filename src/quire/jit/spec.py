@@ -29,7 +29,7 @@ class Spec:
     """
 
     slug: str  #: [a-z0-9._-]+, unique per variant and target; up to the first dot the kernel: "attention_fa2.sm90a...."
-    #: "sm80", "sm90a", ... -> a cubin; "x86-64-v3", "x86-64-v4", "x86-64-v4-amx", "aarch64", "native" -> a host library
+    #: "sm80", "sm90a", ... -> a cubin; "x86-64-v3", "x86-64-v4", "aarch64", "native", ... -> a host library
     target: str
     header: str  #: the kernel's header, e.g. "quire/kernels/attention_fa2.cuh"
     kernel: str  #: the class template that the header defines, e.g. "AttentionFa2"

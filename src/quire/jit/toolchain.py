@@ -44,6 +44,7 @@ CUDA_TARGETS: dict[str, str] = {f"sm{arch}": arch for arch in _CUDA_ARCHITECTURE
 HOST_TARGETS: dict[str, str] = {
     "x86-64-v3": "x86-64-v3",
     "x86-64-v4": "x86-64-v4",
+    "x86-64-v4-bf16": "x86-64-v4 -mavx512bf16",
     "x86-64-v4-amx": "x86-64-v4 -mamx-tile -mamx-bf16",
     "aarch64": "armv8-a",
     "native": "native",

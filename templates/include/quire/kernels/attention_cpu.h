@@ -33,7 +33,7 @@ struct AttentionCpu {
 #pragma omp parallel if (p.num_ctas > 1) shared(next)
     {
       Scratch* scratch = static_cast<Scratch*>(aligned_alloc(alignof(Scratch), sizeof(Scratch)));
-      [[maybe_unused]] const typename conditional<kOnTiles, cpu::UseTiles, Nothing>::type use_tiles{};
+      [[maybe_unused]] const typename conditional<kOnTiles && cpu::kHasTiles, cpu::UseTiles, Nothing>::type use_tiles{};
       const int heads = heads_at_a_time(p, omp_get_num_threads());
       while (scratch != nullptr) {
         const int cta = __atomic_fetch_add(&next, heads, __ATOMIC_RELAXED);
@@ -50,7 +50,8 @@ struct AttentionCpu {
   using Kv = typename V::Kv;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr int kQk = cpu::whole_vectors(V::kHeadDimQk), kVo = cpu::whole_vectors(V::kHeadDimVo);
-  static constexpr bool kOnTiles = cpu::kHasTiles && is_same<Q, bf16_t>::value && !kHasRope && kTileRows > 16;
+  static constexpr bool kOnTiles =
+      (cpu::kHasTiles || cpu::kHasDots) && is_same<Q, bf16_t>::value && !kHasRope && kTileRows > 16;
   static constexpr bool kCopiesRows = kHasRope || kQk != V::kHeadDimQk || kVo != V::kHeadDimVo;
   static constexpr int kPanel = kOnTiles ? cpu::kTilePanel : cpu::kPanel;
   static constexpr int kPaddedRows = static_cast<int>(round_up(kTileRows, kPanel));

@@ -1,5 +1,5 @@
-// Many rows on a matrix unit (tile/cpu_amx.h): bf16 queries, and keys and values of bf16 or of 8 bits, which it takes
-// as bf16 without loss.
+// Many rows on a matrix unit (tile/cpu_amx.h), or by dot products of pairs of bf16 (AVX512-BF16): bf16 queries, and
+// keys and values of bf16 or of 8 bits, which it takes as bf16 without loss.
 //
 // Scores and outputs are computed transposed, s[key][row] = K Q^T and o[dim][row] = V^T P^T. A vector of 16 rows then
 // lies across the lanes, as in tile/cpu_panel.h: softmax needs no sum across lanes, and P, two keys a word, is the
@@ -53,6 +53,22 @@ QUIRE_CPU const bf16_t* row_of_tiles(const T* row, bf16_t* to) {
     }
     return to;
   }
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasDots = true;
+#else
+constexpr bool kHasDots = false;
+#endif
+
+// sum + a[0] b[0] + a[1] b[1] of pairs of bf16, word by word. Subnormal numbers count as 0.
+QUIRE_CPU Floats dot_pairs(Floats sum, [[maybe_unused]] Words a, [[maybe_unused]] Words b) {
+#if defined(__AVX512BF16__)
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#else
+  __builtin_trap();
+#endif
+  return sum;
 }
 
 // Two numbers that are not negative as a word of bf16, the first in its lower half. Rounds to nearest. A NaN may become
@@ -145,6 +161,7 @@ struct TileOperands {
   // s[kRowTiles][keys][16] = K Q^T for the rows from `row` on and `keys`, whole tiles.
   template <int kRowTiles>
   void score(float* s, int row, KeyRange keys) const {
+    if constexpr (!kHasTiles) return score_by_dots<kRowTiles>(s, row, keys);
     constexpr int kRow = kTileSide * kQk, kBlock = kTileSide * kTileSide;
     const bf16_t* rows = q + row * kQk;
     for (int key = keys.begin; key < keys.end; key += 2 * kTileSide) {
@@ -165,6 +182,7 @@ struct TileOperands {
   // o[kRowTiles] += V^T P^T for `keys`, whole tiles.
   template <int kRowTiles>
   void accumulate(float* o, KeyRange keys) {
+    if constexpr (!kHasTiles) return accumulate_by_dots<kRowTiles>(o, keys);
     constexpr int kWhole = kVo / kTileDims * kTileDims;
     for (int d = 0; d < kWhole; d += kTileDims) accumulate_dims<kRowTiles, 2>(o, d, keys);
     if constexpr (kWhole < kVo) accumulate_dims<kRowTiles, 1>(o, kWhole, keys);
@@ -190,6 +208,63 @@ struct TileOperands {
     if constexpr (kTwoDims) tile_store<1>(to_dims);
     if constexpr (kTwoRows) tile_store<2>(to_rows);
     if constexpr (kTwoRows && kTwoDims) tile_store<3>(to_both);
+  }
+
+  // ---- the same products, vector by vector ----
+
+  static constexpr int kDots = kTileSide / 2;  // keys or dims at a time, each with kRowTiles accumulators
+
+  template <int kRowTiles>
+  void score_by_dots(float* s, int row, KeyRange keys) const {
+    for (int key = keys.begin; key < keys.end; key += kDots) {
+      Floats sum[kDots][kRowTiles] = {};
+      const bf16_t *rows = q + row * kQk, *at = k + key / kTileSide * (kTileSide * kQk) + key % kTileSide * kTileDims;
+      for (int d = 0; d < kQk; d += kTileDims, rows += kTileNumbers, at += kTileNumbers) {
+        dot_tile<kRowTiles>(sum, at, rows, kTileSide * kQk);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kDots; ++i) {
+        store(s + (key + i) * kTileSide, sum[i][0]);
+        if constexpr (kRowTiles == 2) store(s + (kKv + key + i) * kTileSide, sum[i][1]);
+      }
+    }
+  }
+
+  template <int kRowTiles>
+  void accumulate_by_dots(float* o, KeyRange keys) {
+    const bf16_t* from = reinterpret_cast<const bf16_t*>(p);
+    for (int d = 0; d < kVo; d += kDots, o += kDots * kTileSide) {
+      Floats sum[kDots][kRowTiles];
+#pragma GCC unroll 8
+      for (int i = 0; i < kDots; ++i) {
+        sum[i][0] = load(o + i * kTileSide);
+        if constexpr (kRowTiles == 2) sum[i][1] = load(o + (kVo + i) * kTileSide);
+      }
+      for (int key = keys.begin; key < keys.end; key += kTileDims) {
+        const bf16_t* at = values(d / kTileSide * kTileSide, key) + d % kTileSide * kTileDims;
+        dot_tile<kRowTiles>(sum, at, from + key * kTileSide, kKv * kTileSide);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kDots; ++i) {
+        store(o + i * kTileSide, sum[i][0]);
+        if constexpr (kRowTiles == 2) store(o + (kVo + i) * kTileSide, sum[i][1]);
+      }
+    }
+  }
+
+  // sum[i][j] += the product of row i of tile a and tile b, or the tile `stride` numbers behind it.
+  template <int kRowTiles>
+  QUIRE_CPU static void dot_tile(Floats (&sum)[kDots][kRowTiles], const bf16_t* a, const bf16_t* b, int stride) {
+#pragma GCC unroll 2
+    for (int pair = 0; pair < kTileDims; pair += 2, a += 2, b += kTileDims) {
+      const Words first = load_as<Words>(b), second = kRowTiles == 2 ? load_as<Words>(b + stride) : first;
+#pragma GCC unroll 8
+      for (int i = 0; i < kDots; ++i) {
+        const Words x = load_as<uint32_t>(a + i * kTileDims) - Words{};
+        sum[i][0] = dot_pairs(sum[i][0], first, x);
+        if constexpr (kRowTiles == 2) sum[i][1] = dot_pairs(sum[i][1], second, x);
+      }
+    }
   }
 
   // The same for one tile of rows where a value is infinite or NaN and a row must not see it: a weight of 0 is skipped.
