@@ -1,4 +1,4 @@
-"""bf16 attention on the matrix unit of x86-64: on AMX where the processor has it, else with its instructions in C++."""
+"""bf16 attention by instructions that multiply bf16: AMX, emulated where there is none, and AVX512-BF16's dot products."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from quire.types import MaskMode, PosEncodingMode, dtype_of
 
 HAS_AVX512 = cpu.supports("x86-64-v4")
 BF16 = torch.bfloat16
+
+
+DOTS = "x86-64-v4-bf16"
 
 
 @pytest.fixture
@@ -60,6 +63,17 @@ PROBLEMS = {
 def test_pages(tiles: None, name: str) -> None:
     p = PROBLEMS[name]
     p.check(*prefill_paged(p, p.paged(16), "quire:cpu", plan=plan_of(p)))
+
+
+@pytest.mark.parametrize("name", ["causal", "bits", "odd-dims", "e4m3"])
+def test_dot_products(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    if not cpu.supports(DOTS):
+        pytest.skip("this processor has no AVX512-BF16")
+    p = PROBLEMS[name]
+    monkeypatch.setenv("QUIRE_CPU_TARGET", DOTS)
+    attention._decide.cache_clear()
+    p.check(*prefill_paged(p, p.paged(16), "quire:cpu", plan=plan_of(p)))
+    attention._decide.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["causal", "bits", "odd-dims"])
@@ -144,8 +158,8 @@ def test_other_code_is_that_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     assert target.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
 
 
-@pytest.mark.parametrize(("allowed", "expected"), [(True, TARGET), (False, "x86-64-v4")])
-def test_a_process_that_may_not_use_tiles_takes_avx512(
+@pytest.mark.parametrize(("allowed", "expected"), [(True, TARGET), (False, DOTS)])
+def test_a_process_that_may_not_use_tiles_takes_dot_products(
     monkeypatch: pytest.MonkeyPatch, allowed: bool, expected: str
 ) -> None:
     levels = frozenset[str]().union(*cpu._LEVELS.values())
