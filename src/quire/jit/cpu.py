@@ -87,7 +87,7 @@ def host_target(*, matrix_unit: bool = False) -> str:
     asked = config.cpu_target()
     if asked is not None and not supports(asked):
         raise ValidationError(
-            f"QUIRE_CPU_TARGET: this process does not run {asked!r} here; expected {_best_target()} or native."
+            f"QUIRE_CPU_TARGET: this processor does not run {asked!r}; expected {_best_target()} or native."
         )
     target = asked or _best_target()
     return target if matrix_unit else without_matrix_unit(target)
