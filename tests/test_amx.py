@@ -1,4 +1,4 @@
-"""bf16 attention by instructions that multiply bf16: AMX, emulated where there is none, and AVX512-BF16's dot products."""
+"""bf16 attention where instructions multiply bf16: AMX, emulated where there is none, and dot products of AVX-512."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ RAN_ON = {
     "x86-64-v4-amx": "Xeon with AMX",
 }
 _ON_ARM = "tested under an emulator; no Arm machine has run it"
-_TARGETS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a", "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
+_GPUS = ("sm80", "sm86", "sm89", "sm90a", "sm100a", "sm120a")
+_TARGETS = (*_GPUS, "x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx", "aarch64")
 _TYPES = (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"), ("bf16", "e5m2"))
 
 
