@@ -42,6 +42,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+        self.pages_at_end = -(-(self.prompt_len + self.max_tokens) // PAGE_SIZE)
         self.digests = list(self._digests())
 
     def _digests(self) -> Iterator[bytes]:
@@ -61,26 +62,35 @@ class Pages:
 
     def __init__(self, count: int) -> None:
         self.users = [0] * count
+        self.reserved = 0  #: pages that running requests may still ask for
         self._unused = OrderedDict.fromkeys(range(count))  # in the order in which they are given away
         self._by_digest: dict[bytes, int] = {}
         self._digests: dict[int, bytes] = {}
 
     def admit(self, request: Request) -> bool:
-        """Give the request all pages that it will need, first those that others have computed, if there are as many."""
-        pages = list(itertools.takewhile(lambda page: page is not None, map(self._by_digest.get, request.digests)))
-        missing = -(-(request.prompt_len + request.max_tokens) // PAGE_SIZE) - len(pages)
-        if len(self._unused) - sum(not self.users[page] for page in pages) < missing:
+        """Give the request the pages that others have computed for it, and reserve the rest, if there are as many."""
+        found = list(itertools.takewhile(lambda page: page is not None, map(self._by_digest.get, request.digests)))
+        needed = request.pages_at_end - len(found)
+        if len(self._unused) - sum(not self.users[page] for page in found) - self.reserved < needed:
             return False
-        request.cached = request.found = len(pages) * PAGE_SIZE
-        new = (page for page in tuple(self._unused) if page not in pages)
-        for page in itertools.islice(new, missing):
-            self._by_digest.pop(self._digests.pop(page, b""), None)
-            pages.append(page)
-        for page in pages:
-            self.users[page] += 1
-            self._unused.pop(page, None)
-        request.pages = pages
+        self.reserved += needed
+        request.pages, request.cached, request.found = found, len(found) * PAGE_SIZE, len(found) * PAGE_SIZE
+        for page in found:
+            self._use(page)
         return True
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Give the request the pages that its first `num_tokens` tokens need."""
+        while len(request.pages) * PAGE_SIZE < num_tokens:
+            page = next(iter(self._unused))
+            self._by_digest.pop(self._digests.pop(page, b""), None)
+            self._use(page)
+            self.reserved -= 1
+            request.pages.append(page)
+
+    def _use(self, page: int) -> None:
+        self.users[page] += 1
+        self._unused.pop(page, None)
 
     def publish(self, request: Request) -> None:
         """Let others find the pages of the prompt that are full now."""
@@ -89,7 +99,8 @@ class Pages:
                 self._by_digest[digest], self._digests[page] = page, digest
 
     def leave(self, request: Request) -> None:
-        """Take back the request's pages; those that hold the beginning of a prompt are given away last."""
+        """Take back what the request has or may ask for; pages with the beginning of a prompt are given away last."""
+        self.reserved -= request.pages_at_end - len(request.pages)
         for page in reversed(request.pages):
             self.users[page] -= 1
             if not self.users[page]:
@@ -187,6 +198,7 @@ class Engine:
         budget, work = self.most_tokens, []
         for request in sorted(self.running, key=lambda r: (not r.num_generated, r.number)):
             if rows := min(budget, len(request.tokens) - request.cached):
+                self.pages.extend(request, request.cached + rows)
                 work.append((request, rows))
                 budget -= rows
         return work

@@ -13,7 +13,7 @@ import oracle
 import quire
 from calls import capture
 from problems import ints
-from quire.compat import flash_attn
+from quire.compat import flash_attn, recent_plans
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
@@ -266,13 +266,13 @@ def test_one_graph_for_a_cache_of_any_lengths():
 
 def test_layers_of_one_batch_plan_once(monkeypatch):
     plans = []
-    made = flash_attn._recent.get.__globals__["Attention"]
+    made = recent_plans._plan
 
     def count(*arguments):
         plans.append(arguments)
         return made(*arguments)
 
-    monkeypatch.setitem(flash_attn._recent.get.__globals__, "Attention", count)
+    monkeypatch.setattr(recent_plans, "_plan", count)
     q, k, v = ragged(torch.float32, "cpu")
     cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")
     for layer in range(3):

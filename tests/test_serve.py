@@ -107,7 +107,7 @@ def is_idle(engine: paged_engine.Engine) -> bool:
         if not engine.running and not engine.waiting:
             break
         time.sleep(0.01)
-    return not engine.running and not any(engine.pages.users)
+    return not engine.running and not engine.pages.reserved and not any(engine.pages.users)
 
 
 def resident_bytes() -> int:
@@ -278,6 +278,6 @@ def test_engine(model, options):
     engine = paged_engine.Engine(generate.build_model(VOCAB, torch.device("cpu")), **options)
     calls = [(prompt(n, n), 5 + n % 4) for n in (3, 40, 17, 100, 1, 16, 33)]
     assert run_engine(engine, calls) == [expected(model, *call) for call in calls]
-    assert not any(engine.pages.users)
+    assert not engine.pages.reserved and not any(engine.pages.users)
     with pytest.raises(ValueError, match="stopping"):
         engine.submit(paged_engine.Request([1], 1, print))
