@@ -33,8 +33,8 @@ QUIRE_DEVICE Four<float> tanh_of_four(const Four<float>& x, float scale) {
 }
 
 // factor * tanh(x * scale) of small numbers without the special-function unit: four multiply-adds, of which the
-// caller's own addition is one. Within 1.3e-6 * factor where |x| is at most `most`, |x * scale| 0.65: x P(x^2) with P of
-// degree 3, minimax.
+// caller's own addition is one. Within 1.3e-6 * factor where |x| is at most `most`, |x * scale| 0.65: x P(x^2) with P
+// of degree 3, minimax.
 struct SmallTanh {
   float most, c[4];  // the greatest |x| that is small, and the coefficients
 
