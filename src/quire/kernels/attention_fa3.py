@@ -39,6 +39,11 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """Of cascades the low tile, where two warpgroups take requests' rows in turns."""
+    return _all_tiles(problem)[:1] if problem.cascade else _all_tiles(problem)
+
+
+def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """What fills registers and shared memory best and does not spill: figures in benchmarks/results."""
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
@@ -113,7 +118,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
 def _schedule_input(key: AttentionKey) -> Mapping[str, int]:
     """CTAs may take tiles from a counter, those of a few kv heads at a time, whose keys and values stay in L2."""
     token_bits = (key.head_dim_qk + key.head_dim_vo) * key.kv.bits
-    return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits)}
+    return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits), "arrives_late": 1}
 
 
 def _unit_bytes(key: AttentionKey) -> int:

@@ -174,7 +174,7 @@ class ScheduleInput(ctypes.Structure):
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "mask_mode", "window_left", "start_cost", "max_ctas")),
         *((name, c_int32) for name in ("fixed_split_size", "has_tile_counter", "l2_tokens")),
-        *((name, c_int32) for name in ("num_shared_nodes", "tile_capacity")),
+        *((name, c_int32) for name in ("num_shared_nodes", "arrives_late", "tile_capacity")),
     )
 
 

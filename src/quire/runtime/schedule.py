@@ -139,11 +139,12 @@ def _lengths(indices: Indices, request: int, error: int) -> dict[str, int]:
 def schedule_input(
     *, num_kv_heads: int, group_size: int, page_size: int, tile: TileShape, mask: MaskMode, window_left: int,
     max_ctas: int, fixed_split_size: int, start_cost: int = 0, l2_tokens: int = 0, tile_capacity: int = 0,
+    arrives_late: int = 0,
 ) -> ScheduleInput:  # fmt: skip
     """The scheduler's input that does not depend on the batch. `fixed_split_size`: 0 automatic, -1 never divide a row
     tile, else tokens of a split. `start_cost`: what a work tile costs beside its KV tiles, in sixteenths of one.
     `l2_tokens`: tokens of one KV head that may lie in L2 at a time, for a kernel whose CTAs take row tiles from a
-    counter.
+    counter. `arrives_late`: 1, a cascade's CTAs arrive at requests' merge groups when they have nothing else to do.
 
     With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
     row tiles that there are, but offsets and counts are those of the capacity.
@@ -152,7 +153,7 @@ def schedule_input(
         num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
         mask_mode=int(mask), window_left=window_left, start_cost=start_cost, max_ctas=max_ctas,
         fixed_split_size=fixed_split_size, has_tile_counter=int(l2_tokens > 0), l2_tokens=l2_tokens,
-        tile_capacity=tile_capacity,
+        tile_capacity=tile_capacity, arrives_late=arrives_late,
     )  # fmt: skip
 
 

@@ -84,8 +84,10 @@ struct AttentionFa3 {
   };
   static constexpr int kCapacity = 227 * 1024;
   static constexpr int kPreparedBytes = kNarrow ? 16 : 0, kQueryFactorsBytes = kRescaled ? kTileRows * 4 : 0;
+  static constexpr int kLateArrivalsBytes =
+      V::kCascade != 0 ? static_cast<int>(sizeof(LateArrivals) + 15) / 16 * 16 : 0;
   static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>)) +
-                                     kPreparedBytes + kQueryFactorsBytes;
+                                     kPreparedBytes + kQueryFactorsBytes + kLateArrivalsBytes;
   static constexpr int kTilesCapacity = kCapacity - kOtherBytes;
   // Two tiles of queries where two stages of keys and values still fit: short work tiles then overlap.
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kTilesCapacity ? 2 : 1;
@@ -105,11 +107,13 @@ struct AttentionFa3 {
   static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
   static constexpr int kPreparedAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
   static constexpr int kQueryFactorsAt = kPreparedAt + kPreparedBytes;
-  static constexpr int kBarriersAt = kQueryFactorsAt + kQueryFactorsBytes;
+  static constexpr int kLateArrivalsAt = kQueryFactorsAt + kQueryFactorsBytes;
+  static constexpr int kBarriersAt = kLateArrivalsAt + kLateArrivalsBytes;
   using AllBarriers = Barriers<kQStages, kStages>;
   static_assert(kKAt % 1024 == 0 && kVAt % 1024 == 0 && TileK::kBytes % 1024 == 0 && TileV::kBytes % 1024 == 0,
                 "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(kWorkStagesAt % alignof(Stage) == 0 && kBarriersAt % 8 == 0, "work stages and mbarriers are aligned");
+  static_assert(V::kCascade == 0 || kLateArrivalsAt % 16 == 0, "late arrivals are aligned");
   static_assert(sizeof(AllBarriers) == 16 * (kWorkStages + kQStages + 2 * kStages), "a ring has two mbarriers a stage");
 
   // Registers a thread: the loading warps give up some, the others take them. A launch has a multiple of 8 for each
@@ -386,11 +390,13 @@ struct AttentionFa3 {
     Rings rings;
     if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
     RingPosition<kWorkStages> at;
+    LateArrivals::Counts late;
     for (;;) {
       work_.wait_full(at);
       if (!ptx::uniform(stages_[at.stage()].exists)) break;
       Rows rows;
       rows.clear();
+      const int late_at = V::kCascade != 0 ? late.reserve(stages_[at.stage()].work) : -1;
       if (is_alone(stages_[at.stage()].work) && !is_mine(rings)) {
         if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) pass_over(stages_[at.stage()], rings);
         release_work_tile(at);
@@ -398,9 +404,18 @@ struct AttentionFa3 {
       }
       if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
       Stage& current = stages_[at.stage()];
-      store(rows, current);
+      store(rows, current, late_at);
       release_work_tile(at);
     }
+    if constexpr (V::kCascade != 0) {
+      late_arrivals().template merge<V, kConsumers / 32>(p_.base, late, ptx::thread_id() - 128,
+                                                         [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); });
+    }
+  }
+
+  QUIRE_DEVICE LateArrivals& late_arrivals() const {
+    return *reinterpret_cast<LateArrivals*>(reinterpret_cast<unsigned char*>(stages_) + kLateArrivalsAt -
+                                            kWorkStagesAt);
   }
 
   // In a cascade many work tiles have a few rows. One warpgroup computes, stores and merges such a one alone, meanwhile
@@ -755,13 +770,13 @@ struct AttentionFa3 {
     ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
   }
 
-  QUIRE_DEVICE void store(Rows& rows, Stage& stage) const {
+  QUIRE_DEVICE void store(Rows& rows, Stage& stage, int late_at) const {
     rows.softmax.reduce();
     const int lane = ptx::lane_id(), row = lane_row(stage.work, lane);
     if (V::kCascade == 0 && stage.work.is_whole()) {
       store_whole(rows, stage.work, row, lane);
     } else {
-      store_partial(rows, stage, row, lane);
+      store_partial(rows, stage, row, lane, late_at);
     }
   }
 
@@ -792,14 +807,17 @@ struct AttentionFa3 {
     }
   }
 
-  QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane) const {
+  // late_at: where the work tile stands among those whose merge groups it arrives at later; -1: not there.
+  QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane, int late_at) const {
     const AttentionParams& p = p_.base;
     const WorkTile& work = stage.work;
     if constexpr (V::kCascade != 0) {
       const int thread = ptx::thread_id() - 128;
       store_partial_rows<V::kCascade != 0 ? 1 : kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d,
                                                            tile_row, work.row_end - work.tile.row_begin, lane);
-      if (is_alone(work)) {
+      if (late_at >= 0) {
+        if (is_alone(work) || warpgroup() == 0) late_arrivals().put(p, work, late_at, ptx::thread_id() % 128);
+      } else if (is_alone(work)) {
         merge_cascade<V, 4>(p, work, stage.work.group, ptx::thread_id() % 128,
                             [] { ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128); });
       } else {

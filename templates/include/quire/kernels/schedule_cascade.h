@@ -2,7 +2,9 @@
 //
 // There are two lines of work units, that of the shared levels and that of the last one, each divided into partitions
 // of equal cost. A CTA computes one partition of each, shared keys first: when requests' own keys are done, the partial
-// results of the shared ones are there, so that merges are many, small, and everywhere.
+// results of the shared ones are there, so that merges are many, small, and everywhere. Where CTAs merge when they have
+// nothing else to do, every other one begins with requests' own keys: shared keys keep the tensor cores busy and own
+// keys the memory, so that each is there for half of the CTAs at a time.
 #pragma once
 #include <stdlib.h>
 #include <string.h>
@@ -101,11 +103,12 @@ class CascadeSchedule {
     return true;
   }
 
-  // Where partition i of a line lies. CTA i begins with the one at i: with shared keys, and where there are fewer
-  // partitions of these than CTAs, with the last level's. The other partitions of the last level follow behind.
+  // Where partition i of a line lies: at its CTA's number where the CTA begins with it, else behind all of those.
   int place_of(bool is_last, int i) const {
     const int cta = is_last ? num_ctas_ - 1 - i : i;
-    return is_last && cta < count_[0] ? count_[1] + cta : cta;
+    const bool has_both = cta < count_[0] && cta >= num_ctas_ - count_[1];
+    const bool begins_with_last = in_.arrives_late && cta % 2 == 1;
+    return has_both && is_last != begins_with_last ? count_[1] + cta : cta;
   }
 
   void fill_line(const WorkLine& line, bool is_last) {

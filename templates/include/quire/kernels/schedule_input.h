@@ -49,6 +49,7 @@ struct ScheduleInput {
   // A cascade: the entries of the batch are its nodes, level by level, with the begin and end of each one's rows; so
   // many of them are those of shared levels. 0: no cascade.
   int32_t num_shared_nodes;
+  int32_t arrives_late;   // a cascade's CTAs arrive at requests' merge groups when they have nothing else to do
   int32_t tile_capacity;  // 0: exact; else for a CUDA graph: max_ctas partitions and arrays at fixed places, always
 };
 

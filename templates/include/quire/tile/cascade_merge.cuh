@@ -2,18 +2,32 @@
 // at which it is the last (core/cascade.h).
 #pragma once
 #include "quire/core/cascade.h"
+#include "quire/ptx/copy.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/tile/partial.cuh"
 
 namespace quire {
 
-// What a lane knows of a group: the first four fields of CascadeGroup, which a launch does not change.
+// A group that a CTA arrives at: its entry of the merge table, and the KV head of that.
+struct ArrivalAt {
+  int entry, kv_head;
+
+  QUIRE_DEVICE static ArrivalAt of(const AttentionParams& p, const WorkTile& work, int i) {
+    return {(work.tile.group + i) * p.num_kv_heads + work.kv_head, work.kv_head};
+  }
+  QUIRE_DEVICE CascadeGroup& group(const AttentionParams& p) const {
+    return reinterpret_cast<CascadeGroup*>(p.groups)[entry];
+  }
+};
+
+// What a lane knows of a group: the first four fields of CascadeGroup, which a launch does not change, and its KV head.
 struct GroupInfo {
-  int row, num_rows, parts_begin, num_parts;
+  int row, num_rows, parts_begin, num_parts, kv_head;
 
   QUIRE_DEVICE GroupInfo of_lane(int lane) const {
     return {__shfl_sync(0xffffffffu, row, lane), __shfl_sync(0xffffffffu, num_rows, lane),
-            __shfl_sync(0xffffffffu, parts_begin, lane), __shfl_sync(0xffffffffu, num_parts, lane)};
+            __shfl_sync(0xffffffffu, parts_begin, lane), __shfl_sync(0xffffffffu, num_parts, lane),
+            __shfl_sync(0xffffffffu, kv_head, lane)};
   }
 
   // Where parts first .. first + 31 begin, one a lane.
@@ -23,133 +37,253 @@ struct GroupInfo {
   }
 };
 
-constexpr int kCascadeBatch = 8;  // parts of a row whose columns are on their way together
+// Deals the rows of groups out to warps in turn: four rows at a time where they have few parts, else two.
+struct DealtRows {
+  uint32_t groups;  // those that are left, by lane
+  int turn;         // this warp's next one, counted from the first of them; dealt() makes it one of that group
 
-// Parts of a row, `count` of them and at most 32, are added to `sum`; `at`: the row in the lane's part. Four columns a
-// lane. Reads go past L1, which may hold what another CTA has written since.
-template <int kVo>
-QUIRE_DEVICE void add_parts(const MergeParams& p, RowQuad& sum, int at, int count, int col, int lane) {
-  const float* columns = p.partial_o + col;
-  const auto load = [&](int i) -> float4 {
-    const int64_t row = __shfl_sync(0xffffffffu, at, i % 32);
-    if (i >= count) return {0.f, 0.f, 0.f, 0.f};
-    return __ldcg(reinterpret_cast<const float4*>(columns + row * kVo));
-  };
-  float2 md = {kNoLogit, 0.f};
-  if (lane < count) md = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + at);
-  float4 o[kCascadeBatch];
-#pragma unroll
-  for (int i = 0; i < kCascadeBatch; ++i) o[i] = load(i);
-  float top = md.x;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-  top = fmaxf(top, sum.m);
-  const float keep = ptx::ex2(sum.m - top), weight = ptx::ex2(md.x - top);
-  float d = weight * md.y;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) d += __shfl_xor_sync(0xffffffffu, d, i);
-  sum.m = top, sum.d = fmaf(sum.d, keep, d);
-  sum.o.x *= keep, sum.o.y *= keep, sum.o.z *= keep, sum.o.w *= keep;
-#pragma unroll 1
-  for (int first = 0; first < count; first += kCascadeBatch) {
-#pragma unroll
-    for (int i = 0; i < kCascadeBatch; ++i) {
-      scale_add(sum.o, __shfl_sync(0xffffffffu, weight, first + i), o[i]);
-      o[i] = load(first + kCascadeBatch + i);
+  QUIRE_DEVICE static int rows_of_turn(int num_parts) { return num_parts <= 4 ? 4 : 2; }
+
+  QUIRE_DEVICE int at() const { return __ffs(groups) - 1; }
+  QUIRE_DEVICE bool dealt(const GroupInfo& info) {
+    for (; groups != 0; groups &= groups - 1) {
+      const int num_turns = __shfl_sync(0xffffffffu, ceil_div(info.num_rows, rows_of_turn(info.num_parts)), at());
+      if (turn < num_turns) return true;
+      turn -= num_turns;
     }
+    return false;
   }
-}
+};
 
-// One row of a group by one warp. `parts`: where the first 32 parts begin, one a lane.
-template <class V>
-QUIRE_DEVICE void merge_cascade_row(const MergeParams& p, const MergeGroup* groups, int kv_head, const GroupInfo& group,
-                                    int row, int parts, int lane) {
+// The list of parts that a warp's first rows have if all groups are merged: read ahead of knowing that.
+struct FirstParts {
+  int at, parts;  // the group, by lane; where its parts begin, one a lane
+
+  template <int kWarps>
+  QUIRE_DEVICE static FirstParts of(const MergeGroup* groups, const GroupInfo& info, int count, int thread) {
+    DealtRows rows = {count >= 32 ? 0xffffffffu : (1u << count) - 1, thread / 32};
+    if (!rows.dealt(info)) return {-1, 0};
+    return {rows.at(), info.of_lane(rows.at()).parts_from(groups, 0, thread % 32)};
+  }
+};
+
+// Rows first .. first + kRows of a group by one warp, four columns a lane, kParts parts of each row on their way
+// together. `parts`: where the first 32 parts begin, one a lane. Reads go past L1, which may hold what another CTA has
+// written since.
+template <class V, int kRows, int kParts>
+QUIRE_DEVICE void merge_cascade_rows(const MergeParams& p, const MergeGroup* groups, const GroupInfo& group, int first,
+                                     int parts, int lane) {
   constexpr int kVo = V::kHeadDimVo;
   WorkTile work = {};
-  work.kv_head = kv_head;  // rows of groups are counted from the batch's first: qo_begin is 0
+  work.kv_head = group.kv_head;  // rows of groups are counted from the batch's first: qo_begin is 0
 #pragma unroll 1
   for (int begin = 0; begin < kVo; begin += 128) {
     const int col = begin + lane * 4;
-    RowQuad sum = kNoKeys;
-    add_parts<kVo>(p, sum, parts + row, min(32, group.num_parts), min(col, kVo - 4), lane);
+    const float* columns = p.partial_o + min(col, kVo - 4);
+    RowQuad sum[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sum[r] = kNoKeys;
 #pragma unroll 1
-    for (int first = 32; first < group.num_parts; first += 32) {
-      const int at = group.parts_from(groups, first, lane) + row;
-      add_parts<kVo>(p, sum, at, min(32, group.num_parts - first), min(col, kVo - 4), lane);
+    for (int part = 0; part < group.num_parts; part += kParts) {
+      if (group.num_parts > 32 && part % 32 == 0) parts = group.parts_from(groups, part, lane);
+      const int mine = __shfl_sync(0xffffffffu, parts, (part + lane % kParts) % 32);
+      float2 md[kRows];
+      float4 o[kRows][kParts];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int row = min(first + r, group.num_rows - 1);
+        md[r] = {kNoLogit, 0.f};
+        if (part + lane % kParts < group.num_parts)
+          md[r] = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + mine + row);
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) {
+          const int64_t at = __shfl_sync(0xffffffffu, parts, (part + i) % 32) + row;
+          o[r][i] = {0.f, 0.f, 0.f, 0.f};
+          if (part + i < group.num_parts) o[r][i] = __ldcg(reinterpret_cast<const float4*>(columns + at * kVo));
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float top = md[r].x;
+#pragma unroll
+        for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+        top = fmaxf(top, sum[r].m);
+        const float keep = ptx::ex2(sum[r].m - top), weight = ptx::ex2(md[r].x - top);
+        sum[r].m = top, sum[r].d = fmaf(sum[r].d, keep, weight * md[r].y);
+        float4& x = sum[r].o;
+        x.x *= keep, x.y *= keep, x.z *= keep, x.w *= keep;
+#pragma unroll
+        for (int i = 0; i < kParts; ++i) scale_add(x, __shfl_sync(0xffffffffu, weight, i), o[r][i]);
+      }
     }
-    if (col < kVo) store_quad<V>(p, work, group.row + row, col, sum);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int i = 1; i < kParts; i *= 2) sum[r].d += __shfl_xor_sync(0xffffffffu, sum[r].d, i);
+      if (first + r < group.num_rows && col < kVo) store_quad<V>(p, work, group.row + first + r, col, sum[r]);
+    }
   }
 }
 
-// Rows of the groups that have a bit in `chosen`, dealt out to the warps in turn. `group`: lane i's is group i;
-// `parts`: of group 0. The list of a row's parts arrives while the row before it is merged. A function that is called,
-// as call_merge_partials() is, and that reads the parameters once.
+// Rows of the groups that have a bit in `chosen`, dealt out to the warps in turn; lane i's `info` is group i. The list
+// of parts arrives while the rows before are merged. A function that is called, as call_merge_partials() is, and that
+// reads the parameters once.
 template <class V, int kWarps>
-__device__ __noinline__ void merge_cascade_groups(const AttentionParams& p, int kv_head, GroupInfo group, int parts,
+__device__ __noinline__ void merge_cascade_groups(const AttentionParams& p, GroupInfo info, FirstParts first,
                                                   uint32_t chosen, int thread) {
   const MergeParams params(p);
   const MergeGroup* groups = p.groups;
   const int lane = thread % 32;
-  int row = thread / 32, at = 0;  // the next row of this warp, in group `at`
-  const auto settle = [&] {
-    for (; chosen != 0; chosen &= chosen - 1) {
-      at = __ffs(chosen) - 1;
-      const int num_rows = __shfl_sync(0xffffffffu, group.num_rows, at);
-      if (row < num_rows) return;
-      row -= num_rows;
-    }
+  DealtRows rows = {chosen, thread / 32};
+  const auto parts_of_turn = [&] {
+    return rows.at() == first.at ? first.parts : info.of_lane(rows.at()).parts_from(groups, 0, lane);
   };
-  settle();
-  int next_parts = chosen != 0 && at > 0 ? group.of_lane(at).parts_from(groups, 0, lane) : parts;
+  bool exists = rows.dealt(info);
+  int next_parts = exists ? parts_of_turn() : 0;
 #pragma unroll 1
-  while (chosen != 0) {
-    const GroupInfo present = group.of_lane(at);
-    const int present_row = row, present_parts = next_parts;
-    row += kWarps;
-    settle();
-    if (chosen != 0) next_parts = group.of_lane(at).parts_from(groups, 0, lane);
-    merge_cascade_row<V>(params, groups, kv_head, present, present_row, present_parts, lane);
+  while (exists) {
+    const GroupInfo group = info.of_lane(rows.at());
+    const int turn = rows.turn, parts = next_parts;
+    rows.turn += kWarps;
+    exists = rows.dealt(info);
+    if (exists) next_parts = parts_of_turn();
+    const int turn_rows = DealtRows::rows_of_turn(group.num_parts);
+    if constexpr (kWarps > 8) {  // they have fewer registers each
+#pragma unroll 1
+      for (int r = 0; r < turn_rows; ++r)
+        merge_cascade_rows<V, 1, 8>(params, groups, group, turn * turn_rows + r, parts, lane);
+    } else if (turn_rows == 4) {
+      merge_cascade_rows<V, 4, 4>(params, groups, group, turn * turn_rows, parts, lane);
+    } else {
+      merge_cascade_rows<V, 2, 8>(params, groups, group, turn * turn_rows, parts, lane);
+    }
   }
 }
 
 // A request's own keys are done: the shared ones' partial results are awaited for a while, because their CTAs would
 // merge the rows of all requests one after another, where requests' CTAs merge a few rows each. Nobody has to come: the
-// last to arrive merges, whoever it is.
-QUIRE_DEVICE void await_shared_parts(const CascadeGroup& group) {
-  constexpr int kPatience = 1 << 15;  // clocks
+// last to arrive merges, whoever it is. Whether all are there.
+QUIRE_DEVICE bool await_shared_parts(const CascadeGroup& group, int num_shared_parts, int patience) {
   const long long begin = clock64();
-  while (static_cast<int>(ptx::load_acquire(&group.num_arrived)) < group.num_shared_parts) {
-    if (clock64() - begin > kPatience) return;
+  while (static_cast<int>(ptx::load_acquire(&group.num_arrived)) < num_shared_parts) {
+    if (clock64() - begin > patience) return false;
   }
+  return true;
 }
 
-// After the threads have stored a partial result. `flags` is 32 bits of shared memory, `sync` a barrier of all of them.
-// What the merge has to know is read while the partial result is on its way to memory.
+constexpr int kPatience = 1 << 15, kLatePatience = 1 << 18;  // clocks; the second: with nothing else to do
+
+QUIRE_DEVICE bool arrives_last(CascadeGroup& group, int num_parts) {
+  const uint32_t last = num_parts - 1;
+  return ptx::atomic_inc_acq_rel(&group.num_arrived, last) == last;
+}
+
+// After the threads have stored a work tile's partial result: arrives at its groups, and merges those at which nobody
+// else is missing. `flags` is 32 bits of shared memory, `sync` a barrier of the threads. What the merge has to know is
+// read while the partial result is on its way to memory.
 template <class V, int kWarps, class Flags, class Sync>
 QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, Flags& flags, int thread, Sync&& sync) {
   const int lane = thread % 32;
 #pragma unroll 1
   for (int first = 0; first < work.tile.num_groups; first += 32) {
-    CascadeGroup& mine = cascade_group(p, work.tile, min(first + lane, work.tile.num_groups - 1), work.kv_head);
+    const int count = min(32, work.tile.num_groups - first);
+    CascadeGroup& mine = ArrivalAt::of(p, work, first + min(lane, count - 1)).group(p);
     const int4 fields = *reinterpret_cast<const int4*>(&mine);
-    const GroupInfo group = {fields.x, fields.y, fields.z, fields.w};
-    const int parts = group.of_lane(0).parts_from(p.groups, 0, lane);
+    const GroupInfo info = {fields.x, fields.y, fields.z, fields.w, work.kv_head};
+    const FirstParts parts = FirstParts::of<kWarps>(p.groups, info, count, thread);
     sync();
     if (thread < 32) {
       bool is_last = false;
-      if (first + lane < work.tile.num_groups) {
-        if (work.tile.request >= 0) await_shared_parts(mine);
-        const uint32_t last = group.num_parts - 1;
-        is_last = ptx::atomic_inc_acq_rel(&mine.num_arrived, last) == last;
+      if (lane < count) {
+        if (work.tile.request >= 0) await_shared_parts(mine, mine.num_shared_parts, kPatience);
+        is_last = arrives_last(mine, info.num_parts);
       }
       const uint32_t chosen = __ballot_sync(0xffffffffu, is_last);
       if (thread == 0) flags = chosen;
     }
     sync();
     if (const uint32_t chosen = flags; chosen != 0) {
-      merge_cascade_groups<V, kWarps>(p, work.kv_head, group, parts, chosen, thread);
+      merge_cascade_groups<V, kWarps>(p, info, parts, chosen, thread);
     }
   }
 }
+
+// Groups at which a CTA arrives when it has nothing else to do: neither stores on their way to memory nor waiting for
+// shared keys then hold up its other work tiles. It first arrives at all groups of shared keys, so that CTAs that wait
+// for one another's do not wait in vain. In shared memory; the threads that take part count the groups in step.
+struct LateArrivals {
+  static constexpr int kMost = 32;  // one for each lane of a warp
+
+  struct Counts {
+    int shared = 0, own = 0;
+
+    // Where the groups of a work tile stand; -1: they are too many.
+    QUIRE_DEVICE int reserve(const WorkTile& work) {
+      int& count = work.tile.request < 0 ? shared : own;
+      if (count + work.tile.num_groups > kMost) return -1;
+      return (count += work.tile.num_groups) - work.tile.num_groups;
+    }
+  };
+
+  struct List {
+    int4 fields[kMost];  // the first of CascadeGroup
+    ArrivalAt at[kMost];
+
+    QUIRE_DEVICE GroupInfo info(int i) const {
+      return {fields[i].x, fields[i].y, fields[i].z, fields[i].w, at[i].kv_head};
+    }
+  };
+  List shared, own;
+  uint32_t flags[2];
+
+  // Adds a work tile's groups; what is known of them arrives meanwhile.
+  QUIRE_DEVICE void put(const AttentionParams& p, const WorkTile& work, int place, int thread) {
+    List& list = work.tile.request < 0 ? shared : own;
+    if (thread < work.tile.num_groups) {
+      const ArrivalAt at = list.at[place + thread] = ArrivalAt::of(p, work, thread);
+      ptx::cp_async_16(ptx::smem_address(&list.fields[place + thread]), &at.group(p));
+    }
+    ptx::cp_async_commit();
+  }
+
+  // After the threads have stored all of their partial results.
+  template <class V, int kWarps, class Sync>
+  QUIRE_DEVICE void merge(const AttentionParams& p, const Counts& counts, int thread, Sync&& sync) {
+    ptx::cp_async_wait<0>();
+    sync();
+    const int lane = thread % 32;
+    const GroupInfo mine = own.info(min(lane, max(counts.own, 1) - 1));
+    const FirstParts parts = FirstParts::of<kWarps>(p.groups, mine, counts.own, thread);
+    if (thread < 32) arrive(p, counts, lane);
+    sync();
+    if (const uint32_t chosen = flags[0]; chosen != 0) {
+      merge_cascade_groups<V, kWarps>(p, shared.info(min(lane, counts.shared - 1)), {-1, 0}, chosen, thread);
+    }
+    if (const uint32_t chosen = flags[1]; chosen != 0) {
+      merge_cascade_groups<V, kWarps>(p, mine, parts, chosen, thread);
+    }
+  }
+
+ private:
+  // One warp.
+  QUIRE_DEVICE void arrive(const AttentionParams& p, const Counts& counts, int lane) {
+    const bool has_own = lane < counts.own, has_shared = lane < counts.shared;
+    CascadeGroup& group = own.at[has_own ? lane : 0].group(p);
+    const int num_shared_parts = has_own ? group.num_shared_parts : 0;
+    const bool merges_shared = has_shared && arrives_last(shared.at[lane].group(p), shared.fields[lane].w);
+    bool merges_own = false;
+    if (has_own) {
+      const int num_parts = own.fields[lane].w;
+      if (await_shared_parts(group, num_shared_parts, kLatePatience) && num_parts == num_shared_parts + 1) {
+        group.num_arrived = 0, merges_own = true;  // nobody else is missing
+      } else {
+        merges_own = arrives_last(group, num_parts);
+      }
+    }
+    const uint32_t of_shared = __ballot_sync(0xffffffffu, merges_shared);
+    const uint32_t of_own = __ballot_sync(0xffffffffu, merges_own);
+    if (lane == 0) flags[0] = of_shared, flags[1] = of_own;
+  }
+};
 
 }  // namespace quire
