@@ -1,8 +1,8 @@
 """Cascade attention: requests that share prefixes read each shared part once.
 
 Keys that several requests share are read once for all of their queries. MultiLevelCascadeAttentionWrapper attends to
-all levels in one launch, which merges the states of a query's levels (runtime/cascade.py): on the CPU, and on GPUs
-where `backend` pins a kernel that does. Where that cannot be, and
+all levels in one launch, which merges the states of a query's levels (runtime/cascade.py): on the CPU, on Hopper, and
+on other GPUs where `backend` pins a kernel that does. Where that cannot be, and
 where the shared keys are tensors beside a paged cache, each level is an attention call of its own that returns its
 log-sum-exp; the states are then merged. The surface is FlashInfer's (https://docs.flashinfer.ai/api/cascade.html).
 """
@@ -125,8 +125,8 @@ class MultiLevelCascadeAttentionWrapper:
         The entries of a level are groups of requests that share its pages: qo_indptr_arr[i] bounds their query rows.
         `causal` holds for the last level, whose keys end where the queries stand; all earlier keys are visible.
 
-        All levels are one launch where a kernel merges levels (quire:cpu; on GPUs quire:fa3, quire:fa2 or quire:decode
-        where `backend` pins it), the workspace holds its partial results, and the wrapper is not for CUDA graphs;
+        All levels are one launch where a kernel merges levels (quire:cpu, quire:fa3; quire:fa2 and quire:decode where
+        `backend` pins them), the workspace holds its partial results, and the wrapper is not for CUDA graphs;
         explain() says so. Page numbers on a device are then copied; level by level they are read by each run() where
         they lie. A variant of the constructor is attended to level by level, and means the places of whole requests:
         kv_idx counts from a request's first key of the first level. operands: what its mask reads.

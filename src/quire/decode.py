@@ -123,7 +123,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             last_page_len say, and are compared with them where they lie on the host.
         shared_prefix: "auto" reads the pages that neighbouring requests begin with once for all of them, where host
             arrays show the same page numbers and an estimate says that this is faster. explain() then names a variant
-            with the word cascade. On GPUs `backend` has to pin a kernel for it: "quire:fa3". Windows, position
+            with the word cascade. On GPUs before Hopper `backend` has to pin a kernel: "quire:fa2". Windows, position
             encodings, fixed splits, variants of one's own and page numbers on a device leave the batch as it is, and
             so does a workspace that is too small.
         The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan().

@@ -55,8 +55,8 @@ def _yields(problem: AttentionProblem) -> str | None:
     """More than 32 rows of wide heads are bound by the tensor cores as much as by memory, where fa3 is faster: not with
     keys of 8 bits, which it has to widen for every 128 rows.
     """
-    if problem.cascade and problem.rows > 16:
-        return f"keys that {problem.rows} rows of a cascade share are faster in tiles of more rows"
+    if problem.cascade:
+        return "keys that rows of a cascade share are faster in tiles of more rows"
     if problem.rows <= 32 or _widest(problem) <= 64 or problem.kv.bits == 8:
         return None
     return f"{problem.rows} rows of wide heads are faster in tiles of more rows"

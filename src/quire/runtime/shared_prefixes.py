@@ -11,7 +11,7 @@ from quire.runtime.attention import AttentionSpec
 from quire.runtime.schedule import Indices
 
 #: What a cascade costs beside the keys that it reads, in bytes that a GPU would read meanwhile.
-_START_BYTES = 96 << 20
+_START_BYTES = 48 << 20
 #: Rows over which the products with a key take as long as reading it.
 _ROWS_PER_READ = 128
 #: How much longer a cascade takes than its keys say.
