@@ -149,7 +149,8 @@ single_prefill_with_kv_cache
   k_scale v_scale: used test_single.py::test_prefill_scales
   pos_encoding_mode rope_scale rope_theta: used test_positions.py::test_positions_of_single_calls
   use_fp16_qk_reduction allow_fp16_qk_reduction: checked test_surface.py::test_permissions_of_single_prefill
-  scale_q scale_k scale_v kv_cache_sf: refused test_surface.py::test_what_single_prefill_refuses
+  scale_q scale_k scale_v: used test_fp8.py::test_queries_of_eight_bits
+  kv_cache_sf: refused test_surface.py::test_what_single_prefill_refuses
   backend: used test_single.py::test_prefill_lengths
 BatchPrefillWithPagedKVCacheWrapper
   shown float_workspace_buffer kv_layout use_cuda_graph qo_indptr_buf paged_kv_indptr_buf paged_kv_indices_buf
@@ -276,7 +277,7 @@ BlockSparseAttentionWrapper.run
   q k v return_lse: used test_sparse.py::test_blocks
   out lse: used test_sparse.py::test_options_of_plan
   enable_pdl: checked test_sparse.py::test_options_of_plan
-  scale_q scale_k scale_v: refused test_sparse.py::test_wrong_arguments_of_run
+  scale_q scale_k scale_v: used test_fp8.py::test_queries_of_eight_bits
 VariableBlockSparseAttentionWrapper.plan
   shown block_mask_map block_row_sz block_col_sz num_qo_heads num_kv_heads head_dim causal pos_encoding_mode
   shown use_fp16_qk_reduction logits_soft_cap sm_scale rope_scale rope_theta non_blocking q_data_type kv_data_type

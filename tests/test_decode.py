@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -225,7 +226,8 @@ def test_fast_decode_plan(device, backend, dtype):
     other = batch(dtype, device, (5, 60, 1, 9, 0, 200), seed=3)
     again = other.paged()
     begin = (again.indptr.cpu(), again.indices, again.last_page_len, 4, 2, 64, again.page_size)
-    quire.fast_decode_plan(wrapper, *begin, q_data_type=dtype, data_type=dtype)
+    wrapper.plan = partial(quire.fast_decode_plan, wrapper)  # where programs put it
+    wrapper.plan(*begin, q_data_type=dtype, data_type=dtype)
     other.check(wrapper.run(other.q, again.kv))
     assert "q_len_per_req" in inspect.signature(quire.fast_decode_plan).parameters
 

@@ -164,6 +164,9 @@ def test_lengths_are_taken_and_compared(device, backend):
     }
     plan_paged(wrapper, p, cache, plan={**right, "max_token_per_sequence": 20, "max_sequence_kv": 65})
     p.check(wrapper.run(p.q, cache.kv))
+    of_cudnn = {name: right[name].view(-1, 1, 1, 1) for name in ("seq_lens", "seq_lens_q")}
+    plan_paged(wrapper, p, cache, plan=of_cudnn)
+    p.check(wrapper.run(p.q, cache.kv))
     for name, wrong in (
         ("seq_lens", ints((40, 0, 66), "cpu")),
         ("seq_lens", ints((40, 1, 65), "cpu").to(torch.int64)),
@@ -320,7 +323,7 @@ def test_a_small_workspace_means_fewer_partitions(monkeypatch):
 
 def test_unaligned_workspaces(device):
     buffer = torch.empty(1 << 16, dtype=torch.uint8, device=device)[1:]
-    with pytest.raises(quire.ValidationError, match="float_workspace_buffer: must be 16-byte aligned"):
+    with pytest.raises(quire.ValidationError, match="float_workspace_buffer must be 16-byte aligned"):
         quire.BatchDecodeWithPagedKVCacheWrapper(buffer)
 
 

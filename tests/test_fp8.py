@@ -7,7 +7,7 @@ import torch
 
 import oracle
 import quire
-from calls import decode, decode_wrapper, plan_decode, prefill_paged, prefill_ragged
+from calls import decode, decode_wrapper, plan_decode, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -159,12 +159,64 @@ def test_long_prefill(device, backend, dtype, page_size, options):
     p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
 
 
+#: Powers of two, by which nothing is rounded.
+HEAD_SCALES = {"q_scale": (0.5, 0.25, 1.0, 2.0), "k_scale": (0.25, 0.5), "v_scale": (2.0, 0.5)}
+
+
+def of_eight_bit_queries(device, dtype):
+    """A problem as it is given, and the one of 16 bits that it stands for; and the scales of its heads."""
+    given = Problem((20, 1, 0, 7), (40, 70, 3, 7), dtype=torch.float16, kv_dtype=dtype, device=device, causal=True)
+    given.q = given.q.to(dtype)
+    scales = {name: torch.tensor(values, device=device) for name, values in HEAD_SCALES.items()}
+    of_q, of_k, of_v = (scale.half()[:, None] for scale in scales.values())
+    truth = Problem(given.qo_lens, given.kv_lens, dtype=torch.float16, device=device, causal=True)
+    truth.q, truth.k, truth.v = given.q.half() * of_q, given.k.half() * of_k, given.v.half() * of_v
+    return given, truth, scales
+
+
+@KV_DTYPES
+def test_queries_of_eight_bits(device, kv_dtype):
+    """Every call takes them, with a scale for each head, by keyword or by position."""
+    given, truth, scales = of_eight_bit_queries(device, kv_dtype)
+    plan = {"q_data_type": kv_dtype}
+    truth.check(*prefill_paged(given, given.paged(8), "auto", plan=plan, run=scales))
+    truth.check(*prefill_ragged(given, "auto", plan=plan, run=scales))
+    wrapper = ragged_wrapper(given, "auto")
+    plan_ragged(wrapper, given, plan=plan)
+    truth.check(wrapper.run(given.q, given.k, given.v, *scales.values()))
+    q, k, v = given.q[:20], given.k[:40], given.v[:40]
+    by_name = {f"scale_{name[0]}": scale for name, scale in scales.items()}
+    one = quire.single_prefill_with_kv_cache(q, k, v, causal=True, **by_name)
+    torch.testing.assert_close(one, wrapper.run(given.q, given.k, given.v, *scales.values())[:20], atol=2e-3, rtol=2e-3)
+    sparse = quire.BlockSparseAttentionWrapper(workspace(device))
+    indptr, indices = ints([0, 1, 2], device), ints([1, 0], device)
+    sparse.plan(indptr, indices, 20, 40, 10, 20, 4, 2, 64, q_data_type=kv_dtype)
+    seen = torch.zeros(20, 40, dtype=torch.bool)
+    seen[:10, 20:] = seen[10:, :20] = True
+    expected = quire.single_prefill_with_kv_cache(q, k, v, custom_mask=seen.to(device), **by_name)
+    torch.testing.assert_close(sparse.run(q, k, v, **by_name), expected, atol=2e-3, rtol=2e-3)
+
+
+def test_decode_with_queries_of_eight_bits(device, backend):
+    """Scales that are numbers, and a type of results."""
+    p = batch(torch.float16, device, E4M3)
+    p.q = p.q.to(E4M3)
+    cache, wrapper = p.paged(16), decode_wrapper(p, p.paged(16), backend)
+    plan_decode(wrapper, p, cache, plan={"q_data_type": E4M3, "kv_data_type": E4M3, "o_data_type": "float16"})
+    out = wrapper.run(p.q, cache.kv, 1.0, p.k_scale, p.v_scale)
+    p.q = p.q.half()
+    p.check(out)
+    with pytest.raises(quire.ValidationError, match=r"q_scale: expected \[heads=4\]"):
+        wrapper.run(p.q.to(E4M3), cache.kv, q_scale=torch.ones(3, device=device))
+    with pytest.raises(quire.ValidationError, match="expected each once"):
+        wrapper.run(p.q.to(E4M3), cache.kv, 1.0, 2.0, 3.0, v_scale=1.0)
+
+
 def test_what_the_cpu_refuses():
-    """8-bit queries and results, and keys of another 16-bit type than the queries'."""
+    """8-bit results, and keys of another 16-bit type than the queries'."""
     wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
     tables = (torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([1]), 4, 2, 64, 8)
     for types, reason in [
-        ({"q_data_type": E4M3}, "q dtype e4m3 is not fp32, fp16 or bf16"),
         ({"q_data_type": "bfloat16", "o_data_type": E4M3}, "o dtype e4m3 is not fp32, fp16 or bf16"),
         ({"q_data_type": "bfloat16", "kv_data_type": "float16"}, "kv dtype fp16 differs from q dtype bf16"),
     ]:

@@ -107,6 +107,40 @@ def test_latents_of_eight_bits(device, backend, dtype, page_size, num_heads, q_l
     p.check(*attend(p, p.paged(page_size), backend, ckv_scale=p.scale, kpe_scale=p.scale))
 
 
+def test_latents_and_positions_with_scales_of_their_own(device, backend, dtype):
+    """Queries are multiplied by what kpe has more: here four, which rounds nothing."""
+    p = Latents((3, 1), (70, 129), 16, dtype, device, True, kv_dtype=torch.float8_e4m3fn, scale=2.0)
+    pages = p.paged(16)
+    got = planned(p, pages, backend).run(*parts(p), pages.ckv, pages.kpe, return_lse=True, ckv_scale=2.0, kpe_scale=8.0)
+    p.query[..., 512:] *= 4
+    p.check(*got)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_without_positions(device, backend, dtype, page_size):
+    """head_dim_kpe=0: the logits are those of the latent part alone."""
+    p = Latents((3, 1), (70, 129), 16, dtype, device, True)
+    pages, (nope, pe) = p.paged(page_size), parts(p)
+    wrapper = quire.mla.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    arrays = ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, device), ints(p.kv_lens, "cpu")
+    wrapper.plan(*arrays, 16, 512, 0, page_size, True, SCALE, dtype, dtype)
+    with pytest.raises(quire.ValidationError, match="q_pe: expected no dims"):
+        wrapper.run(nope, pe, pages.ckv, pages.kpe)
+    got = wrapper.run(nope, pe[..., :0], pages.ckv, pages.kpe[..., :0], return_lse=True)
+    p.query[..., 512:] = 0
+    p.check(*got)
+
+
+def test_offsets_of_more_requests_than_there_are(device, backend, dtype):
+    """kv_indptr of a buffer: what follows the entries of the batch is not read."""
+    p = Latents((3, 1), (70, 129), 16, dtype, device, True)
+    pages = p.paged(16)
+    wrapper = quire.mla.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    offsets = ints(p.qo_indptr, "cpu"), ints([*pages.indptr, 7, 1 << 30], "cpu"), ints(pages.indices, device)
+    wrapper.plan(*offsets, ints(p.kv_lens, "cpu"), 16, 512, 64, 16, True, SCALE, dtype, dtype)
+    p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe))
+
+
 def test_every_number_of_eight_bits_is_widened_exactly(device, backend, dtype):
     """A request of one key returns its latent."""
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -305,7 +339,8 @@ def test_arguments_are_used_or_refused(device, backend):
         ({"profiler_buffer": torch.zeros(1)}, "profiler_buffer"),
         ({"o_scale": 2.0}, "o_scale"),
         ({"ckv_scale_arr": torch.ones(2)}, "ckv_scale_arr"),
-        ({"ckv_scale": 0.5}, "kpe_scale: expected ckv_scale=0.5"),
+        ({"ckv_scale": 0.5}, "kpe_scale: expected it with ckv_scale=0.5"),
+        ({"ckv_scale": -0.5, "kpe_scale": 1.0}, "ckv_scale: expected a positive number"),
         (table, "kv_len, page_table: expected both without a plan"),
         ({"enable_pdl": 1}, "enable_pdl: expected a bool"),
     ):

@@ -59,6 +59,17 @@ def test_the_largest_position_may_be_left_out(device, dtype, kind):
     p.check(*attend(p, kind, "auto", {**plan, "max_item_len_ptr": None}))
 
 
+def test_arrays_as_short_as_they_can_be(device, dtype):
+    """Zeros behind the last request's items may be left off, and numbers of one request be no lists."""
+    p, plan = scoring(((40, 33, (1, 70, 2)), (None, 5, (3, 2))), dtype, device)
+    positions = plan["token_pos_in_items_ptr"]
+    unpadded = positions[: plan["token_pos_in_items_len"] + 8]  # 3 delimiters and 5 tokens
+    p.check(*attend(p, "paged", "auto", {**plan, "token_pos_in_items_ptr": unpadded}))
+    p, plan = scoring(((40, 33, (1, 70, 2)),), dtype, device)
+    numbers = {name: plan[name].view(()) for name in ("prefix_len_ptr", "max_item_len_ptr")}
+    p.check(*attend(p, "ragged", "auto", {**plan, **numbers}))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_on_the_host(device, dtype, kind):
     p, plan = scoring(BATCH, dtype, device)

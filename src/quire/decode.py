@@ -14,7 +14,7 @@ from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batc
 from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.variant import Variant
-from quire.prefill import attend_one
+from quire.prefill import attend_one, positional_scales
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.cascade import check_kernel_for_levels
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
@@ -172,7 +172,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *, q_scale: float | None = None,
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, q_len_per_req: int | None = None,
@@ -187,6 +187,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):
             raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
+        if scales:
+            q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
@@ -248,7 +250,8 @@ def fast_decode_plan(
     """
     arguments = dict(locals())
     wrapper, on_host = arguments.pop("self"), arguments.pop("global_override_indptr_cpu")
-    wrapper.plan(**arguments | ({} if on_host is None else {"indptr": on_host}))
+    # By its class: programs put this function in the place of the wrapper's own plan().
+    type(wrapper).plan(wrapper, **arguments | ({} if on_host is None else {"indptr": on_host}))
 
 
 @overload

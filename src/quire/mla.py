@@ -22,7 +22,7 @@ from quire.errors import ValidationError
 from quire.latent_append import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from quire.mla_metadata import MLAPlanMetadata
 from quire.runtime.attention import AttentionSpec, Result
-from quire.runtime.checks import check_flags, check_positive, refuse
+from quire.runtime.checks import check_flags, check_positive, check_tensor, refuse, scalar
 from quire.runtime.engine_attributes import MlaModule
 from quire.runtime.keywords import LatentKeywords, Pair
 from quire.runtime.layout import cached_parts, latent_parts
@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 _LN2 = math.log(2)
+_NO_KPE = 64  #: dims of zeros that a kernel reads as q_pe where there is none
 _LSE_MODES = {"none": None, "base2": False, "basee": True}  #: what return_lse_base_on_e must be
 
 
@@ -57,7 +58,7 @@ def _plan_options(
     has_rows = kv_data_type in (torch.uint8, "uint8")
     types = Types.of(q_data_type, "float8_e4m3fn" if has_rows else kv_data_type, output_dtype)
     vo = check_positive(head_dim_ckv, "head_dim_ckv")
-    qk = vo + check_positive(head_dim_kpe, "head_dim_kpe")
+    qk = vo + (_NO_KPE if head_dim_kpe == 0 else check_positive(head_dim_kpe, "head_dim_kpe"))
     return PlanOptions(
         check_positive(num_heads, "num_heads"), 1, qk, vo, types,
         logits_options(qk, sm_scale, -1, None, "NONE"), causal, check_positive(page_size, "page_size"),
@@ -101,6 +102,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             kv_indices=kv_indices, kv_len_arr=kv_len_arr,
         )  # fmt: skip
         self._lse_base_on_e: bool | None = None
+        self._has_kpe = True
 
     def plan(
         self, qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
@@ -122,7 +124,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         kv_len_arr: int32 [batch_size], tokens of each request; pages beyond them are not read.
         cum_seq_lens_q, block_tables int32 [batch_size, pages], seq_lens, max_q_len: the same batch as a table of pages.
         metadata: the same arrays as MLAPlanMetadata. Arrays of lengths on the host plan without a synchronisation.
-        num_heads: any; head_dim_ckv, head_dim_kpe: 512 and 64. causal: query i sees keys up to
+        num_heads: any; head_dim_ckv, head_dim_kpe: 512 and 64, or 0 without positions. causal: query i sees keys up to
             i + kv_len - qo_len. sm_scale multiplies logits: 1 / sqrt(128 + 64) for DeepSeek's models.
         q_data_type, kv_data_type, output_dtype: of the queries, the cache and the result, which default to the former.
             uint8 is a cache of rows of 656 bytes, which run() takes as kv_cache.
@@ -147,6 +149,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
         self._set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
+        self._has_kpe = head_dim_kpe != 0
         self._lse_base_on_e = _LSE_MODES[lse_mode]
         self._causal, self._sm_scale, self._page_size = options.causal, options.logits.sm_scale, options.page_size
 
@@ -187,7 +190,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         out, lse: written instead of new tensors.
         kv_len, page_table: without a plan, tokens [batch_size] and pages [batch_size, pages] of each request, which has
             one query; sm_scale is then 1 / sqrt(192). On a GPU such a call may be captured. With a plan only None.
-        ckv_scale, kpe_scale: equal numbers that a cache of 8 bits is multiplied by.
+        ckv_scale, kpe_scale: numbers that a cache of 8 bits is multiplied by; where they differ, q_pe is multiplied by
+            their quotient, in a copy.
         sinks: float32 [num_heads], natural-log logits that join the denominators.
         profiler_buffer, o_scale, ckv_scale_arr: only None.
 
@@ -200,8 +204,10 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         nope, pe = latent_parts(pair, "query", "q_nope", "q_pe")
         pair = _either("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache)
         ckv, kpe, *scales = cached_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
-        if ckv_scale != kpe_scale:
-            raise ValidationError(f"kpe_scale: expected ckv_scale={ckv_scale}, got {kpe_scale}.")
+        if not self._has_kpe:
+            pe, kpe = _without_kpe(nope, pe, ckv)
+        elif ckv_scale != kpe_scale:
+            pe = _scaled(pe, ckv_scale, kpe_scale)
         self._check_base(return_lse or lse is not None, return_lse_base_on_e)
         if kv_len is not None or page_table is not None:
             result = self._run_unplanned(
@@ -261,6 +267,21 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     @property
     def _cached_module(self) -> MlaModule | None:  # type: ignore[override]
         return None if self._attention is None else MlaModule(self)
+
+
+def _scaled(pe: torch.Tensor, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor:
+    """q_pe times the scale that kpe has besides that of ckv, by which a kernel multiplies all logits."""
+    if ckv_scale is None or kpe_scale is None:
+        raise ValidationError(f"kpe_scale: expected it with ckv_scale={ckv_scale}, got {kpe_scale}.")
+    factor = scalar(kpe_scale, "kpe_scale") / scalar(ckv_scale, "ckv_scale", positive=True)
+    return (check_tensor(pe, "q_pe").float() * factor).to(pe.dtype)
+
+
+def _without_kpe(nope: torch.Tensor, pe: torch.Tensor, ckv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeros in the place of q_pe, and dims of ckv, which they multiply, in that of kpe."""
+    if pe.shape[-1]:
+        raise ValidationError(f"q_pe: expected no dims, as head_dim_kpe=0 was planned, got {list(pe.shape)}.")
+    return nope.new_zeros((*nope.shape[:-1], _NO_KPE)), ckv[..., :_NO_KPE]
 
 
 def _check_word(name: str, value: Any, words: tuple[str | None, ...]) -> None:

@@ -95,9 +95,12 @@ class MLAPlanMetadata:
         return result
 
     def _from_offsets(self, page_size: int) -> Indices:
-        kv_indptr = self._on_host("kv_indptr")
-        batch = batch_size_of(kv_indptr, "kv_indptr")
-        qo_indptr, lens = self._on_host("qo_indptr", batch + 1), self._on_host("kv_len_arr", batch)
+        qo_indptr = self._on_host("qo_indptr")
+        batch = batch_size_of(qo_indptr, "qo_indptr")
+        lens, kv_indptr = self._on_host("kv_len_arr", batch), self._on_host("kv_indptr")
+        if kv_indptr.shape[0] < batch + 1:
+            check_shape(kv_indptr, "kv_indptr", {"batch_size + 1": batch + 1})
+        kv_indptr = kv_indptr[: batch + 1]  # of a buffer for more requests
         pages = page_indices(self.kv_indices)
         used = lens if page_size == 1 else (lens + (page_size - 1)).div_(page_size, rounding_mode="floor")
         if not torch.equal(used, kv_indptr.diff()):

@@ -38,6 +38,7 @@ from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.variant_operands import of_plan_and_run, variant_of
 from quire.runtime.workspace import OwnWorkspace
+from quire.runtime.widened_queries import check_scales
 from quire.runtime.wrapper import AttentionWrapper
 from quire.types import KVLayout
 
@@ -204,7 +205,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             pages], page numbers; max_token_per_sequence, max_sequence_kv: the most queries and tokens. They repeat what
             the index arrays say, and are compared with them where they lie on the host.
         q_data_type, kv_data_type, o_data_type: torch dtypes or their names. q's default is float16; keys, values and
-            results have q's if not said.
+            results have q's if not said. Kernels read queries of 8 bits from a copy of 16; results are then float16.
         fixed_split_size (tokens), disable_split_kv: a request's result does not depend on its neighbours, bit for bit.
         operands: tensors and numbers, by name, that the mask of the constructor's variant reads. plan() looks at them,
             to know which tiles of keys need the mask: plan again once they change.
@@ -259,7 +260,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         q: [nnz_qo, num_qo_heads, head_dim_qk].
         paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND swaps page_size and num_kv_heads), or a
             pair of such tensors without the second dimension; only the last one must be contiguous.
-        q_scale, k_scale: multiply the logits; their product is positive. v_scale multiplies the result.
+        q_scale, k_scale: multiply the logits; their product is positive. v_scale multiplies the result. With queries of
+            8 bits each may be float32 [heads], heads of q or of keys and values; run() takes them by position, too.
         out, lse: written if given. They have the shapes of what is returned.
         enable_pdl: whether the kernel may be launched before the one ahead of it ends, and wait for it by itself
             (programmatic dependent launch); None: where that helps.
@@ -274,7 +276,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if scales:
-            k_scale, v_scale = _positional_scales(scales, k_scale, v_scale)
+            q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
@@ -392,7 +394,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, q_scale: float | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
         out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None, window_left: int | None = None, sinks: torch.Tensor | None = None,
@@ -403,6 +405,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run().
         """
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        if scales:
+            q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         return self._runner().run(
             q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
@@ -429,13 +433,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         return o, lse
 
 
-def _positional_scales(
-    scales: tuple[float | None, ...], k_scale: float | None, v_scale: float | None
-) -> tuple[float | None, float | None]:
-    """The older run() took k_scale and v_scale by position."""
-    if len(scales) > 2 or k_scale is not None or (len(scales) == 2 and v_scale is not None):
+def positional_scales(scales: tuple[Any, ...], q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
+    """run() takes k_scale and v_scale by position, or all three."""
+    keywords = q_scale, k_scale, v_scale
+    first = 0 if len(scales) == 3 else 1
+    if len(scales) > 3 or any(value is not None for value in keywords[first : first + len(scales)]):
         raise ValidationError(f"k_scale, v_scale: expected each once, got {scales} by position besides keywords.")
-    return scales[0], scales[1] if len(scales) == 2 else v_scale
+    return (*keywords[:first], *scales, *keywords[first + len(scales) :])
 
 
 @overload
@@ -479,14 +483,23 @@ def single_prefill_with_kv_cache(
     check_flags(
         causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
     )  # fmt: skip
-    refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v, kv_cache_sf=kv_cache_sf)
+    refuse(kv_cache_sf=kv_cache_sf)
+    check_scales(q, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+    k_scale, v_scale = _either_scale("k", k_scale, scale_k), _either_scale("v", v_scale, scale_v)
     return attend_one(
         q, k, v, return_lse=return_lse, o_dtype=o_dtype, decode=False, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,
-        q_scale=None, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
+        q_scale=scale_q, k_scale=k_scale, v_scale=v_scale, causal=causal, custom_mask=custom_mask,
         packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta, variant=variant,
         operands=operands,
     )  # fmt: skip
+
+
+def _either_scale(of: str, number: Any, tensor: Any) -> Any:
+    """FlashInfer has two names for a scale: a number, and a tensor for queries of 8 bits."""
+    if number is not None and tensor is not None:
+        raise ValidationError(f"{of}_scale: expected it or scale_{of}, got both.")
+    return number if tensor is None else tensor
 
 
 def attend_one(

@@ -17,6 +17,7 @@ from quire.runtime.checks import check_flags, check_output, check_positive, chec
 from quire.runtime.keywords import Pair, SparseKeywords
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised
+from quire.runtime.widened_queries import check_scales
 from quire.runtime.wrapper import AttentionWrapper
 
 if TYPE_CHECKING:
@@ -125,17 +126,17 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
     ) -> Result:  # fmt: skip
         """Attention of q [M, num_qo_heads, head_dim] over k and v [N, num_kv_heads, head_dim], as planned.
 
-        out, lse: written if given. scale_q, scale_k, scale_v (queries of 8 bits) are refused. enable_pdl: as in
-        BatchPrefillWithPagedKVCacheWrapper.run().
+        out, lse: written if given. scale_q, scale_k, scale_v, enable_pdl: as q_scale, k_scale, v_scale and enable_pdl
+        of BatchPrefillWithPagedKVCacheWrapper.run().
 
         Returns o [M, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [M, num_qo_heads] in float32, base
         2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
         """
-        refuse(scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
+        check_scales(q, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         runner, pages = self._runner(), (self._pages(k, "k"), self._pages(v, "v"))
         return runner.run(
-            q, pages, out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=None, k_scale=None, v_scale=None,
-            window_left=None, enable_pdl=enable_pdl,
+            q, pages, out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=scale_q, k_scale=scale_k,
+            v_scale=scale_v, window_left=None, enable_pdl=enable_pdl,
         )  # fmt: skip
 
     def _pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:

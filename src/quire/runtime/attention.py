@@ -51,6 +51,7 @@ from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.variant_operands import check_names, describe, refuse_beside, unexpected, write_operands
+from quire.runtime.widened_queries import run_widened
 from quire.runtime.work import Placed, place_work
 from quire.runtime.workspace import Workspace, partials_bytes
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode
@@ -175,7 +176,7 @@ class Attention:
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
-        self.o_dtype = spec.options.types.o.torch
+        self.o_dtype, self._given = spec.options.types.o.torch, spec.options.types.given
         if spec.options.variant is None and spec.operands:
             unexpected("plan", spec.operands)
         self._layout = layout
@@ -330,6 +331,12 @@ class Attention:
         operands: what the score of a variant reads.
         Runs of one plan from several threads follow one another.
         """
+        if self._given is not None and getattr(q, "dtype", None) is self._given.torch:
+            return run_widened(
+                self.run, self._plan_options, q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
+                q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+                logits_scale_by=logits_scale_by, o_scale_by=o_scale_by, others=others, operands=operands,
+            )  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         cache, q_shape = cache_tensors(kv), getattr(q, "shape", None)
         if q_shape != self._q_shape and (narrowed := self._of_fewer_heads(q, cache)) is not None:

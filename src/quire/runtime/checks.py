@@ -208,4 +208,5 @@ def refuse(**arguments: Any) -> None:
     """Arguments of the surface that no kernel here uses: anything but None or False is an error, never ignored."""
     for name, value in arguments.items():
         if value is not None and value is not False:
-            raise ValidationError(f"{name}: not supported by this call; expected None, got {value!r}.")
+            got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValidationError(f"{name}: not supported by this call; expected None, got {got}.")

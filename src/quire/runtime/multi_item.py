@@ -35,10 +35,14 @@ def with_items(
     batch = {"batch_size": indices.batch_size}
     prefixes = _prefix_lens(prefix_len_ptr, indices, length)
     positions = _of_type(token_pos_in_items_ptr, "token_pos_in_items_ptr", torch.uint16, device)
-    check_shape(positions, "token_pos_in_items_ptr", {"batch_size * token_pos_in_items_len": len(prefixes) * length})
-    positions = positions.to(torch.int32).view(-1, length)
+    missing = len(prefixes) * length - positions.numel()
+    if positions.dim() != 1 or not 0 <= missing < length:
+        check_shape(
+            positions, "token_pos_in_items_ptr", {"batch_size * token_pos_in_items_len": len(prefixes) * length}
+        )
+    positions = torch.nn.functional.pad(positions.to(torch.int32), (0, missing)).view(-1, length)
     if max_item_len_ptr is not None:
-        most = _of_type(max_item_len_ptr, "max_item_len_ptr", torch.uint16, device)
+        most = _of_requests(_of_type(max_item_len_ptr, "max_item_len_ptr", torch.uint16, device))
         check_shape(most, "max_item_len_ptr", batch)
         _check_longest(positions, most)
     positions = positions.to(device, non_blocking=True)
@@ -56,10 +60,15 @@ def _of_type(value: Any, name: str, dtype: torch.dtype, device: torch.device) ->
     return tensor.contiguous()
 
 
+def _of_requests(tensor: torch.Tensor) -> torch.Tensor:
+    """[batch_size]; that of one request may be a number."""
+    return tensor.view(1) if tensor.dim() == 0 else tensor
+
+
 def _prefix_lens(value: Any, indices: Indices, length: int) -> list[int]:
     """On the host, to which a device's are copied, as index arrays are."""
     tensor = check_tensor(value, "prefix_len_ptr")
-    prefixes = _of_type(tensor, "prefix_len_ptr", torch.uint32, tensor.device)
+    prefixes = _of_requests(_of_type(tensor, "prefix_len_ptr", torch.uint32, tensor.device))
     check_shape(prefixes, "prefix_len_ptr", {"batch_size": indices.batch_size})
     numbers: list[int] = prefixes.cpu().tolist()
     for request, (prefix, kv_len) in enumerate(zip(numbers, kv_lens(indices), strict=True)):

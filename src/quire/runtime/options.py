@@ -47,21 +47,23 @@ class _NotPlain(Exception):
 
 
 class Types(NamedTuple):
-    """The number types of q, of keys and values, and of the output."""
+    """The number types of q as kernels read it, of keys and values, and of the output."""
 
     q: DType
     kv: DType
     o: DType
+    given: DType | None = None  #: of q, where it has 8 bits and is widened before a kernel reads it
 
     @classmethod
     def of(cls, q: Any, kv: Any, o: Any) -> Types:
-        """From any spelling; kv and o default to q's."""
+        """From any spelling; kv and o default to q's, o to fp16 if q has 8 bits."""
         q_type = dtype_of(q, "q_data_type")
-        return cls(
-            q_type,
-            q_type if kv is None else dtype_of(kv, "kv_data_type"),
-            q_type if o is None else dtype_of(o, "o_data_type"),
-        )
+        kv_type = q_type if kv is None else dtype_of(kv, "kv_data_type")
+        o_type = None if o is None else dtype_of(o, "o_data_type")
+        if q_type.bits > 8:
+            return cls(q_type, kv_type, o_type or q_type)
+        wide = kv_type if kv_type.bits > 8 else o_type or dtype_of("float16", "o_data_type")
+        return cls(wide, kv_type, o_type or wide, q_type)
 
 
 class LogitsOptions(NamedTuple):

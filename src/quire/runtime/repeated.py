@@ -16,11 +16,20 @@ def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:
     """seq_lens [batch_size] for the scheduler, which compares them; None where they lie on a device: plan() does not
     wait for it.
     """
-    check_shape(check_tensor(seq_lens, "seq_lens"), "seq_lens", {"batch_size": batch_size})
+    seq_lens = _flat(seq_lens, "seq_lens", batch_size)
     if not seq_lens.is_cpu:
         return None
     lens = seq_lens.view(torch.int32) if seq_lens.dtype is torch.uint32 else seq_lens
     return host_indices(lens, "seq_lens", batch_size)
+
+
+def _flat(lens: Any, name: str, batch_size: int) -> torch.Tensor:
+    """[batch_size]; cuDNN's [batch_size, 1, 1, 1] are such, too."""
+    tensor = check_tensor(lens, name)
+    if tuple(tensor.shape) == (batch_size, 1, 1, 1):
+        return tensor.reshape(batch_size)
+    check_shape(tensor, name, {"batch_size": batch_size})
+    return tensor
 
 
 def check_repeated(
@@ -30,7 +39,7 @@ def check_repeated(
     """Compare what was given with `indices`, as far as both lie on the host."""
     qo_lens = torch.tensor([indices.qo_len]) if indices.qo_indptr is None else indices.qo_indptr.diff()
     if seq_lens_q is not None:
-        check_shape(check_tensor(seq_lens_q, "seq_lens_q"), "seq_lens_q", {"batch_size": indices.batch_size})
+        seq_lens_q = _flat(seq_lens_q, "seq_lens_q", indices.batch_size)
         if seq_lens_q.is_cpu and not torch.equal(to_int32(seq_lens_q, "seq_lens_q"), qo_lens):
             got = seq_lens_q.tolist()
             raise ValidationError(f"seq_lens_q: expected {qo_lens.tolist()}, as qo_indptr says, got {got}.")

@@ -41,7 +41,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     """Whether rotating ahead is possible and worth a look: long prompts, the caller has pinned no kernel, and results
     may depend on neighbours, as the choice of a kernel does.
     """
-    q, kv, o = options.types
+    q, kv, o = options.types[:3]
     return (
         options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         and not backend.startswith(PIN)

@@ -39,7 +39,7 @@ class UserWorkspace:
         data = tensor.view(-1).view(torch.uint8)
         if tensor.numel() and tensor.data_ptr() % ALIGNMENT:
             address = tensor.data_ptr()
-            raise ValidationError(f"{self._name}: must be {ALIGNMENT}-byte aligned, got address {address:#x}.")
+            raise ValidationError(f"{self._name} must be {ALIGNMENT}-byte aligned, got address {address:#x}.")
         return data
 
     @property

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
-
 import quire
+from quire.compat.flashinfer import devices
 from quire.errors import UnsupportedError
 
 #: The release whose surface is meant. Engines compare it with what they need.
@@ -81,12 +80,6 @@ def _nothing_to_tune(*_args: Any, **_kwargs: Any) -> Iterator[None]:
     yield
 
 
-def _device_sm_count(device: torch.device) -> int:
-    """The SMs of a GPU."""
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
 def _counter_bytes(*_args: Any, **_kwargs: Any) -> int:
     """Of the counter buffer of trtllm_batch_decode_with_kv_cache(), which Quire does not need."""
     return 16
@@ -101,6 +94,9 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "jit": {},
     "jit.core": {"logger": logging.getLogger("flashinfer.jit")},
     "utils": {
-        "get_device_sm_count": _device_sm_count, "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
+        name: value for name, value in vars(devices).items() if getattr(value, "__module__", "") == devices.__name__
+    } | {
+        "GPUArchitectureError": devices.GPUArchitectureError,
+        "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
     },
 }  # fmt: skip

@@ -1,0 +1,125 @@
+"""FlashInfer's own tests of attention over Quire: python run_upstream.py --tests CHECKOUT/tests [--sample N] [--seed S] [-n 14]
+
+CHECKOUT is a clone of github.com/flashinfer-ai/flashinfer. Its tests import Quire as their flashinfer (upstream/sitecustomize.py).
+Writes what came of each case as JSON, and prints a table of the files and a line for each reason why cases did not pass.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter, defaultdict
+from pathlib import Path
+
+#: The files whose subject is attention, or what surrounds it, on Hopper.
+FILES = (
+    "alibi", "attention_sink", "batch_attention", "batch_decode_kernels", "batch_invariant_fa2", "batch_prefill",
+    "batch_prefill_kernels", "block_sparse",
+    "decode_fp8_calibration_scale", "decode_prefill_lse", "deepseek_mla", "fmha_v2_prefill", "fp8_prefill", "hopper",
+    "hopper_fp8_attention", "hopper_fp8_sliding_window", "logits_cap", "mla_decode_kernel", "mla_page",
+    "non_contiguous_decode", "non_contiguous_prefill", "page", "rope", "shared_prefix_kernels", "single_prefill",
+    "sliding_window", "tensor_cores_decode", "trtllm_gen_attention_decode_xqa", "workspace_size", "xqa",
+    "xqa_batch_decode", "xqa_mla_batch_decode", "xqa_mla_bf16",
+)  # fmt: skip
+BESIDE = ("utils/test_jit_example.py", "utils/test_pod_kernels.py", "utils/test_quantization.py")
+
+HERE = Path(__file__).parent / "upstream"
+
+
+def outcome(report):
+    """One of: passed, skipped (by the test itself), refused (Quire says that it has no such kernel), failed."""
+    words = ("UnsupportedError", "not supported by this call")
+    refused = report["outcome"] == "failed" and any(word in report["reason"][:160] for word in words)
+    return "refused" if refused else report["outcome"]
+
+
+def group(reason):
+    """A reason without its numbers: cases that differ in them alone have one reason."""
+    lines = [line for line in reason.splitlines() if line.strip()]
+    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", " ".join(lines[:2]))[:240] if lines else "no message"
+
+
+def summarise(lines):
+    """The table by file, and the reasons."""
+    files, reasons = defaultdict(Counter), defaultdict(Counter)
+    counts = next((line["counts"] for line in lines if "counts" in line), {})
+    for report in (line for line in lines if "case" in line):
+        file, _, function = report["case"].partition("[")[0].partition("::")
+        kind = outcome(report)
+        files[Path(file).name][kind] += 1
+        if kind != "passed":
+            reasons[kind, group(report["reason"])][f"{Path(file).stem}::{function}"] += 1
+    of_file = Counter()
+    for name, count in counts.items():
+        of_file[Path(name.partition("::")[0]).name] += count
+    yield "| file | cases | run | passed | failed | refused | skipped by the test |\n|---|---|---|---|---|---|---|"
+    for file in sorted(files | of_file):
+        n = files[file]
+        run = n.total() - n["skipped"]
+        yield f"| {file} | {of_file[file]} | {run} | {n['passed']} | {n['failed']} | {n['refused']} | {n['skipped']} |"
+    total = sum(files.values(), Counter())
+    run = total.total() - total["skipped"]
+    yield f"| all | {of_file.total()} | {run} | {total['passed']} | {total['failed']} | {total['refused']} | {total['skipped']} |"
+    yield f"\npassed: {100 * total['passed'] / max(run, 1):.1f} % of {run}\n"
+    for (kind, text), where in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1].total())):
+        named = ", ".join(f"{name} {count}" for name, count in where.most_common(4))
+        yield f"- {kind} {where.total()}: {text} ({named})"
+
+
+def run_for(seconds, command, environment, directory):
+    """Run a command and what it starts for at most so long; what it has written by then counts."""
+    process = subprocess.Popen(command, env=environment, cwd=directory, stdout=sys.stderr, start_new_session=True)
+    try:
+        process.wait(seconds or None)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        print(f"stopped after {seconds} s", file=sys.stderr)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tests", type=Path, required=True, help="the directory tests/ of a clone")
+    parser.add_argument(
+        "--files", nargs="*", help="paths below it; by default those of this list whose subject is attention"
+    )
+    parser.add_argument("--sample", type=int, default=0, help="cases of each test function; 0: all")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=int, default=60, help="seconds a case")
+    parser.add_argument("--time", type=int, default=0, help="seconds for all; 0: until done")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--json", type=Path, help="the results")
+    parser.add_argument("-n", type=int, default=1, help="processes")
+    options, rest = parser.parse_known_args()
+    tests = options.tests.resolve()
+    files = options.files or [f"attention/test_{name}.py" for name in FILES] + list(BESIDE)
+    with tempfile.TemporaryDirectory() as scratch:
+        results = (options.json or Path(scratch) / "results.json").resolve()
+        results.unlink(missing_ok=True)
+        settings = {
+            "SAMPLE": options.sample, "SEED": options.seed, "LIMIT": options.limit, "DEVICE": options.device,
+            "RESULTS": results,
+        }  # fmt: skip
+        environment = os.environ | {f"UPSTREAM_{name}": str(value) for name, value in settings.items()}
+        path = [str(HERE), str(tests.parent), *sys.path[1:]]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+        command = [
+            sys.executable, "-m", "pytest", "-p", "plugin", "-q", "--noconftest", "-c", os.devnull, f"--rootdir={tests}",
+            "-p", "no:cacheprovider", "--tb=short", "--show-capture=no", "-W", "ignore",
+        ]  # fmt: skip
+        if options.n > 1:
+            command += ["--numprocesses", str(options.n), "--dist", "load"]
+        paths = [str(tests / file) for file in files if (tests / file).exists()]
+        run_for(options.time, [*command, *rest, *paths], environment, scratch)
+        if not results.exists():
+            sys.exit("no case was run")
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+    print("\n".join(summarise(lines)))
+
+
+if __name__ == "__main__":
+    main()
