@@ -37,8 +37,8 @@ from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.variant_operands import of_plan_and_run, variant_of
-from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.widened_queries import check_scales
+from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
 from quire.types import KVLayout
 
