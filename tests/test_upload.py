@@ -21,13 +21,26 @@ class Driver:
     def __init__(self) -> None:
         self.busy: set[int] = set()
         self.recorded: list[tuple[int, int]] = []
+        self.modes: list[int] = []
+        self.pinned: list[ctypes.Array] = []
+        self.captured: list[tuple[int, int, int, int]] = []
 
     def function(self, name: str):
         return getattr(self, name)
 
     def call(self, name: str, *arguments: object) -> None:
-        assert name == "cuEventCreate"
-        arguments[0]._obj.value = next(EVENTS)
+        if name == "cuThreadExchangeStreamCaptureMode":
+            self.modes.append(arguments[0]._obj.value)
+            arguments[0]._obj.value = 0
+        elif name == "cuMemHostAlloc":
+            self.pinned.append(ctypes.create_string_buffer(arguments[1]))
+            arguments[0]._obj.value = ctypes.addressof(self.pinned[-1])
+        elif name == "cuMemcpyHtoDAsync_v2":
+            self.captured.append(arguments)
+            self.cuMemcpyHtoDAsync_v2(*arguments)
+        else:
+            assert name == "cuEventCreate"
+            arguments[0]._obj.value = next(EVENTS)
 
     def current(self, device: int):
         return torch.no_grad()  # any context
@@ -122,6 +135,31 @@ def test_what_a_plan_leaves_goes_to_the_next_one_of_its_stream(gpu):
     stream[0] = 7
     assert upload.uploader_of(torch.device("cuda")) is there
     assert there.send(there.take(), 16).address == left
+
+
+def test_what_one_call_leaves_is_torchs(gpu):
+    """No later plan finds it: the pool of a CUDA graph may have given it."""
+    there, _, _ = gpu
+    sent = there.send(there.take(), 16, for_one_call=True)
+    left = sent.tensor
+    assert left.shape[0] == 16
+    del sent
+    assert there.send(there.take(), 16).tensor is not left
+
+
+def test_a_capture_records_copies_of_bytes_that_stay(gpu):
+    """Nothing is asked of events, which is an error in a capture, and the host buffer may be written again."""
+    _, driver, _ = gpu
+    there = upload.uploader_of(torch.device("cuda"), for_capture=True)
+    buffer = there.take(5)
+    buffer.tensor[:4] = torch.arange(4, dtype=torch.uint8)
+    sent = there.send(buffer, 4, 12)
+    assert sent.tensor[:4].tolist() == [0, 1, 2, 3] and sent.tensor.shape[0] == 16
+    target, source, num_bytes, stream = driver.captured[0]
+    assert (target, num_bytes, stream) == (sent.address, 4, 7) and source != buffer.address
+    buffer.tensor[:4] = 9
+    assert ctypes.string_at(source, 4) == bytes(range(4))  # what a replay copies
+    assert driver.modes == [2, 0] and not driver.recorded
 
 
 def test_what_another_stream_reads_is_left_to_torch(gpu, monkeypatch):

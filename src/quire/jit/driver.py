@@ -49,6 +49,8 @@ _SIGNATURES: dict[str, tuple[Any, ...] | None] = {
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
     "cuMemcpyHtoDAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
+    "cuMemHostAlloc": (POINTER(c_void_p), c_size_t, c_uint),
+    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventQuery": (c_void_p,),
     "cuEventRecord": (c_void_p, c_void_p),

@@ -53,7 +53,7 @@ from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.variant_operands import check_names, describe, refuse_beside, unexpected, write_operands
 from quire.runtime.widened_queries import run_widened
 from quire.runtime.work import Placed, place_work
-from quire.runtime.workspace import Workspace, partials_bytes
+from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
 from quire.types import DType, KVLayout, MaskMode, PosEncodingMode
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
@@ -186,7 +186,9 @@ class Attention:
         self._workspace, self._backend = workspace, backend
         self._narrowed: dict[tuple[int, int], Attention] = {}  # plans of the same batch with fewer heads
         self._has_fixed_lengths = graph is None and not isinstance(spec.indices, Lengths)
-        if not isinstance(spec.indices, Lengths):
+        if self._has_fixed_lengths and isinstance(workspace, OwnWorkspace):  # one call, which a graph may hold
+            self._has_fixed_lengths = not is_capturing(self._device)
+        elif not isinstance(spec.indices, Lengths):
             refuse_capture("plan()", self._device)
         told = spec.options
         if graph is not None:

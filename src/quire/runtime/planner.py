@@ -46,9 +46,9 @@ from quire.runtime.schedule import (
     schedule_input,
 )
 from quire.runtime.target import max_ctas
-from quire.runtime.upload import DeviceBuffer, Uploader, uploader_of
+from quire.runtime.upload import CaptureUploader, DeviceBuffer, Uploader, uploader_of
 from quire.runtime.variant_operands import check_names, write_operands
-from quire.runtime.workspace import Workspace, partials_bytes
+from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
 from quire.types import MaskMode, PosEncodingMode
 
 NO_OPERANDS: Mapping[str, Any] = {}
@@ -178,7 +178,8 @@ def make_plan(
     device, kernel = workspace.device, decision.kernel
     module, template = _template_for(decision, indices, options, device, graph)
     operation = _load_operation(decision, device) if template.unit_bytes else None
-    uploader = uploader_of(device)
+    for_one_call = isinstance(workspace, OwnWorkspace)
+    uploader = uploader_of(device, for_capture=for_one_call and graph is None and is_capturing(device))
     schedule, note = make_schedule(indices, template.schedule, uploader), ""
     s = schedule.sizes
     may_divide_less = not options.fixed_split_size and not options.cascade
@@ -193,7 +194,7 @@ def make_plan(
         bits = graph.bits(bits)
     frequencies = _set_rope_frequencies(base, options, device)
     own_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
-    at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes)
+    at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes, for_one_call)
     base.mask = address_of(bits)
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
@@ -261,7 +262,7 @@ def _expression_blocks(params: Any, variant: Variant, template: _PlanTemplate, n
 
 def _schedule_within(
     decision: Decision, indices: Indices, options: PlanOptions, workspace: Workspace, template: _PlanTemplate,
-    schedule: Schedule, uploader: Uploader | None,
+    schedule: Schedule, uploader: Uploader | CaptureUploader | None,
 ) -> tuple[_PlanTemplate, Schedule, str]:  # fmt: skip
     """A schedule of fewer partitions than `schedule`, whose partial results fit into the workspace; says so."""
     needed, most, capacity = schedule.sizes.num_partials, workspace.most_bytes, template.schedule.tile_capacity
@@ -280,8 +281,8 @@ def _schedule_within(
 
 
 def _send(
-    schedule: Schedule, indices: Indices, device: torch.device, uploader: Uploader | None, graph: GraphState | None,
-    own_bytes: int,
+    schedule: Schedule, indices: Indices, device: torch.device, uploader: Uploader | CaptureUploader | None, graph: GraphState | None,
+    own_bytes: int, for_one_call: bool,
 ) -> tuple[int, DeviceBuffer | None, torch.Tensor | None]:  # fmt: skip
     """Where the schedule lies on the device, with page numbers of the host and `own_bytes` of the kernel behind it; who
     holds it there; and the page numbers, if they lie elsewhere.
@@ -291,13 +292,13 @@ def _send(
         if pages is not None:
             pages = graph.pages(schedule.pages if pages.is_cpu else pages, s.nnz_kv)
         at = graph.upload(schedule.buffer, s.buffer_bytes + own_bytes, device).data_ptr()
-        if uploader is not None:
+        if isinstance(uploader, Uploader):
             uploader.release(host_buffer)
         return at, None, pages
     pages = None if pages is None or pages.is_cpu else pages.to(device)
     if uploader is None:
         return host_buffer.address, None, pages
-    sent = uploader.send(host_buffer, s.staged_bytes, own_bytes)
+    sent = uploader.send(host_buffer, s.staged_bytes, own_bytes, for_one_call=for_one_call)
     return sent.address, sent, pages
 
 

@@ -14,7 +14,7 @@ from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams
 from quire.runtime.indices import without_gaps
-from quire.runtime.upload import HostBuffer, Uploader
+from quire.runtime.upload import CaptureUploader, HostBuffer, Uploader
 from quire.types import MaskMode
 
 
@@ -163,7 +163,9 @@ def measure_schedule(indices: Indices, template: ScheduleInput) -> ScheduleOutpu
     return _work(p, indices)
 
 
-def make_schedule(indices: Indices, template: ScheduleInput, uploader: Uploader | None = None) -> Schedule:
+def make_schedule(
+    indices: Indices, template: ScheduleInput, uploader: Uploader | CaptureUploader | None = None
+) -> Schedule:
     """Plan on the host, into a buffer of `uploader` or one of its own. Page numbers on the host travel along."""
     p, kept = _started(indices, template)
     host_buffer = None if uploader is None else uploader.take()

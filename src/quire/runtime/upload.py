@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from ctypes import byref, c_void_p
+from ctypes import byref, c_int, c_void_p, memmove
 from typing import TypeVar
 
 import torch
@@ -21,6 +21,7 @@ _Item = TypeVar("_Item")
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _DISABLE_TIMING = 2  # CU_EVENT_DISABLE_TIMING
+_CAPTURE_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _LEAST_BYTES = 1 << 16
 _HOST = torch.device("cpu")
 
@@ -55,7 +56,7 @@ class DeviceBuffer:
 
     _spare_tensors: list[torch.Tensor] | None = None
 
-    def __init__(self, tensor: torch.Tensor, stream: int, spare_tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensor: torch.Tensor, stream: int, spare_tensors: list[torch.Tensor] | None) -> None:
         self.tensor = tensor
         self.address = tensor.data_ptr()
         self.stream = stream
@@ -115,13 +116,19 @@ class Uploader:
             self._driver.call("cuEventCreate", byref(event), _DISABLE_TIMING)
         return event.value or 0
 
-    def send(self, host_buffer: HostBuffer, num_bytes: int, more: int = 0) -> DeviceBuffer:
-        """Enqueue a copy of the first `num_bytes` into a device buffer that has `more` bytes behind them."""
-        tensor = _taken(self._spare_tensors.pop)
+    def send(
+        self, host_buffer: HostBuffer, num_bytes: int, more: int = 0, *, for_one_call: bool = False
+    ) -> DeviceBuffer:
+        """Enqueue a copy of the first `num_bytes` into a device buffer that has `more` bytes behind them.
+
+        for_one_call: the buffer is torch's again after the plan. torch.compile(mode="reduce-overhead") gives calls
+        memory of a CUDA graph's pool and looks whether something of it is left.
+        """
+        tensor = None if for_one_call else _taken(self._spare_tensors.pop)
         if tensor is None or tensor.shape[0] < num_bytes + more:
-            size = max(host_buffer.num_bytes, num_bytes + more)
+            size = num_bytes + more if for_one_call else max(host_buffer.num_bytes, num_bytes + more)
             tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
-        sent = DeviceBuffer(tensor, self._stream, self._spare_tensors)
+        sent = DeviceBuffer(tensor, self._stream, None if for_one_call else self._spare_tensors)
         self._enqueue(host_buffer, sent.address, num_bytes)
         return sent
 
@@ -146,6 +153,43 @@ class Uploader:
         return code or self._record(host_buffer.event, self._stream)
 
 
+class CaptureUploader:
+    """Copies that the capture of a CUDA graph records, of the plan of one call. Each replay copies the same bytes.
+
+    They are in pinned memory that is not freed, because nobody says when a graph is gone: some KiB for each call that
+    is captured.
+    """
+
+    def __init__(self, device: int, stream: int) -> None:
+        self._driver, self._device, self._stream = driver(), device, stream
+
+    def take(self, num_bytes: int = 0) -> HostBuffer:
+        """A host buffer that no copy reads."""
+        return HostBuffer(max(num_bytes, _LEAST_BYTES))
+
+    def send(
+        self, host_buffer: HostBuffer, num_bytes: int, more: int = 0, *, for_one_call: bool = True
+    ) -> DeviceBuffer:
+        """Record a copy of the first `num_bytes` into memory of the graph's pool, with `more` bytes behind them."""
+        assert for_one_call
+        tensor = torch.empty(num_bytes + more, dtype=torch.uint8, device=torch.device("cuda", self._device))
+        with self._driver.current(self._device):
+            address = self._pinned(num_bytes)
+            memmove(address, host_buffer.address, num_bytes)
+            self._driver.call("cuMemcpyHtoDAsync_v2", tensor.data_ptr(), address, num_bytes, self._stream)
+        return DeviceBuffer(tensor, self._stream, None)
+
+    def _pinned(self, num_bytes: int) -> int:
+        """New pinned memory: in a mode of this thread in which a capture allows it."""
+        mode, address = c_int(_CAPTURE_RELAXED), c_void_p()
+        self._driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        try:
+            self._driver.call("cuMemHostAlloc", byref(address), num_bytes, 0)
+        finally:
+            self._driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
+        return address.value or 0
+
+
 def _taken(pop: Callable[[], _Item]) -> _Item | None:
     """The item that `pop` removes from a list or queue; None if there is none, as another thread may have taken it."""
     try:
@@ -157,10 +201,12 @@ def _taken(pop: Callable[[], _Item]) -> _Item | None:
 _uploaders: dict[tuple[int, int], Uploader] = {}
 
 
-def uploader_of(device: torch.device) -> Uploader | None:
+def uploader_of(device: torch.device, *, for_capture: bool = False) -> Uploader | CaptureUploader | None:
     """The uploader of torch's current stream of a GPU; None for the host, where a plan keeps what was written."""
     if not on_cuda(device):
         return None
     index = device.index or 0
     key = index, torch._C._cuda_getCurrentRawStream(index)
+    if for_capture:
+        return CaptureUploader(*key)
     return _uploaders.get(key) or _uploaders.setdefault(key, Uploader(*key))
