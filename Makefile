@@ -8,6 +8,7 @@
 #   make figures    draws benchmarks/results/*.json into docs/figures/
 #   make hub        build/hub: a repository of kernels for the Hugging Face Hub; it takes nvcc
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
+#   make upstream   clones FlashInfer and runs its own tests of attention on Quire; it takes a GPU; no part of .ci/run
 #
 # All may be repeated: the installation is redone only after pyproject.toml or constraints-dev.txt changed, and what was
 # compiled stays in build/ until `make clean`.
@@ -27,7 +28,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all docs figures engines venv ci lint format clean
+.PHONY: demo test test-slow test-all docs figures engines upstream venv ci lint format clean
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
@@ -69,6 +70,16 @@ engines: $(STAMP)
 	$(BIN)/python engines/run_sglang.py $(ENGINES)/sglang
 	$(BIN)/python engines/run_vllm.py $(ENGINES)/vllm
 	$(BIN)/python engines/run_small.py $(ENGINES)
+
+# SAMPLE: how many cases of each test function, 0 for all 260,000; SEED: which.
+SAMPLE ?= 10
+SEED ?= 0
+upstream: CLONE := $(CURDIR)/build/engines/flashinfer
+upstream: $(STAMP)
+	mkdir -p $(dir $(CLONE))
+	test -d $(CLONE) || git clone --quiet --depth 1 https://github.com/flashinfer-ai/flashinfer $(CLONE)
+	$(BIN)/python -m pip install --quiet --target $(CLONE)/site einops scipy
+	PYTHONPATH=$(CLONE)/site $(BIN)/python engines/run_upstream.py --tests $(CLONE)/tests --sample $(SAMPLE) --seed $(SEED) -n $(WORKERS)
 
 venv: $(STAMP)
 

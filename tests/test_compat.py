@@ -8,13 +8,14 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module, metadata, util
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import quire
-from calls import NOTHING
-from problems import Problem
+from calls import NOTHING, plan_paged, plan_ragged
+from problems import Problem, workspace
 from quire.compat import flashinfer as compat
 from quire.compat.flashinfer import overlay, standin
 from quire.compat.flashinfer.names import REFUSED, VERSION, served
@@ -108,6 +109,53 @@ class TestStandIn:
             attend_one()
         flashinfer.jit.core.logger.setLevel("ERROR")
         assert flashinfer.utils.get_trtllm_gen_multi_ctas_kv_counter_bytes(8, 8) > 0
+        assert flashinfer.utils.has_flashinfer_jit_cache() and flashinfer.utils.round_up(17, 8) == 24
+        assert flashinfer.utils.PosEncodingMode["ALIBI"].value == 2
+
+    @pytest.mark.parametrize(
+        ("capability", "options", "choice"),
+        [
+            ((9, 0), {}, "fa3"),
+            ((8, 0), {}, "fa2"),
+            ((9, 0), {"use_custom_mask": True}, "fa2"),
+            ((9, 0), {"pos_encoding_mode": 1}, "fa2"),
+            ((9, 0), {"dtype_kv": torch.float8_e4m3fn}, "fa2"),
+            ((9, 0), {"head_dim_qk": 96, "head_dim_vo": 96}, "fa2"),
+            ((9, 0), {"head_dim_qk": 192, "head_dim_vo": 128}, "fa3"),
+        ],
+    )
+    def test_what_programs_ask_of_a_gpu(self, monkeypatch, capability, options, choice) -> None:
+        compat.activate()
+        utils = import_module("flashinfer.utils")
+        properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        utils.get_compute_capability.cache_clear()
+        device = torch.device("cuda:0")
+        assert utils.is_sm90a_supported(device) == utils.device_support_pdl(device) == (capability == (9, 0))
+        assert not utils.is_sm100a_supported(device) and not utils.is_sm12x_supported(device)
+        given = {"pos_encoding_mode": 0, "use_fp16_qk_reductions": False, "use_custom_mask": False}
+        given |= {"dtype_q": torch.float16, "dtype_kv": torch.float16, **options}
+        assert utils.determine_attention_backend(device, **given) == choice
+        utils.get_compute_capability.cache_clear()
+
+    @pytest.mark.parametrize("kernel", ["fa2", "fa3"])
+    def test_the_variant_with_sinks(self, kernel: str) -> None:
+        """FlashInfer declares it with C++ text; a program passes on what it imports."""
+        compat.activate()
+        text = import_module("flashinfer.jit.attention.variants").attention_sink_decl[kernel]
+        name = import_module("flashinfer.jit.utils").filename_safe_dtype_map[torch.float16]
+        p = Problem((3, 7), (40, 7), causal=True, window_left=9, sm_scale=0.2)
+        jit_args = (f"sink_{name}", p.dtype, p.dtype, p.dtype, torch.int32, 64, 64, ["sink"], ["float"], ["sm_scale"])
+        given = {"jit_args": (*jit_args, ["double"], "AttentionSink", text), "jit_kwargs": {"use_sliding_window": True}}
+        sinks, cache = torch.randn(4), p.paged(8)
+        ragged = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), backend=kernel, **given)
+        paged = quire.BatchPrefillWithPagedKVCacheWrapper(workspace("cpu"), backend=kernel, **given)
+        plan_ragged(ragged, p, plan={"sm_scale": None})
+        plan_paged(paged, p, cache, plan={"sm_scale": None})
+        p.check(ragged.run(p.q, p.k, p.v, sinks, 0.2), sinks=sinks)
+        p.check(paged.run(p.q, cache.kv, sinks, 0.2), sinks=sinks)
+        with pytest.raises(quire.ValidationError, match=r"jit_args takes a quire\.Variant"):
+            quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_args=(*jit_args, "struct Mine {};"))
 
     def test_command_line(self, tmp_path: Path) -> None:
         script = tmp_path / "serve.py"

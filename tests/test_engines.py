@@ -325,6 +325,9 @@ def test_unaligned_workspaces(device):
     buffer = torch.empty(1 << 16, dtype=torch.uint8, device=device)[1:]
     with pytest.raises(quire.ValidationError, match="float_workspace_buffer must be 16-byte aligned"):
         quire.BatchDecodeWithPagedKVCacheWrapper(buffer)
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    with pytest.raises(quire.ValidationError, match="int_workspace_buffer must be 16-byte aligned"):
+        wrapper.reset_workspace_buffer(workspace(device), buffer)
 
 
 # Private names

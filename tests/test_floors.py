@@ -25,6 +25,7 @@ FLOORS = [
         "block_table_prefill",
         "block_tables",
         "latent_append",
+        "fmha_v2",
         "mla",
         "mla_metadata",
         "padded_queries",

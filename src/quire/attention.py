@@ -12,12 +12,11 @@ import torch
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.runtime.attention import AttentionSpec, Result, planned
-from quire.runtime.checks import check_flags, check_positive, check_same_device, host_indices, refuse
+from quire.runtime.attention import AttentionSpec, Result
+from quire.runtime.checks import check_flags, check_positive, host_indices, refuse
 from quire.runtime.explanation import Explanation
 from quire.runtime.keywords import Pair
 from quire.runtime.layout import PagedCache
-from quire.runtime.options import logits_options
 
 __all__ = ["BatchAttention", "BatchAttentionWithAttentionSinkWrapper"]
 
@@ -155,16 +154,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """
         if sink is not None and sinks is not None:
             raise ValidationError("sink: expected it or sinks, got both.")
-        if sm_scale is not None:
-            attention = planned(self._attention)
-            present = attention.spec.options
-            cap = present.logits.logits_soft_cap
-            scale = logits_options(present.head_dim_qk, sm_scale, present.logits.window_left, cap, "NONE").sm_scale
-            logits = present.logits._replace(sm_scale=scale)
-            self._attention = attention.replan(self._workspace, self._backend, logits=logits)
-        given = sinks if sink is None else sink
-        if given is not None:
-            check_same_device(given, "sink", self.device)
+        given = self._sinks_and_scale(sinks if sink is None else sink, sm_scale)
         return super().run(q, paged_kv_cache, sinks=given, **options)
 
 

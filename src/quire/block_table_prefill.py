@@ -74,7 +74,7 @@ def trtllm_batch_context_with_kv_cache(
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     cache = CacheParts.of(kv_cache, layout)
     batch = (check_positive(batch_size, "batch_size"), block_tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv)
-    indices = _host_batch(*batch, cache.page_size, max_q_len, max_kv_len)
+    indices = host_batch(*batch, cache.page_size, max_q_len, max_kv_len)
     nnz_qo = last_entry(indices.qo_indptr) if indices.qo_indptr is not None else 0
     check_shape(
         check_tensor(query, "query"), "query", {"nnz_qo": nnz_qo, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
@@ -99,7 +99,7 @@ def trtllm_batch_context_with_kv_cache(
     return (result, lse) if return_lse else result
 
 
-def _host_batch(
+def host_batch(
     batch_size: int, block_tables: Any, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, page_size: int,
     max_q_len: int, max_kv_len: int,
 ) -> Indices:  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 
 from quire.block_table_prefill import trtllm_batch_context_with_kv_cache
 from quire.errors import ValidationError
+from quire.fmha_v2 import trtllm_fmha_v2_prefill
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result, last_page_lens, page_indices
 from quire.runtime.checks import (
@@ -36,7 +37,7 @@ from quire.runtime.options import PlanOptions, Types, heads, logits_options, mem
 from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import of_plan_and_run, variant_of
+from quire.runtime.variant_operands import of_plan_and_run, takes_sinks, variant_of
 from quire.runtime.widened_queries import check_scales
 from quire.runtime.workspace import OwnWorkspace
 from quire.runtime.wrapper import AttentionWrapper
@@ -52,6 +53,7 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
 ]
 
 
@@ -151,11 +153,13 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_of(variant, jit_args, jit_kwargs),
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
+            variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
             qo_indptr_buf=qo_indptr_buf, paged_kv_indptr_buf=paged_kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
+        self._takes_sinks = takes_sinks(jit_args)
 
     @_older_order(8)
     def plan(
@@ -275,7 +279,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
-        if scales:
+        if scales and self._takes_sinks:
+            sinks = self._sinks_and_scale(*scales)
+        elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         return self._runner().run(
             q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
@@ -329,10 +335,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            float_workspace_buffer, kv_layout, use_cuda_graph, backend, variant_of(variant, jit_args, jit_kwargs),
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
+            variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
             qo_indptr_buf=qo_indptr_buf, kv_indptr_buf=kv_indptr_buf, custom_mask_buf=custom_mask_buf,
             mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
         )  # fmt: skip
+        self._takes_sinks = takes_sinks(jit_args)
 
     @_older_order(5)
     def plan(
@@ -405,7 +413,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run().
         """
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
-        if scales:
+        if scales and self._takes_sinks:
+            sinks = self._sinks_and_scale(*scales)
+        elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
         return self._runner().run(
             q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,

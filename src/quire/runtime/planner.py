@@ -281,8 +281,8 @@ def _schedule_within(
 
 
 def _send(
-    schedule: Schedule, indices: Indices, device: torch.device, uploader: Uploader | CaptureUploader | None, graph: GraphState | None,
-    own_bytes: int, for_one_call: bool,
+    schedule: Schedule, indices: Indices, device: torch.device, uploader: Uploader | CaptureUploader | None,
+    graph: GraphState | None, own_bytes: int, for_one_call: bool,
 ) -> tuple[int, DeviceBuffer | None, torch.Tensor | None]:  # fmt: skip
     """Where the schedule lies on the device, with page numbers of the host and `own_bytes` of the kernel behind it; who
     holds it there; and the page numbers, if they lie elsewhere.

@@ -16,7 +16,14 @@ from quire.kernels.variant import Variant
 from quire.runtime.checks import check_same_device, check_tensor
 from quire.runtime.layout import span_bytes
 
+#: In jit_args: FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position.
+ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
 _FLASHINFER = "jit_args takes a quire.Variant: docs/variants.md shows what FlashInfer's C++ text is in Python"
+
+
+def takes_sinks(jit_args: Any) -> bool:
+    """Whether `jit_args` declare FlashInfer's variant with sinks, as quire.compat.flashinfer gives it to programs."""
+    return isinstance(jit_args, (list, tuple)) and any(value is ATTENTION_SINK for value in jit_args)
 
 
 def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Variant | None:

@@ -12,7 +12,7 @@ import torch
 from quire.errors import PlanError
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, planned, workspace_bytes_of
-from quire.runtime.checks import check_flags, check_tensor
+from quire.runtime.checks import check_flags, check_same_device, check_tensor
 from quire.runtime.engine_attributes import EngineAttributes
 from quire.runtime.explanation import Explanation
 from quire.runtime.graph import GraphState, graph_state
@@ -71,7 +71,7 @@ class AttentionWrapper(EngineAttributes):
         self._workspace = UserWorkspace(float_workspace_buffer, "float_workspace_buffer")
         none = torch.empty(0, dtype=torch.uint8, device=self._workspace.device)
         self._int_workspace_buffer = none if int_workspace_buffer is None else int_workspace_buffer
-        check_tensor(self._int_workspace_buffer, "int_workspace_buffer")
+        UserWorkspace(self._int_workspace_buffer, "int_workspace_buffer")  # checked as FlashInfer checks it
 
     def explain(self) -> Explanation:
         """Which kernel plan() chose, why each other was refused, and what was planned: a str that notebooks show as
@@ -119,6 +119,19 @@ class AttentionWrapper(EngineAttributes):
     def set_plan(self, spec: AttentionSpec) -> None:
         """Plan what plan() or spec_of() has made of its arguments."""
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
+
+    def _sinks_and_scale(self, sinks: torch.Tensor | None, sm_scale: float | None = None) -> torch.Tensor | None:
+        """The sinks of a run() that takes them and the scale of logits by position, which then holds."""
+        if sm_scale is not None:
+            attention = planned(self._attention)
+            present = attention.spec.options
+            cap = present.logits.logits_soft_cap
+            scale = logits_options(present.head_dim_qk, sm_scale, present.logits.window_left, cap, "NONE").sm_scale
+            logits = present.logits._replace(sm_scale=scale)
+            self._attention = attention.replan(self._workspace, self._backend, logits=logits)
+        if sinks is not None:
+            check_same_device(check_tensor(sinks, "sink"), "sink", self.device)
+        return sinks
 
     def _replan(self, arguments: Mapping[str, Any]) -> None:
         """forward() has arguments of plan(), here by name: plan again where they differ from what was planned."""

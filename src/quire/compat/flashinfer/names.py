@@ -13,6 +13,8 @@ from typing import Any
 import quire
 from quire.compat.flashinfer import devices
 from quire.errors import UnsupportedError
+from quire.runtime.variant_operands import ATTENTION_SINK
+from quire.types import DTYPES
 
 #: The release whose surface is meant. Engines compare it with what they need.
 VERSION = "0.7.2"
@@ -29,6 +31,8 @@ def served() -> Mapping[str, Mapping[str, Any]]:
         if importlib.util.find_spec(f"quire.{module}") is not None:
             namespace = importlib.import_module(f"quire.{module}")
             table[module] = {name: getattr(namespace, name) for name in namespace.__all__}
+    # What run() then takes is built in.
+    table["jit.attention.variants"] = {"attention_sink_decl": dict.fromkeys(("fa2", "fa3"), ATTENTION_SINK)}
     of_modules = {name for names in table.values() for name in names}
     table[""] = {name: getattr(quire, name) for name in quire.__all__ if name in of_modules}
     return table
@@ -92,6 +96,8 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
     "autotuner": {"autotune": _nothing_to_tune},
     "jit": {},
+    "jit.attention": {},
+    "jit.utils": {"filename_safe_dtype_map": {dtype.torch: dtype.slug for dtype in DTYPES}},
     "jit.core": {"logger": logging.getLogger("flashinfer.jit")},
     "utils": {
         name: value for name, value in vars(devices).items() if getattr(value, "__module__", "") == devices.__name__

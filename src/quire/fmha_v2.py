@@ -1,0 +1,237 @@
+"""Prefill of queries, keys and values in any of the layouts of TensorRT-LLM's fmha_v2, in one call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.block_table_prefill import host_batch
+from quire.block_tables import Target
+from quire.errors import UnsupportedError, ValidationError
+from quire.runtime.attention import Attention, AttentionSpec
+from quire.runtime.checks import (
+    check_flags,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    host_indices,
+    scalar,
+)
+from quire.runtime.layout import PagedCache
+from quire.runtime.options import LogitsOptions, PlanOptions, Types, heads, logits_options
+from quire.runtime.schedule import Indices
+from quire.runtime.workspace import UserWorkspace
+from quire.types import KVLayout
+
+_RAGGED = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V")
+_PAGED = {"Q_PAGED_KV_NHD": KVLayout.NHD, "Q_PAGED_KV_HND": KVLayout.HND}
+_MASKS = ("causal", "sliding_window", "chunked", "padding")
+
+
+class _Inputs(NamedTuple):
+    """The tensors of a call in one spelling."""
+
+    query: torch.Tensor  #: [nnz_qo, num_qo_heads, head_dim]
+    k: torch.Tensor  #: ragged [nnz_kv, num_kv_heads, head_dim], or pages
+    v: torch.Tensor
+    layout: KVLayout
+    is_paged: bool
+    tables: torch.Tensor | None  #: int32 [batch_size, pages]
+
+    @classmethod
+    def of(cls, qkv: Any, input_layout: str, block_tables: Any) -> _Inputs:
+        """ValidationError where `qkv` does not have the layout."""
+        if input_layout not in (*_RAGGED, *_PAGED):
+            names = ", ".join((*_RAGGED, *_PAGED))
+            raise ValidationError(f"input_layout: expected one of {names}, got {input_layout!r}.")
+        is_paged = input_layout in _PAGED
+        if is_paged != (block_tables is not None):
+            raise ValidationError(f"block_tables: expected {'it' if is_paged else 'None'} with {input_layout}.")
+        parts = _parts(qkv, input_layout)
+        tables = None
+        if is_paged:
+            parts, tables = _pages(parts, block_tables)
+        for tensor, name in zip(parts, ("query", "keys", "values"), strict=True):
+            dims = 4 if is_paged and name != "query" else 3
+            if check_tensor(tensor, name).dim() != dims:
+                raise ValidationError(f"qkv: expected {dims} dimensions of its {name}, got {list(tensor.shape)}.")
+        return cls(*parts, _PAGED.get(input_layout, KVLayout.NHD), is_paged, tables)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page; 0 without pages."""
+        return self.k.shape[1 if self.layout is KVLayout.NHD else 2] if self.is_paged else 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.k.shape[2 if self.is_paged and self.layout is KVLayout.NHD else 1]
+
+    @property
+    def cache(self) -> PagedCache:
+        return self.k, self.v
+
+
+def trtllm_fmha_v2_prefill(
+    qkv: Any, input_layout: str, workspace_buffer: torch.Tensor, seq_lens: torch.Tensor, max_q_len: int,
+    max_kv_len: int, bmm1_scale: float, bmm2_scale: float, batch_size: int, cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor, block_tables: torch.Tensor | None = None, out: torch.Tensor | None = None,
+    out_dtype: str | torch.dtype | None = None, sinks: Any = None, pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None, mask_mode: str = "causal", window_left: int = -1,
+    chunked_attention_size: int = 0, save_softmax_stats: bool = False, skip_softmax_threshold_scale_factor: float = 0,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention of a batch of requests, as FlashInfer's function of this name.
+
+    qkv, input_layout: "PACKED_QKV" [tokens, 3, num_heads, head_dim]; "CONTIGUOUS_Q_KV" (q [tokens, num_qo_heads,
+        head_dim], kv [tokens, 2, num_kv_heads, head_dim]); "SEPARATE_Q_K_V" (q, k, v); "Q_PAGED_KV_NHD" (q, cache
+        [num_pages, 2, page_size, num_kv_heads, head_dim]) and "Q_PAGED_KV_HND" with page_size and num_kv_heads swapped.
+        A cache may be a pair, with pages of keys and of values numbered from the first of keys.
+    seq_lens: int32 [batch_size], tokens of keys. cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1], offsets.
+        block_tables: int32 [batch_size, pages], of a pair [batch_size, 2, pages]. max_q_len and max_kv_len bound the
+        lengths. The scheduler works on the host: arrays on a GPU are waited for.
+    bmm1_scale multiplies q . k and is all of the softmax scale, bmm2_scale the result.
+    mask_mode: "causal"; "sliding_window", of window_left keys to the left; "chunked", of chunked_attention_size; or
+        "padding", which hides nothing. pos_encoding_mode: None or "alibi". logits_soft_cap_scale: 0 or None for none.
+    sinks: float32 [num_qo_heads], natural-log logits that join each denominator.
+    out, out_dtype: as of trtllm_batch_context_with_kv_cache(); queries of 8 bits give bfloat16 if neither is said.
+    skip_softmax_threshold_scale_factor: permits to skip small weights, which no kernel here does.
+
+    Returns o [tokens, num_qo_heads, head_dim], or with save_softmax_stats=True (o, stats), stats float32 [tokens,
+    num_qo_heads, 2]. With (m, s) in them the logsumexp, base e, is m * sqrt(head_dim) * bmm1_scale + log(s), under a
+    soft cap m * sqrt(head_dim) + log(s); s is 1. Raises ValidationError naming the argument, or UnsupportedError.
+
+    >>> qkv = torch.randn(5, 3, 4, 64).bfloat16()
+    >>> offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    >>> quire.prefill.trtllm_fmha_v2_prefill(
+    ...     qkv, "PACKED_QKV", torch.empty(1 << 20, dtype=torch.uint8), offsets.diff(), 3, 3, 64**-0.5, 1.0, 2, offsets,
+    ...     offsets,
+    ... ).shape
+    torch.Size([5, 4, 64])
+    """
+    check_flags(save_softmax_stats=save_softmax_stats)
+    if scalar(skip_softmax_threshold_scale_factor, "skip_softmax_threshold_scale_factor") < 0:
+        raise ValidationError("skip_softmax_threshold_scale_factor: expected 0 or a positive number.")
+    workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
+    inputs = _Inputs.of(qkv, input_layout, block_tables)
+    for tensor, name in zip(inputs[:3], ("query", "keys", "values"), strict=True):
+        check_same_device(tensor, name, workspace.device)
+    indices = _indices(
+        inputs,
+        check_positive(batch_size, "batch_size"),
+        seq_lens,
+        cum_seq_lens_q,
+        cum_seq_lens_kv,
+        max_q_len,
+        max_kv_len,
+    )
+    query = _wide(inputs.query, out, out_dtype)
+    target = Target.of(out, query, inputs.v.shape[-1], 1.0, out_dtype)
+    logits = _logits(
+        query.shape[2], bmm1_scale, logits_soft_cap_scale, pos_encoding_mode, mask_mode, window_left,
+        chunked_attention_size,
+    )  # fmt: skip
+    options = PlanOptions(
+        *heads(query.shape[1], inputs.num_kv_heads), query.shape[2], inputs.v.shape[-1],
+        Types.of(query.dtype, inputs.k.dtype, target.result.dtype), logits, mask_mode.lower() != "padding",
+        inputs.page_size,
+    )  # fmt: skip
+    lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if save_softmax_stats else None
+    sinks = sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
+    Attention(AttentionSpec(indices, options), inputs.layout, workspace, "auto").run(
+        query, inputs.cache, out=target.result, lse=lse, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
+        v_scale=bmm2_scale, window_left=None, enable_pdl=None,
+    )  # fmt: skip
+    result = target.finish()
+    return result if lse is None else (result, _stats(lse, query.shape[2], logits))
+
+
+def _parts(qkv: Any, input_layout: str) -> tuple[Any, ...]:
+    """Queries, keys and values; with pages queries and the cache's one or two tensors."""
+    sizes = {"PACKED_QKV": 3, "CONTIGUOUS_Q_KV": 2}
+    if input_layout == "PACKED_QKV":
+        whole, first = qkv, ()
+    else:
+        count = 3 if input_layout == "SEPARATE_Q_K_V" else 2
+        if not isinstance(qkv, (tuple, list)) or len(qkv) != count:
+            raise ValidationError(f"qkv: expected {count} parts with {input_layout}, got {type(qkv).__name__}.")
+        if input_layout not in sizes:
+            return tuple(qkv)
+        whole, first = qkv[1], (qkv[0],)
+    size = sizes[input_layout]
+    if check_tensor(whole, "qkv").dim() != 4 or whole.shape[1] != size:
+        raise ValidationError(f"qkv: expected [tokens, {size}, heads, head_dim], got {list(whole.shape)}.")
+    return (*first, *whole.unbind(1))
+
+
+def _pages(parts: tuple[Any, ...], block_tables: Any) -> tuple[tuple[Any, ...], torch.Tensor]:
+    """Queries, pages of keys and of values, and one table of pages for both."""
+    tables = check_tensor(block_tables, "block_tables")
+    query, cache = parts
+    if isinstance(cache, torch.Tensor):
+        check_shape(tables, "block_tables", {"batch_size": None, "pages": None})
+        if cache.dim() != 5 or cache.shape[1] != 2:
+            raise ValidationError(f"qkv: expected a cache [num_pages, 2, ...], got {list(cache.shape)}.")
+        return (query, *cache.unbind(1)), tables
+    k, v = cache
+    check_shape(tables, "block_tables", {"batch_size": None, "keys and values": 2, "pages": None})
+    apart = v.data_ptr() - k.data_ptr()
+    page_bytes = k.stride(0) * k.element_size()
+    if apart % page_bytes or not torch.equal(tables[:, 1], tables[:, 0] + apart // page_bytes):
+        raise UnsupportedError(
+            "block_tables: expected the page of values of each page of keys at the same number in its own tensor; pages "
+            "of values that are numbered on their own are not supported."
+        )
+    return (query, k, v), tables[:, 0]
+
+
+def _indices(
+    inputs: _Inputs, batch_size: int, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, max_q_len: int,
+    max_kv_len: int,
+) -> Indices:  # fmt: skip
+    if inputs.tables is not None:
+        batch = batch_size, inputs.tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv
+        return host_batch(*batch, inputs.page_size, max_q_len, max_kv_len)
+    lens = host_indices(seq_lens, "seq_lens", batch_size)
+    qo_indptr = host_indices(cum_seq_lens_q, "cum_seq_lens_q", batch_size + 1)
+    kv_indptr = host_indices(cum_seq_lens_kv, "cum_seq_lens_kv", batch_size + 1)
+    if not torch.equal(kv_indptr.diff(), lens):
+        raise ValidationError(f"cum_seq_lens_kv: expected the sums of seq_lens={lens.tolist()}.")
+    for name, most, given in (("max_q_len", max_q_len, qo_indptr.diff()), ("max_kv_len", max_kv_len, lens)):
+        if int(given.max()) > check_positive(most, name):
+            raise ValidationError(f"{name}: expected at least {int(given.max())}, got {most}.")
+    return Indices(batch_size, qo_indptr, 0, kv_indptr, None, None, 1)
+
+
+def _wide(query: torch.Tensor, out: torch.Tensor | None, out_dtype: Any) -> torch.Tensor:
+    """Queries of 8 bits in the type of the result, which holds each of their values."""
+    if query.element_size() > 1:
+        return query
+    given = out_dtype if out is None else out.dtype
+    return query.to(torch.float16 if given in (torch.float16, "float16") else torch.bfloat16)
+
+
+def _logits(
+    head_dim: int, scale: float, soft_cap: float | None, pos_encoding_mode: str | None, mask_mode: str,
+    window_left: int, chunk: int,
+) -> LogitsOptions:  # fmt: skip
+    mask = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
+    if mask not in _MASKS:
+        raise ValidationError(f"mask_mode: expected one of {', '.join(_MASKS)}, got {mask_mode!r}.")
+    if (chunk > 0) != (mask == "chunked"):
+        raise ValidationError(f"chunked_attention_size: expected it with mask_mode='chunked' alone, got {chunk}.")
+    if window_left != -1 and mask != "sliding_window":
+        raise ValidationError(f"window_left: expected it with mask_mode='sliding_window' alone, got {window_left}.")
+    if pos_encoding_mode is not None and str(pos_encoding_mode).lower() not in ("alibi", "none"):
+        raise ValidationError(f"pos_encoding_mode: expected None or 'alibi', got {pos_encoding_mode!r}.")
+    mode = "NONE" if pos_encoding_mode is None else pos_encoding_mode.upper()
+    number = scalar(scale, "bmm1_scale", positive=True)
+    return logits_options(head_dim, number, window_left, soft_cap, mode, None, None, chunk or None)
+
+
+def _stats(lse: torch.Tensor, head_dim: int, logits: LogitsOptions) -> torch.Tensor:
+    """lse of base 2 as a maximum in the units of fmha_v2, and a sum of 1."""
+    unit = math.sqrt(head_dim) * (1.0 if logits.logits_soft_cap else logits.sm_scale)
+    largest = lse * (math.log(2) / unit)
+    return torch.stack([largest, torch.ones_like(largest)], -1)
