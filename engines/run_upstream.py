@@ -43,6 +43,19 @@ def group(reason):
     return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", " ".join(lines[:2]))[:240] if lines else "no message"
 
 
+def weighed(lines, counts):
+    """Percent of the cases that would pass, and how many would not be skipped, if each function's are like its sample."""
+    functions, run, passed = defaultdict(Counter), 0.0, 0.0
+    for line in lines:
+        if "case" in line:
+            functions[line["case"].partition("[")[0]][outcome(line)] += 1
+    for name, n in functions.items():
+        cases = counts.get(name, n.total()) / n.total()
+        run += cases * (n.total() - n["skipped"])
+        passed += cases * n["passed"]
+    return 100 * passed / max(run, 1), run
+
+
 def summarise(lines):
     """The table by file, and the reasons."""
     files, reasons = defaultdict(Counter), defaultdict(Counter)
@@ -64,7 +77,8 @@ def summarise(lines):
     total = sum(files.values(), Counter())
     run = total.total() - total["skipped"]
     yield f"| all | {of_file.total()} | {run} | {total['passed']} | {total['failed']} | {total['refused']} | {total['skipped']} |"
-    yield f"\npassed: {100 * total['passed'] / max(run, 1):.1f} % of {run}\n"
+    yield f"\npassed: {100 * total['passed'] / max(run, 1):.1f} % of {run}"
+    yield "each test function weighed by its cases: {:.1f} % of about {:.0f}\n".format(*weighed(lines, counts))
     for (kind, text), where in sorted(reasons.items(), key=lambda item: (item[0][0], -item[1].total())):
         named = ", ".join(f"{name} {count}" for name, count in where.most_common(4))
         yield f"- {kind} {where.total()}: {text} ({named})"

@@ -235,6 +235,7 @@ BatchPrefillWithRaggedKVCacheWrapper.run
   shown q k v return_lse
   q k v: used test_prefill.py::test_ragged_views
   q_scale k_scale v_scale: used test_surface.py::test_scales_of_ragged_keys
+  scales: used test_fp8.py::test_queries_of_eight_bits
   out lse return_lse: used test_prefill.py::test_results_are_allocated_if_not_given
   sinks: used test_prefill.py::test_sinks
   enable_pdl window_left: checked test_surface.py::test_permissions_of_run

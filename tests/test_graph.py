@@ -357,12 +357,52 @@ def test_captures_that_could_not_be_replayed():
             quire.PlanError,
             "plan",
         ),
-        (lambda: quire.single_decode_with_kv_cache(p.q[0], p.k[:30], p.v[:30]), quire.PlanError, "plan"),
         (lambda: prefill.run(p.q, cache.kv, out=out), quire.ValidationError, "4 rows"),
     ):
         with capture(), pytest.raises(error, match=word):
             call()
     p.check(eager.run(p.q, cache.kv))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("kv_len", [5, 3000])  # one CTA, and a merge of many
+def test_single_calls_are_captured_with_their_plan(kv_len):
+    """Replays follow the tensors; calls between them, whose plans reuse memory, change nothing."""
+    p = Problem((7,), (kv_len,), dtype=torch.float16, device="cuda:0", causal=True)
+    mask = torch.rand(7, kv_len, device="cuda:0") < 0.5
+
+    def calls() -> tuple[torch.Tensor, ...]:
+        return (
+            quire.single_prefill_with_kv_cache(p.q, p.k, p.v, causal=True),
+            quire.single_prefill_with_kv_cache(p.q, p.k, p.v, custom_mask=mask),
+            quire.single_decode_with_kv_cache(p.q[-1], p.k, p.v),
+        )
+
+    calls()  # a capture loads no kernel
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = calls()
+    for scale in (1.0, -0.5):
+        p.q.mul_(scale)
+        want = calls()
+        graph.replay()
+        assert all(torch.equal(got, right) for got, right in zip(captured, want, strict=True))
+    p.check(captured[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_single_calls_leave_nothing_in_the_pool_of_a_graph():
+    """torch.compile(mode="reduce-overhead") runs a call in such a pool and looks at what is left."""
+    p = Problem((7,), (3000,), dtype=torch.float16, device="cuda:0", causal=True)
+    out = quire.single_prefill_with_kv_cache(p.q, p.k, p.v, causal=True)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    del out
+    quire.single_prefill_with_kv_cache(p.q, p.k, p.v, causal=True)
+    quire.single_decode_with_kv_cache(p.q[-1], p.k, p.v)
+    assert torch.cuda.memory_allocated() <= before
 
 
 def test_variants_of_a_graph(device, backend):

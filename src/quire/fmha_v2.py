@@ -58,7 +58,8 @@ class _Inputs(NamedTuple):
             dims = 4 if is_paged and name != "query" else 3
             if check_tensor(tensor, name).dim() != dims:
                 raise ValidationError(f"qkv: expected {dims} dimensions of its {name}, got {list(tensor.shape)}.")
-        return cls(*parts, _PAGED.get(input_layout, KVLayout.NHD), is_paged, tables)
+        query, k, v = parts
+        return cls(query, k, v, _PAGED.get(input_layout, KVLayout.NHD), is_paged, tables)
 
     @property
     def page_size(self) -> int:
@@ -150,9 +151,9 @@ def trtllm_fmha_v2_prefill(
 def _parts(qkv: Any, input_layout: str) -> tuple[Any, ...]:
     """Queries, keys and values; with pages queries and the cache's one or two tensors."""
     sizes = {"PACKED_QKV": 3, "CONTIGUOUS_Q_KV": 2}
-    if input_layout == "PACKED_QKV":
-        whole, first = qkv, ()
-    else:
+    whole: Any = qkv
+    first: tuple[Any, ...] = ()
+    if input_layout != "PACKED_QKV":
         count = 3 if input_layout == "SEPARATE_Q_K_V" else 2
         if not isinstance(qkv, (tuple, list)) or len(qkv) != count:
             raise ValidationError(f"qkv: expected {count} parts with {input_layout}, got {type(qkv).__name__}.")
@@ -180,8 +181,8 @@ def _pages(parts: tuple[Any, ...], block_tables: Any) -> tuple[tuple[Any, ...], 
     page_bytes = k.stride(0) * k.element_size()
     if apart % page_bytes or not torch.equal(tables[:, 1], tables[:, 0] + apart // page_bytes):
         raise UnsupportedError(
-            "block_tables: expected the page of values of each page of keys at the same number in its own tensor; pages "
-            "of values that are numbered on their own are not supported."
+            "block_tables: expected the page of values of each page of keys at the same number in its tensor; pages of "
+            "values that are numbered on their own are not supported."
         )
     return (query, k, v), tables[:, 0]
 

@@ -253,7 +253,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, q_scale: float | None = None,
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
