@@ -35,8 +35,9 @@ def with_items(
     batch = {"batch_size": indices.batch_size}
     prefixes = _prefix_lens(prefix_len_ptr, indices, length)
     positions = _of_type(token_pos_in_items_ptr, "token_pos_in_items_ptr", torch.uint16, device)
-    missing = len(prefixes) * length - positions.numel()
-    if positions.dim() != 1 or not 0 <= missing < length:
+    missing = len(prefixes) * length - positions.numel()  # zeros behind the last request's tokens
+    spare = length - (kv_lens(indices)[-1] - prefixes[-1]) if prefixes else 0
+    if positions.dim() != 1 or not 0 <= missing <= spare:
         check_shape(
             positions, "token_pos_in_items_ptr", {"batch_size * token_pos_in_items_len": len(prefixes) * length}
         )
