@@ -1,11 +1,13 @@
 """Prefill and decode of one step in one call, as FlashInfer's POD wrappers have it.
 
-Quire launches two kernels, one after the other: the surface is FlashInfer's flashinfer.pod, fusing them is not.
+Each is a kernel of its own. Where a batch of prefills and one of decodes have enough to do they run at the same time,
+the prefills on some of a GPU's SMs and the decodes on the rest (runtime/side_by_side.py). Elsewhere they run one after
+the other; so does a single prefill, whose planning in each call is what such a call waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,11 +17,14 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from quire.runtime.attention import Result
+from quire.runtime.attention import Attention, AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, refuse
 from quire.runtime.layout import PagedCache
+from quire.runtime.ops import is_tracing
 from quire.runtime.planner import NO_OPERANDS
+from quire.runtime.side_by_side import Work, run_both, sms_of_prefill
 from quire.runtime.variant_operands import variant_of
+from quire.runtime.workspace import OwnWorkspace
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -118,7 +123,8 @@ class BatchPODWithPagedKVCacheWrapper:
     ) -> None:
         kind = BatchPrefillWithPagedKVCacheWrapper
         self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout, variant=variant) for _ in range(2))
-        self._plan_prefill: partial[None] | None = None
+        self._spec_of_prefills: Callable[..., AttentionSpec] | None = None  # with the masks of run()
+        self._decode_work, self._sms = Work(0.0, 0.0), 0
         self._planned_causal: bool | None = None  # None: under a mask, or not at all
 
     def plan(
@@ -143,11 +149,25 @@ class BatchPODWithPagedKVCacheWrapper:
         }  # fmt: skip
         options |= {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
         prefill = partial(
-            self._prefill.plan, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **options, **operands_p
+            self._prefill.spec_of, qo_indptr_p, kv_indptr_p, kv_indices_p, last_page_len_p, **options, **operands_p
         )
         prefill()
-        self._decode.plan(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **options, **operands_d)
-        self._plan_prefill, self._planned_causal = prefill, False
+        decode = self._decode.spec_of(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **options, **operands_d)
+        self._decode.set_plan(decode)
+        self._spec_of_prefills, self._decode_work = prefill, Work.of(decode)
+        self._plan_prefills(causal=False)
+        self._planned_causal = False
+
+    def _plan_prefills(self, **masks: Any) -> None:
+        """Beside the decodes, whose partial results lie in the workspace, prefills have memory of their own."""
+        assert self._spec_of_prefills is not None
+        spec, device = self._spec_of_prefills(**masks), self._prefill._workspace.device
+        self._sms = sms_of_prefill(Work.of(spec), self._decode_work, device)
+        if not self._sms:
+            self._prefill.set_plan(spec)
+            return
+        spec = spec._replace(options=spec.options._replace(sms=self._sms))
+        self._prefill._attention = Attention(spec, self._prefill._layout, OwnWorkspace(device), "auto")
 
     begin_forward = plan
 
@@ -166,13 +186,28 @@ class BatchPODWithPagedKVCacheWrapper:
         """
         check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction)
         causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p
-        if self._plan_prefill is not None and (causal is None or causal != self._planned_causal):
+        if self._spec_of_prefills is not None and (causal is None or causal != self._planned_causal):
             masks = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p}
-            self._plan_prefill(**masks, causal=causal_p)
+            self._plan_prefills(**masks, causal=causal_p)
             self._planned_causal = causal
-        prefill = self._prefill.run(q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl, **operands_p)
-        decode = self._decode.run(
-            q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse,
-            enable_pdl=enable_pdl, **operands_d,
+        prefill = partial(
+            self._prefill.run, q_p, paged_kv_cache_p, return_lse=return_lse, enable_pdl=enable_pdl, **operands_p
+        )
+        decode = partial(
+            self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+            return_lse=return_lse, enable_pdl=enable_pdl, **operands_d,
         )  # fmt: skip
-        return prefill, decode
+        if is_tracing() or not self._sms:
+            return prefill(), decode()
+        return _run_both(prefill, decode, planned(self._decode._attention), return_lse)
+
+
+def _run_both(
+    prefill: Callable[[], Result], decode: Callable[..., Result], decodes: Attention, return_lse: bool
+) -> tuple[Result, Result]:
+    """Both at the same time: the decodes on another stream, into memory of this one."""
+    options, device = decodes.spec.options, decodes.device
+    shape = decodes.spec.nnz_qo, options.num_qo_heads
+    out = torch.empty(*shape, options.head_dim_vo, dtype=decodes.o_dtype, device=device)
+    lse = torch.empty(shape, dtype=torch.float32, device=device) if return_lse else None
+    return run_both(prefill, partial(decode, out=out, lse=lse), device)

@@ -221,6 +221,11 @@ class Attention:
         if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
             self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
 
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self._device
+
     def _takes_tensors_of(self, before: Attention) -> bool:
         """Whether the kernel takes the same tensors in the same way; not those that are rotated ahead of it."""
         is_alike = before.decision is self.decision and before._layout is self._layout

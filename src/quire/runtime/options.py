@@ -105,6 +105,7 @@ class PlanOptions(NamedTuple):
     variant: Variant | None = None  #: of the caller's own
     cascade: bool = False  #: the batch is a tree of shared keys
     tile_scales: bool = False  #: with is_mla: each 128 dims of a latent have a scale, and kpe is in q's type
+    sms: int = 0  #: SMs of the GPU that its CTAs fill, beside another launch; 0: all
 
     @property
     def group_size(self) -> int:

@@ -147,6 +147,7 @@ def _template_for(
     rows, split, capacity = decision.key.tile_rows, max(0, options.fixed_split_size), 0
     if graph is not None:
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
+    ctas = ctas * options.sms // max_ctas(device, 1) if options.sms else ctas
     return module, _plan_template(decision, options, max(1, ctas // decision.ctas_per_tile), capacity)
 
 
