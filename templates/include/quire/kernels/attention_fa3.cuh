@@ -19,7 +19,7 @@
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/cascade_merge.cuh"
+#include "quire/tile/sm90_cascade.cuh"
 #include "quire/tile/sm90_gemm.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_queries.cuh"
@@ -133,7 +133,7 @@ struct AttentionFa3 {
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
   // 0 is the barrier of the CTA (__syncthreads). kTurn + i: warpgroup i may start products; kWarpgroup + i: its
   // threads.
-  enum NamedBarrier { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3 };
+  enum NamedBarrier { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3, kSharedStored };
 
  public:
   static constexpr int kSmemBytes = kBarriersAt + static_cast<int>(sizeof(AllBarriers));
@@ -390,13 +390,13 @@ struct AttentionFa3 {
     Rings rings;
     if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
     RingPosition<kWorkStages> at;
-    LateArrivals::Counts late;
+    CascadeEnding<V, kConsumers, kSharedStored> ending(late_arrivals());
     for (;;) {
       work_.wait_full(at);
       if (!ptx::uniform(stages_[at.stage()].exists)) break;
       Rows rows;
       rows.clear();
-      const int late_at = V::kCascade != 0 ? late.reserve(stages_[at.stage()].work) : -1;
+      const int late_at = ending.begin(stages_[at.stage()].work, warpgroup());
       if (is_alone(stages_[at.stage()].work) && !is_mine(rings)) {
         if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) pass_over(stages_[at.stage()], rings);
         release_work_tile(at);
@@ -406,11 +406,9 @@ struct AttentionFa3 {
       Stage& current = stages_[at.stage()];
       store(rows, current, late_at);
       release_work_tile(at);
+      ending.stored(p_.base, warpgroup());
     }
-    if constexpr (V::kCascade != 0) {
-      late_arrivals().template merge<V, kConsumers / 32>(p_.base, late, ptx::thread_id() - 128,
-                                                         [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); });
-    }
+    ending.merge(p_.base, warpgroup(), [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); });
   }
 
   QUIRE_DEVICE LateArrivals& late_arrivals() const {

@@ -126,13 +126,12 @@ QUIRE_DEVICE void merge_cascade_rows(const MergeParams& p, const MergeGroup* gro
 }
 
 // Rows of the groups that have a bit in `chosen`, dealt out to the warps in turn; lane i's `info` is group i. The list
-// of parts arrives while the rows before are merged. A function that is called, as call_merge_partials() is, and that
-// reads the parameters once.
+// of parts arrives while the rows before are merged. A function that is called, as call_merge_partials() is; whoever
+// calls it has read the parameters.
 template <class V, int kWarps>
-__device__ __noinline__ void merge_cascade_groups(const AttentionParams& p, GroupInfo info, FirstParts first,
-                                                  uint32_t chosen, int thread) {
-  const MergeParams params(p);
-  const MergeGroup* groups = p.groups;
+__device__ __noinline__ void merge_cascade_groups(const MergeParams& p, const MergeGroup* groups, GroupInfo info,
+                                                  FirstParts first, uint32_t chosen, int thread) {
+  const MergeParams params = p;
   const int lane = thread % 32;
   DealtRows rows = {chosen, thread / 32};
   const auto parts_of_turn = [&] {
@@ -147,15 +146,10 @@ __device__ __noinline__ void merge_cascade_groups(const AttentionParams& p, Grou
     rows.turn += kWarps;
     exists = rows.dealt(info);
     if (exists) next_parts = parts_of_turn();
-    const int turn_rows = DealtRows::rows_of_turn(group.num_parts);
-    if constexpr (kWarps > 8) {  // they have fewer registers each
-#pragma unroll 1
-      for (int r = 0; r < turn_rows; ++r)
-        merge_cascade_rows<V, 1, 8>(params, groups, group, turn * turn_rows + r, parts, lane);
-    } else if (turn_rows == 4) {
-      merge_cascade_rows<V, 4, 4>(params, groups, group, turn * turn_rows, parts, lane);
+    if (DealtRows::rows_of_turn(group.num_parts) == 4) {
+      merge_cascade_rows<V, 4, 4>(params, groups, group, turn * 4, parts, lane);
     } else {
-      merge_cascade_rows<V, 2, 8>(params, groups, group, turn * turn_rows, parts, lane);
+      merge_cascade_rows<V, 2, 8>(params, groups, group, turn * 2, parts, lane);
     }
   }
 }
@@ -203,7 +197,7 @@ QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, 
     }
     sync();
     if (const uint32_t chosen = flags; chosen != 0) {
-      merge_cascade_groups<V, kWarps>(p, info, parts, chosen, thread);
+      merge_cascade_groups<V, kWarps>(MergeParams(p), p.groups, info, parts, chosen, thread);
     }
   }
 }
@@ -234,6 +228,7 @@ struct LateArrivals {
     }
   };
   List shared, own;
+  int4 more_of_own[kMost];  // the other fields of CascadeGroup; the first, num_arrived, is not the present one
   uint32_t flags[2];
 
   // Adds a work tile's groups; what is known of them arrives meanwhile.
@@ -241,48 +236,60 @@ struct LateArrivals {
     List& list = work.tile.request < 0 ? shared : own;
     if (thread < work.tile.num_groups) {
       const ArrivalAt at = list.at[place + thread] = ArrivalAt::of(p, work, thread);
-      ptx::cp_async_16(ptx::smem_address(&list.fields[place + thread]), &at.group(p));
+      const int4* fields = reinterpret_cast<const int4*>(&at.group(p));
+      static_assert(sizeof(CascadeGroup) == 32, "two copies of 16 bytes");
+      ptx::cp_async_16(ptx::smem_address(&list.fields[place + thread]), fields);
+      if (work.tile.request >= 0) ptx::cp_async_16(ptx::smem_address(&more_of_own[place + thread]), fields + 1);
     }
     ptx::cp_async_commit();
   }
 
-  // After the threads have stored all of their partial results.
+  // Arrives at the groups of shared keys, whose partial results are stored. One warp; those that it merges are merged
+  // by merge().
+  QUIRE_DEVICE void arrive_at_shared(const AttentionParams& p, const Counts& counts, int lane) {
+    const bool is_last = lane < counts.shared && arrives_last(shared.at[lane].group(p), shared.fields[lane].w);
+    const uint32_t chosen = __ballot_sync(0xffffffffu, is_last);
+    if (lane == 0) flags[0] = chosen;
+  }
+
+  // After the threads have stored all of their partial results. `has_arrived`: at the groups of shared keys.
   template <class V, int kWarps, class Sync>
-  QUIRE_DEVICE void merge(const AttentionParams& p, const Counts& counts, int thread, Sync&& sync) {
+  QUIRE_DEVICE void merge(const AttentionParams& p, const Counts& counts, bool has_arrived, int thread, Sync&& sync) {
     ptx::cp_async_wait<0>();
     sync();
     const int lane = thread % 32;
     const GroupInfo mine = own.info(min(lane, max(counts.own, 1) - 1));
     const FirstParts parts = FirstParts::of<kWarps>(p.groups, mine, counts.own, thread);
-    if (thread < 32) arrive(p, counts, lane);
+    const MergeParams params(p);
+    if (thread < 32) {
+      if (!has_arrived) arrive_at_shared(p, counts, lane);
+      arrive_at_own(p, counts, lane);
+    }
     sync();
     if (const uint32_t chosen = flags[0]; chosen != 0) {
-      merge_cascade_groups<V, kWarps>(p, shared.info(min(lane, counts.shared - 1)), {-1, 0}, chosen, thread);
+      const GroupInfo info = shared.info(min(lane, counts.shared - 1));
+      merge_cascade_groups<V, kWarps>(params, p.groups, info, {-1, 0}, chosen, thread);
     }
     if (const uint32_t chosen = flags[1]; chosen != 0) {
-      merge_cascade_groups<V, kWarps>(p, mine, parts, chosen, thread);
+      merge_cascade_groups<V, kWarps>(params, p.groups, mine, parts, chosen, thread);
     }
   }
 
  private:
   // One warp.
-  QUIRE_DEVICE void arrive(const AttentionParams& p, const Counts& counts, int lane) {
-    const bool has_own = lane < counts.own, has_shared = lane < counts.shared;
-    CascadeGroup& group = own.at[has_own ? lane : 0].group(p);
-    const int num_shared_parts = has_own ? group.num_shared_parts : 0;
-    const bool merges_shared = has_shared && arrives_last(shared.at[lane].group(p), shared.fields[lane].w);
-    bool merges_own = false;
-    if (has_own) {
-      const int num_parts = own.fields[lane].w;
+  QUIRE_DEVICE void arrive_at_own(const AttentionParams& p, const Counts& counts, int lane) {
+    bool is_last = false;
+    if (lane < counts.own) {
+      CascadeGroup& group = own.at[lane].group(p);
+      const int num_parts = own.fields[lane].w, num_shared_parts = more_of_own[lane].y;
       if (await_shared_parts(group, num_shared_parts, kLatePatience) && num_parts == num_shared_parts + 1) {
-        group.num_arrived = 0, merges_own = true;  // nobody else is missing
+        group.num_arrived = 0, is_last = true;  // nobody else is missing
       } else {
-        merges_own = arrives_last(group, num_parts);
+        is_last = arrives_last(group, num_parts);
       }
     }
-    const uint32_t of_shared = __ballot_sync(0xffffffffu, merges_shared);
-    const uint32_t of_own = __ballot_sync(0xffffffffu, merges_own);
-    if (lane == 0) flags[0] = of_shared, flags[1] = of_own;
+    const uint32_t chosen = __ballot_sync(0xffffffffu, is_last);
+    if (lane == 0) flags[1] = chosen;
   }
 };
 
