@@ -86,6 +86,7 @@ class Decision:
     key: AttentionKey
     trace: tuple[Verdict, ...]
     templates: dict[Any, Any] = field(default_factory=dict)  #: of plans, by what they depend on besides (planner.py)
+    checked: dict[Any, Any] = field(default_factory=dict)  #: tensors found right, by layout (runtime/attention.py)
 
     @cached_property
     def spec(self) -> Spec:

@@ -215,9 +215,7 @@ class Attention:
         self._limits: dict[str, int] | None = None  # of the indices of a variant
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
         self._v_offset = 0
-        self._checked: _CheckedTensors | None = None  # by this plan or by one before it
-        if before is not None and graph is None and self._takes_tensors_of(before):
-            self._checked = before._checked  # equal options and device: the same tensors are right, but for lengths
+        self._checked = self._known_tensors(before) if graph is None and self._ahead is None else None
         if before is not None and graph is not None:  # captured launches of fewer heads follow this plan() too
             self._narrowed = {heads: self._narrow(heads, old.graph) for heads, old in before._narrowed.items()}
 
@@ -226,10 +224,13 @@ class Attention:
         """Of all tensors."""
         return self._device
 
-    def _takes_tensors_of(self, before: Attention) -> bool:
-        """Whether the kernel takes the same tensors in the same way; not those that are rotated ahead of it."""
-        is_alike = before.decision is self.decision and before._layout is self._layout
-        return is_alike and before._ahead is None and self._ahead is None
+    def _known_tensors(self, before: Attention | None) -> _CheckedTensors | None:
+        """What the plan before this one, or else another of equal options and device, has found right: right for this
+        plan too, but for lengths.
+        """
+        is_alike = before is not None and before.decision is self.decision and before._layout is self._layout
+        own = before._checked if before is not None and is_alike else None
+        return own or self.decision.checked.get(self._layout)
 
     def _rotation_ahead(self, spec: AttentionSpec) -> tuple[RotationAhead | None, str]:
         """What rotates queries and keys ahead of the kernel, which is then another one; and what explain() says."""
@@ -481,6 +482,7 @@ class Attention:
         if self.graph is None and self._ahead is None:
             least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
             self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
+            self.decision.checked[self._layout] = self._checked
 
     def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = cache_view(cache, self._layout, self._plan_options.page_size)
