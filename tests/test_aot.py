@@ -61,6 +61,7 @@ def serve(action: str, manifest: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_server_that_was_recorded_on_small_batches_may_be_sealed(tmp_path):
     """Tile heights follow the lengths of a batch, and widths of operations the addresses of views."""
     manifest = tmp_path / "manifest.jsonl"
@@ -74,6 +75,7 @@ def without_compilers(**environment: str) -> dict[str, str]:
     return {"PATH": "", "QUIRE_NVCC": "/nowhere/nvcc", **environment}
 
 
+@pytest.mark.slow
 def test_a_machine_without_compilers_runs_what_was_prebuilt(tmp_path):
     """Recorded here, built into a package of prebuilt variants, served where PATH is empty; the cache stays empty."""
     manifest, package, cache = tmp_path / "manifest.jsonl", tmp_path / "site/quire_jit_cache", tmp_path / "cache"

@@ -102,6 +102,7 @@ def check_decode(kv_lens: tuple[int, ...], interleave_size: int, exchange: str, 
     batch.check(*decode(batch, 1, interleave_size, exchange), slice(None), heads)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("interleave_size", [1, 5, 16])
 @pytest.mark.parametrize("kv_lens", KV_LENS, ids=str)
@@ -185,6 +186,7 @@ def check_prefill(lens: tuple[int, ...], page_size: int, dtype: torch.dtype, num
     batch.check(o, lse, rows, slice(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_gathers", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 8, 64])
 @pytest.mark.parametrize("lens", [(96,), (133, 1, 17, 0, 200), (3, 2), (0,)], ids=str)

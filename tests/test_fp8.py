@@ -144,6 +144,7 @@ def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):
     p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "options"), [
     (1, {}),
     (5, {"window_left": 200, "soft_cap": 10.0, "causal": False}),

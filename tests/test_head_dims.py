@@ -58,6 +58,7 @@ def test_half_blocks_are_not_for_wgmma():
         decide(problem, "quire:fa3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window_left", "soft_cap"), [(-1, None), (7, None), (-1, 5.0), pytest.param(7, 5.0, marks=pytest.mark.slow)]
 )

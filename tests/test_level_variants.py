@@ -28,6 +28,7 @@ def cascade(device, backend, variant, num_levels=3):
     return quire.MultiLevelCascadeAttentionWrapper(num_levels, workspace(device), backend=backend, variant=variant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_variants_over_levels(name, device, backend):
     case, (p, columns, cache) = CASES[name], levels(device)

@@ -89,6 +89,7 @@ def test_forward_and_a_plan_without_items(device, dtype):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_items(device, dtype, data):

@@ -34,6 +34,7 @@ def test_there_are_pages() -> None:
     assert len(RUN) >= 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", RUN, ids=lambda page: str(page.relative_to(DOCS)))
 def test_python_runs_and_prints_what_the_page_says(
     page: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path

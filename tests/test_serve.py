@@ -115,6 +115,7 @@ def resident_bytes() -> int:
     return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
 
 
+@pytest.mark.slow
 def test_64_streams_beside_clients_that_hang_up(url, api, model, monkeypatch):
     prompts = [prompt(3 + 7 * i % 150, i) if i % 2 else prompt(90 + i % 5, i, shared=80) for i in range(16)]
     wanted = [expected(model, tokens, 12) for tokens in prompts]
