@@ -103,18 +103,7 @@ QUIRE_DEVICE void merge_cascade_rows(const MergeParams& p, const MergeGroup* gro
         }
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        float top = md[r].x;
-#pragma unroll
-        for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-        top = fmaxf(top, sum[r].m);
-        const float keep = ptx::ex2(sum[r].m - top), weight = ptx::ex2(md[r].x - top);
-        sum[r].m = top, sum[r].d = fmaf(sum[r].d, keep, weight * md[r].y);
-        float4& x = sum[r].o;
-        x.x *= keep, x.y *= keep, x.z *= keep, x.w *= keep;
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) scale_add(x, __shfl_sync(0xffffffffu, weight, i), o[r][i]);
-      }
+      for (int r = 0; r < kRows; ++r) add_parts<kParts>(sum[r], md[r], o[r]);
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -20,6 +20,22 @@ QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
   o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
 }
 
+// Adds kParts partial results of a row, on their way together: lane i % kParts has the maximum and the sum of part i,
+// and adds its own weight alone to `sum.d`.
+template <int kParts>
+QUIRE_DEVICE void add_parts(RowQuad& sum, float2 md, const float4 (&o)[kParts]) {
+  float top = md.x;
+#pragma unroll
+  for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
+  top = fmaxf(top, sum.m);
+  const float keep = ptx::ex2(sum.m - top), weight = ptx::ex2(md.x - top);
+  sum.m = top, sum.d = fmaf(sum.d, keep, weight * md.y);
+  float4& x = sum.o;
+  x.x *= keep, x.y *= keep, x.z *= keep, x.w *= keep;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) scale_add(x, __shfl_sync(0xffffffffu, weight, i), o[i]);
+}
+
 // Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
 template <class V, class Params>
 QUIRE_DEVICE void store_quad(const Params& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
