@@ -13,16 +13,14 @@ row, is named with the reason.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 import quire
-from machine import describe, write_report
+from latent_rows import measure_rows
 from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
 from timing import Timing, cuda_times, estimate_us, flusher
 
@@ -219,22 +217,7 @@ def _line(row: Row, result: Result) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="", help="parts of names of rows, with commas; all")
-    parser.add_argument("--providers", default=",".join(PROVIDERS), help="with commas")
-    parser.add_argument("--rounds", type=int, default=5, help="0: check results only")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", type=Path, help="where the report goes")
-    args = parser.parse_args(arguments)
-    device, report, is_bad = torch.device(args.device), [], False
-    rows = [row for row in ROWS if any(part in row.name for part in args.rows.split(","))]
-    for row in rows:
-        results = measure(row, args.providers.split(","), device, args.rounds)
-        print("\n".join(_line(row, result) for result in results), flush=True)
-        report.append({"row": asdict(row), "results": [asdict(result) for result in results]})
-        write_report(args.json, {"machine": describe(device), "rows": report})
-        is_bad |= any(result.is_bad for result in results)
-    return int(is_bad or not rows)
+    return measure_rows(__doc__, ROWS, PROVIDERS, measure, _line, arguments)
 
 
 if __name__ == "__main__":
