@@ -41,7 +41,6 @@ DTYPES: tuple[DType, ...] = (
     DType("bfloat16", "bf16_t", "bf16", 16, "bf16"),
     DType("float8_e4m3fn", "e4m3_t", "e4m3", 8, "u8"),  # 8 bits: keys and values only
     DType("float8_e5m2", "e5m2_t", "e5m2", 8, "u8"),
-    DType("float8_e4m3fnuz", "e4m3fnuz_t", "e4m3fnuz", 8, "u8"),
 )
 _BY_NAME = {name: d for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
 _BY_NAME |= {"half": _BY_NAME["fp16"], "float": _BY_NAME["fp32"]}

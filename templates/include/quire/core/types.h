@@ -43,13 +43,6 @@ struct e5m2_t {  // 1.5.2 bits: the upper half of an fp16
   static constexpr float kScale = 1.0f;
 };
 
-struct e4m3fnuz_t {  // 1.4.3 bits of another bias, largest 240, neither infinities nor a negative zero, whose byte is
-                     // NaN
-  uint8_t bits;
-  static constexpr int kShift = 7, kNan = 0x80, kNanMask = 0xff, kLargest = 0x7f;
-  static constexpr float kScale = 128.0f;
-};
-
 constexpr float kLog2e = 1.4426950408889634f;
 
 QUIRE_HD constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }

@@ -55,17 +55,4 @@ QUIRE_DEVICE uint32_t widened_to(bf16_t, uint32_t x) {
   return y;
 }
 
-// Two e4m3fnuz in the upper bytes of x's halves: as e4m3 times 2^7, and NaN where a byte is 0x80.
-QUIRE_DEVICE uint32_t widen_upper_bytes(e4m3fnuz_t, uint32_t x) {
-  const uint32_t bits = (x & 0x80008000u) | ((x >> 1) & 0x3f803f80u), nan = __vcmpeq2(x & 0xff00ff00u, 0x80008000u);
-  uint32_t y;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(bits), "r"(0x58005800u));  // 2^7
-  return y | (nan & 0x7e007e00u);
-}
-
-QUIRE_DEVICE void widen(e4m3fnuz_t kind, uint32_t x, uint32_t& low, uint32_t& high) {
-  low = widen_upper_bytes(kind, __byte_perm(x, 0, 0x1404));
-  high = widen_upper_bytes(kind, __byte_perm(x, 0, 0x3424));
-}
-
 }  // namespace quire::ptx
