@@ -146,7 +146,9 @@ def check_attention(
     require(pos_encoding_mode in ("NONE", "ALIBI", "ROPE_LLAMA"), "positions of no known kind")
     require(rope_scale is None or pos_encoding_mode == "ROPE_LLAMA", "a scale of positions that are not rotated")
     q, k, v = (t.detach().resolve_neg() for t in (q, k, v))
-    if sinks is not None:
+    if q.element_size() == 1:  # queries of 8 bits are numbers of the keys' type
+        q = q.to(k.dtype if k.element_size() > 1 else results[0].dtype)
+    if sinks is not None and q.shape[0]:
         require(sinks.numel() == q.shape[1], "as many sinks as heads")
         options["sinks"] = sinks.reshape(-1)
     truth = oracle.attention(q, k, v, qo_indptr, kv_indptr, **options)
@@ -258,8 +260,7 @@ def single_prefill(rng: random.Random) -> Case:
         require(mask is None or mask.numel() == a["q"].shape[0] * k.shape[0], "a mask of another size")
         check_attention(
             results, a["q"], k, v, [0, a["q"].shape[0]], [0, k.shape[0]], causal=bool(a["causal"]), mask=mask,
-            window_left=a["window_left"], soft_cap=a["logits_soft_cap"], sm_scale=a["sm_scale"],
-            logits_scale=number(a["k_scale"]), v_scale=a["v_scale"],
+            **logits_of(a),
         )  # fmt: skip
 
     return Case(

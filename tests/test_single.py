@@ -44,6 +44,19 @@ def test_prefill_values_narrower_than_keys(device, backend, dtype):
     p.check(*single(p, backend))
 
 
+@pytest.mark.parametrize("scale", [1e5, 1e10, 1e30])
+def test_prefill_with_huge_logits_on_the_cpu(dtype, scale):
+    """A row is the value of its greatest logit, however that is rounded."""
+    p = Problem((20,), (300,), dtype=dtype, device="cpu", causal=True, sm_scale=scale)
+    o, _ = single(p, "auto")
+    group = p.q.shape[1] // p.k.shape[1]
+    logits = torch.einsum("qhd,khd->hqk", p.q.double(), p.k.double().repeat_interleave(group, 1))
+    hidden = torch.arange(300)[None] > torch.arange(20)[:, None] + 280
+    keys = logits.masked_fill(hidden, -math.inf).argmax(2)
+    want = torch.stack([p.v[keys[head], head // group] for head in range(p.q.shape[1])], 1)
+    torch.testing.assert_close(o, want)
+
+
 def test_prefill_layouts(device, backend, dtype):
     """HND is [num_kv_heads, kv_len, head_dim]; both may be views."""
     p = Problem((20,), (33,), dtype=dtype, device=device, causal=True)

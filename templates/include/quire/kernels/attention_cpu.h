@@ -411,7 +411,8 @@ struct AttentionCpu {
     const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin}, whole = cpu::whole_tiles(keys);
     x.tiles.template score<kRowTiles>(x.s, row, whole);
     const bool plain = LogitsTransform<V, cpu::Math>::kIsIdentity && whole.begin == keys.begin &&
-                       whole.end == keys.end && c.full(row, row + count - 1, visible);
+                       whole.end == keys.end && c.full(row, row + count - 1, visible) &&
+                       cpu::SoftmaxTile<kVo>::takes(c.logits.q_scale());
     if (!plain) describe_panel(c, row, tile, count);
     for (int i = 0; i < kRowTiles; ++i) {
       const int at = row + i * cpu::kTileSide;

@@ -306,6 +306,10 @@ struct SoftmaxTile {
     weigh<false>(whole, 1.0f, base);
   }
 
+  // Whether of_all() takes a factor. It multiplies and subtracts at once, so that the greatest logit may exceed itself
+  // by its own rounding: too much for exp2 where logits are beyond 2^30.
+  static bool takes(float factor) { return factor <= 0x1p16f; }
+
   // The same where all rows see all `keys`, whole tiles, and a logit is q . k times `factor`.
   void of_all(KeyRange keys, float factor) {
     Floats top = broadcast(-kInfinity), top_odd = top;
