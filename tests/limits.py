@@ -7,7 +7,7 @@ import re
 #: The limits that a backend has and others have not, in the words of its refusal.
 LIMITS = {
     "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)",
-    "fa3": r"attention_fa3 +keys go from memory to the tensor cores as they are",  # rotary embeddings
+    "fa3": r"attention_fa3 +(keys go from memory to the tensor cores as they are|biases of \d+ query heads)",
 }
 
 #: The tests that have cases beyond a backend's limits.
@@ -24,6 +24,8 @@ BEYOND = {
             "test_any_ragged_batch",
             "test_any_tree",
             "test_batch_invariance",
+            "test_biases_of_distances",
+            "test_biases_of_distances_under_a_mask",
             "test_blocks",
             "test_blocks_of_any_size",
             "test_causal_blocks_of_any_size",
@@ -40,6 +42,7 @@ BEYOND = {
             "test_masks_of_long_chunks",
             "test_masks_of_long_variants",
             "test_negative_caps",
+            "test_operands_of_a_captured_score",
             "test_paged_plan",
             "test_paged_prefill",
             "test_prefill",
@@ -56,6 +59,7 @@ BEYOND = {
     ),
     "fa3": frozenset(
         {
+            "test_biases_of_distances",
             "test_causal_and_rotation_are_of_each_row_of_blocks",
             "test_forward_takes_a_mode",
             "test_long_positions",

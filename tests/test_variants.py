@@ -19,9 +19,10 @@ from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
 from problems import Problem, ints, workspace
 from quire import variants
-from quire.expression import tanh
-from quire.kernels import AttentionKey, kernel_of
-from quire.kernels.expression_cxx import has_idiom, render
+from quire.expression import tanh, where
+from quire.kernels import AttentionKey, decide, kernel_of
+from quire.kernels.expression_cxx import has_distance_bias, has_idiom, render
+from quire.types import dtype_of
 
 LENS = (5, 1, 0, 40), (60, 7, 9, 40)
 HEADS = 4
@@ -175,9 +176,120 @@ def test_idioms(name):
     expression = getattr(variants, name).expression
     assert f"kIdiom = {IDIOMS[name]};" in render(expression)
     assert has_idiom(expression) == (name in ("soft_cap", "alibi"))
-    key = AttentionKey.parse("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.ragged.causal.m128")
-    problem = replace(key.problem(), variant=getattr(variants, name), rows=4096)
-    assert kernel_of(key).key(problem).tile_rows == (192 if has_idiom(expression) else 128)
+    assert has_distance_bias(expression) == (name == "relative_bias")
+    problem = replace(FA3.problem(), variant=getattr(variants, name), rows=4096)
+    assert kernel_of(FA3).key(problem).tile_rows == (128 if name == "temperature" else 192)
+
+
+FA3 = AttentionKey.parse("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.ragged.causal.m128")
+
+#: Scores, and whether they add what follows from the head and the distance from query to key.
+OF_DISTANCE = {
+    "a table": (lambda s, q, k, head, t, n: s + t[head, k - q], True),
+    "from right to left": (lambda s, q, k, head, t, n: t[n, (q + 7) - (k + n)] + s, True),
+    "more than a table": (lambda s, q, k, head, t, n: s + tanh(t[head, k - q]) * abs(k - q), True),
+    "by a comparison": (lambda s, q, k, head, t, n: s + where(k - q < n, t[head, n], 0.0), True),
+    "a ramp is cheaper": (lambda s, q, k, head, t, n: s + t[head, n] * (k - q), False),
+    "of the key": (lambda s, q, k, head, t, n: s + t[head, k], False),
+    "of both": (lambda s, q, k, head, t, n: s + t[q, k], False),
+    "of their sum": (lambda s, q, k, head, t, n: s + t[head, q + k], False),
+    "of a part of them": (lambda s, q, k, head, t, n: s + t[head, k // 2 - q // 2], False),
+    "of the query": (lambda s, q, k, head, t, n: s + t[head, q - q], False),
+    "of the score": (lambda s, q, k, head, t, n: s + s * t[head, k - q], False),
+    "a product": (lambda s, q, k, head, t, n: s * t[head, k - q], False),
+}
+
+
+@pytest.mark.parametrize("name", OF_DISTANCE)
+def test_which_biases_follow_from_the_distance(name):
+    function, expected = OF_DISTANCE[name]
+    variant = quire.Variant(
+        lambda score, q_idx, kv_idx, head, t, n: function(score, q_idx, kv_idx, head, t, n),
+        tensors={"t": "float32"}, scalars={"n": "int32"},
+    )  # fmt: skip
+    assert has_distance_bias(variant.expression) == expected
+
+
+def test_biases_of_too_many_heads():
+    """They do not fit into the shared memory of fa3; another kernel takes them."""
+    problem = replace(FA3.problem(), variant=variants.relative_bias, rows=4096, group_size=33)
+    assert "biases of 33 query heads" in str(kernel_of(FA3).reject(problem))
+    assert decide(problem).kernel.backend == "fa2"
+    for taken in ({"group_size": 32}, {"variant": variants.alibi}, {"kv": dtype_of("float8_e4m3fn", "kv")}):
+        assert kernel_of(FA3).reject(replace(problem, **taken)) is None
+
+
+#: Tables reach less far than keys, hide some of them, and have a NaN for each distance that a causal mask hides.
+def _table_of_distances(heads: int, causal: bool) -> Tensor:
+    bias = table(heads, 999)
+    bias[:, 100:110] = -math.inf
+    bias[:, 3] = 1e5
+    if causal:
+        bias[:, 500:] = math.nan
+    return bias
+
+
+DISTANCES = quire.Variant(
+    lambda score, q_idx, kv_idx, head, qo_len, kv_len, bias, most: (
+        score + where(q_idx + kv_len - qo_len - kv_idx > most, 0.25, bias[head, kv_idx - q_idx - kv_len + qo_len + 499])
+    ),
+    tensors={"bias": torch.float32}, scalars={"most": int},
+)  # fmt: skip
+#: Heads, KV heads, and lengths of queries: row tiles of 128 and of 192, with and without all heads of a token.
+GROUPS = [
+    (4, 4, 700),
+    (4, 2, 1300),
+    (8, 2, 700),
+    (3, 1, 200),
+    (5, 1, 530),
+    (16, 2, 333),
+    (23, 1, 130),
+    (32, 1, 90),
+    (40, 1, 70),
+]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("heads", "kv_heads", "rows"), GROUPS)
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 77}, {}], ids=str)
+def test_biases_of_distances(options, heads, kv_heads, rows, dim, device, backend):
+    """Rows of many tiles, of which the last ones are not whole, and KV tiles with and without hidden keys."""
+    bias = _table_of_distances(heads, "causal" in options)
+
+    def score(s: Tensor, at: At) -> Tensor:
+        far = bias.double()[at.head, (at.distance + 499).clamp(0, 998)]
+        return s + torch.where(at.distance < -480, 0.25, far)
+
+    case, rows = Case(DISTANCES, {"bias": bias, "most": 480}, score), rows if device != "cpu" else rows // 5
+    p = Problem(
+        (rows, 1, 0, 71), (rows + 150, 300, 40, 71), num_qo_heads=heads, num_kv_heads=kv_heads, head_dim=dim,
+        device=device, dtype=any_dtype(device), **options,
+    )  # fmt: skip
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_biases_of_distances_under_a_mask(page_size, device, backend):
+    """Tiles that a mask of blocks passes over share no distances; pages are gathered, or come in boxes."""
+    both = quire.Variant(
+        lambda score, q_idx, kv_idx, head, bias: score + bias[head, kv_idx - q_idx + 300],
+        lambda q_idx, kv_idx, documents: documents[kv_idx] == documents[q_idx],
+        tensors={"bias": torch.float32, "documents": torch.int32},
+    )
+    bias, documents = table(8, 999), torch.arange(1000, dtype=torch.int32) // 90 % 3
+    case = Case(
+        both, {"bias": bias, "documents": documents},
+        lambda s, at: s + bias.double()[at.head, (at.kv_idx - at.q_idx + 300).clamp(0, 998)],
+        lambda at: documents[at.kv_idx] == documents[at.q_idx],
+    )  # fmt: skip
+    p = Problem((690, 5), (970, 60), num_qo_heads=8, head_dim=128, device=device, dtype=any_dtype(device))
+    cache = p.paged(page_size)
+    of_plan, of_run = case.on(device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=both)
+    plan_paged(wrapper, p, cache, plan=of_plan)
+    check(p, case, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])

@@ -27,6 +27,7 @@ class AttentionProblem(Features):
     """Everything that decides which kernel runs; no tensor, no device handle."""
 
     rows: int  #: packed rows (qo_len * group_size) of a typical request, see same_rows()
+    group_size: int = 1  #: query heads of a KV head
     uniform: bool = True  #: every request has as many rows, whatever else is in the batch
     fixed_split_size: int = 0  #: tokens of a split; -1: never split (no request may influence another); 0: automatic
     is_mla: bool = False  #: keys and values are one cache of latents, see MLA_OPERANDS

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, tensor_core_reason
 from quire.kernels.expression import Expression
-from quire.kernels.expression_cxx import has_idiom, takes_registers
+from quire.kernels.expression_cxx import has_distance_bias, has_idiom, takes_registers
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
@@ -19,6 +19,9 @@ _ATOM = 64  #: columns of a 128-byte swizzled row
 #: Keys and values in flight at a time. Of an H200's 50 MB of L2, 17 MB (2 of 8 heads of 2 x 8192 keys, 128 dims) is
 #: faster than the keys of 1, 4 or all heads.
 _L2_BYTES = 17 << 20
+
+#: Query heads of a KV head whose biases fit into shared memory, see tile/sm90_distance.cuh.
+_MOST_BIASED_HEADS = 32
 
 _BLOCK_MASK_CTAS = 4  #: of each row tile
 
@@ -35,6 +38,8 @@ def _reject(problem: AttentionProblem) -> str | None:
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim % 16 and not dim % 8:
             return f"{name}={dim}: its matrix instruction takes multiples of 16"
+    if problem.group_size > _MOST_BIASED_HEADS and _has_distance_bias(problem):
+        return f"biases of {problem.group_size} query heads of a KV head do not fit into shared memory"
     return tensor_core_reason(problem, takes_8_bit_kv=True)
 
 
@@ -58,7 +63,8 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         return (TileShape(128, 128),)
     if widest <= 128 and problem.kv.bits == 8 and more:  # widening takes registers, too
         return (TileShape(128, 128),)
-    if widest <= 192 and has_score and not has_idiom(expression):
+    has_idiom_here = has_idiom(expression) or _has_distance_bias(problem)
+    if widest <= 192 and has_score and not has_idiom_here:
         return (TileShape(128, 64 if takes_registers(expression) else 128 if widest <= 128 else 96),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))
@@ -74,6 +80,12 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
             else 80,
         ),
     )
+
+
+def _has_distance_bias(problem: AttentionProblem) -> bool:
+    """Whether a loading warp computes what the score adds."""
+    is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 128 and problem.kv.bits == 16
+    return is_small and problem.variant is not None and has_distance_bias(problem.variant.expression)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

@@ -6,7 +6,7 @@ import ctypes
 import math
 from functools import lru_cache
 
-from quire.kernels.expression import FLOAT, INT, Expression, Node, Operand
+from quire.kernels.expression import FLOAT, INT, Expression, Node, Operand, indices_in
 
 _CXX = {
     "float32": "float", "float16": "fp16_t", "bfloat16": "bf16_t", "int32": "int32_t", "int64": "int64_t",
@@ -70,6 +70,7 @@ def _idiom(score: Node, expression: Expression) -> list[str]:
         body = _Body(expression).returns(bias)
         return [
             "static constexpr int kIdiom = kIdiomBias;",
+            f"static constexpr int kIsOfDistance = {int(_is_of_distance(bias))};",
             *_function("class M, class At", "bias", ", const At& at", body),
         ]
     return ["static constexpr int kIdiom = 0;"]
@@ -105,6 +106,34 @@ def has_idiom(expression: Expression) -> bool:
         return True
     bias = _bias(score)
     return bias is not None and _is_ramp(bias, _degrees(bias))
+
+
+def has_distance_bias(expression: Expression) -> bool:
+    """Whether a score adds what follows from the head and the distance from query to key, and is no other idiom."""
+    bias = None if expression.score is None else _bias(expression.score)
+    return bias is not None and _is_of_distance(bias) and not has_idiom(expression)
+
+
+def _is_of_distance(bias: Node) -> bool:
+    """Whether it changes with the key, but not where the query and the key move on together."""
+    return "kv_idx" in indices_in(bias) and _shifts(bias)[id(bias)] == 0
+
+
+def _shifts(root: Node) -> dict[int, int | None]:
+    """What each node grows by where the query and the key move on by one; None: this is not known."""
+    found: dict[int, int | None] = {}
+    for node in root.walk():
+        found[id(node)] = _shift(node, [found[id(arg)] for arg in node.args])
+    return found
+
+
+def _shift(node: Node, args: list[int | None]) -> int | None:
+    if node.op == "index":
+        return int(node.value in ("q_idx", "kv_idx"))
+    known = [arg for arg in args if arg is not None]
+    if len(known) == len(args) and (node.op in ("add", "sub", "neg") and node.type == INT):
+        return sum(known) if node.op == "add" else known[0] - sum(known[1:]) if node.op == "sub" else -known[0]
+    return None if any(arg != 0 for arg in args) else 0
 
 
 def _is_ramp(node: Node, degrees: dict[int, int]) -> bool:

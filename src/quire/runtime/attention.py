@@ -136,7 +136,7 @@ def _decide(
 ) -> Decision:
     problem = AttentionProblem(
         target=target_of(device, matrix_unit=True), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
-        fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
+        group_size=options.group_size, fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
     )  # fmt: skip
     decision = decide(problem, backend)
     portable = without_matrix_unit(problem.target)

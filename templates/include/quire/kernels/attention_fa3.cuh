@@ -20,6 +20,7 @@
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/sm90_cascade.cuh"
+#include "quire/tile/sm90_distance.cuh"
 #include "quire/tile/sm90_gemm.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_queries.cuh"
@@ -70,9 +71,13 @@ struct AttentionFa3 {
   // A soft cap that softmax knows. Wide heads, and widening, leave no registers for it.
   static constexpr bool kIsCap = Transform::kIsSoftCap && max(kQk, kVo) <= 128 && !kNarrow;
 
+  // What scores add is computed by a loading warp. Wide heads, and widening, leave no memory or no warp for it.
+  static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kNarrow;
+
   static constexpr int kWorkStages = 4;
   static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
-  static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
+  static constexpr int kBiasBytes = kIsDistance ? DistanceSlice<V>::kBytes : 0;
+  static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes + kBiasBytes;
   static constexpr int kMaxStages = 4;
 
   // Shared memory, 227 KB: tiles of queries, keys and values at multiples of 1024 bytes, results on their way out, work
@@ -98,12 +103,14 @@ struct AttentionFa3 {
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
-  static constexpr int kResultsAt = kVAt + kStages * TileV::kBytes;
+  static constexpr int kBiasAt = kVAt + kStages * TileV::kBytes;
+  static constexpr int kResultsAt = kBiasAt + kStages * kBiasBytes;
   // Results are stored by way of shared memory where that takes no stage away.
   static constexpr int kResultBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
   static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity;
   // Where results are on their way out, a warp holds what a score knows of its rows until then.
-  static constexpr bool kHoldsRows = Transform::kHasScore && !Transform::kIsSoftCap && !kIsRamp && kIsStaged;
+  static constexpr bool kHoldsRows =
+      Transform::kHasScore && !Transform::kIsSoftCap && !kIsRamp && !kIsDistance && kIsStaged;
   static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
   static constexpr int kPreparedAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
   static constexpr int kQueryFactorsAt = kPreparedAt + kPreparedBytes;
@@ -120,12 +127,12 @@ struct AttentionFa3 {
   // thread, 65,536 at most; a kernel that asks for more hangs. Scheduling takes 56, because it divides 64-bit numbers.
   // Three warpgroups at 128 keys leave 32: the scheduling warp then spills, once a work tile.
   // Widening takes 88.
-  static constexpr int kLoadRegisters = kNarrow                             ? (kWarpgroups == 3 ? 80 : 88)
+  static constexpr int kLoadRegisters = kNarrow || kIsDistance              ? (kWarpgroups == 3 ? 80 : 88)
                                         : kWarpgroups == 3 && kTileKv > 112 ? 32
                                                                             : 56;
   static constexpr int kWidestCompute = kTileKv > 112 ? 160 : 152;
-  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kNarrow ? 144 : kWidestCompute)
-                                           : kWarpgroups == 2 ? (kNarrow ? 208 : 224)
+  static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kNarrow || kIsDistance ? 144 : kWidestCompute)
+                                           : kWarpgroups == 2 ? (kNarrow || kIsDistance ? 208 : 224)
                                                               : 240;
   static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "the warps ask for more registers than the launch has, and would wait for them forever");
@@ -180,7 +187,7 @@ struct AttentionFa3 {
   QUIRE_DEVICE void init_barriers() const {
     work_.init(1, kWarpgroups * 4 + 3);
     q_.init(1, kWarpgroups);
-    k_.init(kNarrow ? 2 : Loader::kArrivals, kWarpgroups);
+    k_.init(kNarrow ? 2 : Loader::kArrivals + (kIsDistance ? 1 : 0), kWarpgroups);
     v_.init(kNarrow ? 2 : Loader::kArrivals, kWarpgroups);
     ptx::fence_mbarrier_init();
   }
@@ -342,12 +349,50 @@ struct AttentionFa3 {
   QUIRE_DEVICE void load_q(int lane) const {
     if (lane == 0 && q_by_tma()) ptx::prefetch_tensor_map(&p_.tensor_q);
     RingPosition<kQStages> stage;
+    RingPosition<kStages> keys;
     for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
       copy_q_by_tma(current, stage, lane);
+      if constexpr (kIsDistance) fill_biases(current, keys, lane);
       __syncwarp();
       if (lane == 0) work_.arrive_empty(at);
     });
   }
+
+  // The biases of each KV tile are part of a stage of keys.
+  QUIRE_DEVICE void fill_biases(const Stage& current, RingPosition<kStages>& stage, int lane) const {
+    using Slice = DistanceSlice<V>;
+    const Transform transform(p_.base);
+    const WorkTile& work = current.work;
+    const Slice slice(p_.base.group, work.tile.row_begin);
+    const float unit = ptx::divide(kLog2e, ramp_scale());
+    KvTileWalk<V> next(current);
+    typename Slice::Values values;  // on their way from memory one step ahead
+    if (next.exists()) slice.read(values, transform, work, next.tile() * kTileKv, 0, lane);
+    int right = -1;
+#pragma unroll 1
+    while (next.exists()) {
+      const int tile = next.tile();
+      next.advance();
+      k_.wait_empty(stage);
+#pragma unroll 1
+      for (int head = 0, after; head < slice.num_heads(); head = after) {
+        after = head + Slice::kHeads;
+        slice.write(bias_at(stage), values, unit, head, lane);
+        const bool is_last = after >= slice.num_heads();
+        slice.read(values, transform, work, (is_last ? next.tile() : tile) * kTileKv, is_last ? 0 : after, lane);
+        if (tile + 1 == right) {
+          slice.copy(bias_at(stage), bias_at(stage.before()), head, lane);
+        } else {
+          slice.compute(bias_at(stage), transform, unit, work, tile * kTileKv, head, lane);
+        }
+      }
+      right = tile;
+      __syncwarp();
+      if (lane == 0) k_.arrive_full(stage);
+      stage.advance();
+    }
+  }
+  QUIRE_DEVICE uint32_t bias_at(RingPosition<kStages> at) const { return smem_ + kBiasAt + at.stage() * kBiasBytes; }
 
   QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages>& stage, int lane) const {
     const bool has_tiles = KvTileWalk<V>(current).exists();
@@ -376,6 +421,7 @@ struct AttentionFa3 {
     float o[kVo / 2];
     WarpgroupSoftmax softmax;
     RowRamps<V, 2> ramps;         // of a bias that needs nothing else
+    DistanceRows distances;       // of a bias that loading warps compute
     SmallTanh cap;                // of a soft cap
     uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
 
@@ -461,7 +507,8 @@ struct AttentionFa3 {
     const int turn = ptx::uniform(part_of(stages_[at.stage()].work));
     float s[kTileKv / 2];
     wait_work_tile(stages_[at.stage()], rings);
-    start_ABt<T, TileQ, TileK>(s, queries(rings.q, turn), keys(rings.k));
+    begin_scores(rows, s, stages_[at.stage()], rings);
+    start_ABt<T, TileQ, TileK, kIsDistance>(s, queries(rings.q, turn), keys(rings.k));
 #pragma unroll 1
     for (;;) {
       if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
@@ -483,9 +530,10 @@ struct AttentionFa3 {
         return;
       }
       wait_work_tile(stages_[next.stage()], rings);
+      begin_scores(rows, s, stages_[next.stage()], rings);
       const TileDescriptor q = queries(rings.q, turn), k = keys(rings.k), v = values(last);
       start_AB<T, TileV>(rows.o, rows.p, v);
-      start_ABt<T, TileQ, TileK>(s, q, k);
+      start_ABt<T, TileQ, TileK, kIsDistance>(s, q, k);
       ptx::wgmma_wait<1>();
       ptx::pin(rows.o);
       if (is_leader()) v_.arrive_empty(last);
@@ -493,6 +541,14 @@ struct AttentionFa3 {
       store_whole(rows, current.work, lane_row(ptx::lane_id()), ptx::lane_id());
       release_work_tile(at);
       rows.clear();
+    }
+  }
+
+  // What is added to the first S of a work tile.
+  QUIRE_DEVICE void begin_scores(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, const Rings& rings) const {
+    if constexpr (kIsDistance) {
+      rows.distances.set(logits_tile(stage, 0), stage.work.tile.row_begin);
+      rows.distances.read(s, bias_at(rings.k));
     }
   }
 
@@ -607,9 +663,10 @@ struct AttentionFa3 {
     if constexpr (kIsRamp) rows.ramps.move(ramp_scale(), tile * kTileKv);
     v_.wait_full(before);
     k_.wait_full(rings.k);
+    if constexpr (kIsDistance) rows.distances.read(s, bias_at(rings.k));
     const bool takes_turns = kWarpgroups > 1 && !is_alone(current.work);
     if (takes_turns) ptx::named_barrier_sync(kTurn + turn, 256);
-    start_ABt<T, TileQ, TileK>(s, q, k);
+    start_ABt<T, TileQ, TileK, kIsDistance>(s, q, k);
     start_AB<T, TileV>(rows.o, rows.p, v);
     if (takes_turns) ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
     ptx::wgmma_wait<1>();
@@ -667,6 +724,11 @@ struct AttentionFa3 {
       const RowOffsets offsets = {rows.ramps.offset[0], rows.ramps.offset[1]};
       rows.softmax.raise_max(s, scale, offsets);
       rows.softmax.exponentiate(s, scale, offsets);
+    } else if constexpr (kIsDistance) {
+      if constexpr (kMasked) hide_logits(s, transform, at, bits);
+      const float scale = ramp_scale();
+      rows.softmax.raise_max(s, scale);
+      rows.softmax.exponentiate(s, scale);
     } else if constexpr (kIsCap) {
       if constexpr (kMasked) mark_unseen(s, transform, at, bits);
       apply_soft_cap<kMasked>(rows, s, transform);

@@ -61,6 +61,17 @@ QUIRE_DEVICE void st_shared(uint32_t dst, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(value) : "memory");
 }
 
+QUIRE_DEVICE void st_shared_if(bool condition, uint32_t dst, float value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %2, 0;\n"
+      "@p st.shared.f32 [%0], %1;\n"
+      "}\n" ::"r"(dst),
+      "f"(value), "r"(static_cast<int>(condition))
+      : "memory");
+}
+
 QUIRE_DEVICE float ld_shared(uint32_t src) {
   float x;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(src) : "memory");

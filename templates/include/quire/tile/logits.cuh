@@ -175,6 +175,12 @@ QUIRE_DEVICE KeyRange keys_inside(const ExpressionOf<V>& expression, LogitsTile<
   return inside;
 }
 
+// Whether a score adds something that does not depend on q . k, and nothing else happens.
+template <class V>
+QUIRE_DEVICE constexpr bool has_bias() {
+  return score_idiom<V>() == kIdiomBias;
+}
+
 // What a row's bias grows by, in base 2: of ALiBi, or of a score that adds a ramp.
 template <class V, class Math>
 QUIRE_DEVICE auto bias_of(const LogitsTransform<V, Math>& transform, const LogitsPlace<V>& at) {
@@ -205,6 +211,14 @@ QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>& tr
   if constexpr (V::kScoreMask != 0) {
     x = Math::where(V::template mask<Math>(transform.operands, place), x, __int_as_float(0xff800000));
   }
+}
+
+// Logits that the query does not see become -infinity.
+template <class V, class Math, class S, class Bits>
+QUIRE_DEVICE void hide_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, Bits&& bits) {
+  for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
+    hide_unseen(x, transform, visible, place, at);
+  });
 }
 
 // q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
@@ -367,6 +381,13 @@ template <bool kMasked, class V, class Math, class S>
 QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
   score_logits<kMasked>(s, transform, tile,
                         [&](int, int qo_idx, int at) { return visible_word(tile.mask, qo_idx, tile.key + at); });
+}
+
+// hide_logits() likewise.
+template <class V, class Math, class S>
+QUIRE_DEVICE void hide_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
+  hide_logits(s, transform, tile,
+              [&](int, int qo_idx, int at) { return visible_word(tile.mask, qo_idx, tile.key + at); });
 }
 
 }  // namespace quire

@@ -5,9 +5,9 @@
 
 namespace quire {
 
-// s[64, TileB::kRows] = a * b^T; a is 64 rows of TileA, b a TileB, both in shared memory and given by their
-// descriptors.
-template <class T, class TileA, class TileB>
+// s[64, TileB::kRows] = a * b^T, or += where kAdds; a is 64 rows of TileA, b a TileB, both in shared memory and given
+// by their descriptors.
+template <class T, class TileA, class TileB, bool kAdds = false>
 QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], TileDescriptor a, TileDescriptor b) {
   static_assert(TileA::kCols == TileB::kCols, "a b^T needs rows of equal length");
   ptx::pin(s);
@@ -16,7 +16,7 @@ QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], TileDescriptor a, Tile
   for (int k = 0; k < TileA::kCols / 16; ++k) {
     const int atom = k / 4, bytes = k % 4 * 32;  // the swizzle permutes what addresses mean, not these
     ptx::Wgmma<TileB::kRows>::ss(T{}, s, a.at(atom * TileA::kAtomBytes + bytes), b.at(atom * TileB::kAtomBytes + bytes),
-                                 k > 0);
+                                 kAdds || k > 0);
   }
   ptx::wgmma_commit();
 }
