@@ -17,6 +17,7 @@
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/grid.cuh"
 #include "quire/tile/fragments.cuh"
+#include "quire/tile/decode_bias.cuh"
 #include "quire/tile/decode_merge.cuh"
 #include "quire/tile/decode_ring.cuh"
 #include "quire/tile/logits.cuh"
@@ -50,6 +51,8 @@ class AttentionDecode {
   static constexpr int kM = Shape::kM, kVo = Shape::kVo, kQk = Shape::kQk, kBlock = Shape::kBlock;
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
+  using Math = FragmentMath<false>;
+  using Bias = BiasAhead<V, Math, kBlock, kM == 1 && max(kQk, kVo) <= 128 && !kHasRope>;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
@@ -154,14 +157,22 @@ class AttentionDecode {
     for (int b = 0; b < Shape::kSplitTokens / kBlock; ++b, key += kBlock) {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;
       Accumulator<kM, kBlock> s;
+      if constexpr (Bias::kExists) {
+        if (bias_.key != key) bias_.read(LogitsTransform<V, Math>(p_), logits_tile(key), has_low_rows());
+      }
       if constexpr (kHasRope) {
         mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, p_.rope_frequencies);
       } else {
         mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
       }
-      const LogitsTransform<V, FragmentMath<false>> transform(p_);
+      const LogitsTransform<V, Math> transform(p_);
       const float scale = transform.factor;
-      if (keys_.all.covers({key, key + kBlock})) {
+      if constexpr (Bias::kExists) {
+        bias_.add(s, transform.scale);
+        if (!keys_.all.covers({key, key + kBlock})) hide_logits(s, transform, logits_tile(key));
+        const bool is_last = b + 1 == Shape::kSplitTokens / kBlock;
+        bias_.read(transform, logits_tile(is_last ? key - b * kBlock + kTileKv : key + kBlock), has_low_rows());
+      } else if (keys_.all.covers({key, key + kBlock})) {
         score_logits<false>(s, transform, logits_tile(key));
       } else {
         score_logits<true>(s, transform, logits_tile(key));
@@ -189,7 +200,11 @@ class AttentionDecode {
     q_.clear();
     o_.clear();
     softmax_.clear();
+    bias_.clear();
   }
+
+  // Whether a row tile has more than eight rows.
+  QUIRE_DEVICE bool has_low_rows() const { return work().row_end - row_begin(work()) > 8; }
 
   // The logits of keys [key, key + kBlock).
   QUIRE_DEVICE LogitsTile<V> logits_tile(int key) const {
@@ -249,6 +264,7 @@ class AttentionDecode {
   Query q_;
   Accumulator<kM, kVo> o_;
   SoftmaxRows<kM> softmax_;
+  Bias bias_;
 };
 
 }  // namespace quire
