@@ -431,6 +431,7 @@ def test_variants_of_a_graph(device, backend):
     replay = captured(device, wrapper, lambda a: a.run(q, kv, **run))
     for seed, lens, told in ((1, ((33, 1), (290, 40)), [200, 33]), (2, ((40, 7), (300, 70)), [5, 70])):
         prefix.copy_(torch.tensor(told, dtype=torch.int32))
+        gain.copy_(torch.rand(4))
         p, cache = plan(*lens, seed, prefix)
         for to, source in zip((q[: p.q.shape[0]], *kv), (p.q, *cache.kv), strict=True):
             to.copy_(source)
@@ -441,3 +442,39 @@ def test_variants_of_a_graph(device, backend):
         )  # fmt: skip
     with pytest.raises(quire.PlanError, match="prefix: expected"):
         plan((3, 1), (290, 40), 3, prefix.clone())
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_operands_of_a_captured_score(kind, device, backend):
+    """A replay reads a tensor's present values and a number as it was captured; another capture takes another number.
+
+    Prefill has rows for the tall tiles of fa3.
+    """
+    variant = quire.Variant(
+        lambda score, q_idx, kv_idx, head, qo_len, kv_len, bias, gain: (
+            score + gain * bias[head, kv_idx - q_idx - kv_len + qo_len + 99]
+        ),
+        tensors={"bias": "float32"}, scalars={"gain": "float32"},
+    )  # fmt: skip
+    lens = ((1, 1), (290, 40)) if kind == "decode" else ((700, 5), (700, 70))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    p = Problem(
+        *lens, num_qo_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype, device=device, causal=kind != "decode"
+    )
+    cache, bias = cache_of(p, NUM_PAGES), torch.zeros(8, 100, device=device)
+    of_kind, plan, tables = {
+        "prefill": (quire.BatchPrefillWithPagedKVCacheWrapper, plan_paged, buffers(device, 3, 3, NUM_PAGES, 2)),
+        "decode": (quire.BatchDecodeWithPagedKVCacheWrapper, plan_decode, [False, *buffers(device, 3, NUM_PAGES, 2)]),
+    }[kind]
+    wrapper = of_kind(workspace(device), "NHD", True, *tables, backend=backend, variant=variant)
+    plan(wrapper, p, cache)
+    (out, lse), replays = outputs(p), {}
+    for gain in (1.0, -2.5):
+        run = options(out=out, lse=lse, operands={"bias": bias, "gain": gain})
+        replays[gain] = captured(device, wrapper, lambda a, run=run: a.run(p.q, cache.kv, **run))
+    for seed, gain in ((1, 1.0), (2, -2.5), (3, 1.0)):
+        bias.copy_(torch.randn(8, 100, generator=torch.Generator().manual_seed(seed)))
+        out.fill_(math.nan)
+        replays[gain]()
+        told = bias.cpu().double() * gain
+        p.check(out, lse, score=lambda s, at, told=told: s + told[at.head, (at.distance + 99).clamp(0, 99)])
