@@ -5,6 +5,10 @@ mask which passes over nothing looks slow. Before anything is timed, the last 64
 with the variant's float64 reference.
 
     python benchmarks/variants.py --json results/variants.json
+
+How long the first call of a new variant takes, from its functions to its result, on two cores:
+
+    QUIRE_CACHE_DIR=$(mktemp -d) taskset -c 0,1 python benchmarks/variants.py --first-calls cuda
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +28,7 @@ import machine
 import quire
 import timing
 from quire import variants
+from quire.expression import tanh
 
 CHECKED = 64  #: queries of each request that are compared
 identity = quire.Variant(lambda score: score)
@@ -247,13 +253,44 @@ def show(results: list[Result]) -> list[Result]:
     return results
 
 
+#: What makes a new variant, and what it is given for queries and keys of a length.
+NEW: Mapping[str, tuple[Callable[[], quire.Variant], Callable[[torch.device, int, int], Mapping[str, Any]]]] = {
+    "alibi": (lambda: quire.Variant(lambda score, q_idx, kv_idx, head, slopes: score + slopes[head] * (kv_idx - q_idx),
+                                    tensors={"slopes": "float32"}), slopes),
+    "table bias": (lambda: quire.Variant(lambda score, q_idx, kv_idx, head, bias: score + bias[head, kv_idx - q_idx],
+                                         tensors={"bias": "float32"}), bias),
+    "soft cap": (lambda: quire.Variant(lambda score, cap: cap * tanh(score / cap), scalars={"cap": "float32"}),
+                 lambda *_: {"cap": 30.0}),
+    "temperature": (lambda: quire.Variant(lambda score, head, slopes: score * slopes[head],
+                                          tensors={"slopes": "float32"}), slopes),
+    "window": (lambda: quire.Variant(mask=lambda q_idx, kv_idx, width: kv_idx + width > q_idx,
+                                     scalars={"width": "int32"}), lambda *_: {"width": 100}),
+}  # fmt: skip
+
+
+def first_calls(device: torch.device) -> int:
+    """Call each new variant once, behind a call without any."""
+    length, dtype = (2048, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
+    q, k, v = (torch.randn(length, heads, 128, device=device, dtype=dtype) for heads in (32, 8, 8))
+    quire.single_prefill_with_kv_cache(q, k, v, causal=True)
+    for name, (make, operands) in NEW.items():
+        given = operands(device, 1, length)
+        begin = time.perf_counter()
+        quire.single_prefill_with_kv_cache(q, k, v, causal=True, variant=make(), **given).cpu()
+        print(f"{name:<14}{time.perf_counter() - begin:6.2f} s", flush=True)
+    return 0
+
+
 def main() -> int:
     """Measure both kinds of rows, and write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--first-calls", choices=("cuda", "cpu"))
     options = parser.parse_args()
+    if options.first_calls is not None:
+        return first_calls(torch.device(options.first_calls))
     torch.manual_seed(0)
     device = torch.device("cuda")
     prefill = Prefill(device)
