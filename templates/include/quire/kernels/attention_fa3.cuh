@@ -635,8 +635,8 @@ struct AttentionFa3 {
   // The rightmost KV tile, whose S is being computed: its softmax alone.
   QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Stage& current, Rings& rings,
                                int tile) const {
-    TileBits<V, 2> bits;
-    bits.read(logits_tile(current, tile));
+    Bits bits;
+    read_mask(bits, logits_tile(current, tile));
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
@@ -658,8 +658,8 @@ struct AttentionFa3 {
     // products.
     const auto before = rings.k.before();
     const TileDescriptor k = keys(rings.k), v = values(before);
-    TileBits<V, 2> bits;
-    if constexpr (kMasked) bits.read(logits_tile(current, tile));
+    Bits bits;
+    if constexpr (kMasked) read_mask(bits, logits_tile(current, tile));
     if constexpr (kIsRamp) rows.ramps.move(ramp_scale(), tile * kTileKv);
     v_.wait_full(before);
     k_.wait_full(rings.k);
@@ -681,6 +681,13 @@ struct AttentionFa3 {
     if (is_leader()) v_.arrive_empty(rings.k.before().before());
     round_weights<T>(s, rows.p);
     rows.softmax.rescale(rows.o);
+  }
+
+  // What is known of a mask ahead of a KV tile's logits.
+  using Bits = typename conditional<V::kScoreMask != 0, SeenKeys<V, 2>, TileBits<V, 2>>::type;
+  QUIRE_DEVICE void read_mask(TileBits<V, 2>& bits, const LogitsTile<V>& at) const { bits.read(at); }
+  QUIRE_DEVICE void read_mask(SeenKeys<V, 2>& seen, const LogitsTile<V>& at) const {
+    seen.read(ExpressionOf<V>(p_.base), at);
   }
 
   // The logits of this lane.
@@ -707,7 +714,7 @@ struct AttentionFa3 {
   // From q . k to weights. Here a variant's transform and mask come in.
   template <bool kMasked>
   QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
-                                  const TileBits<V, 2>& bits) const {
+                                  const Bits& bits) const {
     const Transform transform(p_.base);
     const LogitsTile<V> at = logits_tile(stage, tile);
     // What queries were divided by is part of the logits' scale, or comes before it.
@@ -735,7 +742,7 @@ struct AttentionFa3 {
     } else {
       if constexpr (kHoldsRows && !kMasked) {
         ScoreRows<V, Math>::score(s, score_rows_at(), transform, tile * kTileKv);
-      } else {
+      } else if (!Transform::kIsIdentity || bits.hides) {
         score_logits<kMasked>(s, transform, at, bits);
       }
       if constexpr (kRescaled && Transform::kIsIdentity) {

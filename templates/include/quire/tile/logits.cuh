@@ -95,6 +95,12 @@ class VisibleKeys {
     return at < keys_.end && (V::kWindow == 0 || at >= keys_.begin);
   }
 
+  // Without bits of a mask: a bit for each of the lane's keys, which are two of each 8.
+  QUIRE_DEVICE uint32_t lane_bits() const {
+    const uint32_t ends = low_bits(count_before(keys_.end));
+    return V::kWindow != 0 ? ends & ~low_bits(count_before(keys_.begin)) : ends;
+  }
+
   // `x` becomes `hidden` where the query does not see the key; the first key is `at`.
   QUIRE_DEVICE void hide(Four<float>& x, int at, float hidden) const {
 #pragma unroll
@@ -104,6 +110,8 @@ class VisibleKeys {
   }
 
  private:
+  QUIRE_DEVICE static int count_before(int key) { return (key >> 3) * 2 + min(key & 7, 2); }
+
   int col_;
   KeyRange keys_;
   uint32_t bits_;
@@ -124,6 +132,41 @@ struct TileBits {
     }
   }
   QUIRE_DEVICE uint32_t operator()(int i, int, int at) const { return rows[i].word(at / 32); }
+  static constexpr bool hides = true;
+};
+
+// Which of its keys a lane's kRows rows of a tile see, a variant's own mask included: found out ahead of the logits,
+// when registers are free and nobody waits for what the mask reads.
+template <class V, int kRows>
+struct SeenKeys {
+  static_assert(V::kTileKv <= 128, "a lane has up to 32 keys of a row");
+  uint32_t words[kRows];  // a bit a key
+  bool hides;             // a key from a row of the warp
+
+  QUIRE_DEVICE void read(const ExpressionOf<V>& expression, const LogitsTile<V>& tile) {
+    hides = false;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int qo_idx = tile.qo_idx(i);
+      words[i] = 0;
+#pragma unroll
+      for (int at = 0; at < V::kTileKv; at += 16) {
+        auto sees = V::template mask<ExpressionMath>(expression.operands, LogitsPlace<V>{tile, i, qo_idx, at});
+#pragma unroll
+        for (int j = 0; j < 4; ++j) words[i] |= OfKeys<decltype(sees)>::get(sees, j) ? 1u << (at / 4 + j) : 0u;
+      }
+      words[i] &= VisibleKeys<V>(tile, qo_idx).lane_bits();
+      hides |= words[i] != low_bits(V::kTileKv / 4);
+    }
+    hides = ptx::uniform(__any_sync(0xffffffffu, hides)) != 0;
+  }
+
+  QUIRE_DEVICE void hide(Four<float>& x, int i, int at, float hidden) const {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if ((words[i] >> (at / 4 + j) & 1) == 0) x.at[j] = hidden;
+    }
+  }
 };
 
 // Fragments of logits: blocks of 16 rows x 8 keys, of which a lane holds two keys of an upper and of a lower row.
@@ -153,7 +196,9 @@ QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, V
 #pragma unroll
     for (int n = 0; n < F::kBlocks; n += 2) {
       const int at = 8 * n;
-      if (kMasked && VisibleKeys<V>::kHasBits && at % 32 == 0) visible.set_bits(bits(i, qo_idx, at), at);
+      if constexpr (kMasked && VisibleKeys<V>::kHasBits) {
+        if (at % 32 == 0) visible.set_bits(bits(i, qo_idx, at), at);
+      }
       float *left = F::block(s, i / 2, n) + h, *right = F::block(s, i / 2, n + 1) + h;
       Four<float> x = {left[0], left[1], right[0], right[1]};
       visit(x, visible, LogitsPlace<V, kInside>{tile, i, qo_idx, at}, at);
@@ -203,15 +248,19 @@ QUIRE_DEVICE constexpr bool has_ramps() {
   return LogitsTransform<V, Math>::kIsRamp;
 }
 
-// A logit that the query does not see becomes -infinity.
-template <class V, class Math, bool kInside>
+// A logit that the query does not see becomes `hidden`.
+template <class V, class Math, bool kInside, class Bits>
 QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>& transform, const VisibleKeys<V>& visible,
-                              const LogitsPlace<V, kInside>& place, int at) {
-  visible.hide(x, at, __int_as_float(0xff800000));
-  if constexpr (V::kScoreMask != 0) {
-    x = Math::where(V::template mask<Math>(transform.operands, place), x, __int_as_float(0xff800000));
-  }
+                              const LogitsPlace<V, kInside>& place, const Bits&, float hidden) {
+  visible.hide(x, place.at, hidden);
+  if constexpr (V::kScoreMask != 0) x = Math::where(V::template mask<Math>(transform.operands, place), x, hidden);
 }
+template <class V, class Math, bool kInside, int kRows>
+QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>&, const VisibleKeys<V>&,
+                              const LogitsPlace<V, kInside>& place, const SeenKeys<V, kRows>& seen, float hidden) {
+  seen.hide(x, place.i, place.at, hidden);
+}
+constexpr float kMinusInfinity = -__builtin_inff();
 
 // Logits that the query does not see become -infinity.
 template <class V, class Math, class S, class Bits>
@@ -241,7 +290,7 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
       if constexpr (kMasked && Math::kPairs) visible.hide(x, at, 0.f);
       x = transform.score(x, place);
     }
-    if constexpr (kMasked) hide_unseen(x, transform, visible, place, at);
+    if constexpr (kMasked) hide_unseen(x, transform, visible, place, bits, kMinusInfinity);
   });
 }
 
@@ -254,10 +303,7 @@ QUIRE_DEVICE void mark_unseen(S& s, const LogitsTransform<V, Math>& transform, c
   for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) x.at[j] = ptx::max_nan(x.at[j], kLeastLogit);
-    visible.hide(x, at, kHiddenLogit);
-    if constexpr (V::kScoreMask != 0) {
-      x = Math::where(V::template mask<Math>(transform.operands, place), x, kHiddenLogit);
-    }
+    hide_unseen(x, transform, visible, place, bits, kHiddenLogit);
   });
 }
 
@@ -291,7 +337,7 @@ struct RowRamps {
     for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) x.at[j] = fmaf(step[place.i], static_cast<float>(at + j / 2 * 8 + j % 2), x.at[j]);
-      if constexpr (kMasked) hide_unseen(x, transform, visible, place, at);
+      if constexpr (kMasked) hide_unseen(x, transform, visible, place, bits, kMinusInfinity);
     });
   }
 
