@@ -101,6 +101,10 @@ struct AttentionFa3 {
   // that are not uniform (three stages), nor where registers are short (block masks).
   static constexpr bool kIsEarly = kQStages > 1 && (kStages & (kStages - 1)) == 0 && !has_block_mask<V>();
 
+  // How long a work tile takes under a block mask is not known when they are put in order. The next one is then taken
+  // when the last keys of the one before are on their way; four stages of them hide that.
+  static constexpr bool kIsLate = has_block_mask<V>() && !kNarrow && kStages >= 4;
+
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
   static constexpr int kBiasAt = kVAt + kStages * TileV::kBytes;
@@ -140,7 +144,7 @@ struct AttentionFa3 {
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
   // 0 is the barrier of the CTA (__syncthreads). kTurn + i: warpgroup i may start products; kWarpgroup + i: its
   // threads.
-  enum NamedBarrier { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3, kSharedStored };
+  enum NamedBarrier { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3, kSharedStored, kKeysLoaded };
 
  public:
   static constexpr int kSmemBytes = kBarriersAt + static_cast<int>(sizeof(AllBarriers));
@@ -224,7 +228,11 @@ struct AttentionFa3 {
     work_.wait_empty(s.at);
     // Of long work tiles only one is taken ahead: were two, CTAs would end at less equal times.
     const auto two_before = s.at.before().before();
-    if (!s.is_short) ptx::mbarrier_wait(work_.empty(two_before.stage()), two_before.parity());
+    if constexpr (kIsLate) {
+      if (!s.is_short) ptx::named_barrier_sync(kKeysLoaded, 64);
+    } else {
+      if (!s.is_short) ptx::mbarrier_wait(work_.empty(two_before.stage()), two_before.parity());
+    }
     Stage& current = stages_[s.at.stage()];
     if (lane == 0) {
       const Stage& before = stages_[s.at.before().stage()];
@@ -342,6 +350,7 @@ struct AttentionFa3 {
         if (is_copying) Loader::template arrive_copied<0>(ring.full(stage.before().stage()));
       }
       __syncwarp();
+      if (kIsLate && ring.base == k_.base && !is_short_work(current)) ptx::named_barrier_arrive(kKeysLoaded, 64);
       if (lane == 0) work_.arrive_empty(at);
     });
   }
