@@ -68,6 +68,8 @@ struct AttentionFa3 {
   using Math = FragmentMath<kVo <= 128>;
   using Transform = LogitsTransform<V, Math>;
   static constexpr bool kIsRamp = has_ramps<V, Math>();
+  // What is known of a mask ahead of a KV tile's logits.
+  using Bits = typename conditional<V::kScoreMask != 0, SeenKeys<V, 2>, TileBits<V, 2>>::type;
   // A soft cap that softmax knows. Wide heads, and widening, leave no registers for it.
   static constexpr bool kIsCap = Transform::kIsSoftCap && max(kQk, kVo) <= 128 && !kNarrow;
 
@@ -515,6 +517,11 @@ struct AttentionFa3 {
   QUIRE_DEVICE void attend_work_tiles(Rows& rows, RingPosition<kWorkStages>& at, Rings& rings) const {
     const int turn = ptx::uniform(part_of(stages_[at.stage()].work));
     float s[kTileKv / 2];
+    Bits bits;
+    if constexpr (has_block_mask<V>()) {
+      const Stage& first = stages_[at.stage()];
+      read_mask(bits, logits_tile(first, KvTileWalk<V>(first).tile()));
+    }
     wait_work_tile(stages_[at.stage()], rings);
     begin_scores(rows, s, stages_[at.stage()], rings);
     start_ABt<T, TileQ, TileK, kIsDistance>(s, queries(rings.q, turn), keys(rings.k));
@@ -522,7 +529,7 @@ struct AttentionFa3 {
     for (;;) {
       if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
       Stage& current = stages_[at.stage()];
-      attend(rows, s, current, rings, turn);
+      attend(rows, s, bits, current, rings, turn);
       const auto last = rings.k.before();
       v_.wait_full(last);
       const auto next = at.after();
@@ -598,8 +605,9 @@ struct AttentionFa3 {
   }
 
   // The main loop: O, m and d of this warpgroup's 64 rows over the KV tiles of the work tile, except O += P V of the
-  // last KV tile. s: S of the first KV tile, which is being computed.
-  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Stage& current, Rings& rings, int turn) const {
+  // last KV tile. s: S of the first KV tile, which is being computed; bits: its mask.
+  QUIRE_DEVICE void attend(Rows& rows, float (&s)[kTileKv / 2], const Bits& bits, const Stage& current, Rings& rings,
+                           int turn) const {
     KvTileWalk<V> walk(current);
     const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
     const TileDescriptor q = queries(rings.q, turn);
@@ -613,7 +621,7 @@ struct AttentionFa3 {
       rows.cap.set(fabsf(transform.scale), transform.factor);
     }
     if constexpr (kHoldsRows) ScoreRows<V, Math>::set(score_rows_at(), Transform(p_.base), logits_tile(current, 0));
-    first_tile(rows, s, current, rings, walk.tile());
+    first_tile(rows, s, bits, current, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (full.contains(walk)) {
         next_tile<false>(rows, current, rings, q, turn, walk.tile());
@@ -642,10 +650,8 @@ struct AttentionFa3 {
   }
 
   // The rightmost KV tile, whose S is being computed: its softmax alone.
-  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Stage& current, Rings& rings,
-                               int tile) const {
-    Bits bits;
-    read_mask(bits, logits_tile(current, tile));
+  QUIRE_DEVICE void first_tile(Rows& rows, float (&s)[kTileKv / 2], const Bits& bits, const Stage& current,
+                               Rings& rings, int tile) const {
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
@@ -692,8 +698,6 @@ struct AttentionFa3 {
     rows.softmax.rescale(rows.o);
   }
 
-  // What is known of a mask ahead of a KV tile's logits.
-  using Bits = typename conditional<V::kScoreMask != 0, SeenKeys<V, 2>, TileBits<V, 2>>::type;
   QUIRE_DEVICE void read_mask(TileBits<V, 2>& bits, const LogitsTile<V>& at) const { bits.read(at); }
   QUIRE_DEVICE void read_mask(SeenKeys<V, 2>& seen, const LogitsTile<V>& at) const {
     seen.read(ExpressionOf<V>(p_.base), at);
