@@ -527,7 +527,9 @@ struct AttentionFa3 {
     start_ABt<T, TileQ, TileK, kIsDistance>(s, queries(rings.q, turn), keys(rings.k));
 #pragma unroll 1
     for (;;) {
-      if constexpr (kIsEarly) rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
+      if constexpr (kIsEarly || has_block_mask<V>()) {
+        rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
+      }
       Stage& current = stages_[at.stage()];
       attend(rows, s, bits, current, rings, turn);
       const auto last = rings.k.before();

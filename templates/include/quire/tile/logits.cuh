@@ -143,20 +143,27 @@ struct SeenKeys {
   uint32_t words[kRows];  // a bit a key
   bool hides;             // a key from a row of the warp
 
+  // Four rows of one query divide its keys among them, unless the mask is of a head. All lanes take the same steps:
+  // what follows is not known to be the same in all lanes otherwise.
   QUIRE_DEVICE void read(const ExpressionOf<V>& expression, const LogitsTile<V>& tile) {
+    const bool is_shared = V::kMaskOfHead == 0 && tile.group.divisor % 4 == 0;
+    const int share = is_shared ? 4 : 1, part = is_shared ? tile.lane / 4 % 4 : 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) words[i] = 0;
+#pragma unroll 1
+    for (int first = 0; first < kFours; first += share) {
+      const int n = first + part;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i)
+        words[i] |= four(expression, LogitsPlace<V>{tile, i, tile.qo_idx(i), 16 * n}) << 4 * n;
+    }
     hides = false;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const int qo_idx = tile.qo_idx(i);
-      words[i] = 0;
-#pragma unroll
-      for (int at = 0; at < V::kTileKv; at += 16) {
-        auto sees = V::template mask<ExpressionMath>(expression.operands, LogitsPlace<V>{tile, i, qo_idx, at});
-#pragma unroll
-        for (int j = 0; j < 4; ++j) words[i] |= OfKeys<decltype(sees)>::get(sees, j) ? 1u << (at / 4 + j) : 0u;
-      }
-      words[i] &= VisibleKeys<V>(tile, qo_idx).lane_bits();
-      hides |= words[i] != low_bits(V::kTileKv / 4);
+      words[i] |= is_shared ? __shfl_xor_sync(0xffffffffu, words[i], 4) : 0;
+      words[i] |= is_shared ? __shfl_xor_sync(0xffffffffu, words[i], 8) : 0;
+      words[i] &= VisibleKeys<V>(tile, tile.qo_idx(i)).lane_bits();
+      hides |= (~words[i] & low_bits(4 * kFours)) != 0;
     }
     hides = ptx::uniform(__any_sync(0xffffffffu, hides)) != 0;
   }
@@ -166,6 +173,17 @@ struct SeenKeys {
     for (int j = 0; j < 4; ++j) {
       if ((words[i] >> (at / 4 + j) & 1) == 0) x.at[j] = hidden;
     }
+  }
+
+ private:
+  static constexpr int kFours = V::kTileKv / 16;  // of a row's keys that a lane has
+
+  QUIRE_DEVICE static uint32_t four(const ExpressionOf<V>& expression, const LogitsPlace<V>& place) {
+    auto sees = V::template mask<ExpressionMath>(expression.operands, place);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) bits |= OfKeys<decltype(sees)>::get(sees, j) ? 1u << j : 0u;
+    return bits;
   }
 };
 
