@@ -413,6 +413,24 @@ def test_masks_of_long_variants(device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
+@pytest.mark.parametrize("num_qo_heads", [2, 8, 12, 16])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_of_rows_that_share_a_query(head_dim, num_qo_heads, device, backend):
+    """Heads of a query have one mask: groups of 1, 4, 6 and 8, tiles of 64 and 128 keys, and a request without rows."""
+    documents = torch.arange(1900, dtype=torch.int32).div(470, rounding_mode="floor").expand(3, -1).contiguous()
+    case = Case(
+        variants.document_mask, {"documents": documents},
+        sees=lambda at: documents[0][at.q_idx + at.kv_len - at.qo_len] == documents[0][at.kv_idx],
+    )  # fmt: skip
+    p = Problem(
+        (1601, 0, 33), (1803, 9, 290), num_qo_heads=num_qo_heads, head_dim=head_dim, device=device,
+        dtype=any_dtype(device), causal=True,
+    )  # fmt: skip
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=case.variant)
+    plan_ragged(wrapper, p, plan=case.on(device)[0])
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True))
+
+
 def test_fp8_cache(device, backend):
     dtype, kv_dtype = torch.bfloat16, torch.float8_e4m3fn
     p = Problem(*LENS, num_qo_heads=HEADS, device=device, dtype=dtype, kv_dtype=kv_dtype, causal=True)
