@@ -413,6 +413,24 @@ def test_masks_of_long_variants(device, backend):
     check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
 
 
+def test_a_soft_cap_with_a_mask(device, backend):
+    """The idiom of a score beside a mask of one's own."""
+    cap, mask = CASES["soft_cap"], CASES["document_mask"]
+    variant = quire.Variant(
+        lambda score, cap: cap * tanh(score / cap),
+        lambda q_idx, kv_idx, request, qo_len, kv_len, documents: (
+            documents[request, q_idx + kv_len - qo_len] == documents[request, kv_idx]
+        ),
+        tensors={"documents": "int32"}, scalars={"cap": "float32"},
+    )  # fmt: skip
+    case = Case(variant, {**cap.operands, **mask.operands}, cap.score, mask.sees)
+    p = problem(device, causal=True)
+    of_plan, of_run = case.on(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p, plan=of_plan)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **of_run))
+
+
 @pytest.mark.parametrize("num_qo_heads", [2, 8, 12, 16])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_masks_of_rows_that_share_a_query(head_dim, num_qo_heads, device, backend):

@@ -21,7 +21,7 @@ _NAMES = {"and": "bit_and", "or": "bit_or", "xor": "bit_xor", "not": "bit_not", 
 
 @lru_cache(maxsize=1024)
 def render(expression: Expression) -> str:
-    """The members: `Operands`, `mask` and whether it is of a head, and of a score `row`, `score` and what kernels ask about it."""
+    """The members: `Operands`, `mask` and of a score `row` and `score`, with what kernels ask about them."""
     lines = ["struct Operands {", *(f"  {field}" for field in _fields(expression)), "};"]
     if expression.score is not None:
         lines += _score(expression.score, expression)

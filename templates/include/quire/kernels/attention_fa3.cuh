@@ -757,7 +757,7 @@ struct AttentionFa3 {
     } else {
       if constexpr (kHoldsRows && !kMasked) {
         ScoreRows<V, Math>::score(s, score_rows_at(), transform, tile * kTileKv);
-      } else if (!Transform::kIsIdentity || bits.hides) {
+      } else if (!kMasked || !Transform::kIsIdentity || bits.hides) {
         score_logits<kMasked>(s, transform, at, bits);
       }
       if constexpr (kRescaled && Transform::kIsIdentity) {
