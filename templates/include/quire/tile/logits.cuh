@@ -266,19 +266,21 @@ QUIRE_DEVICE constexpr bool has_ramps() {
   return LogitsTransform<V, Math>::kIsRamp;
 }
 
+constexpr float kMinusInfinity = -__builtin_inff();
+
 // A logit that the query does not see becomes `hidden`.
 template <class V, class Math, bool kInside, class Bits>
 QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>& transform, const VisibleKeys<V>& visible,
-                              const LogitsPlace<V, kInside>& place, const Bits&, float hidden) {
+                              const LogitsPlace<V, kInside>& place, const Bits&, float hidden = kMinusInfinity) {
   visible.hide(x, place.at, hidden);
   if constexpr (V::kScoreMask != 0) x = Math::where(V::template mask<Math>(transform.operands, place), x, hidden);
 }
 template <class V, class Math, bool kInside, int kRows>
 QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>&, const VisibleKeys<V>&,
-                              const LogitsPlace<V, kInside>& place, const SeenKeys<V, kRows>& seen, float hidden) {
+                              const LogitsPlace<V, kInside>& place, const SeenKeys<V, kRows>& seen,
+                              float hidden = kMinusInfinity) {
   seen.hide(x, place.i, place.at, hidden);
 }
-constexpr float kMinusInfinity = -__builtin_inff();
 
 // Logits that the query does not see become -infinity.
 template <class V, class Math, class S, class Bits>
@@ -308,7 +310,7 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
       if constexpr (kMasked && Math::kPairs) visible.hide(x, at, 0.f);
       x = transform.score(x, place);
     }
-    if constexpr (kMasked) hide_unseen(x, transform, visible, place, bits, kMinusInfinity);
+    if constexpr (kMasked) hide_unseen(x, transform, visible, place, bits);
   });
 }
 
@@ -355,7 +357,7 @@ struct RowRamps {
     for_each_logit<kMasked>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) x.at[j] = fmaf(step[place.i], static_cast<float>(at + j / 2 * 8 + j % 2), x.at[j]);
-      if constexpr (kMasked) hide_unseen(x, transform, visible, place, bits, kMinusInfinity);
+      if constexpr (kMasked) hide_unseen(x, transform, visible, place, bits);
     });
   }
 
