@@ -113,7 +113,7 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
     target = without_matrix_unit(target)
     yield OperationKey("packbits", target).spec()
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
-        for name in ("merge", "merge_pair", "rope", "rope_append", "rope_pages", "page_scores"):
+        for name in ("merge", "merge_pair", "rope", "rope_append", "rope_norm_append", "rope_pages", "page_scores"):
             yield from (key.spec() for key in OperationKey(name, target, dtype.slug).family())
     for dtype in (dtype_of(name, "dtype") for name in (*dtypes, *kv_dtypes)):
         yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())

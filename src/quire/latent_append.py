@@ -15,7 +15,7 @@ import torch
 
 from quire.errors import ValidationError
 from quire.jit import get_module
-from quire.kernels.operation import HEADS_OF_THREAD, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
+from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendLatentsParams
 from quire.runtime.checks import check_output, check_same_device, check_shape, check_tensor
 from quire.runtime.indices import check_range
@@ -136,7 +136,7 @@ def _launch(params: AppendLatentsParams, like: torch.Tensor) -> None:
             "kv_c, k_pe, q_pe, kv_cache: expected addresses and strides that are multiples of 16 bytes; call "
             ".contiguous() on them."
         )
-    threads = (-(-params.num_heads // HEADS_OF_THREAD) + 1) * (params.rope_dim // (2 * vector))
+    threads = (-(-params.num_heads // LATENT_HEADS) + 1) * (params.rope_dim // (2 * vector))
     columns = LATENT_THREADS + -(-threads // 32) * 32
     module = get_module(OperationKey("append_latents", target_of(like.device), slug, vector).spec())
     grid = -(-params.nnz * columns // PARALLEL_THREADS)

@@ -336,8 +336,9 @@ def _rope_append(
     scale_q, scale_k, scale_v = scales
     (q_rope, q_nope), (k_rope, k_nope) = split(q, dim), split(k, dim)
     (q_rope_out, q_nope_out), (k_rope_out, k_nope_out) = split(out, dim), split(k_pages, dim)
+    name = "rope_append" if q_weight is None and k_weight is None else "rope_norm_append"
     start(
-        "rope_append", Heads(q_rope, q_nope, q_rope_out, q_nope_out, q_weight, scale_q),
+        name, Heads(q_rope, q_nope, q_rope_out, q_nope_out, q_weight, scale_q),
         Heads(k_rope, k_nope, k_rope_out, k_nope_out, k_weight, scale_k), Heads(None, v, None, v_pages, None, scale_v),
         angles, params,
     )  # fmt: skip

@@ -28,9 +28,9 @@ from quire.kernels.variant import Variant, find_variant
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
 #: Heads of a token that a thread of kernels/rope.h has: kHeads there.
-HEADS_OF_THREAD = 2
-#: Threads of a token's latent in kernels/append_latents.h: kLatentThreads there.
-LATENT_THREADS = 64
+HEADS_OF_THREAD = 4
+#: Threads of a token's latent in kernels/append_latents.h, and heads of another thread: kLatentThreads, kHeads there.
+LATENT_THREADS, LATENT_HEADS = 64, 2
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ OPERATIONS: dict[str, Operation] = {
         Operation("append", _header("append.h"), "AppendPaged", AppendParams, _BITS),
         Operation("rope", _header("rope.h"), "RotateHeads", RopeParams, _HEADS, asserts=_ROPE),
         Operation("rope_append", _header("rope.h"), "RotateAppend", RopeParams, _HEADS, asserts=_ROPE),
+        Operation("rope_norm_append", _header("rope.h"), "NormRotateAppend", RopeParams, _HEADS, asserts=_ROPE),
         Operation(
             "append_latents", _header("append_latents.h"), "AppendLatents", AppendLatentsParams, _HEADS,
-            asserts=(*_ROPE, ("kLatentThreads", LATENT_THREADS)),
+            asserts=(("kHeads", LATENT_HEADS), ("kLatentThreads", LATENT_THREADS)),
         ),
         Operation("page_scores", _header("page_scores.h"), "PageScores", PageScoresParams, _HEADS),
         Operation("rope_pages", _header("rope.h"), "RotatePages", RopeParams, _HEADS, asserts=_ROPE),

@@ -27,6 +27,8 @@ _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 MAX_TABLE_PAIRS = 512
 #: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
 MAX_ROTARY_PAIRS = 256
+#: Rotations and tokens of a CTA: kMaxRotations and kMaxTokens in kernels/rope.h.
+MAX_ROTATIONS, MAX_TOKENS = 1024, 32
 
 
 @cache
@@ -269,7 +271,7 @@ class RopeHeads(ctypes.Structure):
         *((name, HeadRows) for name in ("rope", "nope", "rope_out", "nope_out")),
         ("weight", c_void_p),
         ("scale", c_float),
-        *((name, c_int32) for name in ("num_heads", "rotary_dim", "nope_dim", "out_type", "is_paged")),
+        *((name, c_int32) for name in ("num_heads", "first_group", "rotary_dim", "nope_dim", "out_type", "is_paged")),
     )
 
 
@@ -283,7 +285,9 @@ class RopeParams(ctypes.Structure):
         *((name, c_void_p) for name in ("batch_indices", "positions", "kv_indices", "kv_indptr")),
         *((name, c_int64) for name in ("nnz", "num_indices")),
         *((name, c_int32) for name in ("batch_size", "num_pages", "page_size", "has_long_pos_ids")),
-        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave", "lanes")),
+        *((name, c_int32) for name in ("num_requests", "num_positions", "interleave")),
+        *((name, FastDivisor) for name in ("columns", "lanes", "pairs")),
+        *((name, c_int32) for name in ("tokens", "ctas")),
         ("eps", c_float),
         ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
     )

@@ -12,7 +12,16 @@ import torch
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, HeadRows, RopeHeads, RopeParams
+from quire.kernels.params import (
+    MAX_ROTARY_PAIRS,
+    MAX_ROTATIONS,
+    MAX_TABLE_PAIRS,
+    MAX_TOKENS,
+    FastDivisor,
+    HeadRows,
+    RopeHeads,
+    RopeParams,
+)
 from quire.kernels.rotation import llama31_frequencies, rope_frequencies
 from quire.runtime.checks import (
     batch_size_of,
@@ -31,6 +40,7 @@ INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  #: HeadType in kernels/rope.h; 0: as the input
 _LEAST, _MOST = -(2**31), 2**31 - 1  #: of positions
 _LEAST_SCALE = 1e-3
+_WARP, _LEAST_THREADS = 32, 96  #: threads, the latter of a CTA
 
 Llama31 = tuple[float, float, float]  #: low_freq_factor, high_freq_factor, old_context_len
 
@@ -51,7 +61,7 @@ class Heads(NamedTuple):
         assert some is not None and out is not None
         return RopeHeads(
             *map(_rows, (self.rope, self.nope, self.rope_out, self.nope_out)),
-            None if self.weight is None else self.weight.data_ptr(), self.scale, some.shape[-2], _width(self.rope),
+            None if self.weight is None else self.weight.data_ptr(), self.scale, some.shape[-2], 0, _width(self.rope),
             _width(self.nope), _OUT_TYPES.get(out.dtype, 0), out.dim() == 4,
         )  # fmt: skip
 
@@ -233,14 +243,20 @@ class Rotation:
         assert some is not None and out is not None
         angles.fill(params, some.shape[-1])
         params.nnz = (some if some.dim() == 3 else out).shape[0]
-        for i, part in enumerate(heads):
-            params.heads[i] = part.params()
+        groups = 0
+        for i in range(len(params.heads)):
+            params.heads[i] = heads[i].params() if i < len(heads) else RopeHeads()
+            params.heads[i].first_group = groups
+            groups += -(-params.heads[i].num_heads // HEADS_OF_THREAD)
         slug, self._device = INPUTS[some.dtype], some.device
         vector = _vector(heads, angles.cos_sin_cache, OPERATIONS[name].widths[slug])
-        params.lanes = _lanes(heads, vector, self._device)
-        groups = sum(-(-part.num_heads // HEADS_OF_THREAD) for part in params.heads)
+        lanes, pairs = _lanes(heads, vector, self._device), some.shape[-1] // 2
+        columns = max(1, lanes * groups)
+        params.columns, params.lanes, params.pairs = map(FastDivisor.of, (columns, lanes, pairs))
+        params.tokens, params.ctas = _tokens_of_cta(columns, pairs), -(-columns // PARALLEL_THREADS)
         self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params
-        self._grid = -(-params.nnz * groups * params.lanes // PARALLEL_THREADS)
+        self._grid = -(-params.nnz // params.tokens) * params.ctas if groups else 0
+        self._block = -(-columns * params.tokens // params.ctas // _WARP) * _WARP
 
     def move(self, **addresses: list[int]) -> None:
         """Other addresses of the same tensors, by the names of Heads."""
@@ -252,7 +268,7 @@ class Rotation:
         """Launch on torch's current stream."""
         if self._grid:
             module, params = get_module(self._key.spec()), ctypes.addressof(self._params)
-            launch(module, params, self._device, grid=self._grid, block=PARALLEL_THREADS)
+            launch(module, params, self._device, grid=self._grid, block=self._block)
 
 
 def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params: RopeParams | None = None) -> None:
@@ -267,6 +283,13 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
         return all(part.allows(vector) for part in heads) and (table is None or _is_aligned(table, min(4, vector)))
 
     return max(vector for vector in widths if vector == 1 or allowed(vector))
+
+
+def _tokens_of_cta(columns: int, pairs: int) -> int:
+    """So many that few threads of its warps are idle: few tokens, as a CTA starts when the one before it has ended."""
+    most = max(1, min(PARALLEL_THREADS // columns, MAX_ROTATIONS // pairs, MAX_TOKENS))
+    least = min(most, -(-_LEAST_THREADS // columns))
+    return min(range(least, most + 1), key=lambda tokens: (-tokens * columns % _WARP / tokens, tokens))
 
 
 def _lanes(heads: list[Heads], vector: int, device: torch.device) -> int:

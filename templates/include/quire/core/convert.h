@@ -94,4 +94,25 @@ QUIRE_HD e5m2_t from_float<e5m2_t>(float x) {
   return to_8_bits<e5m2_t>(x);
 }
 
+// Two numbers side by side, the first in the low bits.
+template <class T>
+QUIRE_HD uint32_t two_from_floats(float first, float second) {
+  return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 8 * sizeof(T);
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+template <>
+QUIRE_HD uint32_t two_from_floats<e4m3_t>(float first, float second) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+  return two;
+}
+template <>
+QUIRE_HD uint32_t two_from_floats<e5m2_t>(float first, float second) {
+  uint16_t two;
+  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
+  return two;
+}
+#endif
+
 }  // namespace quire

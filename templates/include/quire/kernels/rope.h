@@ -3,11 +3,9 @@
 // values into a paged cache, in one pass over memory. RotatePages reads keys and values out of a paged cache.
 //
 // All are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
-// a token: the two whose dims turn together, or two that do not turn. A CTA computes the rotations of its tokens once,
-// into shared memory, while the heads are on their way. A rotation is read there just before its use: registers that it
-// does not take hold more threads, and more threads hide the trips to memory. For the same reason no thread waits for
-// parameters: an index that threads compute would send each read of a parameter through memory, so each is chosen among
-// constants.
+// a token: the two whose dims turn together, or two that do not turn. It reads them all before it uses one, so that
+// much is on its way. Meanwhile the threads of a CTA compute the rotations of its tokens and look up their pages, each
+// once, into shared memory. A read that is not needed repeats another one: without branches all are issued at once.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2
@@ -37,24 +35,21 @@ struct WordOf<4> {
   using Type = uint32_t;
 };
 
-enum class RopeWork { kRotate, kAppend, kGather };
+enum class RopeWork { kRotate, kAppend, kNormAppend, kGather };
 
-// CTAs an SM, which bound the registers of a thread: more of them hide more trips to memory. The prologue of fp16 has
-// none to spare of a third.
-template <class T>
+// CTAs of kParallelThreads that an SM has room for, which bounds the registers of a thread.
 constexpr int rope_ctas([[maybe_unused]] RopeWork work) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   return 2;
 #else
-  if (work == RopeWork::kAppend && is_same<T, fp16_t>::value) return 2;
-  return work == RopeWork::kRotate ? 4 : 3;
+  return work == RopeWork::kNormAppend ? 2 : work == RopeWork::kAppend ? 3 : 4;
 #endif
 }
 
 constexpr int kMaxRotaryPairs = 256;  // whose angles are computed
 constexpr int kMaxTablePairs = 512;   // whose angles are in cos_sin_cache
-// Pairs of dims of all tokens of a CTA, of which eight have a warp or more each; the first and the last may have less.
-constexpr int kMaxRotations = (kParallelThreads / 32 + 2) * kMaxTablePairs;
+constexpr int kMaxRotations = 1024;   // pairs of dims of all tokens of a CTA
+constexpr int kMaxTokens = 32;        // of a CTA
 
 // Dims of all heads of all tokens: [token, head, dim], or [page, token in page, head, dim] where they are in pages.
 struct HeadRows {
@@ -70,7 +65,8 @@ struct RopeHeads {
   const void* weight;           // [rotary_dim + nope_dim] of the RMS norm; null: there is none
   float scale;                  // what is written is multiplied by it; 1 unless quantised
   int32_t num_heads;
-  int32_t rotary_dim;  // 0: no dim turns
+  int32_t first_group;  // of the groups of kHeads heads of a token, queries before keys before values
+  int32_t rotary_dim;   // 0: no dim turns
   int32_t nope_dim;
   HeadType out_type;
   int32_t is_paged;  // outputs are pages; of RotatePages inputs are
@@ -96,7 +92,11 @@ struct RopeParams {
   int32_t num_requests;
   int32_t num_positions;  // of cos_sin_cache
   int32_t interleave;     // neighbours turn together; else the first half with the second
-  int32_t lanes;          // threads of a token's heads; under a norm a power of two up to 32
+  FastDivisor columns;    // threads of a token
+  FastDivisor lanes;      // of them, those that have the same heads; under a norm a power of two up to 32
+  FastDivisor pairs;      // rotary_dim / 2 of queries
+  int32_t tokens;         // of a CTA, up to kMaxTokens
+  int32_t ctas;           // of a token that has more threads than a CTA has
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -104,10 +104,16 @@ struct RopeParams {
 template <class Variant, RopeWork kWork>
 struct Rope {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = rope_ctas<T>(kWork), kSmemBytes = 0;
-  static constexpr int kVec = Variant::kVec;
-  static constexpr int kHeads = 2;  // heads of a thread
-  static constexpr bool kFused = kWork == RopeWork::kAppend, kGathers = kWork == RopeWork::kGather;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = rope_ctas(kWork), kSmemBytes = 0;
+  static constexpr int kVec = Variant::kVec, kStep = min(kVec, 2);  // dims of a vector, and of each at a time
+  static constexpr int kHeads = 4;                                  // heads of a thread
+  static constexpr bool kNorms = kWork == RopeWork::kNormAppend, kFused = kNorms || kWork == RopeWork::kAppend;
+  static constexpr bool kGathers = kWork == RopeWork::kGather;
+#ifdef __CUDA_ARCH__
+  static constexpr bool kHasOneUnit = !kNorms;  // a thread; under a norm those of a head are in one warp
+#else
+  static constexpr bool kHasOneUnit = false;
+#endif
 
   // kVec numbers in whole words: of an array of 16-bit numbers a compiler keeps each one in a register of its own.
   template <class E>
@@ -121,121 +127,156 @@ struct Rope {
       return to_float(__builtin_bit_cast(
           E, static_cast<Bits>(words[i / kInWord] >> i % kInWord * 8 * static_cast<int>(sizeof(E)))));
     }
-    // Of numbers i that were 0.
-    QUIRE_HD void set(int i, float x) {
-      using Bits = typename WordOf<sizeof(E)>::Type;
-      const Word bits = __builtin_bit_cast(Bits, from_float<E>(x));
-      words[i / kInWord] |= bits << i % kInWord * 8 * static_cast<int>(sizeof(E));
+    // The words, which a compiler does not widen ahead of this: all heads of a thread would take twice the registers.
+    QUIRE_HD Vector unwidened() const {
+      Vector same = *this;
+#ifdef __CUDA_ARCH__
+      if constexpr (sizeof(Word) == 4) {
+#pragma unroll
+        for (int i = 0; i < kVec / kInWord; ++i) asm volatile("" : "+r"(same.words[i]));
+      }
+#endif
+      return same;
+    }
+    // Numbers i on, kStep of them, that were 0.
+    QUIRE_HD void set(int i, const float (&x)[kStep]) {
+      if constexpr (kInWord == 1) {
+        for (int c = 0; c < kStep; ++c) words[i + c] = __builtin_bit_cast(Word, from_float<E>(x[c]));
+      } else {
+        words[i / kInWord] |= static_cast<Word>(two_from_floats<E>(x[0], x[kStep - 1]))
+                              << i % kInWord * 8 * static_cast<int>(sizeof(E));
+      }
     }
   };
 
   QUIRE_HD static int run(const RopeParams& p, unsigned char* = nullptr) {
-    const int columns = (groups_of(p.heads[0]) + groups_of(p.heads[1]) + groups_of(p.heads[2])) * p.lanes;
 #ifdef __CUDA_ARCH__
-    const ItemOfThread item(p.nnz, columns);
-    const Group of = group_of(p, item.row, item.column);
-    Pair x[kHeads] = {};
-    PagePlace place = kGathers ? place_in_pages(p, of) : PagePlace{0, 0};
-    if (item.exists && of.lane < units_of(p, of)) load(p, of, place, unit_of(p, of, of.lane), x);
-    if (kFused) place = place_in_pages(p, of);
-    __shared__ Rotation table[kMaxRotations];
-    const int pairs = p.heads[0].rotary_dim / 2;
-    for (int i = threadIdx.x; i < item.cta_rows * pairs; i += kThreads) {
-      const int token = static_cast<unsigned>(i) / static_cast<unsigned>(pairs), pair = i - token * pairs;
-      table[token * pairs + place_in_table(pair, pairs)] = rotation(p, item.cta_row + token, pair);
-    }
+    __shared__ alignas(Rotations) Rotation table[kMaxRotations];
+    __shared__ PagePlace places[kMaxTokens];
+    Pair x[kHeads];
+    PagePlace place = load_first(p, x);
+    prepare(p, table, places);
     __syncthreads();
-    if (item.exists) process(p, of, place, x, table + (item.row - item.cta_row) * pairs);
+    const Item item(p);
+    if (!item.exists) return 0;
+    if (kFused) place = places[item.row];
+    process(p, Group(p, item.token, item.column), place, x, table + item.row * p.pairs.divisor);
 #else
-    parallel_rows(p.nnz, columns, [&](int64_t token, int column) {
-      const Group of = group_of(p, token, column);
-      const PagePlace place = place_in_pages(p, of);
-      Rotation table[kMaxTablePairs];
-      const int pairs = p.heads[0].rotary_dim / 2;
+    parallel_rows(p.nnz, 1, [&](int64_t token, int) {
+      const PagePlace place = place_in_pages(p, token);
+      alignas(Rotations) Rotation table[kMaxTablePairs];
+      const int pairs = static_cast<int>(p.pairs.divisor);
       for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, token, i);
-      Pair x[kHeads] = {};
-      if (of.lane < units_of(p, of)) load(p, of, place, unit_of(p, of, of.lane), x);
-      process(p, of, place, x, table);
+      for (int column = 0; column < static_cast<int>(p.columns.divisor); ++column) {
+        const Group of(p, token, column);
+        Pair x[kHeads];
+        load(p, of, place, Unit(p, of, of.lane), x);
+        process(p, of, place, x, table);
+      }
     });
 #endif
     return 0;
   }
 
  private:
-  // Heads `first` to `first` + `count` of a token's queries (part 0), keys (1) or values (2), and which of the threads
-  // that have them this is.
-  struct Group {
-    int part;
-    int64_t token;
-    int first, count, lane;
-  };
-
-  QUIRE_HD static int groups_of(const RopeHeads& heads) { return ceil_div(heads.num_heads, kHeads); }
-
-  QUIRE_HD static Group group_of(const RopeParams& p, int64_t token, int column) {
-    const int group = static_cast<unsigned>(column) / static_cast<unsigned>(p.lanes);
-    const int k = groups_of(p.heads[0]), v = k + groups_of(p.heads[1]), part = (group >= k) + (group >= v);
-    const int first = (group - (group < k ? 0 : group < v ? k : v)) * kHeads;
-    return {part, token, first, min(kHeads, of_part(p, part, &RopeHeads::num_heads) - first), column - group * p.lanes};
-  }
-
-  template <class X>
-  QUIRE_HD static X of_part(const RopeParams& p, int part, X RopeHeads::* field) {
-    const X q = p.heads[0].*field, k = p.heads[1].*field, v = p.heads[2].*field;
-    return part == 0 ? q : part == 1 ? k : v;
-  }
-
-  template <class X>
-  QUIRE_HD static X of_rows(const RopeParams& p, int part, HeadRows RopeHeads::* rows, X HeadRows::* field) {
-    const X q = p.heads[0].*rows.*field, k = p.heads[1].*rows.*field, v = p.heads[2].*rows.*field;
-    return part == 0 ? q : part == 1 ? k : v;
-  }
-
-  QUIRE_HD static HeadRows rows_of(const RopeParams& p, int part, HeadRows RopeHeads::* rows) {
-    return {of_rows(p, part, rows, &HeadRows::data), of_rows(p, part, rows, &HeadRows::page_stride),
-            of_rows(p, part, rows, &HeadRows::token_stride), of_rows(p, part, rows, &HeadRows::head_stride)};
-  }
-
-  // Where the token's page is, if its heads come from pages or go to some.
-  struct PagePlace {
-    int page, token_in_page;
-  };
-  QUIRE_HD static PagePlace place_in_pages(const RopeParams& p, const Group& of) {
-    const bool has_pages = kGathers || (kFused && of_part(p, of.part, &RopeHeads::is_paged));
-    if (!has_pages) return {0, 0};
-    const Place place = place_of(p, of.token);
-    return {static_cast<int>(place.page), place.token_in_page};
-  }
-
-  // Two vectors of a head: dims [x, x + kVec) and [y, y + kVec), of the dims that turn or of those that do not.
-  struct Unit {
-    int x, y, first_dim;
-    bool turns, has_y;
-  };
-
   // The two vectors of a head.
   struct Pair {
     Vector<T> x, y;
   };
+  // Rotations that are used at a time.
+  struct alignas(kStep * sizeof(Rotation)) Rotations {
+    Rotation at[kStep];
+  };
 
-  QUIRE_HD static int units_of(const RopeParams& p, const Group& of) {
-    const int rotary_dim = of_part(p, of.part, &RopeHeads::rotary_dim),
-              rest = of_part(p, of.part, &RopeHeads::nope_dim);
-    return rotary_dim / (2 * kVec) + (rest + 2 * kVec - 1) / (2 * kVec);
+  // Where the token's page is, if any heads come from pages or go to some.
+  struct PagePlace {
+    int page, token_in_page;
+  };
+  QUIRE_HD static PagePlace place_in_pages(const RopeParams& p, int64_t token) {
+    if (kWork == RopeWork::kRotate || p.batch_indices == nullptr) return {0, 0};
+    const Place place = place_of(p, token);
+    return {static_cast<int>(place.page), place.token_in_page};
   }
 
-  QUIRE_HD static Unit unit_of(const RopeParams& p, const Group& of, int unit) {
-    const int rotary_dim = of_part(p, of.part, &RopeHeads::rotary_dim), turning = rotary_dim / (2 * kVec);
-    if (unit >= turning) {
-      const int x = (unit - turning) * 2 * kVec;
-      return {x, x + kVec, rotary_dim, false, x + kVec < of_part(p, of.part, &RopeHeads::nope_dim)};
+#ifdef __CUDACC__
+  // What a thread works on: CTA i on p.tokens tokens, or on a part of one. A thread without work repeats the first one.
+  struct Item {
+    int64_t cta_token, token;
+    int row, column;
+    bool exists;
+
+    QUIRE_DEVICE explicit Item(const RopeParams& p) {
+      unsigned thread;
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew each time: no register keeps what follows from it
+      const unsigned group = p.ctas == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(p.ctas);
+      const int at = static_cast<int>((blockIdx.x - group * p.ctas) * blockDim.x + thread);
+      cta_token = static_cast<int64_t>(group) * p.tokens;
+      row = p.columns.div(at);
+      exists = row < p.tokens && cta_token + row < p.nnz;
+      column = exists ? at - row * static_cast<int>(p.columns.divisor) : 0;
+      token = cta_token + (exists ? row : 0);
     }
-    const int x = p.interleave ? unit * 2 * kVec : unit * kVec;
-    return {x, p.interleave ? x + kVec : x + rotary_dim / 2, 0, true, true};
+  };
+
+  // Issues the reads of the thread's first unit. Where the token is, if inputs are pages.
+  QUIRE_DEVICE static PagePlace load_first(const RopeParams& p, Pair* x) {
+    const Item item(p);
+    const Group of(p, item.token, item.column);
+    const PagePlace from = kGathers ? place_in_pages(p, of.token) : PagePlace{0, 0};
+    load(p, of, from, Unit(p, of, of.lane < of.units(p) ? of.lane : 0), x);
+    return from;
   }
+
+  // The rotations and places of a CTA's tokens. The last threads look up places: their trips to memory are longer.
+  QUIRE_DEVICE static void prepare(const RopeParams& p, Rotation* table, PagePlace* places) {
+    const Item item(p);
+    const int tokens = static_cast<int>(min<int64_t>(p.tokens, p.nnz - item.cta_token));
+    const int row = static_cast<int>(blockDim.x - 1 - threadIdx.x), pairs = static_cast<int>(p.pairs.divisor);
+    if (kFused && row < tokens) places[row] = place_in_pages(p, item.cta_token + row);
+    for (int i = static_cast<int>(threadIdx.x); i < tokens * pairs; i += static_cast<int>(blockDim.x)) {
+      const int token = p.pairs.div(i), pair = i - token * pairs;
+      table[token * pairs + place_in_table(pair, pairs)] = rotation(p, item.cta_token + token, pair);
+    }
+  }
+#endif
+
+  // Heads `first` to `first` + `count` of a token's queries (part 0), keys (1) or values (2), and which of the threads
+  // that have them this is.
+  struct Group {
+    int64_t token;
+    int part, first, count, lane;
+
+    QUIRE_HD Group(const RopeParams& p, int64_t of_token, int column) : token(of_token) {
+      const int group = p.lanes.div(column);
+      lane = column - group * static_cast<int>(p.lanes.divisor);
+      part = (group >= p.heads[1].first_group) + (group >= p.heads[2].first_group);
+      first = (group - heads(p).first_group) * kHeads, count = min(kHeads, heads(p).num_heads - first);
+    }
+    QUIRE_HD const RopeHeads& heads(const RopeParams& p) const { return p.heads[part]; }
+    QUIRE_HD unsigned turning(const RopeParams& p) const { return static_cast<unsigned>(heads(p).rotary_dim) / kUnit; }
+    QUIRE_HD int units(const RopeParams& p) const {
+      return static_cast<int>(turning(p) + (static_cast<unsigned>(heads(p).nope_dim) + kUnit - 1) / kUnit);
+    }
+  };
+
+  static constexpr unsigned kUnit = 2 * kVec;  // dims of both vectors of a head
+
+  // Two vectors of a head: dims [x, x + kVec) and [y, y + kVec), of the dims that turn or of those that do not.
+  struct Unit {
+    int x, y;
+    bool turns, has_y;
+
+    QUIRE_HD Unit(const RopeParams& p, const Group& of, int unit) {
+      const int turning = static_cast<int>(of.turning(p)), width = static_cast<int>(kUnit);
+      turns = unit < turning;
+      const bool is_whole = !turns || p.interleave != 0;
+      x = (turns ? unit : unit - turning) * (is_whole ? width : kVec);
+      y = is_whole ? x + kVec : x + turning * kVec;
+      has_y = turns || y < of.heads(p).nope_dim;
+    }
+  };
 
   // Where a token's rotations lie: those that neighbouring threads read at a time are neighbours.
-  static constexpr int kStep = kVec < 2 ? kVec : 2;  // dims of each vector at a time
   QUIRE_HD static int place_in_table(int pair, int pairs) {
     const int units = pairs / kVec;
     return pair % kVec / kStep * (units * kStep) + pair / kVec * kStep + pair % kStep;
@@ -243,63 +284,84 @@ struct Rope {
 
   // x: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
   QUIRE_HD static void process(const RopeParams& p, const Group& of, PagePlace place, Pair* x, const Rotation* turns) {
-    const bool is_paged = kFused && of_part(p, of.part, &RopeHeads::is_paged);
+    const bool is_paged = kFused && of.heads(p).is_paged;
     float by[kHeads];
-    for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of_part(p, of.part, &RopeHeads::scale) : 1.f;
-    if (kFused && of_part(p, of.part, &RopeHeads::weight) != nullptr) normalise(p, of, x, by);
-    if (place.page < 0) return;
+    for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads(p).scale : 1.f;
+    if (kNorms && of.heads(p).weight != nullptr) normalise(p, of, x, by);
+    if ((kGathers || is_paged) && place.page < 0) return;
 #pragma unroll 1
-    for (int i = of.lane; i < units_of(p, of); i += p.lanes) {
-      const Unit unit = unit_of(p, of, i);
-      if (i != of.lane) load(p, of, place, unit, x);
-      const HeadRows out = rows_of(p, of.part, unit.turns ? &RopeHeads::rope_out : &RopeHeads::nope_out);
-      const int64_t row = is_paged ? place.page * out.page_stride + place.token_in_page * out.token_stride
-                                   : of.token * out.token_stride;
-      write(p, of, unit, x, by, turns + i * kStep, out, row + of.first * out.head_stride);
+    for (int i = of.lane; i < of.units(p);) {
+      write_unit(p, of, place, i, x, by, turns + i * kStep);
+      i += static_cast<int>(p.lanes.divisor);
+      if (kHasOneUnit || i >= of.units(p)) return;
+      load(p, of, place, Unit(p, of, i), x);
     }
+  }
+
+  QUIRE_HD static void write_unit(const RopeParams& p, Group of, PagePlace place, int i, const Pair* x, const float* by,
+                                  const Rotation* turns) {
+    keep_here(of.part);
+    const Unit unit(p, of, i);
+    const HeadRows& out = unit.turns ? of.heads(p).rope_out : of.heads(p).nope_out;
+    const int64_t row = kFused && of.heads(p).is_paged
+                            ? place.page * out.page_stride + place.token_in_page * out.token_stride
+                            : of.token * out.token_stride;
+    const int bytes = kFused && of.heads(p).out_type != HeadType::kAsInput ? 1 : static_cast<int>(sizeof(T));
+    write(p, of, unit, x, by, turns,
+          {static_cast<unsigned char*>(out.data) + (row + of.first * out.head_stride + unit.x) * bytes,
+           (unit.y - unit.x) * bytes, out.head_stride * bytes});
   }
 
   // from: where the token lies if inputs are pages.
   QUIRE_HD static void load(const RopeParams& p, const Group& of, PagePlace from, const Unit& unit, Pair* x) {
     if (kGathers && from.page < 0) return;
-    const HeadRows in = rows_of(p, of.part, unit.turns ? &RopeHeads::rope : &RopeHeads::nope);
-    const T* row = static_cast<const T*>(in.data) + (kGathers ? from.page * in.page_stride : 0) +
-                   (kGathers ? from.token_in_page : of.token) * in.token_stride;
+    const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
+    const T* head = static_cast<const T*>(in.data) + (kGathers ? from.page * in.page_stride : 0) +
+                    (kGathers ? from.token_in_page : of.token) * in.token_stride + of.first * in.head_stride + unit.x;
+    const int to_y = unit.has_y ? unit.y - unit.x : 0;
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) {
-      if (h >= of.count) continue;
-      const T* head = row + (of.first + h) * in.head_stride;
-      x[h].x = *reinterpret_cast<const Vector<T>*>(head + unit.x);
-      x[h].y = unit.has_y ? *reinterpret_cast<const Vector<T>*>(head + unit.y) : Vector<T>{};
+      x[h].x = *reinterpret_cast<const Vector<T>*>(head);
+      x[h].y = *reinterpret_cast<const Vector<T>*>(head + to_y);
+      if (h + 1 < of.count) head += in.head_stride;
     }
   }
 
-  // Multiplies each `by` with the reciprocal of its head's root mean square.
-  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, const Pair* first, float* by) {
+  // Multiplies each `by` with the reciprocal of its head's root mean square. x: the vectors of the thread's first unit.
+  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, const Pair* x, float* by) {
+    const int lanes = static_cast<int>(p.lanes.divisor), units = of.units(p);
     float sums[kHeads] = {};
+    const bool has_y = Unit(p, of, of.lane).has_y;
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) sums[h] = sum_of_squares(first[h]);
-#pragma unroll 1
-    for (int i = of.lane + p.lanes; i < units_of(p, of); i += p.lanes) {
-      Pair x[kHeads];
-      load(p, of, {0, 0}, unit_of(p, of, i), x);
+    for (int h = 0; h < kHeads; ++h) sums[h] = of.lane < units ? sum_of_squares(x[h], has_y) : 0.f;
+    for (int i = of.lane + lanes; i < units; i += lanes) add_squares(p, of, i, sums);
+    const float dims = static_cast<float>(of.heads(p).rotary_dim + of.heads(p).nope_dim);
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) sums[h] += sum_of_squares(x[h]);
-    }
-    const bool is_used = of.lane < units_of(p, of);
-    const int rotary_dim = of_part(p, of.part, &RopeHeads::rotary_dim),
-              rest = of_part(p, of.part, &RopeHeads::nope_dim);
-    const float dims = static_cast<float>(rotary_dim + rest);
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h)
-      by[h] *= reciprocal_root(sum_of_lanes(is_used ? sums[h] : 0.f, p.lanes) / dims + p.eps);
+    for (int h = 0; h < kHeads; ++h) by[h] *= reciprocal_root(sum_of_lanes(sums[h], lanes) / dims + p.eps);
   }
 
-  QUIRE_HD static float sum_of_squares(const Pair& of) {
+  // Those of a further unit, head by head: registers hold the first one.
+  QUIRE_HD static void add_squares(const RopeParams& p, Group of, int i, float* sums) {
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) {
+      keep_here(of.part);
+      const Unit unit(p, of, i);
+      const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
+      const T* head = static_cast<const T*>(in.data) + of.token * in.token_stride +
+                      (of.first + min(h, of.count - 1)) * in.head_stride;
+      sums[h] += sum_of_squares({*reinterpret_cast<const Vector<T>*>(head + unit.x),
+                                 *reinterpret_cast<const Vector<T>*>(head + (unit.has_y ? unit.y : unit.x))},
+                                unit.has_y);
+    }
+  }
+
+  QUIRE_HD static float sum_of_squares(const Pair& of, bool has_y) {
+    const Vector<T> x = of.x.unwidened(), y = has_y ? of.y.unwidened() : Vector<T>{};
     float sum = 0.f;
+#pragma unroll
     for (int c = 0; c < kVec; ++c) {
-      const float a = of.x.get(c), b = of.y.get(c);
-      sum += a * a + b * b;
+      sum = fused_multiply_add(x.get(c), x.get(c), sum);
+      sum = fused_multiply_add(y.get(c), y.get(c), sum);
     }
     return sum;
   }
@@ -352,69 +414,106 @@ struct Rope {
     if (!position.is_known) return {__builtin_nanf(""), __builtin_nanf("")};
     if (p.cos_sin_cache == nullptr) return rope_rotation(position.at, p.frequencies[pair]);
     const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
-    return {row[0], row[p.heads[0].rotary_dim / 2]};
+    return {row[0], row[p.pairs.divisor]};
   }
 
-  // Scales, turns and stores the vectors of all heads; the first one's place in the output is `head`.
+  // Where results go, in bytes: x of the first head, y behind it, and the next head behind that.
+  struct Target {
+    unsigned char* x;
+    int64_t y, head;
+  };
+
+  // Scales, turns and stores the vectors of all heads.
   QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
-                             const Rotation* turns, const HeadRows& out, int64_t head) {
-    const HeadType type = kFused ? of_part(p, of.part, &RopeHeads::out_type) : HeadType::kAsInput;
-    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, x, by, turns, out, head);
-    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, x, by, turns, out, head)
-                            : write_as<e5m2_t>(p, of, unit, x, by, turns, out, head);
+                             const Rotation* turns, const Target& to) {
+    const HeadType type = kFused ? of.heads(p).out_type : HeadType::kAsInput;
+    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, x, by, turns, to);
+    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, x, by, turns, to)
+                            : write_as<e5m2_t>(p, of, unit, x, by, turns, to);
+  }
+
+  template <class E>
+  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
+                                const Rotation* turns, const Target& to) {
+    if (kNorms && of.heads(p).weight != nullptr) {
+      write_scaled<E, kNorms>(p, of, unit, x, by, turns, to);
+    } else {
+      write_scaled<E, false>(p, of, unit, x, by, turns, to);
+    }
+  }
+
+  enum class Turn { kNone, kHalves, kNeighbours };
+
+  template <class E, bool kHasNorm>
+  QUIRE_HD static void write_scaled(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x,
+                                    const float* by, const Rotation* turns, const Target& to) {
+    if (!unit.turns) {
+      write_turned<E, kHasNorm, Turn::kNone>(p, of, unit, x, by, turns, to);
+    } else if (kVec > 1 && p.interleave != 0) {
+      write_turned<E, kHasNorm, Turn::kNeighbours>(p, of, unit, x, by, turns, to);
+    } else {
+      write_turned<E, kHasNorm, Turn::kHalves>(p, of, unit, x, by, turns, to);
+    }
   }
 
   // turns: the unit's first; those of the next kStep pairs stand a row of the table further on.
-  template <class E>
-  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
-                                const Rotation* turns, const HeadRows& out, int64_t head) {
-    const int row = p.heads[0].rotary_dim / 2 / kVec * kStep;
-    const auto at = [&](int c) { return turns[c / kStep * row + c % kStep]; };
-    Vector<E> to_x[kHeads] = {}, to_y[kHeads] = {};
+  template <class E, bool kHasNorm, Turn kTurn>
+  QUIRE_HD static void write_turned(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x,
+                                    const float* by, const Rotation* turns, Target to) {
+    Rotations by_step[kVec / kStep] = {};
+    const Pair all_weights = kHasNorm ? weights_of(p, of, unit) : Pair{};
 #pragma unroll
-    for (int c = 0; c < kVec; c += kStep) {
-      const bool neighbours = kVec > 1 && p.interleave;
-      Rotation first{1.f, 0.f}, second{1.f, 0.f};
-      if (unit.turns) first = at(neighbours ? c / 2 : c), second = at(neighbours ? (kVec + c) / 2 : c + kStep - 1);
+    for (int h = 0; h < kHeads; ++h, to.x += to.head) {
+      keep_here(to.x);
+      if (kTurn != Turn::kNone && (h == 0 || kHasNorm)) {
+        keep_here(turns);
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        float a[kStep], b[kStep];
-        for (int i = 0; i < kStep; ++i) a[i] = x[h].x.get(c + i), b[i] = x[h].y.get(c + i);
-        if (kFused) scale(p, of.part, unit, c, by[h], a, b);
-        if (unit.turns) turn(neighbours, first, second, a, b);
-        for (int i = 0; i < kStep; ++i) to_x[h].set(c + i, a[i]), to_y[h].set(c + i, b[i]);
+        for (int i = 0; i < kVec / kStep; ++i)
+          by_step[i] = *reinterpret_cast<const Rotations*>(turns + i * (p.pairs.divisor / kVec * kStep));
       }
-    }
-    E* to = static_cast<E*>(out.data) + head;
+      const Pair weights = {all_weights.x.unwidened(), all_weights.y.unwidened()};
+      const Vector<T> from_x = x[h].x.unwidened(), from_y = x[h].y.unwidened();
+      Vector<E> to_x = {}, to_y = {};
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      if (h >= of.count) continue;
-      *reinterpret_cast<Vector<E>*>(to + h * out.head_stride + unit.x) = to_x[h];
-      if (unit.has_y) *reinterpret_cast<Vector<E>*>(to + h * out.head_stride + unit.y) = to_y[h];
+      for (int c = 0; c < kVec; c += kStep) {
+        float a[kStep], b[kStep];
+#pragma unroll
+        for (int i = 0; i < kStep; ++i) {
+          a[i] = from_x.get(c + i), b[i] = from_y.get(c + i);
+          if (kHasNorm || !is_same<E, T>::value) a[i] *= by[h], b[i] *= by[h];
+          if (kHasNorm) a[i] *= weights.x.get(c + i), b[i] *= weights.y.get(c + i);
+          if (kTurn == Turn::kHalves) rotate(a[i], b[i], by_step[c / kStep].at[i]);
+        }
+        if (kTurn == Turn::kNeighbours) {
+          const int pair_a = c / 2, pair_b = (kVec + c) / 2;
+          rotate(a[0], a[kStep - 1], by_step[pair_a / kStep].at[pair_a % kStep]);
+          rotate(b[0], b[kStep - 1], by_step[pair_b / kStep].at[pair_b % kStep]);
+        }
+        to_x.set(c, a), to_y.set(c, b);
+      }
+      if (h < of.count) *reinterpret_cast<Vector<E>*>(to.x) = to_x;
+      if (h < of.count && unit.has_y) *reinterpret_cast<Vector<E>*>(to.x + to.y) = to_y;
     }
   }
 
-  // By the norm, or the scale of what is quantised, and by the norm's weights of dims c on.
-  QUIRE_HD static void scale(const RopeParams& p, int part, const Unit& unit, int c, float by, float* a, float* b) {
-    for (int i = 0; i < kStep; ++i) a[i] *= by, b[i] *= by;
-    const void* weights = of_part(p, part, &RopeHeads::weight);
-    if (weights == nullptr) return;
-    const T* weight = static_cast<const T*>(weights) + unit.first_dim + c;
-    for (int i = 0; i < kStep; ++i) {
-      a[i] *= to_float(weight[unit.x + i]);
-      if (unit.has_y) b[i] *= to_float(weight[unit.y + i]);
-    }
+  // What depends on it is not computed ahead of this.
+  template <class X>
+  QUIRE_HD static void keep_here([[maybe_unused]] X*& pointer) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+l"(pointer));
+#endif
+  }
+  QUIRE_HD static void keep_here([[maybe_unused]] int& x) {
+#ifdef __CUDA_ARCH__
+    asm volatile("" : "+r"(x));
+#endif
   }
 
-  // neighbours: both dims of a pair are in the same vector.
-  QUIRE_HD static void turn(bool neighbours, Rotation first, Rotation second, float* a, float* b) {
-    if (neighbours) {
-      rotate(a[0], a[kStep - 1], first);
-      rotate(b[0], b[kStep - 1], second);
-    } else {
-      rotate(a[0], b[0], first);
-      if (kStep > 1) rotate(a[kStep - 1], b[kStep - 1], second);
-    }
+  // The norm's weights of the unit's dims.
+  QUIRE_HD static Pair weights_of(const RopeParams& p, const Group& of, const Unit& unit) {
+    const T* weight = static_cast<const T*>(of.heads(p).weight) + (unit.turns ? 0 : of.heads(p).rotary_dim);
+    return {*reinterpret_cast<const Vector<T>*>(weight + unit.x),
+            *reinterpret_cast<const Vector<T>*>(weight + (unit.has_y ? unit.y : unit.x))};
   }
 };
 
@@ -422,6 +521,8 @@ template <class Variant>
 using RotateHeads = Rope<Variant, RopeWork::kRotate>;
 template <class Variant>
 using RotateAppend = Rope<Variant, RopeWork::kAppend>;
+template <class Variant>
+using NormRotateAppend = Rope<Variant, RopeWork::kNormAppend>;
 template <class Variant>
 using RotatePages = Rope<Variant, RopeWork::kGather>;
 
