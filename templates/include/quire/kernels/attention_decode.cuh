@@ -120,6 +120,9 @@ class AttentionDecode {
   QUIRE_DEVICE void start(bool is_first) {
     // Not sooner: CTAs of the next launch beside this one would delay its first copies.
     if (is_first) ptx::launch_dependents();
+    if constexpr (kHasRope) {
+      if (is_first) compute_steps();
+    }
     const bool has_query = Shape::kHasFirstQuery && is_first;
     if (has_query) {
       ptx::cp_async_wait<kStages>();  // the first load; kStages of keys are under way
@@ -139,6 +142,14 @@ class AttentionDecode {
       __syncthreads();
     else
       __syncwarp();
+  }
+
+  // What a pair of dims turns from a key to the next one that a lane has.
+  QUIRE_DEVICE void compute_steps() {
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < kQk / 2; i += kThreads)
+      smem_.fixed.steps[i] = rope_rotation(kTurnStep, p_.rope_frequencies[i]);
+    if (!Shape::kHasFirstQuery) __syncthreads();  // the first query's barrier is for both
   }
 
   // Computes the KV split's keys of KV tile tile_, which are loaded or still on their way to `stage`.
@@ -161,7 +172,8 @@ class AttentionDecode {
         if (bias_.key != key) bias_.read(LogitsTransform<V, Math>(p_), logits_tile(key), has_low_rows());
       }
       if constexpr (kHasRope) {
-        mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, p_.rope_frequencies);
+        mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, p_.rope_frequencies,
+                                                             smem_.fixed.steps);
       } else {
         mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
       }

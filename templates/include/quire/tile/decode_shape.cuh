@@ -36,6 +36,13 @@ struct QueryArea {
 template <int kWarps>
 struct QueryArea<kWarps, 0> {};
 
+template <int kPairs>
+struct StepArea {
+  alignas(16) Rotation steps[kPairs];  // of rotated keys: what each pair of dims turns in kTurnStep tokens
+};
+template <>
+struct StepArea<0> {};
+
 template <class V>
 struct DecodeShape {
   using Q = typename V::Q;
@@ -60,7 +67,8 @@ struct DecodeShape {
   // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
   static constexpr int kRegisters = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
   // A tree mask with a window, and rotated keys, take registers, too.
-  static constexpr bool kIsCrowded = (V::kMask == kMaskTree && V::kWindow != 0) || V::kPosEncoding == kPosEncodingRope;
+  static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
+  static constexpr bool kIsCrowded = (V::kMask == kMaskTree && V::kWindow != 0) || kHasRope;
   static constexpr int kHeldQ = kQk / (kRegisters <= 160        ? 16
                                        : kRegisters <= 176      ? 32
                                        : kM == 2 && !kIsCrowded ? 64
@@ -74,7 +82,9 @@ struct DecodeShape {
 
   // Shared memory beside the ring and the first queries.
   template <bool kHasSpill>
-  struct Fixed : SpillArea<kHasSpill ? kWarps : 0, kSpillBytes>, QueryArea<kSplitWarps, kQueryBytes> {
+  struct Fixed : SpillArea<kHasSpill ? kWarps : 0, kSpillBytes>,
+                 QueryArea<kSplitWarps, kQueryBytes>,
+                 StepArea<kHasRope ? kQk / 2 : 0> {
     float2 states[kWarps][kM * 16];  // maximum and denominator of each row
     WorkTile work[kWarps];
     RowTile tiles[kWarps][TileWindow<V::kCascade != 0>::kTiles];

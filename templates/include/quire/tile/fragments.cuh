@@ -210,10 +210,11 @@ QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)
 }
 
 // s [kM * 16, kN] = q * k^T for rotated keys kN * block .. of a tile, of which the first stands at `position`. One
-// ldmatrix reads 16 keys x two chunks that are paired: {keys 0..7, 8..15} x {chunk, the other}.
+// ldmatrix reads 16 keys x two chunks that are paired: {keys 0..7, 8..15} x {chunk, the other}. steps: of all pairs,
+// see tile/rope.cuh.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Tile>
 QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile tile, int block, int lane, int position,
-                                   const uint64_t* frequencies) {
+                                   const uint64_t* frequencies, const Rotation* steps) {
   constexpr bool kNarrow = sizeof(Kv) == 1;
   constexpr int kPairs = Tile::kChunks / 2, kDims = kNarrow ? 4 : 2;  // of chunks; that a lane has of each
   static_assert(Tile::kChunks % 2 == 0, "all chunks have another to be paired with");
@@ -224,8 +225,9 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
   constexpr int kUnrolled = Query::kHeldBlocks > 0 ? kPairs : 1;
 #pragma unroll kUnrolled
   for (int k = 0; k < kPairs; ++k) {
-    const Frequencies<kDims> f(frequencies + 4 * kDims * k + kDims * (lane & 3));
-    const Angles<2, 8> angles(position, f.at);
+    const int pair = 4 * kDims * k + kDims * (lane & 3);
+    const Frequencies<kDims> f(frequencies + pair);
+    Turning<kDims> turning(position, f.at, steps == nullptr ? nullptr : steps + pair);
     uint32_t rows[2][kM][4];
     q.get(k, rows[0]);
     if constexpr (kNarrow) q.get(k + kPairs, rows[1]);
@@ -239,11 +241,12 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
         if constexpr (kNarrow) {
           ptx::widen(Kv{}, x[2 * h], b[0][0], b[0][1]);
           ptx::widen(Kv{}, x[2 * h + 1], b[1][0], b[1][1]);
-          rotate_words<T>(b[0][0], b[1][0], position + 8 * (n + h), f.at);
-          rotate_words<T>(b[0][1], b[1][1], position + 8 * (n + h), f.at + kDims - 2);
+          rotate_words<T>(b[0][0], b[1][0], turning.at);
+          rotate_words<T>(b[0][1], b[1][1], turning.at + kDims - 2);
         } else {
-          rotate_words<T>(b[0][0], b[0][1], angles.at(0, n + h), angles.at(1, n + h));
+          rotate_words<T>(b[0][0], b[0][1], turning.at);
         }
+        if (n + h + 1 < kN / 8) turning.advance();
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           ptx::mma_m16n8k16(T{}, s.at[m][n + h], rows[0][m], b[0][0], b[0][1]);

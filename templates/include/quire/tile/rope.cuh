@@ -23,19 +23,6 @@ struct Frequencies {
   }
 };
 
-// Angles of kCount pairs for tokens of which each stands kStep behind the one before.
-template <int kCount, int kStep>
-struct Angles {
-  int32_t first[kCount], step[kCount];
-
-  QUIRE_DEVICE Angles(int position, const uint64_t* frequencies) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      first[i] = rope_angle(position, frequencies[i]), step[i] = rope_angle(kStep, frequencies[i]);
-  }
-  QUIRE_DEVICE int32_t at(int i, int token) const { return first[i] + token * step[i]; }
-};
-
 // To 2^-20, without a conversion from integer to float: those are as slow as cosines are.
 QUIRE_DEVICE Rotation fast_rotation(int32_t angle) {
   // 1.5 and the angle in turns: the exponent of 1 before the highest bits of the angle.
@@ -44,16 +31,37 @@ QUIRE_DEVICE Rotation fast_rotation(int32_t angle) {
   return {ptx::cos(radians), ptx::sin(radians)};
 }
 
-// Two dims and the two that they are paired with, by the angles of both pairs.
+constexpr int kTurnStep = 8;  // tokens
+
+// Rotations of kCount pairs for tokens of which each stands kTurnStep behind the one before: the first by sine and
+// cosine, of which an SM computes few, and each other one from the one before. An error grows by 2^-20 a step.
+template <int kCount>
+struct Turning {
+  Rotation at[kCount], step[kCount];
+
+  // steps: rotations of kTurnStep tokens in shared memory, from a multiple of two on; null: they are computed.
+  QUIRE_DEVICE Turning(int position, const uint64_t* frequencies, const Rotation* steps) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      at[i] = fast_rotation(rope_angle(position, frequencies[i]));
+      step[i] = steps == nullptr ? fast_rotation(rope_angle(kTurnStep, frequencies[i])) : steps[i];
+    }
+  }
+  QUIRE_DEVICE void advance() {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) rotate(at[i].cos, at[i].sin, step[i]);
+  }
+};
+
+// Two dims and the two that they are paired with.
 template <class T>
-QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int32_t angle0, int32_t angle1) {
-  const int32_t angles[2] = {angle0, angle1};
+QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, const Rotation* by) {
   float x[2], y[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     x[i] = to_float(T{static_cast<uint16_t>(first >> 16 * i)}),
     y[i] = to_float(T{static_cast<uint16_t>(second >> 16 * i)});
-    rotate(x[i], y[i], fast_rotation(angles[i]));
+    rotate(x[i], y[i], by[i]);
   }
   first = ptx::pack(T{}, x[0], x[1]), second = ptx::pack(T{}, y[0], y[1]);
 }
@@ -61,7 +69,8 @@ QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int32_t angle0
 // The same at a position; `at`: the frequencies of both pairs.
 template <class T>
 QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int position, const uint64_t* at) {
-  rotate_words<T>(first, second, rope_angle(position, at[0]), rope_angle(position, at[1]));
+  const Rotation by[2] = {fast_rotation(rope_angle(position, at[0])), fast_rotation(rope_angle(position, at[1]))};
+  rotate_words<T>(first, second, by);
 }
 
 // All rows of a tile of 16-bit numbers, in place, by kThreads threads; position_of(row).
