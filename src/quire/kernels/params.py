@@ -27,8 +27,6 @@ _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 MAX_TABLE_PAIRS = 512
 #: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
 MAX_ROTARY_PAIRS = 256
-#: Rotations and tokens of a CTA: kMaxRotations and kMaxTokens in kernels/rope.h.
-MAX_ROTATIONS, MAX_TOKENS = 1024, 32
 
 
 @cache
@@ -287,7 +285,7 @@ class RopeParams(ctypes.Structure):
         *((name, c_int32) for name in ("batch_size", "num_pages", "page_size", "has_long_pos_ids")),
         *((name, c_int32) for name in ("num_requests", "num_positions", "interleave")),
         *((name, FastDivisor) for name in ("columns", "lanes", "pairs")),
-        *((name, c_int32) for name in ("tokens", "ctas")),
+        *((name, c_int32) for name in ("tokens", "ctas", "slots_at")),
         ("eps", c_float),
         ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
     )

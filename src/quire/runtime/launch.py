@@ -28,12 +28,12 @@ def _after_fork() -> None:
 os.register_at_fork(after_in_child=_after_fork)
 
 
-def launch(module: Module, params: int, device: torch.device, *, grid: int, block: int) -> None:
+def launch(module: Module, params: int, device: torch.device, *, grid: int, block: int, smem: int = 0) -> None:
     """Run `module` on the parameter struct at address `params`."""
     if is_profiling():
-        profiled(module, _launch, module, params, device, grid, block)
+        profiled(module, _launch, module, params, device, grid, block, smem)
     else:
-        _launch(module, params, device, grid, block)
+        _launch(module, params, device, grid, block, smem)
 
 
 def profiled(module: Module, start: Callable[..., None], *args: Any) -> None:
@@ -42,12 +42,12 @@ def profiled(module: Module, start: Callable[..., None], *args: Any) -> None:
         start(*args)
 
 
-def _launch(module: Module, params: int, device: torch.device, grid: int, block: int) -> None:
+def _launch(module: Module, params: int, device: torch.device, grid: int, block: int, smem: int = 0) -> None:
     refuse_make_fx(module.slug)
     if isinstance(module, CudaModule):
         index = device.index or 0
         stream = torch._C._cuda_getCurrentRawStream(index)
-        module.launch(params, grid=grid, block=block, smem=0, stream=stream, device=index, pdl=False)
+        module.launch(params, grid=grid, block=block, smem=smem, stream=stream, device=index, pdl=False)
         return
     assert isinstance(module, HostModule)
     if status := _call(module.function, params):

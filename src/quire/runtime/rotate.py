@@ -12,16 +12,7 @@ import torch
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
-from quire.kernels.params import (
-    MAX_ROTARY_PAIRS,
-    MAX_ROTATIONS,
-    MAX_TABLE_PAIRS,
-    MAX_TOKENS,
-    FastDivisor,
-    HeadRows,
-    RopeHeads,
-    RopeParams,
-)
+from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, FastDivisor, HeadRows, RopeHeads, RopeParams
 from quire.kernels.rotation import llama31_frequencies, rope_frequencies
 from quire.runtime.checks import (
     batch_size_of,
@@ -34,13 +25,14 @@ from quire.runtime.checks import (
 )
 from quire.runtime.indices import check_offsets, check_range, index_table
 from quire.runtime.launch import launch
-from quire.runtime.target import on_cuda, target_of
+from quire.runtime.target import max_ctas, on_cuda, target_of
 
 INPUTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 _OUT_TYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}  #: HeadType in kernels/rope.h; 0: as the input
 _LEAST, _MOST = -(2**31), 2**31 - 1  #: of positions
 _LEAST_SCALE = 1e-3
-_WARP, _LEAST_THREADS = 32, 96  #: threads, the latter of a CTA
+_WARP, _LEAST_THREADS, _THREADS_OF_SM = 32, 96, 768  #: threads; the second of a CTA
+_SMEM = 48 << 10  #: bytes of shared memory that a kernel has without asking
 
 Llama31 = tuple[float, float, float]  #: low_freq_factor, high_freq_factor, old_context_len
 
@@ -253,10 +245,13 @@ class Rotation:
         lanes, pairs = _lanes(heads, vector, self._device), some.shape[-1] // 2
         columns = max(1, lanes * groups)
         params.columns, params.lanes, params.pairs = map(FastDivisor.of, (columns, lanes, pairs))
-        params.tokens, params.ctas = _tokens_of_cta(columns, pairs), -(-columns // PARALLEL_THREADS)
+        thread_bytes = 2 * 2 * HEADS_OF_THREAD * vector * some.element_size()  # two stages, two vectors of each head
+        params.tokens, params.ctas, self._block = _cta(columns, pairs, thread_bytes)
+        params.slots_at = _tables_bytes(params.tokens, pairs)
+        self._smem = params.slots_at + self._block * thread_bytes
+        resident = max(1, _resident(self._device, self._block, self._smem) // params.ctas)
+        self._grid = min(resident, -(-params.nnz // params.tokens)) * params.ctas if groups else 0
         self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params
-        self._grid = -(-params.nnz // params.tokens) * params.ctas if groups else 0
-        self._block = -(-columns * params.tokens // params.ctas // _WARP) * _WARP
 
     def move(self, **addresses: list[int]) -> None:
         """Other addresses of the same tensors, by the names of Heads."""
@@ -268,7 +263,7 @@ class Rotation:
         """Launch on torch's current stream."""
         if self._grid:
             module, params = get_module(self._key.spec()), ctypes.addressof(self._params)
-            launch(module, params, self._device, grid=self._grid, block=self._block)
+            launch(module, params, self._device, grid=self._grid, block=self._block, smem=self._smem)
 
 
 def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params: RopeParams | None = None) -> None:
@@ -285,11 +280,40 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
     return max(vector for vector in widths if vector == 1 or allowed(vector))
 
 
-def _tokens_of_cta(columns: int, pairs: int) -> int:
-    """So many that few threads of its warps are idle: few tokens, as a CTA starts when the one before it has ended."""
-    most = max(1, min(PARALLEL_THREADS // columns, MAX_ROTATIONS // pairs, MAX_TOKENS))
+def _cta(columns: int, pairs: int, thread_bytes: int) -> tuple[int, int, int]:
+    """Tokens of a CTA, CTAs of a token, and threads of a CTA, for `columns` threads of a token.
+
+    Few tokens, as all wait for each other, but so many that few threads of a warp are idle. Shared memory stays within
+    what every kernel may have: more would have to be allowed before a graph is captured.
+    """
+
+    def threads(tokens: int, ctas: int) -> int:
+        return -(-columns * tokens // ctas // _WARP) * _WARP
+
+    def fits(tokens: int, ctas: int = 1) -> bool:
+        num = threads(tokens, ctas)
+        return num <= PARALLEL_THREADS and num * thread_bytes + _tables_bytes(tokens, pairs) <= _SMEM
+
+    if not fits(1):
+        ctas = next(ctas for ctas in range(2, columns + 1) if fits(1, ctas))
+        return 1, ctas, threads(1, ctas)
+    most = max(tokens for tokens in range(1, PARALLEL_THREADS // columns + 1) if fits(tokens))
     least = min(most, -(-_LEAST_THREADS // columns))
-    return min(range(least, most + 1), key=lambda tokens: (-tokens * columns % _WARP / tokens, tokens))
+    tokens = min(range(least, most + 1), key=lambda tokens: (-tokens * columns % _WARP / tokens, tokens))
+    return tokens, 1, threads(tokens, 1)
+
+
+def _tables_bytes(tokens: int, pairs: int) -> int:
+    """Two stages of rotations and places, 8 bytes each; what follows is at a multiple of 16."""
+    return -(-2 * 8 * tokens * (pairs + 1) // 16) * 16
+
+
+def _resident(device: torch.device, threads: int, smem: int) -> int:
+    """CTAs that run at the same time, of a kernel whose registers allow _THREADS_OF_SM threads."""
+    if not on_cuda(device):
+        return 1
+    of_sm: int = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_multiprocessor", 100 << 10)
+    return max_ctas(device, max(1, min(_THREADS_OF_SM // threads, of_sm // (smem + 1024))))
 
 
 def _lanes(heads: list[Heads], vector: int, device: torch.device) -> int:

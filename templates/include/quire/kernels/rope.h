@@ -3,9 +3,9 @@
 // values into a paged cache, in one pass over memory. RotatePages reads keys and values out of a paged cache.
 //
 // All are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
-// a token: the two whose dims turn together, or two that do not turn. It reads them all before it uses one, so that
-// much is on its way. Meanwhile the threads of a CTA compute the rotations of its tokens and look up their pages, each
-// once, into shared memory. A read that is not needed repeats another one: without branches all are issued at once.
+// a token: the two whose dims turn together, or two that do not turn. CTAs stay, and go from tokens to tokens: a thread
+// copies what it has of the next ones to shared memory while it computes, so that the memory is never idle. The
+// rotations of a token and its page are found by the CTA, once and ahead of time, too.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2
@@ -14,7 +14,9 @@
 #include "quire/core/pages.h"
 #include "quire/core/parallel.h"
 #include "quire/core/rope.h"
-#ifndef __CUDACC__
+#ifdef __CUDACC__
+#include "quire/ptx/copy.cuh"
+#else
 #include <math.h>
 #endif
 
@@ -37,19 +39,13 @@ struct WordOf<4> {
 
 enum class RopeWork { kRotate, kAppend, kNormAppend, kGather };
 
-// CTAs of kParallelThreads that an SM has room for, which bounds the registers of a thread.
-constexpr int rope_ctas([[maybe_unused]] RopeWork work) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  return 2;
+constexpr int kRopeCtas = 2;  // of kParallelThreads on an SM, which bounds the registers of a thread
 #else
-  return work == RopeWork::kNormAppend ? 2 : work == RopeWork::kAppend ? 3 : 4;
+constexpr int kRopeCtas = 3;
 #endif
-}
-
 constexpr int kMaxRotaryPairs = 256;  // whose angles are computed
 constexpr int kMaxTablePairs = 512;   // whose angles are in cos_sin_cache
-constexpr int kMaxRotations = 1024;   // pairs of dims of all tokens of a CTA
-constexpr int kMaxTokens = 32;        // of a CTA
 
 // Dims of all heads of all tokens: [token, head, dim], or [page, token in page, head, dim] where they are in pages.
 struct HeadRows {
@@ -95,8 +91,9 @@ struct RopeParams {
   FastDivisor columns;    // threads of a token
   FastDivisor lanes;      // of them, those that have the same heads; under a norm a power of two up to 32
   FastDivisor pairs;      // rotary_dim / 2 of queries
-  int32_t tokens;         // of a CTA, up to kMaxTokens
+  int32_t tokens;         // of a CTA
   int32_t ctas;           // of a token that has more threads than a CTA has
+  int32_t slots_at;       // bytes of shared memory ahead of slots: two stages of rotations and places
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -104,7 +101,7 @@ struct RopeParams {
 template <class Variant, RopeWork kWork>
 struct Rope {
   using T = typename Variant::T;
-  static constexpr int kThreads = kParallelThreads, kMinCtas = rope_ctas(kWork), kSmemBytes = 0;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = kRopeCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec, kStep = min(kVec, 2);  // dims of a vector, and of each at a time
   static constexpr int kHeads = 4;                                  // heads of a thread
   static constexpr bool kNorms = kWork == RopeWork::kNormAppend, kFused = kNorms || kWork == RopeWork::kAppend;
@@ -127,17 +124,6 @@ struct Rope {
       return to_float(__builtin_bit_cast(
           E, static_cast<Bits>(words[i / kInWord] >> i % kInWord * 8 * static_cast<int>(sizeof(E)))));
     }
-    // The words, which a compiler does not widen ahead of this: all heads of a thread would take twice the registers.
-    QUIRE_HD Vector unwidened() const {
-      Vector same = *this;
-#ifdef __CUDA_ARCH__
-      if constexpr (sizeof(Word) == 4) {
-#pragma unroll
-        for (int i = 0; i < kVec / kInWord; ++i) asm volatile("" : "+r"(same.words[i]));
-      }
-#endif
-      return same;
-    }
     // Numbers i on, kStep of them, that were 0.
     QUIRE_HD void set(int i, const float (&x)[kStep]) {
       if constexpr (kInWord == 1) {
@@ -149,18 +135,9 @@ struct Rope {
     }
   };
 
-  QUIRE_HD static int run(const RopeParams& p, unsigned char* = nullptr) {
+  QUIRE_HD static int run(const RopeParams& p, [[maybe_unused]] unsigned char* smem = nullptr) {
 #ifdef __CUDA_ARCH__
-    __shared__ alignas(Rotations) Rotation table[kMaxRotations];
-    __shared__ PagePlace places[kMaxTokens];
-    Pair x[kHeads];
-    PagePlace place = load_first(p, x);
-    prepare(p, table, places);
-    __syncthreads();
-    const Item item(p);
-    if (!item.exists) return 0;
-    if (kFused) place = places[item.row];
-    process(p, Group(p, item.token, item.column), place, x, table + item.row * p.pairs.divisor);
+    go(p, smem);
 #else
     parallel_rows(p.nnz, 1, [&](int64_t token, int) {
       const PagePlace place = place_in_pages(p, token);
@@ -168,10 +145,10 @@ struct Rope {
       const int pairs = static_cast<int>(p.pairs.divisor);
       for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, token, i);
       for (int column = 0; column < static_cast<int>(p.columns.divisor); ++column) {
-        const Group of(p, token, column);
-        Pair x[kHeads];
-        load(p, of, place, Unit(p, of, of.lane), x);
-        process(p, of, place, x, table);
+        const Group of(p, column);
+        Vector<T> slots[2 * kHeads];
+        load(p, of, token, place, Unit(p, of, of.lane), {slots, 1});
+        process(p, of, token, place, {slots, 1}, table);
       }
     });
 #endif
@@ -179,13 +156,18 @@ struct Rope {
   }
 
  private:
-  // The two vectors of a head.
-  struct Pair {
-    Vector<T> x, y;
-  };
   // Rotations that are used at a time.
   struct alignas(kStep * sizeof(Rotation)) Rotations {
     Rotation at[kStep];
+  };
+
+  // Where a thread has the two vectors of its heads.
+  struct Slots {
+    Vector<T>* first;
+    int step;
+
+    QUIRE_HD Vector<T>& x(int h) const { return first[2 * h * step]; }
+    QUIRE_HD Vector<T>& y(int h) const { return first[(2 * h + 1) * step]; }
   };
 
   // Where the token's page is, if any heads come from pages or go to some.
@@ -199,43 +181,52 @@ struct Rope {
   }
 
 #ifdef __CUDACC__
-  // What a thread works on: CTA i on p.tokens tokens, or on a part of one. A thread without work repeats the first one.
-  struct Item {
-    int64_t cta_token, token;
-    int row, column;
-    bool exists;
-
-    QUIRE_DEVICE explicit Item(const RopeParams& p) {
-      unsigned thread;
-      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));  // anew each time: no register keeps what follows from it
-      const unsigned group = p.ctas == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(p.ctas);
-      const int at = static_cast<int>((blockIdx.x - group * p.ctas) * blockDim.x + thread);
-      cta_token = static_cast<int64_t>(group) * p.tokens;
-      row = p.columns.div(at);
-      exists = row < p.tokens && cta_token + row < p.nnz;
-      column = exists ? at - row * static_cast<int>(p.columns.divisor) : 0;
-      token = cta_token + (exists ? row : 0);
+  // CTA i works on p.tokens tokens at a time, or on a part of one, then on those that CTA i + gridDim.x would have. In
+  // shared memory are two stages of everything: rotations, places of tokens, and the slots of each thread.
+  QUIRE_DEVICE static void go(const RopeParams& p, unsigned char* smem) {
+    const int threads = static_cast<int>(blockDim.x), pairs = static_cast<int>(p.pairs.divisor);
+    const unsigned first = p.ctas == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(p.ctas);
+    const int at = static_cast<int>((blockIdx.x - first * p.ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
+    const Group of(p, row < p.tokens ? at - row * static_cast<int>(p.columns.divisor) : 0);
+    const unsigned stride = p.ctas == 1 ? gridDim.x : gridDim.x / static_cast<unsigned>(p.ctas);
+    auto* tables = reinterpret_cast<Rotation*>(smem);
+    auto* places = reinterpret_cast<PagePlace*>(tables + 2 * p.tokens * pairs);
+    auto* slots = reinterpret_cast<Vector<T>*>(smem + p.slots_at) + threadIdx.x;
+    const auto fetch = [&](int64_t begin, int stage) {
+      if (row < p.tokens && begin + row < p.nnz && of.lane < of.units(p))
+        load(p, of, begin + row, kGathers ? place_in_pages(p, begin + row) : PagePlace{}, Unit(p, of, of.lane),
+             {slots + stage * 2 * kHeads * threads, threads});
+      ptx::cp_async_commit();
+      prepare(p, begin, tables + stage * p.tokens * pairs, places + stage * p.tokens);
+    };
+    int64_t begin = static_cast<int64_t>(first) * p.tokens;
+    fetch(begin, 0);
+#pragma unroll 1
+    for (int stage = 0;; stage ^= 1) {
+      __syncthreads();  // rotations and places are there, and those before them have been read
+      const int64_t next = begin + static_cast<int64_t>(stride) * p.tokens;
+      if (next < p.nnz) {
+        fetch(next, stage ^ 1);
+        ptx::cp_async_wait<1>();
+      } else {
+        ptx::cp_async_wait<0>();
+      }
+      if (row < p.tokens && begin + row < p.nnz)
+        process(p, of, begin + row, places[stage * p.tokens + row], {slots + stage * 2 * kHeads * threads, threads},
+                tables + (stage * p.tokens + row) * pairs);
+      if (next >= p.nnz) return;
+      begin = next;
     }
-  };
-
-  // Issues the reads of the thread's first unit. Where the token is, if inputs are pages.
-  QUIRE_DEVICE static PagePlace load_first(const RopeParams& p, Pair* x) {
-    const Item item(p);
-    const Group of(p, item.token, item.column);
-    const PagePlace from = kGathers ? place_in_pages(p, of.token) : PagePlace{0, 0};
-    load(p, of, from, Unit(p, of, of.lane < of.units(p) ? of.lane : 0), x);
-    return from;
   }
 
   // The rotations and places of a CTA's tokens. The last threads look up places: their trips to memory are longer.
-  QUIRE_DEVICE static void prepare(const RopeParams& p, Rotation* table, PagePlace* places) {
-    const Item item(p);
-    const int tokens = static_cast<int>(min<int64_t>(p.tokens, p.nnz - item.cta_token));
+  QUIRE_DEVICE static void prepare(const RopeParams& p, int64_t begin, Rotation* table, PagePlace* places) {
+    const int tokens = static_cast<int>(min<int64_t>(p.tokens, p.nnz - begin));
     const int row = static_cast<int>(blockDim.x - 1 - threadIdx.x), pairs = static_cast<int>(p.pairs.divisor);
-    if (kFused && row < tokens) places[row] = place_in_pages(p, item.cta_token + row);
+    if (row < tokens) places[row] = place_in_pages(p, begin + row);
     for (int i = static_cast<int>(threadIdx.x); i < tokens * pairs; i += static_cast<int>(blockDim.x)) {
       const int token = p.pairs.div(i), pair = i - token * pairs;
-      table[token * pairs + place_in_table(pair, pairs)] = rotation(p, item.cta_token + token, pair);
+      table[token * pairs + place_in_table(pair, pairs)] = rotation(p, begin + token, pair);
     }
   }
 #endif
@@ -243,10 +234,9 @@ struct Rope {
   // Heads `first` to `first` + `count` of a token's queries (part 0), keys (1) or values (2), and which of the threads
   // that have them this is.
   struct Group {
-    int64_t token;
     int part, first, count, lane;
 
-    QUIRE_HD Group(const RopeParams& p, int64_t of_token, int column) : token(of_token) {
+    QUIRE_HD Group(const RopeParams& p, int column) {
       const int group = p.lanes.div(column);
       lane = column - group * static_cast<int>(p.lanes.divisor);
       part = (group >= p.heads[1].first_group) + (group >= p.heads[2].first_group);
@@ -282,81 +272,93 @@ struct Rope {
     return pair % kVec / kStep * (units * kStep) + pair / kVec * kStep + pair % kStep;
   }
 
-  // x: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, PagePlace place, Pair* x, const Rotation* turns) {
-    const bool is_paged = kFused && of.heads(p).is_paged;
+  // slots: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, int64_t token, PagePlace place, Slots slots,
+                               const Rotation* turns) {
+    if ((kGathers || (kFused && of.heads(p).is_paged)) && place.page < 0) return;
     float by[kHeads];
     for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads(p).scale : 1.f;
-    if (kNorms && of.heads(p).weight != nullptr) normalise(p, of, x, by);
-    if ((kGathers || is_paged) && place.page < 0) return;
+    if (kNorms && of.heads(p).weight != nullptr) normalise(p, of, token, slots, by);
 #pragma unroll 1
     for (int i = of.lane; i < of.units(p);) {
-      write_unit(p, of, place, i, x, by, turns + i * kStep);
+      write_unit(p, of, token, place, i, slots, by, turns + i * kStep);
       i += static_cast<int>(p.lanes.divisor);
       if (kHasOneUnit || i >= of.units(p)) return;
-      load(p, of, place, Unit(p, of, i), x);
+      load(p, of, token, place, Unit(p, of, i), slots);
+#ifdef __CUDA_ARCH__
+      ptx::cp_async_wait_all();
+#endif
     }
   }
 
-  QUIRE_HD static void write_unit(const RopeParams& p, Group of, PagePlace place, int i, const Pair* x, const float* by,
-                                  const Rotation* turns) {
-    keep_here(of.part);
+  QUIRE_HD static void write_unit(const RopeParams& p, Group of, int64_t token, PagePlace place, int i, Slots slots,
+                                  const float* by, const Rotation* turns) {
     const Unit unit(p, of, i);
     const HeadRows& out = unit.turns ? of.heads(p).rope_out : of.heads(p).nope_out;
     const int64_t row = kFused && of.heads(p).is_paged
                             ? place.page * out.page_stride + place.token_in_page * out.token_stride
-                            : of.token * out.token_stride;
+                            : token * out.token_stride;
     const int bytes = kFused && of.heads(p).out_type != HeadType::kAsInput ? 1 : static_cast<int>(sizeof(T));
-    write(p, of, unit, x, by, turns,
+    write(p, of, unit, slots, by, turns,
           {static_cast<unsigned char*>(out.data) + (row + of.first * out.head_stride + unit.x) * bytes,
            (unit.y - unit.x) * bytes, out.head_stride * bytes});
   }
 
-  // from: where the token lies if inputs are pages.
-  QUIRE_HD static void load(const RopeParams& p, const Group& of, PagePlace from, const Unit& unit, Pair* x) {
+  // The token's first head in the inputs. from: where the token lies if inputs are pages.
+  QUIRE_HD static const T* input(const RopeParams& p, const Group& of, int64_t token, PagePlace from,
+                                 const HeadRows& in) {
+    const int64_t row =
+        kGathers ? from.page * in.page_stride + from.token_in_page * in.token_stride : token * in.token_stride;
+    return static_cast<const T*>(in.data) + row + of.first * in.head_stride;
+  }
+
+  // Starts to read the two vectors of each head.
+  QUIRE_HD static void load(const RopeParams& p, const Group& of, int64_t token, PagePlace from, const Unit& unit,
+                            Slots slots) {
     if (kGathers && from.page < 0) return;
     const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
-    const T* head = static_cast<const T*>(in.data) + (kGathers ? from.page * in.page_stride : 0) +
-                    (kGathers ? from.token_in_page : of.token) * in.token_stride + of.first * in.head_stride + unit.x;
-    const int to_y = unit.has_y ? unit.y - unit.x : 0;
+    const T* head = input(p, of, token, from, in);
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      x[h].x = *reinterpret_cast<const Vector<T>*>(head);
-      x[h].y = *reinterpret_cast<const Vector<T>*>(head + to_y);
-      if (h + 1 < of.count) head += in.head_stride;
+    for (int h = 0; h < kHeads; ++h, head += in.head_stride) {
+      if (h < of.count) copy(slots.x(h), head + unit.x);
+      if (h < of.count && unit.has_y) copy(slots.y(h), head + unit.y);
     }
   }
 
-  // Multiplies each `by` with the reciprocal of its head's root mean square. x: the vectors of the thread's first unit.
-  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, const Pair* x, float* by) {
+  QUIRE_HD static void copy(Vector<T>& to, const T* from) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    if constexpr (sizeof(Vector<T>) == 16) return ptx::cp_async_16(ptx::smem_address(&to), from);
+#endif
+    to = *reinterpret_cast<const Vector<T>*>(from);
+  }
+
+  // Multiplies each `by` with the reciprocal of its head's root mean square.
+  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, int64_t token, Slots slots, float* by) {
     const int lanes = static_cast<int>(p.lanes.divisor), units = of.units(p);
-    float sums[kHeads] = {};
     const bool has_y = Unit(p, of, of.lane).has_y;
+    float sums[kHeads];
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) sums[h] = of.lane < units ? sum_of_squares(x[h], has_y) : 0.f;
-    for (int i = of.lane + lanes; i < units; i += lanes) add_squares(p, of, i, sums);
+    for (int h = 0; h < kHeads; ++h)
+      sums[h] = of.lane < units ? sum_of_squares(slots.x(h), has_y ? slots.y(h) : Vector<T>{}) : 0.f;
+    for (int i = of.lane + lanes; i < units; i += lanes) add_squares(p, of, token, Unit(p, of, i), sums);
     const float dims = static_cast<float>(of.heads(p).rotary_dim + of.heads(p).nope_dim);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h) by[h] *= reciprocal_root(sum_of_lanes(sums[h], lanes) / dims + p.eps);
   }
 
-  // Those of a further unit, head by head: registers hold the first one.
-  QUIRE_HD static void add_squares(const RopeParams& p, Group of, int i, float* sums) {
+  // Those of a further unit.
+  QUIRE_HD static void add_squares(const RopeParams& p, const Group& of, int64_t token, const Unit& unit, float* sums) {
+    const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
+    const T* head = input(p, of, token, {}, in);
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) {
-      keep_here(of.part);
-      const Unit unit(p, of, i);
-      const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
-      const T* head = static_cast<const T*>(in.data) + of.token * in.token_stride +
-                      (of.first + min(h, of.count - 1)) * in.head_stride;
-      sums[h] += sum_of_squares({*reinterpret_cast<const Vector<T>*>(head + unit.x),
-                                 *reinterpret_cast<const Vector<T>*>(head + (unit.has_y ? unit.y : unit.x))},
-                                unit.has_y);
+    for (int h = 0; h < kHeads; ++h, head += in.head_stride) {
+      if (h >= of.count) break;
+      sums[h] += sum_of_squares(*reinterpret_cast<const Vector<T>*>(head + unit.x),
+                                unit.has_y ? *reinterpret_cast<const Vector<T>*>(head + unit.y) : Vector<T>{});
     }
   }
 
-  QUIRE_HD static float sum_of_squares(const Pair& of, bool has_y) {
-    const Vector<T> x = of.x.unwidened(), y = has_y ? of.y.unwidened() : Vector<T>{};
+  QUIRE_HD static float sum_of_squares(const Vector<T>& x, const Vector<T>& y) {
     float sum = 0.f;
 #pragma unroll
     for (int c = 0; c < kVec; ++c) {
@@ -424,55 +426,52 @@ struct Rope {
   };
 
   // Scales, turns and stores the vectors of all heads.
-  QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
+  QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, Slots slots, const float* by,
                              const Rotation* turns, const Target& to) {
     const HeadType type = kFused ? of.heads(p).out_type : HeadType::kAsInput;
-    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, x, by, turns, to);
-    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, x, by, turns, to)
-                            : write_as<e5m2_t>(p, of, unit, x, by, turns, to);
+    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, slots, by, turns, to);
+    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, slots, by, turns, to)
+                            : write_as<e5m2_t>(p, of, unit, slots, by, turns, to);
   }
 
   template <class E>
-  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x, const float* by,
+  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, Slots slots, const float* by,
                                 const Rotation* turns, const Target& to) {
     if (kNorms && of.heads(p).weight != nullptr) {
-      write_scaled<E, kNorms>(p, of, unit, x, by, turns, to);
+      write_scaled<E, kNorms>(p, of, unit, slots, by, turns, to);
     } else {
-      write_scaled<E, false>(p, of, unit, x, by, turns, to);
+      write_scaled<E, false>(p, of, unit, slots, by, turns, to);
     }
   }
 
   enum class Turn { kNone, kHalves, kNeighbours };
 
   template <class E, bool kHasNorm>
-  QUIRE_HD static void write_scaled(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x,
+  QUIRE_HD static void write_scaled(const RopeParams& p, const Group& of, const Unit& unit, Slots slots,
                                     const float* by, const Rotation* turns, const Target& to) {
     if (!unit.turns) {
-      write_turned<E, kHasNorm, Turn::kNone>(p, of, unit, x, by, turns, to);
+      write_turned<E, kHasNorm, Turn::kNone>(p, of, unit, slots, by, turns, to);
     } else if (kVec > 1 && p.interleave != 0) {
-      write_turned<E, kHasNorm, Turn::kNeighbours>(p, of, unit, x, by, turns, to);
+      write_turned<E, kHasNorm, Turn::kNeighbours>(p, of, unit, slots, by, turns, to);
     } else {
-      write_turned<E, kHasNorm, Turn::kHalves>(p, of, unit, x, by, turns, to);
+      write_turned<E, kHasNorm, Turn::kHalves>(p, of, unit, slots, by, turns, to);
     }
   }
 
   // turns: the unit's first; those of the next kStep pairs stand a row of the table further on.
   template <class E, bool kHasNorm, Turn kTurn>
-  QUIRE_HD static void write_turned(const RopeParams& p, const Group& of, const Unit& unit, const Pair* x,
+  QUIRE_HD static void write_turned(const RopeParams& p, const Group& of, const Unit& unit, Slots slots,
                                     const float* by, const Rotation* turns, Target to) {
+    int here = 0;
+    keep_here(here);
     Rotations by_step[kVec / kStep] = {};
-    const Pair all_weights = kHasNorm ? weights_of(p, of, unit) : Pair{};
+#pragma unroll
+    for (int i = 0; kTurn != Turn::kNone && i < kVec / kStep; ++i)
+      by_step[i] = *reinterpret_cast<const Rotations*>(turns + here + i * (p.pairs.divisor / kVec * kStep));
+    const Weights weights = kHasNorm ? weights_of(p, of, unit) : Weights{};
 #pragma unroll
     for (int h = 0; h < kHeads; ++h, to.x += to.head) {
-      keep_here(to.x);
-      if (kTurn != Turn::kNone && (h == 0 || kHasNorm)) {
-        keep_here(turns);
-#pragma unroll
-        for (int i = 0; i < kVec / kStep; ++i)
-          by_step[i] = *reinterpret_cast<const Rotations*>(turns + i * (p.pairs.divisor / kVec * kStep));
-      }
-      const Pair weights = {all_weights.x.unwidened(), all_weights.y.unwidened()};
-      const Vector<T> from_x = x[h].x.unwidened(), from_y = x[h].y.unwidened();
+      const Vector<T> from_x = slots.x(here + h), from_y = slots.y(here + h);
       Vector<E> to_x = {}, to_y = {};
 #pragma unroll
       for (int c = 0; c < kVec; c += kStep) {
@@ -496,21 +495,19 @@ struct Rope {
     }
   }
 
-  // What depends on it is not computed ahead of this.
-  template <class X>
-  QUIRE_HD static void keep_here([[maybe_unused]] X*& pointer) {
-#ifdef __CUDA_ARCH__
-    asm volatile("" : "+l"(pointer));
-#endif
-  }
+  // What is added to an index here keeps a compiler from reading ahead of a branch what all ways behind it need.
   QUIRE_HD static void keep_here([[maybe_unused]] int& x) {
 #ifdef __CUDA_ARCH__
     asm volatile("" : "+r"(x));
 #endif
   }
 
+  struct Weights {
+    Vector<T> x, y;
+  };
+
   // The norm's weights of the unit's dims.
-  QUIRE_HD static Pair weights_of(const RopeParams& p, const Group& of, const Unit& unit) {
+  QUIRE_HD static Weights weights_of(const RopeParams& p, const Group& of, const Unit& unit) {
     const T* weight = static_cast<const T*>(of.heads(p).weight) + (unit.turns ? 0 : of.heads(p).rotary_dim);
     return {*reinterpret_cast<const Vector<T>*>(weight + unit.x),
             *reinterpret_cast<const Vector<T>*>(weight + (unit.has_y ? unit.y : unit.x))};
