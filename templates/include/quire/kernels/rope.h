@@ -184,38 +184,32 @@ struct Rope {
   // CTA i works on p.tokens tokens at a time, or on a part of one, then on those that CTA i + gridDim.x would have. In
   // shared memory are two stages of everything: rotations, places of tokens, and the slots of each thread.
   QUIRE_DEVICE static void go(const RopeParams& p, unsigned char* smem) {
-    const int threads = static_cast<int>(blockDim.x), pairs = static_cast<int>(p.pairs.divisor);
-    const unsigned first = p.ctas == 1 ? blockIdx.x : blockIdx.x / static_cast<unsigned>(p.ctas);
-    const int at = static_cast<int>((blockIdx.x - first * p.ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
+    const int pairs = static_cast<int>(p.pairs.divisor), threads = static_cast<int>(blockDim.x);
+    const unsigned ctas = static_cast<unsigned>(p.ctas), first = blockIdx.x / ctas;
+    const int at = static_cast<int>((blockIdx.x - first * ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
     const Group of(p, row < p.tokens ? at - row * static_cast<int>(p.columns.divisor) : 0);
-    const unsigned stride = p.ctas == 1 ? gridDim.x : gridDim.x / static_cast<unsigned>(p.ctas);
+    const int step = static_cast<int>(gridDim.x / ctas) * p.tokens;
     auto* tables = reinterpret_cast<Rotation*>(smem);
     auto* places = reinterpret_cast<PagePlace*>(tables + 2 * p.tokens * pairs);
     auto* slots = reinterpret_cast<Vector<T>*>(smem + p.slots_at) + threadIdx.x;
-    const auto fetch = [&](int64_t begin, int stage) {
-      if (row < p.tokens && begin + row < p.nnz && of.lane < of.units(p))
-        load(p, of, begin + row, kGathers ? place_in_pages(p, begin + row) : PagePlace{}, Unit(p, of, of.lane),
-             {slots + stage * 2 * kHeads * threads, threads});
-      ptx::cp_async_commit();
-      prepare(p, begin, tables + stage * p.tokens * pairs, places + stage * p.tokens);
-    };
-    int64_t begin = static_cast<int64_t>(first) * p.tokens;
-    fetch(begin, 0);
+    int64_t next = static_cast<int64_t>(first) * p.tokens;
 #pragma unroll 1
-    for (int stage = 0;; stage ^= 1) {
-      __syncthreads();  // rotations and places are there, and those before them have been read
-      const int64_t next = begin + static_cast<int64_t>(stride) * p.tokens;
+    for (int stage = 0;; stage ^= 1, next += step) {
       if (next < p.nnz) {
-        fetch(next, stage ^ 1);
-        ptx::cp_async_wait<1>();
-      } else {
-        ptx::cp_async_wait<0>();
+        if (row < p.tokens && next + row < p.nnz && of.lane < of.units(p))
+          load(p, of, next + row, kGathers ? place_in_pages(p, next + row) : PagePlace{}, Unit(p, of, of.lane),
+               {slots + stage * 2 * kHeads * threads, threads});
+        prepare(p, next, tables + stage * p.tokens * pairs, places + stage * p.tokens);
       }
-      if (row < p.tokens && begin + row < p.nnz)
-        process(p, of, begin + row, places[stage * p.tokens + row], {slots + stage * 2 * kHeads * threads, threads},
-                tables + (stage * p.tokens + row) * pairs);
+      ptx::cp_async_commit();
+      ptx::cp_async_wait<1>();  // for those of the turn before
+      const int64_t token = next - step + row;
+      const int other = stage ^ 1;
+      if (token >= 0 && row < p.tokens && token < p.nnz)
+        process(p, of, token, places[other * p.tokens + row], {slots + other * 2 * kHeads * threads, threads},
+                tables + (other * p.tokens + row) * pairs);
       if (next >= p.nnz) return;
-      begin = next;
+      __syncthreads();  // the next rotations and places are there, and these have been read
     }
   }
 
@@ -466,11 +460,12 @@ struct Rope {
     keep_here(here);
     Rotations by_step[kVec / kStep] = {};
 #pragma unroll
-    for (int i = 0; kTurn != Turn::kNone && i < kVec / kStep; ++i)
-      by_step[i] = *reinterpret_cast<const Rotations*>(turns + here + i * (p.pairs.divisor / kVec * kStep));
-    const Weights weights = kHasNorm ? weights_of(p, of, unit) : Weights{};
-#pragma unroll
     for (int h = 0; h < kHeads; ++h, to.x += to.head) {
+      if (kHasNorm) keep_here(here);  // read again for each head: registers are short
+#pragma unroll
+      for (int i = 0; kTurn != Turn::kNone && (h == 0 || kHasNorm) && i < kVec / kStep; ++i)
+        by_step[i] = *reinterpret_cast<const Rotations*>(turns + here + i * (p.pairs.divisor / kVec * kStep));
+      const Weights weights = kHasNorm ? weights_of(p, of, unit, here) : Weights{};
       const Vector<T> from_x = slots.x(here + h), from_y = slots.y(here + h);
       Vector<E> to_x = {}, to_y = {};
 #pragma unroll
@@ -507,8 +502,8 @@ struct Rope {
   };
 
   // The norm's weights of the unit's dims.
-  QUIRE_HD static Weights weights_of(const RopeParams& p, const Group& of, const Unit& unit) {
-    const T* weight = static_cast<const T*>(of.heads(p).weight) + (unit.turns ? 0 : of.heads(p).rotary_dim);
+  QUIRE_HD static Weights weights_of(const RopeParams& p, const Group& of, const Unit& unit, int here) {
+    const T* weight = static_cast<const T*>(of.heads(p).weight) + here + (unit.turns ? 0 : of.heads(p).rotary_dim);
     return {*reinterpret_cast<const Vector<T>*>(weight + unit.x),
             *reinterpret_cast<const Vector<T>*>(weight + (unit.has_y ? unit.y : unit.x))};
   }
