@@ -247,8 +247,8 @@ class Rotation:
         params.columns, params.lanes, params.pairs = map(FastDivisor.of, (columns, lanes, pairs))
         thread_bytes = 2 * 2 * HEADS_OF_THREAD * vector * some.element_size()  # two stages, two vectors of each head
         params.tokens, params.ctas, self._block = _cta(columns, pairs, thread_bytes)
-        params.slots_at = _tables_bytes(params.tokens, pairs)
-        self._smem = params.slots_at + self._block * thread_bytes
+        params.vectors_at = _tables_bytes(params.tokens, pairs)
+        self._smem = params.vectors_at + self._block * thread_bytes
         resident = max(1, _resident(self._device, self._block, self._smem) // params.ctas)
         self._grid = min(resident, -(-params.nnz // params.tokens)) * params.ctas if groups else 0
         self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params

@@ -93,7 +93,7 @@ struct RopeParams {
   FastDivisor pairs;      // rotary_dim / 2 of queries
   int32_t tokens;         // of a CTA
   int32_t ctas;           // of a token that has more threads than a CTA has
-  int32_t slots_at;       // bytes of shared memory ahead of slots: two stages of rotations and places
+  int32_t vectors_at;     // bytes of shared memory ahead of vectors: two stages of rotations and places
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -137,7 +137,7 @@ struct Rope {
 
   QUIRE_HD static int run(const RopeParams& p, [[maybe_unused]] unsigned char* smem = nullptr) {
 #ifdef __CUDA_ARCH__
-    go(p, smem);
+    run_cta(p, smem);
 #else
     parallel_rows(p.nnz, 1, [&](int64_t token, int) {
       const PagePlace place = place_in_pages(p, token);
@@ -146,9 +146,9 @@ struct Rope {
       for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, token, i);
       for (int column = 0; column < static_cast<int>(p.columns.divisor); ++column) {
         const Group of(p, column);
-        Vector<T> slots[2 * kHeads];
-        load(p, of, token, place, Unit(p, of, of.lane), {slots, 1});
-        process(p, of, token, place, {slots, 1}, table);
+        Vector<T> vectors[2 * kHeads];
+        load(p, of, token, place, Unit(p, of, of.lane), {vectors, 1});
+        process(p, of, token, place, {vectors, 1}, table);
       }
     });
 #endif
@@ -162,7 +162,7 @@ struct Rope {
   };
 
   // Where a thread has the two vectors of its heads.
-  struct Slots {
+  struct Vectors {
     Vector<T>* first;
     int step;
 
@@ -182,8 +182,8 @@ struct Rope {
 
 #ifdef __CUDACC__
   // CTA i works on p.tokens tokens at a time, or on a part of one, then on those that CTA i + gridDim.x would have. In
-  // shared memory are two stages of everything: rotations, places of tokens, and the slots of each thread.
-  QUIRE_DEVICE static void go(const RopeParams& p, unsigned char* smem) {
+  // shared memory are two stages of everything: rotations, places of tokens, and the vectors of each thread.
+  QUIRE_DEVICE static void run_cta(const RopeParams& p, unsigned char* smem) {
     const int pairs = static_cast<int>(p.pairs.divisor), threads = static_cast<int>(blockDim.x);
     const unsigned ctas = static_cast<unsigned>(p.ctas), first = blockIdx.x / ctas;
     const int at = static_cast<int>((blockIdx.x - first * ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
@@ -191,14 +191,14 @@ struct Rope {
     const int step = static_cast<int>(gridDim.x / ctas) * p.tokens;
     auto* tables = reinterpret_cast<Rotation*>(smem);
     auto* places = reinterpret_cast<PagePlace*>(tables + 2 * p.tokens * pairs);
-    auto* slots = reinterpret_cast<Vector<T>*>(smem + p.slots_at) + threadIdx.x;
+    auto* vectors = reinterpret_cast<Vector<T>*>(smem + p.vectors_at) + threadIdx.x;
     int64_t next = static_cast<int64_t>(first) * p.tokens;
 #pragma unroll 1
     for (int stage = 0;; stage ^= 1, next += step) {
       if (next < p.nnz) {
         if (row < p.tokens && next + row < p.nnz && of.lane < of.units(p))
           load(p, of, next + row, kGathers ? place_in_pages(p, next + row) : PagePlace{}, Unit(p, of, of.lane),
-               {slots + stage * 2 * kHeads * threads, threads});
+               {vectors + stage * 2 * kHeads * threads, threads});
         prepare(p, next, tables + stage * p.tokens * pairs, places + stage * p.tokens);
       }
       ptx::cp_async_commit();
@@ -206,7 +206,7 @@ struct Rope {
       const int64_t token = next - step + row;
       const int other = stage ^ 1;
       if (token >= 0 && row < p.tokens && token < p.nnz)
-        process(p, of, token, places[other * p.tokens + row], {slots + other * 2 * kHeads * threads, threads},
+        process(p, of, token, places[other * p.tokens + row], {vectors + other * 2 * kHeads * threads, threads},
                 tables + (other * p.tokens + row) * pairs);
       if (next >= p.nnz) return;
       __syncthreads();  // the next rotations and places are there, and these have been read
@@ -266,26 +266,26 @@ struct Rope {
     return pair % kVec / kStep * (units * kStep) + pair / kVec * kStep + pair % kStep;
   }
 
-  // slots: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
-  QUIRE_HD static void process(const RopeParams& p, const Group& of, int64_t token, PagePlace place, Slots slots,
+  // vectors: the vectors of the thread's first unit. turns: the rotations of the token's pairs.
+  QUIRE_HD static void process(const RopeParams& p, const Group& of, int64_t token, PagePlace place, Vectors vectors,
                                const Rotation* turns) {
     if ((kGathers || (kFused && of.heads(p).is_paged)) && place.page < 0) return;
     float by[kHeads];
     for (int h = 0; h < kHeads; ++h) by[h] = kFused ? of.heads(p).scale : 1.f;
-    if (kNorms && of.heads(p).weight != nullptr) normalise(p, of, token, slots, by);
+    if (kNorms && of.heads(p).weight != nullptr) normalise(p, of, token, vectors, by);
 #pragma unroll 1
     for (int i = of.lane; i < of.units(p);) {
-      write_unit(p, of, token, place, i, slots, by, turns + i * kStep);
+      write_unit(p, of, token, place, i, vectors, by, turns + i * kStep);
       i += static_cast<int>(p.lanes.divisor);
       if (kHasOneUnit || i >= of.units(p)) return;
-      load(p, of, token, place, Unit(p, of, i), slots);
+      load(p, of, token, place, Unit(p, of, i), vectors);
 #ifdef __CUDA_ARCH__
       ptx::cp_async_wait_all();
 #endif
     }
   }
 
-  QUIRE_HD static void write_unit(const RopeParams& p, Group of, int64_t token, PagePlace place, int i, Slots slots,
+  QUIRE_HD static void write_unit(const RopeParams& p, Group of, int64_t token, PagePlace place, int i, Vectors vectors,
                                   const float* by, const Rotation* turns) {
     const Unit unit(p, of, i);
     const HeadRows& out = unit.turns ? of.heads(p).rope_out : of.heads(p).nope_out;
@@ -293,7 +293,7 @@ struct Rope {
                             ? place.page * out.page_stride + place.token_in_page * out.token_stride
                             : token * out.token_stride;
     const int bytes = kFused && of.heads(p).out_type != HeadType::kAsInput ? 1 : static_cast<int>(sizeof(T));
-    write(p, of, unit, slots, by, turns,
+    write(p, of, unit, vectors, by, turns,
           {static_cast<unsigned char*>(out.data) + (row + of.first * out.head_stride + unit.x) * bytes,
            (unit.y - unit.x) * bytes, out.head_stride * bytes});
   }
@@ -308,14 +308,14 @@ struct Rope {
 
   // Starts to read the two vectors of each head.
   QUIRE_HD static void load(const RopeParams& p, const Group& of, int64_t token, PagePlace from, const Unit& unit,
-                            Slots slots) {
+                            Vectors vectors) {
     if (kGathers && from.page < 0) return;
     const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
     const T* head = input(p, of, token, from, in);
 #pragma unroll
     for (int h = 0; h < kHeads; ++h, head += in.head_stride) {
-      if (h < of.count) copy(slots.x(h), head + unit.x);
-      if (h < of.count && unit.has_y) copy(slots.y(h), head + unit.y);
+      if (h < of.count) copy(vectors.x(h), head + unit.x);
+      if (h < of.count && unit.has_y) copy(vectors.y(h), head + unit.y);
     }
   }
 
@@ -327,13 +327,13 @@ struct Rope {
   }
 
   // Multiplies each `by` with the reciprocal of its head's root mean square.
-  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, int64_t token, Slots slots, float* by) {
+  QUIRE_HD static void normalise(const RopeParams& p, const Group& of, int64_t token, Vectors vectors, float* by) {
     const int lanes = static_cast<int>(p.lanes.divisor), units = of.units(p);
     const bool has_y = Unit(p, of, of.lane).has_y;
     float sums[kHeads];
 #pragma unroll
     for (int h = 0; h < kHeads; ++h)
-      sums[h] = of.lane < units ? sum_of_squares(slots.x(h), has_y ? slots.y(h) : Vector<T>{}) : 0.f;
+      sums[h] = of.lane < units ? sum_of_squares(vectors.x(h), has_y ? vectors.y(h) : Vector<T>{}) : 0.f;
     for (int i = of.lane + lanes; i < units; i += lanes) add_squares(p, of, token, Unit(p, of, i), sums);
     const float dims = static_cast<float>(of.heads(p).rotary_dim + of.heads(p).nope_dim);
 #pragma unroll
@@ -420,41 +420,41 @@ struct Rope {
   };
 
   // Scales, turns and stores the vectors of all heads.
-  QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, Slots slots, const float* by,
+  QUIRE_HD static void write(const RopeParams& p, const Group& of, const Unit& unit, Vectors vectors, const float* by,
                              const Rotation* turns, const Target& to) {
     const HeadType type = kFused ? of.heads(p).out_type : HeadType::kAsInput;
-    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, slots, by, turns, to);
-    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, slots, by, turns, to)
-                            : write_as<e5m2_t>(p, of, unit, slots, by, turns, to);
+    if (type == HeadType::kAsInput) return write_as<T>(p, of, unit, vectors, by, turns, to);
+    type == HeadType::kE4m3 ? write_as<e4m3_t>(p, of, unit, vectors, by, turns, to)
+                            : write_as<e5m2_t>(p, of, unit, vectors, by, turns, to);
   }
 
   template <class E>
-  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, Slots slots, const float* by,
-                                const Rotation* turns, const Target& to) {
+  QUIRE_HD static void write_as(const RopeParams& p, const Group& of, const Unit& unit, Vectors vectors,
+                                const float* by, const Rotation* turns, const Target& to) {
     if (kNorms && of.heads(p).weight != nullptr) {
-      write_scaled<E, kNorms>(p, of, unit, slots, by, turns, to);
+      write_scaled<E, kNorms>(p, of, unit, vectors, by, turns, to);
     } else {
-      write_scaled<E, false>(p, of, unit, slots, by, turns, to);
+      write_scaled<E, false>(p, of, unit, vectors, by, turns, to);
     }
   }
 
   enum class Turn { kNone, kHalves, kNeighbours };
 
   template <class E, bool kHasNorm>
-  QUIRE_HD static void write_scaled(const RopeParams& p, const Group& of, const Unit& unit, Slots slots,
+  QUIRE_HD static void write_scaled(const RopeParams& p, const Group& of, const Unit& unit, Vectors vectors,
                                     const float* by, const Rotation* turns, const Target& to) {
     if (!unit.turns) {
-      write_turned<E, kHasNorm, Turn::kNone>(p, of, unit, slots, by, turns, to);
+      write_turned<E, kHasNorm, Turn::kNone>(p, of, unit, vectors, by, turns, to);
     } else if (kVec > 1 && p.interleave != 0) {
-      write_turned<E, kHasNorm, Turn::kNeighbours>(p, of, unit, slots, by, turns, to);
+      write_turned<E, kHasNorm, Turn::kNeighbours>(p, of, unit, vectors, by, turns, to);
     } else {
-      write_turned<E, kHasNorm, Turn::kHalves>(p, of, unit, slots, by, turns, to);
+      write_turned<E, kHasNorm, Turn::kHalves>(p, of, unit, vectors, by, turns, to);
     }
   }
 
   // turns: the unit's first; those of the next kStep pairs stand a row of the table further on.
   template <class E, bool kHasNorm, Turn kTurn>
-  QUIRE_HD static void write_turned(const RopeParams& p, const Group& of, const Unit& unit, Slots slots,
+  QUIRE_HD static void write_turned(const RopeParams& p, const Group& of, const Unit& unit, Vectors vectors,
                                     const float* by, const Rotation* turns, Target to) {
     int here = 0;
     keep_here(here);
@@ -466,7 +466,7 @@ struct Rope {
       for (int i = 0; kTurn != Turn::kNone && (h == 0 || kHasNorm) && i < kVec / kStep; ++i)
         by_step[i] = *reinterpret_cast<const Rotations*>(turns + here + i * (p.pairs.divisor / kVec * kStep));
       const Weights weights = kHasNorm ? weights_of(p, of, unit, here) : Weights{};
-      const Vector<T> from_x = slots.x(here + h), from_y = slots.y(here + h);
+      const Vector<T> from_x = vectors.x(here + h), from_y = vectors.y(here + h);
       Vector<E> to_x = {}, to_y = {};
 #pragma unroll
       for (int c = 0; c < kVec; c += kStep) {
