@@ -250,7 +250,10 @@ class Rotation:
         params.vectors_at = _tables_bytes(params.tokens, pairs)
         self._smem = params.vectors_at + self._block * thread_bytes
         resident = max(1, _resident(self._device, self._block, self._smem) // params.ctas)
-        self._grid = min(resident, -(-params.nnz // params.tokens)) * params.ctas if groups else 0
+        items = -(-params.nnz // params.tokens)
+        turns = -(-items // resident)
+        params.tokens_of_cta = turns * params.tokens
+        self._grid = -(-items // turns) * params.ctas if groups and items else 0
         self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params
 
     def move(self, **addresses: list[int]) -> None:
@@ -281,10 +284,10 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
 
 
 def _cta(columns: int, pairs: int, thread_bytes: int) -> tuple[int, int, int]:
-    """Tokens of a CTA, CTAs of a token, and threads of a CTA, for `columns` threads of a token.
+    """Tokens of a CTA at a time, CTAs of a token, and threads of a CTA, for `columns` threads of a token.
 
-    Few tokens, as all wait for each other, but so many that few threads of a warp are idle. Shared memory stays within
-    what every kernel may have: more would have to be allowed before a graph is captured.
+    Few tokens, as all wait for each other. Shared memory stays within what every kernel may have: more would have to be
+    allowed before a graph is captured.
     """
 
     def threads(tokens: int, ctas: int) -> int:
@@ -298,8 +301,7 @@ def _cta(columns: int, pairs: int, thread_bytes: int) -> tuple[int, int, int]:
         ctas = next(ctas for ctas in range(2, columns + 1) if fits(1, ctas))
         return 1, ctas, threads(1, ctas)
     most = max(tokens for tokens in range(1, PARALLEL_THREADS // columns + 1) if fits(tokens))
-    least = min(most, -(-_LEAST_THREADS // columns))
-    tokens = min(range(least, most + 1), key=lambda tokens: (-tokens * columns % _WARP / tokens, tokens))
+    tokens = next((tokens for tokens in range(1, most) if threads(tokens, 1) >= _LEAST_THREADS), most)
     return tokens, 1, threads(tokens, 1)
 
 

@@ -53,6 +53,8 @@ class AttentionDecode {
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
   using Math = FragmentMath<false>;
   using Bias = BiasAhead<V, Math, kBlock, kM == 1 && max(kQk, kVo) <= 128 && !kHasRope>;
+  static constexpr bool kRuns = Shape::kRotationsRun;
+  using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
@@ -147,8 +149,11 @@ class AttentionDecode {
   // What a pair of dims turns from a key to the next one that a lane has.
   QUIRE_DEVICE void compute_steps() {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kQk / 2; i += kThreads)
+    for (int i = static_cast<int>(threadIdx.x); i < kQk / 2; i += kThreads) {
       smem_.fixed.steps[i] = rope_rotation(kTurnStep, p_.rope_frequencies[i]);
+      if constexpr (kRuns)
+        smem_.fixed.steps[kQk / 2 + i] = rope_rotation(kTileKv - kBlock + kTurnStep, p_.rope_frequencies[i]);
+    }
     if (!Shape::kHasFirstQuery) __syncthreads();  // the first query's barrier is for both
   }
 
@@ -172,8 +177,7 @@ class AttentionDecode {
         if (bias_.key != key) bias_.read(LogitsTransform<V, Math>(p_), logits_tile(key), has_low_rows());
       }
       if constexpr (kHasRope) {
-        mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, p_.rope_frequencies,
-                                                             smem_.fixed.steps);
+        mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, rotations_);
       } else {
         mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
       }
@@ -259,6 +263,7 @@ class AttentionDecode {
         cursor_(WorkCursor::of_cta(p, static_cast<int>(blockIdx.x))),
         window_(p, cursor_, smem.fixed.tiles[warp_], lane_),
         loader_(p, cursor_, warp_, lane_) {
+    if constexpr (kHasRope) rotations_.take(p.rope_frequencies, smem.fixed.steps);
     reset();
   }
 
@@ -268,6 +273,8 @@ class AttentionDecode {
   WorkCursor cursor_;            // the next work tile to start
   TileWindow<kCascade> window_;  // row tiles around it
   DecodeLoader<V> loader_;       // the next KV tile to load
+
+  Rotations rotations_;  // of keys
 
   // The work tile at hand: KV tiles [tile_, kv_end_) are still to be computed. One without keys computes one KV tile of
   // which no row sees anything.

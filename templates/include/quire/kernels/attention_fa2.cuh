@@ -177,8 +177,8 @@ struct AttentionFa2 {
       if (some) {
         const CursorK k(k_tile(i), lane_);
         if constexpr (kNarrow && kHasRope) {  // 8-bit keys have no place for what is rotated: each warp does it anew
-          mma_rotated_keys<T, Kv, kM, kTileKv, kQk>(s, query, k_tile(i), 0, lane_, i * kTileKv, p_.rope_frequencies,
-                                                    nullptr);
+          KeyRotations rotations{p_.rope_frequencies, nullptr};
+          mma_rotated_keys<T, Kv, kM, kTileKv, kQk>(s, query, k_tile(i), 0, lane_, i * kTileKv, rotations);
         } else if constexpr (kNarrow) {
           mma_narrow_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
         } else {

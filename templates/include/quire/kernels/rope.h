@@ -91,9 +91,10 @@ struct RopeParams {
   FastDivisor columns;    // threads of a token
   FastDivisor lanes;      // of them, those that have the same heads; under a norm a power of two up to 32
   FastDivisor pairs;      // rotary_dim / 2 of queries
-  int32_t tokens;         // of a CTA
-  int32_t ctas;           // of a token that has more threads than a CTA has
-  int32_t vectors_at;     // bytes of shared memory ahead of vectors: two stages of rotations and places
+  int32_t tokens_of_cta;
+  int32_t tokens;      // of a CTA at a time
+  int32_t ctas;        // of a token that has more threads than a CTA has
+  int32_t vectors_at;  // bytes of shared memory ahead of vectors: two stages of rotations and places
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -181,47 +182,64 @@ struct Rope {
   }
 
 #ifdef __CUDACC__
-  // CTA i works on p.tokens tokens at a time, or on a part of one, then on those that CTA i + gridDim.x would have. In
-  // shared memory are two stages of everything: rotations, places of tokens, and the vectors of each thread.
+  // A CTA works on p.tokens_of_cta tokens, p.tokens at a time, or on a part of each: those that read the same lines of
+  // index arrays are behind one another. In shared memory are two stages of everything: rotations, places of tokens,
+  // and the vectors of each thread.
   QUIRE_DEVICE static void run_cta(const RopeParams& p, unsigned char* smem) {
     const int pairs = static_cast<int>(p.pairs.divisor), threads = static_cast<int>(blockDim.x);
-    const unsigned ctas = static_cast<unsigned>(p.ctas), first = blockIdx.x / ctas;
-    const int at = static_cast<int>((blockIdx.x - first * ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
+    const unsigned ctas = static_cast<unsigned>(p.ctas), group = blockIdx.x / ctas;
+    const int at = static_cast<int>((blockIdx.x - group * ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
     const Group of(p, row < p.tokens ? at - row * static_cast<int>(p.columns.divisor) : 0);
-    const int step = static_cast<int>(gridDim.x / ctas) * p.tokens;
     auto* tables = reinterpret_cast<Rotation*>(smem);
     auto* places = reinterpret_cast<PagePlace*>(tables + 2 * p.tokens * pairs);
     auto* vectors = reinterpret_cast<Vector<T>*>(smem + p.vectors_at) + threadIdx.x;
-    int64_t next = static_cast<int64_t>(first) * p.tokens;
+    const int64_t first = static_cast<int64_t>(group) * p.tokens_of_cta;
+    const int count = static_cast<int>(min<int64_t>(p.tokens_of_cta, p.nnz - first));
+    int next = 0;
 #pragma unroll 1
-    for (int stage = 0;; stage ^= 1, next += step) {
-      if (next < p.nnz) {
-        if (row < p.tokens && next + row < p.nnz && of.lane < of.units(p))
-          load(p, of, next + row, kGathers ? place_in_pages(p, next + row) : PagePlace{}, Unit(p, of, of.lane),
-               {vectors + stage * 2 * kHeads * threads, threads});
-        prepare(p, next, tables + stage * p.tokens * pairs, places + stage * p.tokens);
-      }
+    for (int stage = 0;; stage ^= 1, next += p.tokens) {
+      if (row < p.tokens && next + row < count && of.lane < of.units(p))
+        load(p, of, first + next + row, kGathers ? place_in_pages(p, first + next + row) : PagePlace{},
+             Unit(p, of, of.lane), {vectors + stage * 2 * kHeads * threads, threads});
       ptx::cp_async_commit();
+      const int tokens = min(p.tokens, count - next);
+      Ahead ahead(p, first + next, tokens, static_cast<int>(threadIdx.x));
+      look_up(p, first + next, tokens, places + stage * p.tokens);
       ptx::cp_async_wait<1>();  // for those of the turn before
-      const int64_t token = next - step + row;
-      const int other = stage ^ 1;
-      if (token >= 0 && row < p.tokens && token < p.nnz)
-        process(p, of, token, places[other * p.tokens + row], {vectors + other * 2 * kHeads * threads, threads},
+      const int other = stage ^ 1, done = next - p.tokens + row;
+      if (done >= 0 && row < p.tokens && done < count)
+        process(p, of, first + done, places[other * p.tokens + row], {vectors + other * 2 * kHeads * threads, threads},
                 tables + (other * p.tokens + row) * pairs);
-      if (next >= p.nnz) return;
+      if (next >= count) return;
+      for (int i = static_cast<int>(threadIdx.x);;) {
+        ahead.store(tables + stage * p.tokens * pairs);
+        i += threads;
+        if (i >= tokens * pairs) break;
+        ahead = Ahead(p, first + next, tokens, i);
+      }
       __syncthreads();  // the next rotations and places are there, and these have been read
     }
   }
 
-  // The rotations and places of a CTA's tokens. The last threads look up places: their trips to memory are longer.
-  QUIRE_DEVICE static void prepare(const RopeParams& p, int64_t begin, Rotation* table, PagePlace* places) {
-    const int tokens = static_cast<int>(min<int64_t>(p.tokens, p.nnz - begin));
-    const int row = static_cast<int>(blockDim.x - 1 - threadIdx.x), pairs = static_cast<int>(p.pairs.divisor);
-    if (row < tokens) places[row] = place_in_pages(p, begin + row);
-    for (int i = static_cast<int>(threadIdx.x); i < tokens * pairs; i += static_cast<int>(blockDim.x)) {
-      const int token = p.pairs.div(i), pair = i - token * pairs;
-      table[token * pairs + place_in_table(pair, pairs)] = rotation(p, begin + token, pair);
+  // Rotation i of a CTA's tokens, on its way while the thread works on those before.
+  struct Ahead {
+    Rotation rotation;
+    int at;  // in the table; negative: there is none
+
+    QUIRE_DEVICE Ahead(const RopeParams& p, int64_t begin, int tokens, int i) : at(-1) {
+      const int token = p.pairs.div(i), pairs = static_cast<int>(p.pairs.divisor), pair = i - token * pairs;
+      if (token >= tokens) return;
+      at = token * pairs + place_in_table(pair, pairs), rotation = Rope::rotation(p, begin + token, pair);
     }
+    QUIRE_DEVICE void store(Rotation* table) const {
+      if (at >= 0) table[at] = rotation;
+    }
+  };
+
+  // The places of a CTA's tokens, by its last threads: most rotations are not theirs.
+  QUIRE_DEVICE static void look_up(const RopeParams& p, int64_t begin, int tokens, PagePlace* places) {
+    const int row = static_cast<int>(blockDim.x - 1 - threadIdx.x);
+    if (row < tokens) places[row] = place_in_pages(p, begin + row);
   }
 #endif
 

@@ -73,6 +73,9 @@ struct DecodeShape {
                                        : kRegisters <= 176      ? 32
                                        : kM == 2 && !kIsCrowded ? 64
                                                                 : 128);
+  // Whether a lane keeps the rotations of its first key from one KV tile to the next.
+  static constexpr bool kRotationsRun =
+      kHasRope && !kNarrow && kM == 1 && kQk <= 128 && kHeldQ == kQk / 16 && kBlock == kSplitTokens;
   static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows
 
   using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;
@@ -84,7 +87,7 @@ struct DecodeShape {
   template <bool kHasSpill>
   struct Fixed : SpillArea<kHasSpill ? kWarps : 0, kSpillBytes>,
                  QueryArea<kSplitWarps, kQueryBytes>,
-                 StepArea<kHasRope ? kQk / 2 : 0> {
+                 StepArea<kHasRope ? kQk / (kRotationsRun ? 1 : 2) : 0> {
     float2 states[kWarps][kM * 16];  // maximum and denominator of each row
     WorkTile work[kWarps];
     RowTile tiles[kWarps][TileWindow<V::kCascade != 0>::kTiles];

@@ -210,15 +210,16 @@ QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)
 }
 
 // s [kM * 16, kN] = q * k^T for rotated keys kN * block .. of a tile, of which the first stands at `position`. One
-// ldmatrix reads 16 keys x two chunks that are paired: {keys 0..7, 8..15} x {chunk, the other}. steps: of all pairs,
-// see tile/rope.cuh.
-template <class T, class Kv, int kM, int kN, int kQk, class Query, class Tile>
+// ldmatrix reads 16 keys x two chunks that are paired: {keys 0..7, 8..15} x {chunk, the other}.
+// rotations: see tile/rope.cuh.
+template <class T, class Kv, int kM, int kN, int kQk, class Query, class Tile, class Rotations>
 QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile tile, int block, int lane, int position,
-                                   const uint64_t* frequencies, const Rotation* steps) {
+                                   Rotations& rotations) {
   constexpr bool kNarrow = sizeof(Kv) == 1;
   constexpr int kPairs = Tile::kChunks / 2, kDims = kNarrow ? 4 : 2;  // of chunks; that a lane has of each
   static_assert(Tile::kChunks % 2 == 0, "all chunks have another to be paired with");
   const int row = block * kN + (lane & 7) + (lane >> 4) * 8, other = (lane >> 3) & 1 ? kPairs : 0;
+  rotations.begin(position, lane);
   position += lane / 4;
   s.clear();
   // Registers have names and not numbers: queries that they hold take a loop without turns.
@@ -226,8 +227,7 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
 #pragma unroll kUnrolled
   for (int k = 0; k < kPairs; ++k) {
     const int pair = 4 * kDims * k + kDims * (lane & 3);
-    const Frequencies<kDims> f(frequencies + pair);
-    Turning<kDims> turning(position, f.at, steps == nullptr ? nullptr : steps + pair);
+    Turning<kDims> turning = rotations.template at<kDims>(k, pair, position);
     uint32_t rows[2][kM][4];
     q.get(k, rows[0]);
     if constexpr (kNarrow) q.get(k + kPairs, rows[1]);
@@ -254,6 +254,7 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
         }
       }
     }
+    rotations.end(k, pair, turning);
   }
   if constexpr (kNarrow) q.unscale(s);
 }

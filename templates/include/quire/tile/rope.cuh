@@ -39,6 +39,10 @@ template <int kCount>
 struct Turning {
   Rotation at[kCount], step[kCount];
 
+  QUIRE_DEVICE Turning(const Rotation* first, const Rotation* steps) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) at[i] = first[i], step[i] = steps[i];
+  }
   // steps: rotations of kTurnStep tokens in shared memory, from a multiple of two on; null: they are computed.
   QUIRE_DEVICE Turning(int position, const uint64_t* frequencies, const Rotation* steps) {
 #pragma unroll
@@ -50,6 +54,60 @@ struct Turning {
   QUIRE_DEVICE void advance() {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) rotate(at[i].cos, at[i].sin, step[i]);
+  }
+};
+
+// Rotations of a lane's first key of a block of keys, for kGroups groups of kCount pairs that stand kApart apart: of
+// `steps` alone, see Turning.
+struct KeyRotations {
+  const uint64_t* frequencies;
+  const Rotation* steps;
+
+  QUIRE_DEVICE void take(const uint64_t* from, const Rotation* in_shared) { frequencies = from, steps = in_shared; }
+  QUIRE_DEVICE void begin(int, int) {}
+  template <int kCount>
+  QUIRE_DEVICE Turning<kCount> at(int, int pair, int position) const {
+    const Frequencies<kCount> f(frequencies + pair);
+    return {position, f.at, steps == nullptr ? nullptr : steps + pair};
+  }
+  template <int kCount>
+  QUIRE_DEVICE void end(int, int, const Turning<kCount>&) {}
+};
+
+// The same from those of the block before, if it stood kBlockStep ahead: without sines and cosines. They are computed
+// anew every kRenewed keys, so that errors stay small.
+template <int kGroups, int kBlockStep>
+struct RunningKeyRotations {
+  static constexpr int kRenewed = 1024;
+  const uint64_t* frequencies;
+  const Rotation *steps, *to_next;  // to_next: from a lane's last key of a block to its first one of the next block
+  Rotation held[kGroups][2];
+  int expected;
+
+  QUIRE_DEVICE void take(const uint64_t* from, const Rotation* in_shared) {
+    frequencies = from, steps = in_shared, to_next = in_shared + 8 * kGroups, expected = -1;
+  }
+  QUIRE_DEVICE void begin(int key, int lane) {
+    if (key != expected || key % kRenewed < kBlockStep) {
+#pragma unroll
+      for (int k = 0; k < kGroups; ++k) {
+        const Frequencies<2> f(frequencies + 8 * k + 2 * (lane & 3));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) held[k][i] = fast_rotation(rope_angle(key + lane / 4, f.at[i]));
+      }
+    }
+    expected = key + kBlockStep;
+  }
+  template <int kCount>
+  QUIRE_DEVICE Turning<kCount> at(int k, int pair, int) const {
+    return {held[k], steps + pair};
+  }
+  template <int kCount>
+  QUIRE_DEVICE void end(int k, int pair, const Turning<kCount>& last) {
+    Turning<kCount> next(last.at, to_next + pair);
+    next.advance();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) held[k][i] = next.at[i];
   }
 };
 
