@@ -56,6 +56,18 @@ def test_rotation(device, dtype, head_dim, rotary_dim, interleave, view):
     assert torch.equal(q, got[0]) and torch.equal(k, got[1])
 
 
+@pytest.mark.parametrize(("nnz", "num_heads", "head_dim"), [(20_000, (5, 2), 64), (2000, (130, 1), 128)])
+def test_many_tokens_are_rotated_as_few_are(device, dtype, nnz, num_heads, head_dim):
+    """On a GPU a CTA rotates some of them after others, or a part of each."""
+    q, k = (heads(nnz, n, head_dim, dtype, device) for n in num_heads)
+    positions = torch.arange(nnz, device=device)
+    got = quire.apply_rope_pos_ids(q, k, positions)
+    few = [quire.apply_rope_pos_ids(*parts) for parts in zip(*(t.split(97) for t in (q, k, positions)), strict=True)]
+    for result, *want in zip(got, *few, strict=True):
+        assert torch.equal(result, torch.cat(want))
+    check(got[0][:, :1], q[:, :1], positions.cpu())
+
+
 def test_only_the_views_are_written(device, dtype):
     q = heads(5, 3, 64, dtype, device, "packed")
     whole = q._base

@@ -172,6 +172,25 @@ def test_tokens_without_a_place_are_left_out(device, dtype):
         assert torch.equal(bits(got), bits(full))
 
 
+@pytest.mark.parametrize("has_norm", [False, True])
+@pytest.mark.parametrize("cache_dtype", [None, E4M3])
+def test_many_tokens_are_appended_as_few_are(device, dtype, cache_dtype, has_norm):
+    """On a GPU a CTA appends some of them after others."""
+    lens = (9000, 0, 11_000, 1)
+    a = Append(device, dtype, cache_dtype, lens=lens, new=lens, page_size=16)
+    weight = (torch.rand(64) + 0.5).to(dtype).to(device) if has_norm else None
+    out, pages = a.run(q_weight=weight), [half.clone() for half in halves(a.cache.kv)]
+    few = []
+    for q, k, v, *tables in zip(*(t.split(97) for t in (a.q, a.k, a.v, a.batch_indices, a.positions)), strict=True):
+        few.append(
+            quire.rope_append_paged_kv_cache(q, k, v, *tables, a.cache.kv, *a.tables, a.kv_layout, q_weight=weight)
+        )
+    assert torch.equal(out, torch.cat(few))
+    for got, want in zip(pages, halves(a.cache.kv), strict=True):
+        assert torch.equal(bits(got.float()), bits(want.float()))
+    assert_is(out, *(a.turned(a.q.cpu(), d, weight) for d in (torch.float64, dtype)))
+
+
 def test_nothing_to_append(device, dtype):
     call = Append(device, dtype, new=(0, 0, 0, 0, 0))
     before = [pages.clone() for pages in call.cache.kv]

@@ -13,7 +13,9 @@ import torch
 import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem
+from quire.kernels.params import RopeParams
 from quire.runtime import rotate_ahead
+from quire.runtime.rotate import Angles, Heads, start
 from quire.runtime.workspace import OwnWorkspace, UserWorkspace
 
 CUDA_BACKENDS = {"auto": (9, 0)}
@@ -178,3 +180,24 @@ def test_memory_that_is_set_aside():
     assert UserWorkspace(memory, "name").set_aside(3500, 0.75, 256) is None
     own = OwnWorkspace(torch.device("cpu"))
     assert own.set_aside(1 << 20, 0.75, 256)[0] is own
+
+
+def test_many_keys_are_rotated_out_of_pages(device, dtype):
+    """On a GPU a CTA rotates some of them after others."""
+    nnz, page_size, num_pages = 30_000, 16, 1876
+    pages = [torch.randn(num_pages, page_size, 2, 64).to(dtype).to(device) for _ in range(2)]
+    got = [torch.zeros(nnz, 2, 64, dtype=dtype, device=device) for _ in range(2)]
+    order = torch.randperm(num_pages).to(torch.int32).to(device)
+    position = torch.arange(nnz, dtype=torch.int32, device=device)
+    tables = {
+        "batch_indices": torch.zeros_like(position), "positions": position, "kv_indices": order,
+        "kv_indptr": torch.tensor([0, num_pages], dtype=torch.int32, device=device),
+    }  # fmt: skip
+    params = RopeParams(
+        num_indices=num_pages, batch_size=1, num_pages=num_pages, page_size=page_size,
+        **{name: table.data_ptr() for name, table in tables.items()},
+    )  # fmt: skip
+    angles = Angles(position, None, None, None, False, 1.0, 1e4)
+    start("rope_pages", Heads(pages[0], None, got[0], None), Heads(None, pages[1], None, got[1]), None, angles, params)
+    k, v = (half[order.long()].flatten(0, 1)[:nnz] for half in pages)
+    assert torch.equal(got[0], quire.apply_rope_pos_ids(k, k, position)[0]) and torch.equal(got[1], v)

@@ -204,7 +204,7 @@ struct Rope {
       ptx::cp_async_commit();
       const int tokens = min(p.tokens, count - next);
       Ahead ahead(p, first + next, tokens, static_cast<int>(threadIdx.x));
-      look_up(p, first + next, tokens, places + stage * p.tokens);
+      find_places(p, first + next, tokens, places + stage * p.tokens);
       ptx::cp_async_wait<1>();  // for those of the turn before
       const int other = stage ^ 1, done = next - p.tokens + row;
       if (done >= 0 && row < p.tokens && done < count)
@@ -237,7 +237,7 @@ struct Rope {
   };
 
   // The places of a CTA's tokens, by its last threads: most rotations are not theirs.
-  QUIRE_DEVICE static void look_up(const RopeParams& p, int64_t begin, int tokens, PagePlace* places) {
+  QUIRE_DEVICE static void find_places(const RopeParams& p, int64_t begin, int tokens, PagePlace* places) {
     const int row = static_cast<int>(blockDim.x - 1 - threadIdx.x);
     if (row < tokens) places[row] = place_in_pages(p, begin + row);
   }
