@@ -353,9 +353,10 @@ struct Rope {
     for (int h = 0; h < kHeads; ++h)
       sums[h] = of.lane < units ? sum_of_squares(vectors.x(h), has_y ? vectors.y(h) : Vector<T>{}) : 0.f;
     for (int i = of.lane + lanes; i < units; i += lanes) add_squares(p, of, token, Unit(p, of, i), sums);
-    const float dims = static_cast<float>(of.heads(p).rotary_dim + of.heads(p).nope_dim);
+    sum_over_lanes(sums, lanes);
+    const float of_dim = 1.f / static_cast<float>(of.heads(p).rotary_dim + of.heads(p).nope_dim);
 #pragma unroll
-    for (int h = 0; h < kHeads; ++h) by[h] *= reciprocal_root(sum_of_lanes(sums[h], lanes) / dims + p.eps);
+    for (int h = 0; h < kHeads; ++h) by[h] *= reciprocal_root(sums[h] * of_dim + p.eps);
   }
 
   // Those of a further unit.
@@ -381,12 +382,15 @@ struct Rope {
   }
 
 #ifdef __CUDACC__
-  // The sum over the threads of a head, which are neighbours in a warp.
-  QUIRE_DEVICE static float sum_of_lanes(float x, int lanes) {
-    const unsigned group = (threadIdx.x & 31) / lanes * lanes;
+  // Over the threads of a head, which are neighbours in a warp.
+  QUIRE_DEVICE static void sum_over_lanes(float (&sums)[kHeads], int lanes) {
+    const unsigned group = threadIdx.x & 31 & ~(lanes - 1);
     const unsigned mask = (lanes == 32 ? 0xffffffffu : (1u << lanes) - 1) << group;
-    for (int i = lanes / 2; i > 0; i /= 2) x += __shfl_xor_sync(mask, x, i);
-    return x;
+#pragma unroll 1
+    for (int i = lanes / 2; i > 0; i /= 2) {
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) sums[h] += __shfl_xor_sync(mask, sums[h], i);
+    }
   }
   QUIRE_DEVICE static float reciprocal_root(float x) {
     float y;
@@ -394,7 +398,7 @@ struct Rope {
     return y;
   }
 #else
-  static float sum_of_lanes(float x, int) { return x; }
+  static void sum_over_lanes(float (&)[kHeads], int) {}
   static float reciprocal_root(float x) { return 1.f / sqrtf(x); }
 #endif
 
