@@ -40,11 +40,6 @@ def _page_size(problem: AttentionProblem) -> int:
     return ANY_PAGE_SIZE if problem.page_size % 32 else problem.page_size
 
 
-def _max_bytes(key: AttentionKey, operand: str) -> int:
-    """Tokens that are gathered are found by 32-bit numbers of 16 bytes."""
-    return 1 << 36 if key.page_size == ANY_PAGE_SIZE and operand in ("ckv_cache", "kpe_cache") else 0
-
-
 def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
     """Two CTAs that read the same keys at the same time read them once from memory: wherever no rows are missing."""
     return _ROWS if problem.rows % (2 * _ROWS) else 2 * _ROWS
@@ -72,7 +67,6 @@ KERNEL = AttentionKernel(
     choose_rows=_choose_rows,
     ctas_per_tile=lambda key: key.tile_rows // _ROWS,
     page_size=_page_size,
-    max_bytes=_max_bytes,
     operands=MLA_OPERANDS,
     params=AttentionMlaFa3Params,
     copies=_copies,

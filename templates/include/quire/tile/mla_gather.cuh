@@ -69,11 +69,10 @@ class MlaSource<V, KvPath::kGather> {
   QUIRE_DEVICE bool exists(Token token) const {
     return static_cast<uint32_t>(token.page) < static_cast<uint32_t>(cta_.p.num_pages);
   }
-  // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
-  static constexpr uint32_t kNowhere = 0xffffffffu;
-  QUIRE_DEVICE uint32_t chunks_before(Token token, int64_t page_stride, int64_t token_stride) const {
-    const int64_t element = token.page * page_stride + token.row * token_stride;
-    return exists(token) ? static_cast<uint32_t>(element >> 3) : kNowhere;
+  // Elements before a token; kNowhere if it does not exist.
+  static constexpr int64_t kNowhere = -1;
+  QUIRE_DEVICE int64_t place_of(Token token, int64_t page_stride, int64_t token_stride) const {
+    return exists(token) ? token.page * page_stride + token.row * token_stride : kNowhere;
   }
 
   QUIRE_DEVICE void note_existing(Token token, int stage) const {
@@ -86,24 +85,24 @@ class MlaSource<V, KvPath::kGather> {
 
   // Starts to copy kAtoms * 64 columns, from column `col` of `from` on, of this warp's tokens to the tile's.
   template <int kAtoms, int kAtomBytes>
-  QUIRE_DEVICE static void gather(uint32_t tile, const void* from, int col, uint32_t place) {
+  QUIRE_DEVICE static void gather(uint32_t tile, const void* from, int col, int64_t place) {
     const int lane = ptx::lane_id(), row = Cta::warp_of_group() * 16 + lane / 8;
-    const unsigned char* base = static_cast<const unsigned char*>(from) + col * 2 + lane % 8 * 16;
+    const T* base = static_cast<const T*>(from) + col + lane % 8 * 8;
     const uint32_t to = tile + row * 128 + (lane % 8 ^ lane / 8) * 16;
 #pragma unroll 2  // all four at a time leave too few registers
     for (int i = 0; i < 4; ++i) {
-      const uint32_t chunks = __shfl_sync(0xffffffffu, place, 4 * i + lane / 8);
-      const int bytes = chunks == kNowhere ? 0 : 16;
-      const unsigned char* src = base + static_cast<uint64_t>(chunks == kNowhere ? 0 : chunks) * 16;
+      const int64_t at = __shfl_sync(0xffffffffu, static_cast<long long>(place), 4 * i + lane / 8);
+      const int bytes = at < 0 ? 0 : 16;
+      const T* src = base + max<int64_t>(at, 0);
 #pragma unroll
       for (int atom = 0; atom < kAtoms; ++atom) {
-        ptx::cp_async_16((to ^ i % 2 * 64) + i * 512 + atom * kAtomBytes, src + atom * 128, bytes);
+        ptx::cp_async_16((to ^ i % 2 * 64) + i * 512 + atom * kAtomBytes, src + atom * 64, bytes);
       }
     }
   }
 
-  QUIRE_DEVICE uint32_t kpe_chunks(Token token) const {
-    return chunks_before(token, cta_.p.base.k_page_stride, cta_.p.base.k_token_stride);
+  QUIRE_DEVICE int64_t place_of_kpe(Token token) const {
+    return place_of(token, cta_.p.base.k_page_stride, cta_.p.base.k_token_stride);
   }
 
   // Queries into the L2 while KV tiles of an earlier work tile are computed; 16 rows a warp, two lanes a row.
@@ -119,7 +118,7 @@ class MlaSource<V, KvPath::kGather> {
   QUIRE_DEVICE void gather_found(int stage) {
     if (exists_) gather_half(token_, stage);
     if (exists_ && has_kpe()) note_existing(token_, stage);
-    put_off_ = kpe_chunks(token_);
+    put_off_ = place_of_kpe(token_);
     if (!has_kpe()) prefetch_kpe(put_off_);
   }
 
@@ -128,23 +127,23 @@ class MlaSource<V, KvPath::kGather> {
     const int half = Cta::half_of_o();
     const uint32_t tile = cta_.ckv_tile(stage).base + half * (TileCkv::kBytes / Cta::kHalves);
     constexpr int kAtoms = TileCkv::kAtoms / Cta::kHalves;
-    const uint32_t place = chunks_before(token, p.v_page_stride, p.v_token_stride);
+    const int64_t place = place_of(token, p.v_page_stride, p.v_token_stride);
     gather<kAtoms, TileCkv::kAtomBytes>(tile, p.v, half * Cta::kHalfCols, place);
     ptx::cp_async_arrive(cta_.ckv_full(stage, half * (Cta::kParts / Cta::kHalves)));
   }
   // kpe is gathered later, when the weights in its place have been used.
-  QUIRE_DEVICE void prefetch_kpe(uint32_t place) const {
-    if (place != kNowhere) ptx::prefetch_l2(static_cast<const unsigned char*>(cta_.p.base.k) + uint64_t{place} * 16);
+  QUIRE_DEVICE void prefetch_kpe(int64_t place) const {
+    if (place != kNowhere) ptx::prefetch_l2(static_cast<const T*>(cta_.p.base.k) + place);
   }
-  QUIRE_DEVICE void gather_kpe(uint32_t place, RingPosition<2> at) const {
+  QUIRE_DEVICE void gather_kpe(int64_t place, RingPosition<2> at) const {
     cta_.kpe_ring().wait_empty(at);
     gather<1, TileKpe::kBytes>(cta_.kpe_tile(at.stage()).base, cta_.p.base.k, 0, place);
     ptx::cp_async_arrive(cta_.kpe_ring().full(at.stage()));
   }
 
   const Cta& cta_;
-  uint32_t put_off_;  // where this lane's token of kpe lies that is gathered next
-  Token token_;       // of the KV tile that is gathered next, if it exists
+  int64_t put_off_;  // where this lane's token of kpe lies that is gathered next
+  Token token_;      // of the KV tile that is gathered next, if it exists
   bool exists_;
 };
 
