@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import quire
-from latents import Latents
+from latents import SCALE, LatentPages, Latents
+from quire.compat.flash_mla import flash_mla_sparse_fwd
 from quire.kernels import decide
 from quire.kernels.attention import AttentionProblem
 from quire.kernels.attention_mla_fa3 import KERNEL
@@ -93,6 +95,21 @@ def test_selected_tokens_of_several_tiles(device, backend, dtype, num_heads):
     more = {"block_tables": indices.view(6, 1, 1090), "seq_lens": lens, "backend": backend}
     o, lse = quire.mla.trtllm_batch_decode_with_kv_cache_mla(p.query.unsqueeze(1), **call | more)
     p.check(o.squeeze(1), lse)
+
+
+def test_a_cache_of_more_than_64_gib(device):
+    """Tokens beyond 2^36 bytes, named by indices and as pages; where 32 bits of 16 bytes would look, there is NaN."""
+    num_tokens = 62_000_000
+    if device == "cpu" or torch.cuda.mem_get_info()[0] < num_tokens * 1152 + (2 << 30):
+        pytest.skip("less than 72 GB of memory of a GPU")
+    p = Latents((1,), (70,), 128, torch.bfloat16, device)
+    cache = torch.empty(num_tokens, 1, 576, dtype=torch.bfloat16, device=device)
+    cache[: num_tokens - (1 << 36) // 1152 + 1] = math.nan
+    cache[-70:, 0] = p.keys
+    tokens = torch.arange(num_tokens - 70, num_tokens, dtype=torch.int32, device=device)
+    out, _, lse = flash_mla_sparse_fwd(p.query, cache, tokens.view(1, 1, 70), SCALE)
+    p.check(out, lse / math.log(2))
+    p.check(*attend(p, LatentPages(cache[..., :512], cache[..., 512:], [0, 70], tokens.tolist(), 1), "quire:fa3"))
 
 
 @pytest.mark.parametrize(
