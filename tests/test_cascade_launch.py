@@ -10,7 +10,7 @@ import torch
 
 import oracle
 import quire
-from problems import workspace
+from problems import poisoned, workspace
 from test_cascade import joined
 
 
@@ -138,6 +138,79 @@ def test_page_numbers_of_another_call_are_not_read(device, backend):
     wrapper.plan(*columns, *arguments[4:], causal=True, q_data_type=torch.float16)
     assert is_one_launch(wrapper)
     p.check(wrapper.run(p.q, cache.kv))
+
+
+def shared_and_own(qo_lens, shared, unique, dtype, device, **more):
+    """A problem whose requests begin with `shared` keys in tensors, rows of wider ones that hold NaN elsewhere; the
+    tables of what each has of its own; and the cache.
+    """
+    tree = [(shared,), unique], [(0,) * len(unique), tuple(range(len(unique)))]
+    p, tables, cache = joined(*tree, qo_lens, dtype, device, **more)
+    rows = poisoned((shared + 130, 3, *p.k.shape[1:]), dtype, device)
+    rows[:shared, 0], rows[:shared, 2] = p.k[:shared], p.v[:shared]
+    return p, tables[1], cache, rows[:shared, 0], rows[:shared, 2]
+
+
+def is_joined(wrapper, backend):
+    """Whether shared and own keys were one launch, which they must be but where another kernel is pinned."""
+    told = wrapper.explain()
+    if re.search(r"before Hopper|has to be pinned", told) or backend in ("quire:fa2", "quire:decode"):
+        pytest.skip("decode and fa2 find all keys in the cache")
+    return told.startswith("shared and own keys in one launch")
+
+
+@pytest.mark.parametrize("shared", [1, 50, 700])
+def test_decode_over_shared_tensors_and_pages(device, backend, dtype, shared):
+    """Requests of no keys of their own, of one, and of several KV tiles; a plan for each length of the shared keys."""
+    unique, heads = (0, 1, 30, 200, 129, 8), {"num_qo_heads": 8, "num_kv_heads": 2}
+    p, (_, *tables), cache, k, v = shared_and_own((1,) * 6, shared, unique, dtype, device, causal=False, **heads)
+    wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace(device), backend=backend)
+    wrapper.begin_forward(*tables, 8, 2, p.head_dim, 8, data_type=dtype)
+    for scale in (None, 0.3, None):
+        p.sm_scale = scale
+        p.check(first := wrapper.forward(p.q, k, v, cache.kv, sm_scale=scale))
+        assert torch.equal(wrapper.forward(p.q, k, v, cache.kv, sm_scale=scale), first)
+    p.check(wrapper.forward(p.q, k.contiguous(), v.contiguous(), cache.kv))
+    assert is_joined(wrapper, backend), wrapper.explain()
+    half = wrapper.forward(p.q, k[: shared // 2], v[: shared // 2], cache.kv)
+    again = wrapper.forward(p.q, k, v, cache.kv)
+    assert not torch.equal(half, again)
+    p.check(again)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("page_size", [8, 3])
+def test_prefill_over_shared_tensors_and_pages(device, backend, dtype, page_size, causal):
+    """Row tiles of the shared keys hold several requests. A causal mask is that of the requests' own keys."""
+    qo_lens = (37, 1, 201, 0, 5)
+    p, tables, cache, k, v = shared_and_own(
+        qo_lens, 333, (37, 5, 300, 4, 131), dtype, device, causal=causal, page_size=page_size, num_qo_heads=6,
+        num_kv_heads=2,
+    )  # fmt: skip
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), backend=backend)
+    wrapper.begin_forward(*tables, 6, 2, p.head_dim, page_size, q_data_type=dtype)
+    p.check(wrapper.forward(p.q, k, v, cache.kv, causal=causal))
+    if device == "cpu" or page_size % 8 == 0:
+        assert is_joined(wrapper, backend), wrapper.explain()
+
+
+def test_shared_tensors_that_are_a_launch_of_their_own(device):
+    """Where they cannot be one launch, the result is that of two; explain() says why."""
+    dtype = torch.float16
+    p, (_, *tables), cache, k, v = shared_and_own((1,) * 3, 50, (9, 1, 30), dtype, device, causal=False)
+    small = torch.empty(64, dtype=torch.uint8, device=device)
+    for memory, variant, reason in (
+        (small, None, "float_workspace_buffer"),
+        (workspace(device), quire.Variant(score=lambda score: score * 1.0), "level by level"),
+    ):
+        wrapper = quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(memory, variant=variant)
+        wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8, data_type=dtype)
+        assert "not planned" in wrapper.explain()
+        p.check(wrapper.forward(p.q, k, v, cache.kv))
+        assert wrapper.explain().startswith("shared and own keys apart")
+        assert reason in wrapper.explain() or "has to be pinned" in wrapper.explain()
+    with pytest.raises(quire.ValidationError, match="v_shared: expected 3 dimensions, k_shared's first"):
+        wrapper.forward(p.q, k, v[1:], cache.kv)
 
 
 def test_explain_before_a_plan():

@@ -2,14 +2,15 @@
 
 Keys that several requests share are read once for all of their queries. MultiLevelCascadeAttentionWrapper attends to
 all levels in one launch, which merges the states of a query's levels (runtime/cascade.py): on the CPU, on Hopper, and
-on other GPUs where `backend` pins a kernel that does. Where that cannot be, and
-where the shared keys are tensors beside a paged cache, each level is an attention call of its own that returns its
+on other GPUs where `backend` pins a kernel that does. So do the wrappers whose shared keys are tensors beside a paged
+cache, on the CPU and on Hopper. Where that cannot be, each level is an attention call of its own that returns its
 log-sum-exp; the states are then merged. The surface is FlashInfer's (https://docs.flashinfer.ai/api/cascade.html).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial, wraps
 from typing import Any, ParamSpec, TypeVar
@@ -26,13 +27,16 @@ from quire.prefill import (
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
 )
-from quire.runtime.attention import page_indices, planned
-from quire.runtime.cascade import check_kernel_for_levels, join_levels
+from quire.runtime.attention import Attention, AttentionSpec, page_indices, planned
+from quire.runtime.cascade import check_kernel_for_levels, join_levels, with_prefix
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
 from quire.runtime.level_operands import Level, LevelOperands
+from quire.runtime.ops import is_tracing
+from quire.runtime.options import logits_options
 from quire.runtime.schedule import Indices
 from quire.runtime.variant_operands import unexpected, variant_of
+from quire.runtime.workspace import OwnWorkspace, Workspace
 from quire.types import KVLayout, PosEncodingMode
 
 __all__ = [
@@ -254,6 +258,36 @@ def also_named(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
+def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
+    """A plan of `own` whose requests all begin with the keys k_shared [shared_len, num_kv_heads, head_dim]; place: the
+    layout, the workspace and the backend. UnsupportedError or ValidationError where they cannot be one launch.
+    """
+    layout, workspace, backend = place
+    check_kernel_for_levels(workspace.device, backend)
+    if k_shared.dtype is not own.options.types.kv.torch or not own.nnz_qo:
+        raise UnsupportedError(f"shared keys of {k_shared.dtype}, and {own.nnz_qo} queries: expected the cache's type.")
+    rows, prefix = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (own.nnz_qo, k_shared.shape[0]))
+    return Attention(with_prefix(own, rows, prefix), layout, workspace, backend)
+
+
+def _run_joined(
+    joined: Attention, q: torch.Tensor, kv: PagedCache, shared: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    o: torch.Tensor = joined.run(
+        q, kv, out=None, lse=None, return_lse=False, sinks=None, q_scale=None, k_scale=None, v_scale=None,
+        window_left=None, enable_pdl=None, others=shared,
+    )  # fmt: skip
+    return o
+
+
+def _shared_rows(k: torch.Tensor, v: torch.Tensor, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """k_shared and v_shared as [shared_len, num_kv_heads, head_dim]."""
+    for tensor, name in ((k, "k_shared"), (v, "v_shared")):
+        if check_tensor(tensor, name).dim() != 3 or tensor.shape[:2] != k.shape[:2]:
+            raise ValidationError(f"{name}: expected 3 dimensions, k_shared's first, got {list(tensor.shape)}.")
+    return (k, v) if layout is KVLayout.NHD else (k.transpose(0, 1), v.transpose(0, 1))
+
+
 class _SharedPrefixWrapper:
     """Requests that begin with the same keys: `_unique` is what each has of its own, in a paged cache.
 
@@ -277,6 +311,7 @@ class _SharedPrefixWrapper:
             )
         own = None if self._variant is None else variant_of_level(self._variant)
         self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend, variant=own)
+        self._joined: tuple[Hashable, Attention | str] = (), "not planned"  # of what, and it or why there is none
 
     @also_named(float_workspace_buffer="new_workspace_buffer")
     def reset_workspace_buffer(
@@ -289,6 +324,9 @@ class _SharedPrefixWrapper:
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         sm_scale: float | None, operands: Mapping[str, Any], **options: Any,
     ) -> torch.Tensor:  # fmt: skip
+        if not is_tracing() and (joined := self._one_launch(k_shared, v_shared, sm_scale, **options)) is not None:
+            unexpected("forward", operands)
+            return _run_joined(joined, q, unique_kv_cache, _shared_rows(k_shared, v_shared, self._unique._layout))
         of_shared, of_unique = self._operands(k_shared, operands)
         shared = single_prefill_with_kv_cache(
             q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale, backend=self._backend, return_lse=True,
@@ -298,6 +336,41 @@ class _SharedPrefixWrapper:
         merge_state_in_place(o, lse, *shared)
         return o
 
+    def _one_launch(
+        self, k: torch.Tensor, v: torch.Tensor, sm_scale: float | None, causal: bool = False
+    ) -> Attention | None:
+        """The plan of shared and own keys, made for the first forward() of a batch; None where they are two launches.
+        `_joined` is it, or says why.
+        """
+        own, place = planned(self._unique._attention), (self._unique._layout, self._unique._workspace, self._backend)
+        k, _ = _shared_rows(k, v, self._unique._layout)
+        wanted = own, k.shape[0], k.dtype, causal
+        if self._joined[0] != wanted:
+            self._joined = wanted, self._plan_joined(own, k, causal, place)
+        joined = self._joined[1]
+        if isinstance(joined, str):
+            return None
+        logits = logits_options(own.spec.options.head_dim_qk, sm_scale, -1, None, "NONE")
+        return joined.replan(*place[1:], logits=logits)
+
+    def _plan_joined(
+        self, own: Attention, k_shared: torch.Tensor, causal: bool, place: tuple[KVLayout, Workspace, str]
+    ) -> Attention | str:
+        if self._variant is not None:
+            return "a variant of one's own is attended to level by level"
+        batch = own.same_batch()
+        try:
+            return _join(batch._replace(options=batch.options._replace(causal=causal)), k_shared, *place)
+        except (UnsupportedError, ValidationError) as error:
+            return str(error)
+
+    def explain(self) -> str:
+        """Whether shared and own keys were one launch in the last forward(), or why not, and what was planned."""
+        joined = self._joined[1]
+        if isinstance(joined, str):
+            return f"shared and own keys apart: {joined}\n{self._unique.explain()}"
+        return f"shared and own keys in one launch\n{joined.explain()}"
+
     def _operands(self, k_shared: torch.Tensor, given: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What the variant reads for the shared keys, and for each request's own."""
         if self._variant is None:
@@ -305,8 +378,6 @@ class _SharedPrefixWrapper:
             return [{}, {}]
         spec = planned(self._unique._attention).spec
         assert isinstance(spec.indices, Indices)
-        if check_tensor(k_shared, "k_shared").dim() != 3:
-            raise ValidationError(f"k_shared: expected 3 dimensions, got {list(k_shared.shape)}.")
         own, token = Level.of(spec.indices), 0 if KVLayout.of(self._kv_layout) is KVLayout.NHD else 1
         shared = Level(own.qo_indptr[[0, -1]], torch.tensor([k_shared.shape[token]]))
         return LevelOperands.of(self._variant, (shared, own), spec.options.num_qo_heads, self._unique.device).of_run(
@@ -432,11 +503,19 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     batch, unique_len, num_kv_heads = k_unique.shape[0], k_unique.shape[token], k_unique.shape[head]
     rows = torch.arange(batch + 1, dtype=torch.int32, device="cpu")
     unique = BatchPrefillWithRaggedKVCacheWrapper(_scratch(q), "NHD", backend=backend)
-    unique.plan(
-        rows, rows * unique_len, q.shape[1], num_kv_heads, q.shape[2], v_unique.shape[3], sm_scale=sm_scale,
-        q_data_type=q.dtype, disable_split_kv=True,
+    plan = partial(
+        unique.plan, rows, rows * unique_len, q.shape[1], num_kv_heads, q.shape[2], v_unique.shape[3],
+        sm_scale=sm_scale, q_data_type=q.dtype,
     )  # fmt: skip
     k, v = (t.transpose(1, token).reshape(batch * unique_len, num_kv_heads, t.shape[3]) for t in (k_unique, v_unique))
+    shared_rows = _shared_rows(k_shared, v_shared, KVLayout.of(kv_layout))
+    joined, spec = None, unique.spec_of(*plan.args, **plan.keywords)
+    if not is_tracing():
+        with suppress(UnsupportedError, ValidationError):  # they are two launches, then
+            joined = _join(spec, shared_rows[0], KVLayout.NHD, OwnWorkspace(q.device), backend)
+    if joined is not None:
+        return _run_joined(joined, q, (k, v), shared_rows)
+    plan(disable_split_kv=True)
     o, lse = unique.run_return_lse(q, k, v)
     shared = single_prefill_with_kv_cache(
         q, k_shared, v_shared, kv_layout=kv_layout, sm_scale=sm_scale, backend=backend, return_lse=True

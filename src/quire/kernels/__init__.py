@@ -27,6 +27,7 @@ from quire.kernels.attention import (
     cascade_reason,
     same_rows,
 )
+from quire.kernels.operands import Operand, OperandBlock
 
 __all__ = [
     "KERNELS",
@@ -94,6 +95,16 @@ class Decision:
         return self.kernel.spec(self.key)
 
     @cached_property
+    def tensors(self) -> tuple[Operand, ...]:
+        """What the kernel reads and writes: operands and their scales, in the order of the parameter struct."""
+        return self.kernel.tensors(self.key)
+
+    @cached_property
+    def blocks(self) -> tuple[OperandBlock, ...]:
+        """Where they lie in the parameter struct."""
+        return self.kernel.blocks(self.key)
+
+    @cached_property
     def ctas_per_tile(self) -> int:
         """Neighbouring CTAs that compute a work tile."""
         return self.kernel.ctas_per_tile(self.key)
@@ -155,6 +166,8 @@ def _rejection(kernel: AttentionKernel, problem: AttentionProblem) -> str | None
     """Why this kernel does not take the problem, whatever its splits."""
     if problem.cascade and not kernel.has_cascades:
         return "it has no cascades"
+    if problem.prefix and kernel.prefix_params is None:
+        return "it finds the keys of shared levels in the cache alone"
     return cascade_reason(problem) or kernel.scales_reason(problem) or kernel.reject(problem)
 
 

@@ -15,7 +15,15 @@ from quire.jit import without_matrix_unit
 from quire.jit.spec import Spec
 from quire.kernels.expression_cxx import operands_struct, render
 from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
-from quire.kernels.operands import ATTENTION_OPERANDS, Operand, OperandBlock, TensorCopy, View, blocks_of
+from quire.kernels.operands import (
+    ATTENTION_OPERANDS,
+    PREFIX_OPERANDS,
+    Operand,
+    OperandBlock,
+    TensorCopy,
+    View,
+    blocks_of,
+)
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
 from quire.kernels.variant import Variant
@@ -145,24 +153,30 @@ class AttentionKernel:
     #: schedule and that memory lie; returns the parameters of the operation, and its CTAs
     fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
     has_expression_blocks: bool = False  #: it passes over KV tiles that the mask of a variant hides
+    #: the same with PREFIX_OPERANDS; None: it finds keys of shared levels in the cache alone
+    prefix_params: type[ctypes.Structure] | None = None
     has_cascades: bool = False  #: it merges partial results across the levels of a tree of shared keys
     has_gaps: bool = False  #: in pages of one token it masks page numbers beyond params.num_pages, and reads none
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
 
-    @cached_property
-    def tensors(self) -> tuple[Operand, ...]:
+    def tensors(self, key: AttentionKey) -> tuple[Operand, ...]:
         """The operands and their scales, in the order of the parameter struct."""
-        return tuple(operand for block in blocks_of(self.operands) for operand in block)
+        return tuple(operand for block in self._operand_blocks(key) for operand in block)
 
-    @cached_property
-    def blocks(self) -> tuple[OperandBlock, ...]:
+    def blocks(self, key: AttentionKey) -> tuple[OperandBlock, ...]:
         """Where they lie in the parameter struct."""
-        first, *others = blocks_of(self.operands)
+        first, *others = self._operand_blocks(key)
         blocks, before = [OperandBlock(0, first)], first
         for block in others:
-            blocks.append(OperandBlock(getattr(self.params, block[0].name).offset, block, before))
+            blocks.append(OperandBlock(getattr(self._own_params(key), block[0].name).offset, block, before))
             before += block
         return tuple(blocks)
+
+    def _operand_blocks(self, key: AttentionKey) -> tuple[tuple[Operand, ...], ...]:
+        return blocks_of((*self.operands, *(PREFIX_OPERANDS if key.prefix else ())))
+
+    def _own_params(self, key: AttentionKey) -> type[ctypes.Structure]:
+        return self.params if self.prefix_params is None or not key.prefix else self.prefix_params
 
     @property
     def is_mla(self) -> bool:
@@ -175,7 +189,8 @@ class AttentionKernel:
 
     def params_of(self, key: AttentionKey) -> type[ctypes.Structure]:
         """Its parameter struct for `key`: `params`, with the operands of a variant of the caller's own behind it."""
-        return self.params if key.variant is None else with_operands(self.params, key.variant)
+        own = self._own_params(key)
+        return own if key.variant is None else with_operands(own, key.variant)
 
     def planning(self, key: AttentionKey) -> OperationKey | None:
         """The operation that plan() launches for `key`: it fills the kernel's own plan memory."""
@@ -237,7 +252,7 @@ class AttentionKernel:
             header=self.header,
             kernel=self.cxx,
             entry="quire_attention",
-            params=struct_of(self.params),
+            params=struct_of(self._own_params(key)),
             types=tuple((name, value) for name, value in members if isinstance(value, str)),
             constants=(
                 *((name, value) for name, value in members if isinstance(value, int)),
@@ -263,6 +278,8 @@ def with_operands(params: type[ctypes.Structure], variant: Variant) -> type[ctyp
 
 def cascade_reason(problem: AttentionProblem) -> str | None:
     """Why no kernel attends over a tree of shared keys in one launch; None if they can, or if there is no tree."""
+    if problem.prefix and not problem.cascade:
+        return "only a cascade has shared keys"
     if not problem.cascade:
         return None
     if problem.fixed_split_size:

@@ -10,6 +10,7 @@ from quire.kernels.attention import (
     first_tile_without_neighbours,
     head_dim_reason,
 )
+from quire.kernels.params import AttentionPrefixParams
 from quire.types import PosEncodingMode
 
 
@@ -54,4 +55,5 @@ KERNEL = AttentionKernel(
     uses_matrix_unit=_multiplies_tiles,
     has_expression_blocks=True,
     has_cascades=True,
+    prefix_params=AttentionPrefixParams,
 )

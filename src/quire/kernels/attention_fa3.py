@@ -11,7 +11,13 @@ from quire.kernels.expression_cxx import has_distance_bias, has_idiom, takes_reg
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import AttentionFa3Params, BlockMaskParams, ScheduleInput, ScheduleOutput
+from quire.kernels.params import (
+    AttentionFa3Params,
+    AttentionFa3PrefixParams,
+    BlockMaskParams,
+    ScheduleInput,
+    ScheduleOutput,
+)
 from quire.types import MaskMode, PosEncodingMode
 
 _ATOM = 64  #: columns of a 128-byte swizzled row
@@ -35,6 +41,8 @@ def _reject(problem: AttentionProblem) -> str | None:
         return (
             "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
         )
+    if problem.prefix and (_page_size(problem) == ANY_PAGE_SIZE or problem.kv.bits == 8):
+        return "beside shared keys in tensors of their own it takes 16-bit keys, in pages of a multiple of 8 or ragged"
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim % 16 and not dim % 8:
             return f"{name}={dim}: its matrix instruction takes multiples of 16"
@@ -124,6 +132,11 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
         elif key.page_size > 0 and pages:
             dims, box = (head_dim, tokens, heads, pages), (_ATOM, math.gcd(tokens, tile.kv), 1, 1)
             copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
+    for name in ("k_prefix", "v_prefix") if key.prefix else ():
+        (tokens, heads, head_dim), (token, head, _) = views[name].sizes, views[name].strides
+        if tokens:
+            dims, box = (head_dim, tokens, heads, 1), (_ATOM, tile.kv, 1, 1)
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 8), box))
     return tuple(copies)
 
 
@@ -176,6 +189,7 @@ KERNEL = AttentionKernel(
     persistent=True,
     has_expression_blocks=True,
     has_cascades=True,
+    prefix_params=AttentionFa3PrefixParams,
     schedule_input=_schedule_input,
     unit_bytes=_unit_bytes,
     operation=_operation,

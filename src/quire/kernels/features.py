@@ -133,6 +133,11 @@ class Features:
         default=False, kw_only=True
     )
 
+    #: keys of its shared levels lie in tensors of their own
+    prefix: Annotated[bool, _flag("kPrefix", "prefix", lambda options: options.prefix)] = field(
+        default=False, kw_only=True
+    )
+
     #: each tile of 128 dims of a latent has a scale, and kpe is in q's type (MLA): core/params_mla.h
     tile_scales: Annotated[bool, _flag("kTileScales", "scaled", lambda options: options.tile_scales)] = field(
         default=False, kw_only=True

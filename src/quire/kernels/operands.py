@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 #: The stride over a dimension, by the dimension's size. Dimensions that are not here are contiguous.
 _STRIDES = {
-    "nnz_qo": "token", "num_qo_heads": "head", "num_pages": "page", "page_size": "token", "num_kv_heads": "head",
+    "nnz_qo": "token", "nnz_prefix": "token", "num_qo_heads": "head", "num_pages": "page", "page_size": "token",
+    "num_kv_heads": "head",
 }  # fmt: skip
 
 
@@ -80,6 +81,12 @@ ATTENTION_OPERANDS = (
     Operand("k", ("num_pages", "page_size", "num_kv_heads", "head_dim_qk"), "kv"),
     Operand("v", ("num_pages", "page_size", "num_kv_heads", "head_dim_vo"), "kv"),
     Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
+)
+
+#: Behind the others where the keys of a cascade's shared levels lie in tensors of their own: their rows.
+PREFIX_OPERANDS = (
+    Operand("k_prefix", ("nnz_prefix", "num_kv_heads", "head_dim_qk"), "kv"),
+    Operand("v_prefix", ("nnz_prefix", "num_kv_heads", "head_dim_vo"), "kv"),
 )
 
 #: Multi-head latent attention (MLA): one head of keys, [ckv, kpe], whose first part, the latent, is the value too. The

@@ -15,6 +15,7 @@ from quire.jit.spec import Struct
 from quire.kernels.operands import (
     ATTENTION_OPERANDS,
     MLA_OPERANDS,
+    PREFIX_OPERANDS,
     SCALED_MLA_OPERANDS,
     Operand,
     blocks_of,
@@ -114,6 +115,9 @@ def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure
     return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *more)})
 
 
+#: What a kernel of AttentionParams is given with shared keys in tensors of their own; see core/cascade.h.
+AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERANDS, *PREFIX_OPERANDS))
+
 #: What an MLA kernel is given; see core/params_mla.h.
 AttentionMlaParams = params_with("AttentionMlaParams", SCALED_MLA_OPERANDS)
 
@@ -136,6 +140,17 @@ class AttentionFa3Params(ctypes.Structure):
         ("_to_8", c_int32),
         ("block_mask", c_void_p),
         ("_to_end", ctypes.c_char * 40),
+    )
+
+
+class AttentionFa3PrefixParams(ctypes.Structure):
+    """The same with shared keys in tensors of their own; see core/params_fa3.h. Allocate with `aligned_copy`."""
+
+    _fields_ = (
+        *AttentionFa3Params._fields_,
+        *((name, TensorMap) for name in ("tensor_k_prefix", "tensor_v_prefix")),
+        *operand_fields(PREFIX_OPERANDS),
+        ("_to_64", ctypes.c_char * 16),
     )
 
 
@@ -169,7 +184,7 @@ class ScheduleInput(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")),
-        *((name, c_void_p) for name in ("seq_lens", "kept", "buffer")),
+        *((name, c_void_p) for name in ("seq_lens", "prefix_indptr", "kept", "buffer")),
         *((name, c_int64) for name in ("capacity", "num_pages")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "num_kv_heads", "group_size", "page_size")),
         *((name, c_int32) for name in ("tile_rows", "tile_kv", "mask_mode", "window_left", "start_cost", "max_ctas")),

@@ -115,8 +115,10 @@ class AttentionSpec(NamedTuple):
         if isinstance(indices, Lengths) or not indices.num_shared_nodes or indices.qo_indptr is None:
             return -(-self.nnz_qo // batch_size) if batch_size else 0
         begin, end = indices.qo_indptr.view(-1, 2).long().unbind(1)
-        pages = indices.kv_indptr.diff()
-        return int(((end - begin) * pages).sum()) // max(1, int(pages.sum()))
+        tokens = indices.kv_indptr.diff().long() * indices.page_size
+        if indices.prefix_indptr is not None:
+            tokens[: indices.num_shared_nodes] = indices.prefix_indptr.diff()
+        return int(((end - begin) * tokens).sum()) // max(1, int(tokens.sum()))
 
     def decide(self, device: torch.device, backend: str) -> Decision:
         """The kernel that takes this on `device`, among those that `backend` allows."""
@@ -210,7 +212,7 @@ class Attention:
         self._nnz_qo: int = spec.nnz_qo if schedule is None else schedule.sizes.nnz_qo
         head_dim = spec.options.head_dim_kpe if spec.options.is_mla else spec.options.head_dim_qk
         self._q_shape = (self._nnz_qo, spec.options.num_qo_heads, head_dim)
-        self._num_operands = len(self.decision.kernel.tensors)
+        self._num_operands = len(self.decision.tensors)
         self._lock = Lock()
         self._limits: dict[str, int] | None = None  # of the indices of a variant
         self._signature: Signature | None = None  # of the tensors of the last run, which were found right
@@ -270,7 +272,7 @@ class Attention:
             result = self
         else:
             graph = None if graph is None else graph.renewed(options)
-            result = Attention(self._same_batch()._replace(options=options), self._layout, workspace, backend, graph)
+            result = Attention(self.same_batch()._replace(options=options), self._layout, workspace, backend, graph)
         if graph is not None:
             graph.forwarded(told)
         return result
@@ -299,7 +301,7 @@ class Attention:
         indices = self.spec.indices if self._ahead is None else self._ahead.ragged
         return place_work(self._plan.indices(indices), self._plan.schedule_input)
 
-    def _same_batch(self) -> AttentionSpec:
+    def same_batch(self) -> AttentionSpec:
         """The spec with index arrays as they were: the caller may have written others since."""
         spec = self.spec
         if self._ahead is not None:
@@ -322,7 +324,7 @@ class Attention:
 
     def _narrow(self, heads: tuple[int, int], graph: GraphState | None) -> Attention:
         options = self._plan_options._replace(num_qo_heads=heads[0], num_kv_heads=heads[1])
-        spec = self._same_batch()._replace(options=options)
+        spec = self.same_batch()._replace(options=options)
         return Attention(spec, self._layout, self._workspace, self._backend, graph)
 
     def run(
@@ -456,7 +458,7 @@ class Attention:
         out: torch.Tensor, others: tuple[torch.Tensor, ...], nnz_qo: int,
     ) -> None:  # fmt: skip
         """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
-        paged, operands = self._plan_options.page_size > 0, self.decision.kernel.tensors
+        paged, operands = self._plan_options.page_size > 0, self.decision.tensors
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
         views = {operands[1].name: _view(k), operands[2].name: _view(v)}
         names = {"o": "out"} | ({"k": "paged_kv_cache (keys)", "v": "paged_kv_cache (values)"} if paged else {})
@@ -525,7 +527,7 @@ class Attention:
 
     def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
         options = self._plan_options
-        known = {"nnz_qo": nnz_qo, "num_pages": None, "page_size": options.page_size or None}
+        known = {"nnz_qo": nnz_qo, "num_pages": None, "nnz_prefix": None, "page_size": options.page_size or None}
         wanted = [known[dim] if dim in known else getattr(options, dim) for dim in operand.dims]
         if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
             return

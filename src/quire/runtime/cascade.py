@@ -49,6 +49,33 @@ def join_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
     return AttentionSpec(indices, options._replace(cascade=True, causal=causal))
 
 
+def with_prefix(own: AttentionSpec, rows: torch.Tensor, prefix_indptr: torch.Tensor) -> AttentionSpec:
+    """The batch of `own`, whose rows attend to keys in tensors of their own besides, before all of their others.
+
+    rows: int32 [count, 2], flat: the first and the end of those that attend to rows prefix_indptr[i] to
+    prefix_indptr[i + 1] of these tensors. Both are on the host.
+    """
+    indices, options, count = own.indices, own.options, prefix_indptr.numel() - 1
+    assert isinstance(indices, Indices)
+    qo_indptr, first = _qo_indptr(indices), indices.kv_indptr[:1]
+    none = torch.zeros(count, dtype=torch.int32, device="cpu")
+    last = indices.kv_last_page_len
+    nodes = indices._replace(
+        batch_size=count + indices.batch_size, qo_len=0,
+        qo_indptr=torch.cat((rows, torch.stack((qo_indptr[:-1], qo_indptr[1:]), 1).view(-1))),
+        kv_indptr=torch.cat((first.expand(count), indices.kv_indptr)), seq_lens=None, num_shared_nodes=count,
+        kv_last_page_len=None if last is None else torch.cat((none, last)), prefix_indptr=prefix_indptr,
+    )  # fmt: skip
+    causal = options.causal and int(qo_indptr.diff().max()) > 1  # one query sees all of its keys
+    return own._replace(indices=nodes, options=options._replace(cascade=True, prefix=True, causal=causal))
+
+
+def _qo_indptr(indices: Indices) -> torch.Tensor:
+    if indices.qo_indptr is not None:
+        return indices.qo_indptr
+    return torch.arange(indices.batch_size + 1, dtype=torch.int32, device="cpu") * indices.qo_len
+
+
 class _Level:
     """The nodes of one level."""
 

@@ -104,6 +104,7 @@ class PlanOptions(NamedTuple):
     is_mla: bool = False  #: head_dim_vo dims of each key are its value, too
     variant: Variant | None = None  #: of the caller's own
     cascade: bool = False  #: the batch is a tree of shared keys
+    prefix: bool = False  #: with cascade: the keys of shared levels lie in tensors of their own
     tile_scales: bool = False  #: with is_mla: each 128 dims of a latent have a scale, and kpe is in q's type
     sms: int = 0  #: SMs of the GPU that its CTAs fill, beside another launch; 0: all
 

@@ -47,7 +47,7 @@ class AttentionPlan:
         self._uses_pdl = uses_pdl  # programmatic dependent launch, if the caller has no wish
         self._params = base_of(params)
         self._struct = params
-        self._kernel = decision.kernel
+        self._decision = decision
         self._logits = logits
         self._least_scale = _LEAST_SCALE if decision.key.has_bias else 0.0
         self._tensors = tensors  # what the parameter struct points into
@@ -89,7 +89,7 @@ class AttentionPlan:
     def set_signature(self, views: Mapping[str, View]) -> None:
         """Take the strides of the operands, and describe them to the copy engine."""
         strides: list[int] = []
-        for operand in self._kernel.tensors:
+        for operand in self._decision.tensors:
             count = len(operand.strides)
             strides += views[operand.name].strides[:count] if operand.name in views else (0,) * count
         self._set_strides(struct.pack(f"{len(strides)}q", *strides))
@@ -108,7 +108,7 @@ class AttentionPlan:
 
     def _set_strides(self, strides: bytes) -> None:
         self._strides, address = strides, ctypes.addressof(self._struct)
-        self._pointers, *self._more = [block.write(address, strides) for block in self._kernel.blocks]
+        self._pointers, *self._more = [block.write(address, strides) for block in self._decision.blocks]
 
     def run(
         self, stream: int, pointers: list[int], lse: int | None, sinks: int | None, logits_scale: float,

@@ -32,6 +32,9 @@ class Indices(NamedTuple):
     #: A cascade: the requests of this batch are its nodes, level by level; so many are those of shared levels, and
     #: qo_indptr has the begin and end of each one's rows. 0: no cascade.
     num_shared_nodes: int = 0
+    #: [num_shared_nodes + 1]: where shared keys lie in tensors of their own, their rows there; shared nodes then have
+    #: none of kv_indptr's pages or tokens
+    prefix_indptr: torch.Tensor | None = None
 
 
 class Lengths(NamedTuple):
@@ -190,7 +193,7 @@ def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams,
         p.qo_indptr, num_kept = qo_indptr.data_ptr(), num_kept + qo_indptr.numel()
     if last is not None:
         p.kv_last_page_len, num_kept = last.data_ptr(), num_kept + batch
-    p.num_shared_nodes = indices.num_shared_nodes
+    p.num_shared_nodes, p.prefix_indptr = indices.num_shared_nodes, address_of(indices.prefix_indptr)
     if pages is not None:
         p.num_pages = pages.numel()
         if pages.is_cpu:

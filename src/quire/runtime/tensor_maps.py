@@ -33,11 +33,12 @@ class TensorMaps:
         """Describe these operands."""
         kernel, key = self._decision.kernel, self._decision.key
         assert kernel.copies is not None
-        names = [operand.name for operand in kernel.operands]
+        operands = self._decision.tensors
+        names = [operand.name for operand in operands if operand.name in views]
         self._maps, self._pointers = [], tuple(views[name].pointer for name in names)
         for copy in kernel.copies(key, kernel.tile(key), views):
             index = names.index(copy.operand)
-            dtype = key.type_of(kernel.operands[index].type)
+            dtype = key.type_of(operands[index].type)
             offset, strides = (
                 getattr(type(self._params), copy.field).offset,
                 [s * dtype.bits // 8 for s in copy.strides],

@@ -6,10 +6,28 @@
 // of each level. Every work tile leaves a partial result, as many rows as its row tile has, and arrives at each group
 // that takes rows of it. The list of parts says where a group's rows begin in each of its partial results, level by
 // level, and in the order of keys within a level.
+//
+// With kPrefix the keys of shared levels lie in tensors of their own beside the cache, or beside ragged keys: there
+// RowTile::kv_first of a shared node is its first row of them.
 #pragma once
 #include "quire/core/params.h"
 
 namespace quire {
+
+// Mirrored by AttentionPrefixParams in quire/kernels/params.py.
+struct AttentionPrefixParams {
+  AttentionParams base;
+  const void* k_prefix;  // [nnz_prefix, num_kv_heads, head_dim_qk], by strides
+  const void* v_prefix;  // the same with head_dim_vo
+  int64_t k_prefix_token_stride, k_prefix_head_stride;
+  int64_t v_prefix_token_stride, v_prefix_head_stride;
+};
+
+// Whether a row tile's keys lie in those tensors.
+template <class V>
+QUIRE_HD bool is_in_prefix(const RowTile& tile) {
+  return V::kPrefix != 0 && tile.request < 0;
+}
 
 // An entry of a cascade's merge table, for one KV head: entry i * num_kv_heads + head is group i's.
 struct alignas(16) CascadeGroup {

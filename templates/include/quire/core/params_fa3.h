@@ -30,4 +30,17 @@ struct AttentionFa3Params {
   const uint8_t* block_mask;
 };
 
+// The offsets of a struct with a base are what they are without one; the build proves that ctypes agrees.
+#pragma nv_diag_suppress 1427
+
+// With kPrefix: the maps of k_prefix and v_prefix, like those of ragged keys and values.
+struct AttentionFa3PrefixParams : AttentionFa3Params {
+  TensorMap tensor_k_prefix, tensor_v_prefix;
+  const void* k_prefix;
+  const void* v_prefix;
+  int64_t k_prefix_token_stride, k_prefix_head_stride;
+  int64_t v_prefix_token_stride, v_prefix_head_stride;
+  unsigned char to_64[16];
+};
+
 }  // namespace quire

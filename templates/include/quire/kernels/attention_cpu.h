@@ -44,6 +44,7 @@ struct AttentionCpu {
     }
     return next == 0 ? 1 : 0;
   }
+  static int run(AttentionPrefixParams& p) { return run(p.base); }
 
  private:
   using Q = typename V::Q;
@@ -109,7 +110,7 @@ struct AttentionCpu {
     return {p,
             rows,
             {rows, tile.request, Mask<V::kMask, V::kWindow != 0>::of(p, tile), LogitsTransform<V, cpu::Math>(p)},
-            cpu::Keys<V>(p, tile.kv_first, rows.work.kv_head),
+            cpu::Keys<V>(p, tile, rows.work.kv_head),
             scratch};
   }
 

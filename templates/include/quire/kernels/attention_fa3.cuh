@@ -207,8 +207,12 @@ struct AttentionFa3 {
       widen(warp, lane);
       return;
     }
-    if (warp == kLoadK) load_kv(KvSource::k(p_), k_, [&](int stage) { return k_tile(stage); }, lane);
-    if (warp == kLoadV) load_kv(KvSource::v(p_), v_, [&](int stage) { return v_tile(stage); }, lane);
+    if (warp == kLoadK) {
+      load_kv(KvSource::k(p_), KvSource::k_prefix(p_), k_, [&](int stage) { return k_tile(stage); }, lane);
+    }
+    if (warp == kLoadV) {
+      load_kv(KvSource::v(p_), KvSource::v_prefix(p_), v_, [&](int stage) { return v_tile(stage); }, lane);
+    }
     if (warp == kLoadQ) load_q(lane);
     if (warp == kSchedule) schedule(lane);
   }
@@ -325,36 +329,53 @@ struct AttentionFa3 {
     }
   }
 
+  // `prefix`: what shared levels' keys or values are copied from, with kPrefix.
   template <class TileAt>
-  QUIRE_DEVICE void load_kv(const KvSource& from, RingBarriers<kStages> ring, TileAt&& tile_at, int lane) const {
+  QUIRE_DEVICE void load_kv(const KvSource& from, const KvSource& prefix, RingBarriers<kStages> ring, TileAt&& tile_at,
+                            int lane) const {
     if (lane == 0 && !kIsGathered) ptx::prefetch_tensor_map(from.map);
     RingPosition<kStages> stage;
     for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
-      KvTileWalk<V> walk(current);
-      Loader next(p_.base, from, current.work, lane);
-      bool is_copying = false;
-      if (walk.exists()) next.prefetch_pages(walk.tile());
-#pragma unroll 1
-      while (walk.exists()) {
-        next.resolve_pages();
-        const Loader loader = next;
-        walk.advance();
-        if (walk.exists()) next.prefetch_pages(walk.tile());
-        ring.wait_empty(stage);
-        loader.load(tile_at(stage.stage()), ring.full(stage.stage()));
-        if constexpr (kIsGathered) {
-          if (is_copying) Loader::template arrive_copied<1>(ring.full(stage.before().stage()));
-          is_copying = true;
+      if constexpr (V::kPrefix != 0) {
+        static_assert(!kIsGathered && !kNarrow, "tensors beside the cache come by the copy engine, as the cache does");
+        if (is_in_prefix<V>(current.work.tile)) {
+          load_work_tile<KvLoader<V, KvPath::kRagged>>(prefix, current, ring, stage, tile_at, lane);
+        } else {
+          load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
         }
-        stage.advance();
-      }
-      if constexpr (kIsGathered) {
-        if (is_copying) Loader::template arrive_copied<0>(ring.full(stage.before().stage()));
+      } else {
+        load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
       }
       __syncwarp();
       if (kIsLate && ring.base == k_.base && !is_short_work(current)) ptx::named_barrier_arrive(kKeysLoaded, 64);
       if (lane == 0) work_.arrive_empty(at);
     });
+  }
+
+  template <class Load, class TileAt>
+  QUIRE_DEVICE void load_work_tile(const KvSource& from, const Stage& current, RingBarriers<kStages> ring,
+                                   RingPosition<kStages>& stage, TileAt&& tile_at, int lane) const {
+    KvTileWalk<V> walk(current);
+    Load next(p_.base, from, current.work, lane);
+    bool is_copying = false;
+    if (walk.exists()) next.prefetch_pages(walk.tile());
+#pragma unroll 1
+    while (walk.exists()) {
+      next.resolve_pages();
+      const Load loader = next;
+      walk.advance();
+      if (walk.exists()) next.prefetch_pages(walk.tile());
+      ring.wait_empty(stage);
+      loader.load(tile_at(stage.stage()), ring.full(stage.stage()));
+      if constexpr (kIsGathered) {
+        if (is_copying) Load::template arrive_copied<1>(ring.full(stage.before().stage()));
+        is_copying = true;
+      }
+      stage.advance();
+    }
+    if constexpr (kIsGathered) {
+      if (is_copying) Load::template arrive_copied<0>(ring.full(stage.before().stage()));
+    }
   }
 
   QUIRE_DEVICE void load_q(int lane) const {

@@ -77,7 +77,7 @@ struct AttentionMlaCpu {
     const Context c = {p,
                        rows,
                        {rows, work.tile.request, mask, LogitsTransform<V, cpu::Math>(base)},
-                       cpu::Keys<V>(base, work.tile.kv_first, work.kv_head),
+                       cpu::Keys<V>(base, work.tile, work.kv_head),
                        scratch};
     clear(scratch, rows.count);
     load_queries(c);

@@ -33,6 +33,7 @@ struct ScheduleAttention {
   explicit ScheduleAttention(ScheduleParams& p) : in_(p.input), out_(p.output), cascade_(in_, out_) {}
 
   bool is_cascade() const { return in_.num_shared_nodes > 0; }
+  bool is_in_prefix(int b) const { return in_.prefix_indptr != nullptr && b < in_.num_shared_nodes; }
 
   void fail(ScheduleError error) { out_.error = static_cast<int32_t>(error); }
 
@@ -57,6 +58,7 @@ struct ScheduleAttention {
   int qo_length(int b) const { return static_cast<int>(qo_end(b) - qo_begin(b)); }
 
   int kv_length(int b) const {
+    if (is_in_prefix(b)) return in_.prefix_indptr[b + 1] - in_.prefix_indptr[b];
     const int n = in_.kv_indptr[b + 1] - in_.kv_indptr[b];
     if (in_.kv_last_page_len == nullptr) return n;
     return n == 0 ? 0 : (n - 1) * in_.page_size + in_.kv_last_page_len[b];
@@ -158,7 +160,8 @@ struct ScheduleAttention {
 
   void measure_cascade() {
     fail(cascade_.measure([this](int b) -> RowTile {
-      const int first = in_.kv_indptr[b], begin = static_cast<int>(qo_begin(b));
+      const int first = is_in_prefix(b) ? in_.prefix_indptr[b] : in_.kv_indptr[b];
+      const int begin = static_cast<int>(qo_begin(b));
       return {b, 0, 0, 0, 0, {0}, {0}, 0, first, kv_length(b), begin, qo_length(b)};
     }));
     if (out_.error == 0) lay_out();

@@ -1,5 +1,6 @@
 // Where a request's keys and values lie, and copies of them widened to float.
 #pragma once
+#include "quire/core/cascade.h"
 #include "quire/core/mask.h"
 #include "quire/core/params.h"
 #include "quire/tile/cpu_vector.h"
@@ -13,33 +14,36 @@ struct Keys {
 
   const K* k;  // of this request (ragged) or of page 0, at the kv head
   const Kv* v;
-  const int32_t* pages;  // paged: this request's page numbers
+  const int32_t* pages;  // this request's page numbers; null: its keys are rows
   const AttentionParams& p;
+  int64_t k_stride, v_stride;  // over tokens
 
-  // `first`: RowTile::kv_first.
-  Keys(const AttentionParams& p, int first, int kv_head) : p(p) {
+  Keys(const AttentionParams& p, const RowTile& tile, int kv_head) : p(p) {
     k = static_cast<const K*>(p.k) + kv_head * p.k_head_stride;
     v = static_cast<const Kv*>(p.v) + kv_head * p.v_head_stride;
-    if constexpr (V::kPaged != 0) {
-      pages = p.kv_indices + first;
-    } else {
+    k_stride = p.k_token_stride, v_stride = p.v_token_stride;
+    pages = V::kPaged != 0 ? p.kv_indices + tile.kv_first : nullptr;
+    if (is_in_prefix<V>(tile)) {
+      const auto& prefix = reinterpret_cast<const AttentionPrefixParams&>(p);
+      k = static_cast<const K*>(prefix.k_prefix) + kv_head * prefix.k_prefix_head_stride;
+      v = static_cast<const Kv*>(prefix.v_prefix) + kv_head * prefix.v_prefix_head_stride;
+      k_stride = prefix.k_prefix_token_stride, v_stride = prefix.v_prefix_token_stride;
       pages = nullptr;
-      k += first * p.k_token_stride;
-      v += first * p.v_token_stride;
     }
+    if (pages == nullptr) k += tile.kv_first * k_stride, v += tile.kv_first * v_stride;
   }
 
   // k_rows[i], v_rows[i]: the key and value of token keys.begin + i.
   void resolve(KeyRange keys, const K** k_rows, const Kv** v_rows) const {
-    if constexpr (V::kPaged == 0) {
-      run(k + keys.begin * p.k_token_stride, v + keys.begin * p.v_token_stride, keys.end - keys.begin, k_rows, v_rows);
+    if (V::kPaged == 0 || (V::kPrefix != 0 && pages == nullptr)) {
+      run(k + keys.begin * k_stride, v + keys.begin * v_stride, keys.end - keys.begin, k_rows, v_rows);
     } else {
       int page = p.page.div(keys.begin), token_in_page = p.page.mod(keys.begin);
       for (int key = keys.begin; key < keys.end;) {
         const int count = min(static_cast<int>(p.page.divisor) - token_in_page, keys.end - key);
         const int64_t number = pages[page];
-        run(k + number * p.k_page_stride + token_in_page * p.k_token_stride,
-            v + number * p.v_page_stride + token_in_page * p.v_token_stride, count, k_rows, v_rows);
+        run(k + number * p.k_page_stride + token_in_page * k_stride,
+            v + number * p.v_page_stride + token_in_page * v_stride, count, k_rows, v_rows);
         k_rows += count, v_rows += count, key += count;
         ++page, token_in_page = 0;
       }
@@ -48,7 +52,7 @@ struct Keys {
 
  private:
   void run(const K* k_at, const Kv* v_at, int count, const K** k_rows, const Kv** v_rows) const {
-    for (int i = 0; i < count; ++i, k_at += p.k_token_stride, v_at += p.v_token_stride) {
+    for (int i = 0; i < count; ++i, k_at += k_stride, v_at += v_stride) {
       k_rows[i] = k_at, v_rows[i] = v_at;
     }
   }

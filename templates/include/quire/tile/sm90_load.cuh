@@ -32,6 +32,13 @@ struct KvSource {
   QUIRE_DEVICE static KvSource v(const AttentionFa3Params& p) {
     return {&p.tensor_v, p.base.v, p.base.v_page_stride, p.base.v_token_stride, p.base.v_head_stride};
   }
+  // Of the tensors beside the cache; a map is all that the copy engine needs.
+  QUIRE_DEVICE static KvSource k_prefix(const AttentionFa3Params& p) {
+    return {&static_cast<const AttentionFa3PrefixParams&>(p).tensor_k_prefix, nullptr, 0, 0, 0};
+  }
+  QUIRE_DEVICE static KvSource v_prefix(const AttentionFa3Params& p) {
+    return {&static_cast<const AttentionFa3PrefixParams&>(p).tensor_v_prefix, nullptr, 0, 0, 0};
+  }
 };
 
 // prefetch_pages(i) starts to read the page numbers of KV tile i, resolve_pages() waits for them, load() starts to
