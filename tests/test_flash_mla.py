@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import math
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -43,6 +45,45 @@ def test_sparse_decode(device, dtype, num_heads):
         indices=indices.unsqueeze(1), topk_length=lens,
     )  # fmt: skip
     check(p, out.squeeze(1), lse.squeeze(2))
+
+
+def test_sparse_decode_again(device):
+    """Later calls of the same shapes on other tensors, lengths, outputs and streams, calls of other shapes between."""
+    streams = [nullcontext()] * 2 + ([] if device == "cpu" else [torch.cuda.stream(torch.cuda.Stream())])
+    for seed, kv_lens in enumerate([(64, 10, 0), (0, 64, 1), (3, 3, 3), (64, 64, 64), (1, 0, 0)]):
+        for num_heads in (16, 64):
+            p = Latents((1,) * 3, kv_lens, num_heads, torch.bfloat16, device, seed=seed)
+            cache, indices, lens = sparse(p, 64, 8, 64)
+            _wait(device)
+            with streams[seed % len(streams)]:
+                for q in (p.query, p.query.flip(0).flip(0)):
+                    out, lse = flash_mla_with_kvcache(
+                        q.unsqueeze(1), cache.unsqueeze(2), None, None, 512, None, None, SCALE,
+                        indices=indices.unsqueeze(1), topk_length=lens,
+                    )  # fmt: skip
+                    _wait(device)
+                    check(p, out.squeeze(1), lse.squeeze(2))
+
+
+def _wait(device: str) -> None:
+    if device != "cpu":
+        torch.cuda.synchronize()
+
+
+def test_dense_decode_again_in_threads(device):
+    """Each on tensors of its own: what one has set for its launch is not another's."""
+
+    def decode(seed: int) -> None:
+        p = Latents((1,) * 3, (37, 300 - seed, 64 + seed), 16, torch.bfloat16, device, seed=seed)
+        pages = p.paged(64)
+        where = pages.table(device)[:, :5], ints(p.kv_lens, device), 512
+        for _ in range(5):
+            call = p.query.unsqueeze(1), joined(pages).unsqueeze(2), *where
+            out, lse = flash_mla_with_kvcache(*call, softmax_scale=SCALE)
+            check(p, out.squeeze(1), lse.squeeze(2))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(decode, range(8)))
 
 
 def test_sparse_prefill(device, dtype):

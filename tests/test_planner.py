@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import ClassVar
 
@@ -47,6 +48,21 @@ def test_what_a_kernel_plans_may_not(problem):
     lengths = Lengths(torch.tensor([2048]), torch.arange(128, dtype=torch.int32)[None], 1, 16)
     plan = planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
     assert plan._params.plan_is_resident == 0
+
+
+def test_a_kernel_plans_again_for_other_lengths(problem):
+    """Of the same shapes; nothing of a call's tensors is kept."""
+    made = [Lengths(torch.tensor([n]), torch.arange(128, dtype=torch.int32)[None] + n, 1, 16) for n in (2048, 7)]
+    workspace = OwnWorkspace(torch.device("cpu"))
+    plan = planner.make_plan_on_device(problem[0], made[0], problem[1], workspace, None)
+    first, tensors = bytes(plan._struct), [weakref.ref(tensor) for tensor in plan._made]
+    plan.plan_again(made[1], workspace)
+    assert plan._params.kv_indices == made[1].page_table.data_ptr() != made[0].page_table.data_ptr()
+    assert plan._params.tiles and plan._params.partial_o and bytes(plan._struct) != first
+    tensors += [weakref.ref(tensor) for tensor in plan._made]
+    plan.release()
+    del made
+    assert [ref() for ref in tensors] == [None] * 8
 
 
 def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch):

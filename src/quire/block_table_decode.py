@@ -11,10 +11,13 @@ from quire.errors import ValidationError
 from quire.padded_queries import PaddedQueries
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor, refuse
+from quire.runtime.device_calls import keep_call, repeat_call
+from quire.runtime.graph import is_capturing
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Lengths
+from quire.runtime.target import current_stream
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
 
@@ -153,12 +156,32 @@ def decode_block_tables(
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
-    tables = _tables(block_tables, seq_lens, workspace.device)
-    batch_size = tables.batch_size
+    most = check_positive(max_seq_len, "max_seq_len")
+    tables, device = _tables(block_tables, seq_lens, workspace.device), workspace.device
+    batch_size, num_rows = tables.batch_size, check_tensor(query, "query").shape[0]
+    indices = tables if isinstance(tables, Lengths) else tables.indices(q_len, cache.page_size, most)
+    others = tuple(tensor for tensor in (q_nope, ckv_scales) if tensor is not None)
+    more: dict[str, Any] = {
+        "sinks": sinks, "v_scale": v_scale.number, "enable_pdl": enable_pdl, "logits_scale_by": logits_scale.tensor,
+        "o_scale_by": v_scale.tensor,
+    }  # fmt: skip
+    key = None
+    is_plain = num_rows and mask is None and q_cu_seq_lens is None
+    if is_plain and isinstance(indices, Lengths) and not is_capturing(device):
+        numbers = window_left, o_scale, logits_scale.number
+        key = (
+            numbers, *map(type, numbers), indices.kind, cache[1:], layout, backend, out_dtype, pos_encoding,
+            len(others), query.shape, query.dtype, device, current_stream(device), workspace.most_bytes,
+        )  # fmt: skip
+        statistics = _new_lse(query) if return_lse and lse is None else lse
+        again = repeat_call(
+            key, indices, workspace, query, cache.tensors, out=out, lse=statistics, others=others, **more
+        )
+        if again is not None:
+            return (again, statistics) if return_lse else again
     rows = {"batch_size * q_len_per_req": batch_size * q_len} if q_cu_seq_lens is None else {"q_cu_seq_lens[-1]": None}
-    sizes = {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
-    check_shape(check_tensor(query, "query"), "query", sizes)
-    check_same_device(query, "query", workspace.device)
+    check_shape(query, "query", {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk})
+    check_same_device(query, "query", device)
     target = Target.of(out, query, cache.head_dim_vo, o_scale, out_dtype)
     head_dim_qk = cache.head_dim_qk + (0 if q_nope is None else cache.head_dim_vo)
     options = PlanOptions(
@@ -167,27 +190,31 @@ def decode_block_tables(
         logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
         cache.page_size, is_mla=q_nope is not None, tile_scales=ckv_scales is not None,
     )  # fmt: skip
-    most = check_positive(max_seq_len, "max_seq_len")
-    indices = tables if isinstance(tables, Lengths) else tables.indices(q_len, cache.page_size, most)
     if return_lse and lse is None:
-        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        lse = _new_lse(query)
     padded = None
     if q_cu_seq_lens is not None:
-        padded = PaddedQueries.of(q_cu_seq_lens, query.shape[0], batch_size, q_len, workspace.device)
-    if query.shape[0]:
-        tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, workspace.device, padded)
+        padded = PaddedQueries.of(q_cu_seq_lens, num_rows, batch_size, q_len, device)
+    if num_rows:
+        tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, device, padded)
         q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
-        others = [] if q_nope is None else [q_nope if padded is None else padded.rows(q_nope)]
-        others += [] if ckv_scales is None else [ckv_scales]
-        Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend).run(
-            q, cache.as_given, out=o, lse=statistics, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
-            v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
-            o_scale_by=v_scale.tensor, others=tuple(others),
+        if padded is not None and q_nope is not None:
+            others = (padded.rows(q_nope), *others[1:])
+        attention = Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend)
+        attention.run(
+            q, cache.as_given, out=o, lse=statistics, return_lse=False, q_scale=None, k_scale=None, window_left=None,
+            others=others, **more,
         )  # fmt: skip
         if padded is not None:
             padded.unpad((o, target.result), (statistics, lse))
+        if key is not None and o is target.caller:
+            keep_call(key, attention)
     result = target.finish()
     return (result, lse) if return_lse else result
+
+
+def _new_lse(query: torch.Tensor) -> torch.Tensor:
+    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
 
 
 def _tables(block_tables: Any, seq_lens: Any, device: torch.device) -> BlockTables | Lengths:

@@ -48,7 +48,7 @@ from quire.runtime.planner import (
 from quire.runtime.rotate_ahead import RotationAhead
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
-from quire.runtime.target import on_cuda, target_of
+from quire.runtime.target import current_stream, on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.variant_operands import check_names, describe, refuse_beside, unexpected, write_operands
 from quire.runtime.widened_queries import run_widened
@@ -403,6 +403,42 @@ class Attention:
         finally:
             self._lock.release()
         return (out, lse) if return_lse and lse is not None else out
+
+    def run_again(
+        self, lengths: Lengths, workspace: Workspace, q: torch.Tensor, kv: tuple[torch.Tensor, ...], *,
+        out: torch.Tensor | None, lse: torch.Tensor | None, sinks: torch.Tensor | None, v_scale: float,
+        enable_pdl: bool | None, logits_scale_by: torch.Tensor | None, o_scale_by: torch.Tensor | None,
+        others: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor | None:  # fmt: skip
+        """run() for other lengths of the shapes that the last one had, which a GPU plans for; None, and nothing is
+        done, where the tensors are not like those of that run.
+        """
+        if out is None:
+            shape = (*self._q_shape[:2], self._plan_options.head_dim_vo)
+            out = torch.empty(shape, dtype=self.o_dtype, device=self._device)
+        tensors = [q, *kv, out, *others]
+        pointers, known = pointers_of(tensors), self._signature
+        if known is None or len(tensors) != known.count or not known.fits(*tensors) or self._unusual(pointers):
+            return None
+        statistics = None if lse is None else self._lse(lse, self._nnz_qo).data_ptr()
+        sink = None if sinks is None else self._check_sinks(sinks).data_ptr()
+        if len(kv) == 1:
+            pointers.insert(2, pointers[1] + self._v_offset)
+        pointers.extend([0] * (self._num_operands - len(pointers)))
+        self._plan.plan_again(lengths, workspace)
+        self._plan.run(
+            current_stream(self._device), pointers, statistics, sink, 1.0, v_scale,
+            None if logits_scale_by is None else logits_scale_by.data_ptr(),
+            None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
+        )  # fmt: skip
+        self._plan.release()
+        return out
+
+    def release(self) -> None:
+        """Hold on to no tensor of a call, until the next run_again()."""
+        assert isinstance(self.spec.indices, Lengths)
+        self._plan.release()
+        self.spec = self.spec._replace(indices=self.spec.indices.shapes())
 
     def _write_operands(self, given: Mapping[str, Any]) -> None:
         """What the score of the variant reads, from this run on."""

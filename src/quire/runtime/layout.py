@@ -77,7 +77,8 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
             raise ValidationError(
                 f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(value.shape)}."
             )
-        return value[..., :LATENT_DIM], value[..., LATENT_DIM:]
+        latents, others = value.split_with_sizes((LATENT_DIM, value.shape[-1] - LATENT_DIM), -1)
+        return latents, others
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
     pair = next((part for part in value if isinstance(part, (tuple, list))), value)

@@ -16,10 +16,11 @@ from quire.kernels.operands import View
 from quire.kernels.params import AttentionParams, ScheduleInput
 from quire.runtime.launch import bind, profiled
 from quire.runtime.options import LogitsOptions
-from quire.runtime.schedule import Indices, Schedule
+from quire.runtime.schedule import Indices, Lengths, Schedule
 from quire.runtime.target import current_stream, has_dependent_launch
 from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
+from quire.runtime.workspace import Workspace
 
 LOG2E = math.log2(math.e)
 _LEAST_SCALE = 1e-20  #: of q . k in base 2, where kernels divide a bias by it
@@ -36,6 +37,7 @@ class AttentionPlan:
         grid: int, tensors: tuple[torch.Tensor | None, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
         sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
         note: str = "", schedule_input: ScheduleInput | None = None,
+        on_device: Callable[[Lengths, Workspace], tuple[torch.Tensor | None, ...]] | None = None,
     ) -> None:  # fmt: skip
         self.note = note  #: what explain() adds about this plan
         self.schedule = schedule  #: None where only the device knows the lengths
@@ -51,10 +53,12 @@ class AttentionPlan:
         self._logits = logits
         self._least_scale = _LEAST_SCALE if decision.key.has_bias else 0.0
         self._tensors = tensors  # what the parameter struct points into
+        self._on_device = on_device  # makes the schedule where only the device knows the lengths
+        self._made: tuple[torch.Tensor | None, ...] = ()  # its tensors
         self._streams = {current_stream(device)}  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
-        self._is_empty = self._params.num_ctas == 0
+        self._is_empty = schedule is not None and self._params.num_ctas == 0
         self._extras: tuple[object, ...] = ()  # what run() was given beside the operands last time
 
     @property
@@ -75,6 +79,15 @@ class AttentionPlan:
             begin, end = self.schedule.sizes.filled_bytes, self.schedule.sizes.staged_bytes
             pages = self.schedule.pages if self._sent is None else self._sent.copy(begin, end).view(torch.int32)
         return self.schedule.indices(given, pages)
+
+    def plan_again(self, lengths: Lengths, workspace: Workspace) -> None:
+        """Plan for other lengths of the same shapes, on the device, from the next run() on."""
+        assert self._on_device is not None
+        self._made = self._on_device(lengths, workspace)
+
+    def release(self) -> None:
+        """Hold on to no tensor of plan_again(), which comes before the next run()."""
+        self._made = ()
 
     def set_logits(self, logits: LogitsOptions) -> None:
         """Scale and cap logits by other numbers from the next run() on: what is compiled and planned stays."""
@@ -158,7 +171,7 @@ class AttentionPlan:
         current = torch.cuda.current_stream(self._device)
         if self._sent is not None:
             self._sent.used_on(current)
-        for tensor in self._tensors:
+        for tensor in (*self._tensors, *self._made):
             if tensor is not None:
                 tensor.record_stream(current)
         self._streams.add(stream)

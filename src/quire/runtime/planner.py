@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -346,44 +346,60 @@ def make_plan_on_device(
     """Plan on the current stream of a GPU, without knowing a length on the host. May be captured in a CUDA graph if
     both kernels have been used before; each replay then plans anew.
     """
-    device, group_size, num_kv_heads = workspace.device, options.group_size, options.num_kv_heads
-    lengths = lengths if decision.kernel.has_gaps else lengths.without_gaps()
-    module, ctas = _load(decision.spec, device)
-    ctas = max(1, ctas // decision.ctas_per_tile)
-    pages = lengths.page_table.shape[1]
-    template = _plan_template(decision, options, ctas)
-    ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
-    num_tiles = num_row_tiles(lengths, template.schedule)
-    planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), device)
-    tile = template.tile
-    groups_bytes, partitions_bytes = ctas * ctypes.sizeof(MergeGroup), ctas * ctypes.sizeof(Partition)
-    num_bytes = 16 + groups_bytes + partitions_bytes + num_tiles * ctypes.sizeof(RowTile)
-    buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    tile_counter = buffer.data_ptr()
-    params = template.new_params()
-    base = base_of(params)
-    base.kv_indices, base.mask = lengths.page_table.data_ptr(), address_of(mask_bits)
-    base.groups, base.partitions = tile_counter + 16, tile_counter + 16 + groups_bytes
-    base.tiles = base.partitions + partitions_bytes
-    base.num_tiles, base.num_ctas = num_tiles, ctas
-    if decision.kernel.fill is not None:
-        decision.kernel.fill(params, template.schedule, ScheduleOutput(), tile_counter, 0)
-    if lengths.num_pages is not None:
-        params.num_pages = lengths.num_pages
-    partials = template.set_partials(base, workspace, 2 * ctas)
-    frequencies = _set_rope_frequencies(base, options, device)
-    p = ScheduleLengthsParams(
-        kv_lens=address_of(lengths.kv_lens), tiles=base.tiles, partitions=base.partitions, groups=base.groups,
-        tile_counter=tile_counter, batch_size=lengths.batch_size, qo_len=lengths.qo_len,
-        max_kv_len=min(pages * lengths.page_size, 2**31 - 1),
-        pages_per_request=lengths.page_table.stride(0), num_kv_heads=num_kv_heads, group_size=group_size,
-        tile_rows=tile.rows, tile_kv=tile.kv, mask_mode=int(decision.key.mask),
-        window_left=options.logits.window_left, start_cost=template.schedule.start_cost, max_ctas=ctas,
+    device = workspace.device
+    schedule = _DeviceSchedule(decision, lengths, options, workspace)
+    params = schedule.template.new_params()
+    base_of(params).mask = address_of(mask_bits)
+    frequencies = _set_rope_frequencies(base_of(params), options, device)
+    plan = AttentionPlan(
+        decision, schedule.module, params, options.logits, device, schedule.ctas * decision.ctas_per_tile,
+        (mask_bits, frequencies), uses_pdl=True, on_device=partial(schedule.make, params),
     )  # fmt: skip
-    launch(planner, ctypes.addressof(p), device, grid=1, block=PARALLEL_THREADS)
-    tensors = (buffer, lengths.kv_lens, lengths.page_table, mask_bits, partials, frequencies)
-    grid = ctas * decision.ctas_per_tile
-    return AttentionPlan(decision, module, params, options.logits, device, grid, tensors, uses_pdl=True)
+    plan.plan_again(lengths, workspace)
+    return plan
+
+
+class _DeviceSchedule:
+    """Schedules of batches of one shape, which a kernel makes on the GPU from lengths that only the GPU knows."""
+
+    def __init__(self, decision: Decision, lengths: Lengths, options: PlanOptions, workspace: Workspace) -> None:
+        self._kernel, self._device = decision.kernel, workspace.device
+        self.module, ctas = _load(decision.spec, self._device)
+        ctas = max(1, ctas // decision.ctas_per_tile)
+        self.template = template = _plan_template(decision, options, ctas)
+        self.ctas = ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
+        self._num_tiles = num_row_tiles(lengths, template.schedule)
+        self._planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)
+        self._groups_bytes, self._partitions_bytes = ctas * ctypes.sizeof(MergeGroup), ctas * ctypes.sizeof(Partition)
+        self._num_bytes = 16 + self._groups_bytes + self._partitions_bytes + self._num_tiles * ctypes.sizeof(RowTile)
+        self._params = ScheduleLengthsParams(
+            batch_size=lengths.batch_size, qo_len=lengths.qo_len,
+            max_kv_len=min(lengths.page_table.shape[1] * lengths.page_size, 2**31 - 1),
+            num_kv_heads=options.num_kv_heads, group_size=options.group_size, tile_rows=template.tile.rows,
+            tile_kv=template.tile.kv, mask_mode=int(decision.key.mask), window_left=options.logits.window_left,
+            start_cost=template.schedule.start_cost, max_ctas=ctas,
+        )  # fmt: skip
+
+    def make(self, params: Any, lengths: Lengths, workspace: Workspace) -> tuple[torch.Tensor | None, ...]:
+        """Launch the kernel, for lengths of that shape, and set `params` to where its schedule will lie; returns the
+        tensors that both hold.
+        """
+        lengths = lengths if self._kernel.has_gaps else lengths.without_gaps()
+        buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        at, base, p = buffer.data_ptr(), base_of(params), self._params
+        base.kv_indices, base.groups = lengths.page_table.data_ptr(), at + 16
+        base.partitions = partitions = at + 16 + self._groups_bytes
+        base.tiles = tiles = partitions + self._partitions_bytes
+        base.num_tiles, base.num_ctas = self._num_tiles, self.ctas
+        if self._kernel.fill is not None:
+            self._kernel.fill(params, self.template.schedule, ScheduleOutput(), at, 0)
+        if lengths.num_pages is not None:
+            params.num_pages = lengths.num_pages
+        partials = self.template.set_partials(base, workspace, 2 * self.ctas)
+        p.kv_lens, p.pages_per_request = address_of(lengths.kv_lens), lengths.page_table.stride(0)
+        p.tiles, p.partitions, p.groups, p.tile_counter = tiles, partitions, at + 16, at
+        launch(self._planner, ctypes.addressof(p), self._device, grid=1, block=PARALLEL_THREADS)
+        return buffer, lengths.kv_lens, lengths.page_table, partials
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

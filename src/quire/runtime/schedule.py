@@ -50,6 +50,16 @@ class Lengths(NamedTuple):
     def batch_size(self) -> int:
         return self.page_table.shape[0]
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """All but the tensors, and their shapes."""
+        return self.kv_lens is None, *self.page_table.shape, *self[2:]
+
+    def shapes(self) -> Lengths:
+        """The same without memory."""
+        lens = None if self.kv_lens is None else self.kv_lens.to("meta")
+        return self._replace(kv_lens=lens, page_table=self.page_table.to("meta"))
+
     def without_gaps(self) -> Lengths:
         """The same tokens with all page numbers that name one first, for kernels that read every page."""
         if self.num_pages is None:
