@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -224,17 +225,75 @@ def test_pages_beyond_the_lengths_are_not_read(device, backend):
         plan(wrapper, p, LatentPages(pages.ckv, pages.kpe, [0, 1, 1, 5], order, 8))
 
 
-def test_a_large_page_number_and_stride(device, backend):
+@pytest.mark.parametrize(("page_size", "num_pages"), [(1, 1_200_000), (16, 70_000), (64, 17_500)])
+def test_a_large_stride(device, backend, page_size, num_pages):
     """Places in the cache beyond 2^31 elements, of a cache whose rows overlap nothing but are far apart."""
     if device == "cpu":
         pytest.skip("the address space of a test")
     p = Latents((1, 1), (70, 3), 16, torch.bfloat16, device)
-    pages = p.paged(16, spare=0)
-    cache = torch.empty(70000, 16, 2048, dtype=p.dtype, device=device)
-    numbers = [69999 - 3 * i for i in pages.indices]
+    pages = p.paged(page_size, spare=0)
+    cache = torch.empty(num_pages, page_size, 2048, dtype=p.dtype, device=device)
+    numbers = [num_pages - 1 - 3 * i for i in pages.indices]
     cache[numbers, :, :512], cache[numbers, :, 512:576] = pages.ckv[pages.indices], pages.kpe[pages.indices]
-    far = LatentPages(cache[..., :512], cache[..., 512:576], pages.indptr, numbers, 16)
+    far = LatentPages(cache[..., :512], cache[..., 512:576], pages.indptr, numbers, page_size)
     p.check(*attend(p, far, backend))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_page_numbers_beyond_2_to_the_20(device, backend, page_size):
+    """Pages begin 64 elements apart, so that their memory is little; those of the call are so far from each other that
+    they do not overlap. What a page number cut off to 20 bits would find is NaN.
+    """
+    p = Latents((2, 1), (70, 3), 16, torch.bfloat16, device, causal=True)
+    pages = p.paged(page_size, spare=0)
+    step = 9 * page_size + 1
+    num_pages = (1 << 20) + step * len(pages.indices) + 1
+    memory = torch.empty(64 * num_pages + 576 * page_size, dtype=p.dtype, device=device)
+    memory[: 64 * step * len(pages.indices) + 576 * page_size] = math.nan
+    cache = memory.as_strided((num_pages, page_size, 576), (64, 576, 1))
+    numbers = [(1 << 20) + step * i for i in range(len(pages.indices))]
+    for number, page in zip(numbers, pages.indices, strict=True):
+        cache[number, :, :512], cache[number, :, 512:] = pages.ckv[page], pages.kpe[page]
+    far = LatentPages(cache[..., :512], cache[..., 512:], pages.indptr, numbers, page_size)
+    p.check(*attend(p, far, backend))
+
+
+@pytest.mark.slow
+def test_128k_keys_with_outlier_channels(device, backend):
+    """Two dims of latents fifty times as large as the others, where many partial results are merged."""
+    p = Latents((1, 2), (131072, 300), 16, torch.bfloat16, device, causal=True)
+    for dim in (7, 300):
+        p.keys[:, dim] *= 50.0
+    p.check(*attend(p, p.paged(64), backend))
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_ties(device, backend, dtype, num_heads):
+    """Keys that are all alike, in one KV tile and in partial results: the result is their latent, the lse exact."""
+    p = Latents((1, 1, 1), (5000, 1, 64), num_heads, dtype, device)
+    p.keys[:] = p.keys[:1]
+    out, lse = attend(p, p.paged(), backend)
+    bound = 1e-4 if dtype is torch.float32 else 1e-2
+    torch.testing.assert_close(out, p.keys[:1, None, :512].expand_as(out), rtol=bound, atol=bound / 10)
+    torch.testing.assert_close(lse.double().cpu(), p.expected().lse, rtol=1e-5, atol=2e-3)
+
+
+@pytest.mark.parametrize("base_e", [False, True])
+def test_lse_through_merges_of_parts(device, backend, base_e):
+    """Keys in three calls, whose states are merged, are keys in one: lse in base 2, and in base e made one."""
+    whole, states = Latents((1, 1), (900, 700), 16, torch.float16, device), []
+    for begins, ends in pairwise(((0, 0), (300, 200), (650, 200), (900, 700))):
+        part = Latents((1, 1), [b - a for a, b in zip(begins, ends, strict=True)], 16, torch.float16, device)
+        part.query = whole.query
+        part.keys = torch.cat((whole.keys[begins[0] : ends[0]], whole.keys[900 + begins[1] : 900 + ends[1]]))
+        pages = part.paged()
+        run = planned(part, pages, backend).run
+        o, lse = run(*parts(part), pages.ckv, pages.kpe, return_lse=True, return_lse_base_on_e=base_e)
+        states.append((o, lse / math.log(2) if base_e else lse))
+    o, lse = states[0]
+    for state in states[1:]:
+        o, lse = quire.merge_state(o, lse, *state)
+    whole.check(o, lse)
 
 
 def test_new_lengths_of_the_same_wrapper(device, backend):
