@@ -96,6 +96,12 @@ def _ragged(t: Tensors) -> Callable[[Tensors], Results]:
     return lambda t: wrapper.run_return_lse(t["q"], t["k"], t["v"])
 
 
+def _prefix(t: Tensors) -> Callable[[Tensors], Results]:
+    wrapper = quire.BatchPrefillWithPrefixWrapper(t["float_workspace_buffer"])
+    wrapper.plan(t["qo_indptr"], t["prefix_indptr"], HEADS, KV_HEADS, DIM, q_data_type=torch.float32)
+    return lambda t: wrapper.run(t["q"], t["k"], t["v"], t["k_prefix"], t["v_prefix"], return_lse=True)
+
+
 def _paged(t: Tensors) -> Callable[[Tensors], Results]:
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(t["float_workspace_buffer"])
     tables = (t["qo_indptr"], t["kv_indptr"], t["kv_indices"], t["kv_last_page_len"])
@@ -272,6 +278,15 @@ CALLS = (
         },
         _ragged,
         ("qo_indptr", "kv_indptr", "float_workspace_buffer"),
+    ),
+    Call(
+        "BatchPrefillWithPrefixWrapper",
+        lambda: {
+            **_draw(q=(5, HEADS, DIM), k=(5, KV_HEADS, DIM), v=(5, KV_HEADS, DIM), k_prefix=_KV, v_prefix=_KV),
+            "qo_indptr": ints(0, 3, 5), "prefix_indptr": ints(0, 9, 14), "float_workspace_buffer": workspace(),
+        },
+        _prefix,
+        ("qo_indptr", "prefix_indptr", "float_workspace_buffer"),
     ),
     Call(
         "BatchPrefillWithPagedKVCacheWrapper",

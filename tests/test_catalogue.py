@@ -210,7 +210,7 @@ def test_a_variant_is_described_in_the_words_of_its_user():
 
 
 def test_masks_of_the_command_line():
-    none = {"pos_encoding": PosEncodingMode.NONE, "cascade": False, "tile_scales": False}
+    none = {"pos_encoding": PosEncodingMode.NONE, "cascade": False, "prefix": False, "tile_scales": False}
     assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True, **none}
     assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False, **none}
     assert read_mask("none+alibi")["pos_encoding"] is PosEncodingMode.ALIBI
@@ -218,7 +218,7 @@ def test_masks_of_the_command_line():
     for bad in ("", "window", "causal+tree", "causal+", "causal+wide"):
         with pytest.raises(ValidationError, match="none, causal, custom, tree"):
             read_mask(bad)
-    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi", "cascade", "scaled"))
+    assert all(f"+{word}" in mask_words() for word in ("window", "cap", "alibi", "cascade", "prefix", "scaled"))
 
 
 def test_problems_and_keys_have_the_features():
@@ -235,7 +235,7 @@ def test_the_parameter_struct_begins_with_the_operands(kernel):
     names = [name for name, _ in operand_fields(ATTENTION_OPERANDS)]
     assert [name for name, _ in base._fields_][: len(names)] == names
     assert [getattr(base, name).offset for name in names] == [8 * i for i in range(len(names))]
-    for operand in kernel.tensors:
+    for operand in kernel.tensors(example()):
         assert operand.type in (*rows_of(Features), "kpe") or dtype_of(operand.type, "type") in DTYPES
 
 
@@ -245,16 +245,45 @@ def test_scales_are_operands_behind_the_others():
     q, _, *rest = ATTENTION_OPERANDS
     operands = q, scaled, *rest, Operand("extra", ("nnz_qo", "head_dim_vo"), "q")
     kernel = replace(KERNELS[0], operands=operands, params=params_with("ScaledParams", operands))
-    assert [operand.name for operand in kernel.tensors] == ["q", "k", "v", "o", "extra", "k_scales"]
+    assert [operand.name for operand in kernel.tensors(example())] == ["q", "k", "v", "o", "extra", "k_scales"]
     params = kernel.params()
     strides = struct.pack("14q", *range(1, 15))
-    pointers, extra, scales = (block.write(ctypes.addressof(params), strides) for block in kernel.blocks)
+    pointers, extra, scales = (block.write(ctypes.addressof(params), strides) for block in kernel.blocks(example()))
     pointers[:], extra[:], scales[:] = [100, 200, 300, 400], [500], [600]
     base = params.base
     assert (base.q, base.k, base.v, base.o, params.extra, params.k_scales) == (100, 200, 300, 400, 500, 600)
     assert (base.q_token_stride, base.o_head_stride, params.extra_token_stride) == (1, 10, 11)
     names = ("k_scales_page_stride", "k_scales_token_stride", "k_scales_head_stride")
     assert [getattr(params, name) for name in names] == [12, 13, 14]
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.prefix_params], ids=lambda kernel: kernel.name)
+def test_shared_keys_of_their_own_are_operands_behind_the_others(kernel):
+    key = example(cascade=True, prefix=True, tile_rows=128 if kernel.on_cuda else 16)
+    assert [operand.name for operand in kernel.tensors(key)] == ["q", "k", "v", "o", "k_prefix", "v_prefix"]
+    params = kernel.params_of(key)()
+    strides = struct.pack("14q", *range(1, 15))
+    pointers, prefix = (block.write(ctypes.addressof(params), strides) for block in kernel.blocks(key))
+    pointers[:], prefix[:] = [100, 200, 300, 400], [500, 600]
+    assert (params.base.o, params.k_prefix, params.v_prefix) == (400, 500, 600)
+    assert (params.base.o_head_stride, params.k_prefix_token_stride, params.v_prefix_head_stride) == (10, 11, 14)
+    assert kernel.spec(key).params.size == ctypes.sizeof(params)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"cascade": False}, "only a cascade has shared keys"),
+        ({"page_size": 1}, "in pages of a multiple of 8 or ragged"),
+        ({"kv": _E4M3}, "it takes 16-bit keys"),
+        ({"target": "sm80"}, "in the cache alone"),
+    ],
+    ids=str,
+)
+def test_what_takes_no_shared_keys_of_their_own(changes, reason):
+    assert chosen(rows=256, cascade=True, prefix=True) == "fa3"
+    with pytest.raises(UnsupportedError, match=reason):
+        chosen(**{"rows": 256, "cascade": True, "prefix": True, **changes})
 
 
 def test_a_number_type_says_what_tensor_maps_call_it():

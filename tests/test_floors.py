@@ -24,6 +24,7 @@ FLOORS = [
         "block_table_mla",
         "block_table_prefill",
         "block_tables",
+        "chunked_prefill",
         "latent_append",
         "fmha_v2",
         "mla",

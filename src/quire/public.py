@@ -30,6 +30,7 @@ from quire.cascade import (
     merge_state_in_place,
     merge_states,
 )
+from quire.chunked_prefill import BatchPrefillWithPrefixWrapper
 from quire.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -93,6 +94,7 @@ __all__: list[str] = [
     "BatchMLAPagedAttentionWrapper",
     "BatchPODWithPagedKVCacheWrapper",
     "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithPrefixWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "BlockSparseAttentionWrapper",

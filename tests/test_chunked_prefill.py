@@ -1,0 +1,107 @@
+"""New tokens over a prefix and over themselves, against attention over both at once."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+
+import oracle
+import quire
+from problems import Problem, ints, poisoned, workspace
+
+PREFIX_LENS, NEW_LENS = (300, 0, 1, 700, 129, 64), (37, 201, 128, 5, 1, 0)
+
+
+def split(p: Problem, prefix_lens, kv_layout="NHD"):
+    """k, v, k_prefix, v_prefix of a problem whose requests begin with their prefixes: views of tensors that are wider
+    and longer, NaN elsewhere.
+    """
+    parts = []
+    for own in (True, False):
+        rows = []
+        for (begin, end), prefix in zip(pairwise(p.kv_indptr), prefix_lens, strict=True):
+            rows += range(begin + prefix, end) if own else range(begin, begin + prefix)
+        for tensor in (p.k, p.v):
+            wide = poisoned((len(rows) + 130, tensor.shape[1], tensor.shape[2] + 64), tensor.dtype, p.device)
+            wide[: len(rows), :, : tensor.shape[2]] = tensor[rows]
+            wide = wide.transpose(0, 1).contiguous().transpose(0, 1) if kv_layout == "HND" else wide
+            part = wide[: len(rows), :, : tensor.shape[2]]
+            parts.append(part.transpose(0, 1) if kv_layout == "HND" else part)
+    return parts
+
+
+def planned(p: Problem, prefix_lens, backend="auto", memory=None, kv_layout="NHD", **more):
+    memory = workspace(p.device) if memory is None else memory
+    wrapper = quire.BatchPrefillWithPrefixWrapper(memory, kv_layout, backend=backend)
+    qo, prefix = (ints(oracle.indptr_of(lens), "cpu") for lens in (p.qo_lens, prefix_lens))
+    options = {"causal": p.causal, "q_data_type": p.dtype, "sm_scale": p.sm_scale, "kv_data_type": p.k.dtype}
+    wrapper.plan(qo, prefix, p.num_qo_heads, p.num_kv_heads, p.head_dim, p.head_dim_vo, **options | more)
+    return wrapper
+
+
+def problem(device, dtype, prefix_lens=PREFIX_LENS, new_lens=NEW_LENS, **more):
+    kv_lens = [a + b for a, b in zip(prefix_lens, new_lens, strict=True)]
+    return Problem(new_lens, kv_lens, dtype=dtype, device=device, **{"causal": True} | more)
+
+
+def is_one_launch(wrapper, backend):
+    """Which it must be but where another kernel is pinned."""
+    told = str(wrapper.explain())
+    if "has to be pinned" in told or backend in ("quire:fa2", "quire:decode"):
+        pytest.skip("other kernels find all keys in one place")
+    return "-cascade-prefix" in told and not re.search("launch of its own", told)
+
+
+@pytest.mark.parametrize(("heads", "dims"), [((4, 4), (192, 128)), ((6, 2), (64, 64))])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_prefix_and_new_tokens(device, backend, dtype, heads, dims, causal, kv_layout):
+    """Empty prefixes, requests without new tokens, KV tiles that end within; the lse is that of all keys."""
+    more = {"num_qo_heads": heads[0], "num_kv_heads": heads[1], "head_dim": dims[0], "head_dim_vo": dims[1]}
+    p = problem(device, dtype, causal=causal, **more)
+    wrapper, tensors = planned(p, PREFIX_LENS, backend, kv_layout=kv_layout), split(p, PREFIX_LENS, kv_layout)
+    out, lse = poisoned((*p.q.shape[:2], dims[1]), dtype, device), poisoned(p.q.shape[:2], torch.float32, device)
+    result = wrapper.run(p.q, *tensors, out=out, lse=lse, return_lse=True)
+    assert result[0] is out and result[1] is lse
+    p.check(out, lse)
+    assert torch.equal(wrapper.run(p.q, *tensors), out)
+    assert is_one_launch(wrapper, backend), wrapper.explain()
+
+
+@pytest.mark.parametrize("prefix_lens", [(0, 0), (3000, 1)])
+def test_chunks(device, backend, prefix_lens):
+    """One prefix for many row tiles, and none at all; sinks and scales once."""
+    p = problem(device, torch.float16, prefix_lens, (450, 3), head_dim=128, sm_scale=0.05)
+    sinks = torch.randn(p.num_qo_heads)
+    wrapper, tensors = planned(p, prefix_lens, backend, sm_scale=0.1), split(p, prefix_lens)
+    p.check(wrapper.run(p.q, *tensors, sinks=sinks.to(device), q_scale=0.25, k_scale=2.0), sinks=sinks)
+
+
+def test_a_small_workspace_takes_two_launches(device, backend):
+    p = problem(device, torch.float16)
+    wrapper = planned(p, PREFIX_LENS, backend, torch.empty(4096, dtype=torch.uint8, device=device))
+    p.check(*wrapper.run(p.q, *split(p, PREFIX_LENS), return_lse=True))
+    assert "the prefix is a launch of its own, and merged" in str(wrapper.explain())
+
+
+def test_no_queries(device, backend):
+    p = problem(device, torch.float16, (5, 3), (0, 0))
+    out = planned(p, (5, 3), backend).run(p.q, *split(p, (5, 3)))
+    assert out.shape == p.q.shape
+
+
+def test_arguments_are_checked_by_name(device):
+    p = problem(device, torch.float16)
+    wrapper, tensors = planned(p, PREFIX_LENS), split(p, PREFIX_LENS)
+    with pytest.raises(quire.ValidationError, match="prefix_indptr: expected ascending"):
+        planned(p, [-n for n in PREFIX_LENS])
+    for at, wrong, message in (
+        (2, tensors[2][:-1], r"k_prefix: expected at least 1194 tokens|k: expected at least 1194"),
+        (3, tensors[3][..., :32], "v_prefix: expected|v: expected"),
+        (2, tensors[2].float(), "k_prefix: expected dtype|k: expected dtype"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            wrapper.run(p.q, *tensors[:at], wrong, *tensors[at + 1 :])
