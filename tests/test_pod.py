@@ -92,3 +92,25 @@ def test_side_by_side_is_what_each_is_alone():
         assert wrapper._sms > 0
         for ours, alone in zip(got, (prefill.run(q, caches[0].kv), decode.run(q_d, caches[1].kv)), strict=True):
             torch.testing.assert_close(ours, alone, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.skipif(not HOPPER, reason="side by side on Hopper")
+def test_a_single_prefill_beside_decodes():
+    """Its plan is kept for calls of the same lengths; other lengths and options are planned anew."""
+    device = torch.device("cuda:0")
+    options = {"device": device, "dtype": torch.bfloat16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    d = Problem((1,) * 64, (2048,) * 64, **options)
+    cache, wrapper = d.paged(PAGE), quire.PODWithPagedKVCacheWrapper(workspace(device))
+    wrapper.plan(*cache.tables(), 32, 8, 128, PAGE, q_data_type=torch.bfloat16)
+    decode = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+    decode.plan(*cache.tables(), 32, 8, 128, PAGE, q_data_type=torch.bfloat16)
+    alone = decode.run(d.q, cache.kv, return_lse=True)
+    plans = set()
+    for length, causal in ((4096, True), (4096, True), (4096, False), (3000, True), (4096, True)):
+        p = Problem((length,), (length,), causal=causal, **options)
+        o, (o_d, lse_d) = wrapper.run(p.q, p.k, p.v, d.q, cache.kv, causal_p=causal, return_lse_d=True)
+        plans.add(wrapper._beside[1])
+        expected = quire.single_prefill_with_kv_cache(p.q, p.k, p.v, causal=causal)
+        for ours, other in ((o, expected), (o_d, alone[0]), (lse_d, alone[1])):
+            torch.testing.assert_close(ours, other, atol=1e-2, rtol=1e-2)
+    assert len(plans) == 4 and None not in plans

@@ -1,13 +1,12 @@
 """Prefill and decode of one step in one call, as FlashInfer's POD wrappers have it.
 
-Each is a kernel of its own. Where a batch of prefills and one of decodes have enough to do they run at the same time,
-the prefills on some of a GPU's SMs and the decodes on the rest (runtime/side_by_side.py). Elsewhere they run one after
-the other; so does a single prefill, whose planning in each call is what such a call waits for.
+Each is a kernel of its own. Where prefills and decodes have enough to do they run at the same time, the prefills on
+some of a GPU's SMs and the decodes on the rest (runtime/side_by_side.py). Elsewhere they run one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,15 +15,18 @@ import torch
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache, spec_of_one
 from quire.runtime.attention import Attention, AttentionSpec, Result, planned
-from quire.runtime.checks import check_flags, refuse
+from quire.runtime.checks import check_flags, check_tensor, refuse
+from quire.runtime.graph import is_capturing
 from quire.runtime.layout import PagedCache
 from quire.runtime.ops import is_tracing
 from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.side_by_side import Work, run_both, sms_of_prefill
+from quire.runtime.target import on_cuda
 from quire.runtime.variant_operands import variant_of
 from quire.runtime.workspace import OwnWorkspace
+from quire.types import KVLayout
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
@@ -55,6 +57,7 @@ class PODWithPagedKVCacheWrapper:
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer, variant=self._variant,
         )  # fmt: skip
+        self._beside: tuple[Hashable, Attention | None] = (), None  # of what, and the prefill's plan beside the decodes
         self.plan = self.begin_forward = self._decode.plan
         self.reset_workspace_buffer = self._decode.reset_workspace_buffer
 
@@ -89,6 +92,23 @@ class PODWithPagedKVCacheWrapper:
             custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d, rope_scale_d=rope_scale_d,
             rope_theta_d=rope_theta_d,
         )  # fmt: skip
+        beside = None
+        if custom_mask_p is None and packed_custom_mask_p is None and self._variant is None:
+            beside = self._prefill_beside(
+                q_p, k_p, v_p, KVLayout.of(kv_layout_p), causal=causal_p, pos_encoding_mode=pos_encoding_mode_p,
+                sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
+            )  # fmt: skip
+        if beside is not None:
+            check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction, enable_pdl=enable_pdl)
+            attend = partial(
+                beside.run, q_p, (k_p, v_p), out=None, lse=None, return_lse=return_lse_p, sinks=None, q_scale=None,
+                k_scale=None, v_scale=None, window_left=None, enable_pdl=enable_pdl,
+            )  # fmt: skip
+            decodes = partial(
+                self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+                enable_pdl=enable_pdl, return_lse=return_lse_d, **operands_d,
+            )  # fmt: skip
+            return _run_both(attend, decodes, planned(self._decode._attention), return_lse_d)
         prefill = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
             kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -100,6 +120,23 @@ class PODWithPagedKVCacheWrapper:
             enable_pdl=enable_pdl, **operands_d,
         )  # fmt: skip
         return prefill, decode
+
+    def _prefill_beside(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KVLayout, **options: Any
+    ) -> Attention | None:
+        """The plan of a prefill on a share of the SMs, kept for later ones of the same lengths; None where it runs
+        ahead of the decodes.
+        """
+        decodes, device = planned(self._decode._attention), self._decode.device
+        if is_tracing() or not on_cuda(device) or is_capturing(device) or check_tensor(q, "q_p").dim() != 3:
+            return None
+        spec = spec_of_one(q, k, v, layout, None, logits_soft_cap=None, **options)
+        wanted = decodes, spec.options, q.shape, k.shape, layout
+        if self._beside[0] != wanted:
+            sms = 0 if decodes.spec.options.cascade else sms_of_prefill(Work.of(spec), Work.of(decodes.spec), device)
+            spec = spec._replace(options=spec.options._replace(sms=sms))
+            self._beside = wanted, Attention(spec, layout, OwnWorkspace(device), "auto") if sms else None
+        return self._beside[1]
 
     def _check_decode_options(self, layout: str, encoding: str, sm_scale: float | None, window_left: int) -> None:
         """What plan() and the constructor said counts; other values than theirs or the defaults are refused."""

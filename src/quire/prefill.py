@@ -538,7 +538,30 @@ def _attend_one(
     check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
     if decode:
         q, out, lse = (tensor if tensor is None else tensor.unsqueeze(0) for tensor in (q, out, lse))  # type: ignore[assignment]
-    layout = KVLayout.of(kv_layout)
+    of_mask, of_score = of_plan_and_run(variant, operands)
+    spec = spec_of_one(
+        q, k, v, KVLayout.of(kv_layout), o_dtype if out is None else out.dtype, sm_scale=sm_scale,
+        window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, causal=causal,
+        custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta,
+        variant=variant, of_mask=of_mask,
+    )  # fmt: skip
+    result = Attention(spec, KVLayout.of(kv_layout), OwnWorkspace(q.device), backend).run(
+        q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
+        v_scale=v_scale, window_left=None, enable_pdl=None, operands=of_score,
+    )  # fmt: skip
+    if not decode:
+        return result
+    return tuple(part[0] for part in result) if isinstance(result, tuple) else result[0]
+
+
+def spec_of_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KVLayout, o_dtype: Any, *, sm_scale: float | None,
+    window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str, causal: bool,
+    custom_mask: torch.Tensor | None = None, packed_custom_mask: torch.Tensor | None = None,
+    rope_scale: float | None = None, rope_theta: float | None = None, variant: Variant | None = None,
+    of_mask: Mapping[str, Any] = NO_OPERANDS,
+) -> AttentionSpec:  # fmt: skip
+    """What a call on one request, q [qo_len, num_qo_heads, head_dim_qk], plans."""
     token, head = (0, 1) if layout is KVLayout.NHD else (1, 0)
     sizes: dict[str, int | None] = dict.fromkeys(("kv_len", "num_kv_heads") if head else ("num_kv_heads", "kv_len"))
     check_shape(check_tensor(k, "k"), "k", {**sizes, "head_dim_qk": q.shape[2]})
@@ -548,20 +571,12 @@ def _attend_one(
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32, device="cpu")
     options = PlanOptions(
         *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2],
-        Types.of(q.dtype, k.dtype, o_dtype if out is None else out.dtype),
+        Types.of(q.dtype, k.dtype, o_dtype),
         logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
         causal, page_size=0, variant=variant,
     )  # fmt: skip
     indices = Indices(1, None, q.shape[0], kv_indptr, None, None, 1)
-    of_mask, of_score = of_plan_and_run(variant, operands)
-    spec = AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=of_mask)
-    result = Attention(spec, layout, OwnWorkspace(q.device), backend).run(
-        q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
-        v_scale=v_scale, window_left=None, enable_pdl=None, operands=of_score,
-    )  # fmt: skip
-    if not decode:
-        return result
-    return tuple(part[0] for part in result) if isinstance(result, tuple) else result[0]
+    return AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=of_mask)
 
 
 @operator(
