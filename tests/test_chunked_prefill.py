@@ -87,6 +87,15 @@ def test_a_small_workspace_takes_two_launches(device, backend):
     assert "the prefix is a launch of its own, and merged" in str(wrapper.explain())
 
 
+def test_a_variant_that_cannot_be_had_is_not_needed(device, monkeypatch):
+    """A process that compiles nothing may have the variants of both parts alone."""
+    monkeypatch.setattr("quire.runtime.cascade.is_obtainable", lambda _: False)
+    p = problem(device, torch.float16)
+    wrapper = planned(p, PREFIX_LENS)
+    p.check(wrapper.run(p.q, *split(p, PREFIX_LENS)))
+    assert re.search("launch of its own, and merged: .*(is in no cache|has to be pinned)", str(wrapper.explain()))
+
+
 def test_no_queries(device, backend):
     p = problem(device, torch.float16, (5, 3), (0, 0))
     out = planned(p, (5, 3), backend).run(p.q, *split(p, (5, 3)))

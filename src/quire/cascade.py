@@ -28,7 +28,7 @@ from quire.prefill import (
     single_prefill_with_kv_cache,
 )
 from quire.runtime.attention import Attention, AttentionSpec, page_indices, planned
-from quire.runtime.cascade import check_kernel_for_levels, join_levels, with_prefix
+from quire.runtime.cascade import check_kernel_for_levels, check_kernel_for_prefix, join_levels, with_prefix
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
 from quire.runtime.level_operands import Level, LevelOperands
@@ -263,11 +263,11 @@ def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
     layout, the workspace and the backend. UnsupportedError or ValidationError where they cannot be one launch.
     """
     layout, workspace, backend = place
-    check_kernel_for_levels(workspace.device, backend)
     if k_shared.dtype is not own.options.types.kv.torch or not own.nnz_qo:
         raise UnsupportedError(f"shared keys of {k_shared.dtype}, and {own.nnz_qo} queries: expected the cache's type.")
     rows, prefix = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (own.nnz_qo, k_shared.shape[0]))
-    return Attention(with_prefix(own, rows, prefix), layout, workspace, backend)
+    joined = check_kernel_for_prefix(with_prefix(own, rows, prefix), workspace.device, backend)
+    return Attention(joined, layout, workspace, backend)
 
 
 def _run_joined(

@@ -15,7 +15,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.merge import merge_state_in_place
 from quire.prefill import head_dims
 from quire.runtime.attention import Attention, AttentionSpec, Result, planned
-from quire.runtime.cascade import check_kernel_for_levels, with_prefix
+from quire.runtime.cascade import check_kernel_for_prefix, with_prefix
 from quire.runtime.checks import batch_size_of, check_flags, host_indices
 from quire.runtime.explanation import Explanation
 from quire.runtime.indices import check_offsets
@@ -84,8 +84,8 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         assert isinstance(spec.indices, Indices)
         rows = torch.stack((qo[:-1], qo[1:]), 1).view(-1)
         try:
-            check_kernel_for_levels(self._workspace.device, self._backend)
-            self._set_plan(with_prefix(spec, rows, prefix) if spec.nnz_qo else spec)
+            joined = with_prefix(spec, rows, prefix) if spec.nnz_qo else spec
+            self._set_plan(check_kernel_for_prefix(joined, self._workspace.device, self._backend))
             self._apart, self._prefix = "", None
         except (UnsupportedError, ValidationError) as error:
             options = spec.options._replace(causal=False)

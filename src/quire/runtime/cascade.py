@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quire.errors import UnsupportedError, ValidationError
+from quire.jit import is_obtainable
 from quire.kernels import PIN
 from quire.runtime.attention import AttentionSpec
 from quire.runtime.schedule import Indices
@@ -47,6 +48,17 @@ def join_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
     options = levels[-1].options
     causal = options.causal and own.most_rows > 1  # one query sees all of its keys
     return AttentionSpec(indices, options._replace(cascade=True, causal=causal))
+
+
+def check_kernel_for_prefix(spec: AttentionSpec, device: torch.device, backend: str) -> AttentionSpec:
+    """`spec` of with_prefix(); UnsupportedError where no kernel takes it, or none that this process can have: the
+    kernels of both parts alone may lie in a cache.
+    """
+    check_kernel_for_levels(device, backend)
+    variant = spec.decide(device, backend).spec
+    if not is_obtainable(variant):
+        raise UnsupportedError(f"{variant.slug} is in no cache, and nothing compiles it here.")
+    return spec
 
 
 def with_prefix(own: AttentionSpec, rows: torch.Tensor, prefix_indptr: torch.Tensor) -> AttentionSpec:
