@@ -4,9 +4,6 @@
 
 namespace quire {
 
-// The offsets of a struct with a base are what they are without one; the build proves that ctypes agrees.
-#pragma nv_diag_suppress 1427
-
 // As in AttentionMlaParams q is q_pe, k is kpe and v is ckv, of `base` and of the tensor maps; tensor_q is not read.
 struct AttentionMlaFa3Params : AttentionFa3Params {
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
