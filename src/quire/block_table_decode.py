@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from quire.runtime.graph import is_capturing
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
-from quire.runtime.schedule import Lengths
+from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.target import current_stream
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
@@ -165,14 +166,11 @@ def decode_block_tables(
         "sinks": sinks, "v_scale": v_scale.number, "enable_pdl": enable_pdl, "logits_scale_by": logits_scale.tensor,
         "o_scale_by": v_scale.tensor,
     }  # fmt: skip
-    key = None
+    numbers = window_left, o_scale, logits_scale.number
+    words = layout, backend, out_dtype, pos_encoding, len(others)
     is_plain = num_rows and mask is None and q_cu_seq_lens is None
-    if is_plain and isinstance(indices, Lengths) and not is_capturing(device):
-        numbers = window_left, o_scale, logits_scale.number
-        key = (
-            numbers, *map(type, numbers), indices.kind, cache[1:], layout, backend, out_dtype, pos_encoding,
-            len(others), query.shape, query.dtype, device, current_stream(device), workspace.most_bytes,
-        )  # fmt: skip
+    key = _kind(query, cache, indices, workspace, numbers, words) if is_plain else None
+    if key is not None:
         statistics = _new_lse(query) if return_lse and lse is None else lse
         again = repeat_call(
             key, indices, workspace, query, cache.tensors, out=out, lse=statistics, others=others, **more
@@ -211,6 +209,18 @@ def decode_block_tables(
             keep_call(key, attention)
     result = target.finish()
     return (result, lse) if return_lse else result
+
+
+def _kind(
+    query: torch.Tensor, cache: CacheParts, indices: Indices | Lengths, workspace: Workspace, numbers: tuple[Any, ...],
+    words: tuple[Any, ...],
+) -> Hashable | None:  # fmt: skip
+    """By what a later call of the same kind is known; None where the host plans, and in a capture."""
+    device = workspace.device
+    if not isinstance(indices, Lengths) or is_capturing(device):
+        return None
+    place = device, current_stream(device), workspace.most_bytes
+    return numbers, *map(type, numbers), words, indices.kind, cache[1:], query.shape, query.dtype, place
 
 
 def _new_lse(query: torch.Tensor) -> torch.Tensor:
