@@ -140,6 +140,21 @@ def test_page_numbers_of_another_call_are_not_read(device, backend):
     p.check(wrapper.run(p.q, cache.kv))
 
 
+def test_as_vllm_plans_a_cascade(device, dtype):
+    """Two levels, the shared one's arrays on the host, the requests' own on the device, pages in the order HND."""
+    levels, groups, qo_lens = [(48,), (9, 40, 16)], [(0, 0, 0), (0, 1, 2)], (1, 7, 2)
+    p, tables, cache = joined(levels, groups, qo_lens, dtype, device, causal=True, kv_layout="HND", page_size=16)
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(2, workspace(device), "HND")
+    shared, own = ([t.cpu() for t in tables[0]], tables[1])
+    wrapper.plan(
+        *([a, b] for a, b in zip(shared, own, strict=True)), p.num_qo_heads, p.num_kv_heads, p.head_dim, 16,
+        causal=True, sm_scale=0.2, window_left=-1, logits_soft_cap=None, q_data_type=dtype, kv_data_type=dtype,
+    )  # fmt: skip
+    p.sm_scale = 0.2
+    assert is_one_launch(wrapper), wrapper.explain()
+    p.check(wrapper.run(p.q, torch.stack(cache.kv, 1)))
+
+
 def shared_and_own(qo_lens, shared, unique, dtype, device, **more):
     """A problem whose requests begin with `shared` keys in tensors, rows of wider ones that hold NaN elsewhere; the
     tables of what each has of its own; and the cache.
