@@ -177,16 +177,14 @@ class AttentionMlaFa3 {
     const AttentionParams& p = cta_.p.base;
     const int half = Cta::half_of_o();
     const WorkTile& work = stage.work;
-    const int lane = ptx::lane_id();
+    const int lane = ptx::lane_id(), first = Cta::first_row(work) + Cta::warp_of_group() * 16;
+    if (first < work.row_end) {
+      const int64_t row = static_cast<int64_t>(work.partial) * Cta::kTileRows + first - work.tile.row_begin;
+      float4* dst = reinterpret_cast<float4*>(p.partial_o + row * Cta::kCkv) + half * Cta::kHalfCols * 4 + lane;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = Cta::first_row(work) - work.tile.row_begin + Cta::lane_row() + 8 * h;
-      if (work.tile.row_begin + row >= work.row_end) continue;
-      const int64_t at = static_cast<int64_t>(work.partial) * Cta::kTileRows + row;
-      float2* dst = reinterpret_cast<float2*>(p.partial_o + at * Cta::kCkv + half * Cta::kHalfCols) + lane % 4;
-#pragma unroll
-      for (int i = 0; i < Cta::kHalfCols / 2; i += 4) dst[i] = {o[i + 2 * h], o[i + 2 * h + 1]};
-      if (half == 0 && lane % 4 == 0) reinterpret_cast<float2*>(p.partial_md)[at] = {m[h], d[h]};
+      for (int i = 0; i < Cta::kHalfCols / 2; i += 4) dst[i * 8] = {o[i], o[i + 1], o[i + 2], o[i + 3]};
+      float2* states = reinterpret_cast<float2*>(p.partial_md) + row + lane / 4;
+      if (half == 0 && lane % 4 == 0) states[0] = {m[0], d[0]}, states[8] = {m[1], d[1]};
     }
     const bool has_more = p.partitions == nullptr || stage.cursor.exists();
     merge_together<V, Cta::kValues, Cta::kCtasPerTile>(p, work, !has_more, cta_.shared.turn, ptx::thread_id() - 128);

@@ -34,60 +34,104 @@ struct MergeCounters {
   }
 };
 
-// Rows first .. first + 2 * kRows of a merge group: 128 threads have four columns each of kRows rows, kParts partials
-// of each on their way at a time. 256 threads.
-template <class V, int kRows, int kParts>
-QUIRE_DEVICE void merge_rows(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int first,
+// Partial results as the MLA kernel stores them: of each 16 rows 64 blocks of 8 columns, of a block 16 bytes a lane as
+// wgmma leaves them: two columns of row lane / 4 and of the one 8 below.
+//
+// A turn of a merge: 16 rows, and kBlocks blocks for each of 8 warps; kParts partials of each on their way at a time.
+// The four lanes that share rows divide the partials' states.
+template <class V, int kBlocks, int kParts>
+QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int turn,
                              int thread) {
-  constexpr int kVo = V::kHeadDimVo;
-  static_assert(kVo == 512, "128 threads have four columns each");
-  const int lane = thread % 32, col = thread % 128 * 4, num_parts = group.num_parts<V::kTileRows>();
-  first += thread / 128 * kRows;
-  RowQuad sum[kRows];
+  constexpr int kSlices = 8 / kBlocks, kPartQuads = V::kTileRows * V::kHeadDimVo / 4;
+  static_assert(V::kHeadDimVo == 512 && kParts % 4 == 0, "64 blocks of columns; four lanes share rows");
+  const int lane = thread % 32, first = turn / kSlices * 16, row = first + lane / 4;
+  const int block = turn % kSlices * 8 * kBlocks + thread / 32;
+  const auto* quads = reinterpret_cast<const float4*>(p.partial_o + int64_t{group.row_begin + first} * V::kHeadDimVo);
+  const auto* states = reinterpret_cast<const float2*>(p.partial_md) + group.row_begin + row;
+  quads += block * 32 + lane, states += lane % 4 * V::kTileRows;
+  float m[2] = {kNoLogit, kNoLogit}, d[2] = {0.f, 0.f};  // d: this lane's part
+  float o[2][kBlocks][2];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) sum[r] = kNoKeys;
+  for (int i = 0; i < 4 * kBlocks; ++i) o[i / 2 % 2][i / 4][i % 2] = 0.f;
 #pragma unroll 1
-  for (int begin = 0; begin < num_parts; begin += kParts) {
-    float2 md[kRows];
-    float4 o[kRows][kParts];
+  for (int left = group.num_parts<V::kTileRows>(); left > 0; left -= kParts) {
+    float2 state[2][kParts / 4];
+    float4 part[kParts][kBlocks];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int64_t row = group.row_begin + begin * V::kTileRows + min(first + r, group.num_rows - 1);
-      const int part = lane % kParts;
-      md[r] = {kNoLogit, 0.f};
-      if (begin + part < num_parts)
-        md[r] = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + row + part * V::kTileRows);
+    for (int i = 0; i < kParts / 2; ++i) {
+      state[i % 2][i / 2] = {kNoLogit, 0.f};
+      if (i / 2 * 4 + lane % 4 < left) state[i % 2][i / 2] = __ldcg(states + i / 2 * 4 * V::kTileRows + i % 2 * 8);
+    }
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
-        o[r][i] = {0.f, 0.f, 0.f, 0.f};
-        if (begin + i < num_parts)
-          o[r][i] = __ldcg(reinterpret_cast<const float4*>(p.partial_o + (row + i * V::kTileRows) * kVo + col));
+    for (int i = 0; i < kParts; ++i) {
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n) {
+        part[i][n] = {0.f, 0.f, 0.f, 0.f};
+        if (i < left) part[i][n] = __ldcg(quads + i * kPartQuads + n * 8 * 32);
       }
     }
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) add_parts<kParts>(sum[r], md[r], o[r]);
+    for (int h = 0; h < 2; ++h) {
+      float top = m[h], weight[kParts / 4];
+#pragma unroll
+      for (int i = 0; i < kParts / 4; ++i) top = fmaxf(top, state[h][i].x);
+      top = quad_max(top);
+      const float keep = ptx::ex2(m[h] - top);
+      m[h] = top, d[h] *= keep;
+#pragma unroll
+      for (int n = 0; n < 2 * kBlocks; ++n) o[h][n / 2][n % 2] *= keep;
+#pragma unroll
+      for (int i = 0; i < kParts / 4; ++i) {
+        weight[i] = ptx::ex2(state[h][i].x - top);
+        d[h] = fmaf(weight[i], state[h][i].y, d[h]);
+      }
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        const float w = __shfl_sync(0xffffffffu, weight[i / 4], lane / 4 * 4 + i % 4);
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n) {
+          o[h][n][0] = fmaf(w, h == 0 ? part[i][n].x : part[i][n].z, o[h][n][0]);
+          o[h][n][1] = fmaf(w, h == 0 ? part[i][n].y : part[i][n].w, o[h][n][1]);
+        }
+      }
+    }
+    quads += kParts * kPartQuads, states += kParts * V::kTileRows;
   }
+  d[0] = quad_sum(d[0]), d[1] = quad_sum(d[1]);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int h = 0; h < 2; ++h) {
+    if (row + 8 * h >= group.num_rows) continue;
+    const WorkTile::Place to = work.place(p.group, work.tile.row_begin + row + 8 * h);
+    const RowResult result = finish_row(m[h], d[h], p.sinks == nullptr ? nullptr : p.sinks + to.head, p.o_scale);
+    auto* dst = static_cast<typename V::O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride;
+    auto* words = reinterpret_cast<uint32_t*>(dst + block * 8) + lane % 4;
 #pragma unroll
-    for (int i = 1; i < kParts; i *= 2) sum[r].d += __shfl_xor_sync(0xffffffffu, sum[r].d, i);
-    if (first + r < group.num_rows) store_quad<V>(p, work, work.tile.row_begin + first + r, col, sum[r]);
+    for (int n = 0; n < kBlocks; ++n) {
+      words[n * 8 * 4] = ptx::pack(typename V::O{}, o[h][n][0] * result.scale, o[h][n][1] * result.scale);
+    }
+    if (block == 0 && lane % 4 == 0 && p.lse != nullptr) {
+      p.lse[to.token * p.num_qo_heads + to.head] = returned_lse<V>(result.lse, p, work.tile, to.head);
+    }
   }
 }
 
-// Rows that are merged in a turn: twice as many where few partials each keep fewer bytes on their way.
-QUIRE_DEVICE int rows_of_turn(int num_parts) { return num_parts <= 4 ? 8 : 4; }
-
+// One turn for each CTA is best: where a group has many partials, and so many CTAs, a turn takes fewer columns.
 template <class V>
-QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int first,
-                             int thread) {
-  const int num_parts = group.num_parts<V::kTileRows>();
-  if (num_parts <= 4) {
-    merge_rows<V, 4, 4>(p, work, group, first, thread);
-  } else {
-    merge_rows<V, 2, 8>(p, work, group, first, thread);
+struct MergeTurns {
+  int num_parts, count;
+
+  QUIRE_DEVICE explicit MergeTurns(const MergeGroup& group) : num_parts(group.num_parts<V::kTileRows>()) {
+    count = ceil_div(group.num_rows, 16) * (num_parts <= 8 ? 2 : 8);
   }
-}
+  QUIRE_DEVICE void take(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int turn,
+                         int thread) const {
+    if (num_parts <= 8) {
+      merge_turn<V, 4, 4>(p, work, group, turn, thread);
+    } else {
+      merge_turn<V, 1, 16>(p, work, group, turn, thread);
+    }
+  }
+};
 
 // After the 256 threads have stored a partial result. `may_wait`: the CTA has nothing else to do. `shared_turn` is in
 // shared memory, kBarrier a named barrier of these threads. A function that is called: kernels whose registers are
@@ -98,9 +142,8 @@ __device__ __noinline__ void merge_together(const AttentionParams& params, const
                                             int& shared_turn, int thread) {
   const MergeParams p(params);
   const MergeGroup group = params.groups[work.group];
-  const int num_parts = group.num_parts<V::kTileRows>();
-  const int turn_rows = rows_of_turn(num_parts);
-  const int num_arrivals = num_parts * kCtasPerTile, num_turns = ceil_div(group.num_rows, turn_rows);
+  const MergeTurns<V> turns(group);
+  const int num_arrivals = turns.num_parts * kCtasPerTile, num_turns = turns.count;
   const MergeCounters counters = {&params.groups[work.group].num_arrived};
   const bool is_leader = thread == 0, is_shared = num_arrivals <= MergeCounters::kMostArrivals;
   const auto sync = [] { ptx::named_barrier_sync(kBarrier, 256); };
@@ -116,7 +159,7 @@ __device__ __noinline__ void merge_together(const AttentionParams& params, const
   while (turn < num_turns) {
     int next = turn + 1;
     if (is_shared && is_leader) next = counters.take_turn();
-    merge_turn<V>(p, work, group, turn * turn_rows, thread);
+    turns.take(p, work, group, turn, thread);
     if (is_shared) {
       sync();
       if (is_leader) shared_turn = next;
