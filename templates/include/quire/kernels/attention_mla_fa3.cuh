@@ -56,8 +56,10 @@ class AttentionMlaFa3 {
       }
       cta.init_barriers();
     }
-    __syncthreads();
     ptx::wait_for_predecessor();
+    if (threadIdx.x == Cta::kThreads - 128) cta.take_first_work_tile();
+    if (threadIdx.x == Cta::kThreads - 64) cta.prefetch_row_tiles();
+    __syncthreads();
     ptx::launch_dependents();
     if (Cta::warpgroup() == 0) {
       ptx::take_registers<kScoreRegisters>();
@@ -75,11 +77,6 @@ class AttentionMlaFa3 {
 
   // The warpgroups of O: half of the columns each.
   QUIRE_DEVICE void compute_values() const {
-    if (Cta::half_of_o() == Cta::kHalves - 1 && Cta::is_leader()) {
-      SharedWorkList<Cta::kCtasPerTile>::begin(cta_.p, cta_.shared.work[Cta::kWorkStages - 1].cursor,
-                                               cta_.shared.number);
-    }
-    __syncwarp();
     Source source(cta_);
     source.load_first_tiles();
     RingPosition<Cta::kWorkStages> at;
@@ -113,17 +110,17 @@ class AttentionMlaFa3 {
 
   // Starts o += p ckv of a KV tile. Whether that is the work tile's last one.
   QUIRE_DEVICE bool start_values(float (&o)[Cta::kHalfCols / 2], RingPosition<2> at, int stage) const {
+    const TileDescriptor weights(cta_.weights_tile(at.stage()).base, 16);
+    const TileDescriptor values(cta_.ckv_tile(stage).base + Cta::half_of_o() * (TileCkv::kBytes / Cta::kHalves),
+                                TileCkv::kAtomBytes);
     cta_.weights_ring().wait_full(at);
-    const bool is_last = ptx::uniform(cta_.shared.is_last[at.stage()]);
-    if (ptx::uniform(cta_.shared.is_raised[at.stage()][Cta::warp_of_group()])) {
+    const int flags = ptx::uniform(cta_.shared.flags[at.stage()][Cta::warp_of_group()]);
+    if (flags & Cta::kIsRaised) {
       const float* factors = cta_.shared.factors[at.stage()] + Cta::lane_row();
       const float factor[2] = {factors[0], factors[8]};
 #pragma unroll
       for (int i = 0; i < Cta::kHalfCols / 2; ++i) o[i] *= factor[i / 2 % 2];
     }
-    const TileDescriptor weights(cta_.weights_tile(at.stage()).base, 16);
-    const TileDescriptor values(cta_.ckv_tile(stage).base + Cta::half_of_o() * (TileCkv::kBytes / Cta::kHalves),
-                                TileCkv::kAtomBytes);
     ptx::pin(o);
     ptx::wgmma_fence();
 #pragma unroll
@@ -132,7 +129,7 @@ class AttentionMlaFa3 {
                                                                    1);
     }
     ptx::wgmma_commit();
-    return is_last;
+    return (flags & Cta::kIsLast) != 0;
   }
 
   QUIRE_DEVICE void store(float (&o)[Cta::kHalfCols / 2], Stage& stage, RingPosition<2> at) const {

@@ -16,15 +16,16 @@ class MlaSource<V, KvPath::kPages> {
  public:
   QUIRE_DEVICE explicit MlaSource(const Cta& cta) : cta_(cta) {}
 
-  // Fills the ring. The first queries and the first KV tile come before the others, which would be in their way.
+  // Fills the ring. The first queries take the way through the last stage.
   QUIRE_DEVICE void load_first_tiles() const {
     if (Cta::warp_of_group() != 0) return;
 #pragma unroll 1
     for (int i = 0; i < Cta::kStages; ++i) {
       Box box;
       const bool exists = cta_.find_next(i == 0, *this, box);
-      if (i == 1 && exists) ptx::mbarrier_wait(cta_.queries_barrier(), 0);
+      if (i == Cta::kStages - 1 && exists) ptx::mbarrier_wait(cta_.queries_barrier(), 0);
       if (exists) load_half(box, i);
+      if (i == 0 && ptx::lane_id() == 0) ptx::mbarrier_arrive(cta_.first_tile_barrier());
       if (Cta::half_of_o() != Cta::kHalves - 1) continue;
       if (i == Cta::kStages - 1) {
         put_off(exists, box);

@@ -36,6 +36,8 @@ struct MlaCta {
   static constexpr int kStages = 3;      // of ckv
   static constexpr int kParts = 4;       // of a ckv stage, with a full barrier each: S starts with the first
   static constexpr int kPartBytes = TileCkv::kBytes / kParts;
+  // Row tiles of 64 rows wait for memory: their weights are handed on at once, which frees stages sooner.
+  static constexpr bool kHandsOnAtOnce = kCtasPerTile == 1;
   // Steps of 16 columns: of S in all, and those whose queries are in registers.
   static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = 28;
   using TileP = TileKpe;  // weights, in the place of the kpe that they were computed with
@@ -59,13 +61,14 @@ struct MlaCta {
     int tile, end;                 // of that; end 0: there is none
   };
 
+  enum Flags { kIsRaised = 1, kIsLast = 2 };  // a maximum of its rows; the KV tile, of its work tile
+
   // Row states on their way from the warpgroup of S to those of O.
   struct Shared {
     Stage work[kWorkStages];
     float2 states[2][kRows];  // of a work tile, of which this ring has one each: maximum and denominator
-    float factors[2][kRows];  // that o is multiplied by before a KV tile, if `is_raised` in the rows' warp
-    int is_raised[2][4];
-    int is_last[2];                                   // KV tile of a work tile
+    float factors[2][kRows];  // that o is multiplied by before a KV tile, if kIsRaised in the rows' warp
+    int flags[2][4];          // of a KV tile and a warp
     NextTile next[kGathers ? kHalves * 4 : kHalves];  // a warp that gathers has its own
     Box put_off[kBoxes];                              // of kpe; row -1: there is none
     int number;                                       // of the last whole row tile taken
@@ -74,7 +77,7 @@ struct MlaCta {
     unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<2>::kBytes];
     unsigned char states_barriers[RingBarriers<2>::kBytes];
     uint64_t ckv_barriers[kStages * kParts];
-    uint64_t queries_barrier;  // the first work tile's are there
+    uint64_t first_tile_barrier, queries_barrier;  // the first KV tile is on its way; the first queries are there
   };
   static constexpr int kKpeAt = kStages * TileCkv::kBytes;
   static constexpr int kQAt = kKpeAt + 2 * TileKpe::kBytes;
@@ -109,6 +112,9 @@ struct MlaCta {
   QUIRE_DEVICE RingBarriers<2> kpe_ring() const { return ring<2>(__builtin_offsetof(Shared, kpe_barriers)); }
   QUIRE_DEVICE RingBarriers<2> states_ring() const { return ring<2>(__builtin_offsetof(Shared, states_barriers)); }
   QUIRE_DEVICE RingBarriers<2> weights_ring() const { return ring<2>(__builtin_offsetof(Shared, weights_barriers)); }
+  QUIRE_DEVICE uint32_t first_tile_barrier() const {
+    return ring<1>(__builtin_offsetof(Shared, first_tile_barrier)).base;
+  }
   QUIRE_DEVICE uint32_t queries_barrier() const { return ring<1>(__builtin_offsetof(Shared, queries_barrier)).base; }
   QUIRE_DEVICE uint32_t ckv_full(int stage, int part) const {
     return ring<1>(__builtin_offsetof(Shared, ckv_barriers)).base + 8 * (stage * kParts + part);
@@ -124,6 +130,7 @@ struct MlaCta {
     states_ring().init(4, 8);
     for (int i = 0; i < kStages * kParts; ++i) ptx::mbarrier_init(ckv_full(0, i), kArrivals + arrivals_of_gaps(i));
     ptx::mbarrier_init(queries_barrier(), 4);
+    ptx::mbarrier_init(first_tile_barrier(), kHalves);
     ptx::fence_mbarrier_init();
   }
 
@@ -186,7 +193,7 @@ struct MlaCta {
     if (!is_first && next.end == 0) return false;
     if (is_first || ++next.tile == next.end) {
       if (!is_first) next.at.advance();
-      if (half == kHalves - 1 && (!kGathers || warp_of_group() == 0)) schedule(next.at);
+      if (half == kHalves - 1 && (!kGathers || warp_of_group() == 0)) schedule(next.at, is_first);
       work_ring().wait_full(next.at);
       const Stage& stage = shared.work[next.at.stage()];
       next.tile = stage.work.kv_begin;
@@ -199,12 +206,33 @@ struct MlaCta {
     return next.end != 0;
   }
 
-  // One warp.
-  QUIRE_DEVICE void schedule(RingPosition<kWorkStages> at) const {
+  // One thread, while others get the barriers ready: partitions and row tiles are two trips to memory.
+  QUIRE_DEVICE void take_first_work_tile() const {
+    Stage& before = shared.work[kWorkStages - 1];
+    SharedWorkList<kCtasPerTile>::begin(p, before.cursor, shared.number);
+    SharedWorkList<kCtasPerTile>::next(p, before.cursor, shared.work[0], shared.number, kTileKv);
+    if (!shared.work[0].exists) return;
+    const WorkTile& work = shared.work[0].work;
+    const int token = work.kv_begin * kTileKv;
+    if (token < work.tile.kv_len) ptx::prefetch_l2(p.base.kv_indices + work.tile.kv_first + p.base.page.div(token));
+    if (!work.is_whole()) ptx::prefetch_l2(p.base.groups + work.group);
+  }
+
+  // Each CTA brings a line of the row tiles into the L2, while partitions are read that say which one is whose.
+  QUIRE_DEVICE void prefetch_row_tiles() const {
+    const int64_t line = static_cast<int64_t>(blockIdx.x) * 128;
+    if (line < p.base.num_tiles * static_cast<int64_t>(sizeof(RowTile))) {
+      ptx::prefetch_l2(reinterpret_cast<const char*>(p.base.tiles) + line);
+    }
+  }
+
+  // One warp. The first work tile has been taken.
+  QUIRE_DEVICE void schedule(RingPosition<kWorkStages> at, bool is_first) const {
     work_ring().wait_empty(at);
     if (ptx::lane_id() == 0) {
       const Stage& before = shared.work[at.before().stage()];
-      SharedWorkList<kCtasPerTile>::next(p, before.cursor, shared.work[at.stage()], shared.number, kTileKv);
+      if (!is_first)
+        SharedWorkList<kCtasPerTile>::next(p, before.cursor, shared.work[at.stage()], shared.number, kTileKv);
       work_ring().arrive_full(at);
     }
     __syncwarp();

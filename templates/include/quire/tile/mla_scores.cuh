@@ -20,7 +20,8 @@ class MlaScores {
     uint32_t q[Cta::kHeldSteps][4];
     WarpgroupSoftmax softmax;
     uint32_t weights[Cta::kTileKv / 4];  // of the latest KV tile, two a register
-    int num_missing;  // of its tokens, from the last on: values to be cleared; gathered: not 0 if any
+    int num_missing;      // of its tokens, from the last on: values to be cleared; gathered: not 0 if any
+    uint32_t weights_to;  // where this lane stores its first ones in the first stage
   };
   using TileOfS = float[Cta::kTileKv / 2];
 
@@ -37,7 +38,12 @@ class MlaScores {
       if (!ptx::uniform(cta_.shared.work[at.stage()].exists)) break;
       const WorkTile& work = cta_.shared.work[at.stage()].work;
       Scores scores;
-      load_queries(scores, work);
+      scores.weights_to = BlockCursor<TileP>(cta_.weights_tile(0), ptx::lane_id()).at(Cta::warp_of_group(), 0);
+      if (Cta::kGathers || at.count > 0) {
+        load_queries(scores, work);
+      } else {
+        load_first_queries(scores, work);
+      }
       if (at.count == 0 && ptx::lane_id() == 0) ptx::mbarrier_arrive(cta_.queries_barrier());
       scores.softmax.clear();
       compute_weights(scores, work, ckv, kpe);
@@ -65,7 +71,7 @@ class MlaScores {
     for (int tile = begin; tile < end; ++tile) {
       ckv = ckv.uniform(), kpe = kpe.uniform();
       TileOfS s;
-      multiply(s, scores, ckv, kpe, tile > begin);
+      multiply(s, scores, ckv, kpe, !Cta::kHandsOnAtOnce && tile > begin);
       const bool is_masked = (!Cta::kGathers || V::kMask == kMaskCausal) && (tile + 1) * Cta::kTileKv > all_see;
       if (is_masked) mask(s, work, tile * Cta::kTileKv);
       if constexpr (Cta::kGathers) {
@@ -74,10 +80,15 @@ class MlaScores {
       scores.num_missing =
           is_masked && !Cta::kGathers ? min(Cta::kTileKv, (tile + 1) * Cta::kTileKv - work.tile.kv_len) : 0;
       exponentiate(s, scores);
+      if constexpr (Cta::kHandsOnAtOnce) {
+        store_weights(scores, ckv, kpe, tile + 1 == end ? Cta::kIsLast : 0);
+        hand_on(kpe);
+      }
       ckv.advance(), kpe.advance();
     }
-    store_weights(scores, ckv.before(), kpe.before());
-    hand_on(kpe.before(), true);
+    if constexpr (Cta::kHandsOnAtOnce) return;
+    store_weights(scores, ckv.before(), kpe.before(), Cta::kIsLast);
+    hand_on(kpe.before());
   }
 
   // The first key that some row does not see.
@@ -106,13 +117,13 @@ class MlaScores {
       for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; ++i) {
         multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
       }
-      if (part == 0 && has_before) store_weights(scores, ckv.before(), kpe.before());
+      if (part == 0 && has_before) store_weights(scores, ckv.before(), kpe.before(), 0);
     }
     if constexpr (Cta::kGathers) {
       const uint2 bits = cta_.existing(ckv.stage());
       scores.num_missing = (bits.x & bits.y) != 0xffffffffu;
     }
-    if (has_before) hand_on(kpe.before(), false);
+    if (has_before) hand_on(kpe.before());
     cta_.kpe_ring().wait_full(kpe);
     order_gathered();
     ptx::wgmma_fence();
@@ -128,8 +139,7 @@ class MlaScores {
     if constexpr (Cta::kGathers) ptx::fence_proxy_async();
   }
 
-  QUIRE_DEVICE void hand_on(RingPosition<2> at, bool is_last) const {
-    if (Cta::is_leader()) cta_.shared.is_last[at.stage()] = is_last;
+  QUIRE_DEVICE void hand_on(RingPosition<2> at) const {
     if (ptx::lane_id() == 0) cta_.weights_ring().arrive_full(at);
   }
 
@@ -185,8 +195,9 @@ class MlaScores {
   }
 
   // Weights, and what o is multiplied by before them, to where kpe was; hand_on() then shows them to others.
-  QUIRE_DEVICE void store_weights(const Scores& scores, RingPosition<Cta::kStages> ckv, RingPosition<2> kpe) const {
-    const TileP to = cta_.weights_tile(kpe.stage());
+  QUIRE_DEVICE void store_weights(const Scores& scores, RingPosition<Cta::kStages> ckv, RingPosition<2> kpe,
+                                  int flags) const {
+    const uint32_t to = scores.weights_to + kpe.stage() * TileP::kBytes;
     const int lane = ptx::lane_id(), warp = Cta::warp_of_group();
     const WarpgroupSoftmax& softmax = scores.softmax;
     ptx::named_barrier_sync(Cta::kScore, 128);  // these keys have been read by every warp
@@ -194,9 +205,9 @@ class MlaScores {
 #pragma unroll
     for (int i = 0; i < Cta::kTileKv / 16; ++i) {
       const uint32_t* w = scores.weights + 4 * i;
-      ptx::st_matrix(to.chunk(warp * 16 + lane % 16, 2 * i + lane / 16), {w[0], w[1], w[2], w[3]});
+      ptx::st_matrix(to ^ i * 32, {w[0], w[1], w[2], w[3]});
     }
-    if (lane == 0) cta_.shared.is_raised[kpe.stage()][warp] = softmax.is_raised;
+    if (lane == 0) cta_.shared.flags[kpe.stage()][warp] = flags | (softmax.is_raised ? Cta::kIsRaised : 0);
     if (softmax.is_raised && lane % 4 == 0) {
       cta_.shared.factors[kpe.stage()][Cta::lane_row()] = softmax.factor[0];
       cta_.shared.factors[kpe.stage()][Cta::lane_row() + 8] = softmax.factor[1];
@@ -207,6 +218,7 @@ class MlaScores {
 
   // Values that do not exist may be anything, and 0 * NaN is NaN: zeros in the last `rows` tokens of a KV tile.
   QUIRE_DEVICE static void clear_values(TileCkv ckv, int rows) {
+#pragma unroll 1
     for (int i = ptx::thread_id() % 128; i < rows * TileCkv::kChunks; i += 128) {
       const int row = i / TileCkv::kChunks;
       const uint32_t chunk = ckv.chunk(Cta::kTileKv - 1 - row, i - row * TileCkv::kChunks);
@@ -245,6 +257,50 @@ class MlaScores {
       rows.pe[h] = reinterpret_cast<const uint4*>(cta_.pe_row(work, Cta::lane_row() + 8 * h)) + ptx::lane_id() % 4;
     }
     return rows;
+  }
+
+  // A warp's 16 rows of one operand, an atom of four rows at a time, eight lanes a row: this lane's of them. `row` is
+  // that of lane % 16.
+  struct RowsToCopy {
+    const uint4* at[4];
+
+    QUIRE_DEVICE explicit RowsToCopy(const T* row) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int lane = ptx::lane_id();
+        const uint64_t from = __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(row), i * 4 + lane / 8);
+        at[i] = reinterpret_cast<const uint4*>(from) + lane % 8;
+      }
+    }
+    // Columns 64 * from and on, to an atom of a tile of all rows.
+    template <class Tile>
+    QUIRE_DEVICE void copy(Tile tile, int from, int atom) const {
+      const int lane = ptx::lane_id(), row = Cta::warp_of_group() * 16 + lane / 8;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) ptx::cp_async_16(tile.chunk(row + i * 4, atom * 8 + lane % 8), at[i] + from * 8);
+    }
+  };
+
+  // The first work tile's, by way of the last stage of ckv, which is empty: all on their way together. The first KV
+  // tile is requested before them: page numbers and requests would have to wait behind so many copies.
+  QUIRE_DEVICE void load_first_queries(Scores& scores, const WorkTile& work) const {
+    constexpr int kHeldAtoms = Cta::kHeldSteps / 4;
+    static_assert(TileQ::kAtoms == 2 && Cta::kKpe == 64, "of the others an atom is of q_nope and one of q_pe");
+    const SwizzledTile<Cta::kRows, Cta::kHeldSteps * 16> held = {cta_.ckv_tile(Cta::kStages - 1).base};
+    const int lane = ptx::lane_id(), first = Cta::warp_of_group() * 16;
+    const RowsToCopy nope(cta_.nope_row(work, first + lane % 16)), pe(cta_.pe_row(work, first + lane % 16));
+    ptx::mbarrier_wait(cta_.first_tile_barrier(), 0);
+#pragma unroll
+    for (int i = 0; i < kHeldAtoms; ++i) nope.copy(held, i, i);
+    nope.copy(cta_.q_tile(), kHeldAtoms, 0);
+    pe.copy(cta_.q_tile(), 0, 1);
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(Cta::kScore, 128);
+#pragma unroll
+    for (int i = 0; i < Cta::kHeldSteps; ++i)
+      ptx::ldmatrix_x4(scores.q[i], held.chunk(first + lane % 16, i * 2 + lane / 16));
+    __syncwarp();
   }
 
   // All loads are on their way together. Held columns pass through the tile of the others, as many at a time as it has
