@@ -17,6 +17,7 @@ from quire.compat.flash_mla import flash_mla_sparse_fwd
 from quire.kernels import decide
 from quire.kernels.attention import AttentionProblem
 from quire.kernels.attention_mla_fa3 import KERNEL
+from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import View
 from quire.types import MaskMode, dtype_of
 from test_mla import attend, parts, planned, sparse, tables
@@ -42,7 +43,7 @@ def test_pages_of_any_size_get_it(page_size, rows):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"kv": E4M3}, "kv dtype e4m3 differs from q dtype bf16"),
+        ({"kv": FP16}, "kv dtype fp16 differs from q dtype bf16"),
         ({"o": FP16}, "o dtype fp16 differs"),
         ({"q": FP32, "kv": FP32, "o": FP32}, "is not fp16 or bf16"),
         ({"target": "sm80"}, "target sm80 is not sm90a"),
@@ -69,10 +70,17 @@ def test_boxes_of_a_joined_cache(page_size, box):
     assert ckv.box == (64, box, 2 if box == 64 else 1, 1)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 1000])
-def test_tokens_of_other_pages_are_gathered(page_size):
-    key = KERNEL.key(problem(page_size))
-    assert key == KERNEL.key(problem(1))
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("tile_scales", [False, True])
+def test_latents_of_eight_bits_get_it(page_size, tile_scales):
+    decision = decide(problem(page_size, kv=E4M3, tile_scales=tile_scales))
+    assert (decision.kernel, decision.key.page_size) == (KERNEL, ANY_PAGE_SIZE)
+
+
+@pytest.mark.parametrize(("page_size", "kv"), [(1, BF16), (16, BF16), (1000, BF16), (64, E4M3)])
+def test_tokens_of_other_pages_are_gathered(page_size, kv):
+    key = KERNEL.key(problem(page_size, kv=kv))
+    assert key == KERNEL.key(problem(1, kv=kv))
     assert KERNEL.copies(key, KERNEL.tile(key), {}) == ()
 
 

@@ -18,7 +18,7 @@ from latents import SCALE, LatentPages, Latents
 from problems import ints, workspace
 from quire.compat.flash_mla import flash_mla_with_kvcache
 
-CUDA_BACKENDS = {"fa2": (8, 0), "auto": (8, 0)}
+CUDA_BACKENDS = {"fa2": (8, 0), "fa3": (9, 0)}
 BYTES, E4M3 = 656, torch.float8_e4m3fn
 
 
@@ -259,14 +259,6 @@ def test_wrong_arguments(device):
             flash_mla_with_kvcache(query, wrong, **call, is_fp8_kvcache=True)
     with pytest.raises(quire.UnsupportedError, match="expected bf16 and e4m3"):
         flash_mla_with_kvcache(query.half(), cache.unsqueeze(2), **call, is_fp8_kvcache=True)
-    with pytest.raises(quire.UnsupportedError, match="it takes no latents with scales"):
-        quire.kernels.decide(
-            quire.kernels.AttentionProblem(
-                "sm90a", *[quire.types.dtype_of("bfloat16", "q")] * 3, 576, 512, 64, quire.types.MaskMode.NONE, False,
-                False, rows=16, is_mla=True, tile_scales=True,
-            ),
-            "quire:fa3",
-        )  # fmt: skip
     wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device))
     where = ints((0, 1), "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, device), ints((5,), "cpu")
     wide = torch.zeros(4, 16, 576, dtype=torch.bfloat16, device=device)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, mla_tensor_core_reason
 from quire.kernels.features import ANY_PAGE_SIZE
-from quire.kernels.operands import MLA_OPERANDS, TensorCopy, View
+from quire.kernels.operands import SCALED_MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleOutput
 
 _ROWS = 64  #: of a CTA
@@ -18,7 +18,14 @@ _PARTS = 4  #: of the latents of a KV tile, each of which a box brings where pag
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.target != "sm90a":
         return f"target {problem.target} is not sm90a"
-    return mla_tensor_core_reason(problem)
+    return mla_tensor_core_reason(problem, takes_8_bit_kv=True)
+
+
+def _yields(problem: AttentionProblem) -> str | None:
+    """With 64 rows a tile few rows pay for all of its products, and multiplying by scales is not hidden beside them."""
+    if problem.tile_scales and problem.rows <= 16:
+        return f"rows={problem.rows}: fa2 is as fast with scales of latents"
+    return None
 
 
 def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
@@ -36,8 +43,10 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 32 tokens are boxes, whose size is compiled in; tokens of others are gathered."""
-    return ANY_PAGE_SIZE if problem.page_size % 32 else problem.page_size
+    """Pages of a multiple of 32 tokens are boxes, whose size is compiled in; tokens of others and latents of 8 bits are
+    gathered.
+    """
+    return ANY_PAGE_SIZE if problem.page_size % 32 or problem.kv.bits == 8 else problem.page_size
 
 
 def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
@@ -63,11 +72,12 @@ KERNEL = AttentionKernel(
     cxx="AttentionMlaFa3",
     on_cuda=True,
     reject=_reject,
+    yields=_yields,
     tiles=lambda _: (TileShape(_ROWS, 64), TileShape(2 * _ROWS, 64)),
     choose_rows=_choose_rows,
     ctas_per_tile=lambda key: key.tile_rows // _ROWS,
     page_size=_page_size,
-    operands=MLA_OPERANDS,
+    operands=SCALED_MLA_OPERANDS,
     params=AttentionMlaFa3Params,
     copies=_copies,
     persistent=True,

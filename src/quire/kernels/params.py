@@ -160,8 +160,9 @@ class AttentionMlaFa3Params(ctypes.Structure):
     _fields_ = (
         *AttentionFa3Params._fields_,
         *operand_fields(MLA_OPERANDS[len(ATTENTION_OPERANDS) :]),
-        ("num_pages", ctypes.c_int32),
-        ("_to_64", ctypes.c_char * 36),
+        ("num_pages", c_int32),
+        ("_to_8", c_int32),
+        *operand_fields(blocks_of(SCALED_MLA_OPERANDS)[-1]),
     )
 
 

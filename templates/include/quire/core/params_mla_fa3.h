@@ -9,7 +9,9 @@ struct AttentionMlaFa3Params : AttentionFa3Params {
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
   int64_t q_nope_token_stride, q_nope_head_stride;
   int32_t num_pages;  // where tokens are gathered: page numbers below 0 or from here on are of no token
-  unsigned char to_64[36];
+  // As in AttentionMlaParams.
+  const float* ckv_scales;
+  int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;
 };
 
 }  // namespace quire

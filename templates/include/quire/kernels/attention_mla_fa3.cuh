@@ -25,6 +25,7 @@
 #include "quire/tile/mla_cta.cuh"
 #include "quire/tile/mla_gather.cuh"
 #include "quire/tile/mla_scores.cuh"
+#include "quire/tile/mla_widen.cuh"
 #include "quire/tile/shared_merge.cuh"
 #include "quire/tile/sm90_store.cuh"
 

@@ -7,7 +7,7 @@
 namespace quire {
 
 template <class V>
-class MlaSource<V, KvPath::kPages> {
+class MlaSource<V, KvPath::kPages, false> {
   using Cta = MlaCta<V>;
   using Box = typename Cta::Box;
   using TileCkv = typename Cta::TileCkv;

@@ -16,8 +16,10 @@ struct MlaCta {
   static constexpr int kRows = 64, kCtasPerTile = kTileRows / kRows;  // rows of a CTA, CTAs of a row tile
   static constexpr int kCkv = V::kHeadDimVo, kKpe = V::kHeadDimQk - V::kHeadDimVo;
 
-  static_assert(is_same<typename V::Q, typename V::Kv>::value && is_same<typename V::Q, typename V::O>::value,
-                "q, ckv, kpe and o have one dtype");
+  static constexpr bool kWidens = sizeof(typename V::Kv) == 1;
+  using Kpe = typename conditional<V::kTileScales != 0, T, typename V::Kv>::type;  // numbers of kpe in the cache
+  static_assert(is_same<T, typename V::O>::value && (kWidens || is_same<T, typename V::Kv>::value),
+                "q, ckv, kpe and o have one dtype, but that latents may have 8 bits");
   static_assert(kCkv == 512 && kKpe == 64, "the registers of three warpgroups hold these dims");
   static_assert(kTileRows % kRows == 0 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
   static_assert(kv_path<V>() != KvPath::kRagged, "keys are in pages");
@@ -240,7 +242,7 @@ struct MlaCta {
 };
 
 // Brings KV tiles from pages to shared memory.
-template <class V, KvPath kPath = kv_path<V>()>
+template <class V, KvPath kPath = kv_path<V>(), bool kWidens = MlaCta<V>::kWidens>
 class MlaSource;
 
 }  // namespace quire

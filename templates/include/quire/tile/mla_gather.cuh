@@ -8,7 +8,8 @@
 namespace quire {
 
 template <class V>
-class MlaSource<V, KvPath::kGather> {
+class MlaSource<V, KvPath::kGather, false> {
+ protected:
   using Cta = MlaCta<V>;
   using T = typename Cta::T;
   using TileCkv = typename Cta::TileCkv;
@@ -62,7 +63,7 @@ class MlaSource<V, KvPath::kGather> {
     found.page = cta_.p.base.kv_indices[work.tile.kv_first + index];
   }
 
- private:
+ protected:
   QUIRE_DEVICE static bool has_kpe() { return Cta::half_of_o() == Cta::kHalves - 1; }
 
   // A page number that is none, below 0 or beyond the cache, is that of no token either.
@@ -133,7 +134,7 @@ class MlaSource<V, KvPath::kGather> {
   }
   // kpe is gathered later, when the weights in its place have been used.
   QUIRE_DEVICE void prefetch_kpe(int64_t place) const {
-    if (place != kNowhere) ptx::prefetch_l2(static_cast<const T*>(cta_.p.base.k) + place);
+    if (place != kNowhere) ptx::prefetch_l2(static_cast<const typename Cta::Kpe*>(cta_.p.base.k) + place);
   }
   QUIRE_DEVICE void gather_kpe(int64_t place, RingPosition<2> at) const {
     cta_.kpe_ring().wait_empty(at);
