@@ -158,10 +158,10 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
 
   // Of row lane % 16, and of the second 128 columns of the half in the upper lanes.
   QUIRE_DEVICE float load_scale() const {
-    if (!this->exists(token_)) return 0.f;
     const AttentionMlaFa3Params& p = cta_.p;
+    const float* scales = p.ckv_scales + Cta::half_of_o() * (Cta::kHalfCols / kTileDims) + ptx::lane_id() / 16;
     const int64_t at = token_.page * p.ckv_scales_page_stride + token_.row * p.ckv_scales_token_stride;
-    return __ldg(p.ckv_scales + at + Cta::half_of_o() * (Cta::kHalfCols / kTileDims) + ptx::lane_id() / 16);
+    return this->exists(token_) ? __ldg(scales + at) : 0.f;
   }
 
   QUIRE_DEVICE void widen_half(int stage, float scale) const {
