@@ -77,6 +77,13 @@ def test_latents_of_eight_bits_get_it(page_size, tile_scales):
     assert (decision.kernel, decision.key.page_size) == (KERNEL, ANY_PAGE_SIZE)
 
 
+def test_few_rows_of_latents_with_scales_are_left_to_fa2():
+    few = problem(rows=16, kv=E4M3, tile_scales=True)
+    assert decide(few).kernel.backend == "fa2"
+    assert decide(few, "quire:fa3").kernel is KERNEL
+    assert decide(replace(few, tile_scales=False)).kernel is KERNEL
+
+
 @pytest.mark.parametrize(("page_size", "kv"), [(1, BF16), (16, BF16), (1000, BF16), (64, E4M3)])
 def test_tokens_of_other_pages_are_gathered(page_size, kv):
     key = KERNEL.key(problem(page_size, kv=kv))

@@ -11,7 +11,8 @@
 // registers keeps its warps waiting until the one before it is under way.
 // Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up, by the
 // copy engine where pages are boxes (tile/mla_boxes.cuh), else token by token (tile/mla_gather.cuh), which also serves
-// sparse attention: pages of one token are then the indices of the tokens that a query sees.
+// sparse attention: pages of one token are then the indices of the tokens that a query sees. Latents of 8 bits come
+// token by token too, and are widened where they have arrived (tile/mla_widen.cuh).
 // Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
 // at the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
 // tiles ahead.

@@ -94,7 +94,7 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
 
     // `scale`: of row lane % 16, in the upper lanes of the second half of the columns.
     QUIRE_DEVICE static void widen(uint32_t tile, float scale) {
-      constexpr int kAtOnce = 1;
+      constexpr int kAtOnce = 2;
       const int lane = ptx::lane_id(), row = Split::row(lane), chunk = Split::chunk(lane);
       const uint32_t from = bytes_at(tile, lane);
       const uint32_t to = tile + chunk / 4 * kAtomBytes + row * 128 + ((2 * chunk ^ row) & 7) * 16;
@@ -126,7 +126,8 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
 
     QUIRE_DEVICE static uint32_t multiplied(uint32_t x, float scale) {
       if constexpr (!kScaled) return ptx::widened_to(T{}, x);
-      const float low = to_float(fp16_t{static_cast<uint16_t>(x)}), high = to_float(fp16_t{static_cast<uint16_t>(x >> 16)});
+      const float low = to_float(fp16_t{static_cast<uint16_t>(x)}),
+                  high = to_float(fp16_t{static_cast<uint16_t>(x >> 16)});
       return ptx::pack(T{}, low * scale, high * scale);
     }
   };
