@@ -80,15 +80,14 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
       return tile + (kFirstAtom + chunk / 8) * kAtomBytes + row * 128 + ((chunk ^ row % 2 * 4) % 8) * 16;
     }
 
-    QUIRE_DEVICE static void copy(uint32_t tile, const void* from, uint32_t place) {
+    QUIRE_DEVICE static void copy(uint32_t tile, const void* from, int64_t place) {
       const int lane = ptx::lane_id();
       const uint32_t to = bytes_at(tile, lane);
       const unsigned char* base = static_cast<const unsigned char*>(from) + Split::chunk(lane) * 16;
 #pragma unroll 2
       for (int i = 0; i < kSteps; ++i) {
-        const uint32_t chunks = __shfl_sync(0xffffffffu, place, i * Split::kRows + Split::row(lane));
-        const bool exists = chunks != Base::kNowhere;
-        ptx::cp_async_16(to + i * kStepBytes, base + uint64_t{exists ? chunks : 0} * 16, exists ? 16 : 0);
+        const int64_t at = __shfl_sync(0xffffffffu, static_cast<long long>(place), i * Split::kRows + Split::row(lane));
+        ptx::cp_async_16(to + i * kStepBytes, base + max<int64_t>(at, 0), at < 0 ? 0 : 16);
       }
     }
 
@@ -146,14 +145,14 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
   QUIRE_DEVICE void copy_found(int stage) {
     if (exists_) {
       const AttentionParams& p = cta_.p.base;
-      const uint32_t place = this->template chunks_before<typename V::Kv>(token_, p.v_page_stride, p.v_token_stride);
+      const int64_t place = this->place_of(token_, p.v_page_stride, p.v_token_stride);
       const unsigned char* from = static_cast<const unsigned char*>(p.v) + Cta::half_of_o() * Cta::kHalfCols;
       NarrowHalf::copy(half_tile(stage), from, place);
       if constexpr (kScaled) scale_ = load_scale();
       if (has_kpe()) this->note_existing(token_, stage);
     }
     ptx::cp_async_commit();
-    put_off_ = this->kpe_chunks(token_);
+    put_off_ = this->place_of_kpe(token_);
     if (!has_kpe()) this->prefetch_kpe(put_off_);
   }
 
