@@ -285,8 +285,8 @@ QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>&, c
 // Logits that the query does not see become -infinity.
 template <class V, class Math, class S, class Bits>
 QUIRE_DEVICE void hide_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, Bits&& bits) {
-  for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
-    hide_unseen(x, transform, visible, place, at);
+  for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int) {
+    hide_unseen(x, transform, visible, place, bits);
   });
 }
 

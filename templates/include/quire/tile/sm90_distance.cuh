@@ -46,7 +46,6 @@ class DistanceSlice {
   static constexpr int kBytes = ceil_div(most_words(kMostHeads), 4) * 16;
   // What a lane computes at a time, so that its reads of memory travel together.
   static constexpr int kColumns = V::kTileKv / 32, kHeads = 8 / kColumns;
-  static_assert(V::kTileKv % 32 == 0, "a lane has every 32nd distance");
   using Values = float[kHeads][kColumns];
 
   QUIRE_DEVICE DistanceSlice(const FastDivisor& group, int row_begin)
@@ -54,7 +53,9 @@ class DistanceSlice {
         query_(group.div(row_begin)),
         last_query_(group.div(V::kTileRows + num_heads_ - 2)),
         width_(V::kTileKv + last_query_),
-        pitch_((width_ + 23) / 32 * 32 + 8) {}
+        pitch_((width_ + 23) / 32 * 32 + 8) {
+    static_assert(V::kTileKv % 32 == 0, "a lane has every 32nd distance");
+  }
 
   QUIRE_DEVICE int num_heads() const { return num_heads_; }
 
