@@ -147,17 +147,32 @@ def test_prefill(device, backend, dtype, kv_dtype, qo_lens, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize(("page_size", "options"), [
     (1, {}),
+    (8, {"kv_dtype": E5M2}),
+    (24, {"window_left": 200, "num_qo_heads": 4}),
+    (128, {"soft_cap": 10.0}),
     (5, {"window_left": 200, "soft_cap": 10.0, "causal": False}),
     (16, {"num_qo_heads": 10}),
     (64, {"pos_encoding_mode": "ALIBI", "head_dim": 64}),
 ])  # fmt: skip
 def test_long_prefill(device, backend, dtype, page_size, options):
     """Many KV tiles and row tiles, requests without queries or with few keys, a group that divides no row tile."""
-    options = {"causal": True, "head_dim": 128, "num_qo_heads": 8, **options, **SCALES}
-    p = Problem((400, 1, 0, 130), (800, 333, 70, 1000), dtype=dtype, device=device, kv_dtype=E4M3, **options)
-    plan = {"kv_data_type": E4M3}
+    options = {"causal": True, "head_dim": 128, "num_qo_heads": 8, "kv_dtype": E4M3, **options, **SCALES}
+    p = Problem((400, 1, 0, 130), (800, 333, 70, 1000), dtype=dtype, device=device, **options)
+    plan = {"kv_data_type": p.kv_dtype}
     p.check(*prefill_paged(p, p.paged(page_size), backend, plan=plan, run=scales(p)))
     p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_tall_row_tiles(device, backend, dtype, page_size):
+    """More than 2048 query rows a KV head; requests that end amid a page and a KV tile."""
+    heads = {"num_qo_heads": 16, "num_kv_heads": 2, "head_dim": 128}
+    p = Problem((300, 270), (300, 717), dtype=dtype, device=device, kv_dtype=E4M3, causal=True, **heads, **SCALES)
+    plan = {"kv_data_type": E4M3}
+    p.check(*prefill_paged(p, p.paged(page_size), backend, plan=plan, run=scales(p)))
+    if page_size == 1:
+        p.check(*prefill_ragged(p, backend, plan=plan, run=scales(p)))
 
 
 #: Powers of two, by which nothing is rounded.

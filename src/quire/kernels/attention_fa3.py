@@ -101,17 +101,23 @@ def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> in
     return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
 
 
+def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
+    """Whether the copy engine brings keys and values: 8-bit ones where a row is one of a swizzle atom."""
+    return bits == 16 or head_dim_qk == head_dim_vo == 2 * _ATOM
+
+
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others, and those of 8-bit
-    numbers, are gathered by row.
+    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others, and 8-bit rows that are no
+    boxes, are gathered by row.
     """
-    has_boxes = problem.page_size % 8 == 0 and (problem.kv.bits == 16 or not problem.paged)
-    return problem.page_size if has_boxes else ANY_PAGE_SIZE
+    has_boxes = _has_boxes(problem.kv.bits, problem.head_dim_qk, problem.head_dim_vo)
+    return problem.page_size if problem.page_size % 8 == 0 and (has_boxes or not problem.paged) else ANY_PAGE_SIZE
 
 
 def _max_bytes(key: AttentionKey, operand: str) -> int:
     """Rows that are gathered, and results, are found by 32-bit numbers of 16 bytes."""
-    gathered = operand in ("k", "v") and (key.page_size == ANY_PAGE_SIZE or key.kv.bits == 8)
+    has_boxes = key.page_size != ANY_PAGE_SIZE and _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo)
+    gathered = operand in ("k", "v") and not has_boxes
     return 1 << 36 if operand == "o" or gathered else 0
 
 
@@ -124,13 +130,14 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     if tile.rows % group == 0 and nnz_qo:
         dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
         copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
-    for name in ("k", "v") if key.kv.bits == 16 else ():
+    atom, rows = (_ATOM, tile.kv) if key.kv.bits == 16 else (2 * _ATOM, tile.kv // 2)  # of bytes, a warp's rows
+    for name in ("k", "v") if _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo) else ():
         (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
         if not key.paged and tokens:
-            dims, box = (head_dim, tokens, heads, 1), (_ATOM, tile.kv, 1, 1)
+            dims, box = (head_dim, tokens, heads, 1), (atom, rows, 1, 1)
             copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 8), box))
         elif key.page_size > 0 and pages:
-            dims, box = (head_dim, tokens, heads, pages), (_ATOM, math.gcd(tokens, tile.kv), 1, 1)
+            dims, box = (head_dim, tokens, heads, pages), (atom, math.gcd(tokens, rows), 1, 1)
             copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
     for name in ("k_prefix", "v_prefix") if key.prefix else ():
         (tokens, heads, head_dim), (token, head, _) = views[name].sizes, views[name].strides

@@ -90,7 +90,8 @@ struct AttentionFa3 {
     unsigned char k[RingBarriers<kStages>::kBytes], v[RingBarriers<kStages>::kBytes];
   };
   static constexpr int kCapacity = 227 * 1024;
-  static constexpr int kPreparedBytes = kNarrow ? 16 : 0, kQueryFactorsBytes = kRescaled ? kTileRows * 4 : 0;
+  static constexpr int kPreparedBytes = kNarrow ? 16 + 4 * kMaxStages * 8 : 0,
+                       kQueryFactorsBytes = kRescaled ? kTileRows * 4 : 0;
   static constexpr int kLateArrivalsBytes =
       V::kCascade != 0 ? static_cast<int>(sizeof(LateArrivals) + 15) / 16 * 16 : 0;
   static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>)) +
@@ -195,6 +196,9 @@ struct AttentionFa3 {
     q_.init(1, kWarpgroups);
     k_.init(kNarrow ? 2 : Loader::kArrivals + (kIsDistance ? 1 : 0), kWarpgroups);
     v_.init(kNarrow ? 2 : Loader::kArrivals, kWarpgroups);
+    if constexpr (kNarrow) {
+      for (int i = 0; i < 4 * kStages; ++i) ptx::mbarrier_init(bytes_arrived(0) + 8 * i, 1);
+    }
     ptx::fence_mbarrier_init();
   }
 
@@ -256,11 +260,15 @@ struct AttentionFa3 {
     return stage.work.kv_end - stage.work.kv_begin <= kShortTiles;
   }
 
-  // Where kNarrow, one lane schedules and loads queries beside widening. It keeps this in shared memory.
+  // Where kNarrow, one lane schedules and loads queries beside widening. It keeps this in shared memory, ahead of the
+  // mbarriers of bytes.
   struct Prepared {
     int number;
     RingPosition<kQStages> q;
   };
+
+  // The mbarriers at which a widening warp waits for bytes, one a stage.
+  QUIRE_DEVICE uint32_t bytes_arrived(int warp) const { return smem_ + kPreparedAt + 16 + warp * kStages * 8; }
 
   // Two warps widen keys, two values.
   QUIRE_DEVICE void widen(int warp, int lane) const {
@@ -278,7 +286,7 @@ struct AttentionFa3 {
   // without KV tiles that it has yet to widen.
   template <class Tile>
   QUIRE_DEVICE void widen_kv(const KvSource& from, RingBarriers<kStages> ring, int tiles_at, int warp, int lane) const {
-    KvWidener<V, Tile, kStages> widener(p_.base, from, ring, smem_ + tiles_at, warp % 2, lane);
+    KvWidener<V, Tile, kStages> widener(p_.base, from, ring, smem_ + tiles_at, bytes_arrived(warp), warp % 2, lane);
     Prepared& prepared =
         *reinterpret_cast<Prepared*>(reinterpret_cast<unsigned char*>(stages_) + kPreparedAt - kWorkStagesAt);
     const bool schedules = warp == kSchedule;

@@ -7,11 +7,28 @@
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/params_mla.h"
+#include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
+#include "quire/ptx/store.cuh"
 #include "quire/tile/mla_gather.cuh"
-#include "quire/tile/sm90_widen.cuh"
 
 namespace quire {
+
+// Which 16-byte chunks of 8-bit rows a lane of a warp copies: kLanes lanes share a row, kRows rows are copied at once,
+// in one step. A chunk becomes two of 16 bits, which lie in the same banks as those of the next atom. Eight lanes
+// therefore have four chunks of two neighbouring rows, which the swizzle puts into different banks.
+template <int kChunks>
+struct ChunkSplit {
+  static constexpr int kLanes = min(kChunks & -kChunks, 32), kRows = 32 / kLanes, kChunksPerLane = kChunks / kLanes;
+  static constexpr bool kPairsRows = kLanes == 8 || kLanes == 16;
+
+  QUIRE_DEVICE static int row(int lane) {
+    return kPairsRows ? (lane / (2 * kLanes)) * 2 + (lane >> 2 & 1) : lane / kLanes;
+  }
+  QUIRE_DEVICE static int chunk(int lane) {
+    return kPairsRows ? ((lane >> 3) * 4 + (lane & 3)) % kLanes : lane % kLanes;
+  }
+};
 
 template <class V>
 class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false> {

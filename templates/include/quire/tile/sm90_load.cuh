@@ -44,8 +44,8 @@ struct KvSource {
 // prefetch_pages(i) starts to read the page numbers of KV tile i, resolve_pages() waits for them, load() starts to
 // copy. All lanes call each. kArrivals threads arrive at the full barrier of a KV tile. Each instruction here counts:
 // two of the SM's four schedulers issue it in place of one of a computing warp, and all computing warps wait for the
-// slowest.
-template <class V, KvPath kPath = kv_path<V>()>
+// slowest. kRows: of a KV tile, or of a part of it that is loaded by itself.
+template <class V, KvPath kPath = kv_path<V>(), int kRows = V::kTileKv>
 class KvLoader {
  public:
   static constexpr int kArrivals = 1;
@@ -53,7 +53,7 @@ class KvLoader {
   QUIRE_DEVICE KvLoader(const AttentionParams&, const KvSource& from, const WorkTile& work, int lane)
       : map_(from.map), work_(work), lane_(lane) {}
 
-  QUIRE_DEVICE void prefetch_pages(int i) { token_ = i * V::kTileKv; }
+  QUIRE_DEVICE void prefetch_pages(int i) { token_ = i * kRows; }
   QUIRE_DEVICE void resolve_pages() {}
 
   template <class Tile>
@@ -62,8 +62,8 @@ class KvLoader {
     ptx::mbarrier_arrive_expect(barrier, Tile::kBytes);
 #pragma unroll
     for (int i = 0; i < Tile::kAtoms; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes, map_, barrier, i * 64, work_.tile.kv_first + token_,
-                       work_.kv_head, 0);
+      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes, map_, barrier, i * Tile::kAtomCols,
+                       work_.tile.kv_first + token_, work_.kv_head, 0);
     }
   }
 
@@ -74,19 +74,19 @@ class KvLoader {
 };
 
 // One lane a box of kBoxRows rows. Boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
-template <class V>
-class KvLoader<V, KvPath::kPages> {
+template <class V, int kRows>
+class KvLoader<V, KvPath::kPages, kRows> {
  public:
   static constexpr int kArrivals = 1;
-  static constexpr int kBoxRows = gcd(V::kPageSize, V::kTileKv);
-  static constexpr int kBoxes = V::kTileKv / kBoxRows;
+  static constexpr int kBoxRows = gcd(V::kPageSize, kRows);
+  static constexpr int kBoxes = kRows / kBoxRows;
   static_assert(kBoxRows % 8 == 0 && kBoxes <= 32, "one lane copies one box, and a box keeps the swizzle's period");
 
   QUIRE_DEVICE KvLoader(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
       : p_(p), map_(from.map), work_(work), lane_(lane) {}
 
   QUIRE_DEVICE void prefetch_pages(int i) {
-    const int token = i * V::kTileKv + lane_ * kBoxRows;
+    const int token = i * kRows + lane_ * kBoxRows;
     row_ = token % V::kPageSize;
     page_ = -1;
     if (lane_ < kBoxes && token < work_.tile.kv_len) page_ = p_.kv_indices[work_.tile.kv_first + token / V::kPageSize];
@@ -100,8 +100,8 @@ class KvLoader<V, KvPath::kPages> {
     if (lane_ >= kBoxes) return;
 #pragma unroll
     for (int i = 0; i < Tile::kAtoms; ++i) {
-      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes + lane_ * kBoxRows * 128, map_, barrier, i * 64, row_,
-                       work_.kv_head, page_);
+      ptx::tma_load_4d(dst.base + i * Tile::kAtomBytes + lane_ * kBoxRows * 128, map_, barrier, i * Tile::kAtomCols,
+                       row_, work_.kv_head, page_);
     }
   }
 
@@ -115,7 +115,7 @@ class KvLoader<V, KvPath::kPages> {
 // Each lane finds the row of one token in 32. Rows are then copied four at a time by eight lanes each, to which
 // shuffles pass the row's place. Tokens from kv_len on arrive as zeros: a copy of no bytes reads no address.
 template <class V>
-class KvLoader<V, KvPath::kGather> {
+class KvLoader<V, KvPath::kGather, V::kTileKv> {
  public:
   static constexpr int kArrivals = 32;
 

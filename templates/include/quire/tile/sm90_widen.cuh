@@ -1,11 +1,11 @@
-// Loads keys and values of 8 bits. The warps of the loading warpgroup copy them into shared memory, and widen them
+// Loads keys and values of 8 bits. The warps of the loading warpgroup bring them into shared memory, and widen them
 // there to fp16: the bytes of a row lie where its numbers of 16 bits come to lie, so that they take no memory of their
 // own.
 //
 // Bound: how many instructions an SM issues. Keys and values of 64 tokens of 128 dims take the tensor cores 1,536
 // clocks at 192 rows, in which the computing warps issue some 1,000 instructions on each of the SM's four schedulers.
-// On each, a loading warp issues 64 conversions, 8 copies, 8 loads, 16 stores and some 80 others. To bf16 it would be
-// 192 conversions more.
+// On each, a loading warp issues 64 conversions, 8 loads, 16 stores and some 50 others, 100 where it gathers rows. To
+// bf16 it would be 192 conversions more.
 #pragma once
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/store.cuh"
@@ -14,160 +14,150 @@
 
 namespace quire {
 
-// Which 16-byte chunks of 8-bit rows a lane of a warp copies: kLanes lanes share a row, kRows rows are copied at once,
-// in one step. A chunk becomes two of 16 bits, which lie in the same banks as those of the next atom. Eight lanes
-// therefore have four chunks of two neighbouring rows, which the swizzle puts into different banks.
-template <int kChunks>
-struct ChunkSplit {
-  static constexpr int kLanes = min(kChunks & -kChunks, 32), kRows = 32 / kLanes, kChunksPerLane = kChunks / kLanes;
-  static constexpr bool kPairsRows = kLanes == 8 || kLanes == 16;
+// Heads of 128 dims, whose bytes fill rows of swizzle atoms, come by the copy engine.
+template <class V>
+constexpr KvPath narrow_path() {
+  return V::kHeadDimQk == 128 && V::kHeadDimVo == 128 ? kv_path<V>() : KvPath::kGather;
+}
 
-  QUIRE_DEVICE static int row(int lane) {
-    return kPairsRows ? (lane / (2 * kLanes)) * 2 + (lane >> 2 & 1) : lane / kLanes;
-  }
-  QUIRE_DEVICE static int chunk(int lane) {
-    return kPairsRows ? ((lane >> 3) * 4 + (lane & 3)) % kLanes : lane % kLanes;
-  }
-};
-
-// One warp's rows of keys or of values: kRows of each KV tile, from a multiple of 4 on, in kSteps steps.
+// One warp's rows of a KV tile: kRows of Tile's, from a multiple of 8 on. Their bytes lie in the last atoms of Tile,
+// in its swizzle. Eight lanes have a chunk of 16 bytes of eight rows each, which the swizzle puts into different
+// banks; so it does with the two chunks that become of it.
 template <class V, class Tile, int kRows>
 class NarrowRows {
   using Kv = typename V::Kv;
-  using Split = ChunkSplit<Tile::kCols / 16>;
-  static constexpr int kSteps = ceil_div(kRows, Split::kRows), kChunks = Split::kChunksPerLane;
+  static constexpr int kChunks = Tile::kCols / 16, kGroups = ceil_div(kChunks, 4);
+  // A lane has rows of its own, or a quarter of each: of 256 dims where there are not 32 rows at a time.
+  static constexpr int kSharers = kGroups == 4 && kRows % 32 != 0 ? 4 : 1, kStep = 32 / kSharers;
+  static_assert(kRows % 8 == 0 && kChunks <= 16, "a warp's rows begin where the swizzle does");
 
  public:
-  // `tile`: the ring's first.
-  QUIRE_DEVICE NarrowRows(uint32_t tile, int first_row, int lane)
-      : wide_at_(Tile{tile}.chunk(first_row + Split::row(lane), 2 * Split::chunk(lane))),
-        bytes_at_(bytes_at(tile, first_row + Split::row(lane), Split::chunk(lane))) {}
+  static constexpr int kFirstAtom = Tile::kAtoms - ceil_div(kChunks, 8);  // of bytes
 
-  // Of a work tile, whose KV head is `kv_head`.
-  QUIRE_DEVICE void begin(const KvSource& from, int kv_head, int lane) {
-    base_ = reinterpret_cast<uint64_t>(from.base) + kv_head * from.head_stride + Split::chunk(lane) * 16;
+  // `first`: the address of the first row in the ring's first tile.
+  QUIRE_DEVICE NarrowRows(uint32_t first, int lane)
+      : row_(lane % kStep), lane_at_(first + lane % kStep * 128 + ((lane & 7) << 4)), quarter_(lane / kStep) {}
+
+  // Widens the bytes of a KV tile. Rows from `rest` on, which do not exist, become zeros.
+  QUIRE_DEVICE void widen(int stage, int rest) const {
+    if (rest < kRows) clear(stage, rest);
+    const int tile = stage * Tile::kBytes;
+#pragma unroll
+    for (int row = 0; row < kRows; row += kStep) {
+      if (row + kStep > kRows && row + row_ >= kRows) continue;
+      // Numbers of 16 bits of four chunks fill an atom, whose bytes have been read before.
+#pragma unroll
+      for (int group = 0; group < kGroups; group += kSharers) {
+        uint32_t x[4][4];
+#pragma unroll
+        for (int c = 0; c < min(4, kChunks - 4 * group); ++c) {
+          ptx::ld_shared_16(bytes_at(tile + row * 128, 4 * group + c), x[c]);
+        }
+        if constexpr (kSharers > 1) __syncwarp();
+#pragma unroll
+        for (int c = 0; c < min(4, kChunks - 4 * group); ++c) store(tile + row * 128, group, c, x[c]);
+      }
+    }
+  }
+
+ private:
+  // The swizzle's XOR touches three bits of the address. This lane's chunks of bytes, and of 16-bit numbers in an atom:
+  QUIRE_DEVICE uint32_t bytes_at(int offset, int chunk) const {
+    const uint32_t at = lane_at_ + offset;
+    if constexpr (kSharers == 1) return (at ^ (chunk & 7) << 4) + (kFirstAtom + (chunk >> 3)) * Tile::kAtomBytes;
+    return (at ^ (quarter_ & 1) << 6 ^ chunk << 4) + (kFirstAtom + (quarter_ >> 1)) * Tile::kAtomBytes;
+  }
+  QUIRE_DEVICE uint32_t wide_at(int offset, int group, int chunk) const {
+    const uint32_t at = (lane_at_ + offset ^ chunk << 4) + group * Tile::kAtomBytes;
+    return kSharers == 1 ? at : at + quarter_ * Tile::kAtomBytes;
+  }
+
+  QUIRE_DEVICE void store(int offset, int group, int c, const uint32_t (&x)[4]) const {
+    uint32_t wide[4];
+    ptx::widen(Kv{}, x[0], wide[0], wide[1]);
+    ptx::widen(Kv{}, x[1], wide[2], wide[3]);
+    ptx::st_shared_16(wide_at(offset, group, 2 * c), wide);
+    ptx::widen(Kv{}, x[2], wide[0], wide[1]);
+    ptx::widen(Kv{}, x[3], wide[2], wide[3]);
+    ptx::st_shared_16(wide_at(offset, group, 2 * c + 1), wide);
+  }
+
+  QUIRE_DEVICE void clear(int stage, int rest) const {
+    const uint32_t zeros[4] = {};
+#pragma unroll 1
+    for (int row = 0; row < kRows; row += kStep) {
+      if (row + row_ < rest || row + row_ >= kRows) continue;
+#pragma unroll 1
+      for (int chunk = 0; chunk < kChunks / kSharers; ++chunk) {
+        ptx::st_shared_16(bytes_at(stage * Tile::kBytes + row * 128, chunk), zeros);
+      }
+    }
+  }
+
+  int row_;
+  uint32_t lane_at_;  // this lane's first row of the first stage, with the row's permutation
+  int quarter_;       // of a row that four lanes share
+};
+
+// Gathers the bytes of a warp's rows, as KvLoader does. Tokens from kv_len on arrive as the last one.
+template <class V, class Tile, int kRows>
+class NarrowGather {
+  // Lanes that share a row: rows of four chunks are copied in such an order that eight lanes have eight banks.
+  static constexpr int kChunks = Tile::kCols / 16, kLanes = min(kChunks & -kChunks, 32), kStep = 32 / kLanes;
+  QUIRE_DEVICE static int row(int lane) { return kLanes == 4 ? (lane >> 2 & 1) * 4 | lane >> 3 : lane / kLanes; }
+  QUIRE_DEVICE static int chunk(int lane) { return lane % kLanes; }
+
+ public:
+  QUIRE_DEVICE NarrowGather(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
+      : p_(p), from_(from), work_(work), lane_(lane) {
+    base_ = reinterpret_cast<uint64_t>(from.base) + work.kv_head * from.head_stride + chunk(lane) * 16;
     asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
   }
 
-  // Starts to read the page numbers of a KV tile. `first`: its first token of this warp.
-  QUIRE_DEVICE void find_pages(const AttentionParams& p, const WorkTile& work, int first, int lane) {
+  // i: of runs of kRows tokens.
+  QUIRE_DEVICE void prefetch_pages(int i) {
 #pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      const int token = min(first + i * 32 + lane, work.tile.kv_len - 1), index = p.page.div(token);
-      row_[i] = V::kPaged == 0 ? work.tile.kv_first + token : token - index * static_cast<int>(p.page.divisor);
-      if constexpr (V::kPaged != 0) places_[i] = p.kv_indices[work.tile.kv_first + index];
+    for (int j = 0; j < kPlaces; ++j) {
+      const int token = min(i * kRows + j * 32 + lane_, work_.tile.kv_len - 1), index = p_.page.div(token);
+      row_[j] = V::kPaged == 0 ? work_.tile.kv_first + token : token - index * static_cast<int>(p_.page.divisor);
+      if constexpr (V::kPaged != 0) places_[j] = p_.kv_indices[work_.tile.kv_first + index];
     }
   }
 
   // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
-  QUIRE_DEVICE void find_rows(const KvSource& from) {
+  QUIRE_DEVICE void resolve_pages() {
 #pragma unroll
-    for (int i = 0; i < kPlaces; ++i) {
-      const uint32_t page = V::kPaged == 0 ? 0 : places_[i] * static_cast<uint32_t>(from.page_stride >> 4);
-      places_[i] = page + row_[i] * static_cast<uint32_t>(from.token_stride >> 4);
+    for (int j = 0; j < kPlaces; ++j) {
+      const uint32_t page = V::kPaged == 0 ? 0 : places_[j] * static_cast<uint32_t>(from_.page_stride >> 4);
+      places_[j] = page + row_[j] * static_cast<uint32_t>(from_.token_stride >> 4);
     }
   }
 
-  // Starts to copy the bytes of a KV tile. Rows from `rest` on, which do not exist, become zeros.
-  QUIRE_DEVICE void copy(int stage, int rest, int lane) const {
-    if (rest >= kRows)
-      copy_rows<true>(stage, rest, lane);
-    else
-      copy_rows<false>(stage, rest, lane);
-  }
-
-  // Widens the bytes of a KV tile, which have arrived. A lane reads what it has copied itself.
-  QUIRE_DEVICE void widen(int stage, int lane) const {
+  // `first`: the address of the first row's bytes.
+  QUIRE_DEVICE void load(uint32_t first) const {
+    const int lane_row = row(lane_), lane_chunk = chunk(lane_);
+    const uint32_t to =
+        first + (lane_chunk >> 3) * Tile::kAtomBytes + lane_row * 128 + (((lane_chunk ^ lane_row) & 7) << 4);
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kStepsAtOnce) {
+    for (int row = 0; row < kRows; row += kStep) {
+      const uint64_t chunks = __shfl_sync(0xffffffffu, places_[row / 32], (row + lane_row) % 32);
+      if (row + kStep > kRows && row + lane_row >= kRows) continue;
 #pragma unroll
-      for (int chunk = 0; chunk < kChunks; chunk += kChunksAtOnce) {
-        widen_steps(stage, first, min(first + kStepsAtOnce, kSteps), chunk, lane);
+      for (int c = 0; c < kChunks; c += kLanes) {
+        const uint32_t at = (to ^ (((c ^ row) & 7) << 4)) + (c >> 3) * Tile::kAtomBytes + row * 128;
+        ptx::cp_async_16(at, reinterpret_cast<const void*>(base_ + chunks * 16 + c * 16));
       }
     }
   }
 
  private:
   static constexpr int kPlaces = ceil_div(kRows, 32);
-  // At most 32 registers. Where a lane has more chunks of a row, which is then its own, the numbers of four do not
-  // reach the bytes of later ones.
-  static constexpr int kStepsAtOnce = max(1, 8 / kChunks), kChunksAtOnce = kChunks > 8 ? 4 : kChunks;
-  static_assert(kChunks <= 8 || (Split::kLanes == 1 && kChunks <= 16), "a row's bytes lie in one or two atoms");
 
-  // Steps [begin, end), chunks of this lane from `chunk` on.
-  QUIRE_DEVICE void widen_steps(int stage, int begin, int end, int chunk, int lane) const {
-    const auto exists = [lane](int i) {
-      return (i + 1) * Split::kRows <= kRows || i * Split::kRows + Split::row(lane) < kRows;
-    };
-    uint32_t x[kStepsAtOnce][kChunksAtOnce][4];
-#pragma unroll
-    for (int i = begin; i < end; ++i) {
-      if (!exists(i)) continue;
-#pragma unroll
-      for (int c = 0; c < min(kChunksAtOnce, kChunks - chunk); ++c) {
-        ptx::ld_shared_16(bytes_at(stage, i, chunk + c), x[i - begin][c]);
-      }
-    }
-    __syncwarp();  // every lane has read before any overwrites
-#pragma unroll
-    for (int i = begin; i < end; ++i) {
-      if (!exists(i)) continue;
-#pragma unroll
-      for (int c = 0; c < min(kChunksAtOnce, kChunks - chunk); ++c) store(stage, i, chunk + c, x[i - begin][c]);
-    }
-  }
-
-  // The bytes of a row have the last atoms of its numbers of 16 bits. Neighbouring rows are permuted differently, so
-  // that eight lanes have eight banks.
-  static constexpr int kFirstAtom = Tile::kAtoms - ceil_div(Tile::kCols / 16, 8);
-  QUIRE_DEVICE static uint32_t bytes_at(uint32_t tile, int row, int chunk) {
-    const int atom = kFirstAtom + (chunk >> 3);
-    return tile + atom * Tile::kAtomBytes + row * 128 + (((chunk ^ row * min(Split::kLanes, 4)) & 7) << 4);
-  }
-  // This lane's chunk c of step i. Neither the row nor the chunk carries into the bits that the lane's own have.
-  QUIRE_DEVICE uint32_t bytes_at(int stage, int i, int c) const {
-    constexpr int kLanes = Split::kLanes;
-    const uint32_t at = (bytes_at_ + stage * Tile::kBytes) ^ ((c * kLanes & 7) << 4);
-    return at + (c * kLanes >> 3) * Tile::kAtomBytes + i * Split::kRows * 128;
-  }
-
-  template <bool kIsFull>
-  QUIRE_DEVICE void copy_rows(int stage, int rest, int lane) const {
-    int first = Split::row(lane);
-    asm volatile("" : "+r"(first));  // sums with it are not worth a register each through the loop
-    const int left = rest - first;
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const int row = i * Split::kRows + first;
-      const uint64_t chunks = __shfl_sync(0xffffffffu, places_[i * Split::kRows / 32], row % 32);
-      if ((i + 1) * Split::kRows > kRows && row >= kRows) continue;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        const uint32_t dst = bytes_at(stage, i, c);
-        const void* src = reinterpret_cast<const void*>(base_ + chunks * 16 + c * Split::kLanes * 16);
-        if constexpr (kIsFull)
-          ptx::cp_async_16(dst, src);
-        else
-          ptx::cp_async_16(dst, src, i * Split::kRows < left ? 16 : 0);
-      }
-    }
-  }
-
-  QUIRE_DEVICE void store(int stage, int i, int c, const uint32_t (&x)[4]) const {
-    const int row = i * Split::kRows, chunk = 2 * c * Split::kLanes;
-    const uint32_t at = (wide_at_ + stage * Tile::kBytes) ^ (((chunk ^ row) & 7) << 4);
-    const int offset = (chunk >> 3) * Tile::kAtomBytes + row * 128;
-    uint32_t wide[4];
-    ptx::widen(Kv{}, x[0], wide[0], wide[1]);
-    ptx::widen(Kv{}, x[1], wide[2], wide[3]);
-    ptx::st_shared_16(at + offset, wide);
-    ptx::widen(Kv{}, x[2], wide[0], wide[1]);
-    ptx::widen(Kv{}, x[3], wide[2], wide[3]);
-    ptx::st_shared_16((at ^ 16) + offset, wide);
-  }
-
-  uint32_t wide_at_, bytes_at_;  // in the first stage
-  uint64_t base_;                // this lane's column of the head
+  const AttentionParams& p_;
+  const KvSource& from_;
+  const WorkTile& work_;
+  uint64_t base_;  // this lane's column of the head
+  int lane_;
   // Of a token of this lane in 32: the page's number, and then where its row begins; its row in the page.
   uint32_t places_[kPlaces];
   int row_[kPlaces];
@@ -178,58 +168,86 @@ class NarrowRows {
 template <class V, class Tile, int kStages>
 class KvWidener {
  public:
-  static constexpr int kArrivals = 2;  // warps
-
-  // `half`: of the rows. `tile`: the ring's first.
+  // `half`: of the rows. `tile`: the ring's first. `arrived`: an mbarrier a stage, on which this warp alone arrives.
   QUIRE_DEVICE KvWidener(const AttentionParams& p, const KvSource& from, RingBarriers<kStages> ring, uint32_t tile,
-                         int half, int lane)
-      : p_(p), from_(from), ring_(ring), rows_(tile, half * kRows, lane), first_row_(half * kRows), lane_(lane) {}
+                         uint32_t arrived, int half, int lane)
+      : p_(p),
+        from_(from),
+        ring_(ring),
+        rows_(tile + half * kRows * 128, lane),
+        bytes_at_(tile + half * kRows * 128 + Rows::kFirstAtom * Tile::kAtomBytes),
+        arrived_(arrived),
+        half_(half),
+        lane_(lane) {}
 
   // The next KV tiles of a work tile, `most` of them or all that are left.
   QUIRE_DEVICE void widen(const WorkTile& work, KvTileWalk<V>& walk, int most) {
     if (!walk.exists()) return;
-    rows_.begin(from_, work.kv_head, lane_);
-    rows_.find_pages(p_, work, first_token(walk), lane_);
-    bool copies = true, is_copied = false;
+    Bytes bytes(p_, from_, work, lane_);
+    bytes.prefetch_pages(2 * walk.tile() + half_);
+    int rest = work.tile.kv_len - (2 * walk.tile() + half_) * kRows;  // all later KV tiles are full
+    start(bytes, walk);
 #pragma unroll 1
-    do {
-      if (copies) {
-        rows_.find_rows(from_);
-        ring_.wait_empty(next_);
-        rows_.copy(next_.stage(), work.tile.kv_len - first_token(walk), lane_);
-        walk.advance();
-        if (walk.exists()) rows_.find_pages(p_, work, first_token(walk), lane_);
-      }
-      ptx::cp_async_commit();
-      if (kIsAhead ? is_copied : copies) {
-        const RingPosition<kStages> at = kIsAhead ? next_.before() : next_;
-        ptx::cp_async_wait<kIsAhead>();
-        rows_.widen(at.stage(), lane_);
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane_ == 0) ring_.arrive_full(at);
-      }
-      is_copied = kIsAhead && copies;
-      if (copies) next_.advance();
-      copies = copies && walk.exists() && --most > 0;
-    } while (copies || is_copied);
+    for (bool goes_on = true; goes_on; rest = kRows) {
+      goes_on = walk.exists() && --most > 0;
+      if (kIsAhead && goes_on) start(bytes, walk);
+      wait_bytes(goes_on);
+      rows_.widen(next_.stage(), rest);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane_ == 0) ring_.arrive_full(next_);
+      next_.advance();
+      if (!kIsAhead && goes_on) start(bytes, walk);
+    }
   }
 
  private:
   static constexpr int kRows = V::kTileKv / 2;
-  static_assert(kRows % 4 == 0, "a warp's first row is a multiple of 4");
+  static constexpr KvPath kPath = narrow_path<V>();
+  static constexpr bool kIsBoxed = kPath != KvPath::kGather;
+  using Rows = NarrowRows<V, Tile, kRows>;
+  using Bytes = typename conditional<kIsBoxed, KvLoader<V, kPath, kRows>, NarrowGather<V, Tile, kRows>>::type;
   // Whether the copies of a tile start before the tile before it is widened. Of two stages they would wait for the
   // tensor cores to be done with that tile's predecessor, which is when the tile is wanted.
   static constexpr bool kIsAhead = kStages > 2;
 
-  QUIRE_DEVICE int first_token(const KvTileWalk<V>& walk) const { return walk.tile() * V::kTileKv + first_row_; }
+  // Starts to bring the bytes of a KV tile, and then to find those of the next one.
+  QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk) {
+    bytes.resolve_pages();
+    ring_.wait_empty(copied_);
+    const uint32_t to = bytes_at_ + copied_.stage() * Tile::kBytes;
+    if constexpr (kIsBoxed) {
+      bytes.load(SwizzledTile<kRows, Tile::kCols, 8>{to}, arrived_ + 8 * copied_.stage());
+    } else {
+      bytes.load(to);
+      ptx::cp_async_commit();
+    }
+    copied_.advance();
+    walk.advance();
+    if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);
+  }
+
+  // Of the KV tile that is widened next; whether those of another are on their way.
+  QUIRE_DEVICE void wait_bytes(bool is_ahead) const {
+    if constexpr (kIsBoxed) {
+      ptx::mbarrier_wait(arrived_ + 8 * next_.stage(), next_.parity());
+      return;
+    }
+    if (kIsAhead && is_ahead) {
+      ptx::cp_async_wait<1>();
+    } else {
+      ptx::cp_async_wait<0>();
+    }
+    __syncwarp();  // lanes read what others have copied
+  }
 
   const AttentionParams& p_;
   KvSource from_;
   RingBarriers<kStages> ring_;
-  RingPosition<kStages> next_;  // to be copied into
-  NarrowRows<V, Tile, kRows> rows_;
-  int first_row_, lane_;
+  RingPosition<kStages> copied_, next_;  // to be copied into, and to be widened
+  Rows rows_;
+  uint32_t bytes_at_, arrived_;  // of the first stage
+  int half_, lane_;
 };
 
 }  // namespace quire
