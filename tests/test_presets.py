@@ -151,7 +151,7 @@ def _plan(wrapper: Any, *arguments: Any, **options: Any) -> None:
 
 def serve(model: Serving) -> None:
     """Prompts and chunks of many lengths, and decode, of each kind of layer."""
-    workspace = torch.empty(1 << 20, dtype=torch.uint8)
+    small, workspace = (torch.empty(size << 20, dtype=torch.uint8) for size in (1, 64))
     heads, types = (
         (model.num_qo_heads, model.num_kv_heads),
         {"q_data_type": model.dtype, "kv_data_type": model.kv_dtype},
@@ -166,8 +166,9 @@ def serve(model: Serving) -> None:
             pages = -(-qo_len // model.page_size)
             last = ints((qo_len - 1) % model.page_size + 1)
             tables = ints(0, qo_len), ints(0, pages), ints(*range(pages)), last
-            prefill = quire.BatchPrefillWithPagedKVCacheWrapper(workspace)
-            _plan(prefill, *tables, *heads, layer.head_dim_qk, model.page_size, causal=True, **options)
+            for memory in (small, workspace):  # which may not, or may, hold widened keys
+                prefill = quire.BatchPrefillWithPagedKVCacheWrapper(memory)
+                _plan(prefill, *tables, *heads, layer.head_dim_qk, model.page_size, causal=True, **options)
         decode = quire.BatchDecodeWithPagedKVCacheWrapper(workspace)
         for queries in {1, model.spec}:
             tables = ints(0, 1), ints(0), ints(queries)

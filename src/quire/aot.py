@@ -115,6 +115,8 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
     for dtype in (dtype_of(name, "dtype") for name in dtypes):
         for name in ("merge", "merge_pair", "rope", "rope_append", "rope_norm_append", "rope_pages", "page_scores"):
             yield from (key.spec() for key in OperationKey(name, target, dtype.slug).family())
+        if dtype.bits == 16 and any(dtype_of(name, "kv_dtype").bits == 8 for name in kv_dtypes):
+            yield from (key.spec() for key in OperationKey("widen", target, dtype.slug).family())
     for dtype in (dtype_of(name, "dtype") for name in (*dtypes, *kv_dtypes)):
         yield from (key.spec() for key in OperationKey("append", target, f"u{dtype.bits}").family())
 

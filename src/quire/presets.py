@@ -253,6 +253,8 @@ def _problems(model: Serving, target: str) -> Iterator[tuple[str, AttentionProbl
             yield "prefill", ragged, True
             continue
         yield "prefill", whole, True
+        if kv.bits == 8 and target == "sm90a" and not layer.window:  # long prompts may attend to widened keys
+            yield "prefill over widened keys", replace(whole, kv=q), False
         if model.ragged:
             yield "ragged prefill", ragged, True
         yield from _decodes(model, whole)
@@ -290,7 +292,10 @@ def _operations(model: Serving, target: str) -> Iterator[OperationKey]:
     if model.graph and target.startswith("sm"):
         yield OperationKey("schedule_lengths", target)
     if any(layer.causal for layer in model.layers):
-        yield from OperationKey("append", target, f"u{dtype_of(model.kv_dtype, 'kv_dtype').bits}").family()
+        bits = dtype_of(model.kv_dtype, "kv_dtype").bits
+        yield from OperationKey("append", target, f"u{bits}").family()
+        if bits == 8 and target == "sm90a":
+            yield from OperationKey("widen", target, model.dtype).family()
     if model.cascade:
         for name in ("merge", "merge_pair"):
             yield from OperationKey(name, target, model.dtype).family()

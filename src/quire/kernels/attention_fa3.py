@@ -107,8 +107,8 @@ def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others, and 8-bit rows that are no
-    boxes, are gathered by row.
+    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others, and 8-bit numbers that
+    come in none, are gathered by row.
     """
     has_boxes = _has_boxes(problem.kv.bits, problem.head_dim_qk, problem.head_dim_vo)
     return problem.page_size if problem.page_size % 8 == 0 and (has_boxes or not problem.paged) else ANY_PAGE_SIZE
@@ -135,7 +135,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
         (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
         if not key.paged and tokens:
             dims, box = (head_dim, tokens, heads, 1), (atom, rows, 1, 1)
-            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 8), box))
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 128 // key.kv.bits), box))
         elif key.page_size > 0 and pages:
             dims, box = (head_dim, tokens, heads, pages), (atom, math.gcd(tokens, rows), 1, 1)
             copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))

@@ -21,6 +21,7 @@ from quire.kernels.params import (
     RopeParams,
     ScheduleLengthsParams,
     ScheduleParams,
+    WidenParams,
     struct_of,
 )
 from quire.kernels.variant import Variant, find_variant
@@ -86,6 +87,7 @@ OPERATIONS: dict[str, Operation] = {
         ),
         Operation("page_scores", _header("page_scores.h"), "PageScores", PageScoresParams, _HEADS),
         Operation("rope_pages", _header("rope.h"), "RotatePages", RopeParams, _HEADS, asserts=_ROPE),
+        Operation("widen", _header("widen.h"), "WidenPages", WidenParams, {"fp16": (1,), "bf16": (1,)}),
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip

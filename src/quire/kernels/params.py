@@ -272,6 +272,19 @@ class AppendParams(ctypes.Structure):
     )
 
 
+class WidenParams(ctypes.Structure):
+    """Widening pages of 8 bits; shapes stand in kernels/widen.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "k_out", "v_out", "kv_indices")),
+        *((name, c_int64) for name in ("k_page_stride", "k_token_stride", "k_head_stride")),
+        *((name, c_int64) for name in ("v_page_stride", "v_token_stride", "v_head_stride")),
+        *((name, c_int32) for name in ("num_indices", "num_pages", "page_size", "num_kv_heads")),
+        *((name, c_int32) for name in ("head_dim_k", "head_dim_v", "is_e5m2")),
+        ("_padding", c_int32),
+    )
+
+
 class HeadRows(ctypes.Structure):
     """Dims of all heads of all tokens, by strides in elements."""
 

@@ -18,7 +18,8 @@ from quire.jit import cache_miss, is_obtainable, is_recording, record_use, witho
 from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
 from quire.kernels.operands import Operand, View
-from quire.runtime import rotate_ahead
+from quire.runtime import rotate_ahead, widen_ahead
+from quire.runtime.ahead import Ahead
 from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
     check_contiguous_last,
@@ -45,7 +46,6 @@ from quire.runtime.planner import (
     variants_of,
     workspace_bytes,
 )
-from quire.runtime.rotate_ahead import RotationAhead
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.target import current_stream, on_cuda, target_of
@@ -196,8 +196,7 @@ class Attention:
         if graph is not None:
             spec = _within_limits(graph, spec)
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
-        may_rotate = graph is None and spec.options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
-        self._ahead, note = self._rotation_ahead(spec) if may_rotate else (None, "")
+        self._ahead, note = self._work_ahead(spec) if graph is None else (None, "")
         try:
             self.spec = self._packed(spec)
             self._plan_options = spec.options
@@ -234,15 +233,16 @@ class Attention:
         own = before._checked if before is not None and is_alike else None
         return own or self.decision.checked.get(self._layout)
 
-    def _rotation_ahead(self, spec: AttentionSpec) -> tuple[RotationAhead | None, str]:
-        """What rotates queries and keys ahead of the kernel, which is then another one; and what explain() says."""
-        if isinstance(spec.indices, Lengths) or not rotate_ahead.may_pay(spec.options, self.decision, self._backend):
-            return None, ""
-        plain = spec._replace(options=rotate_ahead.without_rotation(spec.options)).decide(self._device, self._backend)
-        if not rotate_ahead.is_faster(plain, self.decision):
-            return None, ""
-        ahead, note = RotationAhead.within(self._workspace, spec.indices, spec.options, plain)
-        self.decision = self.decision if ahead is None else plain
+    def _work_ahead(self, spec: AttentionSpec) -> tuple[Ahead | None, str]:
+        """What rotates or widens ahead of the kernel, which is then another one; and what explain() says."""
+        options, ahead, note = spec.options, None, ""
+        for work in (rotate_ahead, widen_ahead):
+            if isinstance(spec.indices, Lengths) or not work.may_pay(options, self.decision, self._backend):
+                continue
+            plain = spec._replace(options=work.plain_options(options)).decide(self._device, self._backend)
+            if work.is_faster(plain, self.decision):
+                ahead, note = work.within(self._workspace, spec.indices, options, plain)
+                self.decision = self.decision if ahead is None else plain
         return ahead, note
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
@@ -258,7 +258,7 @@ class Attention:
             return make_plan_on_device(self.decision, s.indices, s.options, workspace, s.tree_mask)
         bits, ahead = s.packed_custom_mask if s.tree_mask is None else s.tree_mask, self._ahead
         if ahead is not None:
-            return make_plan(self.decision, ahead.ragged, ahead.options, ahead.workspace, bits, None, s.operands)
+            return make_plan(self.decision, ahead.planned, ahead.options, ahead.workspace, bits, None, s.operands)
         return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph, s.operands)
 
     def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
@@ -298,7 +298,7 @@ class Attention:
         """Who computes what; PlanError where only the device knows the lengths."""
         if self._plan.schedule_input is None or not isinstance(self.spec.indices, Indices):
             raise PlanError("the schedule of this call is made on the GPU: plan() a wrapper with lengths on the host.")
-        indices = self.spec.indices if self._ahead is None else self._ahead.ragged
+        indices = self.spec.indices if self._ahead is None else self._ahead.planned
         return place_work(self._plan.indices(indices), self._plan.schedule_input)
 
     def same_batch(self) -> AttentionSpec:
@@ -392,7 +392,7 @@ class Attention:
             if operands or self._plan_options.variant is not None:
                 self._write_operands(operands)
             if self._ahead is not None:
-                pointers = self._ahead.rotate(pointers)
+                pointers = self._ahead.start(pointers)
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
                 None if sinks is None else self._check_sinks(sinks).data_ptr(),
@@ -553,6 +553,8 @@ class Attention:
     def _check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> None:
         """Check a tensor against what the kernel declares."""
         dtype = self.decision.key.type_of(operand.type)
+        if operand.type == "kv" and self._ahead is not None:  # the kernel has those of another
+            dtype = self._plan_options.types.kv
         self._check_sizes(operand, name, view.sizes, nnz_qo)
         check_dtype(tensor, name, dtype)
         check_same_device(tensor, name, self._device)

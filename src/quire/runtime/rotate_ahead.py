@@ -13,25 +13,21 @@ from typing import NamedTuple
 
 import torch
 
-from quire.errors import ValidationError
 from quire.kernels import PIN, Decision
 from quire.kernels.operands import View
 from quire.kernels.params import RopeParams
+from quire.runtime.ahead import ALIGNMENT, MOST_OF_WORKSPACE, Ahead, kept, largest_page, view_of
 from quire.runtime.options import PlanOptions
 from quire.runtime.rotate import Angles, Heads, Rotation
 from quire.runtime.schedule import Indices, measure_schedule, schedule_input
-from quire.runtime.target import current_stream
 from quire.runtime.workspace import Workspace
 from quire.types import PosEncodingMode
 
 #: Rows of a request from which on a pass over its keys and values takes less time than it saves.
 _LEAST_ROWS = 1024
-_ALIGNMENT = 256  #: bytes
-#: Of the workspace that rotated keys may take: partial results need the rest.
-_MOST_OF_WORKSPACE = 0.75
 
 
-def without_rotation(options: PlanOptions) -> PlanOptions:
+def plain_options(options: PlanOptions) -> PlanOptions:
     """The options of attention over ragged keys that are rotated already."""
     logits = options.logits._replace(pos_encoding=PosEncodingMode.NONE, rope_scale=0.0, rope_theta=0.0)
     return options._replace(logits=logits, page_size=0)
@@ -43,7 +39,8 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     """
     q, kv, o = options.types[:3]
     return (
-        not backend.startswith(PIN)
+        options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
+        and not backend.startswith(PIN)
         and decision.problem.on_cuda
         and decision.problem.rows >= _LEAST_ROWS
         and not options.fixed_split_size
@@ -78,40 +75,29 @@ class _Batch(NamedTuple):
         qo_indptr, units, last = indices.qo_indptr, indices.kv_indptr.diff(), indices.kv_last_page_len
         kv_lens = units if last is None else torch.where(units > 0, (units - 1) * indices.page_size + last, 0)
         qo_lens = torch.full_like(units, indices.qo_len) if qo_indptr is None else qo_indptr.diff()
-        return cls(qo_lens, kv_lens, _largest_page(indices))
+        return cls(qo_lens, kv_lens, largest_page(indices))
 
 
-class RotationAhead:
-    """The part of a plan that rotates: where rotated keys lie, and what the kernel is planned on.
-
-    `indices` are the caller's as plan() read them, `ragged` those of rotated keys.
-    """
+class RotationAhead(Ahead):
+    """The part of a plan that rotates: where rotated keys lie, and what the kernel is planned on."""
 
     def __init__(
         self, batch: _Batch, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
     ) -> None:
-        pages = indices.kv_indices
-        self.indices = indices._replace(
-            qo_indptr=_clone(indices.qo_indptr), kv_indptr=indices.kv_indptr.clone(),
-            kv_last_page_len=_clone(indices.kv_last_page_len), kv_indices=_clone(pages) if _on_host(pages) else pages,
-            seq_lens=None,
-        )  # fmt: skip
-        self.nnz_kv, self.largest_page = int(batch.kv_lens.sum()), batch.largest_page
-        self.workspace, self.options = rest, without_rotation(options)
-        self._logits, self._is_paged = options.logits, options.page_size > 0
-        self._first = 0 if self._is_paged else int(indices.kv_indptr[0])  # of the tokens of ragged keys
-        self.end = self._first + self.nnz_kv  #: of the tokens of ragged keys
+        indices = kept(indices)
+        is_paged = options.page_size > 0
+        self._first = 0 if is_paged else int(indices.kv_indptr[0])  # of the tokens of ragged keys
         token_indptr = torch.cat((batch.kv_lens.new_zeros(1), batch.kv_lens.cumsum(0))).to(torch.int32)
-        self.ragged = self.indices._replace(kv_indptr=token_indptr, kv_last_page_len=None, kv_indices=None, page_size=1)
-        self._arrays = _upload(_positions(batch, self.indices), memory.device)
-        shape = (self.nnz_kv, options.num_kv_heads, options.head_dim_qk)
-        count = self.nnz_kv * options.num_kv_heads * options.head_dim_qk
+        ragged = indices._replace(kv_indptr=token_indptr, kv_last_page_len=None, kv_indices=None, page_size=1)
+        nnz_kv = int(batch.kv_lens.sum())
+        super().__init__(indices, ragged, plain_options(options), rest, self._first + nnz_kv, batch.largest_page)
+        self._logits, self._is_paged = options.logits, is_paged
+        self._arrays = _upload(_positions(batch, indices), memory.device)
+        shape = (nnz_kv, options.num_kv_heads, options.head_dim_qk)
+        count = nnz_kv * options.num_kv_heads * options.head_dim_qk
         numbers = memory.view(options.types.kv.torch)
-        self._k, self._v = (
-            numbers[:count].view(shape),
-            numbers[count : 2 * count].view(shape) if self._is_paged else None,
-        )
-        self._memory, self._streams = memory, {current_stream(memory.device)}
+        self._k, self._v = (numbers[:count].view(shape), numbers[count : 2 * count].view(shape) if is_paged else None)
+        self._use(memory, *self._arrays.values())
 
     @classmethod
     def within(
@@ -121,10 +107,10 @@ class RotationAhead:
         batch = _Batch.of(indices, options, plain)
         tensors = 2 if options.page_size else 1
         token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
-        num_bytes = -(-max(1, int(batch.kv_lens.sum())) * token_bytes // _ALIGNMENT) * _ALIGNMENT
-        parts = workspace.set_aside(num_bytes, _MOST_OF_WORKSPACE, _ALIGNMENT)
+        num_bytes = -(-max(1, int(batch.kv_lens.sum())) * token_bytes // ALIGNMENT) * ALIGNMENT
+        parts = workspace.set_aside(num_bytes, MOST_OF_WORKSPACE, ALIGNMENT)
         if parts is None:
-            needed = math.ceil((num_bytes + _ALIGNMENT) / _MOST_OF_WORKSPACE)
+            needed = math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
             return None, (
                 f"queries and keys are rotated in the kernel: {needed} bytes of workspace would hold rotated keys for "
                 f"{plain.kernel.name}, which is faster"
@@ -133,9 +119,6 @@ class RotationAhead:
         return cls(batch, indices, options, *parts), note
 
     def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> dict[str, View]:
-        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]; returns what
-        the kernel is given as q, k and v.
-        """
         positions, pages = self._arrays, self.indices.kv_indices
         self._queries = Rotation("rope", [Heads(q, None, out, None)], self._angles(positions["q"]))
         angles = self._angles(positions["kv"])
@@ -153,10 +136,9 @@ class RotationAhead:
             self._keys = Rotation("rope", [Heads(k[0, self._first : self.end], None, self._k, None)], angles)
             values = v[0, self._first : self.end]
         self._skipped = [0 if self._is_paged else self._first * t.stride(1) * t.element_size() for t in (k, v)]
-        return {"q": _view(out), "k": _view(self._k[None]), "v": _view(values[None])}
+        return {"q": view_of(out), "k": view_of(self._k[None]), "v": view_of(values[None])}
 
-    def rotate(self, pointers: list[int]) -> list[int]:
-        """Launch on torch's current stream; from the addresses of q, k, v, out, ... those that the kernel is given."""
+    def start(self, pointers: list[int]) -> list[int]:
         q, k, v, out, *others = pointers
         self._record_stream()
         self._queries.move(rope=[q], rope_out=[out])
@@ -173,36 +155,8 @@ class RotationAhead:
     def _angles(self, positions: torch.Tensor) -> Angles:
         return Angles(positions, None, None, None, False, self._logits.rope_scale, self._logits.rope_theta)
 
-    def _record_stream(self) -> None:
-        """Tell torch's allocator of another stream that uses these tensors."""
-        if (stream := current_stream(self._memory.device)) not in self._streams:
-            for tensor in (self._memory, *self._arrays.values()):
-                tensor.record_stream(torch.cuda.current_stream(self._memory.device))
-            self._streams.add(stream)
 
-
-def _largest_page(indices: Indices) -> int:
-    """Of the page numbers on the host, which must be none below 0; -1 where only the device knows."""
-    pages = indices.kv_indices
-    if pages is None or not pages.is_cpu:
-        return -1
-    used = pages[int(indices.kv_indptr[0]) : int(indices.kv_indptr[-1])]
-    least, largest = (int(x) for x in used.aminmax()) if used.numel() else (0, -1)
-    if least < 0:
-        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {least}.")
-    return largest
-
-
-def _view(tensor: torch.Tensor) -> View:
-    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-
-
-def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.clone()
-
-
-def _on_host(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_cpu
+within = RotationAhead.within
 
 
 def _positions(batch: _Batch, indices: Indices) -> dict[str, torch.Tensor]:

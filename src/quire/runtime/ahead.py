@@ -1,0 +1,90 @@
+"""What plans have in common that write keys anew into the workspace, ahead of the kernel."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from quire.errors import ValidationError
+from quire.kernels.operands import View
+from quire.runtime.options import PlanOptions
+from quire.runtime.schedule import Indices
+from quire.runtime.target import current_stream
+from quire.runtime.workspace import Workspace
+
+ALIGNMENT = 256  #: bytes
+#: Of the workspace that copies may take: partial results need the rest.
+MOST_OF_WORKSPACE = 0.75
+
+
+class Ahead(ABC):
+    """The part of a plan that works ahead of the kernel, and what the kernel is planned on.
+
+    `indices` are the caller's as plan() read them, `planned` and `options` those of the copies; `end`: of the tokens of
+    ragged keys; `largest_page`: of the caller's, -1 where only the device knows.
+    """
+
+    def __init__(
+        self, indices: Indices, planned: Indices, options: PlanOptions, workspace: Workspace, end: int,
+        largest_page: int,
+    ) -> None:  # fmt: skip
+        self.indices, self.planned, self.options, self.workspace = indices, planned, options, workspace
+        self.end, self.largest_page = end, largest_page
+
+    @abstractmethod
+    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, /) -> dict[str, View]:
+        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]; returns what
+        the kernel is given in their places.
+        """
+
+    @abstractmethod
+    def start(self, pointers: list[int]) -> list[int]:
+        """Launch on torch's current stream; from the addresses of q, k, v, out, ... those that the kernel is given."""
+
+    def _use(self, *tensors: torch.Tensor) -> None:
+        """Memory that each launch reads or writes, `tensors[0]` on the device of the call."""
+        self._tensors, self._streams = tensors, {current_stream(tensors[0].device)}
+
+    def _record_stream(self) -> None:
+        """Tell torch's allocator of another stream that uses these tensors."""
+        device = self._tensors[0].device
+        if (stream := current_stream(device)) not in self._streams:
+            for tensor in self._tensors:
+                tensor.record_stream(torch.cuda.current_stream(device))
+            self._streams.add(stream)
+
+
+def kept(indices: Indices) -> Indices:
+    """With copies of what lies on the host, which the caller may write to; what lies on a device is read as it is."""
+    pages = indices.kv_indices
+    return indices._replace(
+        qo_indptr=_clone(indices.qo_indptr), kv_indptr=indices.kv_indptr.clone(),
+        kv_last_page_len=_clone(indices.kv_last_page_len), kv_indices=_clone(pages) if _on_host(pages) else pages,
+        seq_lens=None,
+    )  # fmt: skip
+
+
+def largest_page(indices: Indices) -> int:
+    """Of the page numbers on the host, which must be none below 0; -1 where only the device knows."""
+    pages = indices.kv_indices
+    if pages is None or not pages.is_cpu:
+        return -1
+    used = pages[int(indices.kv_indptr[0]) : int(indices.kv_indptr[-1])]
+    least, largest = (int(x) for x in used.aminmax()) if used.numel() else (0, -1)
+    if least < 0:
+        raise ValidationError(f"paged_kv_indices: expected page numbers from 0 on, got {least}.")
+    return largest
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """The tensor as kernels are told of it."""
+    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+
+
+def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _on_host(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_cpu

@@ -1,0 +1,145 @@
+"""Keys and values of 8 bits in long prompts: widened in one pass over memory, ahead of a kernel over 16-bit ones.
+
+A kernel that widens what it reads does so again for each row tile that sees a key. For long prompts that costs more
+than to write keys and values once in 16 bits and to read them again. They lie in the workspace, page after page in the
+order of paged_kv_indices. A page that requests share is there once for each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+
+from quire.jit import get_module, is_obtainable, without_matrix_unit
+from quire.kernels import PIN, Decision
+from quire.kernels.operands import View
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey
+from quire.kernels.params import WidenParams
+from quire.runtime.ahead import ALIGNMENT, MOST_OF_WORKSPACE, Ahead, kept, largest_page, view_of
+from quire.runtime.launch import launch, row_grid
+from quire.runtime.options import PlanOptions
+from quire.runtime.schedule import Indices
+from quire.runtime.workspace import Workspace
+from quire.types import MaskMode
+
+#: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
+#: of memory for each number, against the sixth by which fa3 is slower over 8-bit keys.
+_LEAST_ROWS = 2048
+_BYTES = 16  #: of a cache that a thread reads at a time
+
+
+def plain_options(options: PlanOptions) -> PlanOptions:
+    """The options of attention over widened keys."""
+    return options._replace(types=options.types._replace(kv=options.types.q))
+
+
+def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
+    """Whether widening ahead is possible and worth a look: prompts are long, no mask hides most keys, the caller has
+    pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
+    """
+    problem, types = decision.problem, options.types
+    return (
+        types.kv.bits == 8
+        and types.q == types.o
+        and types.q.bits == 16
+        and not backend.startswith(PIN)
+        and decision.kernel.backend == "fa3"
+        and problem.rows > _LEAST_ROWS
+        and problem.mask in (MaskMode.NONE, MaskMode.CAUSAL)
+        and options.page_size > 0
+        and options.logits.window_left < 0
+        and not (options.fixed_split_size or options.cascade or options.variant)
+    )
+
+
+def is_faster(plain: Decision, decision: Decision) -> bool:
+    """Whether the same kernel computes with widened keys, and can be had where nothing may be compiled."""
+    return plain.kernel is decision.kernel and is_obtainable(plain.spec) and is_obtainable(_key(decision).spec())
+
+
+def _key(decision: Decision) -> OperationKey:
+    return OperationKey("widen", without_matrix_unit(decision.key.target), decision.key.q.slug)
+
+
+class WideningAhead(Ahead):
+    """The part of a plan that widens: where widened keys and values lie, and what the kernel is planned on."""
+
+    def __init__(
+        self, plain: Decision, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
+    ) -> None:
+        indices = kept(indices)
+        assert indices.kv_indices is not None
+        self._first, count = _pages(indices)
+        pages = torch.arange(-self._first, count, dtype=torch.int32).clamp_(min=0)
+        planned = indices._replace(kv_indices=pages)
+        super().__init__(indices, planned, plain_options(options), rest, 0, largest_page(indices))
+        self._pages = indices.kv_indices.to(memory.device, torch.int32)  # the same memory where it lies there already
+        self._use(memory, self._pages)
+        numbers, rows = memory.view(options.types.q.torch), (count, options.page_size, options.num_kv_heads)
+        size = math.prod(rows) * options.head_dim_qk
+        self._k = numbers[:size].view(*rows, options.head_dim_qk)
+        self._v = numbers[size : size + math.prod(rows) * options.head_dim_vo].view(*rows, options.head_dim_vo)
+        self._params = WidenParams(
+            k_out=self._k.data_ptr(), v_out=self._v.data_ptr(),
+            kv_indices=self._pages.data_ptr() + self._first * self._pages.element_size(), num_indices=count,
+            page_size=options.page_size, num_kv_heads=options.num_kv_heads, head_dim_k=options.head_dim_qk,
+            head_dim_v=options.head_dim_vo, is_e5m2=options.types.kv.slug == "e5m2",
+        )  # fmt: skip
+        self._key = _key(plain)
+        vectors = max(options.head_dim_qk, options.head_dim_vo) // _BYTES
+        self._grid = row_grid(count * options.page_size, options.num_kv_heads * vectors)
+
+    def bind(self, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor) -> dict[str, View]:
+        for name, tensor in (("k", k), ("v", v)):
+            for dim, stride in zip(("page", "token", "head"), tensor.stride(), strict=False):
+                setattr(self._params, f"{name}_{dim}_stride", stride)
+        self._params.num_pages = min(k.shape[0], v.shape[0])
+        return {"k": view_of(self._k), "v": view_of(self._v)}
+
+    def start(self, pointers: list[int]) -> list[int]:
+        q, k, v, *others = pointers
+        self._record_stream()
+        self._params.k, self._params.v = k, v
+        module = get_module(self._key.spec())
+        launch(module, ctypes.addressof(self._params), self._pages.device, grid=self._grid, block=PARALLEL_THREADS)
+        return [q, self._k.data_ptr(), self._v.data_ptr(), *others]
+
+
+def within(
+    workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
+) -> tuple[WideningAhead | None, str]:
+    """None where widened keys do not fit the workspace, where too few queries see them, or where plan() will refuse the
+    pages; and what explain() says.
+    """
+    first, count = _pages(indices)
+    if first < 0 or count <= 0 or indices.kv_indices is None or indices.kv_indices.shape[0] < first + count:
+        return None, ""
+    if _rows_of_a_key(indices, options) < _LEAST_ROWS:
+        return None, ""
+    token_bytes = options.num_kv_heads * (options.head_dim_qk + options.head_dim_vo) * options.types.q.bits // 8
+    num_bytes = -(-count * options.page_size * token_bytes // ALIGNMENT) * ALIGNMENT
+    parts = workspace.set_aside(num_bytes, MOST_OF_WORKSPACE, ALIGNMENT)
+    if parts is None:
+        needed = math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
+        return None, (
+            f"keys and values are widened in the kernel: {needed} bytes of workspace would hold widened ones, over "
+            f"which {plain.kernel.name} is faster"
+        )
+    note = f"keys and values are widened into {num_bytes} bytes of the workspace, ahead of the kernel"
+    return WideningAhead(plain, indices, options, *parts), note
+
+
+def _pages(indices: Indices) -> tuple[int, int]:
+    """Where the batch's page numbers begin among paged_kv_indices, and how many there are."""
+    first = int(indices.kv_indptr[0])
+    return first, int(indices.kv_indptr[-1]) - first
+
+
+def _rows_of_a_key(indices: Indices, options: PlanOptions) -> float:
+    """How many query rows see a key, in the mean."""
+    kv_lens = indices.kv_indptr.diff() * options.page_size
+    qo_lens = torch.full_like(kv_lens, indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff()
+    seen = kv_lens - qo_lens.minimum(kv_lens) / 2 if options.causal else kv_lens
+    return options.group_size * float((qo_lens * seen).sum()) / max(1, int(kv_lens.sum()))

@@ -1,0 +1,105 @@
+// Widens pages of 8-bit keys and values to 16 bits, ahead of attention: page kv_indices[i] of the cache becomes page i.
+// The kernel is bound by memory: each number is read and written once. A thread has one vector of keys and the vector
+// of values beside it, and loads both before it widens either.
+#pragma once
+#include "quire/core/convert.h"
+#include "quire/core/parallel.h"
+#ifdef __CUDACC__
+#include "quire/ptx/float8.cuh"
+#endif
+
+namespace quire {
+
+struct WidenParams {
+  const void* k;              // [num_pages, page_size, num_kv_heads, head_dim_k], 8 bits each, by strides
+  const void* v;              // the same with head_dim_v
+  void* k_out;                // [num_indices, page_size, num_kv_heads, head_dim_k], 16 bits each, dense
+  void* v_out;                // the same with head_dim_v
+  const int32_t* kv_indices;  // [num_indices]; numbers of no page are passed over
+  int64_t k_page_stride, k_token_stride, k_head_stride, v_page_stride, v_token_stride, v_head_stride;
+  int32_t num_indices;
+  int32_t num_pages;
+  int32_t page_size;
+  int32_t num_kv_heads;
+  int32_t head_dim_k;
+  int32_t head_dim_v;
+  int32_t is_e5m2;
+};
+
+template <class Variant>
+struct WidenPages {
+  using T = typename Variant::T;
+  static constexpr int kThreads = kParallelThreads, kMinCtas = kParallelCtas, kSmemBytes = 0;
+  static constexpr int kVec = 16;  // bytes before, 32 after
+
+  QUIRE_HD static int run(const WidenParams& p, unsigned char* = nullptr) {
+    const int vectors = max(p.head_dim_k, p.head_dim_v) / kVec;
+    parallel_rows(static_cast<int64_t>(p.num_indices) * p.page_size, p.num_kv_heads * vectors,
+                  [&](int64_t token, int column) {
+                    const int head = static_cast<int>(static_cast<unsigned>(column) / static_cast<unsigned>(vectors));
+                    if (p.is_e5m2 != 0) {
+                      widen<e5m2_t>(p, token, head, (column - head * vectors) * kVec);
+                    } else {
+                      widen<e4m3_t>(p, token, head, (column - head * vectors) * kVec);
+                    }
+                  });
+    return 0;
+  }
+
+ private:
+  struct alignas(16) Bytes {
+    uint32_t word[4];
+  };
+  struct alignas(16) Numbers {
+    uint32_t word[4];
+  };
+
+  template <class From>
+  QUIRE_HD static void widen(const WidenParams& p, int64_t token, int head, int dim) {
+    const int index = static_cast<int>(token / static_cast<uint32_t>(p.page_size));
+    const int at = static_cast<int>(token - static_cast<int64_t>(index) * p.page_size), page = p.kv_indices[index];
+    if (page < 0 || page >= p.num_pages) return;
+    const bool has_k = dim < p.head_dim_k, has_v = dim < p.head_dim_v;
+    Bytes k, v;
+    if (has_k) k = load(p.k, page * p.k_page_stride + at * p.k_token_stride + head * p.k_head_stride + dim);
+    if (has_v) v = load(p.v, page * p.v_page_stride + at * p.v_token_stride + head * p.v_head_stride + dim);
+    const int64_t row = token * p.num_kv_heads + head;
+    if (has_k) store<From>(p.k_out, row * p.head_dim_k + dim, k);
+    if (has_v) store<From>(p.v_out, row * p.head_dim_v + dim, v);
+  }
+
+  QUIRE_HD static Bytes load(const void* base, int64_t element) {
+    return *reinterpret_cast<const Bytes*>(static_cast<const uint8_t*>(base) + element);
+  }
+
+  template <class From>
+  QUIRE_HD static void store(void* base, int64_t element, const Bytes& x) {
+    Numbers* to = reinterpret_cast<Numbers*>(static_cast<T*>(base) + element);
+    Numbers wide[2];
+    for (int i = 0; i < 4; ++i)
+      widen_four<From>(x.word[i], wide[i / 2].word[i % 2 * 2], wide[i / 2].word[i % 2 * 2 + 1]);
+    to[0] = wide[0], to[1] = wide[1];
+  }
+
+  template <class From>
+  QUIRE_HD static void widen_four(uint32_t x, uint32_t& low, uint32_t& high) {
+#ifdef __CUDA_ARCH__
+    ptx::widen(From{}, x, low, high);
+    low = ptx::widened_to(T{}, low), high = ptx::widened_to(T{}, high);
+#else
+    low = widen_one<From>(x) | widen_one<From>(x >> 8) << 16;
+    high = widen_one<From>(x >> 16) | widen_one<From>(x >> 24) << 16;
+#endif
+  }
+
+  // On the host, by what core/types.h says of 8-bit numbers.
+  template <class From>
+  QUIRE_HD static uint32_t widen_one(uint32_t x) {
+    const uint32_t sign = (x & 0x80) << 8, magnitude = (x & 0x7f) << From::kShift;
+    const float number = to_float(fp16_t{static_cast<uint16_t>(sign | magnitude)}) * From::kScale;
+    const bool is_nan = (x & From::kNanMask) == From::kNan;
+    return from_float<T>(is_nan ? __builtin_nanf("") : number).bits;
+  }
+};
+
+}  // namespace quire
