@@ -92,11 +92,32 @@ def test_wide_heads_with_sinks_and_alibi(device, backend, dtype):
 
 
 @pytest.mark.parametrize(
+    ("kv_dtype", "rotates"),
+    [(None, True), (torch.float8_e4m3fn, False), (torch.float8_e5m2, False), (torch.float8_e4m3fn, True)],
+    ids=["rope", "e4m3", "e5m2", "e4m3-rope"],
+)
+def test_wide_heads_over_8_bits_and_rotated(device, backend, dtype, kv_dtype, rotates):
+    """Decode and append over pages whose unused rows are NaN, and ragged prompts whose keys are divided among CTAs."""
+    options = {"dtype": dtype, "device": device, "kv_dtype": kv_dtype}
+    options |= {"k_scale": 0.05, "v_scale": 1.75} if kv_dtype else {}
+    options |= {"pos_encoding_mode": "ROPE_LLAMA", "rope_theta": 5e5} if rotates else {}
+    plan, scales = (
+        {"kv_data_type": kv_dtype or dtype},
+        {name: options.get(name, 1.0) for name in ("k_scale", "v_scale")},
+    )
+    p = Problem((1,) * 4, (1, 0, 77, 1000), 6, 2, 512, **options)
+    p.check(*decode(p, p.paged(16, "HND"), backend, plan=plan, run=scales))
+    p = Problem(QO_LENS, KV_LENS, 6, 2, 512, causal=True, **options)
+    p.check(*prefill_paged(p, p.paged(8), backend, plan=plan, run=scales))
+    p = Problem((150, 70), (400, 70), 4, 2, 512, causal=True, **options)
+    p.check(*prefill_ragged(p, backend, plan=plan, run=scales))
+
+
+@pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"head_dim_vo": 256}, "head_dim_vo=256: expected 512"),
-        ({"pos_encoding": PosEncodingMode.ROPE_LLAMA}, "rotate them before the call"),
-        ({"kv": E4M3}, "kv dtype e4m3 differs from q dtype bf16"),
+        ({"kv": dtype_of("float16", "kv")}, "kv dtype fp16 differs from q dtype bf16"),
         ({"target": "sm75"}, "sm75 has no asynchronous copies"),
     ],
     ids=str,

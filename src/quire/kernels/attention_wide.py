@@ -10,17 +10,14 @@ from quire.kernels.attention import (
     first_tile_without_neighbours,
     number_types_reason,
 )
-from quire.types import PosEncodingMode
 
 
 def _reject(problem: AttentionProblem) -> str | None:
-    if reason := number_types_reason(problem, takes_8_bit_kv=False):
+    if reason := number_types_reason(problem, takes_8_bit_kv=True):
         return reason
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim != WIDE_HEAD_DIM:
             return f"{name}={dim}: expected {WIDE_HEAD_DIM}"
-    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
-        return "keys go from memory to the tensor cores as they are: rotate them before the call"
     return None
 
 

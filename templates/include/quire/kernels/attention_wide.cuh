@@ -7,16 +7,19 @@
 // memory. Bound: memory for few rows, tensor cores for many. Schedule: three or four barriers a KV tile. Keys and
 // values have rings of their own: a stage of keys is refilled as soon as the tile's logits are there, a stage of values
 // at the next tile. 64 rows of queries leave one stage of each, which suffices: keys are on their way during p v, and
-// values during q k^T. Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among
-// warps.
+// values during q k^T. Keys and values of 8 bits are widened in shared memory by the warps that have copied them, and
+// keys are rotated there: the bytes of a row lie where the second half of its 16-bit numbers comes to lie. Sources:
+// FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
 #pragma once
 #include "quire/core/schedule.h"
+#include "quire/ptx/float8.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/current_work.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/kv_ring.cuh"
 #include "quire/tile/logits.cuh"
 #include "quire/tile/partial.cuh"
+#include "quire/tile/rope.cuh"
 #include "quire/tile/softmax.cuh"
 
 namespace quire {
@@ -24,8 +27,11 @@ namespace quire {
 template <class V>
 struct AttentionWide {
   using T = typename V::Q;
+  using Kv = typename V::Kv;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv, kDims = 512;
-  static_assert(is_same<T, typename V::Kv>::value && is_same<T, typename V::O>::value, "there is one number type");
+  static constexpr bool kNarrow = sizeof(Kv) == 1, kHasRope = V::kPosEncoding == kPosEncodingRope;
+  static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
+                "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(V::kHeadDimQk == kDims && V::kHeadDimVo == kDims, "heads have 512 dims");
   static_assert(kTileRows == 16 || kTileRows == 64, "a tile has 16 or 64 rows");
   static_assert(kTileKv == 32 || kTileKv == 64, "a tile has 32 or 64 keys");
@@ -42,6 +48,15 @@ struct AttentionWide {
   using TileQ = SmemTile<kTileRows, kDims>;  // and o, at the end
   using TileKv = SmemTile<kTileKv, kDims>;   // of keys or of values
   using TileP = SmemTile<kTileRows, kTileKv>;
+  // The bytes of a TileKv of 8-bit numbers, as they are copied.
+  struct ByteRows {
+    static constexpr int kRows = kTileKv, kCols = kDims, kChunks = kDims / 16;
+    uint32_t base;
+    QUIRE_DEVICE uint32_t chunk(int row, int col) const {
+      return base + row * TileKv::kRowBytes + kDims + ((col ^ (row & 7)) << 4);
+    }
+  };
+  using CopiedKv = typename conditional<kNarrow, ByteRows, TileKv>::type;
   using Visible = Mask<V::kMask, V::kWindow != 0>;
 
   // Of a CTA: 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on others.
@@ -131,6 +146,7 @@ struct AttentionWide {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
     load_q();
+    if constexpr (kHasRope) rotate_q();
     rows.begin(kv_begin);
 #pragma unroll
     for (int i = 0; i < kStages; ++i) {
@@ -146,6 +162,8 @@ struct AttentionWide {
 #pragma unroll 1
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<2 * (kStages - 1)>();
+      if constexpr (kNarrow) widen(keys(i));
+      if constexpr (kHasRope) rotate_keys(i);
       __syncthreads();  // keys of tile i are there, and all are done with values of tile i - 1
       copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
       rows.prefetch_pages(i + kStages + 1);
@@ -162,6 +180,7 @@ struct AttentionWide {
       if (some) raise_max(o, softmax);
       if (some && has_weights()) exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
+      if constexpr (kNarrow) widen(values(i));
       rows.publish_offsets(i + kStages + 1);
       __syncthreads();  // weights and values of tile i are there
       if (some) add_values(o, i);
@@ -203,8 +222,39 @@ struct AttentionWide {
   // Keys (kOf: 0) or values (1): one group of asynchronous copies.
   template <int kOf>
   QUIRE_DEVICE void copy(const Rows& rows, TileKv tile, int i) const {
-    rows.template copy<kOf>(tile, i);
+    rows.template copy<kOf>(CopiedKv{tile.base}, i);
     ptx::cp_async_commit();
+  }
+
+  // Widens what this warp has copied of a tile, a chunk of each row a lane.
+  QUIRE_DEVICE void widen(TileKv tile) const {
+#pragma unroll
+    for (int row = thread_ / 32; row < kTileKv; row += kWarps) {
+      uint32_t x[4], wide[8];
+      ptx::ld_shared_16(ByteRows{tile.base}.chunk(row, lane_), x);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::widen(Kv{}, x[i], wide[2 * i], wide[2 * i + 1]);
+        wide[2 * i] = ptx::widened_to(T{}, wide[2 * i]), wide[2 * i + 1] = ptx::widened_to(T{}, wide[2 * i + 1]);
+      }
+      __syncwarp();  // all have read the row before any overwrites it
+      ptx::st_shared_16(tile.chunk(row, 2 * lane_), {wide[0], wide[1], wide[2], wide[3]});
+      ptx::st_shared_16(tile.chunk(row, 2 * lane_ + 1), {wide[4], wide[5], wide[6], wide[7]});
+    }
+  }
+
+  QUIRE_DEVICE void rotate_keys(int i) const {
+    __syncthreads();
+    rotate_tile<T, kThreads>(keys(i), p_.rope_frequencies, thread_, [&](int row) { return i * kTileKv + row; });
+  }
+
+  QUIRE_DEVICE void rotate_q() const {
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    const int first = work_.tile.row_begin, diagonal = work_.tile.kv_len - work_.tile.qo_len;
+    rotate_tile<T, kThreads>(TileQ{smem_at(0)}, p_.rope_frequencies, thread_,
+                             [&](int row) { return p_.group.div(first + row) + diagonal; });
   }
 
   // s = q k^T of the warp's rows, keys and dims; tells it to the warps of the same keys.
