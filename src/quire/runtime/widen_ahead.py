@@ -27,7 +27,7 @@ from quire.types import MaskMode
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
 #: of memory for each number, against the sixth by which fa3 is slower over 8-bit keys.
 _LEAST_ROWS = 2048
-_BYTES = 16  #: of a cache that a thread reads at a time
+_BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
 
 
 def plain_options(options: PlanOptions) -> PlanOptions:

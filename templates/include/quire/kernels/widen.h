@@ -30,7 +30,7 @@ template <class Variant>
 struct WidenPages {
   using T = typename Variant::T;
   static constexpr int kThreads = kParallelThreads, kMinCtas = kParallelCtas, kSmemBytes = 0;
-  static constexpr int kVec = 16;  // bytes before, 32 after
+  static constexpr int kVec = 8;  // bytes before, 16 after
 
   QUIRE_HD static int run(const WidenParams& p, unsigned char* = nullptr) {
     const int vectors = max(p.head_dim_k, p.head_dim_v) / kVec;
@@ -47,10 +47,10 @@ struct WidenPages {
   }
 
  private:
-  struct alignas(16) Bytes {
-    uint32_t word[4];
+  struct alignas(kVec) Bytes {
+    uint32_t word[2];
   };
-  struct alignas(16) Numbers {
+  struct alignas(2 * kVec) Numbers {
     uint32_t word[4];
   };
 
@@ -74,11 +74,9 @@ struct WidenPages {
 
   template <class From>
   QUIRE_HD static void store(void* base, int64_t element, const Bytes& x) {
-    Numbers* to = reinterpret_cast<Numbers*>(static_cast<T*>(base) + element);
-    Numbers wide[2];
-    for (int i = 0; i < 4; ++i)
-      widen_four<From>(x.word[i], wide[i / 2].word[i % 2 * 2], wide[i / 2].word[i % 2 * 2 + 1]);
-    to[0] = wide[0], to[1] = wide[1];
+    Numbers wide;
+    for (int i = 0; i < 2; ++i) widen_four<From>(x.word[i], wide.word[2 * i], wide.word[2 * i + 1]);
+    *reinterpret_cast<Numbers*>(static_cast<T*>(base) + element) = wide;
   }
 
   template <class From>

@@ -27,8 +27,9 @@ template <class V, class Tile, int kRows>
 class NarrowRows {
   using Kv = typename V::Kv;
   static constexpr int kChunks = Tile::kCols / 16, kGroups = ceil_div(kChunks, 4);
-  // A lane has rows of its own, or a quarter of each: of 256 dims where there are not 32 rows at a time.
-  static constexpr int kSharers = kGroups == 4 && kRows % 32 != 0 ? 4 : 1, kStep = 32 / kSharers;
+  // A lane has rows of its own, or four chunks of each, where there are not 32 rows at a time.
+  static constexpr int kSharers = kRows % 32 != 0 && (kChunks == 8 || kChunks == 16) ? kGroups : 1,
+                       kStep = 32 / kSharers;
   static_assert(kRows % 8 == 0 && kChunks <= 16, "a warp's rows begin where the swizzle does");
 
  public:
@@ -36,7 +37,7 @@ class NarrowRows {
 
   // `first`: the address of the first row in the ring's first tile.
   QUIRE_DEVICE NarrowRows(uint32_t first, int lane)
-      : row_(lane % kStep), lane_at_(first + lane % kStep * 128 + ((lane & 7) << 4)), quarter_(lane / kStep) {}
+      : row_(lane % kStep), lane_at_(first + lane % kStep * 128 + ((lane & 7) << 4)), part_(lane / kStep) {}
 
   // Widens the bytes of a KV tile. Rows from `rest` on, which do not exist, become zeros.
   QUIRE_DEVICE void widen(int stage, int rest) const {
@@ -65,11 +66,11 @@ class NarrowRows {
   QUIRE_DEVICE uint32_t bytes_at(int offset, int chunk) const {
     const uint32_t at = lane_at_ + offset;
     if constexpr (kSharers == 1) return (at ^ (chunk & 7) << 4) + (kFirstAtom + (chunk >> 3)) * Tile::kAtomBytes;
-    return (at ^ (quarter_ & 1) << 6 ^ chunk << 4) + (kFirstAtom + (quarter_ >> 1)) * Tile::kAtomBytes;
+    return (at ^ (part_ & 1) << 6 ^ chunk << 4) + (kFirstAtom + (part_ >> 1)) * Tile::kAtomBytes;
   }
   QUIRE_DEVICE uint32_t wide_at(int offset, int group, int chunk) const {
     const uint32_t at = (lane_at_ + offset ^ chunk << 4) + group * Tile::kAtomBytes;
-    return kSharers == 1 ? at : at + quarter_ * Tile::kAtomBytes;
+    return kSharers == 1 ? at : at + part_ * Tile::kAtomBytes;
   }
 
   QUIRE_DEVICE void store(int offset, int group, int c, const uint32_t (&x)[4]) const {
@@ -96,7 +97,7 @@ class NarrowRows {
 
   int row_;
   uint32_t lane_at_;  // this lane's first row of the first stage, with the row's permutation
-  int quarter_;       // of a row that four lanes share
+  int part_;          // of a row that several lanes share
 };
 
 // Gathers the bytes of a warp's rows, as KvLoader does. Tokens from kv_len on arrive as the last one.
