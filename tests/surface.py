@@ -104,9 +104,10 @@ mla.BatchMLAPagedAttentionWrapper.run
   query kv_cache: used test_mla.py::test_queries_and_cache_as_one_tensor_or_a_pair
   kv_len page_table: used test_mla.py::test_run_without_a_plan
   ckv_scale kpe_scale: used test_mla.py::test_arguments_are_used_or_refused
+  ckv_scale_arr: used test_packed_latents.py::test_scales_beside_the_cache
   sinks: used test_mla.py::test_sinks
   enable_pdl: checked test_mla.py::test_arguments_are_used_or_refused
-  profiler_buffer o_scale ckv_scale_arr: refused test_mla.py::test_arguments_are_used_or_refused
+  profiler_buffer o_scale: refused test_mla.py::test_arguments_are_used_or_refused
 mla.trtllm_batch_decode_with_kv_cache_mla
   shown query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens
   shown max_seq_len out bmm1_scale bmm2_scale sinks enable_pdl backend

@@ -398,7 +398,7 @@ def test_arguments_are_used_or_refused(device, backend):
     for options, message in (
         ({"profiler_buffer": torch.zeros(1)}, "profiler_buffer"),
         ({"o_scale": 2.0}, "o_scale"),
-        ({"ckv_scale_arr": torch.ones(2)}, "ckv_scale_arr"),
+        ({"ckv_scale_arr": torch.ones(2), "ckv_scale": 2.0, "kpe_scale": 2.0}, "ckv_scale_arr: expected it alone"),
         ({"ckv_scale": 0.5}, "kpe_scale: expected it with ckv_scale=0.5"),
         ({"ckv_scale": -0.5, "kpe_scale": 1.0}, "ckv_scale: expected a positive number"),
         (table, "kv_len, page_table: expected both without a plan"),

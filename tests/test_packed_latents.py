@@ -86,6 +86,31 @@ def test_wrapper(device, backend, num_heads, q_len, page_size):
     p.check(*attend(p, *p.pages_of(page_size, gap=page_size % 2), backend))
 
 
+@pytest.mark.parametrize("head_dim_kpe", [64, 0])
+def test_scales_beside_the_cache(device, backend, head_dim_kpe):
+    """ckv_scale_arr: the same latents as three tensors, with kpe of 8 bits that has a scale, or none."""
+    p = problem(device, (1, 3), (37, 500), 20, causal=True)
+    if head_dim_kpe == 0:
+        p.query[..., 512:] = 0
+    p.rows[:, 528:] = (p.rows[:, 528:].contiguous().view(torch.bfloat16).to(E4M3).bfloat16() * 0.5).view(torch.uint8)
+    p.keys = unpacked(p.rows)
+    cache, pages = p.pages_of(16)
+    ckv, scales = cache[..., :512].view(E4M3), cache[..., 512:528].view(torch.float32)
+    kpe = (cache[..., 528:].view(torch.bfloat16) * 2).to(E4M3)
+    wrapper = quire.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    tables = ints(p.qo_indptr, "cpu"), ints(pages.indptr, "cpu"), ints(pages.indices, device), ints(p.kv_lens, "cpu")
+    wrapper.plan(*tables, 20, 512, head_dim_kpe, 16, True, SCALE, torch.bfloat16, E4M3)
+    query = p.query[..., :512], p.query[..., 512 : 512 + head_dim_kpe]
+    for _ in range(2):
+        result = wrapper.run(*query, ckv, kpe[..., :head_dim_kpe], return_lse=True, ckv_scale_arr=scales, kpe_scale=0.5)
+        p.check(*result)
+    with pytest.raises(quire.ValidationError, match="ckv_scale"):
+        wrapper.run(*query, ckv, kpe[..., :head_dim_kpe], ckv_scale_arr=scales[..., :2], kpe_scale=0.5)
+    with pytest.raises(quire.UnsupportedError, match="ckv_scale_arr: expected a plan"):
+        table = {"kv_len": ints(p.kv_lens, device), "page_table": pages.table(device)}
+        wrapper.run(*query, ckv, kpe[..., :head_dim_kpe], ckv_scale_arr=scales, kpe_scale=0.5, **table)
+
+
 @pytest.mark.parametrize("num_heads", [8, 128])
 @pytest.mark.parametrize("kv_lens", [(0, 0), (5000,), (1, 4000, 3), ()], ids=str)
 def test_lengths(device, backend, kv_lens, num_heads):

@@ -18,10 +18,10 @@ from quire.block_table_mla import (
     xqa_batch_decode_with_kv_cache_mla,
 )
 from quire.block_tables import Scale
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.latent_append import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from quire.mla_metadata import MLAPlanMetadata
-from quire.runtime.attention import AttentionSpec, Result
+from quire.runtime.attention import Attention, AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, check_positive, check_tensor, refuse, scalar
 from quire.runtime.engine_attributes import MlaModule
 from quire.runtime.keywords import LatentKeywords, Pair
@@ -103,6 +103,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         )  # fmt: skip
         self._lse_base_on_e: bool | None = None
         self._has_kpe = True
+        self._token_scaled: tuple[Attention, Attention] | None = None  # the last plan, and that for ckv_scale_arr
 
     def plan(
         self, qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
@@ -193,12 +194,15 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         ckv_scale, kpe_scale: numbers that a cache of 8 bits is multiplied by; where they differ, q_pe is multiplied by
             their quotient, in a copy.
         sinks: float32 [num_heads], natural-log logits that join the denominators.
-        profiler_buffer, o_scale, ckv_scale_arr: only None.
+        ckv_scale_arr: in place of ckv_scale, for ckv of float8_e4m3fn and queries of bfloat16: float32 [num_pages,
+            page_size, 4], what each 128 dims of a latent are multiplied by. kpe times kpe_scale is then a copy. Not in
+            CUDA graphs: there a cache of rows of 656 bytes has such scales.
+        profiler_buffer, o_scale: only None.
 
         Raises ValidationError naming the argument, PlanError without a plan.
         """
-        if profiler_buffer is not None or o_scale is not None or ckv_scale_arr is not None:
-            refuse(profiler_buffer=profiler_buffer, o_scale=o_scale, ckv_scale_arr=ckv_scale_arr)
+        if profiler_buffer is not None or o_scale is not None:
+            refuse(profiler_buffer=profiler_buffer, o_scale=o_scale)
         check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e, enable_pdl=enable_pdl)
         pair = _either("query", query, "q_nope", q_nope, "q_pe", q_pe)
         nope, pe = latent_parts(pair, "query", "q_nope", "q_pe")
@@ -206,16 +210,21 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         ckv, kpe, *scales = cached_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
         if not self._has_kpe:
             pe, kpe = _without_kpe(nope, pe, ckv)
-        elif ckv_scale != kpe_scale:
+        elif ckv_scale != kpe_scale and ckv_scale_arr is None:
             pe = _scaled(pe, ckv_scale, kpe_scale)
         self._check_base(return_lse or lse is not None, return_lse_base_on_e)
+        runner = None
+        if ckv_scale_arr is not None:
+            runner = self._with_token_scales(ckv_scale, kv_len, page_table, len(scales) > 0)
+            kpe = kpe if kpe.dtype is pe.dtype else (kpe.float() * scalar(kpe_scale, "kpe_scale")).to(pe.dtype)
+            scales = [check_tensor(ckv_scale_arr, "ckv_scale_arr")]
         if kv_len is not None or page_table is not None:
             result = self._run_unplanned(
                 (nope, pe), (ckv, kpe, *scales), kv_len, page_table, out, lse, return_lse, ckv_scale, sinks, enable_pdl
             )
         else:
-            self._check_rows(len(scales) > 0)
-            result = self._runner().run(
+            self._check_rows(len(scales) > 0 and runner is None)
+            result = (runner or self._runner()).run(
                 pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out=out, lse=lse, return_lse=return_lse, sinks=sinks,
                 q_scale=None, k_scale=ckv_scale, v_scale=ckv_scale, window_left=None, enable_pdl=enable_pdl,
                 others=(nope, *(part.unsqueeze(2) for part in scales)),
@@ -224,6 +233,21 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         if return_lse_base_on_e and statistics is not None:
             statistics.mul_(_LN2)
         return result
+
+    def _with_token_scales(self, ckv_scale: Any, kv_len: Any, page_table: Any, is_packed: bool) -> Attention:
+        """The plan of the same batch where each 128 dims of a latent have a scale of their own."""
+        if ckv_scale is not None or is_packed:
+            other = f"ckv_scale={ckv_scale}" if ckv_scale is not None else "rows of 656 bytes, which have their own"
+            raise ValidationError(f"ckv_scale_arr: expected it alone, got it beside {other}.")
+        if kv_len is not None or page_table is not None or self._graph is not None:
+            raise UnsupportedError(
+                "ckv_scale_arr: expected a plan() without use_cuda_graph=True, as it needs a plan of its own; or plan "
+                "with kv_data_type=torch.uint8 a cache of rows of 656 bytes, which hold such scales."
+            )
+        attention = planned(self._attention)
+        if self._token_scaled is None or self._token_scaled[0] is not attention:
+            self._token_scaled = attention, attention.replan(self._workspace, self._backend, tile_scales=True)
+        return self._token_scaled[1]
 
     def _check_rows(self, is_packed: bool) -> None:
         """The cache has rows of 656 bytes if plan() was told so, and only then."""
