@@ -17,6 +17,7 @@ from quire.runtime.checks import (
     check_positive,
     check_tensor,
     host_indices,
+    refuse,
     scalar,
     to_int32,
 )
@@ -84,6 +85,19 @@ def test_outputs_whose_elements_share_memory(shape_and_strides):
 )
 def test_outputs_whose_elements_do_not(shape_and_strides):
     check_output(torch.zeros(64).as_strided(*shape_and_strides), "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("kv_cache_sf", "caches of 4 bits"),
+        ("profiler_buffer", "torch.profiler"),
+        ("other", "not supported by this call"),
+    ],
+)
+def test_what_has_no_use_is_refused_with_its_reason(name, reason):
+    refused(lambda: refuse(**{name: FLOAT}), f"{name}: ", reason, "expected None")
+    refuse(**{name: None})
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -1e39, 2**2000, "1.5", b"1", 1j, [1.0]])

@@ -208,9 +208,27 @@ def _number(value: Any, name: str) -> float:
         return math.inf
 
 
+#: Why arguments of the surface have no use here.
+_REASONS = {
+    "caches of 4 bits are not read": ("kv_cache_sf", "k_sf_cache", "v_sf_cache"),
+    "results are in 16 or 32 bits": ("o_scale", "o_sf_scale", "o_sf_vec_size"),
+    "kernels keep no profile; torch.profiler shows each launch": ("use_profiler", "profiler_buffer"),
+    "each key that a query sees counts": ("skip_softmax", "skip_softmax_threshold_scale_factor", "uses_spcompress"),
+    "softmax is in float32": ("use_fp16_softmax",),
+    "keys and values share a table of pages": ("separate_page_tables",),
+    "values lie where keys do, and results where queries do": ("v_indptr", "o_indptr"),
+    "a cache over several ranks is for quire.distributed": (
+        "enable_dcp", "cp_world", "cp_rank", "causal_seqlens_kv_global",
+    ),
+    "a level does not know where its keys stand (rotate q and k before the call)": ("rope_scale", "rope_theta"),
+}  # fmt: skip
+_REASON_OF = {name: reason for reason, names in _REASONS.items() for name in names}
+
+
 def refuse(**arguments: Any) -> None:
     """Arguments of the surface that no kernel here uses: anything but None or False is an error, never ignored."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValidationError(f"{name}: not supported by this call; expected None, got {got}.")
+            why = f", as {_REASON_OF[name]}" if name in _REASON_OF else ""
+            raise ValidationError(f"{name}: not supported by this call{why}; expected None, got {got}.")
