@@ -136,7 +136,9 @@ class NarrowGather {
 
   // `first`: the address of the first row's bytes.
   QUIRE_DEVICE void load(uint32_t first) const {
-    const int lane_row = row(lane_), lane_chunk = chunk(lane_);
+    int lane_row = row(lane_);
+    asm volatile("" : "+r"(lane_row));  // sums with it are not worth a register each through the loop
+    const int lane_chunk = chunk(lane_);
     const uint32_t to =
         first + (lane_chunk >> 3) * Tile::kAtomBytes + lane_row * 128 + (((lane_chunk ^ lane_row) & 7) << 4);
 #pragma unroll
@@ -187,19 +189,20 @@ class KvWidener {
     Bytes bytes(p_, from_, work, lane_);
     bytes.prefetch_pages(2 * walk.tile() + half_);
     int rest = work.tile.kv_len - (2 * walk.tile() + half_) * kRows;  // all later KV tiles are full
-    start(bytes, walk);
+    int ahead = 0;                                                    // KV tiles whose bytes are on their way
 #pragma unroll 1
-    for (bool goes_on = true; goes_on; rest = kRows) {
-      goes_on = walk.exists() && --most > 0;
-      if (kIsAhead && goes_on) start(bytes, walk);
-      wait_bytes(goes_on);
+    do {
+      const bool starts = walk.exists() && most > 0;
+      if (starts) start(bytes, walk), --most, ++ahead;
+      if (starts && ahead <= kAhead) continue;
+      wait_bytes(ahead > 1);
       rows_.widen(next_.stage(), rest);
       ptx::fence_proxy_async();
       __syncwarp();
       if (lane_ == 0) ring_.arrive_full(next_);
       next_.advance();
-      if (!kIsAhead && goes_on) start(bytes, walk);
-    }
+      --ahead, rest = kRows;
+    } while (ahead > 0 || (walk.exists() && most > 0));
   }
 
  private:
@@ -210,7 +213,7 @@ class KvWidener {
   using Bytes = typename conditional<kIsBoxed, KvLoader<V, kPath, kRows>, NarrowGather<V, Tile, kRows>>::type;
   // Whether the copies of a tile start before the tile before it is widened. Of two stages they would wait for the
   // tensor cores to be done with that tile's predecessor, which is when the tile is wanted.
-  static constexpr bool kIsAhead = kStages > 2;
+  static constexpr int kAhead = kStages > 2;
 
   // Starts to bring the bytes of a KV tile, and then to find those of the next one.
   QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk) {
@@ -234,7 +237,7 @@ class KvWidener {
       ptx::mbarrier_wait(arrived_ + 8 * next_.stage(), next_.parity());
       return;
     }
-    if (kIsAhead && is_ahead) {
+    if (kAhead > 0 && is_ahead) {
       ptx::cp_async_wait<1>();
     } else {
       ptx::cp_async_wait<0>();
