@@ -21,7 +21,7 @@ from quire.runtime.ahead import ALIGNMENT, MOST_OF_WORKSPACE, Ahead, kept, large
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.options import PlanOptions
 from quire.runtime.schedule import Indices
-from quire.runtime.workspace import Workspace
+from quire.runtime.workspace import OwnWorkspace, Workspace
 from quire.types import MaskMode
 
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
@@ -110,9 +110,11 @@ class WideningAhead(Ahead):
 def within(
     workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
 ) -> tuple[WideningAhead | None, str]:
-    """None where widened keys do not fit the workspace, where too few queries see them, or where plan() will refuse the
-    pages; and what explain() says.
+    """None where widened keys do not fit the workspace that the caller has reserved, where too few queries see them, or
+    where plan() will refuse the pages; and what explain() says.
     """
+    if isinstance(workspace, OwnWorkspace):  # a copy of the cache is too much to ask torch for
+        return None, ""
     first, count = _pages(indices)
     if first < 0 or count <= 0 or indices.kv_indices is None or indices.kv_indices.shape[0] < first + count:
         return None, ""
