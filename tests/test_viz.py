@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import quire
+from problems import workspace
 from quire.runtime.explanation import Explanation
 from quire.runtime.work import Placed
+from targets import Target, targets
 
 QO, KV = [1, 1, 38, 1, 0, 7], [3000, 100, 90, 5800, 64, 3]
 HEADS = (8, 2)
@@ -100,6 +102,85 @@ def test_the_picture_is_well_formed_and_has_each_work_tile(threads: int) -> None
     assert "http" not in picture.html.replace("http://www.w3.org/2000/svg", ""), "loads nothing"
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window_left": 200}, {"fixed_split_size": 512}, {"disable_split_kv": True}, {"causal": False}],
+    ids=["partitions", "window", "splits", "whole", "full"],
+)
+def test_a_timeline_has_each_work_tile_once_one_after_the_other(options: dict[str, object], threads: int) -> None:
+    wrapper = planned(**options)
+    q, k, v = torch.randn(sum(QO), HEADS[0], 64), *torch.randn(2, sum(KV), HEADS[1], 64)
+    measured = quire.viz.timeline(wrapper, q, k, v)
+    assert sorted(p.work for p in measured.work) == sorted(p.work for p in quire.viz.schedule(wrapper).work)
+    assert min(p.begin for p in measured.work) == 0 and all(p.begin <= p.end for p in measured.work)
+    assert max(p.end for p in measured.work) > 1, "microseconds"
+    for line in {p.line for p in measured.work}:
+        own = sorted((p.begin, p.end) for p in measured.work if p.line == line)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own))
+    assert 0 < measured.balance <= 1 and "time, in µs" in measured.svg
+
+
+@pytest.mark.parametrize("target", targets(), ids=str)
+@pytest.mark.parametrize("qo", [[1] * 6, [3, 1, 2, 4, 0, 5], [1, 700, 90, 1, 64, 3]], ids=["decode", "few", "many"])
+def test_a_timeline_of_each_kernel(target: Target, qo: list[int]) -> None:
+    if target.backend == "quire:decode" and max(qo) > 16:
+        pytest.skip("its row tiles have 64 rows")
+    kv, dtype = [3000, 900, 90, 5800, 64, 3], target.dtypes[-1]
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(target.device), backend=target.backend)
+    pages = [-(-n // 16) for n in kv]
+    last = torch.tensor([(n - 1) % 16 + 1 for n in kv], dtype=torch.int32)
+    table = offsets(pages), torch.randperm(sum(pages)).int(), last
+    wrapper.plan(offsets(qo), *table, *HEADS, 128, 16, causal=max(qo) > 1, q_data_type=dtype)
+    q = torch.randn(sum(qo), HEADS[0], 128, dtype=dtype, device=target.device)
+    cache = torch.randn(sum(pages), 2, 16, HEADS[1], 128, dtype=dtype, device=target.device)
+    expected, out = wrapper.run(q, cache), torch.empty_like(q)
+    measured = quire.viz.timeline(wrapper, q, cache, out=out)
+    assert torch.equal(out, expected)
+    assert sorted(p.work for p in measured.work) == sorted(p.work for p in quire.viz.schedule(wrapper).work)
+    for line in {p.line for p in measured.work}:
+        own = sorted((p.begin, p.end) for p in measured.work if p.line == line)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(own))
+
+
+def test_a_timeline_of_few_rows_divides_the_time_of_heads_side_by_side() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    wrapper, heads = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 26, dtype=torch.uint8)), (16, 16)
+    lens = [900] * 8
+    wrapper.plan(offsets([1] * 8), offsets(lens), *heads, 64, q_data_type=torch.float32)
+    q, k, v = torch.randn(8, 16, 64), *torch.randn(2, sum(lens), 16, 64)
+    work = quire.viz.timeline(wrapper, q, k, v).work
+    torch.set_num_threads(before)
+    assert len(work) == 128 and all(p.begin < p.end for p in work) and {p.line for p in work} == {0}
+
+
+def test_a_timeline_leaves_the_plan_and_its_results_alone() -> None:
+    wrapper = planned()
+    tensors = torch.randn(sum(QO), HEADS[0], 64), *torch.randn(2, sum(KV), HEADS[1], 64)
+    expected, slug, out = wrapper.run(*tensors), wrapper._attention.decision.key.slug, torch.empty_like(tensors[0])
+    quire.viz.timeline(wrapper, *tensors, out=out)
+    assert torch.equal(out, expected) and torch.equal(wrapper.run(*tensors), expected)
+    assert wrapper._attention.decision.key.slug == slug and "timed" not in slug
+
+
+def test_a_timeline_needs_a_kernel_that_notes_times() -> None:
+    variant = quire.Variant(score=lambda score: score * 2)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), variant=variant)
+    wrapper.plan(offsets([5]), offsets([5]), 2, 2, 64, q_data_type=torch.float32)
+    with pytest.raises(quire.UnsupportedError, match="no timed ones"):
+        quire.viz.timeline(wrapper, *torch.randn(3, 5, 2, 64))
+    latents = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    latents.plan(
+        offsets([1]), offsets([1]), torch.zeros(1).int(), torch.tensor([5]), 2, 512, 64, 16, True, 0.1, torch.float32,
+        torch.float32,
+    )  # fmt: skip
+    cache = torch.randn(1, 16, 576)
+    with pytest.raises(quire.UnsupportedError, match="does not note when"):
+        quire.viz.timeline(latents, *torch.randn(1, 2, 576).split([512, 64], -1), *cache.split([512, 64], -1))
+    with pytest.raises(quire.PlanError, match="plan"):
+        quire.viz.timeline(quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8)))
+
+
 def test_graphs_of_cuda_and_empty_batches_are_drawn() -> None:
     assert quire.viz.schedule(planned([0], [0])).work == []
     assert "<svg" in quire.viz.schedule(planned([0], [0])).svg
@@ -150,6 +231,13 @@ def test_the_program_writes_a_page(options: tuple[str, ...], tmp_path, capsys) -
     page = tmp_path / "page.html"
     quire.viz.main(["--out", str(page), "--kv-lens", "700,0,30", "--device", "cpu", *options])
     assert "attention_cpu" in capsys.readouterr().out and "</html>" in page.read_text()
+
+
+def test_the_page_has_the_timeline_unless_told_otherwise(tmp_path) -> None:
+    pages = tmp_path / "both.html", tmp_path / "schedule.html"
+    for page, options in zip(pages, ([], ["--no-timeline"]), strict=True):
+        quire.viz.main(["--out", str(page), "--kv-lens", "700,0,30", "--device", "cpu", *options])
+    assert "measured" in pages[0].read_text() and "measured" not in pages[1].read_text()
 
 
 def test_the_program_runs_as_a_module(tmp_path) -> None:

@@ -1,15 +1,19 @@
 """Pictures of a plan: which CTA, or which thread of a host, computes what, and when.
 
     quire.viz.schedule(wrapper)             # in a notebook; .save("schedule.svg") or .save("schedule.html") elsewhere
+    quire.viz.timeline(wrapper, q, cache)   # the same, measured
     python -m quire.viz --out schedule.html --kv-lens 8000,300,300 --heads 32/8
 
-Times are the scheduler's own estimate, counted in KV tiles: what it divides, not what a clock measured.
+Times of a schedule are the scheduler's own estimate, counted in KV tiles: what it divides. Those of a timeline are what
+a clock measured while the batch was computed.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from copy import copy
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,12 @@ from quire.attention import BatchAttention
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import QuireError, ValidationError
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.runtime.attention import Attention, planned
+from quire.runtime.attention import planned
+from quire.runtime.explanation import Explanation
 from quire.runtime.work import Placed, Work
 from quire.runtime.wrapper import AttentionWrapper
 
-__all__ = ["Picture", "schedule"]
+__all__ = ["Picture", "schedule", "timeline"]
 
 _WIDTH, _LEFT, _TOP, _BOTTOM = 960, 76, 10, 40
 _MOST_JOINED = 64  #: merge groups, and lines, that an eye can follow
@@ -32,20 +37,21 @@ _MOST_TILES = 20000  #: that a browser draws without stuttering
 
 
 class Picture:
-    """The schedule of a plan. Notebooks show it; `svg` and `html` are text, and save() writes one of them.
+    """Who computes what under a plan. Notebooks show it; `svg` and `html` are text, and save() writes one of them.
 
-    work: a Placed for each work tile: its request, KV head, rows, keys and merge group; its line (CTA or thread), and
-        begin and end in KV tiles.
+    work: a Placed for each work tile: its request, KV head, rows, keys and merge group; its line (CTA, SM or thread),
+        and begin and end: in KV tiles of a schedule, in microseconds of a timeline.
     """
 
-    def __init__(self, attention: Attention, unit: str) -> None:
-        self.explanation = attention.explain()
-        self.work: Sequence[Placed] = attention.placed_work()
-        self._unit = unit
+    def __init__(
+        self, explanation: Explanation, work: Sequence[Placed], unit: str, time: str = "KV tiles",
+        names: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self.explanation, self.work = explanation, work
+        self._unit, self._time = unit, time
         self._lines = 1 + max((placed.line for placed in self.work), default=0)
+        self._names = range(self._lines) if names is None else names
         self._end = max((placed.end for placed in self.work), default=1.0)
-        if len(self.work) > _MOST_TILES:
-            raise ValidationError(f"schedule: expected at most {_MOST_TILES} work tiles to draw, got {len(self.work)}.")
 
     @property
     def balance(self) -> float:
@@ -67,13 +73,21 @@ class Picture:
     @property
     def html(self) -> str:
         """A page of its own: the picture, what explain() says, and the merge groups."""
-        body = f"<h1>Schedule of a plan</h1>{self._repr_html_()}<h2>The plan</h2>{self.explanation._repr_html_()}"
+        return self.page()
+
+    def page(self, *others: Picture) -> str:
+        """The same with other pictures of the plan below this one, such as its timeline."""
+        pictures = "".join(f"<h2>{picture._title()}</h2>{picture._repr_html_()}" for picture in (self, *others))
+        body = f"<h1>A plan</h1>{pictures}<h2>Which kernel, and why</h2>{self.explanation._repr_html_()}"
         return _PAGE.format(body=body + self._groups())
 
     def save(self, path: str | Path) -> None:
         """Write the page, or the picture alone where `path` ends in .svg."""
         path = Path(path)
         path.write_text(self.svg if path.suffix == ".svg" else self.html, encoding="utf-8")
+
+    def _title(self) -> str:
+        return "Schedule" if self._time == "KV tiles" else f"Timeline: {self._end:,.1f} µs, measured"
 
     def _repr_html_(self) -> str:
         picture = f'<div style="overflow-x:auto"><div style="min-width:640px">{self.svg}</div></div>'
@@ -83,9 +97,9 @@ class Picture:
         groups = {placed.work.group for placed in self.work} - {-1}
         divided = f"in {len(groups)} merge groups the last {self._unit} to arrive merges the parts of a row tile"
         return (
-            f"{len(self.work)} work tiles on {self._lines} {self._unit}s, which are busy for {100 * self.balance:.0f} "
-            f"% of the time; {divided if groups else 'no row tile is divided'}. A colour is a request, hatched work "
-            f"tiles are parts, and lines join what is merged."
+            f"{len(self.work)} work tiles on {_count(len(set(self._names)), self._unit)}, busy for "
+            f"{100 * self.balance:.0f} % of the time; {divided if groups else 'no row tile is divided'}. A colour is a "
+            f"request, hatched work tiles are parts, and lines join what is merged."
         )
 
     def _x(self, at: float) -> float:
@@ -95,19 +109,20 @@ class Picture:
         every = -(-14 // int(height)) if height < 14 else 1
         for line in range(0, self._lines, every):
             y = _TOP + height * (line + 0.5) + 4
-            yield f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{self._unit} {line}</text>'
+            yield f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end">{self._unit} {self._names[line]}</text>'
         for tick in _ticks(self._end):
             x = self._x(tick)
             yield f'<path d="M{x:.1f} {_TOP}V{bottom:.1f}" stroke="currentColor" stroke-opacity=".18"/>'
-            yield f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{tick}</text>'
-        yield f'<text x="{_WIDTH / 2}" y="{bottom + 33:.1f}" text-anchor="middle">time, in KV tiles</text>'
+            yield f'<text x="{x:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{tick:,}</text>'
+        yield f'<text x="{_WIDTH / 2}" y="{bottom + 33:.1f}" text-anchor="middle">time, in {self._time}</text>'
 
     def _tiles(self, height: float) -> Iterator[str]:
         for work, line, begin, end in self.work:
             x, width = self._x(begin), max(0.6, self._x(end) - self._x(begin) - (0.8 if height > 6 else 0))
             y, tall = _TOP + height * line + height * 0.06, height * 0.88
             box = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{tall:.2f}"'
-            yield f'<g><title>{escape(self._describe(work, line))}</title><rect {box} fill="{_colour(work)}"/>'
+            when = "" if self._time == "KV tiles" else f", {begin:.1f} to {end:.1f} {self._time}"
+            yield f'<g><title>{escape(self._describe(work, line) + when)}</title><rect {box} fill="{_colour(work)}"/>'
             if work.group >= 0:
                 fill = "url(#quire-part)" if height > 6 and width > 4 else "#fff4"
                 yield f'<rect {box} fill="{fill}"/>'
@@ -139,7 +154,7 @@ class Picture:
     def _describe(self, work: Work, line: int) -> str:
         part = f", a part of merge group {work.group}" if work.group >= 0 else ""
         return (
-            f"{self._unit} {line}: request {work.request}, KV head {work.kv_head}, rows {work.rows[0]} to "
+            f"{self._unit} {self._names[line]}: request {work.request}, KV head {work.kv_head}, rows {work.rows[0]} to "
             f"{work.rows[1] - 1}, keys {work.keys[0]} to {max(work.keys[1] - 1, work.keys[0])}{part}"
         )
 
@@ -172,11 +187,54 @@ def schedule(plan: AttentionWrapper | BatchAttention) -> Picture:
     >>> picture.svg[:4]
     '<svg'
     """
+    attention = planned(_wrapper_of(plan)._attention)
+    unit = "CTA" if attention.decision.problem.on_cuda else "thread"
+    return Picture(attention.explain(), _few(attention.placed_work()), unit)
+
+
+def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: Any) -> Picture:
+    """Compute the batch of the current plan, and draw which SM, or which thread of a host, computed what, and when.
+
+    plan: as in schedule(). tensors, options: what its run() takes: q, then the cache or keys and values, ... They are
+    computed twice, in another variant of the planned kernel, which notes when each work tile begins and ends; the
+    picture is of the second time. A wrapper for CUDA graphs is computed without one. Raises UnsupportedError where the
+    kernel has no such variant (latents, heads of 512 dims, a variant of one's own).
+
+    >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
+    >>> lens = torch.tensor([0, 100, 130], dtype=torch.int32)
+    >>> wrapper.plan(lens, lens, 8, 2, 64, causal=True, q_data_type=torch.float32)
+    >>> q, k, v = (torch.randn(130, heads, 64) for heads in (8, 2, 2))
+    >>> measured = quire.viz.timeline(wrapper, q, k, v)
+    >>> len(measured.work) == len(quire.viz.schedule(wrapper).work)
+    True
+    """
+    wrapper = _wrapper_of(plan)
+    attention, notes = planned(wrapper._attention).timed()
+    twin, unit = copy(wrapper), "SM" if attention.decision.problem.on_cuda else "thread"
+    twin._attention, twin._graph = attention, None
+    for _ in range(2):
+        notes.clear()
+        twin.run(*tensors, **options)  # type: ignore[attr-defined]  # each wrapper has its own
+    work, names = notes.read()
+    return Picture(attention.explain(), _few(work), unit, "µs", names)
+
+
+def _wrapper_of(plan: Any) -> AttentionWrapper:
     wrapper = plan._wrapper if isinstance(plan, BatchAttention) else plan
     if not isinstance(wrapper, AttentionWrapper):
         raise ValidationError(f"plan: expected a wrapper that has planned one batch, got {type(plan).__name__}.")
-    attention = planned(wrapper._attention)
-    return Picture(attention, "CTA" if attention.decision.problem.on_cuda else "thread")
+    return wrapper
+
+
+def _few(work: Sequence[Placed]) -> Sequence[Placed]:
+    """`work`, if a browser can draw it."""
+    if len(work) > _MOST_TILES:
+        raise ValidationError(f"schedule: expected at most {_MOST_TILES} work tiles to draw, got {len(work)}.")
+    return work
+
+
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'' if number == 1 else 's'}"
 
 
 def _ticks(end: float, most: int = 10) -> range:
@@ -228,29 +286,33 @@ def _heads(text: str) -> tuple[int, int]:
     return qo, kv
 
 
-def _wrapper(options: argparse.Namespace) -> AttentionWrapper:
-    """A wrapper that has planned the batch of the command line."""
+def _planned(options: argparse.Namespace) -> tuple[AttentionWrapper, list[torch.Tensor]]:
+    """A wrapper that has planned the batch of the command line, and tensors for its run()."""
     kv_lens, size, (qo_heads, kv_heads) = options.kv_lens, options.page_size, options.heads
     qo_lens = options.qo_lens * (len(kv_lens) if len(options.qo_lens) == 1 else 1)
     if len(qo_lens) != len(kv_lens):
         raise ValidationError(f"--qo-lens: expected 1 or {len(kv_lens)} lengths, got {len(qo_lens)}.")
+    randn = partial(torch.randn, dtype=torch.bfloat16, device=options.device)
+    own = kv_heads, options.head_dim
+    q = randn(sum(qo_lens), qo_heads, options.head_dim)
     workspace = torch.empty(1 << 30, dtype=torch.uint8, device=options.device)
     shared: dict[str, Any] = {"q_data_type": torch.bfloat16, "fixed_split_size": options.split}
     if size is None:
         ragged = BatchPrefillWithRaggedKVCacheWrapper(workspace)
         heads = qo_heads, kv_heads, options.head_dim
         ragged.plan(_offsets(qo_lens), _offsets(kv_lens), *heads, causal=options.causal, **shared)
-        return ragged
+        return ragged, [q, randn(sum(kv_lens), *own), randn(sum(kv_lens), *own)]
     pages = _offsets([-(-n // size) for n in kv_lens])
     last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in kv_lens], dtype=torch.int32)
+    cache = randn(int(pages[-1]), 2, size, *own)
     table = pages, torch.arange(int(pages[-1]), dtype=torch.int32), last, qo_heads, kv_heads, options.head_dim, size
     if set(qo_lens) == {1}:
         decode = BatchDecodeWithPagedKVCacheWrapper(workspace)
         decode.plan(*table, **shared)
-        return decode
+        return decode, [q, cache]
     prefill = BatchPrefillWithPagedKVCacheWrapper(workspace)
     prefill.plan(_offsets(qo_lens), *table, causal=options.causal, **shared)
-    return prefill
+    return prefill, [q, cache]
 
 
 def _offsets(lens: Sequence[int]) -> torch.Tensor:
@@ -258,7 +320,7 @@ def _offsets(lens: Sequence[int]) -> torch.Tensor:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Plan a batch and write a page about it."""
+    """Plan a batch, compute it, and write a page about it."""
     parser = argparse.ArgumentParser(prog="python -m quire.viz", description="Draw who computes what under a plan.")
     parser.add_argument("--out", type=Path, default=Path("schedule.html"), help="file to write (default schedule.html)")
     parser.add_argument("--qo-lens", type=_numbers, default=[1], help="queries of each request, or of all (default 1)")
@@ -268,16 +330,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--page-size", type=int, help="tokens of a page (default: keys without pages)")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--split", type=int, help="fixed_split_size of plan(), tokens")
+    parser.add_argument("--no-timeline", action="store_true", help="draw the schedule alone: compute nothing")
     parser.add_argument("--threads", type=int, help="threads of the host that share the work (default: torch's)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
-        picture = schedule(_wrapper(options))
+        wrapper, tensors = _planned(options)
+        picture = schedule(wrapper)
+        page = picture.page(*[] if options.no_timeline else [timeline(wrapper, *tensors)])
     except QuireError as error:
         parser.exit(1, f"{parser.prog}: {error}\n")
-    picture.save(options.out)
+    options.out.write_text(page, encoding="utf-8")
     print(picture.explanation)
     print(f"wrote {options.out}")
 

@@ -168,7 +168,7 @@ def _rejection(kernel: AttentionKernel, problem: AttentionProblem) -> str | None
         return "it has no cascades"
     if problem.prefix and kernel.prefix_params is None:
         return "it finds the keys of shared levels in the cache alone"
-    return cascade_reason(problem) or kernel.scales_reason(problem) or kernel.reject(problem)
+    return cascade_reason(problem) or kernel.lacks(problem) or kernel.reject(problem)
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:

@@ -25,8 +25,7 @@ from quire.kernels.operands import (
     blocks_of,
 )
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, struct_of
-from quire.kernels.variant import Variant
+from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, StampList, struct_of
 from quire.types import MaskMode, PosEncodingMode
 
 
@@ -157,6 +156,7 @@ class AttentionKernel:
     prefix_params: type[ctypes.Structure] | None = None
     has_cascades: bool = False  #: it merges partial results across the levels of a tree of shared keys
     has_gaps: bool = False  #: in pages of one token it masks page numbers beyond params.num_pages, and reads none
+    notes_times: bool = False  #: it has timed variants
     pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
 
     def tensors(self, key: AttentionKey) -> tuple[Operand, ...]:
@@ -188,9 +188,9 @@ class AttentionKernel:
         return (self.on_cuda, self.is_mla) == (problem.on_cuda, problem.is_mla)
 
     def params_of(self, key: AttentionKey) -> type[ctypes.Structure]:
-        """Its parameter struct for `key`: `params`, with the operands of a variant of the caller's own behind it."""
-        own = self._own_params(key)
-        return own if key.variant is None else with_operands(own, key.variant)
+        """Its parameter struct for `key`: `params`, with the operands of the variant behind it, if it has any."""
+        own, behind = self._own_params(key), operands_behind(key)
+        return own if behind is None else with_operands(own, behind)
 
     def planning(self, key: AttentionKey) -> OperationKey | None:
         """The operation that plan() launches for `key`: it fills the kernel's own plan memory."""
@@ -208,10 +208,14 @@ class AttentionKernel:
             return f"target {problem.target} is another device"
         if self.is_mla != problem.is_mla:
             return f"it is {'only' if self.is_mla else 'not'} for multi-head latent attention"
-        return self.scales_reason(problem) or self.reject(problem)
+        return self.lacks(problem) or self.reject(problem)
 
-    def scales_reason(self, problem: AttentionProblem) -> str | None:
-        """Why it does not take scales that `problem` has; None if it does, or if there are none."""
+    def lacks(self, problem: AttentionProblem) -> str | None:
+        """What `problem` asks for that some kernels have, and this one has not; None if there is nothing."""
+        if problem.timed and not self.notes_times:
+            return "it does not note when it computes what"
+        if problem.timed and problem.variant is not None:
+            return "variants of one's own have no timed ones"
         if problem.tile_scales and all(operand.scales is None for operand in self.operands):
             return "it takes no latents with scales, which rows of 656 bytes have"
         return None
@@ -243,9 +247,10 @@ class AttentionKernel:
     @lru_cache(maxsize=4096)  # rows of the catalogue live as long as the process  # noqa: B019
     def spec(self, key: AttentionKey) -> Spec:
         """What the compiler is given for `key`."""
-        tile, members, own = self.tile(key), key.members.items(), key.variant
+        tile, members, own, behind = self.tile(key), key.members.items(), key.variant, operands_behind(key)
         text = () if own is None else (("expression", str(own)),)
-        places = () if own is None else (("kOperandsAt", ctypes.sizeof(self.params)),)
+        places = () if behind is None else (("kOperandsAt", ctypes.sizeof(self._own_params(key))),)
+        code = "  using Operands = StampList;" if key.timed else ""
         return Spec(
             slug=key.slug,
             target=key.target,
@@ -259,8 +264,8 @@ class AttentionKernel:
                 ("kTileKv", tile.kv),
                 *places,
             ),
-            code="" if own is None else render(own.expression),
-            operands=None if own is None else struct_of(operands_struct(own.expression)),
+            code=code if own is None else render(own.expression),
+            operands=None if behind is None else struct_of(behind),
             asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
             exports=_EXPORTS if self.on_cuda else (),
             warmup=key.slug,
@@ -268,10 +273,16 @@ class AttentionKernel:
         )
 
 
+def operands_behind(key: AttentionKey) -> type[ctypes.Structure] | None:
+    """What lies behind the parameters of a variant: what its expression reads, or a list of stamps; None: nothing."""
+    if key.variant is None:
+        return StampList if key.timed else None
+    return operands_struct(key.variant.expression)
+
+
 @lru_cache(maxsize=1024)
-def with_operands(params: type[ctypes.Structure], variant: Variant) -> type[ctypes.Structure]:
+def with_operands(params: type[ctypes.Structure], operands: type[ctypes.Structure]) -> type[ctypes.Structure]:
     """`params` with `operands` behind, as WithOperands in core/expression.h."""
-    operands = operands_struct(variant.expression)
     to_64 = ctypes.c_char * (-(ctypes.sizeof(params) + ctypes.sizeof(operands)) % 64)
     return type(params.__name__, (params,), {"_fields_": (("operands", operands), ("_operands_to_64", to_64))})
 

@@ -56,4 +56,5 @@ KERNEL = AttentionKernel(
     has_expression_blocks=True,
     has_cascades=True,
     prefix_params=AttentionPrefixParams,
+    notes_times=True,
 )

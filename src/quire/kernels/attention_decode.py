@@ -103,4 +103,5 @@ KERNEL = AttentionKernel(
     has_cascades=True,
     schedule_input=lambda _: {"start_cost": 20},
     pdl=True,
+    notes_times=True,
 )

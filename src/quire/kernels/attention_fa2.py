@@ -63,4 +63,5 @@ KERNEL = AttentionKernel(
     choose_rows=first_tile_that_holds,
     has_expression_blocks=True,
     has_cascades=True,
+    notes_times=True,
 )

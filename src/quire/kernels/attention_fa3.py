@@ -201,4 +201,5 @@ KERNEL = AttentionKernel(
     unit_bytes=_unit_bytes,
     operation=_operation,
     fill=_fill,
+    notes_times=True,
 )

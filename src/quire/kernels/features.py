@@ -143,6 +143,9 @@ class Features:
         default=False, kw_only=True
     )
 
+    #: it notes when each work tile was computed, and where: core/stamps.h
+    timed: Annotated[bool, _flag("kTimed", "timed", lambda options: options.timed)] = field(default=False, kw_only=True)
+
     @property
     def paged(self) -> bool:
         return self.page_size != 0

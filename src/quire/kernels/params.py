@@ -245,6 +245,12 @@ class ExpressionBlocksParams(ctypes.Structure):
     )
 
 
+class StampList(ctypes.Structure):
+    """Where a timed variant of attention notes when it computes what; see core/stamps.h."""
+
+    _fields_ = (("rows", c_void_p), ("capacity", c_int64))
+
+
 class MergeParams(ctypes.Structure):
     """Merging attention states; shapes stand in kernels/merge.h."""
 

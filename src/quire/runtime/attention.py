@@ -15,7 +15,7 @@ import torch
 from quire import config
 from quire.errors import CacheMissError, PlanError, ValidationError
 from quire.jit import cache_miss, is_obtainable, is_recording, record_use, without_matrix_unit
-from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
+from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
 from quire.kernels.operands import Operand, View
 from quire.runtime import rotate_ahead, widen_ahead
@@ -48,6 +48,7 @@ from quire.runtime.planner import (
 )
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
+from quire.runtime.stamps import Stamps
 from quire.runtime.target import current_stream, on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
 from quire.runtime.variant_operands import check_names, describe, refuse_beside, unexpected, write_operands
@@ -300,6 +301,12 @@ class Attention:
             raise PlanError("the schedule of this call is made on the GPU: plan() a wrapper with lengths on the host.")
         indices = self.spec.indices if self._ahead is None else self._ahead.planned
         return place_work(self._plan.indices(indices), self._plan.schedule_input)
+
+    def timed(self) -> tuple[Attention, Stamps]:
+        """A plan of the same batch and kernel whose runs note when they compute what, and those notes."""
+        options, backend = self._plan_options._replace(timed=True), PIN + self.decision.kernel.backend
+        twin = Attention(self.same_batch()._replace(options=options), self._layout, self._workspace, backend)
+        return twin, Stamps(twin.placed_work(), twin._plan.operands, self._device)
 
     def same_batch(self) -> AttentionSpec:
         """The spec with index arrays as they were: the caller may have written others since."""

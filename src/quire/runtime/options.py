@@ -106,6 +106,7 @@ class PlanOptions(NamedTuple):
     cascade: bool = False  #: the batch is a tree of shared keys
     prefix: bool = False  #: with cascade: the keys of shared levels lie in tensors of their own
     tile_scales: bool = False  #: with is_mla: each 128 dims of a latent have a scale, and kpe is in q's type
+    timed: bool = False  #: its kernel notes when it computes what, for pictures
     sms: int = 0  #: SMs of the GPU that its CTAs fill, beside another launch; 0: all
 
     @property

@@ -15,6 +15,7 @@ from quire.jit.spec import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import with_operands
 from quire.kernels.expression import indices_in
+from quire.kernels.expression_cxx import operands_struct
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import (
     AttentionParams,
@@ -252,7 +253,7 @@ def index_limits(options: PlanOptions, indices: Indices | Lengths) -> dict[str, 
 def _expression_blocks(params: Any, variant: Variant, template: _PlanTemplate, num_tiles: int) -> ctypes.Structure:
     """The parameters of the operation that classifies KV tiles under the mask of a variant."""
     given, base = template.schedule, base_of(params)
-    todo = with_operands(ExpressionBlocksParams, variant)(
+    todo = with_operands(ExpressionBlocksParams, operands_struct(variant.expression))(
         tiles=base.tiles, num_tiles=num_tiles, tile_rows=given.tile_rows, tile_kv=given.tile_kv,
         group_size=given.group_size, num_qo_heads=base.num_qo_heads, mask_mode=given.mask_mode,
         window_left=given.window_left, has_heads=int("head" in indices_in(variant.expression.mask)),

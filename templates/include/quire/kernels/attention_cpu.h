@@ -11,6 +11,7 @@
 #include "quire/tile/cpu_panel.h"
 #include "quire/tile/cpu_rope.h"
 #include "quire/tile/cpu_rows.h"
+#include "quire/tile/cpu_stamps.h"
 #include "quire/tile/cpu_stream.h"
 #include "quire/tile/cpu_tiles.h"
 
@@ -130,7 +131,9 @@ struct AttentionCpu {
     while (cursor.next<V::kCascade != 0>(p, kTileKv, works[0])) {
       for (int i = 1; i < heads; ++i)
         WorkCursor::of_cta(p, cta + i).template next<V::kCascade != 0>(p, kTileKv, works[i]);
+      cpu::stamp<V>(p, works, heads, Moment::kBegin);
       attend(p, works, heads, scratch);
+      cpu::stamp<V>(p, works, heads, Moment::kEnd);
     }
   }
 

@@ -21,6 +21,7 @@
 #include "quire/tile/decode_merge.cuh"
 #include "quire/tile/decode_ring.cuh"
 #include "quire/tile/logits.cuh"
+#include "quire/tile/stamps.cuh"
 
 namespace quire {
 
@@ -131,6 +132,7 @@ class AttentionDecode {
       __syncthreads();
     }
     const WorkTile next = cursor_.take<kCascade>(p_, window_.get(cursor_, lane_), kTileKv);
+    stamp<V>(p_, next, Moment::kBegin, threadIdx.x == 0);
     if constexpr (Shape::kQueryBytes > 0)
       q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
     q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query() : nullptr);
@@ -208,6 +210,7 @@ class AttentionDecode {
   QUIRE_DEVICE void finish(int stage) {
     softmax_.reduce();
     DecodeEnding<V>{p_, smem_, stage, warp_, lane_}.run(work(), o_, softmax_);
+    stamp<V>(p_, work(), Moment::kEnd, threadIdx.x == 0);
     reset();
   }
 

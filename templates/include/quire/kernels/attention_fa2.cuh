@@ -18,6 +18,7 @@
 #include "quire/tile/partial.cuh"
 #include "quire/tile/rope.cuh"
 #include "quire/tile/softmax.cuh"
+#include "quire/tile/stamps.cuh"
 
 namespace quire {
 
@@ -96,7 +97,9 @@ struct AttentionFa2 {
       if (threadIdx.x == 0) current.exists = current.cursor.next<V::kCascade != 0>(p, kTileKv, current.work);
       __syncthreads();
       if (!current.exists) return;
+      stamp<V>(p, current.work, Moment::kBegin, threadIdx.x == 0);
       AttentionFa2(p, current, smem).attend();
+      stamp<V>(p, current.work, Moment::kEnd, threadIdx.x == 0);
     }
   }
 

@@ -29,6 +29,7 @@
 #include "quire/tile/sm90_widen.cuh"
 #include "quire/tile/sm90_kv_tiles.cuh"
 #include "quire/tile/smem.cuh"
+#include "quire/tile/stamps.cuh"
 
 namespace quire {
 
@@ -488,9 +489,11 @@ struct AttentionFa3 {
         release_work_tile(at);
         continue;
       }
+      note(stages_[at.stage()].work, Moment::kBegin);
       if (ptx::uniform(KvTileWalk<V>(stages_[at.stage()]).exists())) attend_work_tiles(rows, at, rings);
       Stage& current = stages_[at.stage()];
       store(rows, current, late_at);
+      note(current.work, Moment::kEnd);
       release_work_tile(at);
       ending.stored(p_.base, warpgroup());
     }
@@ -518,6 +521,11 @@ struct AttentionFa3 {
 
   // Which 64 rows of the row tile this warpgroup computes.
   QUIRE_DEVICE static int part_of(const WorkTile& work) { return is_alone(work) ? 0 : warpgroup(); }
+
+  // The first warpgroup of those that compute it stands for all.
+  QUIRE_DEVICE void note(const WorkTile& work, Moment moment) const {
+    if constexpr (V::kTimed != 0) stamp<V>(p_.base, work, moment, part_of(work) == 0 && is_leader());
+  }
 
   // Another warpgroup's work tile: this one lets go of what is loaded. One thread waits, and the others for it: a
   // thread that runs ahead of the ring takes one round of it for another.
@@ -586,6 +594,8 @@ struct AttentionFa3 {
       if (is_leader()) v_.arrive_empty(last);
       rows.softmax.reduce();
       store_whole(rows, current.work, lane_row(ptx::lane_id()), ptx::lane_id());
+      note(current.work, Moment::kEnd);
+      note(stages_[next.stage()].work, Moment::kBegin);
       release_work_tile(at);
       rows.clear();
     }

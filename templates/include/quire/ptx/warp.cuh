@@ -23,4 +23,17 @@ QUIRE_DEVICE int lane_id() {
   return lane;
 }
 
+QUIRE_DEVICE int sm_id() {
+  int sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm;
+}
+
+// Of a clock that all SMs share.
+QUIRE_DEVICE int64_t nanoseconds() {
+  int64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
 }  // namespace quire::ptx
