@@ -18,6 +18,7 @@ from calls import (
     ragged_wrapper,
 )
 from problems import Problem, workspace
+from quire.runtime import launch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -134,6 +135,20 @@ def test_the_tallest_tiles_of_decode(head_dim, kv_dtype):
     more = {"dtype": torch.bfloat16, "kv_dtype": kv_dtype, "device": "cuda", "causal": True}
     p = Problem((8, 8, 8), (300, 17, 2000), 16, 2, head_dim, **more)
     p.check(*prefill_paged(p, p.paged(16), "quire:decode", plan={"kv_data_type": kv_dtype}))
+
+
+def test_nvtx_ranges_are_named_after_variants(monkeypatch):
+    """torch turns a range of its profiler into one of NVTX while emit_nvtx() is open."""
+    p, named = problem("cuda:0"), []
+    wrapper = ragged_wrapper(p, "auto")
+    plan_ragged(wrapper, p)
+    range_of = launch.record_function
+    monkeypatch.setattr(launch, "record_function", lambda name: named.append(name) or range_of(name))
+    wrapper.run(p.q, p.k, p.v)
+    assert not named, "a run that is not profiled pays nothing"
+    with torch.autograd.profiler.emit_nvtx():
+        p.check(wrapper.run(p.q, p.k, p.v))
+    assert named == [f"quire::{wrapper._attention.decision.key.slug}"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
