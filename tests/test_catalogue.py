@@ -210,7 +210,13 @@ def test_a_variant_is_described_in_the_words_of_its_user():
 
 
 def test_masks_of_the_command_line():
-    none = {"pos_encoding": PosEncodingMode.NONE, "cascade": False, "prefix": False, "tile_scales": False, "timed": False}
+    none = {
+        "pos_encoding": PosEncodingMode.NONE,
+        "cascade": False,
+        "prefix": False,
+        "tile_scales": False,
+        "timed": False,
+    }
     assert read_mask("causal+cap+window") == {"mask": MaskMode.CAUSAL, "window": True, "soft_cap": True, **none}
     assert read_mask("Tree") == {"mask": MaskMode.TREE, "window": False, "soft_cap": False, **none}
     assert read_mask("none+alibi")["pos_encoding"] is PosEncodingMode.ALIBI
