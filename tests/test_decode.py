@@ -83,7 +83,7 @@ def test_lengths(device, backend, dtype, kv_lens):
     p.check(*decode(p, p.paged(16), backend))
 
 
-@pytest.mark.parametrize("split", [-1, 64])
+@pytest.mark.parametrize("split", [-1, 128])
 @pytest.mark.parametrize("num_kv_heads", [1, 3, 4, 16, 20])
 def test_heads_side_by_side(device, backend, num_kv_heads, split):
     """On a host a thread attends to several KV heads at a time where it has many; here it has 20 requests of each."""

@@ -131,7 +131,7 @@ def test_a_small_workspace_leaves_widening_to_the_kernel(device, half):
 
 def test_keys_that_few_queries_see_are_widened_by_the_kernel(device, half, monkeypatch):
     monkeypatch.setattr(widen_ahead, "_LEAST_ROWS", 2048)
-    p = problem(device, half, ((300, 290), (9000, 300)))  # 16 / 2 heads
+    p = problem(device, half, ((200, 190), (9000, 300)))  # 16 / 2 heads
     wrapper = planned(p, p.paged(16))
     assert not is_ahead(wrapper)
 
