@@ -62,7 +62,7 @@ class Row(NamedTuple):
     @property
     def label(self) -> str:
         copied = self.has_pages and self.best_peer in WITHOUT_PAGES
-        return self.name + (" *" if copied else " †" if self.name in _later_rates() else "")
+        return self.name + (" *" if copied else "")
 
 
 def latest(pattern: str) -> dict[str, Any]:
@@ -75,19 +75,11 @@ def _read(path: Path) -> dict[str, Any]:
     return report
 
 
-def _later_rates() -> dict[str, float]:
-    """Rows that a later commit made slower, in their unit: the precise tanh of a soft cap."""
-    found = latest("*-h200-suite.json")["tanh_of_a_soft_cap_tflops"]
-    return {found["row"]: next(rate for name, rate in found.items() if "kept" in name)}
-
-
 def attention_rows() -> list[Row]:
     """The rows that Quire and a peer computed."""
     rows = []
     for row in latest("*-h200-attention.json")["rows"]:
         rates = {result["provider"]: result["rate"] for result in row["results"] if result["timing"]}
-        if row["row"] in _later_rates():
-            rates["quire"] = _later_rates()[row["row"]]
         if {"quire"} < rates.keys():
             paged = row["problem"]["page_size"] > 0
             rows.append(Row(row["row"], row["flops"], row["bytes"], row["unit"], paged, rates))
@@ -134,8 +126,7 @@ def speed(figure: Figure) -> str:
     figure.suptitle(f"Quire's speed beside the fastest other in each row ({slower} of {len(rows)} rows: slower)")
     return (
         f"{_machine(latest('*-h200-attention.json'))}. The others: FlashInfer (its kernels), FlashAttention-3, cuDNN.\n"
-        "* the fastest other ran on a copy without pages, which is less work. "
-        "† Quire's figure is a later one, since its tanh became precise."
+        "* the fastest other ran on a copy without pages, which is less work."
     )
 
 
@@ -154,7 +145,7 @@ def rates(figure: Figure) -> str:
         ax.axvline(report["roof"][roof], color=mpl.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
         ax.set_title(f"{unit} (dashed: what this card reached)")
     _legend(figure, list(PROVIDERS))
-    return f"{_machine(report)}.\n* and †: as in the picture of speed."
+    return f"{_machine(report)}.\n*: as in the picture of speed."
 
 
 def roofline(figure: Figure) -> str:

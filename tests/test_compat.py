@@ -157,6 +157,7 @@ class TestStandIn:
         with pytest.raises(quire.ValidationError, match=r"jit_args takes a quire\.Variant"):
             quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_args=(*jit_args, "struct Mine {};"))
 
+    @pytest.mark.slow
     def test_command_line(self, tmp_path: Path) -> None:
         script = tmp_path / "serve.py"
         script.write_text(

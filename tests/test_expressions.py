@@ -416,6 +416,7 @@ class Logits(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("scores", "score", "mask"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", range(-(-COUNT // PER_PROGRAM)))
 def test_random_expressions(batch, tmp_path, monkeypatch):
     """What the tracer lets through compiles, and is what float64 says, in all ways that kernels evaluate it: two of the

@@ -27,6 +27,7 @@ def drawn() -> dict[str, str]:
         return dict(figures.draw())
 
 
+@pytest.mark.slow
 def test_committed_pictures_are_fresh(drawn: dict[str, str]) -> None:
     """And drawn by another process they are equal."""
     assert {path.name for path in FIGURES.glob("*.svg")} == drawn.keys()

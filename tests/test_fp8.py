@@ -190,6 +190,7 @@ def of_eight_bit_queries(device, dtype):
     return given, truth, scales
 
 
+@pytest.mark.slow
 @KV_DTYPES
 def test_queries_of_eight_bits(device, kv_dtype):
     """Every call takes them, with a scale for each head, by keyword or by position."""

@@ -71,6 +71,7 @@ def test_wide_heads_under_masks(device, backend, dtype, mask, window_left, soft_
     p.check(*prefill_paged(p, p.paged(8), backend))
 
 
+@pytest.mark.slow
 def test_wide_heads_of_long_prompts(device, backend, dtype):
     """Row tiles of 64, whose keys are divided among CTAs."""
     p = Problem((150, 70), (700, 300), 4, 2, 512, dtype=dtype, device=device, causal=True)
@@ -91,6 +92,7 @@ def test_wide_heads_with_sinks_and_alibi(device, backend, dtype):
     p.check(*prefill_paged(p, p.paged(16), backend, run={"sinks": sinks}), sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_dtype", "rotates"),
     [(None, True), (torch.float8_e4m3fn, False), (torch.float8_e5m2, False), (torch.float8_e4m3fn, True)],

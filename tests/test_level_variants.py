@@ -49,6 +49,7 @@ def test_levels_without_queries_and_keys(device, backend):
     p.check(wrapper.run(p.q, cache.kv, **case.on(device)[1]), **case.expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_decode_with_shared_prefix(name, device, backend):
     case = CASES[name]
@@ -60,6 +61,7 @@ def test_decode_with_shared_prefix(name, device, backend):
     p.check(wrapper.forward(p.q, k, v, cache.kv, **case.on(device)[1]), **case.expected())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_prefill_with_shared_prefix(name, device, backend):
     case = CASES[name]

@@ -44,6 +44,7 @@ def test_slopes_of_heads(device, backend, dtype, mode, heads):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_long_positions(device, backend, dtype, mode):
     """A bias of 131,072 tokens leaves few float32 digits for a logit, and such an angle is 0.004 radians off."""

@@ -431,8 +431,8 @@ def test_a_soft_cap_with_a_mask(device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **of_run))
 
 
-@pytest.mark.parametrize("num_qo_heads", [2, 8, 12, 16])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "num_qo_heads"), [(64, 2), (64, 12), (128, 8), (128, 16)])
 def test_masks_of_rows_that_share_a_query(head_dim, num_qo_heads, device, backend):
     """Heads of a query have one mask: groups of 1, 4, 6 and 8, tiles of 64 and 128 keys, and a request without rows."""
     documents = torch.arange(1900, dtype=torch.int32).div(470, rounding_mode="floor").expand(3, -1).contiguous()
@@ -871,6 +871,7 @@ def test_slugs(device):
         spec_of(slug.replace(variants.alibi.digest, "0123456789abcdef"))
 
 
+@pytest.mark.slow
 def test_a_sealed_machine_needs_no_source(tmp_path):
     """What is recorded holds the text: another process builds it, and shows it, without the module that made it."""
     variant = quire.Variant(lambda score, head, gain: score * gain[head] + 0.25, tensors={"gain": torch.float32})
@@ -895,6 +896,7 @@ def test_a_sealed_machine_needs_no_source(tmp_path):
     assert "removed 0 entries" in call("cache", "prune"), "it is current, although its module is not imported"
 
 
+@pytest.mark.slow
 def test_warmup_of_a_module():
     command = [sys.executable, "-m", "quire", "warmup", "--dry-run", "--backend", "cpu", "--variant"]
     done = subprocess.run([*command, "quire.variants:alibi"], capture_output=True, text=True, check=True)

@@ -266,7 +266,7 @@ QUIRE_DEVICE constexpr bool has_ramps() {
   return LogitsTransform<V, Math>::kIsRamp;
 }
 
-constexpr float kMinusInfinity = -__builtin_inff();
+constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // A logit that the query does not see becomes `hidden`.
 template <class V, class Math, bool kInside, class Bits>
