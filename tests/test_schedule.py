@@ -475,7 +475,7 @@ BAD = [
     ({"kv_last_page_len": [0, 1]}, "last_page_len"),
     ({"kv_last_page_len": [-3, 1]}, "last_page_len"),
     ({"kv_indptr": [0, 1 << 30, (1 << 30) + 1]}, "fewer than 2..31 tokens"),
-    ({"qo_indptr": [0, 1, 2**31 - 1]}, "at most 2..23 row tiles times 1 KV heads"),
+    ({"qo_indptr": [0, 1, 2**31 - 1]}, "fewer than 2..23 row tiles times 1 KV heads"),
 ]
 
 
@@ -505,7 +505,8 @@ def ragged(qo_lens, kv_lens, qo_len=0):
 TOO_LARGE = [
     (ragged((2**31 - 2,), (5,)), {}, "2..23 row tiles"),
     (ragged((1, 2**31 - 2), (5, 5)), {}, "2..23 row tiles.*at request 1"),
-    (ragged(None, (5, 5), qo_len=2**30), {}, "query tokens times query heads per KV head below 2..31"),
+    (ragged((2**31 - 1,), (0,)), {"tile": TileShape(256, 128)}, "fewer than 2..23 row tiles"),
+    (ragged(None, (5, 5), qo_len=2**30), {"tile": TileShape(256, 64)}, "query heads per KV head below 2..31"),
     (ragged(None, (5,), qo_len=2**30), {"group_size": 3}, "query tokens times query heads"),
     (ragged((1,), (5,)), {"num_kv_heads": 2**31 - 1}, "times 2147483647 KV heads"),
     (ragged((1,), (5,)), {"group_size": 2**31 - 1}, "2..23 row tiles"),

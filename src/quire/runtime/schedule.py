@@ -116,9 +116,9 @@ _ERRORS = {
     7: "the batch is larger than what the first plan() fixed for a CUDA graph: {tiles} row tiles, not {capacity}.",
     8: "out of memory while planning.",
     9: "paged_kv_indices: expected at least paged_kv_indptr[-1]={nnz} entries, got {pages}.",
-    10: "{rows}, num_qo_heads: the batch is too large: expected at most 2**23 row tiles times {heads} KV heads (a row "
-    "is a query token and a query head of the KV head; a row tile holds {tile_rows} of one request; each fixed split "
-    "counts), got more at request {request}; call with fewer requests or tokens at a time.",
+    10: "{rows}, num_qo_heads: the batch is too large: expected fewer than 2**23 row tiles times {heads} KV heads (a "
+    "row is a query token and a query head of the KV head; a row tile holds {tile_rows} of one request; each fixed "
+    "split counts), got more at request {request}; call with fewer requests or tokens at a time.",
     11: "the batch is too large: expected fewer than 2**31 KV tiles of {tile_kv} tokens, counted for each row tile of "
     "{tile_rows} rows and each of {heads} KV heads; call with fewer requests at a time.",
     13: "seq_lens: expected {kv_len} tokens of request {request}, as {kv}_indptr and the last page say, got {seq_len}.",
