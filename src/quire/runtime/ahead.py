@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -53,6 +54,15 @@ class Ahead(ABC):
             for tensor in self._tensors:
                 tensor.record_stream(torch.cuda.current_stream(device))
             self._streams.add(stream)
+
+
+def set_aside(workspace: Workspace, num_bytes: int) -> tuple[tuple[Workspace, torch.Tensor] | None, int]:
+    """What is left of a workspace and `num_bytes` of it, rounded up, and how many those are. Where it is too small:
+    None, and how many bytes it would need.
+    """
+    num_bytes = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    parts = workspace.set_aside(num_bytes, MOST_OF_WORKSPACE, ALIGNMENT)
+    return parts, num_bytes if parts is not None else math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
 
 
 def kept(indices: Indices) -> Indices:

@@ -8,7 +8,6 @@ request after request, and so do values that come in pages.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ import torch
 from quire.kernels import PIN, Decision
 from quire.kernels.operands import View
 from quire.kernels.params import RopeParams
-from quire.runtime.ahead import ALIGNMENT, MOST_OF_WORKSPACE, Ahead, kept, largest_page, view_of
+from quire.runtime.ahead import Ahead, kept, largest_page, set_aside, view_of
 from quire.runtime.options import PlanOptions
 from quire.runtime.rotate import Angles, Heads, Rotation
 from quire.runtime.schedule import Indices, measure_schedule, schedule_input
@@ -107,13 +106,11 @@ class RotationAhead(Ahead):
         batch = _Batch.of(indices, options, plain)
         tensors = 2 if options.page_size else 1
         token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
-        num_bytes = -(-max(1, int(batch.kv_lens.sum())) * token_bytes // ALIGNMENT) * ALIGNMENT
-        parts = workspace.set_aside(num_bytes, MOST_OF_WORKSPACE, ALIGNMENT)
+        parts, num_bytes = set_aside(workspace, max(1, int(batch.kv_lens.sum())) * token_bytes)
         if parts is None:
-            needed = math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
             return None, (
-                f"queries and keys are rotated in the kernel: {needed} bytes of workspace would hold rotated keys for "
-                f"{plain.kernel.name}, which is faster"
+                f"queries and keys are rotated in the kernel: {num_bytes} bytes of workspace would hold rotated keys "
+                f"for {plain.kernel.name}, which is faster"
             )
         note = f"queries are rotated into the output, keys into {num_bytes} bytes of the workspace, ahead of the kernel"
         return cls(batch, indices, options, *parts), note

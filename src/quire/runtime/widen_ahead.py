@@ -17,7 +17,7 @@ from quire.kernels import PIN, Decision
 from quire.kernels.operands import View
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import WidenParams
-from quire.runtime.ahead import ALIGNMENT, MOST_OF_WORKSPACE, Ahead, kept, largest_page, view_of
+from quire.runtime.ahead import Ahead, kept, largest_page, set_aside, view_of
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.options import PlanOptions
 from quire.runtime.schedule import Indices
@@ -121,12 +121,10 @@ def within(
     if _rows_of_a_key(indices, options) < _LEAST_ROWS:
         return None, ""
     token_bytes = options.num_kv_heads * (options.head_dim_qk + options.head_dim_vo) * options.types.q.bits // 8
-    num_bytes = -(-count * options.page_size * token_bytes // ALIGNMENT) * ALIGNMENT
-    parts = workspace.set_aside(num_bytes, MOST_OF_WORKSPACE, ALIGNMENT)
+    parts, num_bytes = set_aside(workspace, count * options.page_size * token_bytes)
     if parts is None:
-        needed = math.ceil((num_bytes + ALIGNMENT) / MOST_OF_WORKSPACE)
         return None, (
-            f"keys and values are widened in the kernel: {needed} bytes of workspace would hold widened ones, over "
+            f"keys and values are widened in the kernel: {num_bytes} bytes of workspace would hold widened ones, over "
             f"which {plain.kernel.name} is faster"
         )
     note = f"keys and values are widened into {num_bytes} bytes of the workspace, ahead of the kernel"

@@ -91,17 +91,7 @@ struct PartBatch {
   }
 
   // d is the sum over this lane's parts until finish().
-  QUIRE_DEVICE void add_to(RowQuad& sum) const {
-    float top = md.x;
-#pragma unroll
-    for (int i = 1; i < kParts; i *= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, i));
-    top = fmaxf(top, sum.m);
-    const float keep = ptx::ex2(sum.m - top), weight = ptx::ex2(md.x - top);
-    sum.m = top, sum.d = fmaf(sum.d, keep, weight * md.y);
-    sum.o.x *= keep, sum.o.y *= keep, sum.o.z *= keep, sum.o.w *= keep;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) scale_add(sum.o, __shfl_sync(0xffffffffu, weight, i), o[i]);
-  }
+  QUIRE_DEVICE void add_to(RowQuad& sum) const { add_parts(sum, md, o); }
 
   QUIRE_DEVICE static void finish(RowQuad& sum) {
 #pragma unroll
