@@ -29,22 +29,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 import torch
 
 from quire.block_tables import check_lengths, indices_of
+from quire.compat.flash_attn_cache import Cache, rotated, sizes, tensor_of
 from quire.compat.recent_plans import RecentPlans, Source
-from quire.compat.rows import equal_lengths, row_step, token_pages
+from quire.compat.rows import equal_lengths, token_pages
 from quire.errors import UnsupportedError, ValidationError
-from quire.page import append_paged_kv_cache
-from quire.rope import apply_rope_with_cos_sin_cache
 from quire.runtime.attention import AttentionSpec
 from quire.runtime.bits import kv_lens, qo_lens
-from quire.runtime.checks import (
-    batch_size_of,
-    check_flags,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    host_indices,
-    to_int32,
-)
+from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, to_int32
 from quire.runtime.graph import refuse_capture
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
@@ -189,8 +180,8 @@ def flash_attn_func(
     torch.Size([2, 5, 8, 64])
     """
     batch, seqlen_q, num_heads = _check_queries(q)
-    check_shape(_tensor(k, "k"), "k", _sizes("batch", batch, "seqlen_k"))
-    check_shape(_tensor(v, "v"), "v", _sizes("batch", batch, "seqlen_k", k.shape[1], k.shape[2]))
+    check_shape(tensor_of(k, "k"), "k", sizes("batch", batch, "seqlen_k"))
+    check_shape(tensor_of(v, "v"), "v", sizes("batch", batch, "seqlen_k", k.shape[1], k.shape[2]))
     scoring = _Scoring.of(
         softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, 0, dropout_p, deterministic
     )
@@ -265,10 +256,10 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_seqlen_q=4, max_seqlen_k=20, causal=True).shape
     torch.Size([5, 8, 64])
     """
-    check_shape(_tensor(q, "q"), "q", dict.fromkeys(("total_q", "num_heads", "head_dim")))
+    check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("total_q", "num_heads", "head_dim")))
     pages = ("num_blocks", "page_block_size") if block_table is not None else ("total_k",)
     for tensor, name in ((k, "k"), (v, "v")):
-        check_shape(_tensor(tensor, name), name, dict.fromkeys((*pages, "num_heads_k", "head_dim")))
+        check_shape(tensor_of(tensor, name), name, dict.fromkeys((*pages, "num_heads_k", "head_dim")))
     scoring = _Scoring.of(
         softmax_scale, causal, window_size, softcap, alibi_slopes, q.shape[1], None, 0, dropout_p, deterministic
     )
@@ -357,14 +348,14 @@ def flash_attn_with_kvcache(
     """
     batch, seqlen_q, num_heads = _check_queries(q)
     check_flags(rotary_interleaved=rotary_interleaved)
-    cache = _Cache.of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    cache = Cache.of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     scoring = _Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, num_splits)
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
         raise ValidationError("k, v and rotary_cos, rotary_sin: expected both of a pair or neither.")
     if k is not None and v is not None:
         if rotary_cos is not None and rotary_sin is not None:
             moves = scoring.causal or (scoring.left, scoring.right) != _ALL
-            q, k = _rotated(q, k, cache.lens, rotary_cos, rotary_sin, rotary_interleaved, moves)
+            q, k = rotated(q, k, cache.lens, rotary_cos, rotary_sin, rotary_interleaved, moves)
         cache = cache.append(k, v)
     elif rotary_cos is not None:
         raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
@@ -372,103 +363,6 @@ def flash_attn_with_kvcache(
     page_k, page_v = cache.tensors if cache.leftpad is None else (token_pages(t) for t in cache.tensors)
     out, lse = _attend_equal(q, page_k, page_v, (None, None, lens, pages), scoring, s_aux, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
-
-
-class _Cache(NamedTuple):
-    """A cache in pages: those of the block table, or a row of the cache as one page."""
-
-    tensors: tuple[torch.Tensor, torch.Tensor]
-    lens: torch.Tensor  #: int32 [batch], tokens
-    pages: torch.Tensor  #: int32 [batch, pages]
-    leftpad: torch.Tensor | None
-
-    @classmethod
-    def of(
-        cls, k_cache: Any, v_cache: Any, batch: int, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
-        block_table: Any,
-    ) -> _Cache:  # fmt: skip
-        """Checked, with index tensors on the cache's device or the host."""
-        for tensor, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
-            _tensor(tensor, name)
-            check_shape(tensor, name, _sizes("num_pages", None, "page_size"))
-        rows, size = k_cache.shape[:2]
-        check_shape(v_cache, "v_cache", _sizes("num_pages", rows, "page_size", size, k_cache.shape[2]))
-        if block_table is None:
-            at = equal_lengths(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
-            pages = _index(at, "cache_batch_idx", batch, k_cache.device, rows - 1)[:, None]
-        elif cache_batch_idx is not None or cache_leftpad is not None:
-            name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
-            raise ValidationError(f"{name}: expected None beside block_table, which says where keys are.")
-        else:
-            pages = _tensor(block_table, "block_table")
-            check_shape(pages, "block_table", {"batch": batch, "pages": None})
-        most = pages.shape[1] * size
-        lens = most if cache_seqlens is None else cache_seqlens
-        if not isinstance(lens, torch.Tensor):
-            lens = equal_lengths(batch, int(lens)).lens
-        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
-        if cache_leftpad is not None and not (row_step(k_cache) and row_step(k_cache) == row_step(v_cache)):
-            raise ValidationError(f"cache_leftpad: expected rows a multiple of tokens apart, got {k_cache.stride()}.")
-        pad = None if cache_leftpad is None else _index(cache_leftpad, "cache_leftpad", batch, k_cache.device, most)
-        return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"), pad)
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> _Cache:
-        """Writes new tokens behind those that are there; returns the cache with them."""
-        batch, device = self.lens.shape[0], self.tensors[0].device
-        for tensor, name in ((k, "k"), (v, "v")):
-            check_shape(_tensor(tensor, name), name, _sizes("batch", batch, "seqlen_new"))
-        new, most = k.shape[1], self.pages.shape[1] * self.tensors[0].shape[1]
-        if self.lens.is_cpu and not is_tracing() and batch and int(self.lens.max()) + new > most:
-            raise ValidationError(
-                f"cache_seqlens: expected at most {most - new}, as {new} new tokens follow in {most} places, got "
-                f"{int(self.lens.max())}."
-            )
-        lens, pages = self.lens.to(device), self.pages.to(device).contiguous()
-        positions = (lens[:, None] + torch.arange(new, dtype=torch.int32, device=device)).view(-1)
-        requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(new)
-        indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * pages.shape[1]
-        append_paged_kv_cache(
-            k.flatten(0, 1), v.flatten(0, 1), torch.where(positions < 0, -1, requests), positions, self.tensors,
-            pages.view(-1), indptr, torch.ones_like(lens),
-        )  # fmt: skip
-        return self._replace(lens=self.lens + new)
-
-    def without_padding(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens behind the padding on the left, and the numbers of their pages of one token (token_pages())."""
-        assert self.leftpad is not None
-        keys, size = self.tensors[0], self.tensors[0].shape[1]
-        pad, lens, rows = (t.to(keys.device) for t in (self.leftpad, self.lens, self.pages))
-        tokens = pad[:, None] + torch.arange(size, dtype=torch.int32, device=keys.device)
-        pages = rows * row_step(keys) + tokens.clamp(max=size - 1)
-        lens = (lens - pad).clamp(min=0)
-        return lens.to(self.lens.device), pages.to(torch.int32)
-
-
-def _index(value: Any, name: str, batch: int, device: torch.device, most: int) -> torch.Tensor:
-    """An int32 index tensor on the host, where its numbers are checked, or on `device`."""
-    tensor = to_int32(_tensor(value, name), name)
-    check_shape(tensor, name, {"batch": batch})
-    if tensor.is_cpu and not is_tracing() and tensor.numel() and int(tensor.max()) > most:
-        raise ValidationError(f"{name}: expected at most {most}, got {int(tensor.max())}.")
-    if not tensor.is_cpu:
-        check_same_device(tensor, name, device)
-    return tensor
-
-
-def _rotated(
-    q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor, cos: Any, sin: Any, interleaved: bool, moves: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k, rotated by where their tokens stand; all of q at the first new token unless it moves."""
-    table = torch.cat([cos, sin], dim=1).float()
-    start = lens.to(q.device).clamp(min=0)[:, None]
-
-    def turn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(x.shape[0] * x.shape[1], -1)
-        none = flat.new_zeros(flat.shape[0], 0)
-        return apply_rope_with_cos_sin_cache(at, flat, none, x.shape[3], table, not interleaved)[0].view(x.shape)
-
-    steps = [torch.arange(t.shape[1], dtype=torch.int32, device=q.device) for t in (q, k)]
-    return turn(q, (start + steps[0] * moves).view(-1)), turn(k, (start + steps[1]).view(-1))
 
 
 def _attend_equal(
@@ -590,26 +484,13 @@ def _right_window(indices: Indices, right: int, device: torch.device) -> torch.T
 
 def _check_queries(q: Any) -> tuple[int, int, int]:
     """batch, seqlen_q and num_heads."""
-    check_shape(_tensor(q, "q"), "q", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
+    check_shape(tensor_of(q, "q"), "q", dict.fromkeys(("batch", "seqlen_q", "num_heads", "head_dim")))
     return q.shape[0], q.shape[1], q.shape[2]
-
-
-def _tensor(value: Any, name: str) -> torch.Tensor:
-    """check_tensor(), for tensors that have memory."""
-    if is_tracing() and isinstance(value, torch.Tensor):
-        return value
-    return check_tensor(value, name)
-
-
-def _sizes(
-    first: str, rows: int | None, second: str, tokens: int | None = None, num_heads: int | None = None
-) -> dict[str, int | None]:
-    return {first: rows, second: tokens, "num_heads_k": num_heads, "head_dim": None}
 
 
 def _unpacked(tensor: Any, name: str, dims: int, count: int) -> tuple[torch.Tensor, ...]:
     """The tensors that lie in one, which has `dims` dimensions, the third of the last `count`."""
-    given = _tensor(tensor, name)
+    given = tensor_of(tensor, name)
     if given.dim() != dims or given.shape[-3] != count:
         raise ValidationError(f"{name}: expected [..., {count}, num_heads, head_dim], got {list(given.shape)}.")
     return given.unbind(-3)
