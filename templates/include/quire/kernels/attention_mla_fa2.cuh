@@ -15,6 +15,7 @@
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/column_warps.cuh"
 #include "quire/tile/current_work.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/kv_ring.cuh"
@@ -106,17 +107,15 @@ struct AttentionMlaFa2 {
   static_assert(kQk == 576 && kVo == 512, "512 dims of a latent and 64 more");
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
 
-  static constexpr int kWarps = 8, kThreads = kWarps * 32, kMinCtas = 1;
-  static constexpr int kM = kTileRows == 64 ? 2 : 1, kWarpRows = 16 * kM;  // blocks of 16 rows a warp
-  static constexpr int kRowGroups = kTileRows / kWarpRows, kColGroups = kWarps / kRowGroups;  // warps of the same rows
-  static constexpr int kCols = kVo / kColGroups;                                              // of o that a warp owns
-  static constexpr int kKeys = max(16, kTileKv / kColGroups), kKeyGroups = kTileKv / kKeys;   // of s
+  static constexpr int kColGroups = kTileRows == 64 ? 4 : 8 / (kTileRows / 16);
+  using Warp = ColumnWarps<V, max(16, kTileKv / kColGroups)>;
+  static constexpr int kWarps = Warp::kWarps, kThreads = Warp::kThreads, kMinCtas = 1;
+  static constexpr int kM = Warp::kM, kCols = Warp::kCols, kKeys = Warp::kKeys;  // of s that a warp computes
 
  private:
   using TileQ = SmemTile<kTileRows, kQk>;
-  using TileO = SmemTile<kTileRows, kVo>;  // takes its place at the end
   using TileKv = SmemTile<kTileKv, kQk>;
-  using TileP = SmemTile<kTileRows, kTileKv>;
+  using TileP = typename Warp::TileP;
   // As the cache has it. With scales these are bytes, of ckv, the scales, and kpe in 16 bits.
   static constexpr int kScaleChunk = kVo / 16, kKpeChunk = kScaleChunk + kVo / kTileDims / 4;
   static constexpr int kRingCols = kScaled ? 16 * kKpeChunk + 2 * kKpe : kQk;
@@ -124,30 +123,19 @@ struct AttentionMlaFa2 {
   using Ckv = TileColumns<TileRing, 0, kVo>;
   using Kpe = TileColumns<TileRing, kVo* static_cast<int>(sizeof(Kv)) / 16, kKpe>;
   using CursorQ = BlockCursor<TileQ>;
-  using CursorP = BlockCursor<TileP>;
   using CursorK = BlockCursor<TileKv, Quarters::kTopFirst>;
-  using CursorV = BlockCursor<TileKv>;
-  static_assert(TileKv::kSwizzled && kCols % 64 == 0, "a warp's columns begin at a multiple of 128 bytes");
-
-  // Of a CTA: 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on others.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-  static constexpr int kMostBytes = 227 * 1024;
-#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870)
-  static constexpr int kMostBytes = 163 * 1024;
-#else
-  static constexpr int kMostBytes = 99 * 1024;
-#endif
+  static_assert(TileKv::kSwizzled, "columns begin at a multiple of 128 bytes");
 
   // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
-    float of_rows[kKeyGroups][kTileRows];
+    typename Warp::OfRows of_rows;
   };
   static constexpr int kOffsetBytes = kTileKv * 16;  // of a tile's tokens
   static constexpr int kWideBytes = kNarrow ? TileKv::kBytes : 0;
   static constexpr int kFixedBytes = TileQ::kBytes + kWideBytes + TileP::kBytes + round_up(sizeof(Shared), 16);
   static constexpr int kStages =
-      max(1, min(4, (kMostBytes - kFixedBytes - kOffsetBytes) / (TileRing::kBytes + kOffsetBytes)));
+      max(1, min(4, (kMostSharedBytes - kFixedBytes - kOffsetBytes) / (TileRing::kBytes + kOffsetBytes)));
   static constexpr int kTableStages = kStages + (kNarrow || kStages == 1 ? 1 : 0);
   using Rows =
       typename conditional<kScaled, ScaledRows<V, kThreads, kTableStages>, KvRows<V, kThreads, kTableStages>>::type;
@@ -159,7 +147,7 @@ struct AttentionMlaFa2 {
 
  public:
   static constexpr int kSmemBytes = kSharedAt + round_up(sizeof(Shared), 16);
-  static_assert(kSmemBytes <= kMostBytes, "a CTA fits");
+  static_assert(kSmemBytes <= kMostSharedBytes, "a CTA fits");
 
   QUIRE_DEVICE static void run(const AttentionMlaParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
@@ -179,7 +167,8 @@ struct AttentionMlaFa2 {
   Shared& shared_;
   const WorkTile& work_;
   unsigned char* smem_;
-  int thread_, lane_, rows_, columns_;  // rows_: this warp's first row in the tile; columns_: its group of columns
+  const Warp warp_;
+  int thread_, lane_;
 
   QUIRE_DEVICE AttentionMlaFa2(const AttentionMlaParams& p, Shared& shared, unsigned char* smem)
       : mla_(p),
@@ -187,29 +176,13 @@ struct AttentionMlaFa2 {
         shared_(shared),
         work_(shared.current.work),
         smem_(smem),
+        warp_(p.base, shared.current.work, shared.of_rows, {ptx::smem_address(smem) + kWeightsAt}),
         thread_(threadIdx.x),
-        lane_(threadIdx.x % 32),
-        rows_(threadIdx.x / 32 / kColGroups * kWarpRows),
-        columns_(threadIdx.x / 32 % kColGroups) {}
+        lane_(threadIdx.x % 32) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE TileRing ring_tile(int i) const { return {smem_at(kRingAt + i % kStages * TileRing::kBytes)}; }
   QUIRE_DEVICE TileKv kv_tile(int i) const { return {kNarrow ? smem_at(kWideAt) : ring_tile(i).base}; }
-  QUIRE_DEVICE TileP weights() const { return {smem_at(kWeightsAt)}; }
-  QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + rows_; }
-  QUIRE_DEVICE bool has_keys() const { return kKeyGroups == kColGroups || columns_ < kKeyGroups; }
-  QUIRE_DEVICE Mask<V::kMask, false> mask() const { return Mask<V::kMask, false>::of(p_, work_.tile); }
-
-  // Key tiles that some row of the warp sees, and those that each of its rows sees whole.
-  QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
-    any = all = {0, 0};
-    if (row_begin() >= work_.row_end) return;
-    const auto mask = this->mask();
-    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, work_.row_end) - 1);
-    any = mask.any(first, last), all = mask.all(first, last);
-    any = {any.begin / kTileKv, ceil_div(any.end, kTileKv)};
-    all = {ceil_div(all.begin, kTileKv), all.end / kTileKv};
-  }
 
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
@@ -220,9 +193,9 @@ struct AttentionMlaFa2 {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) copy(rows, kv_begin + i);
     KeyRange any, all;
-    find_tiles(any, all);
-    Accumulator<kM, kCols> o;
-    SoftmaxRows<kM> softmax;  // d: of this lane's keys
+    warp_.find_tiles(any, all);
+    typename Warp::Output o;
+    typename Warp::Softmax softmax;
     o.clear();
     softmax.clear();
 #pragma unroll 1
@@ -239,28 +212,28 @@ struct AttentionMlaFa2 {
       }
       if constexpr (kNarrow || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
-      Accumulator<kM, kKeys> s;
-      const bool some = any.contains(i), attends = some && has_keys();
+      typename Warp::Scores s;
+      const bool some = any.contains(i), attends = some && warp_.tells();
       if (attends) score(s, i, all.contains(i));
       sync_rows();  // the maxima of all keys are there
-      if (some) raise_max(o, softmax);
-      if (attends) exponentiate(s, softmax);
+      if (some) warp_.raise_max(o, softmax);
+      if (attends) warp_.exponentiate(s, softmax);
       rows.publish_offsets(i + kTableStages);
       sync_rows();  // so are the weights
-      if (some) add_values(o, i);
+      if (some) warp_.add_values(o, kv_tile(i));
       if constexpr (!kNarrow && kStages == 1) {
         __syncthreads();  // all are done with tile i
         copy(rows, i + 1);
       }
     }
     ptx::cp_async_wait<0>();
-    sum_denominators(softmax);
+    warp_.sum_denominators(softmax);
     if (work_.is_whole()) {
-      store(o, softmax);
+      warp_.store(o, softmax, {smem_at(0)});
       return;
     }
     const MergeGroup group = p_.groups[work_.group];
-    store_partial(o, softmax);
+    warp_.store_partial(o, softmax);
     if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, shared_.current.is_last,
                      [] { __syncthreads(); })) {
       call_merge_partials<V, kWarps>(p_, work_, group, thread_);
@@ -268,10 +241,7 @@ struct AttentionMlaFa2 {
   }
 
   // Waits for the warps of the same rows.
-  QUIRE_DEVICE void sync_rows() const { ptx::named_barrier_sync(1 + rows_ / kWarpRows, kColGroups * 32); }
-
-  // Where the lane's row h of block m tells other warps what group g of keys has.
-  QUIRE_DEVICE float& told(int g, int m, int h) const { return shared_.of_rows[g][rows_ + 16 * m + 8 * h + lane_ / 4]; }
+  QUIRE_DEVICE void sync_rows() const { ptx::named_barrier_sync(1 + warp_.rows / Warp::kWarpRows, kColGroups * 32); }
 
   // Rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
@@ -373,11 +343,11 @@ struct AttentionMlaFa2 {
   }
 
   // s = q k^T of the warp's rows and keys, masked and scaled; tells the maxima.
-  QUIRE_DEVICE void score(Accumulator<kM, kKeys>& s, int i, bool every) const {
+  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool every) const {
     CursorQ q({smem_at(0)}, lane_);
     CursorK k(kv_tile(i), lane_);
-    q.lane_base += rows_ * TileQ::kRowBytes;
-    k.lane_base += columns_ * kKeys * TileKv::kRowBytes;
+    q.lane_base += warp_.rows * TileQ::kRowBytes;
+    k.lane_base += warp_.columns * kKeys * TileKv::kRowBytes;
     s.clear();
     constexpr bool kTwo = kScaled && kM == 1;  // chains of sums at a time, as each product waits for the one ahead
     Accumulator<kM, kKeys> other;
@@ -410,162 +380,16 @@ struct AttentionMlaFa2 {
         for (int x = 0; x < 4; ++x) s.at[0][n][x] += other.at[0][n][x];
       }
     }
-    const LogitsTile<V> tile = {
-        mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv + columns_ * kKeys,
-        lane_};
+    const LogitsTile<V> tile = {warp_.mask(),
+                                p_.group,
+                                work_.tile.request,
+                                work_.kv_head,
+                                warp_.row_begin() + lane_ / 4,
+                                i * kTileKv + warp_.columns * kKeys,
+                                lane_};
     const LogitsTransform<V, FragmentMath<false>> transform(p_);
     if (!every) score_logits<true>(s, transform, tile);
-    const float scale = transform.factor;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float top = kNoLogit;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          float (&x)[4] = s.at[m][n];
-          x[2 * h] *= scale, x[2 * h + 1] *= scale;
-          top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
-        }
-        top = quad_max(top);
-        if (lane_ % 4 == 0) told(columns_, m, h) = top;
-      }
-    }
-  }
-
-  // Raises m where a row's maximum exceeds it by more than kMaxLag, and rescales d and o to match.
-  QUIRE_DEVICE void raise_max(Accumulator<kM, kCols>& o, SoftmaxRows<kM>& softmax) const {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      float factor[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float top = kNoLogit;
-#pragma unroll
-        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, told(g, m, h));
-        const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
-        factor[h] = ptx::ex2(softmax.m[m][h] - next);
-        softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
-      }
-      if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) continue;
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) o.at[m][n][j] *= factor[j / 2];
-      }
-    }
-  }
-
-  // s becomes exp2(s - m), added up in d and rounded to T in shared memory.
-  QUIRE_DEVICE void exponentiate(Accumulator<kM, kKeys>& s, SoftmaxRows<kM>& softmax) const {
-    const TileP tile = weights();
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          const float x = ptx::ex2(s.at[m][n][2 * h] - softmax.m[m][h]);
-          const float y = ptx::ex2(s.at[m][n][2 * h + 1] - softmax.m[m][h]);
-          softmax.d[m][h] += x + y;
-          ptx::st_shared(tile.chunk(rows_ + 16 * m + 8 * h + lane_ / 4, columns_ * (kKeys / 8) + n) + lane_ % 4 * 4,
-                         ptx::pack(T{}, x, y));
-        }
-      }
-    }
-  }
-
-  // o += p v of the warp's rows and columns.
-  QUIRE_DEVICE void add_values(Accumulator<kM, kCols>& o, int i) const {
-    CursorP p(weights(), lane_);
-    CursorV v(kv_tile(i), lane_);
-    p.lane_base += rows_ * TileP::kRowBytes;
-    v.lane_base += columns_ * (kCols * 2);
-#pragma unroll
-    for (int k = 0; k < kTileKv / 16; ++k) {
-      uint32_t x[kM][4];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(x[m], p.at(m, k));
-#pragma unroll
-      for (int n = 0; n < kCols / 16; ++n) {
-        uint32_t values[4];
-        ptx::ldmatrix_x4_trans(values, v.at(k, n));
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          ptx::mma_m16n8k16(T{}, o.at[m][2 * n], x[m], values[0], values[1]);
-          ptx::mma_m16n8k16(T{}, o.at[m][2 * n + 1], x[m], values[2], values[3]);
-        }
-      }
-    }
-  }
-
-  // Every lane gets the whole denominators of its rows.
-  QUIRE_DEVICE void sum_denominators(SoftmaxRows<kM>& softmax) const {
-    softmax.reduce();
-    __syncthreads();  // all have read the last maxima, and are done with q
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (has_keys() && lane_ % 4 == 0) told(columns_, m, h) = softmax.d[m][h];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        softmax.d[m][h] = 0.f;
-#pragma unroll
-        for (int g = 0; g < kKeyGroups; ++g) softmax.d[m][h] += told(g, m, h);
-      }
-    }
-  }
-
-  // o and lse of a whole tile: rounded, gathered in shared memory (q is done with), stored in rows.
-  QUIRE_DEVICE void store(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
-    const TileO tile = {smem_at(0)};
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4, row = work_.tile.row_begin + r;
-      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
-      const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
-        ptx::st_shared(tile.chunk(r, columns_ * (kCols / 8) + n) + lane_ % 4 * 4,
-                       ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
-      }
-      if (p_.lse != nullptr && columns_ == 0 && lane_ % 4 == 0 && row < work_.row_end) {
-        p_.lse[at.token * p_.num_qo_heads + at.head] = result.lse;
-      }
-    }
-    __syncthreads();
-    using Split = RowSplit<kThreads, TileO::kChunks>;
-    const Split split(thread_);
-#pragma unroll 4
-    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
-      const int row = work_.tile.row_begin + r;
-      if (row >= work_.row_end) break;
-      const WorkTile::Place at = work_.place(p_.group, row);
-      T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
-      *reinterpret_cast<uint4*>(dst + split.lane * 8) = ptx::ld_shared_16(tile.chunk(r, split.lane));
-    }
-  }
-
-  // Rows of partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2] that exist.
-  QUIRE_DEVICE void store_partial(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4;
-      if (work_.tile.row_begin + r >= work_.row_end) continue;
-      const int64_t at = static_cast<int64_t>(work_.partial) * kTileRows + r;
-      float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kVo + columns_ * kCols) + lane_ % 4;
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
-      if (columns_ == 0 && lane_ % 4 == 0)
-        reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
-    }
+    warp_.tell_maxima(s, transform.factor);
   }
 };
 

@@ -14,6 +14,7 @@
 #include "quire/core/schedule.h"
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/column_warps.cuh"
 #include "quire/tile/current_work.cuh"
 #include "quire/tile/gemm.cuh"
 #include "quire/tile/kv_ring.cuh"
@@ -36,18 +37,17 @@ struct AttentionWide {
   static_assert(kTileRows == 16 || kTileRows == 64, "a tile has 16 or 64 rows");
   static_assert(kTileKv == 32 || kTileKv == 64, "a tile has 32 or 64 keys");
 
-  static constexpr int kWarps = 8, kThreads = kWarps * 32, kMinCtas = 1;
-  static constexpr int kM = kTileRows == 64 ? 2 : 1, kWarpRows = 16 * kM;  // blocks of 16 rows a warp
-  static constexpr int kRowGroups = kTileRows / kWarpRows, kColGroups = kWarps / kRowGroups;  // warps of the same rows
-  static constexpr int kCols = kDims / kColGroups;                                            // of o that a warp owns
-  static constexpr int kKeys = 16, kKeyGroups = kTileKv / kKeys;  // of s that a warp computes; warps of all keys
-  static constexpr int kDimGroups = kColGroups / kKeyGroups;      // warps of the same keys
-  static_assert(kColGroups % kKeyGroups == 0 && kCols % 64 == 0, "a warp's columns begin at a multiple of 128 bytes");
+  static constexpr int kKeys = 16;  // of s that a warp computes
+  using Warp = ColumnWarps<V, kKeys>;
+  static constexpr int kWarps = Warp::kWarps, kThreads = Warp::kThreads, kMinCtas = 1;
+  static constexpr int kM = Warp::kM, kColGroups = Warp::kColGroups, kCols = Warp::kCols, kKeyGroups = Warp::kKeyGroups;
+  static constexpr int kDimGroups = kColGroups / kKeyGroups;  // warps of the same keys
+  static_assert(kColGroups % kKeyGroups == 0, "each group of keys has equally many warps");
 
  private:
   using TileQ = SmemTile<kTileRows, kDims>;  // and o, at the end
   using TileKv = SmemTile<kTileKv, kDims>;   // of keys or of values
-  using TileP = SmemTile<kTileRows, kTileKv>;
+  using TileP = typename Warp::TileP;
   // The bytes of a TileKv of 8-bit numbers, as they are copied.
   struct ByteRows {
     static constexpr int kRows = kTileKv, kCols = kDims, kChunks = kDims / 16;
@@ -57,28 +57,17 @@ struct AttentionWide {
     }
   };
   using CopiedKv = typename conditional<kNarrow, ByteRows, TileKv>::type;
-  using Visible = Mask<V::kMask, V::kWindow != 0>;
-
-  // Of a CTA: 227 KB on sm_90 and sm_100, 163 KB on sm_80 and sm_87, 99 KB on others.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200
-  static constexpr int kMostBytes = 227 * 1024;
-#elif defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 870)
-  static constexpr int kMostBytes = 163 * 1024;
-#else
-  static constexpr int kMostBytes = 99 * 1024;
-#endif
-
   // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
-    float of_rows[kKeyGroups][kTileRows];
+    typename Warp::OfRows of_rows;
     alignas(16) float sums[kDimGroups == 1 ? 1 : kWarps][2 * kM][32][4];  // of some dims, as fragments
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 15) / 16 * 16;
   static constexpr int kStageBytes = 2 * TileKv::kBytes;
   static constexpr int kMostTable = max(kThreads, 4 * kTileKv) * 16;  // of KvRows, for up to three stages
   static constexpr int kStages =
-      min(3, (kMostBytes - TileQ::kBytes - TileP::kBytes - kSharedBytes - kMostTable) / kStageBytes);
+      min(3, (kMostSharedBytes - TileQ::kBytes - TileP::kBytes - kSharedBytes - kMostTable) / kStageBytes);
   static_assert(kStages >= 1, "a CTA fits");
   using Rows = KvRows<V, kThreads, kStages + 1>;
 
@@ -88,7 +77,7 @@ struct AttentionWide {
 
  public:
   static constexpr int kSmemBytes = kSharedAt + kSharedBytes;
-  static_assert(kSmemBytes <= kMostBytes, "a CTA fits");
+  static_assert(kSmemBytes <= kMostSharedBytes, "a CTA fits");
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
@@ -107,40 +96,23 @@ struct AttentionWide {
   Shared& shared_;
   const WorkTile& work_;
   unsigned char* smem_;
-  // rows_: this warp's first row in the tile; columns_, keys_, dims_: its groups of columns of o, and of keys and dims
-  int thread_, lane_, rows_, columns_, keys_, dims_;
+  const Warp warp_;
+  int thread_, lane_, keys_, dims_;  // keys_, dims_: this warp's groups of keys and dims of q k^T
 
   QUIRE_DEVICE AttentionWide(const AttentionParams& p, Shared& shared, unsigned char* smem)
       : p_(p),
         shared_(shared),
         work_(shared.current.work),
         smem_(smem),
+        warp_(p, shared.current.work, shared.of_rows, {ptx::smem_address(smem) + kWeightsAt}),
         thread_(threadIdx.x),
         lane_(threadIdx.x % 32),
-        rows_(threadIdx.x / 32 / kColGroups * kWarpRows),
-        columns_(threadIdx.x / 32 % kColGroups),
-        keys_(columns_ % kKeyGroups),
-        dims_(columns_ / kKeyGroups) {}
+        keys_(warp_.columns % kKeyGroups),
+        dims_(warp_.columns / kKeyGroups) {}
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE TileKv keys(int i) const { return {smem_at(kKeysAt + i % kStages * TileKv::kBytes)}; }
   QUIRE_DEVICE TileKv values(int i) const { return {smem_at(kValuesAt + i % kStages * TileKv::kBytes)}; }
-  QUIRE_DEVICE TileP weights() const { return {smem_at(kWeightsAt)}; }
-  QUIRE_DEVICE int row_begin() const { return work_.tile.row_begin + rows_; }
-  // Of the warps of the same keys one has their weights.
-  QUIRE_DEVICE bool has_weights() const { return kDimGroups == 1 || dims_ == 0; }
-  QUIRE_DEVICE Visible mask() const { return Visible::of(p_, work_.tile); }
-
-  // Key tiles that some row of the warp sees, and those that each of its rows sees whole.
-  QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
-    any = all = {0, 0};
-    if (row_begin() >= work_.row_end) return;
-    const Visible mask = this->mask();
-    const int first = p_.group.div(row_begin()), last = p_.group.div(min(row_begin() + kWarpRows, work_.row_end) - 1);
-    const KeyRange some = mask.any(first, last), each = mask.all(first, last);
-    any = {some.begin / kTileKv, ceil_div(some.end, kTileKv)};
-    if constexpr (V::kScoreMask == 0) all = {ceil_div(each.begin, kTileKv), each.end / kTileKv};
-  }
 
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
@@ -154,9 +126,9 @@ struct AttentionWide {
       if (i + 1 < kStages) copy<1>(rows, values(kv_begin + i), kv_begin + i);
     }
     KeyRange any, all;
-    find_tiles(any, all);
-    Accumulator<kM, kCols> o;
-    SoftmaxRows<kM> softmax;  // d: of this lane's keys
+    warp_.find_tiles(any, all);
+    typename Warp::Output o;
+    typename Warp::Softmax softmax;
     o.clear();
     softmax.clear();
 #pragma unroll 1
@@ -167,7 +139,7 @@ struct AttentionWide {
       __syncthreads();  // keys of tile i are there, and all are done with values of tile i - 1
       copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
       rows.prefetch_pages(i + kStages + 1);
-      Accumulator<kM, kKeys> s;
+      typename Warp::Scores s;
       const bool some = any.contains(i);
       if (some) multiply_keys(s, i);
       if constexpr (kDimGroups > 1) {
@@ -177,33 +149,30 @@ struct AttentionWide {
       if (some) score(s, i, all.contains(i));
       __syncthreads();  // the maxima of all keys are there, and all are done with keys of tile i
       copy<0>(rows, keys(i + kStages), i + kStages);
-      if (some) raise_max(o, softmax);
-      if (some && has_weights()) exponentiate(s, softmax);
+      if (some) warp_.raise_max(o, softmax);
+      if (some && warp_.tells()) warp_.exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
       if constexpr (kNarrow) widen(values(i));
       rows.publish_offsets(i + kStages + 1);
       __syncthreads();  // weights and values of tile i are there
-      if (some) add_values(o, i);
+      if (some) warp_.add_values(o, values(i));
     }
     ptx::cp_async_wait<0>();
-    sum_denominators(softmax);
+    warp_.sum_denominators(softmax);
     if (work_.is_whole()) {
-      store(o, softmax);
+      warp_.store(o, softmax, {smem_at(0)});
       return;
     }
     const MergeGroup group = p_.groups[work_.group];
-    store_partial(o, softmax);
+    warp_.store_partial(o, softmax);
     if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, shared_.current.is_last,
                      [] { __syncthreads(); })) {
       call_merge_partials<V, kWarps>(p_, work_, group, thread_);
     }
   }
 
-  // Where the lane's row h of block m tells other warps what group g of keys has.
-  QUIRE_DEVICE float& told(int g, int m, int h) const { return shared_.of_rows[g][rows_ + 16 * m + 8 * h + lane_ / 4]; }
-
   // What the warp of the same rows and group `columns` of columns tells of its dims.
-  QUIRE_DEVICE float (*sums(int columns) const)[32][4] { return shared_.sums[thread_ / 32 - columns_ + columns]; }
+  QUIRE_DEVICE float (*sums(int columns) const)[32][4] { return shared_.sums[thread_ / 32 - warp_.columns + columns]; }
 
   // Rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
@@ -258,11 +227,11 @@ struct AttentionWide {
   }
 
   // s = q k^T of the warp's rows, keys and dims; tells it to the warps of the same keys.
-  QUIRE_DEVICE void multiply_keys(Accumulator<kM, kKeys>& s, int i) const {
+  QUIRE_DEVICE void multiply_keys(typename Warp::Scores& s, int i) const {
     constexpr int kAtoms = kDims / 64 / kDimGroups;  // 128 bytes of a row each
     BlockCursor<TileQ> q({smem_at(0)}, lane_);
     BlockCursor<TileKv, Quarters::kTopFirst> k(keys(i), lane_);
-    q.lane_base += rows_ * TileQ::kRowBytes + dims_ * kAtoms * 128;
+    q.lane_base += warp_.rows * TileQ::kRowBytes + dims_ * kAtoms * 128;
     k.lane_base += keys_ * kKeys * TileKv::kRowBytes + dims_ * kAtoms * 128;
     s.clear();
 #pragma unroll 2
@@ -283,12 +252,12 @@ struct AttentionWide {
     if constexpr (kDimGroups > 1) {
 #pragma unroll
       for (int n = 0; n < 2 * kM; ++n)
-        *reinterpret_cast<float4*>(sums(columns_)[n][lane_]) = *reinterpret_cast<float4*>(s.at[n / 2][n % 2]);
+        *reinterpret_cast<float4*>(sums(warp_.columns)[n][lane_]) = *reinterpret_cast<float4*>(s.at[n / 2][n % 2]);
     }
   }
 
   // s of all dims, added up in the same order by each warp of the same keys.
-  QUIRE_DEVICE void add_sums(Accumulator<kM, kKeys>& s) const {
+  QUIRE_DEVICE void add_sums(typename Warp::Scores& s) const {
     s.clear();
 #pragma unroll
     for (int g = 0; g < kDimGroups; ++g) {
@@ -302,162 +271,21 @@ struct AttentionWide {
   }
 
   // Masks and scales s; tells the maxima.
-  QUIRE_DEVICE void score(Accumulator<kM, kKeys>& s, int i, bool every) const {
-    const LogitsTile<V> tile = {
-        mask(), p_.group, work_.tile.request, work_.kv_head, row_begin() + lane_ / 4, i * kTileKv + keys_ * kKeys,
-        lane_};
+  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool every) const {
+    const LogitsTile<V> tile = {warp_.mask(),
+                                p_.group,
+                                work_.tile.request,
+                                work_.kv_head,
+                                warp_.row_begin() + lane_ / 4,
+                                i * kTileKv + keys_ * kKeys,
+                                lane_};
     const LogitsTransform<V, FragmentMath<false>> transform(p_);
     if (every) {
       score_logits<false>(s, transform, tile);
     } else {
       score_logits<true>(s, transform, tile);
     }
-    const float scale = transform.factor;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float top = kNoLogit;
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          float (&x)[4] = s.at[m][n];
-          x[2 * h] *= scale, x[2 * h + 1] *= scale;
-          top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
-        }
-        top = quad_max(top);
-        if (has_weights() && lane_ % 4 == 0) told(keys_, m, h) = top;
-      }
-    }
-  }
-
-  // Raises m where a row's maximum exceeds it by more than kMaxLag, and rescales d and o to match.
-  QUIRE_DEVICE void raise_max(Accumulator<kM, kCols>& o, SoftmaxRows<kM>& softmax) const {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      float factor[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float top = kNoLogit;
-#pragma unroll
-        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, told(g, m, h));
-        const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
-        factor[h] = ptx::ex2(softmax.m[m][h] - next);
-        softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
-      }
-      if (!__any_sync(0xffffffffu, factor[0] != 1.f || factor[1] != 1.f)) continue;
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) o.at[m][n][j] *= factor[j / 2];
-      }
-    }
-  }
-
-  // s becomes exp2(s - m), added up in d and rounded to T in shared memory.
-  QUIRE_DEVICE void exponentiate(Accumulator<kM, kKeys>& s, SoftmaxRows<kM>& softmax) const {
-    const TileP tile = weights();
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n) {
-          const float x = ptx::ex2(s.at[m][n][2 * h] - softmax.m[m][h]);
-          const float y = ptx::ex2(s.at[m][n][2 * h + 1] - softmax.m[m][h]);
-          softmax.d[m][h] += x + y;
-          ptx::st_shared(tile.chunk(rows_ + 16 * m + 8 * h + lane_ / 4, keys_ * (kKeys / 8) + n) + lane_ % 4 * 4,
-                         ptx::pack(T{}, x, y));
-        }
-      }
-    }
-  }
-
-  // o += p v of the warp's rows and columns.
-  QUIRE_DEVICE void add_values(Accumulator<kM, kCols>& o, int i) const {
-    BlockCursor<TileP> p(weights(), lane_);
-    BlockCursor<TileKv> v(values(i), lane_);
-    p.lane_base += rows_ * TileP::kRowBytes;
-    v.lane_base += columns_ * (kCols * 2);
-#pragma unroll
-    for (int k = 0; k < kTileKv / 16; ++k) {
-      uint32_t x[kM][4];
-#pragma unroll
-      for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(x[m], p.at(m, k));
-#pragma unroll
-      for (int n = 0; n < kCols / 16; ++n) {
-        uint32_t y[4];
-        ptx::ldmatrix_x4_trans(y, v.at(k, n));
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          ptx::mma_m16n8k16(T{}, o.at[m][2 * n], x[m], y[0], y[1]);
-          ptx::mma_m16n8k16(T{}, o.at[m][2 * n + 1], x[m], y[2], y[3]);
-        }
-      }
-    }
-  }
-
-  // Every lane gets the whole denominators of its rows.
-  QUIRE_DEVICE void sum_denominators(SoftmaxRows<kM>& softmax) const {
-    softmax.reduce();
-    __syncthreads();  // all have read the last maxima, and are done with q
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      if (has_weights() && lane_ % 4 == 0) told(keys_, i / 2, i % 2) = softmax.d[i / 2][i % 2];
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      float& d = softmax.d[i / 2][i % 2];
-      d = 0.f;
-#pragma unroll
-      for (int g = 0; g < kKeyGroups; ++g) d += told(g, i / 2, i % 2);
-    }
-  }
-
-  // o and lse of a whole tile: rounded, gathered in shared memory (q is done with), stored in rows.
-  QUIRE_DEVICE void store(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
-    const TileQ tile = {smem_at(0)};
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4, row = work_.tile.row_begin + r;
-      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
-      const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) {
-        ptx::st_shared(tile.chunk(r, columns_ * (kCols / 8) + n) + lane_ % 4 * 4,
-                       ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
-      }
-      if (p_.lse != nullptr && columns_ == 0 && lane_ % 4 == 0 && row < work_.row_end) {
-        p_.lse[at.token * p_.num_qo_heads + at.head] = returned_lse<V>(result.lse, p_, work_.tile, at.head);
-      }
-    }
-    __syncthreads();
-    using Split = RowSplit<kThreads, TileQ::kChunks>;
-    const Split split(thread_);
-#pragma unroll 4
-    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
-      const int row = work_.tile.row_begin + r;
-      if (row >= work_.row_end) break;
-      const WorkTile::Place at = work_.place(p_.group, row);
-      T* dst = static_cast<T*>(p_.o) + at.token * p_.o_token_stride + at.head * p_.o_head_stride;
-      *reinterpret_cast<uint4*>(dst + split.lane * 8) = ptx::ld_shared_16(tile.chunk(r, split.lane));
-    }
-  }
-
-  // Rows of partial_o [num_partials, kTileRows, 512] and partial_md [num_partials, kTileRows, 2] that exist.
-  QUIRE_DEVICE void store_partial(const Accumulator<kM, kCols>& o, const SoftmaxRows<kM>& softmax) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kM; ++i) {
-      const int m = i / 2, h = i % 2, r = rows_ + 8 * i + lane_ / 4;
-      if (work_.tile.row_begin + r >= work_.row_end) continue;
-      const int64_t at = static_cast<int64_t>(work_.partial) * kTileRows + r;
-      float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * kDims + columns_ * kCols) + lane_ % 4;
-#pragma unroll
-      for (int n = 0; n < kCols / 8; ++n) dst[4 * n] = {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
-      if (columns_ == 0 && lane_ % 4 == 0)
-        reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
-    }
+    warp_.tell_maxima(s, transform.factor);
   }
 };
 
