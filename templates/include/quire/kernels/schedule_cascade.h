@@ -55,7 +55,9 @@ class CascadeSchedule {
   int num_tiles_ = 0, num_shared_tiles_ = 0, num_ctas_ = 0;
   int count_[2] = {0, 0};  // partitions of the shared levels and of the last one
   int64_t num_groups_ = 0, num_parts_ = 0, partial_rows_ = 0;
-  int64_t units_[2] = {0, 0};  // of one KV head, in the shared levels and in the last one
+  int64_t units_[2] = {0, 0};   // of one KV head, in the shared levels and in the last one
+  int64_t longest_shared_ = 0;  // units of a shared row tile
+  bool has_whole_tiles_ = false;
 
   template <class Node>
   bool make_tiles(Node&& node) {
@@ -77,6 +79,7 @@ class CascadeSchedule {
         } else {
           set_kv_range(in_, tile);
         }
+        if (is_shared) longest_shared_ = max<int64_t>(longest_shared_, tile_units(tile));
         tile.work_begin = static_cast<int32_t>(units_[!is_shared]);
         units_[!is_shared] += tile_units(tile);
         tiles_[num_tiles_++] = tile;
@@ -86,29 +89,61 @@ class CascadeSchedule {
     return true;
   }
 
-  WorkLine line(bool is_last) const {
+  WorkLine line(bool is_last, int max_partitions) const {
     const int first = is_last ? num_shared_tiles_ : 0, count = is_last ? num_tiles_ - first : num_shared_tiles_;
     return WorkLine::of(tiles_ + first, count, in_.num_kv_heads, static_cast<int>(units_[is_last]), in_.start_cost,
-                        true, in_.max_ctas);
+                        true, max_partitions);
+  }
+
+  // Whether whole shared row tiles, dealt out to CTAs in turn, end at nearly equal times.
+  bool whole_shared_tiles_suffice() const {
+    const int64_t all = units_[0] * in_.num_kv_heads, wave = longest_shared_ * in_.max_ctas;
+    return all >= wave && wave > 0 && 100 * ceil_div(all, wave) * wave <= 107 * all;
+  }
+
+  // CTAs for the last level. Where some have a shared row tile less than others, these alone if that suffices.
+  int most_last_ctas() const {
+    if (!has_whole_tiles_) return in_.max_ctas;
+    const int spare = in_.max_ctas - count_[0] % in_.max_ctas;
+    return units_[1] * in_.num_kv_heads <= spare * longest_shared_ ? spare : in_.max_ctas;
   }
 
   bool make_partitions() {
-    const WorkLine lines[2] = {line(false), line(true)};
-    count_[0] = lines[0].num_partitions, count_[1] = lines[1].num_partitions;
+    has_whole_tiles_ = whole_shared_tiles_suffice();
+    const WorkLine shared = line(false, in_.max_ctas);
+    count_[0] = has_whole_tiles_ ? num_shared_tiles_ * in_.num_kv_heads : shared.num_partitions;
+    const WorkLine last = line(true, most_last_ctas());
+    count_[1] = last.num_partitions;
     num_ctas_ = min(in_.max_ctas, count_[0] + count_[1]);
     partitions_ = static_cast<Partition*>(calloc(max(1, count_[0] + count_[1]), sizeof(Partition)));
     if (partitions_ == nullptr) return false;
-    fill_line(lines[0], false), fill_line(lines[1], true);
+    has_whole_tiles_ ? fill_whole_tiles() : fill_line(shared, false);
+    fill_line(last, true);
+    if (has_whole_tiles_) return true;
     for (int cta = num_ctas_ - count_[1]; cta < count_[0]; ++cta) partitions_[cta].next = count_[1] + cta;
     return true;
   }
 
   // Where partition i of a line lies: at its CTA's number where the CTA begins with it, else behind all of those.
   int place_of(bool is_last, int i) const {
+    if (has_whole_tiles_) return is_last ? count_[0] + i : i;
     const int cta = is_last ? num_ctas_ - 1 - i : i;
     const bool has_both = cta < count_[0] && cta >= num_ctas_ - count_[1];
     const bool begins_with_last = in_.arrives_late && cta % 2 == 1;
     return has_both && is_last != begins_with_last ? count_[1] + cta : cta;
+  }
+
+  // Partition i is a shared row tile, those of a KV head one after another. A CTA has each num_ctas_-th of them, and
+  // then a partition of the last level, of which the last CTAs have the first ones.
+  void fill_whole_tiles() {
+    for (int i = 0; i < count_[0]; ++i) {
+      const int head = i / num_shared_tiles_, tile = i - head * num_shared_tiles_;
+      const int last = num_ctas_ - 1 - i % num_ctas_;
+      Partition& partition = partitions_[i];
+      partition = {head, tile, 0, tile_units(tiles_[tile]), static_cast<int32_t>(partial_rows_), {0}, num_tiles_, {0}};
+      partition.next = i + num_ctas_ < count_[0] ? i + num_ctas_ : last < count_[1] ? count_[0] + last : 0;
+      partial_rows_ += tiles_[tile].row_end - tiles_[tile].row_begin;
+    }
   }
 
   void fill_line(const WorkLine& line, bool is_last) {
