@@ -22,9 +22,12 @@ from quire.runtime.indices import check_offsets
 from quire.runtime.layout import ragged_view
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices
+from quire.runtime.target import max_ctas, on_cuda
 from quire.runtime.wrapper import AttentionWrapper
 
 __all__ = ["BatchPrefillWithPrefixWrapper"]
+
+_TILE_ROWS = 128  #: of the kernel that merges both
 
 
 class BatchPrefillWithPrefixWrapper(AttentionWrapper):
@@ -32,8 +35,9 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
     see, and those of its new tokens behind them.
 
     The constructor's arguments are those of BatchPrefillWithRaggedKVCacheWrapper without CUDA graphs. Partial results
-    take 4 * (head_dim_vo + 2) bytes of the workspace for each query, head and kind of keys; where it is smaller, and
-    where no kernel merges both, there are two launches and a merge. explain() says which.
+    take 4 * (head_dim_vo + 2) bytes of the workspace for each query, head and kind of keys. There are two launches and
+    a merge where the workspace is smaller, where no kernel merges both, and, with backend="auto", where the queries
+    alone fill a GPU, because two launches are faster there. explain() says which.
 
     >>> wrapper = quire.BatchPrefillWithPrefixWrapper(torch.empty(1 << 24, dtype=torch.uint8))
     >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 new tokens
@@ -84,6 +88,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         assert isinstance(spec.indices, Indices)
         rows = torch.stack((qo[:-1], qo[1:]), 1).view(-1)
         try:
+            self._check_one_launch_is_faster(spec)
             joined = with_prefix(spec, rows, prefix) if spec.nnz_qo else spec
             self._set_plan(check_kernel_for_prefix(joined, self._workspace.device, self._backend))
             self._apart, self._prefix = "", None
@@ -93,6 +98,12 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
             shared = Attention(prefixes, self._layout, self._workspace, self._backend)
             self._set_plan(spec)
             self._apart, self._prefix = str(error), shared
+
+    def _check_one_launch_is_faster(self, spec: AttentionSpec) -> None:
+        """Partial results of many row tiles cost more than the end of a launch, at which some SMs are idle."""
+        device, tiles = self._workspace.device, spec.nnz_qo * spec.options.num_qo_heads // _TILE_ROWS
+        if self._backend == "auto" and on_cuda(device) and tiles >= max_ctas(device, 1):
+            raise UnsupportedError(f"{tiles} row tiles fill this GPU in each of two launches, which is faster.")
 
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, k_prefix: torch.Tensor, v_prefix: torch.Tensor, *,

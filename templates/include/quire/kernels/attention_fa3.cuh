@@ -564,7 +564,7 @@ struct AttentionFa3 {
     start_ABt<T, TileQ, TileK, kIsDistance>(s, queries(rings.q, turn), keys(rings.k));
 #pragma unroll 1
     for (;;) {
-      if constexpr (kIsEarly || has_block_mask<V>()) {
+      if constexpr ((kIsEarly && V::kCascade == 0) || has_block_mask<V>()) {
         rings.q = rings.q.uniform(), rings.k = rings.k.uniform(), at = at.uniform();
       }
       Stage& current = stages_[at.stage()];
@@ -652,6 +652,7 @@ struct AttentionFa3 {
     KvTileWalk<V> walk(current);
     const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
     const TileDescriptor q = queries(rings.q, turn);
+    const bool takes_turns = kWarpgroups > 1 && !is_alone(current.work);
     if constexpr (kIsRamp) {
       const Transform transform(p_.base);
       rows.ramps.set(transform, ramp_scale(), logits_tile(current, walk.tile()));
@@ -665,9 +666,9 @@ struct AttentionFa3 {
     first_tile(rows, s, bits, current, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
       if (full.contains(walk)) {
-        next_tile<false>(rows, current, rings, q, turn, walk.tile());
+        next_tile<false>(rows, current, rings, q, turn, takes_turns, walk.tile());
       } else {
-        next_tile<true>(rows, current, rings, q, turn, walk.tile());
+        next_tile<true>(rows, current, rings, q, turn, takes_turns, walk.tile());
       }
     }
     if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
@@ -708,10 +709,12 @@ struct AttentionFa3 {
   // runs.
   template <bool kMasked>
   QUIRE_DEVICE void next_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn,
-                              int tile) const {
+                              bool takes_turns, int tile) const {
     float s[kTileKv / 2];
     // All waiting and reading comes before the turn: tensor cores are idle from when a turn is handed over to the
     // products.
+    // In a cascade ptxas would keep twelve descriptors of queries, and not in uniform registers.
+    if constexpr (V::kCascade != 0) q.low = ptx::uniform(q.low);
     const auto before = rings.k.before();
     const TileDescriptor k = keys(rings.k), v = values(before);
     Bits bits;
@@ -720,7 +723,6 @@ struct AttentionFa3 {
     v_.wait_full(before);
     k_.wait_full(rings.k);
     if constexpr (kIsDistance) rows.distances.read(s, bias_at(rings.k));
-    const bool takes_turns = kWarpgroups > 1 && !is_alone(current.work);
     if (takes_turns) ptx::named_barrier_sync(kTurn + turn, 256);
     start_ABt<T, TileQ, TileK, kIsDistance>(s, q, k);
     start_AB<T, TileV>(rows.o, rows.p, v);
