@@ -77,6 +77,8 @@ class KVLayout(Enum):
     NHD = "NHD"  #: [token, head, head_dim]
     HND = "HND"  #: [head, token, head_dim]
 
+    __hash__ = object.__hash__  # plans look things up by it, and Enum's own is a function in Python
+
     @classmethod
     def of(cls, value: str) -> KVLayout:
         if str(value) in cls.__members__:

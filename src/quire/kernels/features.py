@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Annotated, Any, get_type_hints
 
 from quire.errors import ValidationError
@@ -154,7 +155,7 @@ class Features:
     def on_cuda(self) -> bool:
         return self.target.startswith("sm")
 
-    @property
+    @cached_property
     def has_bias(self) -> bool:
         """Whether something is added to scaled logits: ALiBi, or what a score says."""
         return self.pos_encoding is PosEncodingMode.ALIBI or (self.variant is not None and self.variant.has_score)

@@ -168,16 +168,24 @@ class AttentionMlaFa3Params(ctypes.Structure):
 
 def aligned_copy(params: _Struct) -> _Struct:
     """A copy of a struct at a multiple of 64 bytes, as tensor maps need it."""
-    size = ctypes.sizeof(params)
-    memory = _memory(size + 64)()
-    copy = type(params).from_buffer(memory, -ctypes.addressof(memory) % 64)
-    ctypes.memmove(ctypes.byref(copy), ctypes.byref(params), size)
+    memory = bytes_type(ctypes.sizeof(params) + 64)()
+    address = ctypes.addressof(memory)
+    copies = _array_of_one(type(params)).from_address(address + -address % 64)  # half the time of from_buffer()
+    copies.memory = memory  # type: ignore[attr-defined]  # which lives as long as what lies there
+    copies[0] = params
+    copy: _Struct = copies[0]
     return copy
 
 
 @cache
-def _memory(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+def bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """The type of so many bytes; ctypes itself keeps each that was ever made."""
     return ctypes.c_char * num_bytes
+
+
+@cache
+def _array_of_one(kind: type[_Struct]) -> type[ctypes.Array[_Struct]]:
+    return kind * 1
 
 
 class ScheduleInput(ctypes.Structure):

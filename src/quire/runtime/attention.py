@@ -113,7 +113,9 @@ class AttentionSpec(NamedTuple):
     def _typical_rows(self) -> int:
         """Rows of q of a typical request: the mean; in a cascade, of those that attend to a typical page."""
         indices, batch_size = self.indices, self.indices.batch_size
-        if isinstance(indices, Lengths) or not indices.num_shared_nodes or indices.qo_indptr is None:
+        if isinstance(indices, Lengths) or indices.qo_indptr is None:
+            return indices.qo_len if batch_size else 0
+        if not indices.num_shared_nodes:
             return -(-self.nnz_qo // batch_size) if batch_size else 0
         begin, end = indices.qo_indptr.view(-1, 2).long().unbind(1)
         tokens = indices.kv_indptr.diff().long() * indices.page_size
@@ -199,7 +201,7 @@ class Attention:
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         self._ahead, note = self._work_ahead(spec) if graph is None else (None, "")
         try:
-            self.spec = self._packed(spec)
+            self.spec = spec if spec.custom_mask is None else self._packed(spec)
             self._plan_options = spec.options
             self._plan = self._make_plan(workspace)
         except CacheMissError:
@@ -230,26 +232,25 @@ class Attention:
         """What the plan before this one, or else another of equal options and device, has found right: right for this
         plan too, but for lengths.
         """
-        is_alike = before is not None and before.decision is self.decision and before._layout is self._layout
-        own = before._checked if before is not None and is_alike else None
-        return own or self.decision.checked.get(self._layout)
+        if before is not None and before.decision is self.decision and before._layout is self._layout:
+            return before._checked or self.decision.checked.get(self._layout)
+        return self.decision.checked.get(self._layout)
 
     def _work_ahead(self, spec: AttentionSpec) -> tuple[Ahead | None, str]:
         """What rotates or widens ahead of the kernel, which is then another one; and what explain() says."""
-        options, ahead, note = spec.options, None, ""
-        for work in (rotate_ahead, widen_ahead):
-            if isinstance(spec.indices, Lengths) or not work.may_pay(options, self.decision, self._backend):
+        indices, options, ahead, note = spec.indices, spec.options, None, ""
+        for work in () if isinstance(indices, Lengths) else (rotate_ahead, widen_ahead):
+            if not work.may_pay(options, self.decision, self._backend):
                 continue
             plain = spec._replace(options=work.plain_options(options)).decide(self._device, self._backend)
             if work.is_faster(plain, self.decision):
-                ahead, note = work.within(self._workspace, spec.indices, options, plain)
+                ahead, note = work.within(self._workspace, indices, options, plain)
                 self.decision = self.decision if ahead is None else plain
         return ahead, note
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
         """With the mask as bits, an eighth of the bytes."""
-        if spec.custom_mask is None or not isinstance(spec.indices, Indices):
-            return spec
+        assert spec.custom_mask is not None and isinstance(spec.indices, Indices)
         bits = pack_mask(spec.custom_mask, spec.indices, self._device)
         return spec._replace(custom_mask=None, packed_custom_mask=bits)
 

@@ -158,9 +158,10 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
 
 def batch_size_of(offsets: torch.Tensor, name: str) -> int:
     """batch_size of offsets [batch_size + 1]."""
-    if offsets.dim() != 1 or offsets.numel() == 0:
+    batch_size = offsets.numel() - 1
+    if batch_size < 0 or offsets.dim() != 1:
         raise ValidationError(f"{name}: expected [batch_size + 1] offsets, got {list(offsets.shape)}.")
-    return offsets.numel() - 1
+    return batch_size
 
 
 def last_entry(indices: torch.Tensor) -> int:

@@ -21,16 +21,15 @@ from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision, TileShape
 from quire.runtime.checks import check_same_device, check_tensor
 from quire.runtime.options import LogitsOptions, PlanOptions
-from quire.runtime.target import current_stream
+from quire.runtime.target import on_cuda
 
 _OPTIONAL = ("mask_indptr_buf", "qk_indptr_buf")  #: with custom_mask_buf; both names mean the same
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether the current stream of a GPU is being captured, which the default stream never is."""
-    if current_stream(device) == 0:
+    if not on_cuda(device) or not torch._C._cuda_getCurrentRawStream(index := device.index or 0):
         return False
-    index = device.index or 0
     if torch._C._cuda_getDevice() == index:  # torch answers for the current device
         return torch._C._cuda_isCurrentStreamCapturing()
     with torch.cuda.device(index):

@@ -17,7 +17,7 @@ from quire.kernels.params import AttentionParams, ScheduleInput
 from quire.runtime.launch import bind, profiled
 from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Lengths, Schedule
-from quire.runtime.target import current_stream, has_dependent_launch
+from quire.runtime.target import has_dependent_launch
 from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
 from quire.runtime.workspace import Workspace
@@ -34,8 +34,8 @@ class AttentionPlan:
 
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
-        grid: int, tensors: tuple[torch.Tensor | None, ...], *, uses_pdl: bool, schedule: Schedule | None = None,
-        sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
+        grid: int, tensors: tuple[torch.Tensor | None, ...], *, stream: int, uses_pdl: bool,
+        schedule: Schedule | None = None, sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
         note: str = "", schedule_input: ScheduleInput | None = None,
         on_device: Callable[[Lengths, Workspace], tuple[torch.Tensor | None, ...]] | None = None,
     ) -> None:  # fmt: skip
@@ -55,7 +55,7 @@ class AttentionPlan:
         self._tensors = tensors  # what the parameter struct points into
         self._on_device = on_device  # makes the schedule where only the device knows the lengths
         self._made: tuple[torch.Tensor | None, ...] = ()  # its tensors
-        self._streams = {current_stream(device)}  # that torch's allocator knows to use the tensors
+        self._streams = {stream}  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
         self._is_empty = schedule is not None and self._params.num_ctas == 0

@@ -46,7 +46,7 @@ from quire.runtime.schedule import (
     num_row_tiles,
     schedule_input,
 )
-from quire.runtime.target import max_ctas
+from quire.runtime.target import current_stream, max_ctas
 from quire.runtime.upload import CaptureUploader, DeviceBuffer, Uploader, uploader_of
 from quire.runtime.variant_operands import check_names, write_operands
 from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
@@ -83,6 +83,7 @@ class _PlanTemplate(NamedTuple):
     tile: TileShape
     partial_bytes: int  #: of a partial result, tile.rows rows
     ctas: int  #: that run at the same time, or pairs of them
+    frequencies: torch.Tensor | None  #: the table of rotary embeddings, to which `params` points
     unit_bytes: int  #: of the kernel's own plan memory, for each work unit of a kv head
 
     def new_params(self) -> ctypes.Structure:
@@ -103,27 +104,24 @@ class _PlanTemplate(NamedTuple):
         return partials
 
 
-def _plan_template(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int = 0) -> _PlanTemplate:
-    """Made once for a decision, which is one for equal options. `ctas` that run at the same time: those that may hold
-    partial results.
+def _plan_template(
+    decision: Decision, options: PlanOptions, device: torch.device, ctas: int, tile_capacity: int = 0, *,
+    divided: bool = True,
+) -> _PlanTemplate:  # fmt: skip
+    """Made once for a decision, which is one for equal options and device. `ctas` that run at the same time: those that
+    may hold partial results. Not `divided`: row tiles are computed whole, and there are no partial results.
     """
-    template = decision.templates.get((ctas, tile_capacity))
+    key = ctas, tile_capacity, divided
+    template = decision.templates.get(key)
     if template is None:
-        template = decision.templates[ctas, tile_capacity] = _new_template(decision, options, ctas, tile_capacity)
+        options = options if divided else options._replace(fixed_split_size=-1)
+        template = decision.templates[key] = _new_template(decision, options, device, ctas, tile_capacity)
     return template
 
 
-def _undivided(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int) -> _PlanTemplate:
-    """A template of plans without partial results: row tiles are computed whole."""
-    key = ctas, tile_capacity, "undivided"
-    if key not in decision.templates:
-        whole = options._replace(fixed_split_size=-1)
-        decision.templates[key] = _new_template(decision, whole, ctas, tile_capacity)
-    template: _PlanTemplate = decision.templates[key]
-    return template
-
-
-def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capacity: int) -> _PlanTemplate:
+def _new_template(
+    decision: Decision, options: PlanOptions, device: torch.device, ctas: int, tile_capacity: int
+) -> _PlanTemplate:
     kernel, key = decision.kernel, decision.key
     tile = kernel.tile(key)
     params = kernel.params_of(key)()
@@ -131,25 +129,29 @@ def _new_template(decision: Decision, options: PlanOptions, ctas: int, tile_capa
     base.num_qo_heads, base.num_kv_heads = options.num_qo_heads, options.num_kv_heads
     base.group, base.page = FastDivisor.of(options.group_size), FastDivisor.of(options.page_size or 1)
     base.window_left, base.logits_cap = options.logits.window_left, options.logits.logits_soft_cap * LOG2E
+    frequencies = None
+    if options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA:
+        frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
+        base.rope_frequencies = frequencies.data_ptr()
     schedule = schedule_input(
         num_kv_heads=options.num_kv_heads, group_size=options.group_size, page_size=options.page_size or 1, tile=tile,
         mask=key.mask, window_left=options.logits.window_left, max_ctas=ctas, fixed_split_size=options.fixed_split_size,
         tile_capacity=tile_capacity, **kernel.schedule_input(key),
     )  # fmt: skip
     partial_bytes = partials_bytes(1, tile.rows, key.head_dim_vo)
-    return _PlanTemplate(params, schedule, tile, partial_bytes, ctas, kernel.plan_bytes(key))
+    return _PlanTemplate(params, schedule, tile, partial_bytes, ctas, frequencies, kernel.plan_bytes(key))
 
 
 def _template_for(
     decision: Decision, indices: Indices, options: PlanOptions, device: torch.device, graph: GraphState | None
 ) -> tuple[Module, _PlanTemplate]:
     """The kernel, and what its plans of this batch have in common; with a graph, its plans of the largest batch."""
-    module, ctas = _load(decision.spec, device)
-    rows, split, capacity = decision.key.tile_rows, max(0, options.fixed_split_size), 0
+    (module, ctas), capacity = _load(decision.spec, device), 0
     if graph is not None:
+        rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
     ctas = ctas * options.sms // max_ctas(device, 1) if options.sms else ctas
-    return module, _plan_template(decision, options, max(1, ctas // decision.ctas_per_tile), capacity)
+    return module, _plan_template(decision, options, device, ctas // decision.ctas_per_tile or 1, capacity)
 
 
 def workspace_bytes(
@@ -189,15 +191,15 @@ def make_plan(
         template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
         s = schedule.sizes
     params = template.new_params()
-    base = base_of(params)
+    base, stream = base_of(params), 0 if uploader is None else uploader.stream
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
     partials = template.set_partials(base, workspace, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    frequencies = _set_rope_frequencies(base, options, device)
     own_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
     at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes, for_one_call)
-    base.mask = address_of(bits)
+    if bits is not None:
+        base.mask = bits.data_ptr()
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
     _set_schedule(base, s, at)
@@ -223,8 +225,9 @@ def make_plan(
     grid = (min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas) * decision.ctas_per_tile
     return AttentionPlan(
         decision, module, params, options.logits, device, grid,
-        (bits, partials, pages, frequencies, own_tensor, *operands), uses_pdl=bool(s.is_partitioned), schedule=schedule,
-        sent=sent, pages=pages, note=note, schedule_input=template.schedule,
+        (bits, partials, pages, template.frequencies, own_tensor, *operands), stream=stream,
+        uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
+        schedule_input=template.schedule,
     )  # fmt: skip
 
 
@@ -269,11 +272,12 @@ def _schedule_within(
     """A schedule of fewer partitions than `schedule`, whose partial results fit into the workspace; says so."""
     needed, most, capacity = schedule.sizes.num_partials, workspace.most_bytes, template.schedule.tile_capacity
     ctas = min(template.ctas - 1, most // template.partials_bytes(2))
-    fewer = _plan_template(decision, options, ctas, capacity) if ctas else None
+    device = workspace.device
+    fewer = _plan_template(decision, options, device, ctas, capacity) if ctas else None
     if fewer is not None:
         within = make_schedule(indices, fewer.schedule, uploader)
     if fewer is None or fewer.partials_bytes(within.sizes.num_partials) > most:
-        fewer, ctas = _undivided(decision, options, template.ctas, capacity), 0
+        fewer, ctas = _plan_template(decision, options, device, template.ctas, capacity, divided=False), 0
         within = make_schedule(indices, fewer.schedule, uploader)
     note = (
         f"workspace: {most} bytes hold the partial results of {ctas} partitions, not of {template.ctas}: reserve "
@@ -302,15 +306,6 @@ def _send(
         return host_buffer.address, None, pages
     sent = uploader.send(host_buffer, s.staged_bytes, own_bytes, for_one_call=for_one_call)
     return sent.address, sent, pages
-
-
-def _set_rope_frequencies(base: AttentionParams, options: PlanOptions, device: torch.device) -> torch.Tensor | None:
-    """The table of rotary embeddings on the kernel's device, to which `base` then points; None without them."""
-    if options.logits.pos_encoding is not PosEncodingMode.ROPE_LLAMA:
-        return None
-    frequencies = _rope_frequencies(options.head_dim_qk, options.logits, device)
-    base.rope_frequencies = frequencies.data_ptr()
-    return frequencies
 
 
 @lru_cache(maxsize=1024)
@@ -351,10 +346,10 @@ def make_plan_on_device(
     schedule = _DeviceSchedule(decision, lengths, options, workspace)
     params = schedule.template.new_params()
     base_of(params).mask = address_of(mask_bits)
-    frequencies = _set_rope_frequencies(base_of(params), options, device)
     plan = AttentionPlan(
         decision, schedule.module, params, options.logits, device, schedule.ctas * decision.ctas_per_tile,
-        (mask_bits, frequencies), uses_pdl=True, on_device=partial(schedule.make, params),
+        (mask_bits, schedule.template.frequencies), stream=current_stream(device), uses_pdl=True,
+        on_device=partial(schedule.make, params),
     )  # fmt: skip
     plan.plan_again(lengths, workspace)
     return plan
@@ -367,7 +362,7 @@ class _DeviceSchedule:
         self._kernel, self._device = decision.kernel, workspace.device
         self.module, ctas = _load(decision.spec, self._device)
         ctas = max(1, ctas // decision.ctas_per_tile)
-        self.template = template = _plan_template(decision, options, ctas)
+        self.template = template = _plan_template(decision, options, self._device, ctas)
         self.ctas = ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
         self._num_tiles = num_row_tiles(lengths, template.schedule)
         self._planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)

@@ -36,14 +36,13 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     """Of options that rotate: whether rotating ahead is possible and worth a look. Prompts are long, the caller has
     pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
     """
-    q, kv, o = options.types[:3]
     return (
         options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         and not backend.startswith(PIN)
         and decision.problem.on_cuda
         and decision.problem.rows >= _LEAST_ROWS
         and not options.fixed_split_size
-        and q == kv == o
+        and options.types.q == options.types.kv == options.types.o
         and options.head_dim_qk == options.head_dim_vo
     )
 

@@ -12,7 +12,7 @@ from quire.errors import ValidationError
 from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
 from quire.kernels.operation import OperationKey
-from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams
+from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams, bytes_type
 from quire.runtime.indices import without_gaps
 from quire.runtime.upload import CaptureUploader, HostBuffer, Uploader
 from quire.types import MaskMode
@@ -73,7 +73,7 @@ class Schedule(NamedTuple):
 
     sizes: ScheduleOutput
     host_buffer: HostBuffer
-    kept: bytearray  #: int32: the index arrays that were planned on, one after another
+    kept: ctypes.Array[ctypes.c_char]  #: int32: the index arrays that were planned on, one after another
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -191,7 +191,7 @@ def make_schedule(
     return Schedule(sizes, host_buffer, kept)
 
 
-def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams, bytearray]:
+def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams, ctypes.Array[ctypes.c_char]]:
     """The parameters of a plan, and where its index arrays will lie."""
     params = ScheduleParams()
     params.input = template  # a copy
@@ -203,15 +203,16 @@ def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams,
         p.qo_indptr, num_kept = qo_indptr.data_ptr(), num_kept + qo_indptr.numel()
     if last is not None:
         p.kv_last_page_len, num_kept = last.data_ptr(), num_kept + batch
-    p.num_shared_nodes, p.prefix_indptr = indices.num_shared_nodes, address_of(indices.prefix_indptr)
+    if indices.num_shared_nodes:
+        p.num_shared_nodes, p.prefix_indptr = indices.num_shared_nodes, address_of(indices.prefix_indptr)
     if pages is not None:
         p.num_pages = pages.numel()
         if pages.is_cpu:
             p.kv_indices = pages.data_ptr()
     if indices.seq_lens is not None:
         p.seq_lens = indices.seq_lens.data_ptr()
-    kept = bytearray(4 * num_kept)
-    p.kept = ctypes.addressof(ctypes.c_char.from_buffer(kept))
+    kept = bytes_type(4 * num_kept)()
+    p.kept = ctypes.addressof(kept)
     return params, kept
 
 

@@ -85,7 +85,7 @@ class Uploader:
 
     def __init__(self, device: int, stream: int) -> None:
         self._driver = driver()
-        self._device, self._stream = device, stream
+        self._device, self.stream = device, stream
         self._in_use: deque[HostBuffer] = deque()  # in the stream's order; appending and popping are atomic
         self._spare_events: list[int] = []
         self._spare_tensors: list[torch.Tensor] = []
@@ -128,7 +128,7 @@ class Uploader:
         if tensor is None or tensor.shape[0] < num_bytes + more:
             size = num_bytes + more if for_one_call else max(host_buffer.num_bytes, num_bytes + more)
             tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
-        sent = DeviceBuffer(tensor, self._stream, None if for_one_call else self._spare_tensors)
+        sent = DeviceBuffer(tensor, self.stream, None if for_one_call else self._spare_tensors)
         self._enqueue(host_buffer, sent.address, num_bytes)
         return sent
 
@@ -149,8 +149,8 @@ class Uploader:
         self._in_use.append(host_buffer)
 
     def _copy_and_record(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> int:
-        code = self._copy(target, host_buffer.address, num_bytes, self._stream) if num_bytes else 0
-        return code or self._record(host_buffer.event, self._stream)
+        code = self._copy(target, host_buffer.address, num_bytes, self.stream) if num_bytes else 0
+        return code or self._record(host_buffer.event, self.stream)
 
 
 class CaptureUploader:
@@ -161,7 +161,7 @@ class CaptureUploader:
     """
 
     def __init__(self, device: int, stream: int) -> None:
-        self._driver, self._device, self._stream = driver(), device, stream
+        self._driver, self._device, self.stream = driver(), device, stream
 
     def take(self, num_bytes: int = 0) -> HostBuffer:
         """A host buffer that no copy reads."""
@@ -176,8 +176,8 @@ class CaptureUploader:
         with self._driver.current(self._device):
             address = self._pinned(num_bytes)
             memmove(address, host_buffer.address, num_bytes)
-            self._driver.call("cuMemcpyHtoDAsync_v2", tensor.data_ptr(), address, num_bytes, self._stream)
-        return DeviceBuffer(tensor, self._stream, None)
+            self._driver.call("cuMemcpyHtoDAsync_v2", tensor.data_ptr(), address, num_bytes, self.stream)
+        return DeviceBuffer(tensor, self.stream, None)
 
     def _pinned(self, num_bytes: int) -> int:
         """New pinned memory: in a mode of this thread in which a capture allows it."""

@@ -29,6 +29,7 @@ class UserWorkspace:
     def __init__(self, buffer: Any, name: str) -> None:
         self._name = name
         self._buffer = self._as_bytes(buffer)
+        self.device = self._buffer.device
         self.most_bytes, self._is_cuda = self._buffer.numel(), self._buffer.is_cuda  #: the first: that take() takes
         self._own = self._buffer[:0]  # on the CPU: what the largest plan took
 
@@ -41,10 +42,6 @@ class UserWorkspace:
             address = tensor.data_ptr()
             raise ValidationError(f"{self._name} must be {ALIGNMENT}-byte aligned, got address {address:#x}.")
         return data
-
-    @property
-    def device(self) -> torch.device:
-        return self._buffer.device
 
     @property
     def buffer(self) -> torch.Tensor:
