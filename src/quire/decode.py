@@ -142,16 +142,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         pages = Indices(batch, None, int(q_len_per_req), kv_indptr, last, page_indices(indices), size, lens)
         if block_tables is not None:
             check_repeated(pages, block_tables=block_tables)
-        self._set_shared(AttentionSpec(pages, options, operands=operands), shared_prefix)
+        spec = AttentionSpec(pages, options, operands=operands)
+        if shared_prefix is None:
+            self._set_plan(spec)
+        else:
+            self._set_shared(spec, shared_prefix)
 
-    def _set_shared(self, spec: AttentionSpec, shared_prefix: str | None) -> None:
-        if shared_prefix not in (None, "auto"):
+    def _set_shared(self, spec: AttentionSpec, shared_prefix: str) -> None:
+        if shared_prefix != "auto":
             raise ValidationError(f"shared_prefix: expected None or 'auto', got {shared_prefix!r}.")
-        if shared_prefix is not None and self.is_cuda_graph_enabled:
+        if self.is_cuda_graph_enabled:
             raise UnsupportedError("shared_prefix: expected None with use_cuda_graph=True, which fixes the launch.")
-        if shared_prefix is not None:
-            check_kernel_for_levels(self._workspace.device, self._backend)
-        cascade = None if shared_prefix is None or self._variant is not None else with_shared_prefixes(spec)
+        check_kernel_for_levels(self._workspace.device, self._backend)
+        cascade = None if self._variant is not None else with_shared_prefixes(spec)
         if cascade is not None:
             with suppress(UnsupportedError, ValidationError):  # then the batch is planned as it is
                 return self._set_plan(cascade)

@@ -109,6 +109,11 @@ class Decision:
         """Neighbouring CTAs that compute a work tile."""
         return self.kernel.ctas_per_tile(self.key)
 
+    @cached_property
+    def may_use_pdl(self) -> bool:
+        """Whether the kernel can wait for its predecessor itself: programmatic dependent launch, from sm_90 on."""
+        return self.kernel.pdl and self.problem.on_cuda and int(self.key.target[2:].rstrip("af")) >= 90
+
     def __str__(self) -> str:
         lines = [f"attention {self.problem}", *(f"  {verdict}" for verdict in self.trace), f"  -> {self.key.slug}"]
         return "\n".join(lines)

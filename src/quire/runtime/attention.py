@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import or_
 from threading import Lock
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +29,10 @@ from quire.runtime.checks import (
     check_same_device,
     check_shape,
     check_tensor,
+    device_indices,
     host_indices,
     last_entry,
     scalar,
-    to_int32,
 )
 from quire.runtime.explanation import Explanation, figures_of
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
@@ -130,7 +131,7 @@ class AttentionSpec(NamedTuple):
             cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
-        rows = self._typical_rows() * options.group_size
+        rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
         uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
         return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 
@@ -157,10 +158,7 @@ def page_indices(indices: Any) -> torch.Tensor:
     """Page numbers as a 1-D int32 tensor: copied from the host in plan(), used as they are (and become) on a device."""
     if isinstance(indices, torch.Tensor) and indices.is_cpu:
         return host_indices(indices, "paged_kv_indices")
-    tensor = check_tensor(indices, "paged_kv_indices")
-    if tensor.dim() != 1:
-        raise ValidationError(f"paged_kv_indices: expected a 1-D tensor, got {list(tensor.shape)}.")
-    return to_int32(tensor, "paged_kv_indices").contiguous()
+    return device_indices(indices, "paged_kv_indices")
 
 
 def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -190,10 +188,12 @@ class Attention:
         self.graph = graph
         self._workspace, self._backend = workspace, backend
         self._narrowed: dict[tuple[int, int], Attention] = {}  # plans of the same batch with fewer heads
-        self._has_fixed_lengths = graph is None and not isinstance(spec.indices, Lengths)
-        if self._has_fixed_lengths and isinstance(workspace, OwnWorkspace):  # one call, which a graph may hold
+        self._has_fixed_lengths = graph is None
+        if isinstance(spec.indices, Lengths):
+            self._has_fixed_lengths = False
+        elif graph is None and isinstance(workspace, OwnWorkspace):  # one call, which a graph may hold
             self._has_fixed_lengths = not is_capturing(self._device)
-        elif not isinstance(spec.indices, Lengths):
+        else:
             refuse_capture("plan()", self._device)
         told = spec.options
         if graph is not None:
@@ -238,14 +238,17 @@ class Attention:
 
     def _work_ahead(self, spec: AttentionSpec) -> tuple[Ahead | None, str]:
         """What rotates or widens ahead of the kernel, which is then another one; and what explain() says."""
-        indices, options, ahead, note = spec.indices, spec.options, None, ""
-        for work in () if isinstance(indices, Lengths) else (rotate_ahead, widen_ahead):
-            if not work.may_pay(options, self.decision, self._backend):
-                continue
-            plain = spec._replace(options=work.plain_options(options)).decide(self._device, self._backend)
-            if work.is_faster(plain, self.decision):
-                ahead, note = work.within(self._workspace, indices, options, plain)
-                self.decision = self.decision if ahead is None else plain
+        options, rotates = spec.options, spec.options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
+        if not (rotates or options.types.kv.bits == 8):
+            return None, ""
+        work: ModuleType = rotate_ahead if rotates else widen_ahead
+        if isinstance(spec.indices, Lengths) or not work.may_pay(options, self.decision, self._backend):
+            return None, ""
+        plain = spec._replace(options=work.plain_options(options)).decide(self._device, self._backend)
+        if not work.is_faster(plain, self.decision):
+            return None, ""
+        ahead, note = work.within(self._workspace, spec.indices, options, plain)
+        self.decision = self.decision if ahead is None else plain
         return ahead, note
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:

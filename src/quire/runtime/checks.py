@@ -156,6 +156,20 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
     return to_int32(tensor, name).cpu().contiguous()
 
 
+def device_indices(value: Any, name: str) -> torch.Tensor:
+    """`value` as a contiguous 1-D int32 tensor where it lies: itself where it is one."""
+    try:
+        is_plain = value.dtype is torch.int32 and value.dim() == 1 and value.is_contiguous() and not value.is_neg()
+        if is_plain and value.data_ptr():
+            return value  # type: ignore[no-any-return]  # a third of the time of what follows
+    except (AttributeError, RuntimeError):  # no tensor, or one without memory
+        pass
+    tensor = check_tensor(value, name)
+    if tensor.dim() != 1:
+        raise ValidationError(f"{name}: expected a 1-D tensor, got {list(tensor.shape)}.")
+    return to_int32(tensor, name).contiguous()
+
+
 def batch_size_of(offsets: torch.Tensor, name: str) -> int:
     """batch_size of offsets [batch_size + 1]."""
     batch_size = offsets.numel() - 1

@@ -17,7 +17,6 @@ from quire.kernels.params import AttentionParams, ScheduleInput
 from quire.runtime.launch import bind, profiled
 from quire.runtime.options import LogitsOptions
 from quire.runtime.schedule import Indices, Lengths, Schedule
-from quire.runtime.target import has_dependent_launch
 from quire.runtime.tensor_maps import EncodedMaps, TensorMaps
 from quire.runtime.upload import DeviceBuffer
 from quire.runtime.workspace import Workspace
@@ -45,7 +44,7 @@ class AttentionPlan:
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind the schedule
         self._module, self._device, self._grid = module, device, grid
-        self._may_use_pdl = decision.kernel.pdl and has_dependent_launch(decision.key.target)
+        self._may_use_pdl = decision.may_use_pdl
         self._uses_pdl = uses_pdl  # programmatic dependent launch, if the caller has no wish
         self._params = base_of(params)
         self._struct = params

@@ -97,7 +97,7 @@ class _PlanTemplate(NamedTuple):
 
     def set_partials(self, p: AttentionParams, workspace: Workspace, num_partials: int) -> torch.Tensor:
         """Reserve the workspace."""
-        num_bytes = self.partials_bytes(num_partials)
+        num_bytes = num_partials * self.partial_bytes
         partials = workspace.take(num_bytes)
         p.partial_o = at = partials.data_ptr()
         p.partial_md = at + num_bytes - num_partials * self.tile.rows * 8
@@ -186,8 +186,8 @@ def make_plan(
     uploader = uploader_of(device, for_capture=for_one_call and graph is None and is_capturing(device))
     schedule, note = make_schedule(indices, template.schedule, uploader), ""
     s = schedule.sizes
-    may_divide_less = not options.fixed_split_size and not options.cascade
-    if s.num_partials * template.partial_bytes > workspace.most_bytes and may_divide_less:
+    does_not_fit = s.num_partials * template.partial_bytes > workspace.most_bytes
+    if does_not_fit and not options.fixed_split_size and not options.cascade:
         template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
         s = schedule.sizes
     params = template.new_params()
@@ -210,7 +210,8 @@ def make_plan(
         own = own_tensor.data_ptr()
     if kernel.fill is not None:
         todo, ctas = kernel.fill(params, template.schedule, s, at, own)
-    variant, operands = decision.key.variant, tuple[torch.Tensor, ...]()
+    variant = decision.key.variant
+    operands: tuple[torch.Tensor, ...] = ()
     if variant is not None and variant.has_mask:
         operands = _write_mask_operands(params, variant, given, options, indices, device)
         if own:

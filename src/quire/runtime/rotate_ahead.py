@@ -37,8 +37,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
     pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
     """
     return (
-        options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
-        and not backend.startswith(PIN)
+        not backend.startswith(PIN)
         and decision.problem.on_cuda
         and decision.problem.rows >= _LEAST_ROWS
         and not options.fixed_split_size

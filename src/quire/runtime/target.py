@@ -35,12 +35,6 @@ def target_of(device: torch.device, *, matrix_unit: bool = False) -> str:
 
 
 @cache
-def has_dependent_launch(target: str) -> bool:
-    """Whether a kernel can wait for its predecessor itself: GPUs from sm_90 on."""
-    return target.startswith("sm") and int(target[2:].rstrip("af")) >= 90
-
-
-@cache
 def _num_sms(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 

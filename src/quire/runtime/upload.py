@@ -56,10 +56,9 @@ class DeviceBuffer:
 
     _spare_tensors: list[torch.Tensor] | None = None
 
-    def __init__(self, tensor: torch.Tensor, stream: int, spare_tensors: list[torch.Tensor] | None) -> None:
+    def __init__(self, tensor: torch.Tensor, spare_tensors: list[torch.Tensor] | None) -> None:
         self.tensor = tensor
         self.address = tensor.data_ptr()
-        self.stream = stream
         self._spare_tensors = spare_tensors
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
@@ -85,7 +84,7 @@ class Uploader:
 
     def __init__(self, device: int, stream: int) -> None:
         self._driver = driver()
-        self._device, self.stream = device, stream
+        self._device, self._context, self.stream = device, self._driver.context(device), stream
         self._in_use: deque[HostBuffer] = deque()  # in the stream's order; appending and popping are atomic
         self._spare_events: list[int] = []
         self._spare_tensors: list[torch.Tensor] = []
@@ -97,8 +96,9 @@ class Uploader:
         """A host buffer of at least `num_bytes`, and of as many as anybody has asked for."""
         while self._num_bytes < num_bytes:
             self._num_bytes *= 2
-        oldest = _taken(self._in_use.popleft)
-        if oldest is None:
+        try:
+            oldest = self._in_use.popleft()
+        except IndexError:
             return self._new()
         if code := self._query(oldest.event):
             self._in_use.appendleft(oldest)
@@ -125,10 +125,10 @@ class Uploader:
         memory of a CUDA graph's pool and looks whether something of it is left.
         """
         tensor = None if for_one_call else _taken(self._spare_tensors.pop)
-        if tensor is None or tensor.shape[0] < num_bytes + more:
+        if tensor is None or tensor.numel() < num_bytes + more:
             size = num_bytes + more if for_one_call else max(host_buffer.num_bytes, num_bytes + more)
             tensor = torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", self._device))
-        sent = DeviceBuffer(tensor, self.stream, None if for_one_call else self._spare_tensors)
+        sent = DeviceBuffer(tensor, None if for_one_call else self._spare_tensors)
         self._enqueue(host_buffer, sent.address, num_bytes)
         return sent
 
@@ -139,7 +139,7 @@ class Uploader:
     def _enqueue(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> None:
         current = c_void_p()
         self._get_current(byref(current))
-        if current.value == self._driver.context(self._device):
+        if current.value == self._context:
             code = self._copy_and_record(host_buffer, target, num_bytes)
         else:
             with self._driver.current(self._device):
@@ -177,7 +177,7 @@ class CaptureUploader:
             address = self._pinned(num_bytes)
             memmove(address, host_buffer.address, num_bytes)
             self._driver.call("cuMemcpyHtoDAsync_v2", tensor.data_ptr(), address, num_bytes, self.stream)
-        return DeviceBuffer(tensor, self.stream, None)
+        return DeviceBuffer(tensor, None)
 
     def _pinned(self, num_bytes: int) -> int:
         """New pinned memory: in a mode of this thread in which a capture allows it."""
