@@ -36,8 +36,8 @@ def plain_options(options: PlanOptions) -> PlanOptions:
 
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
-    """Of 8-bit keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys, the
-    caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
+    """Of 8-bit keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys,
+    the caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
     """
     problem, types = decision.problem, options.types
     return (
