@@ -14,12 +14,13 @@ from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batc
 from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.variant import Variant
-from quire.prefill import attend_one, positional_scales
+from quire.prefill import positional_scales
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.cascade import check_kernel_for_levels
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
 from quire.runtime.keywords import DecodeKeywords, Pair, SingleDecodeKeywords
 from quire.runtime.layout import PagedCache
+from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices

@@ -15,11 +15,12 @@ import torch
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache, spec_of_one
+from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
 from quire.runtime.attention import Attention, AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, check_tensor, refuse
 from quire.runtime.graph import is_capturing
 from quire.runtime.layout import PagedCache
+from quire.runtime.one_request import spec_of_one
 from quire.runtime.ops import is_tracing
 from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.side_by_side import Work, run_both, sms_of_prefill
