@@ -28,8 +28,8 @@ from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
-#: Heads of a token that a thread of kernels/rope.h has: kHeads there.
-HEADS_OF_THREAD = 4
+#: Heads of a token that a thread of kernels/rope.h has, and turns whose tokens it finds at a time: kHeads, kTurns there.
+HEADS_OF_THREAD, TURNS_OF_TOKENS = 4, 8
 #: Threads of a token's latent in kernels/append_latents.h, and heads of another thread: kLatentThreads, kHeads there.
 LATENT_THREADS, LATENT_HEADS = 64, 2
 
@@ -57,7 +57,7 @@ def _header(name: str) -> str:
 _ONE = {"": (1,)}
 _STATES = dict.fromkeys(("fp32", "fp16", "bf16"), (1, 8))
 _HEADS = {"fp32": (1, 4), "fp16": (1, 8), "bf16": (1, 8)}
-_ROPE = (("kHeads", HEADS_OF_THREAD),)
+_ROPE = (("kHeads", HEADS_OF_THREAD), ("kTurns", TURNS_OF_TOKENS))
 _BITS = {"u8": (1, 16), "u16": (1, 8), "u32": (1, 4)}
 
 OPERATIONS: dict[str, Operation] = {

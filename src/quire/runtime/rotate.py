@@ -11,7 +11,7 @@ import torch
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
-from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, OperationKey
+from quire.kernels.operation import HEADS_OF_THREAD, OPERATIONS, PARALLEL_THREADS, TURNS_OF_TOKENS, OperationKey
 from quire.kernels.params import MAX_ROTARY_PAIRS, MAX_TABLE_PAIRS, FastDivisor, HeadRows, RopeHeads, RopeParams
 from quire.kernels.rotation import llama31_frequencies, rope_frequencies
 from quire.runtime.checks import (
@@ -306,8 +306,8 @@ def _cta(columns: int, pairs: int, thread_bytes: int) -> tuple[int, int, int]:
 
 
 def _tables_bytes(tokens: int, pairs: int) -> int:
-    """Two stages of rotations and places, 8 bytes each; what follows is at a multiple of 16."""
-    return -(-2 * 8 * tokens * (pairs + 1) // 16) * 16
+    """Two stages of rotations of 8 bytes, and of tokens of 16 for TURNS_OF_TOKENS turns each."""
+    return 2 * tokens * (8 * pairs + 16 * TURNS_OF_TOKENS)
 
 
 def _resident(device: torch.device, threads: int, smem: int) -> int:

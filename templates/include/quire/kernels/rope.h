@@ -5,7 +5,8 @@
 // All are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
 // a token: the two whose dims turn together, or two that do not turn. CTAs stay, and go from tokens to tokens: a thread
 // copies what it has of the next ones to shared memory while it computes, so that the memory is never idle. The
-// rotations of a token and its page are found by the CTA, once and ahead of time, too.
+// rotations of a token and its page are found by the CTA, once and ahead of time, too. To find a page takes three trips
+// to memory behind one another, which stand in line with the data: those of kTurns turns are found at a time.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2
@@ -94,7 +95,7 @@ struct RopeParams {
   int32_t tokens_of_cta;
   int32_t tokens;      // of a CTA at a time
   int32_t ctas;        // of a token that has more threads than a CTA has
-  int32_t vectors_at;  // bytes of shared memory ahead of vectors: two stages of rotations and places
+  int32_t vectors_at;  // bytes of shared memory ahead of vectors: two stages of rotations and tokens
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -104,7 +105,7 @@ struct Rope {
   using T = typename Variant::T;
   static constexpr int kThreads = kParallelThreads, kMinCtas = kRopeCtas, kSmemBytes = 0;
   static constexpr int kVec = Variant::kVec, kStep = min(kVec, 2);  // dims of a vector, and of each at a time
-  static constexpr int kHeads = 4;                                  // heads of a thread
+  static constexpr int kHeads = 4, kTurns = 8;                      // heads of a thread; turns found at a time
   static constexpr bool kNorms = kWork == RopeWork::kNormAppend, kFused = kNorms || kWork == RopeWork::kAppend;
   static constexpr bool kGathers = kWork == RopeWork::kGather;
 #ifdef __CUDA_ARCH__
@@ -142,9 +143,10 @@ struct Rope {
 #else
     parallel_rows(p.nnz, 1, [&](int64_t token, int) {
       const PagePlace place = place_in_pages(p, token);
+      const Position position = position_of(p, token);
       alignas(Rotations) Rotation table[kMaxTablePairs];
       const int pairs = static_cast<int>(p.pairs.divisor);
-      for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, token, i);
+      for (int i = 0; i < pairs; ++i) table[place_in_table(i, pairs)] = rotation(p, position, i);
       for (int column = 0; column < static_cast<int>(p.columns.divisor); ++column) {
         const Group of(p, column);
         Vector<T> vectors[2 * kHeads];
@@ -181,43 +183,56 @@ struct Rope {
     return {static_cast<int>(place.page), place.token_in_page};
   }
 
+  struct Position {
+    int32_t at;
+    bool is_known;
+  };
+
 #ifdef __CUDACC__
+  struct alignas(16) Token {
+    PagePlace place;
+    Position position;
+  };
+
   // A CTA works on p.tokens_of_cta tokens, p.tokens at a time, or on a part of each: those that read the same lines of
-  // index arrays are behind one another. In shared memory are two stages of everything: rotations, places of tokens,
-  // and the vectors of each thread.
+  // index arrays are behind one another. In shared memory are two stages of everything: rotations, the vectors of each
+  // thread, and tokens of kTurns turns.
   QUIRE_DEVICE static void run_cta(const RopeParams& p, unsigned char* smem) {
     const int pairs = static_cast<int>(p.pairs.divisor), threads = static_cast<int>(blockDim.x);
     const unsigned ctas = static_cast<unsigned>(p.ctas), group = blockIdx.x / ctas;
     const int at = static_cast<int>((blockIdx.x - group * ctas) * blockDim.x + threadIdx.x), row = p.columns.div(at);
     const Group of(p, row < p.tokens ? at - row * static_cast<int>(p.columns.divisor) : 0);
     auto* tables = reinterpret_cast<Rotation*>(smem);
-    auto* places = reinterpret_cast<PagePlace*>(tables + 2 * p.tokens * pairs);
+    auto* found = reinterpret_cast<Token*>(tables + 2 * p.tokens * pairs);
     auto* vectors = reinterpret_cast<Vector<T>*>(smem + p.vectors_at) + threadIdx.x;
     const int64_t first = static_cast<int64_t>(group) * p.tokens_of_cta;
     const int count = static_cast<int>(min<int64_t>(p.tokens_of_cta, p.nnz - first));
     int next = 0;
 #pragma unroll 1
-    for (int stage = 0;; stage ^= 1, next += p.tokens) {
-      if (row < p.tokens && next + row < count && of.lane < of.units(p))
-        load(p, of, first + next + row, kGathers ? place_in_pages(p, first + next + row) : PagePlace{},
-             Unit(p, of, of.lane), {vectors + stage * 2 * kHeads * threads, threads});
+    for (int turn = 0;; ++turn, next += p.tokens) {
+      const int stage = turn & 1, other = stage ^ 1, tokens = min(p.tokens, count - next);
+      Token* now = found + turn % (2 * kTurns) * p.tokens;
+      const int unknown = turn % kTurns == 0 ? min(kTurns * p.tokens, count - next) : 0;
+      if (kGathers && unknown > 0) find_tokens(p, first + next, unknown, now);
+      if (row < tokens && of.lane < of.units(p))
+        load(p, of, first + next + row, kGathers ? now[row].place : PagePlace{}, Unit(p, of, of.lane),
+             {vectors + stage * 2 * kHeads * threads, threads});
       ptx::cp_async_commit();
-      const int tokens = min(p.tokens, count - next);
-      Ahead ahead(p, first + next, tokens, static_cast<int>(threadIdx.x));
-      find_places(p, first + next, tokens, places + stage * p.tokens);
+      if (!kGathers && unknown > 0) find_tokens(p, first + next, unknown, now);
+      Ahead ahead(p, now, tokens, static_cast<int>(threadIdx.x));
       ptx::cp_async_wait<1>();  // for those of the turn before
-      const int other = stage ^ 1, done = next - p.tokens + row;
+      const int done = next - p.tokens + row;
       if (done >= 0 && row < p.tokens && done < count)
-        process(p, of, first + done, places[other * p.tokens + row], {vectors + other * 2 * kHeads * threads, threads},
-                tables + (other * p.tokens + row) * pairs);
+        process(p, of, first + done, found[(turn - 1) % (2 * kTurns) * p.tokens + row].place,
+                {vectors + other * 2 * kHeads * threads, threads}, tables + (other * p.tokens + row) * pairs);
       if (next >= count) return;
       for (int i = static_cast<int>(threadIdx.x);;) {
         ahead.store(tables + stage * p.tokens * pairs);
         i += threads;
         if (i >= tokens * pairs) break;
-        ahead = Ahead(p, first + next, tokens, i);
+        ahead = Ahead(p, now, tokens, i);
       }
-      __syncthreads();  // the next rotations and places are there, and these have been read
+      __syncthreads();  // the next rotations are there, and these have been read
     }
   }
 
@@ -226,20 +241,21 @@ struct Rope {
     Rotation rotation;
     int at;  // in the table; negative: there is none
 
-    QUIRE_DEVICE Ahead(const RopeParams& p, int64_t begin, int tokens, int i) : at(-1) {
+    QUIRE_DEVICE Ahead(const RopeParams& p, const Token* found, int tokens, int i) : at(-1) {
       const int token = p.pairs.div(i), pairs = static_cast<int>(p.pairs.divisor), pair = i - token * pairs;
       if (token >= tokens) return;
-      at = token * pairs + place_in_table(pair, pairs), rotation = Rope::rotation(p, begin + token, pair);
+      at = token * pairs + place_in_table(pair, pairs), rotation = Rope::rotation(p, found[token].position, pair);
     }
     QUIRE_DEVICE void store(Rotation* table) const {
       if (at >= 0) table[at] = rotation;
     }
   };
 
-  // The places of a CTA's tokens, by its last threads: most rotations are not theirs.
-  QUIRE_DEVICE static void find_places(const RopeParams& p, int64_t begin, int tokens, PagePlace* places) {
-    const int row = static_cast<int>(blockDim.x - 1 - threadIdx.x);
-    if (row < tokens) places[row] = place_in_pages(p, begin + row);
+  // Where `count` tokens stand in their sequences and in the pages.
+  QUIRE_DEVICE static void find_tokens(const RopeParams& p, int64_t begin, int count, Token* tokens) {
+    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+      tokens[i] = {place_in_pages(p, begin + i), position_of(p, begin + i)};
+    __syncthreads();
   }
 #endif
 
@@ -402,11 +418,6 @@ struct Rope {
   static float reciprocal_root(float x) { return 1.f / sqrtf(x); }
 #endif
 
-  struct Position {
-    int32_t at;
-    bool is_known;
-  };
-
   QUIRE_HD static Position position_of(const RopeParams& p, int64_t token) {
     int64_t at;
     bool is_known = true;
@@ -426,9 +437,8 @@ struct Rope {
     return {static_cast<int32_t>(at), is_known && is_in_table && at == static_cast<int32_t>(at)};
   }
 
-  // The rotation of a pair of dims of a token; NaN, as its results, for a token without a position.
-  QUIRE_HD static Rotation rotation(const RopeParams& p, int64_t token, int pair) {
-    const Position position = position_of(p, token);
+  // The rotation of a pair of dims; NaN, as its results, for a token without a position.
+  QUIRE_HD static Rotation rotation(const RopeParams& p, Position position, int pair) {
     if (!position.is_known) return {__builtin_nanf(""), __builtin_nanf("")};
     if (p.cos_sin_cache == nullptr) return rope_rotation(position.at, p.frequencies[pair]);
     const float* row = p.cos_sin_cache + position.at * p.cos_sin_stride + pair;
