@@ -94,6 +94,19 @@ def test_operations(tmp_path: Path) -> None:
     assert all(result["timing"]["median"] > 0 and result["error"] < 1e-2 for result in ours)
 
 
+def test_an_operation_that_cannot_run_is_a_reason(modules: ModuleType) -> None:
+    """Such as that of a peer whose module cannot be compiled where the benchmark runs."""
+    from operations import CASES, measure
+
+    def prepare(*_: object) -> tuple[None, object]:
+        return None, lambda: int("a module\nthat is not there")
+
+    (case,) = (case for case in CASES if case.name == "tiny-append")
+    ours, copy = measure(case, ["quire", "torch-copy"], CPU, 1.0, 1, prepare)
+    assert ours.timing is None and ours.reason and "ValueError" in ours.reason and "module" in ours.reason
+    assert copy.timing is not None
+
+
 @pytest.mark.slow
 def test_cascade(tmp_path: Path) -> None:
     """One launch and level by level are both right; plain decode has no table of prefixes that end in a page."""

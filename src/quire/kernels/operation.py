@@ -28,7 +28,8 @@ from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
-#: Heads of a token that a thread of kernels/rope.h has, and turns whose tokens it finds at a time: kHeads, kTurns there.
+#: Heads of a token that a thread of kernels/rope.h has, and turns whose tokens a CTA finds at a time: kHeads and
+#: kTurns there.
 HEADS_OF_THREAD, TURNS_OF_TOKENS = 4, 8
 #: Threads of a token's latent in kernels/append_latents.h, and heads of another thread: kLatentThreads, kHeads there.
 LATENT_THREADS, LATENT_HEADS = 64, 2
