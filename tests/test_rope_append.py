@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import oracle
 import quire
 from problems import Problem, ints
+from quire.runtime import rotate
 from test_page import bits, halves
 from test_rope import heads, table
 
@@ -189,6 +190,22 @@ def test_many_tokens_are_appended_as_few_are(device, dtype, cache_dtype, has_nor
     for got, want in zip(pages, halves(a.cache.kv), strict=True):
         assert torch.equal(bits(got.float()), bits(want.float()))
     assert_is(out, *(a.turned(a.q.cpu(), d, weight) for d in (torch.float64, dtype)))
+
+
+@pytest.mark.parametrize(("lens", "num_heads"), [((900, 0, 1100, 1), (4, 2)), ((70, 0, 3, 99), (24, 8))])
+def test_few_ctas_append_many_tokens(device, dtype, monkeypatch, lens, num_heads):
+    """A CTA looks for its next tokens many times; on a GPU some have no place in the cache."""
+    monkeypatch.setattr(rotate, "_resident", lambda *_: 3)
+    a = Append(device, dtype, E4M3, lens=lens, new=lens, num_heads=num_heads, page_size=16)
+    if device != "cpu":
+        a.positions[5::7], a.batch_indices[4::9] = -1, 99
+    pos_ids = torch.arange(len(a.positions), device=device)
+    out, pages = a.run(pos_ids=pos_ids), [half.clone() for half in halves(a.cache.kv)]
+    monkeypatch.undo()
+    again = a.run(pos_ids=pos_ids)
+    assert torch.equal(out, again)
+    for got, want in zip(pages, halves(a.cache.kv), strict=True):
+        assert torch.equal(bits(got.float()), bits(want.float()))
 
 
 def test_nothing_to_append(device, dtype):

@@ -14,7 +14,7 @@ import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem
 from quire.kernels.params import RopeParams
-from quire.runtime import rotate_ahead
+from quire.runtime import rotate, rotate_ahead
 from quire.runtime.rotate import Angles, Heads, start
 from quire.runtime.workspace import OwnWorkspace, UserWorkspace
 
@@ -55,6 +55,12 @@ def test_pages(device, dtype, kv_layout, form, head_dim):
     assert is_ahead(wrapper)
     for _ in range(2):
         p.check(*wrapper.run(p.q, cache.kv, return_lse=True))
+
+
+def test_few_ctas_rotate_many_tokens(device, dtype, monkeypatch):
+    """A CTA looks for its next tokens in the pages many times."""
+    monkeypatch.setattr(rotate, "_resident", lambda *_: 3)
+    test_pages(device, dtype, "NHD", "tensor", 64)
 
 
 def test_pages_on_the_device(device, dtype):

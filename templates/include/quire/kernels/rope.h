@@ -213,13 +213,17 @@ struct Rope {
       const int stage = turn & 1, other = stage ^ 1, tokens = min(p.tokens, count - next);
       Token* now = found + turn % (2 * kTurns) * p.tokens;
       const int unknown = turn % kTurns == 0 ? min(kTurns * p.tokens, count - next) : 0;
-      if (kGathers && unknown > 0) find_tokens(p, first + next, unknown, now);
+      if (kGathers && unknown > 0) {
+        find_tokens(p, first + next, unknown, now);
+        __syncthreads();
+      }
       if (row < tokens && of.lane < of.units(p))
         load(p, of, first + next + row, kGathers ? now[row].place : PagePlace{}, Unit(p, of, of.lane),
              {vectors + stage * 2 * kHeads * threads, threads});
       ptx::cp_async_commit();
+      const Token* known = kGathers || unknown <= 0 ? now : nullptr;
+      Ahead ahead(p, first + next, known, tokens, static_cast<int>(threadIdx.x));
       if (!kGathers && unknown > 0) find_tokens(p, first + next, unknown, now);
-      Ahead ahead(p, now, tokens, static_cast<int>(threadIdx.x));
       ptx::cp_async_wait<1>();  // for those of the turn before
       const int done = next - p.tokens + row;
       if (done >= 0 && row < p.tokens && done < count)
@@ -230,9 +234,9 @@ struct Rope {
         ahead.store(tables + stage * p.tokens * pairs);
         i += threads;
         if (i >= tokens * pairs) break;
-        ahead = Ahead(p, now, tokens, i);
+        ahead = Ahead(p, first + next, known, tokens, i);
       }
-      __syncthreads();  // the next rotations are there, and these have been read
+      __syncthreads();  // the next rotations and tokens are there, and these have been read
     }
   }
 
@@ -241,21 +245,23 @@ struct Rope {
     Rotation rotation;
     int at;  // in the table; negative: there is none
 
-    QUIRE_DEVICE Ahead(const RopeParams& p, const Token* found, int tokens, int i) : at(-1) {
+    // known: null if the tokens are being found only now.
+    QUIRE_DEVICE Ahead(const RopeParams& p, int64_t begin, const Token* known, int tokens, int i) : at(-1) {
       const int token = p.pairs.div(i), pairs = static_cast<int>(p.pairs.divisor), pair = i - token * pairs;
       if (token >= tokens) return;
-      at = token * pairs + place_in_table(pair, pairs), rotation = Rope::rotation(p, found[token].position, pair);
+      const Position position = known == nullptr ? position_of(p, begin + token) : known[token].position;
+      at = token * pairs + place_in_table(pair, pairs), rotation = Rope::rotation(p, position, pair);
     }
     QUIRE_DEVICE void store(Rotation* table) const {
       if (at >= 0) table[at] = rotation;
     }
   };
 
-  // Where `count` tokens stand in their sequences and in the pages.
+  // Where `count` tokens stand in their sequences and in the pages, by the last threads: most rotations are not theirs.
   QUIRE_DEVICE static void find_tokens(const RopeParams& p, int64_t begin, int count, Token* tokens) {
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += static_cast<int>(blockDim.x))
+    const int threads = static_cast<int>(blockDim.x);
+    for (int i = threads - 1 - static_cast<int>(threadIdx.x); i < count; i += threads)
       tokens[i] = {place_in_pages(p, begin + i), position_of(p, begin + i)};
-    __syncthreads();
   }
 #endif
 
