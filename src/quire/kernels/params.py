@@ -328,7 +328,7 @@ class RopeParams(ctypes.Structure):
         *((name, c_int32) for name in ("batch_size", "num_pages", "page_size", "has_long_pos_ids")),
         *((name, c_int32) for name in ("num_requests", "num_positions", "interleave")),
         *((name, FastDivisor) for name in ("columns", "lanes", "pairs")),
-        *((name, c_int32) for name in ("tokens_of_cta", "tokens", "ctas", "vectors_at")),
+        *((name, c_int32) for name in ("tokens_of_turn", "tokens", "ctas", "vectors_at")),
         ("eps", c_float),
         ("frequencies", c_uint64 * MAX_ROTARY_PAIRS),
     )

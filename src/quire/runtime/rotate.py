@@ -251,9 +251,9 @@ class Rotation:
         self._smem = params.vectors_at + self._block * thread_bytes
         resident = max(1, _resident(self._device, self._block, self._smem) // params.ctas)
         items = -(-params.nnz // params.tokens)
-        turns = -(-items // resident)
-        params.tokens_of_cta = turns * params.tokens
-        self._grid = -(-items // turns) * params.ctas if groups and items else 0
+        at_a_time = -(-items // max(1, -(-items // resident)))
+        params.tokens_of_turn = at_a_time * params.tokens
+        self._grid = at_a_time * params.ctas if groups else 0
         self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params
 
     def move(self, **addresses: list[int]) -> None:

@@ -87,15 +87,15 @@ struct RopeParams {
   int32_t page_size;
   int32_t has_long_pos_ids;  // 64 bits
   int32_t num_requests;
-  int32_t num_positions;  // of cos_sin_cache
-  int32_t interleave;     // neighbours turn together; else the first half with the second
-  FastDivisor columns;    // threads of a token
-  FastDivisor lanes;      // of them, those that have the same heads; under a norm a power of two up to 32
-  FastDivisor pairs;      // rotary_dim / 2 of queries
-  int32_t tokens_of_cta;
-  int32_t tokens;      // of a CTA at a time
-  int32_t ctas;        // of a token that has more threads than a CTA has
-  int32_t vectors_at;  // bytes of shared memory ahead of vectors: two stages of rotations and tokens
+  int32_t num_positions;   // of cos_sin_cache
+  int32_t interleave;      // neighbours turn together; else the first half with the second
+  FastDivisor columns;     // threads of a token
+  FastDivisor lanes;       // of them, those that have the same heads; under a norm a power of two up to 32
+  FastDivisor pairs;       // rotary_dim / 2 of queries
+  int32_t tokens_of_turn;  // of all CTAs at a time
+  int32_t tokens;          // of a CTA at a time
+  int32_t ctas;            // of a token that has more threads than a CTA has
+  int32_t vectors_at;      // bytes of shared memory ahead of vectors: two stages of rotations and tokens
   float eps;
   uint64_t frequencies[kMaxRotaryPairs];  // turns a token, see core/rope.h
 };
@@ -194,8 +194,8 @@ struct Rope {
     Position position;
   };
 
-  // A CTA works on p.tokens_of_cta tokens, p.tokens at a time, or on a part of each: those that read the same lines of
-  // index arrays are behind one another. In shared memory are two stages of everything: rotations, the vectors of each
+  // A CTA works on p.tokens tokens at a time, or on a part of one; those that all CTAs work on at a time are
+  // neighbours, as memory likes it. In shared memory are two stages of everything: rotations, the vectors of each
   // thread, and tokens of kTurns turns.
   QUIRE_DEVICE static void run_cta(const RopeParams& p, unsigned char* smem) {
     const int pairs = static_cast<int>(p.pairs.divisor), threads = static_cast<int>(blockDim.x);
@@ -205,36 +205,35 @@ struct Rope {
     auto* tables = reinterpret_cast<Rotation*>(smem);
     auto* found = reinterpret_cast<Token*>(tables + 2 * p.tokens * pairs);
     auto* vectors = reinterpret_cast<Vector<T>*>(smem + p.vectors_at) + threadIdx.x;
-    const int64_t first = static_cast<int64_t>(group) * p.tokens_of_cta;
-    const int count = static_cast<int>(min<int64_t>(p.tokens_of_cta, p.nnz - first));
-    int next = 0;
+    int64_t next = static_cast<int64_t>(group) * p.tokens;
 #pragma unroll 1
-    for (int turn = 0;; ++turn, next += p.tokens) {
-      const int stage = turn & 1, other = stage ^ 1, tokens = min(p.tokens, count - next);
+    for (int turn = 0;; ++turn, next += p.tokens_of_turn) {
+      const int stage = turn & 1, other = stage ^ 1;
+      const int tokens = static_cast<int>(min<int64_t>(p.tokens, p.nnz - next));
       Token* now = found + turn % (2 * kTurns) * p.tokens;
-      const int unknown = turn % kTurns == 0 ? min(kTurns * p.tokens, count - next) : 0;
-      if (kGathers && unknown > 0) {
-        find_tokens(p, first + next, unknown, now);
+      const bool finds = turn % kTurns == 0;
+      if (kGathers && finds) {
+        find_tokens(p, next, now);
         __syncthreads();
       }
       if (row < tokens && of.lane < of.units(p))
-        load(p, of, first + next + row, kGathers ? now[row].place : PagePlace{}, Unit(p, of, of.lane),
+        load(p, of, next + row, kGathers ? now[row].place : PagePlace{}, Unit(p, of, of.lane),
              {vectors + stage * 2 * kHeads * threads, threads});
       ptx::cp_async_commit();
-      const Token* known = kGathers || unknown <= 0 ? now : nullptr;
-      Ahead ahead(p, first + next, known, tokens, static_cast<int>(threadIdx.x));
-      if (!kGathers && unknown > 0) find_tokens(p, first + next, unknown, now);
+      const Token* known = kGathers || !finds ? now : nullptr;
+      Ahead ahead(p, next, known, tokens, static_cast<int>(threadIdx.x));
+      if (!kGathers && finds) find_tokens(p, next, now);
       ptx::cp_async_wait<1>();  // for those of the turn before
-      const int done = next - p.tokens + row;
-      if (done >= 0 && row < p.tokens && done < count)
-        process(p, of, first + done, found[(turn - 1) % (2 * kTurns) * p.tokens + row].place,
+      const int64_t done = next - p.tokens_of_turn + row;
+      if (turn > 0 && row < p.tokens && done < p.nnz)
+        process(p, of, done, found[(turn - 1) % (2 * kTurns) * p.tokens + row].place,
                 {vectors + other * 2 * kHeads * threads, threads}, tables + (other * p.tokens + row) * pairs);
-      if (next >= count) return;
+      if (tokens <= 0) return;
       for (int i = static_cast<int>(threadIdx.x);;) {
         ahead.store(tables + stage * p.tokens * pairs);
         i += threads;
         if (i >= tokens * pairs) break;
-        ahead = Ahead(p, first + next, known, tokens, i);
+        ahead = Ahead(p, next, known, tokens, i);
       }
       __syncthreads();  // the next rotations and tokens are there, and these have been read
     }
@@ -257,11 +256,15 @@ struct Rope {
     }
   };
 
-  // Where `count` tokens stand in their sequences and in the pages, by the last threads: most rotations are not theirs.
-  QUIRE_DEVICE static void find_tokens(const RopeParams& p, int64_t begin, int count, Token* tokens) {
+  // Where the tokens of kTurns turns, `begin` the first one's, stand in their sequences and in the pages: by the last
+  // threads, as most rotations are not theirs.
+  QUIRE_DEVICE static void find_tokens(const RopeParams& p, int64_t begin, Token* tokens) {
     const int threads = static_cast<int>(blockDim.x);
-    for (int i = threads - 1 - static_cast<int>(threadIdx.x); i < count; i += threads)
-      tokens[i] = {place_in_pages(p, begin + i), position_of(p, begin + i)};
+    for (int i = threads - 1 - static_cast<int>(threadIdx.x); i < kTurns * p.tokens; i += threads) {
+      const int turn = i / p.tokens;
+      const int64_t token = begin + turn * static_cast<int64_t>(p.tokens_of_turn) + (i - turn * p.tokens);
+      if (token < p.nnz) tokens[i] = {place_in_pages(p, token), position_of(p, token)};
+    }
   }
 #endif
 
