@@ -54,6 +54,7 @@ class AttentionDecode {
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
   using Math = FragmentMath<false>;
   using Bias = BiasAhead<V, Math, kBlock, kM == 1 && max(kQk, kVo) <= 128 && !kHasRope>;
+  static constexpr bool kHasRamps = LogitsTransform<V, Math>::kIsRamp && kM == 1;
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
@@ -146,6 +147,7 @@ class AttentionDecode {
       __syncthreads();
     else
       __syncwarp();
+    if constexpr (kHasRamps) ramps_.set(LogitsTransform<V, Math>(p_), 1.f, logits_tile(0));
   }
 
   // What a pair of dims turns from a key to the next one that a lane has.
@@ -190,6 +192,10 @@ class AttentionDecode {
         if (!keys_.all.covers({key, key + kBlock})) hide_logits(s, transform, logits_tile(key));
         const bool is_last = b + 1 == Shape::kSplitTokens / kBlock;
         bias_.read(transform, logits_tile(is_last ? key - b * kBlock + kTileKv : key + kBlock), has_low_rows());
+      } else if constexpr (kHasRamps) {
+        ramps_.move(1.f, key);
+        ramps_.add(s, transform.scale, logits_tile(key));
+        if (!keys_.all.covers({key, key + kBlock})) hide_logits(s, transform, logits_tile(key));
       } else if (keys_.all.covers({key, key + kBlock})) {
         score_logits<false>(s, transform, logits_tile(key));
       } else {
@@ -287,6 +293,7 @@ class AttentionDecode {
   Accumulator<kM, kVo> o_;
   SoftmaxRows<kM> softmax_;
   Bias bias_;
+  RowRamps<V, kHasRamps ? 2 * kM : 1> ramps_;  // of ALiBi
 };
 
 }  // namespace quire

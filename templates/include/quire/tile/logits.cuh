@@ -361,6 +361,18 @@ struct RowRamps {
     });
   }
 
+  // q . k becomes score(q . k), where set() and move() were given a scale of 1. scale: of q . k.
+  template <class S>
+  QUIRE_DEVICE void add(S& s, float scale, const LogitsTile<V>& tile) const {
+    for_each_logit<false>(s, tile, 0, [&](Four<float>& x, const auto&, const auto& place, int at) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float after = static_cast<float>(at + j / 2 * 8 + j % 2);
+        x.at[j] = fmaf(x.at[j], scale, fmaf(step[place.i], after, offset[place.i]));
+      }
+    });
+  }
+
   // Where the KV tile begins that score() is called for next.
   QUIRE_DEVICE void move(float scale, int tile_key) {
 #pragma unroll
