@@ -53,8 +53,9 @@ class AttentionDecode {
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
   using Math = FragmentMath<false>;
-  using Bias = BiasAhead<V, Math, kBlock, kM == 1 && max(kQk, kVo) <= 128 && !kHasRope>;
-  static constexpr bool kHasRamps = LogitsTransform<V, Math>::kIsRamp && kM == 1;
+  static constexpr bool kHasRoom = kM == 1 && max(kQk, kVo) <= 128;  // registers for what is added to logits
+  using Bias = BiasAhead<V, Math, kBlock, kHasRoom && !kHasRope>;
+  static constexpr bool kHasRamps = LogitsTransform<V, Math>::kIsRamp && kHasRoom;
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
@@ -293,7 +294,7 @@ class AttentionDecode {
   Accumulator<kM, kVo> o_;
   SoftmaxRows<kM> softmax_;
   Bias bias_;
-  RowRamps<V, kHasRamps ? 2 * kM : 1> ramps_;  // of ALiBi
+  RowRamps<V, 2> ramps_;  // of ALiBi
 };
 
 }  // namespace quire
