@@ -29,8 +29,7 @@ __all__ = ["Launch", "Provider", "Refused", "providers", "select_providers"]
 Launch = Callable[[int], torch.Tensor]
 Sets = list[Inputs]
 
-QUIRE_WORKSPACE = 128 << 20
-PEER_WORKSPACE = 512 << 20
+WORKSPACE = 512 << 20  #: of each library; Quire widens 8-bit keys into it, where it holds them
 
 
 class Refused(Exception):
@@ -91,7 +90,7 @@ def _quire(backend: str, sets: Sets) -> Launch:
     """Plan with the wrapper that the row's kind is for."""
     prepare = {"ragged": _quire_ragged, "paged": _quire_paged, "decode": _quire_decode}[sets[0].row.kind]
     try:
-        return prepare(backend, sets, _workspace(sets[0].q.device, QUIRE_WORKSPACE, "quire"))
+        return prepare(backend, sets, _workspace(sets[0].q.device, WORKSPACE, "quire"))
     except quire.UnsupportedError as error:
         raise Refused(_reasons(error)) from error
 
@@ -230,7 +229,7 @@ def _flashinfer_prefill(backend: str, sets: Sets) -> Launch:
     import flashinfer
 
     row, indices = sets[0].row, sets[0].indices
-    workspace = _workspace(sets[0].q.device, PEER_WORKSPACE, "flashinfer")
+    workspace = _workspace(sets[0].q.device, WORKSPACE, "flashinfer")
     types = {"q_data_type": row.q_type, "kv_data_type": row.kv_type}
     if row.kind == "ragged":
         ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, backend=backend)
@@ -262,7 +261,7 @@ def _flashinfer_decode(use_tensor_cores: bool, sets: Sets) -> Launch:
     import flashinfer
 
     row, indices = sets[0].row, sets[0].indices
-    workspace = _workspace(sets[0].q.device, PEER_WORKSPACE, "flashinfer")
+    workspace = _workspace(sets[0].q.device, WORKSPACE, "flashinfer")
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         workspace, "NHD", use_tensor_cores=use_tensor_cores, backend="fa2"
     )
@@ -279,7 +278,7 @@ def _flashinfer_xqa(sets: Sets) -> Launch:
     from flashinfer.decode import xqa_batch_decode_with_kv_cache
 
     row, device = sets[0].row, sets[0].q.device
-    workspace = _workspace(device, PEER_WORKSPACE, "xqa")
+    workspace = _workspace(device, WORKSPACE, "xqa")
     table = sets[0].indices.page_table().to(device)
     lengths = torch.tensor(row.kv_lens, dtype=torch.uint32, device=device)
     q_len = row.qo_lens[0]

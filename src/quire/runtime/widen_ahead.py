@@ -26,7 +26,7 @@ from quire.types import MaskMode
 
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
 #: of memory for each number, against the sixth by which fa3 is slower over 8-bit keys.
-_LEAST_ROWS = 2048
+_LEAST_ROWS = 1400
 _BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
 
 
@@ -45,7 +45,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
         and types.q.bits == 16
         and not backend.startswith(PIN)
         and decision.kernel.backend == "fa3"
-        and problem.rows > _LEAST_ROWS
+        and problem.rows >= _LEAST_ROWS
         and problem.mask in (MaskMode.NONE, MaskMode.CAUSAL)
         and options.page_size > 0
         and options.logits.window_left < 0
