@@ -1,4 +1,4 @@
-"""Variants of one's own over parts of the keys: they mean the places of whole requests."""
+"""Variants of one's own over parts of the keys: they mean the places of whole requests, or of a whole matrix."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import pytest
 import torch
 
 import quire
-from problems import workspace
+from problems import Problem, workspace
 from quire import variants
+from quire.kernels.block_variant import variant_of_blocks
 from quire.kernels.level_variant import has_places, variant_of_level
 from test_cascade import joined, shared_prefix
+from test_sparse import bsr, dense, listed, sizes
 from test_variants import CASES, any_dtype
 
 #: Of the head alone, of distances, of requests, and masks.
@@ -113,3 +115,126 @@ def test_variants_of_the_head_alone_stay_as_they_are():
     assert has_places(variants.alibi) and variant_of_level(variants.alibi) != variants.alibi
     text = str(variant_of_level(variants.alibi))
     assert quire.Variant.parse(text) == variant_of_level(variants.alibi)
+
+
+# --- lists of blocks -------------------------------------------------------------------------------------------------
+
+#: Of the head alone, of distances, hashes of the place, and masks.
+OF_BLOCKS = ("soft_cap", "alibi", "relative_bias", "noise", "document_mask", "strided_window")
+ROWS, KEYS = 37, 60
+
+
+def matrix(device: str, **options: object) -> tuple[Problem, torch.Tensor, torch.Tensor]:
+    """A problem; which blocks of 16 x 8 are listed, their last row cut off; and what is seen of them."""
+    p = Problem((ROWS,), (KEYS,), num_qo_heads=4, device=device, dtype=any_dtype(device), **options)
+    shown = listed(3, 8, 0.6)[0]
+    return p, shown, dense(shown, sizes(ROWS, 16), sizes(KEYS, 8)).flatten()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_BLOCKS)
+@pytest.mark.parametrize("order", [None, 3])
+def test_variants_of_blocks(name, order, device, backend):
+    """In any order of the blocks of a row, with pages of a half of a block: 60 keys are no multiple of 8."""
+    case, (p, shown, mask) = CASES[name], matrix(device)
+    of_plan, of_run = case.on(device)
+    wrapper = quire.BlockSparseAttentionWrapper(workspace(device), backend, variant=case.variant)
+    wrapper.plan(*bsr(shown, order), ROWS, KEYS, 16, 8, 4, 2, p.head_dim, q_data_type=p.dtype, **of_plan)
+    p.check(*wrapper.run(p.q, p.k, p.v, return_lse=True, **of_run), mask=mask, **case.expected())
+    p.check(wrapper.forward(p.q, p.k, p.v, **of_run), mask=mask, **case.expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("rows", [16, 128])
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_variants_of_blocks_of_any_size(name, rows, kv_heads, device, backend):
+    """Heads with lists of their own, each a request of the kernel; rows of 128 are one for each query head."""
+    case, (p, shown, _) = CASES[name], matrix(device, num_kv_heads=kv_heads)
+    if rows == 128:
+        p = Problem((256,), (KEYS,), num_qo_heads=4, num_kv_heads=kv_heads, device=device, dtype=any_dtype(device))
+        if name in ("alibi", "relative_bias", "document_mask"):
+            pytest.skip("more queries than keys: tables of places have none for the first queries")
+    heights = torch.tensor([128, 128]) if rows == 128 else torch.tensor([5, 16, 16])
+    shown, widths = shown[: len(heights), :4], torch.tensor([4, 16, 8, 32])
+    of_plan, of_run = case.on(device)
+    wrapper = quire.VariableBlockSparseAttentionWrapper(workspace(device), backend, variant=case.variant)
+    of_heads = (t.expand(kv_heads, *t.shape) for t in (shown, heights, widths))
+    wrapper.plan(*of_heads, 4, kv_heads, p.head_dim, q_data_type=p.dtype, **of_plan)
+    q, k, v = (t.transpose(0, 1).contiguous() for t in (p.q, p.k, p.v))
+    o, lse = wrapper.run(q, k, v, return_lse=True, **of_run)
+    mask = dense(shown, heights, widths).flatten()
+    p.check(o.transpose(0, 1), lse.transpose(0, 1), mask=mask, **case.expected())
+
+
+def test_the_causal_mask_of_a_matrix(device, backend):
+    """As a variant, where rows list blocks in any order; causal=True is that of each row by itself."""
+    causal = quire.Variant(mask=lambda q_idx, kv_idx, qo_len, kv_len: kv_idx <= q_idx + kv_len - qo_len)
+    p, shown, mask = matrix(device)
+    wrapper = quire.BlockSparseAttentionWrapper(workspace(device), backend, variant=causal)
+    wrapper.plan(*bsr(shown, 5), ROWS, KEYS, 16, 8, 4, 2, p.head_dim, q_data_type=p.dtype)
+    p.check(*wrapper.run(p.q, p.k, p.v, return_lse=True), mask=mask, sees=lambda at: at.distance <= 0)
+
+
+@pytest.mark.slow
+def test_operands_of_blocks_are_checked_against_the_matrix():
+    p, shown, mask = matrix("cpu")
+    read = quire.Variant(lambda score, q_idx, kv_idx, bias: score + bias[q_idx, kv_idx], tensors={"bias": "float32"})
+    wrapper = quire.BlockSparseAttentionWrapper(workspace("cpu"), variant=read)
+    planned = *bsr(shown), ROWS, KEYS, 16, 8, 4, 2, p.head_dim
+    wrapper.plan(*planned, q_data_type=p.dtype)
+    for size, dim in (((ROWS - 1, KEYS), 0), ((ROWS, KEYS - 1), 1)):
+        with pytest.raises(quire.ValidationError, match=f"bias: expected at least .* in dimension {dim}"):
+            wrapper.run(p.q, p.k, p.v, bias=torch.zeros(size))
+    with pytest.raises(quire.ValidationError, match="bias: expected as a keyword of run"):
+        wrapper.run(p.q, p.k, p.v)
+    bias = torch.randn(ROWS, KEYS)
+    got = wrapper.run(p.q, p.k, p.v, bias=bias)
+    p.check(got, mask=mask, score=lambda s, at: s + bias.double()[at.q_idx, at.kv_idx])
+    with pytest.raises(quire.ValidationError, match="bias: expected by run"):
+        wrapper.plan(*planned, q_data_type=p.dtype, bias=bias)
+    p.check(
+        wrapper.run(p.q, p.k, p.v, bias=bias), mask=mask, score=lambda s, at: s + bias.double()[at.q_idx, at.kv_idx]
+    )
+    masked = quire.BlockSparseAttentionWrapper(workspace("cpu"), variant=variants.prefix_lm)
+    with pytest.raises(quire.ValidationError, match="mask: expected none beside a variant with a mask"):
+        blocks = torch.ones(int(shown.sum()), 16, 8, dtype=torch.bool)
+        masked.plan(*planned, blocks, prefix=torch.zeros(1, dtype=torch.int32))
+    plain = quire.BlockSparseAttentionWrapper(workspace("cpu"))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        plain.plan(*planned, bias=bias)
+    plain.plan(*planned, q_data_type=p.dtype)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        plain.run(p.q, p.k, p.v, bias=bias)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variable", [False, True])
+def test_blocks_under_torch_compile(variable, device, backend):
+    """Tables of places are constants of the graph, the variant's own tensors are inputs."""
+    torch._dynamo.reset()
+    case, (p, shown, mask) = CASES["alibi"], matrix(device)
+    if variable:
+        wrapper = quire.VariableBlockSparseAttentionWrapper(workspace(device), backend, variant=case.variant)
+        sides = torch.tensor([[16, 16, 5]] * 2), torch.tensor([[8] * 7 + [4]] * 2)
+        wrapper.plan(shown.expand(2, -1, -1), *sides, 4, 2, p.head_dim, q_data_type=p.dtype)
+    else:
+        wrapper = quire.BlockSparseAttentionWrapper(workspace(device), backend, variant=case.variant)
+        wrapper.plan(*bsr(shown), ROWS, KEYS, 16, 8, 4, 2, p.head_dim, q_data_type=p.dtype)
+    q, k, v = (t.transpose(0, 1).contiguous() if variable else t for t in (p.q, p.k, p.v))
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(q: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+        o = wrapper.run(q, k, v, slopes=slopes * 2)
+        return o.transpose(0, 1) if variable else o
+
+    slopes = case.operands["slopes"]
+    p.check(layer(q, slopes.to(device) / 2), mask=mask, **case.expected())
+
+
+def test_variants_that_need_no_tables():
+    assert variant_of_blocks(variants.soft_cap, 8, True) is variants.soft_cap
+    by_head = quire.Variant(lambda score, head, gain: score * gain[head], tensors={"gain": "float32"})
+    assert variant_of_blocks(by_head, 8, False) is by_head and variant_of_blocks(by_head, 8, True) != by_head
+    by_request = quire.Variant(lambda score, request, gain: score * gain[request], tensors={"gain": "float32"})
+    assert "gain[0]" in str(variant_of_blocks(by_request, 8, True))

@@ -561,7 +561,7 @@ def test_calls_that_take_no_variant():
     for call in (
         quire.xqa_batch_decode_with_kv_cache, quire.trtllm_batch_decode_with_kv_cache,
         quire.trtllm_batch_context_with_kv_cache, quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper,
-        quire.BlockSparseAttentionWrapper, quire.batch_decode_with_selected_pages,
+        quire.batch_decode_with_selected_pages,
     ):  # fmt: skip
         with pytest.raises(TypeError, match="unexpected keyword argument 'variant'"):
             call(variant=variants.alibi)

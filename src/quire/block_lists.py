@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.errors import ValidationError
+from quire.kernels.block_variant import LISTS, PAGES, variant_of_blocks
+from quire.kernels.variant import Variant
 from quire.runtime.checks import check_positive, check_shape, check_tensor, host_indices
 from quire.runtime.schedule import Indices
+from quire.runtime.variant_operands import PlacedOperands, int32_table
 
 
 class BlockLists(NamedTuple):
@@ -28,6 +31,25 @@ class BlockLists(NamedTuple):
         rows = self.qo_indptr.numel() - 1
         last = torch.full((rows,), self.page_size, dtype=torch.int32, device="cpu")
         return Indices(rows, self.qo_indptr, 0, self.kv_indptr, last, self.pages, self.page_size)
+
+    def placed(
+        self, variant: Variant, heads: tuple[int, int], group: int, sizes: tuple[int, int], device: torch.device
+    ) -> PlacedOperands:
+        """What kernels are given of a variant whose places are those of a matrix of `sizes` queries and keys. Rows of
+        different heads lie one after another; group: query heads of such a row.
+        """
+        (num_qo_heads, num_kv_heads), (qo_len, kv_len) = heads, sizes
+        first, rows_of_heads = self.qo_indptr[:-1], int(self.qo_indptr[-1])
+        part, columns = first // max(1, qo_len), self.kv_indptr[:-1]
+        first_key = part * group // (num_qo_heads // num_kv_heads) * kv_len
+        lens = (torch.full_like(first, size) for size in sizes)
+        table = torch.stack([first - part * qo_len, part * group, columns, first_key, *lens], 1)
+        planned = variant_of_blocks(variant, self.page_size, rows_of_heads > qo_len)
+        known = {LISTS: int32_table(table, device), PAGES: int32_table(self.pages, device)}
+        read = {operand.name for operand in planned.expression.operands}
+        limits = {"head": num_qo_heads, "request": 1, "q_idx": qo_len, "kv_idx": kv_len}
+        tables = {name: tensor for name, tensor in known.items() if name in read}
+        return PlacedOperands(variant, planned, (tables,), limits, device)
 
     def for_each_query_head(self, num_heads: int, group_size: int) -> BlockLists:
         """With the rows of each of `num_heads` heads as many times as it has query heads, one after another."""

@@ -31,11 +31,11 @@ from quire.runtime.attention import Attention, AttentionSpec, page_indices, plan
 from quire.runtime.cascade import check_kernel_for_levels, check_kernel_for_prefix, join_levels, with_prefix
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
 from quire.runtime.layout import PagedCache, page_size_of
-from quire.runtime.level_operands import Level, LevelOperands
+from quire.runtime.level_operands import Level, operands_of_levels
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import logits_options
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import unexpected, variant_of
+from quire.runtime.variant_operands import PlacedOperands, unexpected, variant_of
 from quire.runtime.workspace import OwnWorkspace, Workspace
 from quire.types import KVLayout, PosEncodingMode
 
@@ -90,7 +90,7 @@ class MultiLevelCascadeAttentionWrapper:
         self._joined = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
         self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
         self._variant = variant_of(variant)
-        self._operands: LevelOperands | None = None  # once planned, what the variant reads
+        self._operands: PlacedOperands | None = None  # once planned, what the variant reads
         if use_cuda_graph and self._variant is not None and has_places(self._variant):
             raise UnsupportedError(
                 "variant: over levels of keys it cannot read q_idx, kv_idx, request or lengths with "
@@ -175,12 +175,12 @@ class MultiLevelCascadeAttentionWrapper:
 
     begin_forward = plan
 
-    def _operands_of(self, calls: Sequence[_LevelCall]) -> LevelOperands | None:
+    def _operands_of(self, calls: Sequence[_LevelCall]) -> PlacedOperands | None:
         if self._variant is None:
             return None
         specs = [level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]
         levels = [Level.of(spec.indices) for spec in specs if isinstance(spec.indices, Indices)]
-        return LevelOperands.of(self._variant, levels, specs[0].options.num_qo_heads, self._levels[0].device)
+        return operands_of_levels(self._variant, levels, specs[0].options.num_qo_heads, self._levels[0].device)
 
     def _plan_joined(self, calls: Sequence[_LevelCall], operands: Mapping[str, Any]) -> str:
         """Plan all levels as one launch; why not, where they cannot be one, or where a level is wrong."""
@@ -380,7 +380,7 @@ class _SharedPrefixWrapper:
         assert isinstance(spec.indices, Indices)
         own, token = Level.of(spec.indices), 0 if KVLayout.of(self._kv_layout) is KVLayout.NHD else 1
         shared = Level(own.qo_indptr[[0, -1]], torch.tensor([k_shared.shape[token]]))
-        return LevelOperands.of(self._variant, (shared, own), spec.options.num_qo_heads, self._unique.device).of_run(
+        return operands_of_levels(self._variant, (shared, own), spec.options.num_qo_heads, self._unique.device).of_run(
             given
         )
 

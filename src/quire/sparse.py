@@ -6,17 +6,20 @@ pages are the blocks that it lists (quire.block_lists), so that the kernels are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import torch
 
-from quire.block_lists import BlockMatrix, lists_of_heads
+from quire.block_lists import BlockLists, BlockMatrix, lists_of_heads
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.runtime.attention import AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.keywords import Pair, SparseKeywords
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised
+from quire.runtime.variant_operands import PlacedOperands, variant_of
 from quire.runtime.widened_queries import check_scales
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -41,10 +44,42 @@ def _plan_options(
     return PlanOptions(*heads(num_qo_heads, num_kv_heads), dim, dim, types, logits, causal, page_size)
 
 
-class BlockSparseAttentionWrapper(AttentionWrapper):
-    """Attention under a block-sparse matrix (BSR, as in SciPy) of M queries and N keys, with blocks of R x C.
+class BlockListsWrapper(AttentionWrapper):
+    """What both wrappers share: plans of lists of blocks.
 
     float_workspace_buffer, backend: see quire.runtime.wrapper.AttentionWrapper.
+    variant: a quire.Variant of the caller's own. q_idx, kv_idx, head, qo_len and kv_len are those of the whole matrix,
+        and request is 0. plan() takes what its mask reads, by name, and run() what only its score reads.
+    """
+
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, backend: str = "auto", *, variant: Variant | None = None
+    ) -> None:
+        super().__init__(float_workspace_buffer, "NHD", False, backend)
+        self._of_matrix, self._placed = variant_of(variant), cast("PlacedOperands | None", None)
+
+    def _plan_lists(
+        self, lists: BlockLists, options: PlanOptions, heads: tuple[int, int], sizes: tuple[int, int],
+        operands: Mapping[str, Any], mask: torch.Tensor | None = None, packed_mask: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """heads: query and KV heads; sizes: queries and keys of the matrix."""
+        placed = None
+        if self._of_matrix is not None:
+            if self._of_matrix.has_mask and (mask is not None or packed_mask is not None):
+                raise ValidationError("mask: expected none beside a variant with a mask: let that read a tensor.")
+            placed = lists.placed(self._of_matrix, heads, options.group_size, sizes, self._workspace.device)
+            options, (operands,) = options._replace(variant=placed.planned), placed.of_plan(operands)
+        self._set_plan(AttentionSpec(lists.indices(), options, mask, packed_mask, operands=operands))
+        self._placed = placed
+
+    def _of_run(self, operands: Mapping[str, Any]) -> Mapping[str, Any]:
+        return operands if self._placed is None else self._placed.of_run(operands, is_tracing())[0]
+
+
+class BlockSparseAttentionWrapper(BlockListsWrapper):
+    """Attention under a block-sparse matrix (BSR, as in SciPy) of M queries and N keys, with blocks of R x C.
+
+    float_workspace_buffer, backend, variant: see BlockListsWrapper.
 
     >>> wrapper = quire.BlockSparseAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> indptr = torch.tensor([0, 1, 3], dtype=torch.int32)  # two rows of blocks, which list one block and two
@@ -55,9 +90,6 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
     torch.Size([32, 8, 64])
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, "NHD", False, backend)
-
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, M: int, N: int, R: int, C: int, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, mask: torch.Tensor | None = None, packed_mask: torch.Tensor | None = None,
@@ -67,7 +99,7 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
         kv_data_type: str | torch.dtype | None = None, o_data_type: str | torch.dtype | None = None,
         non_blocking: bool = True, block_mask: Any = None, kv_block_lens: Any = None, q2k_indices: Any = None,
         q2k_num: Any = None, kv_splits: Any = None, use_clc: Any = None, q_scale: Any = None, k_scale: Any = None,
-        v_scale: Any = None,
+        v_scale: Any = None, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a matrix, once for all layers that share it.
 
@@ -84,6 +116,7 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
         num_qo_heads, num_kv_heads, head_dim, sm_scale, logits_soft_cap, rope_scale, rope_theta, q_data_type,
             kv_data_type, o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan(); results have q's type if not
             said. use_fp16_qk_reduction and non_blocking are permissions.
+        operands: tensors and numbers, by name, that the mask of the constructor's variant reads.
 
         Other arguments belong to kernels of other GPUs and are refused: for blocks of each head there is
         VariableBlockSparseAttentionWrapper. Raises ValidationError naming the argument, or UnsupportedError with each
@@ -102,7 +135,8 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
             logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking,
         )  # fmt: skip
         bools = None if mask is None else matrix.flat_mask(mask)
-        self._set_plan(AttentionSpec(lists.indices(), options, bools, packed_mask))
+        shape = matrix.num_rows, matrix.num_columns
+        self._plan_lists(lists, options, heads(num_qo_heads, num_kv_heads), shape, operands, bools, packed_mask)
         self._num_keys, self._page_size = matrix.num_columns, lists.page_size
 
     begin_forward = plan
@@ -122,12 +156,12 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q [M, num_qo_heads, head_dim] over k and v [N, num_kv_heads, head_dim], as planned.
 
         out, lse: written if given. scale_q, scale_k, scale_v, enable_pdl: as q_scale, k_scale, v_scale and enable_pdl
-        of BatchPrefillWithPagedKVCacheWrapper.run().
+        of BatchPrefillWithPagedKVCacheWrapper.run(). operands: what the score of the constructor's variant reads.
 
         Returns o [M, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [M, num_qo_heads] in float32, base
         2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
@@ -136,7 +170,7 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
         runner, pages = self._runner(), (self._pages(k, "k"), self._pages(v, "v"))
         return runner.run(
             q, pages, out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=scale_q, k_scale=scale_k,
-            v_scale=scale_v, window_left=None, enable_pdl=enable_pdl,
+            v_scale=scale_v, window_left=None, enable_pdl=enable_pdl, operands=self._of_run(operands),
         )  # fmt: skip
 
     def _pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -153,17 +187,17 @@ class BlockSparseAttentionWrapper(AttentionWrapper):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan({**locals(), "window_left": -1})
-        return self.run(q, k, v, scale_q, scale_k, scale_v)
+        return self.run(q, k, v, scale_q, scale_k, scale_v, **operands)
 
 
-class VariableBlockSparseAttentionWrapper(AttentionWrapper):
+class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
     """Attention under block-sparse matrices, one for each KV head, whose rows and columns of blocks have any size.
 
-    float_workspace_buffer, backend: see quire.runtime.wrapper.AttentionWrapper.
+    float_workspace_buffer, backend, variant: see BlockListsWrapper.
 
     >>> wrapper = quire.VariableBlockSparseAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> shown = torch.tensor([[[False, False, True], [True, False, True]]])  # [num_kv_heads, rows, columns] of blocks
@@ -174,15 +208,12 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
     torch.Size([4, 6, 64])
     """
 
-    def __init__(self, float_workspace_buffer: torch.Tensor, backend: str = "auto") -> None:
-        super().__init__(float_workspace_buffer, "NHD", False, backend)
-
     def plan(
         self, block_mask_map: torch.Tensor, block_row_sz: torch.Tensor, block_col_sz: torch.Tensor, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
         rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
-        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan matrices, once for all layers that share them.
 
@@ -191,7 +222,7 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
             sum is qo_len for each head, and kv_len. Columns with a common divisor that is a multiple of 8 are the
             fastest; keys of others are gathered one by one. Rows that are multiples of 128, or one query head for each
             KV head, save copies of q and the result.
-        pos_encoding_mode: "NONE" or "ROPE_LLAMA".
+        pos_encoding_mode: "NONE" or "ROPE_LLAMA". operands: what the mask of the constructor's variant reads, by name.
 
         The other arguments are those of BlockSparseAttentionWrapper.plan(), with the same meaning of causal. Arrays on
         a device are waited for. Raises ValidationError naming the argument, or UnsupportedError with each kernel's
@@ -210,9 +241,9 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
             group, 1, head_dim, lists.page_size, causal, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap,
             sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, None, non_blocking,
         )  # fmt: skip
-        self._set_plan(AttentionSpec(lists.indices(), options))
-        rows = int(lists.qo_indptr[-1])
-        self._shape = _Shape(qo, kv, group, rows * group // qo, int(block_col_sz[0].sum()), lists.page_size)
+        qo_len, kv_len = int(lists.qo_indptr[-1]) * group // qo, int(block_col_sz[0].sum())
+        self._plan_lists(lists, options, (qo, kv), (qo_len, kv_len), operands)
+        self._shape = _Shape(qo, kv, group, qo_len, kv_len, lists.page_size)
 
     begin_forward = plan
 
@@ -230,12 +261,12 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
     def run(self, *args: Any, **options: Any) -> Result: ...
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor | None = None,
-        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q [num_qo_heads, qo_len, head_dim] over k and v [num_kv_heads, kv_len, head_dim], as planned.
 
         Heads of k and v that do not follow one another in memory are copied. out, lse: written if given. enable_pdl: as
-        in BatchPrefillWithPagedKVCacheWrapper.run().
+        in BatchPrefillWithPagedKVCacheWrapper.run(). operands: what the score of the constructor's variant reads.
 
         Returns o [num_qo_heads, qo_len, head_dim], or (o, lse) with return_lse=True, lse [num_qo_heads, qo_len] in
         float32, base 2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
@@ -245,7 +276,7 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
         result: Any = runner.run(
             shape.query_rows(q, "q"), (shape.pages(k, "k"), shape.pages(v, "v")), out=own_out, lse=own_lse,
             return_lse=return_lse, sinks=None, q_scale=None, k_scale=None, v_scale=None, window_left=None,
-            enable_pdl=enable_pdl,
+            enable_pdl=enable_pdl, operands=self._of_run(operands),
         )  # fmt: skip
         o, statistics = result if return_lse else (result, own_lse)
         o = shape.finish(o, out)
@@ -260,11 +291,11 @@ class VariableBlockSparseAttentionWrapper(AttentionWrapper):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, logits_soft_cap: float | None = None, sm_scale: float | None = None,
-        rope_scale: float | None = None, rope_theta: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan({**locals(), "window_left": -1})
-        return self.run(q, k, v)
+        return self.run(q, k, v, **operands)
 
 
 class _Shape(NamedTuple):

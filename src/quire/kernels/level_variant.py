@@ -4,6 +4,7 @@ requests within that part; the variant means those of whole requests, which it i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 
 from quire.errors import ValidationError
@@ -26,16 +27,21 @@ def has_places(variant: Variant) -> bool:
 @lru_cache(maxsize=256)
 def variant_of_level(variant: Variant) -> Variant:
     """The same variant over the keys of a level. Where it reads places it has the operands FIRST_ROWS and ROWS, too."""
-    if not has_places(variant):
-        return variant
+    return with_places(variant, (FIRST_ROWS, ROWS), _places) if has_places(variant) else variant
+
+
+def with_places(
+    variant: Variant, tables: Collection[str], places_of: Callable[[Tracer], Mapping[str, Value]]
+) -> Variant:
+    """The same variant, which finds its places by `places_of` and has the operands `tables`, int32, for that."""
     operands = variant.expression.operands
-    if taken := {operand.name for operand in operands} & {FIRST_ROWS, ROWS}:
-        raise ValidationError(f"variant: an operand over levels of keys cannot be named {min(taken)!r}; rename it.")
+    if taken := {operand.name for operand in operands} & {*tables}:
+        raise ValidationError(f"variant: an operand cannot be named {min(taken)!r} here; rename it.")
     tensors = {operand.name: operand.type for operand in operands if operand.rank}
     scalars = {operand.name: operand.type for operand in operands if not operand.rank}
-    tracer = Tracer({**tensors, FIRST_ROWS: "int32", ROWS: "int32"}, scalars)
+    tracer = Tracer({**tensors, **dict.fromkeys(tables, "int32")}, scalars)
     tracer.ranks.update({operand.name: operand.rank for operand in operands if operand.rank})
-    places = _places(tracer)
+    places = places_of(tracer)
     score, mask = variant.expression.score, variant.expression.mask
     return variant_of_trees(_rewritten(score, tracer, places), _rewritten(mask, tracer, places), tracer)
 
@@ -48,7 +54,7 @@ def _places(tracer: Tracer) -> dict[str, Value]:
     return {**found, "kv_idx": found.pop("first_key") + kv_idx}
 
 
-def _rewritten(root: Node | None, tracer: Tracer, places: dict[str, Value]) -> Node | None:
+def _rewritten(root: Node | None, tracer: Tracer, places: Mapping[str, Value]) -> Node | None:
     if root is None:
         return None
     made: dict[int, Node] = {}

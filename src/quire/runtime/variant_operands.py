@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from quire.errors import ValidationError
 from quire.kernels.expression import Expression, Operand
+from quire.kernels.expression_cxx import operands_struct
 from quire.kernels.variant import Variant
 from quire.runtime.checks import check_same_device, check_tensor
 from quire.runtime.layout import span_bytes
@@ -106,6 +108,45 @@ _REASONS = {
     "plan": "because the mask reads it and plan() looks for tiles of keys that need no mask",
     "run": "because only the score reads it",
 }
+
+
+@dataclass(frozen=True)
+class PlacedOperands:
+    """Of a planned batch whose kernel counts places otherwise than the variant does."""
+
+    variant: Variant
+    planned: Variant  #: the same, as the kernel has it: it reads places from tables
+    tables: tuple[Mapping[str, torch.Tensor], ...]  #: of each launch
+    limits: Mapping[str, int]
+    device: torch.device
+
+    def of_plan(self, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each launch's plan() takes of what plan() was given, which is checked as the variant means it."""
+        return self._of_call("plan", given)
+
+    def of_run(self, given: Mapping[str, Any], is_traced: bool = False) -> list[dict[str, Any]]:
+        """What each launch's run() takes of what run() was given; tensors that torch traces have no memory to check."""
+        return self._of_call("run", given, is_traced)
+
+    def _of_call(self, call: str, given: Mapping[str, Any], is_traced: bool = False) -> list[dict[str, Any]]:
+        expression, of_mask = self.variant.expression, self.planned.expression.mask_operands
+        own = {operand.name for operand in expression.operands}
+        names = {"plan": own & of_mask, "run": own - of_mask}
+        other = "run" if call == "plan" else "plan"
+        check_names(call, given, names[call], names[other], other)
+        if not is_traced:
+            write_operands(operands_struct(expression)(), expression, names[call], given, self.device, self.limits)
+        return [
+            {**given, **{name: table for name, table in tables.items() if (name in of_mask) == (call == "plan")}}
+            for tables in self.tables
+        ]
+
+
+def int32_table(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """On the device, and not empty: operands have elements."""
+    if not numbers.shape[0]:
+        numbers = numbers.new_zeros((1, *numbers.shape[1:]))
+    return numbers.to(torch.int32).to(device)
 
 
 def _checked(
