@@ -138,6 +138,7 @@ xqa_batch_decode_with_kv_cache
   mask: used test_xqa.py::test_draft_trees
   q_cu_seq_lens: used test_padded_queries.py::test_drafts_are_causal
   kv_cache_sf: refused test_xqa.py::test_wrong_arguments
+  variant: used test_variants.py::test_decode_on_tables_of_pages
   backend: used test_xqa.py::test_page_sizes
 single_prefill_with_kv_cache
   shown q k v

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -17,7 +18,7 @@ from torch import Tensor
 import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
-from problems import Problem, ints, workspace
+from problems import PagedCache, Problem, ints, workspace
 from quire import variants
 from quire.expression import tanh, where
 from quire.kernels import AttentionKey, decide, kernel_of
@@ -556,15 +557,80 @@ def test_batches_of_prefills_and_decodes(device):
         wrapper.run(p.q, cache.kv)
 
 
+def table_of(p: Problem, cache: PagedCache) -> Tensor:
+    """The page numbers of a cache, a row a request; all of them as wide as the widest."""
+    rows = [cache.indices[a:b].tolist() for a, b in itertools.pairwise(cache.indptr.tolist())]
+    width = max(len(row) for row in rows)
+    return ints([row + [0] * (width - len(row)) for row in rows], p.device).view(len(rows), width)
+
+
+@pytest.mark.parametrize("q_len", [1, 3])
+@pytest.mark.parametrize("name", ["alibi", "soft_cap", "relative_bias"])
+@pytest.mark.parametrize("call", [quire.xqa_batch_decode_with_kv_cache, quire.trtllm_batch_decode_with_kv_cache])
+def test_decode_on_tables_of_pages(call, name, q_len, device, backend):
+    """A GPU plans these calls itself; the softmax scale may be a tensor there."""
+    case, kv_lens = CASES[name], (37, 5, 0, 60)
+    p = Problem((q_len,) * 4, kv_lens, num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=q_len > 1)
+    cache, sinks = p.paged(16), torch.randn(HEADS, device=device)
+    scale = torch.tensor(1 / 8, device=device)
+    for _ in range(2):
+        got = call(
+            p.q, cache.kv, workspace(device), table_of(p, cache), ints(kv_lens, device), 64, bmm1_scale=scale,
+            kv_layout="NHD", q_len_per_req=q_len, sinks=sinks, backend=backend, variant=case.variant,
+            **case.on(device)[1],
+        )  # fmt: skip
+        p.check(got, **case.expected(), sinks=sinks)
+
+
+def test_prefill_on_tables_of_pages(device, backend):
+    p = problem(device, causal=True)
+    cache, operands = p.paged(16), {name: x for part in BOTH.on(device) for name, x in part.items()}
+    offsets = (torch.tensor(x, dtype=torch.int32, device=device) for x in (p.qo_indptr, p.kv_indptr))
+    got = quire.trtllm_batch_context_with_kv_cache(
+        p.q, cache.kv, workspace(device), table_of(p, cache), ints(p.kv_lens, device), max(p.qo_lens), max(p.kv_lens),
+        1 / 8, 1.0, 4, *offsets, kv_layout="NHD", return_lse=True, backend=backend, variant=BOTH.variant, **operands,
+    )  # fmt: skip
+    check(p, BOTH, got)
+
+
+def test_what_tables_of_pages_refuse():
+    p = Problem((1, 1), (20, 9), num_qo_heads=HEADS)
+    cache = p.paged(16)
+    given = p.q, cache.kv, workspace("cpu"), table_of(p, cache), ints(p.kv_lens, "cpu"), 32
+    for options, error, message in (
+        ({"variant": variants.prefix_lm, "prefix": PREFIX}, quire.UnsupportedError, "a mask is looked at by plan"),
+        ({"variant": variants.alibi}, quire.ValidationError, "slopes: expected as a keyword"),
+        ({"slopes": SLOPES}, TypeError, "unexpected keyword argument 'slopes'"),
+        ({"variant": "alibi"}, quire.ValidationError, "variant: expected a quire.Variant, got str"),
+        (
+            {"variant": variants.soft_cap, "cap": 3.0, "q_cu_seq_lens": ints([0, 1, 2], "cpu")},
+            quire.UnsupportedError, "beside q_cu_seq_lens queries are padded",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            quire.xqa_batch_decode_with_kv_cache(*given, **options)
+
+
 def test_calls_that_take_no_variant():
     """They name the argument."""
-    for call in (
-        quire.xqa_batch_decode_with_kv_cache, quire.trtllm_batch_decode_with_kv_cache,
-        quire.trtllm_batch_context_with_kv_cache, quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper,
-        quire.batch_decode_with_selected_pages,
-    ):  # fmt: skip
+    for call in (quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper, quire.batch_decode_with_selected_pages):
         with pytest.raises(TypeError, match="unexpected keyword argument 'variant'"):
             call(variant=variants.alibi)
+
+
+def test_a_nan_that_a_query_sees(device, backend):
+    """Division by 0 is IEEE 754's: rows that see the NaN are NaN, and no others."""
+    variant = quire.Variant(
+        lambda score, kv_idx, zero: where(kv_idx == 9, zero / zero, score), scalars={"zero": "float32"}
+    )
+    p = Problem((20,), (20,), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    o, lse = quire.single_prefill_with_kv_cache(
+        p.q, p.k, p.v, causal=True, return_lse=True, backend=backend, variant=variant, zero=0.0
+    )
+    assert o[9:].isnan().all() and lse[9:].isnan().all()
+    before = Problem((9,), (9,), num_qo_heads=HEADS, device=device, dtype=p.dtype, causal=True)
+    before.q, before.k, before.v = p.q[:9], p.k[:9], p.v[:9]
+    before.check(o[:9], lse[:9])
 
 
 def test_masked_scores(device, backend):

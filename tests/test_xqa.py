@@ -138,7 +138,7 @@ def check_draft(p: Problem, draft: Draft, backend: str, **more: object) -> None:
 
 
 def test_signature():
-    """Names, order and defaults of the manual's page; `backend` is ours."""
+    """Names, order and defaults of the manual's page; `backend`, `variant` and its operands are ours."""
     parameters = inspect.signature(quire.decode.xqa_batch_decode_with_kv_cache).parameters
     page = {
         **dict.fromkeys(
@@ -158,7 +158,8 @@ def test_signature():
         "kv_cache_sf": None,
         "q_cu_seq_lens": None,
     }
-    ours = {name: p.default for name, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY}
+    own = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
+    ours = {name: p.default for name, p in parameters.items() if p.kind not in own}
     assert list(ours.items()) == list(page.items())
     assert quire.xqa_batch_decode_with_kv_cache is quire.decode.xqa_batch_decode_with_kv_cache
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
 from quire.block_tables import BlockTables, CacheParts, Scale, Target
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.variant import Variant
 from quire.padded_queries import PaddedQueries
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor, refuse
@@ -17,8 +18,10 @@ from quire.runtime.graph import is_capturing
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
+from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.target import current_stream
+from quire.runtime.variant_operands import of_plan_and_run, variant_of
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
 
@@ -30,6 +33,7 @@ def xqa_batch_decode_with_kv_cache(
     sinks: torch.Tensor | None = None, kv_layout: str = "NHD", enable_pdl: bool | None = None,
     q_len_per_req: int | None = 1, o_scale: float | None = 1.0, mask: torch.Tensor | None = None,
     kv_cache_sf: Any = None, q_cu_seq_lens: torch.Tensor | None = None, *, backend: str = "auto",
+    variant: Variant | None = None, **operands: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of the last q_len_per_req tokens of each request over its pages, as FlashInfer's function of this name.
 
@@ -58,6 +62,8 @@ def xqa_batch_decode_with_kv_cache(
     tokens each: query is [q_cu_seq_lens[-1], num_qo_heads, head_dim] and mask [q_cu_seq_lens[-1], words]. Rows are
     copied to and from a batch of q_len_per_req each; on a GPU that needs no look at the offsets either.
 
+    variant: a quire.Variant of the caller's own without a mask, whose operands are keywords.
+
     Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], `out` if that is given. Raises ValidationError naming
     the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
 
@@ -77,7 +83,7 @@ def xqa_batch_decode_with_kv_cache(
         Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len_per_req=q_len_per_req,
         q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
-        o_scale=o_scale, mask=mask, backend=backend,
+        o_scale=o_scale, mask=mask, backend=backend, variant=variant, operands=operands,
     )  # fmt: skip
     return result
 
@@ -95,7 +101,8 @@ def trtllm_batch_decode_with_kv_cache(
     bmm1_scale_log2: torch.Tensor | None = None, multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     enable_block_sparse_attention: bool = False, cp_world: int = 1, cp_rank: int = 0,
     causal_seqlens_kv_global: torch.Tensor | None = None, bf16q_fp8kv_transform_mode: Any = None,
-    request_order: torch.Tensor | None = None, request_order_plan: Any = None,
+    request_order: torch.Tensor | None = None, request_order_plan: Any = None, *, variant: Variant | None = None,
+    **operands: Any,
 ) -> Result:  # fmt: skip
     """xqa_batch_decode_with_kv_cache() in the spelling of FlashInfer's function of this name, by Quire's own kernels.
 
@@ -135,7 +142,7 @@ def trtllm_batch_decode_with_kv_cache(
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
         q_len_per_req=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
         window_left=window_left, out=out, out_dtype=out_dtype, sinks=sinks, enable_pdl=enable_pdl, o_scale=o_scale,
-        mask=mask, lse=lse, return_lse=return_lse, backend=backend,
+        mask=mask, lse=lse, return_lse=return_lse, backend=backend, variant=variant, operands=operands,
     )  # fmt: skip
 
 
@@ -146,7 +153,7 @@ def decode_block_tables(
     enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
-    ckv_scales: torch.Tensor | None = None,
+    ckv_scales: torch.Tensor | None = None, variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
 ) -> Any:  # fmt: skip
     """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling.
 
@@ -156,6 +163,7 @@ def decode_block_tables(
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
+    _check_variant(variant, operands, q_cu_seq_lens)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
     most = check_positive(max_seq_len, "max_seq_len")
     tables, device = _tables(block_tables, seq_lens, workspace.device), workspace.device
@@ -168,7 +176,7 @@ def decode_block_tables(
     }  # fmt: skip
     numbers = window_left, o_scale, logits_scale.number
     words = layout, backend, out_dtype, pos_encoding, len(others)
-    is_plain = num_rows and mask is None and q_cu_seq_lens is None
+    is_plain = num_rows and mask is None and q_cu_seq_lens is None and variant is None
     key = _kind(query, cache, indices, workspace, numbers, words) if is_plain else None
     if key is not None:
         statistics = _new_lse(query) if return_lse and lse is None else lse
@@ -186,7 +194,7 @@ def decode_block_tables(
         *heads(query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[-1].dtype, target.result.dtype),
         logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
-        cache.page_size, is_mla=q_nope is not None, tile_scales=ckv_scales is not None,
+        cache.page_size, is_mla=q_nope is not None, tile_scales=ckv_scales is not None, variant=variant,
     )  # fmt: skip
     if return_lse and lse is None:
         lse = _new_lse(query)
@@ -201,7 +209,7 @@ def decode_block_tables(
         attention = Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend)
         attention.run(
             q, cache.as_given, out=o, lse=statistics, return_lse=False, q_scale=None, k_scale=None, window_left=None,
-            others=others, **more,
+            others=others, operands=operands, **more,
         )  # fmt: skip
         if padded is not None:
             padded.unpad((o, target.result), (statistics, lse))
@@ -209,6 +217,22 @@ def decode_block_tables(
             keep_call(key, attention)
     result = target.finish()
     return (result, lse) if return_lse else result
+
+
+def _check_variant(variant: Any, operands: Mapping[str, Any], q_cu_seq_lens: torch.Tensor | None) -> None:
+    of_mask, _ = of_plan_and_run(variant_of(variant), operands)
+    if variant is None:
+        return
+    if variant.has_mask or of_mask:
+        raise UnsupportedError(
+            "variant: a mask is looked at by plan(), and this call has none: plan BatchDecodeWithPagedKVCacheWrapper "
+            "with it, or write where(condition, score, -inf) as the score."
+        )
+    if q_cu_seq_lens is not None:
+        raise UnsupportedError(
+            "variant: beside q_cu_seq_lens queries are padded, and q_idx would not be theirs: expected none, or calls "
+            "of as many queries a request; or plan BatchPrefillWithPagedKVCacheWrapper with it."
+        )
 
 
 def _kind(

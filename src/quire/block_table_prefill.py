@@ -8,6 +8,7 @@ import torch
 
 from quire.block_tables import CacheParts, Scale, Target, check_lengths, indices_of
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.checks import (
     check_flags,
@@ -22,6 +23,7 @@ from quire.runtime.checks import (
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.schedule import Indices
+from quire.runtime.variant_operands import of_plan_and_run, variant_of
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout
 
@@ -36,7 +38,7 @@ def trtllm_batch_context_with_kv_cache(
     skip_softmax_threshold_scale_factor: float | None = None, uses_shared_paged_kv_idx: bool = True,
     causal: bool = True, lse: torch.Tensor | None = None, return_lse: bool = False,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
-    uses_spcompress: bool | None = None, backend: str = "auto",
+    uses_spcompress: bool | None = None, backend: str = "auto", *, variant: Variant | None = None, **operands: Any,
 ) -> Result:  # fmt: skip
     """Attention of the new tokens of each request over its pages, as FlashInfer's function of this name.
 
@@ -48,7 +50,8 @@ def trtllm_batch_context_with_kv_cache(
 
     bmm1_scale multiplies q . k and is all of the softmax scale, bmm2_scale the result: numbers, or tensors of one
     element, which on a GPU are read there. window_left, sinks, causal, lse: as in a paged wrapper's plan() and run().
-    out_dtype: query's, or float8_e4m3fn. The scheduler works on the host: lengths on a GPU are waited for.
+    out_dtype: query's, or float8_e4m3fn. The scheduler works on the host: lengths on a GPU are waited for. variant: a
+    quire.Variant of the caller's own, whose operands are keywords.
 
     Returns [nnz_qo, num_qo_heads, head_dim], or with return_lse=True (result, lse), lse [nnz_qo, num_qo_heads] float32,
     base 2. Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -87,13 +90,15 @@ def trtllm_batch_context_with_kv_cache(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
         logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), causal, cache.page_size,
+        variant=variant_of(variant),
     )  # fmt: skip
+    of_mask, of_score = of_plan_and_run(options.variant, operands)
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    Attention(AttentionSpec(indices, options), layout, workspace, backend).run(
+    Attention(AttentionSpec(indices, options, operands=of_mask), layout, workspace, backend).run(
         query, cache.as_given, out=target.result, lse=lse, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
         v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
-        o_scale_by=v_scale.tensor,
+        o_scale_by=v_scale.tensor, operands=of_score,
     )  # fmt: skip
     result = target.finish()
     return (result, lse) if return_lse else result
