@@ -42,7 +42,8 @@ def _places(tracer: Tracer, reads: Collection[str], page_size: int) -> Mapping[s
 
     def key() -> Value:
         page = tracer.read(PAGES, of_row("first_page") + kv_idx // page_size)
-        return page * page_size + kv_idx % page_size - of_row("first_key")
+        found: Value = page * page_size + kv_idx % page_size - of_row("first_key")
+        return found
 
     places: dict[str, Callable[[], Value]] = {
         "q_idx": lambda: of_row("q_idx") + q_idx, "head": lambda: of_row("head") + head, "kv_idx": key,
