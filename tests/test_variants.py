@@ -382,6 +382,31 @@ def test_ragged(options, layout, device, backend):
     check(p, BOTH, wrapper.run(p.q, k, v, return_lse=True, **of_run))
 
 
+ROPE = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 2.0, "rope_theta": 5e3}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"attention_chunk_size": 16}, {"causal": True, **ROPE}], ids=["chunks", "rope"])
+def test_beside_other_options(options, device, backend):
+    """Chunks hide keys besides; rotated keys have the scores that the variant is given."""
+    p = problem(device, **options)
+    cache = p.paged(16)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=BOTH.variant)
+    plan_paged(wrapper, p, cache, plan=of_plan)
+    check(p, BOTH, wrapper.run(p.q, cache.kv, return_lse=True, **of_run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(40, 40), (192, 128), (256, 256), (512, 512)])
+def test_head_dims_of_variants(head_dim, head_dim_vo, device, backend):
+    p = problem(device, head_dim=head_dim, head_dim_vo=head_dim_vo, causal=True)
+    of_plan, of_run = BOTH.on(device)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=BOTH.variant)
+    plan_ragged(wrapper, p, plan=of_plan)
+    check(p, BOTH, wrapper.run(p.q, p.k, p.v, return_lse=True, **of_run))
+
+
 def test_decode(device, backend):
     """With sinks, which join the denominator behind the score."""
     p = Problem((1, 1, 1, 1), LENS[1], num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
@@ -613,7 +638,10 @@ def test_what_tables_of_pages_refuse():
 
 def test_calls_that_take_no_variant():
     """They name the argument."""
-    for call in (quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper, quire.batch_decode_with_selected_pages):
+    for call in (
+        quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper, quire.batch_decode_with_selected_pages,
+        quire.BatchPrefillWithPrefixWrapper,
+    ):  # fmt: skip
         with pytest.raises(TypeError, match="unexpected keyword argument 'variant'"):
             call(variant=variants.alibi)
 
