@@ -589,6 +589,7 @@ def table_of(p: Problem, cache: PagedCache) -> Tensor:
     return ints([row + [0] * (width - len(row)) for row in rows], p.device).view(len(rows), width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q_len", [1, 3])
 @pytest.mark.parametrize("name", ["alibi", "soft_cap", "relative_bias"])
 @pytest.mark.parametrize("call", [quire.xqa_batch_decode_with_kv_cache, quire.trtllm_batch_decode_with_kv_cache])
@@ -607,6 +608,7 @@ def test_decode_on_tables_of_pages(call, name, q_len, device, backend):
         p.check(got, **case.expected(), sinks=sinks)
 
 
+@pytest.mark.slow
 def test_prefill_on_tables_of_pages(device, backend):
     p = problem(device, causal=True)
     cache, operands = p.paged(16), {name: x for part in BOTH.on(device) for name, x in part.items()}
