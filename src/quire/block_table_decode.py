@@ -163,7 +163,8 @@ def decode_block_tables(
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
-    _check_variant(variant, operands, q_cu_seq_lens)
+    if variant is not None or operands:
+        _check_variant(variant, operands, q_cu_seq_lens)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
     most = check_positive(max_seq_len, "max_seq_len")
     tables, device = _tables(block_tables, seq_lens, workspace.device), workspace.device
