@@ -7,7 +7,7 @@ pages are the blocks that it lists (quire.block_lists), so that the kernels are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
@@ -56,7 +56,8 @@ class BlockListsWrapper(AttentionWrapper):
         self, float_workspace_buffer: torch.Tensor, backend: str = "auto", *, variant: Variant | None = None
     ) -> None:
         super().__init__(float_workspace_buffer, "NHD", False, backend)
-        self._of_matrix, self._placed = variant_of(variant), cast("PlacedOperands | None", None)
+        self._of_matrix = variant_of(variant)
+        self._placed: PlacedOperands | None = None  # once planned, what it reads
 
     def _plan_lists(
         self, lists: BlockLists, options: PlanOptions, heads: tuple[int, int], sizes: tuple[int, int],
