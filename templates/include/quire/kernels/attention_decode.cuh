@@ -53,9 +53,9 @@ class AttentionDecode {
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
   using Math = FragmentMath<false>;
-  static constexpr bool kHasRoom = kM == 1 && max(kQk, kVo) <= 128;  // registers for what is added to logits
-  using Bias = BiasAhead<V, Math, kBlock, kHasRoom && !kHasRope>;
-  static constexpr bool kHasRamps = LogitsTransform<V, Math>::kIsRamp && kHasRoom;
+  static constexpr bool kHasRegisters = kM == 1 && max(kQk, kVo) <= 128;  // registers for what is added to logits
+  using Bias = BiasAhead<V, Math, kBlock, kHasRegisters && !kHasRope>;
+  static constexpr bool kHasRamps = LogitsTransform<V, Math>::kIsRamp && kHasRegisters;
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
