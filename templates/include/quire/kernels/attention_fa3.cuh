@@ -660,7 +660,7 @@ struct AttentionFa3 {
     }
     if constexpr (kIsCap) {
       const Transform transform(p_.base);
-      rows.cap.set(fabsf(transform.scale), transform.factor);
+      rows.cap.set(transform.scale, transform.factor);
     }
     if constexpr (kHoldsRows) ScoreRows<V, Math>::set(score_rows_at(), Transform(p_.base), logits_tile(current, 0));
     first_tile(rows, s, bits, current, rings, walk.tile());
@@ -698,7 +698,11 @@ struct AttentionFa3 {
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    apply_softmax<true>(rows, s, current, tile, bits);
+    if constexpr (kIsCap) {
+      apply_soft_cap<true>(rows, s, current, tile, bits, [] {});
+    } else {
+      apply_softmax<true>(rows, s, current, tile, bits);
+    }
     round_weights<T>(s, rows.p);
     // Values from kv_len on may be anything, and 0 * NaN is NaN. Gathering and widening have put zeros there.
     const int valid = current.work.tile.kv_len - tile * kTileKv;
@@ -731,7 +735,16 @@ struct AttentionFa3 {
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    apply_softmax<kMasked>(rows, s, current, tile, bits);
+    if constexpr (kIsCap) {
+      apply_soft_cap<kMasked>(rows, s, current, tile, bits, [&] { end_tile(rows, s, rings); });
+    } else {
+      apply_softmax<kMasked>(rows, s, current, tile, bits);
+      end_tile(rows, s, rings);
+    }
+  }
+
+  // The weights of S, once those before it are of no more use.
+  QUIRE_DEVICE void end_tile(Rows& rows, float (&s)[kTileKv / 2], const Rings& rings) const {
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
 #pragma unroll
@@ -792,9 +805,6 @@ struct AttentionFa3 {
       const float scale = ramp_scale();
       rows.softmax.raise_max(s, scale);
       rows.softmax.exponentiate(s, scale);
-    } else if constexpr (kIsCap) {
-      if constexpr (kMasked) mark_unseen(s, transform, at, bits);
-      apply_soft_cap<kMasked>(rows, s, transform);
     } else {
       if constexpr (kHoldsRows && !kMasked) {
         ScoreRows<V, Math>::score(s, score_rows_at(), transform, tile * kTileKv);
@@ -812,43 +822,88 @@ struct AttentionFa3 {
     }
   }
 
-  // Softmax of soft caps. Where all logits of a warp are small it takes no special functions but exp2.
-  template <bool kMasked>
-  QUIRE_DEVICE static void apply_soft_cap(Rows& rows, float (&s)[kTileKv / 2], const Transform& transform) {
-    if (Transform::kIsCapScore && transform.scale < 0.f) flip<kMasked>(s);
-    const SmallTanh cap = rows.cap;
-    if constexpr (!kMasked) {
-      const float most = fmaxf(WarpgroupSoftmax::row_most(s, 0), WarpgroupSoftmax::row_most(s, 1));
-      if (__all_sync(0xffffffffu, most <= cap.most) != 0) {
-        raise_small(rows.softmax, s, cap, most);
-        rows.softmax.exponentiate_capped(s, [&](const Four<float>& x, float y) { return cap.plus(x, y); });
+  // The same under a soft cap. Where all logits of a warp are small it takes no special functions but exp2, and no row
+  // maximum in bf16. end(): what follows, in each way by itself, so that the two overlap.
+  template <bool kMasked, class End>
+  QUIRE_DEVICE void apply_soft_cap(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile, const Bits& bits,
+                                   const End& end) const {
+    const Transform transform(p_.base);
+    if constexpr (kMasked) {
+      mark_unseen(s, transform, logits_tile(stage, tile), bits);
+    } else {
+      const float most = WarpgroupSoftmax::most(s);
+      if (__all_sync(0xffffffffu, most <= rows.cap.most && may_be_small(rows.softmax)) != 0) {
+        exponentiate_small(rows.softmax, s, rows.cap, most);
+        end();
         return;
       }
     }
-    const AnyTanh<Math::kPairs> any = {cap, fabsf(transform.scale), transform.factor};
-    float top[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float x = WarpgroupSoftmax::row_max(s, h);
-      top[h] = kMasked && x == kHiddenLogit ? kNoLogit : any(x);
+    exponentiate_any<kMasked>(rows.softmax, s, transform, rows.cap);
+    end();
+  }
+
+  // Weights in bf16 have the range of float: rows have one reference in place of their maximum, from which that may be
+  // this far away. Then what is small exceeds none. Others have a reference of their own.
+  static constexpr bool kHasReference = kIsCap && is_same<T, bf16_t>::value;
+  static constexpr float kReference = SmallTanh::kMostResult - kMaxLag, kReach = 80.f;
+  QUIRE_DEVICE static bool may_be_small(const WarpgroupSoftmax& softmax) {
+    return !kHasReference || (softmax.m[0] == kReference && softmax.m[1] == kReference);
+  }
+
+  QUIRE_DEVICE static void exponentiate_small(WarpgroupSoftmax& softmax, float (&s)[kTileKv / 2], const SmallTanh& cap,
+                                              float most) {
+    const auto capped = [&](const Four<float>& x, float y) { return cap.plus(x, y); };
+    softmax.is_raised = false;
+    if constexpr (kHasReference) {
+      softmax.exponentiate_capped(s, capped, {kReference, kReference});
+    } else {
+      raise_small(softmax, s, cap, most);
+      softmax.exponentiate_capped(s, capped, softmax.m);
     }
-    rows.softmax.raise_to(top);
-    rows.softmax.exponentiate_capped(s, [&](const Four<float>& x, float y) {
-      Four<float> z = any.plus(x, y);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (kMasked && x.at[j] == kHiddenLogit) z.at[j] = __int_as_float(0xff800000);
-      }
-      return z;
-    });
   }
 
   // The reference maximum, of logits whose magnitudes are at most `most`: mostly these say that no row exceeds it.
   QUIRE_DEVICE static void raise_small(WarpgroupSoftmax& softmax, const float (&s)[kTileKv / 2], const SmallTanh& cap,
                                        float most) {
-    softmax.is_raised = false;
-    if (__all_sync(0xffffffffu, cap.bound(most) <= fminf(softmax.m[0], softmax.m[1]) + kMaxLag) != 0) return;
+    if (__all_sync(0xffffffffu, cap.plus(most, 0.f) <= fminf(softmax.m[0], softmax.m[1]) + kMaxLag) != 0) return;
     softmax.raise_to({cap.plus(softmax.row_max(s, 0), 0.f), cap.plus(softmax.row_max(s, 1), 0.f)});
+  }
+
+  template <bool kMasked>
+  QUIRE_DEVICE static void exponentiate_any(WarpgroupSoftmax& softmax, float (&s)[kTileKv / 2],
+                                            const Transform& transform, const SmallTanh& cap) {
+    if (Transform::kIsCapScore && transform.scale < 0.f) flip<kMasked>(s);
+    const AnyTanh<!kHasReference> any = {cap, fabsf(transform.scale), transform.factor};
+    raise_any<kMasked>(softmax, s, any);
+    softmax.exponentiate_capped(
+        s,
+        [&](const Four<float>& x, float y) {
+          Four<float> z = any.plus(x, y);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            if (kMasked && x.at[j] == kHiddenLogit) z.at[j] = __int_as_float(0xff800000);
+          }
+          return z;
+        },
+        softmax.m);
+  }
+
+  // Not where no logit can exceed the reference that all rows have.
+  template <bool kMasked>
+  QUIRE_DEVICE static void raise_any(WarpgroupSoftmax& softmax, const float (&s)[kTileKv / 2],
+                                     const AnyTanh<!kHasReference>& any) {
+    softmax.is_raised = false;
+    if (kHasReference && any.factor <= kReference + kMaxLag && __all_sync(0xffffffffu, may_be_small(softmax)) != 0)
+      return;
+    float top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float x = softmax.row_max(s, h);
+      top[h] = kMasked && x == kHiddenLogit ? kNoLogit : any.plus(x, 0.f);
+    }
+    softmax.raise_to(top, [](float x) {
+      return kHasReference && x >= kReference - kReach && x <= kReference + kMaxLag ? kReference : x;
+    });
   }
 
   // tanh is odd: a negative scale is a positive one of -q . k.

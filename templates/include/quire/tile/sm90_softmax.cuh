@@ -51,22 +51,31 @@ struct WarpgroupSoftmax {
     return x;
   }
 
-  // The greatest magnitude of s of this lane's row h.
+  // The greatest magnitude of s. Bits of numbers that are not negative are in order, and of three of them the greatest
+  // is one instruction.
   template <int n>
-  QUIRE_DEVICE static float row_most(const float (&s)[n], int h) {
-    float x = fmaxf(fabsf(s[2 * h]), fabsf(s[2 * h + 1]));
+  QUIRE_DEVICE static float most(const float (&s)[n]) {
+    uint32_t x = 0;
 #pragma unroll
-    for (int i = 4; i < n; i += 4) x = fmaxf(x, fmaxf(fabsf(s[i + 2 * h]), fabsf(s[i + 2 * h + 1])));
-    return x;
+    for (int i = 0; i < n; i += 4) {
+      x = max(max(x, __float_as_uint(fmaxf(fabsf(s[i]), fabsf(s[i + 1])))),
+              __float_as_uint(fmaxf(fabsf(s[i + 2]), fabsf(s[i + 3]))));
+    }
+    return __uint_as_float(x);
   }
 
-  // Raises m where this lane's part of a row has a logit that exceeds it by more than kMaxLag.
+  // Raises m where this lane's part of a row has a logit that exceeds it by more than kMaxLag: to the row's maximum.
   QUIRE_DEVICE void raise_to(const float (&top)[2]) {
+    raise_to(top, [](float x) { return x; });
+  }
+  // Or to the reference that `choose` returns for the row's maximum.
+  template <class Choose>
+  QUIRE_DEVICE void raise_to(const float (&top)[2], const Choose& choose) {
     is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
     if (!is_raised) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float x = quad_max(top[h]), next = x > m[h] + kMaxLag ? x : m[h];
+      const float x = quad_max(top[h]), next = x > m[h] + kMaxLag ? choose(x) : m[h];
       factor[h] = ptx::ex2(m[h] - next);
       m[h] = next;
       d[h] *= factor[h];
@@ -86,15 +95,15 @@ struct WarpgroupSoftmax {
     }
   }
 
-  // s becomes exp2(capped s - m), added up in d. capped(x, y): the soft cap of four logits, and y.
+  // s becomes exp2(capped s - reference), added up in d. capped(x, y): the soft cap of four logits, and y.
   template <int n, class Capped>
-  QUIRE_DEVICE void exponentiate_capped(float (&s)[n], const Capped& capped) {
+  QUIRE_DEVICE void exponentiate_capped(float (&s)[n], const Capped& capped, const float (&reference)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
 #pragma unroll
       for (int i = 0; i < n; i += 8) {
         float *left = s + i + 2 * h, *right = s + i + 4 + 2 * h;
-        const Four<float> x = capped(Four<float>{left[0], left[1], right[0], right[1]}, -m[h]);
+        const Four<float> x = capped(Four<float>{left[0], left[1], right[0], right[1]}, -reference[h]);
         left[0] = ptx::ex2(x.at[0]), left[1] = ptx::ex2(x.at[1]);
         right[0] = ptx::ex2(x.at[2]), right[1] = ptx::ex2(x.at[3]);
         d[h] += left[0] + left[1];
