@@ -25,6 +25,9 @@ STAMP := $(VENV)/.installed
 OFFLINE := HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
 # Hundreds of processes import torch, which nothing has compiled yet: without bytecode files each would do it anew.
 export PYTHONDONTWRITEBYTECODE :=
+# Threads of OpenMP sleep while they wait. With its default they spin, and torch's small operations then take ten times as
+# long wherever another process uses the same cores.
+export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 

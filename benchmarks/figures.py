@@ -87,7 +87,8 @@ def attention_rows() -> list[Row]:
 
 
 def _machine(report: dict[str, Any]) -> str:
-    return f"{report['device']}, {report['date'][:10]}, random bf16 inputs, medians, all in turn in one process"
+    day = report["date"][:10]
+    return f"{report['device']}, {day}, random bf16 inputs, medians, all libraries in turn in one process"
 
 
 def _ranked(ax: Axes, names: list[str]) -> None:
@@ -102,7 +103,7 @@ def _ranked(ax: Axes, names: list[str]) -> None:
 
 
 def speed(figure: Figure) -> str:
-    """Quire beside the fastest other, row by row."""
+    """Speed of Quire relative to the fastest other library, row by row."""
     rows = attention_rows()
     figure.set_size_inches(11.2, 5.4)
     for ax, unit, title in zip(
@@ -123,15 +124,15 @@ def speed(figure: Figure) -> str:
         ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
         ax.set_title(title)
     slower = sum(row.ratio < 1 for row in rows)
-    figure.suptitle(f"Quire's speed beside the fastest other in each row ({slower} of {len(rows)} rows: slower)")
+    figure.suptitle(f"Quire's speed relative to the fastest other library ({slower} of {len(rows)} rows are slower)")
     return (
-        f"{_machine(latest('*-h200-attention.json'))}. The others: FlashInfer (its kernels), FlashAttention-3, cuDNN.\n"
-        "* the fastest other ran on a copy without pages, which is less work."
+        f"{_machine(latest('*-h200-attention.json'))}. Other libraries: FlashInfer, FlashAttention-3, cuDNN.\n"
+        "* the fastest other library ran on keys without pages, which is less work."
     )
 
 
 def rates(figure: Figure) -> str:
-    """What each provider reaches."""
+    """The rates of each library."""
     rows, report = attention_rows(), latest("*-h200-attention.json")
     figure.set_size_inches(11.2, 5.8)
     for ax, unit, roof in zip(figure.subplots(1, 2), ("TFLOP/s", "GB/s"), ("tflops", "gigabytes_per_s"), strict=True):
@@ -143,13 +144,13 @@ def rates(figure: Figure) -> str:
         _ranked(ax, [row.label for row in part])
         ax.set_xlim(0, report["roof"][roof] * 1.06)
         ax.axvline(report["roof"][roof], color=mpl.rcParams["text.color"], linewidth=1, linestyle=(0, (4, 3)))
-        ax.set_title(f"{unit} (dashed: what this card reached)")
+        ax.set_title(f"{unit} (dashed: the peak that this card reached)")
     _legend(figure, list(PROVIDERS))
-    return f"{_machine(report)}.\n*: as in the picture of speed."
+    return f"{_machine(report)}.\n* the fastest other library ran on keys without pages."
 
 
 def roofline(figure: Figure) -> str:
-    """Rates by operations a byte, under the card's two roofs."""
+    """Rates by operations per byte, under the card's two roofs."""
     rows, report = attention_rows(), latest("*-h200-attention.json")
     figure.set_size_inches(8.4, 4.8)
     ax = figure.subplots()
@@ -168,17 +169,17 @@ def roofline(figure: Figure) -> str:
     ax.set_ylim(1.5, 1600)
     ax.set_xticks([10, 100, 1000, 10000], ["10", "100", "1,000", "10,000"])
     ax.set_yticks([10, 100, 1000], ["10", "100", "1,000"])
-    ax.set_xlabel("operations a byte (q, keys, values and output, each once)")
+    ax.set_xlabel("operations per byte (q, keys, values and output, each counted once)")
     ax.set_ylabel("TFLOP/s")
     ax.grid(which="major")
     ax.text(2, 2 * bandwidth * 3, f"memory:\n{bandwidth * 1e3:,.0f} GB/s", fontsize=9)
     ax.text(high * 0.9, tflops * 1.12, f"tensor cores: {tflops:.0f} TFLOP/s", fontsize=9, ha="right")
     _legend(figure, list(PROVIDERS))
-    return f"{_machine(report)}.\nThe roofs are what a matrix product and a large read reached in the same run."
+    return f"{_machine(report)}.\nThe roofs are the rates of a matrix product and of a large read in the same run."
 
 
 def first_call(figure: Figure) -> str:
-    """Seconds that a cold compile takes."""
+    """Duration of a cold compile."""
     report = latest("*-compile.json")
     families = sorted(report["families"].items(), key=lambda item: -item[1]["median_seconds"])
     figure.set_size_inches(8.4, 2.9)
@@ -193,15 +194,15 @@ def first_call(figure: Figure) -> str:
     names = [f"{name} ({found['variants']}){' *' if name in busy else ''}" for name, found in families]
     _ranked(ax, names)
     ax.set_xlim(0, max(found["largest_seconds"] for _, found in families) * 1.32)
-    ax.set_xlabel("seconds of a cold compile; in brackets: variants")
+    ax.set_xlabel("seconds per cold compile (number of variants in brackets)")
     return (
         f"{report['date']}, nvcc {report['nvcc']}, g++ {report['gxx']}, two compiles at a time on 2 cores, "
-        f"commit {report['commit']}.\n* while other work kept both cores busy."
+        f"commit {report['commit']}.\n* measured while other programs used both cores."
     )
 
 
 def host(figure: Figure) -> str:
-    """What plan() and run() cost the host."""
+    """Host time of plan() and run()."""
     report = latest("*-h200-plan.json")
     results = [result for result in report["results"] if result["plan"]]
     cases = list(dict.fromkeys(result["case"] for result in results))
@@ -222,13 +223,13 @@ def host(figure: Figure) -> str:
         ["Quire", "FlashInfer fa2 (pale)", "FlashInfer fa3"], loc="outside upper center", ncols=3,
     )  # fmt: skip
     return (
-        f"The host of one {report['device']}, {report['date'][:10]}, {report['calls']:,} calls, medians; b: requests,\n"
-        f"{report['kv_len']} keys each; flashinfer-python {report['peers']['flashinfer-python']}."
+        f"Host of one {report['device']}, {report['date'][:10]}, {report['calls']:,} calls, medians; b: number of "
+        f"requests,\n{report['kv_len']} keys each; flashinfer-python {report['peers']['flashinfer-python']}."
     )
 
 
 def cpu(figure: Figure) -> str:
-    """The cpu backend beside torch's SDPA, on each processor that was measured."""
+    """Speed of the cpu backend relative to torch's SDPA, on each processor that was measured."""
     reports = {report["cpu"]: report for report in map(_read, sorted(RESULTS.glob("cpu-*.json")))}  # the newest of each
     cases = list(dict.fromkeys(result["case"] for report in reports.values() for result in report["results"]))
     figure.set_size_inches(9.6, 1.6 + 0.17 * len(cases) * len(reports))
@@ -251,7 +252,7 @@ def cpu(figure: Figure) -> str:
     ratios = [result["speedup"] for report in reports.values() for result in report["results"]]
     ax.set_xlim(0.8 * min(1, *ratios), 1.5 * max(ratios))
     ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
-    ax.set_title("Quire's speed beside torch's SDPA on a CPU")
+    ax.set_title("Quire's speed relative to torch's SDPA on CPUs")
     return "\n".join(_cpu_line(report, len(reports) > 1, number) for number, report in enumerate(reports.values()))
 
 
@@ -259,7 +260,8 @@ def _cpu_line(report: dict[str, Any], has_others: bool, number: int) -> str:
     colour = f"{('First', 'Second', 'Third', 'Fourth')[number]} bar: " if has_others else ""
     return (
         f"{colour}{report['cpu']}, {report['threads']} threads, {report['target']}, {report['date'][:10]}, torch "
-        f"{report['torch']}, medians; load {report['load_before']} to {report['load_after']}: trust the ratios."
+        f"{report['torch']}, medians; load average {report['load_before']} to {report['load_after']}: only the "
+        "ratios are reliable."
     )
 
 
@@ -282,7 +284,7 @@ SWEEPS = {
 
 
 def scaling(figure: Figure) -> str:
-    """How run(), plan() and the cache grow."""
+    """Scaling of run(), plan() and the cache."""
     report = latest("*-scaling.json")
     figure.set_size_inches(11.2, 6.4)
     panels = figure.subplots(2, 3).flatten().tolist()
@@ -294,10 +296,11 @@ def scaling(figure: Figure) -> str:
     caches = report["caches"]
     _line(panels[-1], [(found["entries"], found["lookup_us"]) for found in caches], 0, "a lookup, us")
     _line(panels[-1], [(found["entries"], 1e3 * found["list_s"]) for found in caches], 1, "quire cache list, ms")
-    _doubling(panels[-1], "the cache, by entries")
+    _doubling(panels[-1], "cache, by number of entries")
     return (
         f"{report['device']}, {report['date'][:10]}, random inputs, medians of single launches; 32 query heads, 8 KV "
-        f"heads,\nhead_dim 128, pages of 16 unless a panel says otherwise; {report['left_out']} points were too large."
+        f"heads,\nhead_dim 128, pages of 16 unless a panel says otherwise; {report['left_out']} points were "
+        "too large to run."
     )
 
 

@@ -223,3 +223,28 @@ def test_each_argument_of_plan_arrives_under_its_name(cls, name, monkeypatch):
     if name == "data_type":
         del changed["q_data_type"]
     refused(lambda: wrapper.plan(**changed), "head_dim_qk" if name == "head_dim" and "head_dim_qk" in names else name)
+
+
+@pytest.mark.parametrize(
+    ("indptr", "indices", "last", "words"),
+    [
+        ([0, 3, 4], [[4, 2, 0], [7, -1, -1]], [5, 16], ["paged_kv_indices: ", "1-D", "row for each request"]),
+        ([3, 1], [4, 2, 0, 7], [5, 16], ["last_page_len: expected [batch_size=1]", "0 first"]),
+    ],
+    ids=["a block table", "counts of pages"],
+)
+def test_page_tables_in_other_libraries_forms(indptr, indices, last, words):
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    refused(lambda: wrapper.plan(ints(indptr, "cpu"), ints(indices, "cpu"), ints(last, "cpu"), 8, 2, 64, 16), *words)
+
+
+def test_a_cache_in_the_other_layout_names_kv_layout():
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace("cpu"))
+    wrapper.plan(*(ints(x, "cpu") for x in ([0, 1], [0], [5])), 8, 2, 64, 16)
+    cache = torch.zeros(1, 2, 2, 16, 64, dtype=torch.float16)
+    refused(lambda: wrapper.run(torch.zeros(1, 8, 64, dtype=torch.float16), cache), "page_size=16", "'HND'")
+
+
+def test_calls_without_a_plan_name_their_own_arguments():
+    q, k = torch.zeros(2, 8, 64, dtype=torch.float64), torch.zeros(2, 2, 64, dtype=torch.float64)
+    refused(lambda: quire.single_prefill_with_kv_cache(q, k, k), "q: expected one of float32", "float64")

@@ -22,6 +22,7 @@ def f(w: quire.BatchDecodeWithPagedKVCacheWrapper, t: torch.Tensor) -> None:
     w.run(t, t).strange
     x: torch.Tensor = w.run(t, t, return_lse=True)
     w.run(t, t, k_scale="1").shape + 1
+    quire.single_prefil_with_kv_cache(t, t, t)
 """
 
 
@@ -38,7 +39,7 @@ def test_mypy_accepts_a_typed_user_and_finds_mistakes(tmp_path: Path) -> None:
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if ": error: " in line]
     assert done.returncode == 1 and errors, done.stdout + done.stderr
-    assert {line.rpartition(": error: ")[0] for line in errors} == {"wrong.py:5", "wrong.py:6", "wrong.py:7"}, errors
+    assert {line.rpartition(": error: ")[0] for line in errors} == {f"wrong.py:{line}" for line in (5, 6, 7, 8)}, errors
 
 
 @pytest.mark.slow

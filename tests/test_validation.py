@@ -514,7 +514,7 @@ def test_tensors_on_the_wrong_device():
         ({"custom_mask": torch.ones(4, 50)}, "custom_mask"),
         ({"packed_custom_mask": torch.ones(24, dtype=torch.uint8)}, "packed_custom_mask"),
         ({"backend": "fa9"}, "backend"),
-        ({"o_dtype": "int3"}, "o_data_type"),
+        ({"o_dtype": "int3"}, "o_dtype"),
         ({"scale_q": torch.ones(4)}, "scale_q"),
     ],
     ids=row_id,

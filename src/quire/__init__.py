@@ -2,10 +2,18 @@
 
 The surface is FlashInfer's: `import quire as flashinfer` runs what its pages show.
 
-The public names are those of quire/public.py. A program that has imported torch gets all of them at once, so that no
-call pays for an import later and torch's operators are registered. Without torch they come when the first one is used:
-`quire cache` and `quire --help` never need it.
+dir(quire) lists the public names, help(quire.single_prefill_with_kv_cache) explains one of them, and the tutorial is in
+docs/. Start with these:
+
+    single_prefill_with_kv_cache            attention of one request
+    BatchPrefillWithPagedKVCacheWrapper     of a batch over a paged cache: plan() once per batch, run() once per layer
+    BatchDecodeWithPagedKVCacheWrapper      the same for one new token a request
+    append_paged_kv_cache                   writes new keys and values into the pages
 """
+
+# The public names are those of quire/public.py. A program that has imported torch gets all of them at once, so that no
+# call pays for an import later and torch's operators are registered. In other programs the first use of a name loads
+# them: `quire cache` and `quire --help` never need torch.
 
 from __future__ import annotations
 
@@ -28,15 +36,17 @@ def _load() -> None:
     globals().update({name: getattr(names, name) for name in names.__all__}, __all__=names.__all__)
 
 
-def __getattr__(name: str) -> Any:
-    """A submodule, or a public name, which loads all of them."""
-    if not name.startswith("__") and find_spec(f"quire.{name}") is not None:
-        return import_module(f"quire.{name}")
-    if not name.startswith("__") or name == "__all__":
-        _load()
-        if name in globals():
-            return globals()[name]
-    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+if not TYPE_CHECKING:  # type checkers would take any name
+
+    def __getattr__(name: str) -> Any:
+        """A submodule, or a public name, which loads all of them."""
+        if not name.startswith("__") and find_spec(f"quire.{name}") is not None:
+            return import_module(f"quire.{name}")
+        if not name.startswith("__") or name == "__all__":
+            _load()
+            if name in globals():
+                return globals()[name]
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

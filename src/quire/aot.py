@@ -1,6 +1,6 @@
-"""Ahead of time: from options, presets and manifests to variants, and many variants built at once.
+"""Ahead-of-time compilation: turns options, presets and manifests into variants, and builds many in parallel.
 
-Keys come from the same catalogue, and are built by the same code, as in the lazy path: after a warm-up the first call
+Keys come from the same catalogue and are built by the same code as in a first call, so after a warm-up the first call
 compiles nothing.
 """
 
@@ -98,7 +98,9 @@ def _problems(s: Selection, target: str) -> Iterator[tuple[dict[str, Any], Atten
 
 
 def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[Spec]:
-    """Every tile height, because lengths decide which one a call takes; and the operation that plan() launches."""
+    """Variants of all tile heights, because lengths decide which one a call uses; and of the operation that plan()
+    launches.
+    """
     for key in kernel.keys(problem):
         yield kernel.spec(key)
         if operation := kernel.planning(key):
@@ -106,7 +108,7 @@ def _attention(kernel: AttentionKernel, problem: AttentionProblem) -> Iterator[S
 
 
 def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) -> Iterator[Spec]:
-    """What serving calls beside attention: planning on the host, merging, rotating, appending, packing."""
+    """Other operations that a server needs: scheduling on the host, merging, RoPE, appending, packing."""
     yield OperationKey("schedule_attention", host_target()).spec()
     if target.startswith("sm"):
         yield OperationKey("schedule_lengths", target).spec()
@@ -122,7 +124,9 @@ def _operations(target: str, dtypes: Iterable[str], kv_dtypes: Iterable[str]) ->
 
 
 class _Answers:
-    """What kernels say to the problems of a selection: which values of options are taken, and why others are not."""
+    """The answers of kernels to the problems of a selection: which values of options are accepted, and why others are
+    not.
+    """
 
     def __init__(self, backends: Sequence[str]) -> None:
         known = [kernel.backend for kernel in KERNELS]
@@ -148,7 +152,7 @@ class _Answers:
         return accepting
 
     def require(self, given: Iterable[tuple[str, Any]]) -> None:
-        """UnsupportedError if a value of an option that the user gave is taken by no kernel."""
+        """UnsupportedError if no kernel accepts a value that the user gave for an option."""
         if vain := [value for value in given if value not in self._taken]:
             reasons = self._refused.get(vain[-1], ":\n  it runs on none of the targets")
             raise UnsupportedError(f"{', '.join(_spell(*value) for value in vain)}: no kernel takes it{reasons}")
@@ -157,7 +161,7 @@ class _Answers:
 def select(selection: Selection, given: Iterable[str] = ()) -> list[Spec]:
     """The variants of a selection, each once.
 
-    `given`: the options of which no value may come to nothing: UnsupportedError has the reason of each kernel.
+    `given`: options of which every value must be accepted by some kernel; otherwise UnsupportedError, with reasons.
     """
     answers = _Answers(selection.backends)
     specs: dict[str, Spec] = {}
@@ -176,7 +180,7 @@ def select(selection: Selection, given: Iterable[str] = ()) -> list[Spec]:
 
 
 def _preferred(kernels: list[AttentionKernel], problem: AttentionProblem) -> list[AttentionKernel]:
-    """Without those that yield to others here: `auto` never takes them."""
+    """Without variants that yield to others, which `auto` never uses."""
     return [kernel for kernel in kernels if kernel.yields(problem) is None] or kernels
 
 
@@ -199,8 +203,8 @@ def spec_of(slug: str) -> Spec:
 
 
 def family(slug: str) -> list[Spec]:
-    """The variant that a slug names, and those that other calls of the same kind take: all tile heights of an attention
-    kernel, which lengths decide, or all widths of an operation, which addresses decide.
+    """The variant that a slug names, and those that other calls of the same kind need: all tile heights of an attention
+    kernel, among which lengths decide, or all vector widths of an operation, among which addresses decide.
     """
     first = spec_of(slug)
     if slug.partition(".")[0] in OPERATIONS:
@@ -217,10 +221,10 @@ def families(slugs: Iterable[str]) -> list[Spec]:
 
 
 def for_hosts(specs: Iterable[Spec], hosts: Sequence[str]) -> list[Spec]:
-    """What machines of the host targets `hosts` need of `specs`: the GPU's variants, and host code for each machine.
+    """The variants of `specs` that machines with CPU targets `hosts` need: GPU variants, and CPU code for each target.
 
-    Host code is the cpu backend's variants among `specs`, and the planner, without which no attention starts. Another
-    machine's code takes a cross compiler (aarch64-linux-gnu-g++). ValidationError for a target that is none.
+    CPU code is the cpu backend's variants among `specs`, and the scheduler, which all attention calls need. Code for
+    another architecture needs a cross compiler (aarch64-linux-gnu-g++). ValidationError for unknown targets.
     """
     for host in hosts:
         if host not in HOST_TARGETS:
@@ -233,7 +237,7 @@ def for_hosts(specs: Iterable[Spec], hosts: Sequence[str]) -> list[Spec]:
 
 
 def _on_host(slug: str, host: str) -> list[str]:
-    """What `slug`, host code, is on the host target `host`; where that has no row tiles as high, all heights."""
+    """The variants for the CPU target `host` that correspond to `slug`; all tile heights if it lacks this one."""
     name, _, rest = slug.split(".", 2)
     if not name.startswith("attention_"):
         return [f"{name}.{without_matrix_unit(host)}.{rest}"]
@@ -243,7 +247,7 @@ def _on_host(slug: str, host: str) -> list[str]:
 
 
 def read_manifest(path: Path) -> list[Spec]:
-    """The families of a manifest: what QUIRE_RECORD wrote (JSON lines), what `warmup --json` printed, or bare slugs."""
+    """The families of a manifest: a file of QUIRE_RECORD (JSON lines), output of `warmup --json`, or plain slugs."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -283,7 +287,7 @@ def _slug(item: Any, place: str) -> str:
 
 @dataclass(frozen=True)
 class Built:
-    """What became of one variant."""
+    """The result of building one variant."""
 
     slug: str
     status: str  #: "hit", "built" or "failed"; "missing" in a dry run
@@ -312,9 +316,9 @@ def warm(
     specs: Sequence[Spec], *, jobs: int | None = None, store: Store | None = None, dry_run: bool = False,
     done: Callable[[Built], None] = lambda _: None,
 ) -> list[Built]:  # fmt: skip
-    """Build `specs`, `jobs` at a time; `done` is told of each as it ends. The results are in the order of `specs`.
+    """Build `specs`, `jobs` at a time, and call `done` after each. The results are in the order of `specs`.
 
-    An exception (Ctrl-C, or of `done`) ends the compilers at once; what was built by then stays in the store.
+    An exception (Ctrl-C, or raised by `done`) stops the compilers; variants that were built remain in the store.
     """
     results: dict[str, Built] = {}
     pool = ThreadPoolExecutor(max_workers=jobs or default_jobs())
@@ -332,7 +336,7 @@ def warm(
 
 
 def warmup(variants: str | Path | Iterable[str]) -> list[Built]:
-    """Build the families of what a manifest (a path) or slugs name, so that later calls compile nothing.
+    """Build the families of the variants in a manifest (a path) or of slugs, so that later calls compile nothing.
 
     Raises CompileError naming the first variant that failed.
     """

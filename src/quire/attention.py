@@ -1,6 +1,6 @@
-"""Attention of mixed batches in one call, and wrappers whose constructor knows types and sinks.
+"""Attention of mixed batches in one call, and a wrapper for attention sinks.
 
-The surface is FlashInfer's flashinfer.attention.
+The API is that of flashinfer.attention.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WORKSPACE_BYTES = 128 << 20
 
 
 class BatchAttention:
-    """Attention of prefills and decodes in one batch over a paged cache: one plan, one launch.
+    """Attention of a batch with prefills and decodes over a paged cache, with one plan and one launch.
 
-    kv_layout: "NHD" or "HND". device: of all calls; the workspace, 128 MiB there, is the wrapper's own. variant: a
-        quire.Variant of the caller's own; plan() and run() then take what it reads, by name, as
-        BatchPrefillWithPagedKVCacheWrapper does.
+    kv_layout: "NHD" or "HND". device: the device of all tensors, on which the wrapper allocates a workspace of 128 MiB.
+        variant: a custom quire.Variant; plan() and run() then take the tensors and numbers that it reads, by name, as
+        those of BatchPrefillWithPagedKVCacheWrapper do.
 
     >>> wrapper = quire.BatchAttention("NHD", device="cpu")
     >>> int32 = {"dtype": torch.int32}
@@ -58,7 +58,7 @@ class BatchAttention:
     ) -> None:  # fmt: skip
         """Plan a batch: kv_len_arr int32 [batch_size] counts the tokens of each request.
 
-        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). use_profiler is refused.
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). use_profiler=True is refused.
         """
         refuse(use_profiler=use_profiler)
         lens, indptr = host_indices(kv_len_arr, "kv_len_arr"), host_indices(kv_indptr, "kv_indptr")
@@ -78,7 +78,7 @@ class BatchAttention:
     ) -> Pair:  # fmt: skip
         """(o [nnz_qo, num_qo_heads, head_dim_vo], lse [nnz_qo, num_qo_heads] float32, base 2).
 
-        logits_soft_cap: plan()'s, or 0 for it. k_scale, v_scale: numbers or tensors of one element.
+        logits_soft_cap: the value given to plan(), or 0. k_scale, v_scale: numbers or tensors of one element.
         """
         refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         if logits_soft_cap and logits_soft_cap != (cap := self._wrapper._logits_soft_cap):
@@ -87,20 +87,20 @@ class BatchAttention:
         return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, **operands)
 
     def explain(self) -> Explanation:
-        """Which kernel plan() chose, why each other was refused, and what was planned."""
+        """Which kernel plan() chose, why the others were not chosen, and what was planned."""
         return self._wrapper.explain()
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
-    """BatchPrefillWithPagedKVCacheWrapper whose run() takes sinks by position, and the scale of the logits.
+    """BatchPrefillWithPagedKVCacheWrapper whose run() takes the sinks and sm_scale by position.
 
-    q_data_type, kv_data_type, window_left: what plan() takes where it is not told otherwise. head_dim_qk, head_dim_vo:
-    those that plan() will be told. The rest is as in BatchPrefillWithPagedKVCacheWrapper, which takes sinks too.
+    q_data_type, kv_data_type, window_left: defaults for plan(). head_dim_qk, head_dim_vo: must be those given to
+    plan(). The other arguments are those of BatchPrefillWithPagedKVCacheWrapper, whose run() takes sinks, too.
 
     >>> workspace = torch.empty(1 << 20, dtype=torch.uint8)
     >>> wrapper = quire.BatchAttentionWithAttentionSinkWrapper(workspace, head_dim_qk=64, head_dim_vo=64)
     >>> int32 = {"dtype": torch.int32}
-    >>> indptr, indices, last = ([0, 2, 3], [4, 0, 2], [5, 16])  # pages, which ones, tokens of the last
+    >>> indptr, indices, last = ([0, 2, 3], [4, 0, 2], [5, 16])  # offsets, page numbers, tokens in the last pages
     >>> wrapper.plan(
     ...     torch.tensor([0, 3, 5], **int32), *(torch.tensor(x, **int32) for x in (indptr, indices, last)), 8, 2, 64,
     ...     16, causal=True,
@@ -131,7 +131,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         self._head_dims = check_positive(head_dim_qk, "head_dim_qk"), check_positive(head_dim_vo, "head_dim_vo")
 
     def plan(self, *args: Any, **options: Any) -> None:
-        """plan() of the paged prefill wrapper; types and window are the constructor's if not said."""
+        """plan() of the paged prefill wrapper; data types and window default to those of the constructor."""
         defaults = self._defaults if len(args) <= _POSITIONAL else {}
         super().plan(*args, **{**defaults, **options})
 
@@ -149,8 +149,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         self, q: torch.Tensor, paged_kv_cache: PagedCache, sink: torch.Tensor | None = None,
         sm_scale: float | None = None, *, sinks: torch.Tensor | None = None, **options: Any,
     ) -> Result:  # fmt: skip
-        """run() of the paged prefill wrapper under `sink` float32 [num_qo_heads], natural-log logits that join the
-        denominators. sm_scale: what logits are multiplied by; None: as plan() was told. Other options as there.
+        """run() of the paged prefill wrapper with `sink` float32 [num_qo_heads], logits (natural logarithm) that are
+        added to the denominators. sm_scale: the factor of the logits; None: the one given to plan().
         """
         if sink is not None and sinks is not None:
             raise ValidationError("sink: expected it or sinks, got both.")

@@ -1,4 +1,4 @@
-"""Decode from a table of pages and lengths in one call, without a plan: lengths may lie on the GPU alone."""
+"""Decode with a block table and lengths in one call, without a plan. The lengths may be known only to the GPU."""
 
 from __future__ import annotations
 
@@ -35,36 +35,37 @@ def xqa_batch_decode_with_kv_cache(
     kv_cache_sf: Any = None, q_cu_seq_lens: torch.Tensor | None = None, *, backend: str = "auto",
     variant: Variant | None = None, **operands: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of the last q_len_per_req tokens of each request over its pages, as FlashInfer's function of this name.
+    """Attention of the last q_len_per_req tokens of each request over its pages, like FlashInfer's function.
 
     query: [batch_size * q_len_per_req, num_qo_heads, head_dim] in float16 or bfloat16 (on the CPU also float32).
     kv_cache: one tensor [num_pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens; with 1 instead of
-    2, keys are the values too), or a pair of such 4-D tensors; in query's dtype, float8_e4m3fn or float8_e5m2, with any
-    strides but a contiguous last dimension. block_tables [batch_size, pages] int32; what lies beyond a request's last
-    page is not read. seq_lens [batch_size] uint32 or int32 counts the tokens of each request, the q_len_per_req new
-    ones among them; a request without tokens gives zeros. On a GPU both are read there alone: the call neither waits
-    nor looks at them, so that it may be captured in a CUDA graph and lengths may change between replays.
+    2, the keys are also the values), or a pair of such 4-D tensors; in query's dtype, float8_e4m3fn or float8_e5m2,
+    with any strides but a contiguous last dimension. block_tables [batch_size, pages] int32; entries beyond a request's
+    last page are not read. seq_lens [batch_size] uint32 or int32 has the tokens of each request, including the
+    q_len_per_req new ones; a request without tokens gives zeros. If they are on a GPU, only the GPU reads them: the
+    host does not wait, the call may be captured in a CUDA graph, and lengths may change between replays.
 
-    max_seq_len bounds seq_lens: longer ones are refused where they lie on the host, and on a GPU cut off at the end of
-    the page that holds token max_seq_len - 1. bmm1_scale multiplies q . k and is all of the softmax scale (1 /
-    sqrt(head_dim) is the caller's) and positive, bmm2_scale the result; either may be a tensor of one element, which on
-    a GPU is read there, as the rest. window_left: keys to the left of its own that a query sees; -1: all. sinks:
-    float32 natural-log logits, one a query head, that join the denominators.
+    max_seq_len is an upper bound of seq_lens. Larger lengths on the host are refused; larger lengths on a GPU are cut
+    off at the end of the page of token max_seq_len - 1. bmm1_scale, which is positive, is the whole factor of q . k,
+    including 1 / sqrt(head_dim); bmm2_scale is the factor of the result. Either may be a tensor of one element, which
+    is read on its device. window_left: how many keys to the left of its own a query sees; -1: all. sinks: float32
+    logits (natural logarithm), one per query head, that are added to the denominators.
 
-    With q_len_per_req > 1 queries are causal, or `mask` says which of the new tokens each of them sees, in a chain or a
-    tree: uint16 [batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2], bit j of a row (16 in each word, lowest
-    first) for new token j. All earlier tokens are seen, as far as the window goes.
+    With q_len_per_req > 1 queries are causal, unless `mask` says which of the new tokens each of them sees, such as a
+    tree of draft tokens: uint16 [batch_size, q_len_per_req, ceil(q_len_per_req / 32) * 2], bit j of a row (16 in each
+    word, lowest first) for new token j. All earlier tokens within the window are visible.
 
-    workspace_buffer holds partial results, whatever is in it. out: of query's dtype, or float8_e4m3fn, into which the
-    result is rounded; there o_scale is what the reader will multiply by, whose reciprocal bmm2_scale already holds.
+    workspace_buffer is for partial results, and need not be zeroed. out: in query's dtype, or in float8_e4m3fn, to
+    which the result is rounded. With float8_e4m3fn, o_scale is the factor that the reader of `out` will apply;
+    bmm2_scale must already contain its reciprocal.
 
-    q_cu_seq_lens: int32 or uint32 [batch_size + 1], offsets into query, whose requests then have 0..q_len_per_req new
-    tokens each: query is [q_cu_seq_lens[-1], num_qo_heads, head_dim] and mask [q_cu_seq_lens[-1], words]. Rows are
-    copied to and from a batch of q_len_per_req each; on a GPU that needs no look at the offsets either.
+    q_cu_seq_lens: int32 or uint32 [batch_size + 1], offsets into query, if requests have different numbers of new
+    tokens, 0..q_len_per_req: query is then [q_cu_seq_lens[-1], num_qo_heads, head_dim] and mask [q_cu_seq_lens[-1],
+    words]. Rows are copied to and from a batch with q_len_per_req rows per request, without a synchronisation.
 
     variant: a quire.Variant of the caller's own without a mask, whose operands are keywords.
 
-    Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], `out` if that is given. Raises ValidationError naming
+    Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], or `out`. Raises ValidationError naming
     the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
 
     >>> query = torch.randn(2, 8, 64, dtype=torch.bfloat16)
@@ -104,12 +105,12 @@ def trtllm_batch_decode_with_kv_cache(
     request_order: torch.Tensor | None = None, request_order_plan: Any = None, *, variant: Variant | None = None,
     **operands: Any,
 ) -> Result:  # fmt: skip
-    """xqa_batch_decode_with_kv_cache() in the spelling of FlashInfer's function of this name, by Quire's own kernels.
+    """xqa_batch_decode_with_kv_cache() with the arguments of FlashInfer's function of this name, by Quire's kernels.
 
-    kv_layout is "HND" if not said. out_dtype: of the result, query's or float8_e4m3fn. lse: float32 [batch_size *
+    kv_layout defaults to "HND". out_dtype: the type of the result, query's or float8_e4m3fn. lse: float32 [batch_size *
     q_len_per_req, num_qo_heads], base 2, written if given and returned with return_lse=True. cum_seq_lens_q and
     max_q_len are q_cu_seq_lens and its q_len_per_req. The counter buffer is scratch memory that is not needed. All
-    other arguments that xqa_batch_decode_with_kv_cache() has not are refused.
+    other arguments that xqa_batch_decode_with_kv_cache() does not have are refused.
 
     Returns the result, or (result, lse). Raises ValidationError or UnsupportedError.
 
@@ -155,7 +156,7 @@ def decode_block_tables(
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
     ckv_scales: torch.Tensor | None = None, variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
 ) -> Any:  # fmt: skip
-    """What the decode calls on tables of pages have in common; their arguments, checked or in one spelling.
+    """The common part of the decode calls with block tables; takes their checked arguments.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
     `query` and the cache's keys are then the parts with positions. ckv_scales: of latents, one for each 128 dims.
@@ -240,7 +241,7 @@ def _kind(
     query: torch.Tensor, cache: CacheParts, indices: Indices | Lengths, workspace: Workspace, numbers: tuple[Any, ...],
     words: tuple[Any, ...],
 ) -> Hashable | None:  # fmt: skip
-    """By what a later call of the same kind is known; None where the host plans, and in a capture."""
+    """A key by which later calls of the same kind are recognised; None if the host plans, or in a capture."""
     device = workspace.device
     if not isinstance(indices, Lengths) or is_capturing(device):
         return None

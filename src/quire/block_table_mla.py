@@ -1,4 +1,4 @@
-"""Decode over a paged cache of latents (MLA) from a table of pages and lengths in one call, without a plan."""
+"""Decode over a paged cache of MLA latents with a block table and lengths in one call, without a plan."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ def trtllm_batch_decode_with_kv_cache_mla(
     enable_dcp: bool = False, cp_world: int = 1, cp_rank: int = 0, causal_seqlens_kv_global: Any = None,
     use_fp16_softmax: bool | None = None,
 ) -> Result:  # fmt: skip
-    """MLA of the last tokens of each request over its pages of latents, as FlashInfer's function of this name.
+    """MLA of the last tokens of each request over its pages of latents, like FlashInfer's function.
 
     query: [batch_size, q_len, num_heads, kv_lora_rank + qk_rope_head_dim] in float16 or bfloat16 (on the CPU also
     float32); q_len > 1 is causal. Or [total_q, num_heads, ...] with cum_seq_lens_q int32 [batch_size + 1] and
-    max_q_len, the most queries of a request. kv_cache: [num_pages, page_size, kv_lora_rank + qk_rope_head_dim], or with
-    a dimension of 1 before page_size, with any strides but a contiguous last dimension; or uint8 [num_pages,
-    page_size, 656] with bfloat16 queries, FlashMLA's rows of 512 float8_e4m3fn numbers, a float32 scale for each
-    128 of them and 64 bfloat16 numbers. block_tables int32 [batch_size, pages], seq_lens [batch_size], max_seq_len,
-    bmm1_scale, bmm2_scale: as in xqa_batch_decode_with_kv_cache(); nobody waits for those on a GPU, and the call
-    may be captured in a CUDA graph. kv_lora_rank and qk_rope_head_dim are 512 and 64; qk_nope_head_dim is that of
-    the model, whose projection `query` has been multiplied by.
+    max_q_len, the largest number of queries of a request. kv_cache: [num_pages, page_size, kv_lora_rank +
+    qk_rope_head_dim], or with a dimension of 1 before page_size, with any strides but a contiguous last dimension; or
+    uint8 [num_pages, page_size, 656] with bfloat16 queries, FlashMLA's rows of 512 float8_e4m3fn numbers, a float32
+    scale for each 128 of them and 64 bfloat16 numbers. block_tables int32 [batch_size, pages], seq_lens [batch_size],
+    max_seq_len, bmm1_scale, bmm2_scale: as in xqa_batch_decode_with_kv_cache(). The host does not wait for arrays on a
+    GPU, and the call may be captured in a CUDA graph. kv_lora_rank and qk_rope_head_dim are 512 and 64;
+    qk_nope_head_dim is that of the model before projections were absorbed into `query`.
 
     out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], base 2,
-    written if given and returned with return_lse=True. sinks: float32 [num_heads] natural-log logits, or a list of one
-    such tensor. backend: as of wrappers. is_var_seq, cute_dsl_impl, kv_scale_format and the counter buffer are about
-    FlashInfer's kernels, and have no effect. What asks for distributed or approximate attention is refused.
+    written if given and returned with return_lse=True. sinks: float32 [num_heads] logits (natural logarithm), or a list
+    of one such tensor. backend: as in wrappers. is_var_seq, cute_dsl_impl, kv_scale_format and the counter buffer
+    concern FlashInfer's kernels and have no effect. Arguments for distributed or approximate attention are refused.
 
     With sparse_mla_top_k > 0, block_tables [*query.shape[:-2], sparse_mla_top_k] are the tokens that each query attends
-    to, page number * page_size + place in the page, in pages that lie one after another. seq_lens, of requests or of
-    queries or None, and sparse_mla_top_k_lens, of queries, say how many of them count; those below 0 or beyond the
-    cache do not, and one that is named twice counts twice. max_seq_len is not looked at.
+    to, page number * page_size + index in the page; pages must be contiguous in memory. seq_lens (per request or per
+    query, or None) and sparse_mla_top_k_lens (per query) say how many of them are used. Indices below 0 or beyond the
+    cache are ignored, and an index that is listed twice counts twice. max_seq_len is not used.
 
     Returns the result, or (result, lse). Raises ValidationError naming the argument, or UnsupportedError.
 
@@ -120,8 +120,8 @@ def xqa_batch_decode_with_kv_cache_mla(
     out: torch.Tensor | None = None, bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0,
     sinks: Any = None, enable_pdl: bool | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """trtllm_batch_decode_with_kv_cache_mla() in the spelling of FlashInfer's function of this name, for any number of
-    heads and queries a request.
+    """trtllm_batch_decode_with_kv_cache_mla() with the arguments of FlashInfer's function of this name, for any number
+    of heads and of queries per request.
 
     Returns [batch_size, q_len, num_heads, kv_lora_rank]. Raises ValidationError or UnsupportedError. There is an
     example at trtllm_batch_decode_with_kv_cache_mla().

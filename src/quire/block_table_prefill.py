@@ -1,4 +1,4 @@
-"""Prefill from a table of pages and lengths in one call, without a plan()."""
+"""Prefill with a block table and lengths in one call, without a plan()."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def trtllm_batch_context_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None, backend: str = "auto", *, variant: Variant | None = None, **operands: Any,
 ) -> Result:  # fmt: skip
-    """Attention of the new tokens of each request over its pages, as FlashInfer's function of this name.
+    """Attention of the new tokens of each request over its pages, like FlashInfer's function.
 
     query: [nnz_qo, num_qo_heads, head_dim]. kv_cache: [num_pages, 2, num_kv_heads, page_size, head_dim] (kv_layout
     "NHD": page_size first), or a pair of such 4-D tensors. block_tables: int32 [batch_size, pages]. seq_lens: int32
-    [batch_size], tokens of each request with the new ones; cum_seq_lens_q int32 [batch_size + 1], offsets of the new
-    tokens; cum_seq_lens_kv int32 [batch_size + 1], sums of seq_lens or of their pages, which repeat them. max_q_len and
-    max_kv_len bound the lengths.
+    [batch_size], tokens of each request including the new ones; cum_seq_lens_q int32 [batch_size + 1], offsets of the
+    new tokens; cum_seq_lens_kv int32 [batch_size + 1], cumulative seq_lens or page counts, redundant. max_q_len and
+    max_kv_len are upper bounds of the lengths.
 
-    bmm1_scale multiplies q . k and is all of the softmax scale, bmm2_scale the result: numbers, or tensors of one
-    element, which on a GPU are read there. window_left, sinks, causal, lse: as in a paged wrapper's plan() and run().
-    out_dtype: query's, or float8_e4m3fn. The scheduler works on the host: lengths on a GPU are waited for. variant: a
-    quire.Variant of the caller's own, whose operands are keywords.
+    bmm1_scale is the whole factor of q . k, bmm2_scale the factor of the result: numbers, or tensors of one element,
+    which are read on their device. window_left, sinks, causal, lse: as in a paged wrapper's plan() and run().
+    out_dtype: query's, or float8_e4m3fn. The scheduler runs on the host: if lengths are on a GPU, the call waits for
+    it. variant: a quire.Variant of the caller's own, whose operands are keywords.
 
     Returns [nnz_qo, num_qo_heads, head_dim], or with return_lse=True (result, lse), lse [nnz_qo, num_qo_heads] float32,
     base 2. Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.

@@ -1,10 +1,10 @@
 """Cascade attention: requests that share prefixes read each shared part once.
 
-Keys that several requests share are read once for all of their queries. MultiLevelCascadeAttentionWrapper attends to
-all levels in one launch, which merges the states of a query's levels (runtime/cascade.py): on the CPU, on Hopper, and
-on other GPUs where `backend` pins a kernel that does. So do the wrappers whose shared keys are tensors beside a paged
-cache, on the CPU and on Hopper. Where that cannot be, each level is an attention call of its own that returns its
-log-sum-exp; the states are then merged. The surface is FlashInfer's (https://docs.flashinfer.ai/api/cascade.html).
+MultiLevelCascadeAttentionWrapper attends to all levels in one launch, which also merges their results
+(runtime/cascade.py). This works on the CPU, on Hopper, and on other GPUs if `backend` forces a kernel that supports it.
+The wrappers whose shared keys are in separate tensors do the same on the CPU and on Hopper. In all other cases each
+level is an attention call that returns its log-sum-exp, and further calls merge the results. The API is FlashInfer's
+(https://docs.flashinfer.ai/api/cascade.html).
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ _LevelCall = tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], dict[str, Any
 
 
 class MultiLevelCascadeAttentionWrapper:
-    """Attention over a tree of shared prefixes in one paged cache: level 0 is shared by most, the last by none.
+    """Attention over a tree of shared prefixes in one paged cache. Most requests share level 0, none share the last.
 
-    num_levels: how many. float_workspace_buffer, kv_layout, use_cuda_graph and backend are as in
-    BatchPrefillWithPagedKVCacheWrapper; so are the buffers, one a level. variant: a quire.Variant of the caller's own.
+    num_levels: the number of levels. float_workspace_buffer, kv_layout, use_cuda_graph and backend are as in
+    BatchPrefillWithPagedKVCacheWrapper, and so are the buffers, one per level. variant: a custom quire.Variant.
 
     >>> wrapper = quire.MultiLevelCascadeAttentionWrapper(2, torch.empty(1 << 20, dtype=torch.uint8))
     >>> int32 = {"dtype": torch.int32}
     >>> wrapper.plan(
     ...     [torch.tensor([0, 2], **int32), torch.tensor([0, 1, 2], **int32)],  # both queries, then one each
     ...     [torch.tensor([0, 3], **int32), torch.tensor([0, 1, 2], **int32)],  # 3 pages for both, 1 for each
-    ...     [torch.tensor([0, 1, 2], **int32), torch.tensor([3, 4], **int32)],  # which pages
-    ...     [torch.tensor([16], **int32), torch.tensor([7, 9], **int32)],  # tokens of the last ones
+    ...     [torch.tensor([0, 1, 2], **int32), torch.tensor([3, 4], **int32)],  # the numbers of the pages
+    ...     [torch.tensor([16], **int32), torch.tensor([7, 9], **int32)],  # tokens in the last pages
     ...     num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=16, q_data_type=torch.bfloat16,
     ... )
     >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
@@ -108,7 +108,7 @@ class MultiLevelCascadeAttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """Use another buffer from the next plan() on. Plans own their index arrays: no int workspace is needed."""
+        """Use another buffer from the next plan() on. No int workspace is needed: plans own their index arrays."""
         self._joined.reset_workspace_buffer(float_workspace_buffer)
         for i, level in enumerate(self._levels):
             level.reset_workspace_buffer(
@@ -124,18 +124,19 @@ class MultiLevelCascadeAttentionWrapper:
         rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
         kv_data_type: str | torch.dtype | None = None, *, allow_fp16_qk_reduction: bool = False, **operands: Any,
     ) -> None:  # fmt: skip
-        """Plan each level: the arguments of the paged prefill wrapper's plan(), index arrays one per level.
+        """Plan all levels. The arguments are those of the paged prefill wrapper's plan(), with index arrays per level.
 
-        The entries of a level are groups of requests that share its pages: qo_indptr_arr[i] bounds their query rows.
-        `causal` holds for the last level, whose keys end where the queries stand; all earlier keys are visible.
+        An entry of level i is a group of requests that share pages; qo_indptr_arr[i] gives the query rows of each
+        group. `causal` applies to the last level, whose last key has the position of the last query; all keys of
+        earlier levels are visible.
 
-        All levels are one launch where a kernel merges levels (quire:cpu, quire:fa3; quire:fa2 and quire:decode where
-        `backend` pins them), the workspace holds its partial results, and the wrapper is not for CUDA graphs;
-        explain() says so. Page numbers on a device are then copied; level by level they are read by each run() where
-        they lie. A variant of the constructor is attended to level by level, and means the places of whole requests:
-        kv_idx counts from a request's first key of the first level. operands: what its mask reads.
+        All levels run in one launch if the kernel supports it (quire:cpu, quire:fa3; with `backend` also quire:fa2 and
+        quire:decode), the workspace is large enough for its partial results, and CUDA graphs are off; explain() says
+        so. plan() then copies page numbers that are on a device; otherwise each run() reads the caller's tensors. With
+        a variant each level is a launch. In a variant, positions refer to whole requests: kv_idx counts from the first
+        key of a request in level 0. operands: tensors and numbers that the variant's mask reads.
 
-        Raises what that plan() raises. The levels then are as they were planned before.
+        Raises the errors of the paged prefill wrapper's plan(). The previous plan then stays valid.
         """
         options = dict(locals())
         arrays = {name: options.pop(name) for name in ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr")}
@@ -200,14 +201,14 @@ class MultiLevelCascadeAttentionWrapper:
         return ""
 
     def explain(self) -> str:
-        """Whether all levels are one launch, or why not, and what was planned."""
+        """Whether all levels run in one launch, or why not, and what was planned."""
         if not self._apart:
             return f"all levels in one launch\n{self._joined.explain()}"
         plans = (f"level {i}\n{level.explain()}" for i, level in enumerate(self._levels))
         return "\n".join((f"level by level: {self._apart}", *plans))
 
     def run(self, q: torch.Tensor, paged_kv_cache: PagedCache, **operands: Any) -> torch.Tensor:
-        """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which lie in one cache; returns o like q.
+        """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which are in one cache; returns o like q.
 
         operands: tensors and numbers, by name, that the score of the constructor's variant reads.
         """
@@ -223,11 +224,11 @@ class MultiLevelCascadeAttentionWrapper:
     forward = run
 
     def end_forward(self) -> None:
-        """Nothing to do: plans are released with the wrapper or by the next plan()."""
+        """Does nothing: plans are released with the wrapper or by the next plan()."""
 
 
 def _of_levels(arrays: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The tensors of each level by name."""
+    """The tensors of each level, by name."""
     for name, array in arrays.items():
         if not isinstance(array, Sequence) or len(array) != count:
             got = len(array) if isinstance(array, Sequence) else type(array).__name__
@@ -240,7 +241,7 @@ R = TypeVar("R")
 
 
 def also_named(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Takes keywords by the names of the first release too: also_named(new_name="older_name")."""
+    """Lets a function also take keywords by FlashInfer's first names for them: also_named(new_name="older_name")."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
@@ -260,7 +261,7 @@ def also_named(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
     """A plan of `own` whose requests all begin with the keys k_shared [shared_len, num_kv_heads, head_dim]; place: the
-    layout, the workspace and the backend. UnsupportedError or ValidationError where they cannot be one launch.
+    layout, the workspace and the backend. Raises UnsupportedError or ValidationError if one launch is impossible.
     """
     layout, workspace, backend = place
     if k_shared.dtype is not own.options.types.kv.torch or not own.nnz_qo:
@@ -289,10 +290,10 @@ def _shared_rows(k: torch.Tensor, v: torch.Tensor, layout: KVLayout) -> tuple[to
 
 
 class _SharedPrefixWrapper:
-    """Requests that begin with the same keys: `_unique` is what each has of its own, in a paged cache.
+    """Requests that begin with the same keys. `_unique` attends to each request's other keys, in a paged cache.
 
-    float_workspace_buffer, kv_layout, backend, variant: see quire.runtime.wrapper.AttentionWrapper. A variant means the
-    places of whole requests, which begin with the shared keys; it cannot have a mask.
+    float_workspace_buffer, kv_layout, backend, variant: see quire.runtime.wrapper.AttentionWrapper. In a variant,
+    positions count from the first shared key; the variant cannot have a mask.
     """
 
     _kind: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
@@ -385,11 +386,11 @@ class _SharedPrefixWrapper:
         )
 
     def end_forward(self) -> None:
-        """Nothing to do: a plan is released with its wrapper or by the next begin_forward()."""
+        """Does nothing: a plan is released with its wrapper or by the next begin_forward()."""
 
 
 class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
-    """Decode attention of requests that begin with the same keys: those in plain tensors, the rest in a paged cache.
+    """Decode attention of requests that begin with the same keys: shared keys in tensors, the others in a paged cache.
 
     The constructor's arguments are those of BatchDecodeWithPagedKVCacheWrapper.
 
@@ -408,7 +409,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         self, unique_kv_indptr: torch.Tensor, unique_kv_indices: torch.Tensor, unique_kv_last_page_len: torch.Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, data_type: str | torch.dtype = "float16",
     ) -> None:  # fmt: skip
-        """Plan the part of each request that is its own; arguments as in the decode wrapper's plan()."""
+        """Plan the keys that are not shared; arguments as in the decode wrapper's plan()."""
         self._unique.plan(
             unique_kv_indptr, unique_kv_indices, unique_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim,
             page_size, data_type=data_type,
@@ -420,7 +421,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, **operands: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """Attention of q [batch_size, num_qo_heads, head_dim] over the shared keys and the request's own pages.
+        """Attention of q [batch_size, num_qo_heads, head_dim] over the shared keys and each request's own pages.
 
         k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). operands: what the score of the
         constructor's variant reads. Returns o like q.
@@ -431,7 +432,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
 
 class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
-    """Prefill attention of requests that begin with the same keys: those in tensors, the rest in a paged cache.
+    """Prefill attention of requests that begin with the same keys: shared keys in tensors, the others in a paged cache.
 
     The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper; see also
     BatchDecodeWithSharedPrefixPagedKVCacheWrapper.
@@ -446,7 +447,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int,
         page_size: int | None = None, *, q_data_type: str | torch.dtype = "float16",
     ) -> None:  # fmt: skip
-        """Plan the part of each request that is its own; arguments as in the prefill wrapper's plan().
+        """Plan the keys that are not shared; arguments as in the prefill wrapper's plan().
 
         Without `page_size`, forward() takes it from the cache.
         """
@@ -468,9 +469,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         **operands: Any,
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim] over k_shared, v_shared [shared_len, num_kv_heads, head_dim]
-        (HND: heads first), all of them visible, and the request's own pages, under `causal`; returns o like q.
+        (HND: heads first), all of them visible, and over each request's own pages, under `causal`. Returns o like q.
 
-        `causal` defaults to True, as the page that shows this class has it (later releases default to False).
+        `causal` defaults to True, as in the version of FlashInfer that documents this class (later ones: False).
         """
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction, use_fp16_qk_reduction=use_fp16_qk_reduction)
         refuse(rope_scale=rope_scale, rope_theta=rope_theta)
@@ -525,7 +526,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
 
 
 def _scratch(q: torch.Tensor) -> torch.Tensor:
-    """A workspace for a plan that splits nothing: it only tells the device."""
+    """A workspace for a plan without split rows: only its device matters."""
     if check_tensor(q, "q").dim() != 3:
         raise ValidationError(f"q: expected [batch_size, num_qo_heads, head_dim], got {list(q.shape)}.")
     return torch.empty(16, dtype=torch.uint8, device=q.device)

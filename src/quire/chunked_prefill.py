@@ -1,8 +1,8 @@
-"""Chunked prefill: new tokens over a prefix that has been computed before, and over themselves.
+"""Chunked prefill: attention of new tokens to a prefix that was computed before, and to themselves.
 
-In multi-head latent attention the keys and values of a cached prefix (head dims 192 and 128) are made of its latents
-for each chunk, into tensors of their own. Both kinds of keys are levels of a cascade (core/cascade.h): row tiles over
-the prefix and row tiles over the new tokens are one launch, whose CTAs merge both results, on the CPU and on Hopper.
+In multi-head latent attention the keys and values of a cached prefix (head dims 192 and 128) are expanded from latents
+into separate tensors, for each chunk. The prefix and the new tokens are two levels of a cascade (core/cascade.h). On
+the CPU and on Hopper one launch computes the row tiles of both, and merges their results.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _TILE_ROWS = 128  #: of the kernel that merges both
 
 
 class BatchPrefillWithPrefixWrapper(AttentionWrapper):
-    """Attention of a batch of requests over ragged keys of two kinds: those of a prefix, which all queries of a request
-    see, and those of its new tokens behind them.
+    """Attention of a batch of requests over two sets of ragged keys: those of a prefix, which all queries of a request
+    see, and those of the new tokens after it.
 
-    The constructor's arguments are those of BatchPrefillWithRaggedKVCacheWrapper without CUDA graphs. Partial results
-    take 4 * (head_dim_vo + 2) bytes of the workspace for each query, head and kind of keys. There are two launches and
-    a merge where the workspace is smaller, where no kernel merges both, and, with backend="auto", where the queries
-    alone fill a GPU, because two launches are faster there. explain() says which.
+    The constructor's arguments are those of BatchPrefillWithRaggedKVCacheWrapper, without CUDA graphs. Partial results
+    need 4 * (head_dim_vo + 2) bytes of workspace for each query, head and set of keys. There are two launches and a
+    merge if the workspace is smaller, if no kernel merges both sets, and, with backend="auto", if the queries alone
+    fill a GPU, because two launches are then faster. explain() says which was planned.
 
     >>> wrapper = quire.BatchPrefillWithPrefixWrapper(torch.empty(1 << 24, dtype=torch.uint8))
     >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 new tokens
-    >>> prefix_indptr = torch.tensor([0, 10, 10], dtype=torch.int32)  # behind 10 and no others
+    >>> prefix_indptr = torch.tensor([0, 10, 10], dtype=torch.int32)  # after a prefix of 10 tokens and none
     >>> wrapper.plan(qo_indptr, prefix_indptr, 8, 8, head_dim_qk=192, head_dim_vo=128, q_data_type=torch.bfloat16)
     >>> q, k, k_prefix = (torch.randn(n, 8, 192, dtype=torch.bfloat16) for n in (5, 5, 10))
     >>> v, v_prefix = (torch.randn(n, 8, 128, dtype=torch.bfloat16) for n in (5, 10))
@@ -66,9 +66,10 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         """Plan a batch.
 
         qo_indptr, prefix_indptr, kv_indptr: int32 [batch_size + 1], offsets into the rows of q, of k_prefix and
-            v_prefix, and of k and v; kv_indptr is qo_indptr if not given.
+            v_prefix, and of k and v; kv_indptr defaults to qo_indptr.
         causal: among the new tokens, query i of a request sees keys up to i + kv_len - qo_len.
-        The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan(). Raises ValidationError or UnsupportedError.
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). Raises ValidationError or
+        UnsupportedError.
         """
         check_flags(causal=causal)
         qk, vo = head_dims(head_dim_qk, head_dim_vo, None)
@@ -84,7 +85,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         self._plan_levels(AttentionSpec(Indices(batch, qo, 0, own, None, None, 1), options), qo, prefix.clone())
 
     def _plan_levels(self, spec: AttentionSpec, qo: torch.Tensor, prefix: torch.Tensor) -> None:
-        """In one launch, else each for itself."""
+        """Plan both sets as one launch or, if that is impossible, as two."""
         assert isinstance(spec.indices, Indices)
         rows = torch.stack((qo[:-1], qo[1:]), 1).view(-1)
         try:
@@ -112,10 +113,11 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         v_scale: float | None = None, enable_pdl: bool | None = None,
     ) -> Result:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k_prefix [nnz_prefix, num_kv_heads, head_dim_qk] and
-        v_prefix [nnz_prefix, num_kv_heads, head_dim_vo], and over k and v, the same for new tokens (HND: heads first).
+        v_prefix [nnz_prefix, num_kv_heads, head_dim_vo], and over k and v of the new tokens, with the same shapes (HND:
+        heads first).
 
         Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2.
-        Options as in BatchPrefillWithPagedKVCacheWrapper.run(); scales hold for both kinds of keys.
+        Options are as in BatchPrefillWithPagedKVCacheWrapper.run(); scales apply to both sets of keys.
         """
         attention = planned(self._attention)
         shared = self._prefix_rows(k_prefix, v_prefix)
@@ -146,7 +148,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         return rows
 
     def explain(self) -> Explanation:
-        """As every wrapper's; its note says why the prefix is a launch of its own, where it is one."""
+        """explain() as in every wrapper; its note says why there are two launches, if there are."""
         attention = planned(self._attention)
         if self._prefix is not None:
             attention._plan.note = f"the prefix is a launch of its own, and merged: {self._apart}"

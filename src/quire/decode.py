@@ -1,6 +1,6 @@
 """Decode attention: one new query (or a few) per request against all of its keys.
 
-The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), and fast_decode_plan() is SGLang's.
+The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html); fast_decode_plan() is SGLang's.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
     float_workspace_buffer, kv_layout, backend: see quire.runtime.wrapper.AttentionWrapper; 128 MiB of any dtype on the
         device of the calls, "NHD" or "HND", and "auto".
-    use_tensor_cores: a hint of the surface; every GPU kernel here uses them.
-    use_cuda_graph: run() may be captured, and plan() called again before each replay. The buffers are then needed, on
-        the device: paged_kv_indptr_buffer int32 [batch_size + 1], paged_kv_last_page_len_buffer int32 [batch_size], and
-        paged_kv_indices_buffer int32 [most pages], into which page numbers are copied.
+    use_tensor_cores: has no effect, because every GPU kernel uses tensor cores.
+    use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
+        then required, on the device: paged_kv_indptr_buffer int32 [batch_size + 1], paged_kv_last_page_len_buffer int32
+        [batch_size], and paged_kv_indices_buffer int32 [largest number of pages], into which plan() copies the pages.
 
     >>> wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
-    >>> indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1
-    >>> indices = torch.tensor([4, 0, 2], dtype=torch.int32)  # which pages
-    >>> last_page_len = torch.tensor([5, 16], dtype=torch.int32)  # so 21 and 16 tokens
+    >>> indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1 page
+    >>> indices = torch.tensor([4, 0, 2], dtype=torch.int32)  # the numbers of the pages
+    >>> last_page_len = torch.tensor([5, 16], dtype=torch.int32)  # 21 and 16 tokens in all
     >>> wrapper.plan(
     ...     indptr, indices, last_page_len, num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=16,
     ...     q_data_type=torch.bfloat16,
@@ -114,20 +114,19 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         """Plan a batch.
 
         indptr: int32 [batch_size + 1], offsets into indices.
-        indices: int32, page numbers. Those on the host are copied. Those on a device are read by each run() where they
-            lie: they are the caller's to keep, and what is written there counts from the next run() on.
-        last_page_len: int32 [batch_size], tokens of each last page, 1..page_size. Host arrays plan without a
-            synchronisation; device arrays are copied to the host first.
-        data_type: q_data_type and kv_data_type where those are not given; float16 is the default of all.
-        q_len_per_req: queries a request, which are its last tokens; more than one are under a causal mask.
-        block_tables int32 [batch_size, pages], seq_lens int32 [batch_size]: repeat what indptr, indices and
-            last_page_len say, and are compared with them where they lie on the host.
-        shared_prefix: "auto" reads the pages that neighbouring requests begin with once for all of them, where host
-            arrays show the same page numbers and an estimate says that this is faster. explain() then names a variant
-            with the word cascade. On GPUs before Hopper `backend` has to pin a kernel: "quire:fa2". Windows, position
-            encodings, fixed splits, variants of one's own and page numbers on a device leave the batch as it is, and
-            so does a workspace that is too small.
-        The rest is as in BatchPrefillWithPagedKVCacheWrapper.plan().
+        indices: int32, page numbers. If they are on the host, plan() copies them. If they are on a device, each run()
+            reads this tensor: the caller must keep it, and changes to it take effect with the next run().
+        last_page_len: int32 [batch_size], tokens in each last page, 1..page_size. With index arrays on the host plan()
+            does not synchronise; arrays on a device are copied to the host first.
+        data_type: the default of q_data_type and kv_data_type, itself float16 by default.
+        q_len_per_req: queries per request, which are its last tokens; if more than one, the mask is causal.
+        block_tables int32 [batch_size, pages], seq_lens int32 [batch_size]: redundant, and compared with the other
+            index arrays if they are on the host.
+        shared_prefix: with "auto", pages with which several neighbouring requests begin are read once for all of them,
+            if an estimate says that this is faster. explain() then names a variant with `cascade` in its slug. This
+            needs page numbers on the host, a large enough workspace, and on GPUs before Hopper backend="quire:fa2". It
+            does not happen with windows, position encodings, fixed splits or custom variants.
+        The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
@@ -224,7 +223,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """BatchDecodeWithPagedKVCacheWrapper with use_cuda_graph=True: indptr_buffer [batch_size + 1], indices_buffer
-    [most pages] and last_page_len_buffer [batch_size], int32 on the device.
+    [largest number of pages] and last_page_len_buffer [batch_size], int32 on the device.
     """
 
     def __init__(
@@ -249,8 +248,8 @@ def fast_decode_plan(
 ) -> None:  # fmt: skip
     """plan() of a BatchDecodeWithPagedKVCacheWrapper as SGLang binds it.
 
-    global_override_indptr_cpu: a host copy of `indptr`. plan() itself is fast with host arrays; this only keeps the
-    name.
+    global_override_indptr_cpu: a host copy of `indptr`. The function exists for its name: plan() with host arrays is
+    just as fast.
     """
     arguments = dict(locals())
     wrapper, on_host = arguments.pop("self"), arguments.pop("global_override_indptr_cpu")
@@ -281,8 +280,8 @@ def single_decode_with_kv_cache(
 ) -> Result:  # fmt: skip
     """Decode attention of one request, without a plan.
 
-    q: [num_qo_heads, head_dim]. k, v: [kv_len, num_kv_heads, head_dim] (HND: heads first). The rest is as in
-    BatchDecodeWithPagedKVCacheWrapper.plan() and run(). Returns o [num_qo_heads, head_dim], or (o, lse) with
+    q: [num_qo_heads, head_dim]. k, v: [kv_len, num_kv_heads, head_dim] (HND: heads first). The other arguments are as
+    in BatchDecodeWithPagedKVCacheWrapper.plan() and run(). Returns o [num_qo_heads, head_dim], or (o, lse) with
     return_lse=True, lse [num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or
     UnsupportedError with each kernel's reason.
 

@@ -18,7 +18,7 @@ class QuireError(Exception):
 
 
 class ValidationError(QuireError, ValueError):
-    """An argument is wrong: says which, what was expected and what came."""
+    """An argument is wrong: says which, what was expected and what was passed."""
 
 
 class UnsupportedError(QuireError, NotImplementedError):
@@ -30,11 +30,11 @@ class PlanError(QuireError, RuntimeError):
 
 
 class CompileError(QuireError, RuntimeError):
-    """A compiler is missing or failed: first error line first, then where the whole log lies."""
+    """A compiler is missing or failed: the first error line, then the path of the whole log."""
 
 
 class CacheMissError(QuireError, RuntimeError):
-    """Compiling is denied (QUIRE_JIT=deny) and no store holds the variant: names the line that warms it."""
+    """Compiling is denied (QUIRE_JIT=deny) and no store holds the variant: names the command that builds it."""
 
 
 class CacheError(QuireError, RuntimeError):

@@ -1,4 +1,4 @@
-"""What a variant would cost, and whether there is one: answered without a compiler, a GPU or torch."""
+"""Whether a kernel takes a problem, and what its variant costs to build; needs no compiler, GPU or torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TYPICAL_OPERATION = (0.5, 12_000)
 
 @dataclass(frozen=True)
 class Estimate:
-    """What building one variant takes."""
+    """The cost of building one variant."""
 
     slug: str
     seconds: float  #: of one core
@@ -40,10 +40,10 @@ class Estimate:
 
 
 def estimate(variant: str | Spec) -> Estimate:
-    """What building a variant takes; `variant`: its slug, as messages and `quire plan-for` print it. Builds nothing.
+    """The cost of building a variant, without building it. `variant`: a slug, as in messages and `quire plan-for`.
 
-    The figures are those of the entry if there is one, else the median of builds of the same kernel in the caches in
-    reach, else typical ones. Raises ValidationError if the slug names no variant.
+    The figures are those of the cache entry if there is one, else the median of other variants of the same kernel in
+    the caches, else typical values. Raises ValidationError if the slug names no variant.
 
     >>> quire.estimate("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128").seconds < 60
     True
@@ -62,7 +62,7 @@ def estimate(variant: str | Spec) -> Estimate:
 
 
 def _manifests(start: str) -> Iterator[Manifest]:
-    """Of the entries in reach whose slug begins so."""
+    """Manifests of cache entries whose slug begins with the prefix."""
     for store in (*prebuilt_stores(), user_store()):
         for slug in store.slugs():
             if slug.startswith(start):
@@ -71,7 +71,7 @@ def _manifests(start: str) -> Iterator[Manifest]:
 
 @dataclass(frozen=True)
 class Support:
-    """An answer that is true or false, and says why."""
+    """The answer of is_supported(): true or false, with reasons."""
 
     supported: bool
     slug: str  #: of the variant that would run; "" if none would
@@ -85,16 +85,17 @@ def is_supported(
     *, head_dim: int, head_dim_vo: int | None = None, dtype: Any = "float16", kv_dtype: Any = None, page_size: int = 0,
     mask: str = "causal", rows: int = 128, target: str | None = None, backend: str = "auto",
 ) -> Support:  # fmt: skip
-    """Whether a kernel takes such a call, and which; nothing is compiled, and neither a compiler nor a GPU is needed.
+    """Whether any kernel accepts such a call, and which; nothing is compiled, and no compiler or GPU is needed.
 
     head_dim: of queries and keys; head_dim_vo: of values (the same by default). 576 and 512 are the latents of MLA.
-    dtype, kv_dtype: torch's, or their names; kv_dtype of the cache (as dtype by default).
+    dtype, kv_dtype: torch dtypes or their names; kv_dtype is that of the cache (default: dtype).
     page_size: tokens of a page; 0: ragged.
-    mask: as on the command line: "none", "causal", "custom" or "tree", with "+window" and "+cap" as wanted.
-    rows: queries of a request times grouped heads; 1 query of 8 heads to a KV head has 8.
-    target: what runs it, such as "sm90a"; this machine's processor by default.
+    mask: as on the command line: "none", "causal", "custom" or "tree", optionally followed by "+window" and
+        "+cap".
+    rows: queries per request times query heads per KV head; 1 query with 8 heads per KV head has 8 rows.
+    target: the GPU or CPU, such as "sm90a"; this machine's CPU by default.
 
-    Returns a Support, which is true or false. Raises ValidationError for names that are none.
+    Returns a Support, which is true or false. Raises ValidationError for unknown names.
 
     >>> bool(quire.is_supported(head_dim=128, dtype="bfloat16", page_size=16, target="sm90a"))
     True

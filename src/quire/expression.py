@@ -1,7 +1,7 @@
-"""The functions that the score and the mask of a quire.Variant are written with, beside operators.
+"""Functions for the score and the mask of a quire.Variant, in addition to operators.
 
 Of floats: tanh, exp, exp2, log, log2, sqrt, rsqrt, sigmoid, floor. Of numbers: abs, minimum, maximum, to_float, to_int
-(towards 0). where(condition, a, b) takes the place of `if`. Torch's functions of the same names mean the same.
+(towards 0). where(condition, a, b) replaces `if`. torch's functions of the same names have the same meaning.
 
 >>> from quire.expression import where
 >>> window = quire.Variant(score=lambda score, q_idx, kv_idx: where(kv_idx > q_idx - 4, score, -float("inf")))

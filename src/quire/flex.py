@@ -1,6 +1,6 @@
-"""torch's FlexAttention by Quire's kernels: its functions of a score and of a mask are traced as a quire.Variant is.
+"""torch's FlexAttention with Quire's kernels: its score and mask functions are traced like those of a quire.Variant.
 
-The surface is torch.nn.attention.flex_attention.
+The API is that of torch.nn.attention.flex_attention.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ def flex_attention(
 ) -> Any:  # fmt: skip
     """Attention of query [batch, num_qo_heads, q_len, head_dim] over key and value [batch, num_kv_heads, kv_len, ...].
 
-    score_mod(score, batch, head, q_idx, kv_idx): what takes the place of a score; block_mask: what torch's
-        create_block_mask() gave, of which the function mask_mod(batch, head, q_idx, kv_idx) is taken. They are traced,
-        so that Python decides nothing in them; tensors around them are read as x[head, q_idx], and another value of a
-        tensor compiles nothing. Numbers of Python are constants.
+    score_mod(score, batch, head, q_idx, kv_idx): returns the new score. block_mask: the result of torch's
+        create_block_mask(), of which the function mask_mod(batch, head, q_idx, kv_idx) is used. Both functions are
+        traced, so they cannot contain an `if` on a value. They may read tensors of the enclosing scope, as in
+        x[head, q_idx]; new values of these tensors do not compile again. Python numbers are constants.
     scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options is refused.
 
-    Tensors that are views of [batch, length, heads, head_dim] are read where they lie; others are copied first. The
-    plan of a block mask is kept with it, for all layers that it is passed to: make another one when its tensors change.
+    Tensors that are views of [batch, length, heads, head_dim] are read in place; others are copied. The plan of a block
+    mask is stored with the mask, for all layers that use it: create a new block mask when its tensors change.
 
     Returns o [batch, num_qo_heads, q_len, head_dim of value], or (o, lse) with return_lse=True, lse [batch,
-    num_qo_heads, q_len] in float32 and natural, as torch's. Raises ValidationError that names the argument, or the line
-    of a function that does not trace.
+    num_qo_heads, q_len] in float32, with the natural logarithm, as in torch. Raises ValidationError that names the
+    argument, or the line of a function that cannot be traced.
 
     >>> q, k, v = torch.randn(2, 4, 9, 64), torch.randn(2, 4, 30, 64), torch.randn(2, 4, 30, 64)
     >>> slopes = torch.rand(4)
@@ -118,7 +118,7 @@ def _planned(
     block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | None, variant: Variant | None,
     of_mask: Mapping[str, Any],
 ) -> Attention:  # fmt: skip
-    """A plan; of the same block mask the one before, if it was of the same tensors that the mask reads."""
+    """A plan: the last one of the same block mask, if the mask reads the same tensors, or a new one."""
     query, key, value = tensors
     told: tuple[Any, ...] = (*(t.shape for t in tensors), query.dtype, query.device, scale, variant)
     told += tuple((name, x.data_ptr(), x._version) for name, x in of_mask.items())
@@ -146,7 +146,7 @@ _CONVERTED = {torch.float64: torch.float32, torch.int8: torch.int32, torch.int16
 
 
 class _Capturing(Tracer):
-    """Declares the tensors that a function has around it as it reads them."""
+    """Declares tensors of the enclosing scope when a function reads them."""
 
     def __init__(self) -> None:
         super().__init__({}, {})

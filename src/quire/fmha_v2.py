@@ -32,7 +32,7 @@ _MASKS = ("causal", "sliding_window", "chunked", "padding")
 
 
 class _Inputs(NamedTuple):
-    """The tensors of a call in one spelling."""
+    """The tensors of a call, whatever their layout was."""
 
     query: torch.Tensor  #: [nnz_qo, num_qo_heads, head_dim]
     k: torch.Tensor  #: ragged [nnz_kv, num_kv_heads, head_dim], or pages
@@ -83,21 +83,21 @@ def trtllm_fmha_v2_prefill(
     logits_soft_cap_scale: float | None = None, mask_mode: str = "causal", window_left: int = -1,
     chunked_attention_size: int = 0, save_softmax_stats: bool = False, skip_softmax_threshold_scale_factor: float = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention of a batch of requests, as FlashInfer's function of this name.
+    """Attention of a batch of requests, like FlashInfer's function.
 
     qkv, input_layout: "PACKED_QKV" [tokens, 3, num_heads, head_dim]; "CONTIGUOUS_Q_KV" (q [tokens, num_qo_heads,
         head_dim], kv [tokens, 2, num_kv_heads, head_dim]); "SEPARATE_Q_K_V" (q, k, v); "Q_PAGED_KV_NHD" (q, cache
         [num_pages, 2, page_size, num_kv_heads, head_dim]) and "Q_PAGED_KV_HND" with page_size and num_kv_heads swapped.
-        A cache may be a pair, with pages of keys and of values numbered from the first of keys.
+        A cache may be a pair; page numbers of both count from the first page of keys.
     seq_lens: int32 [batch_size], tokens of keys. cum_seq_lens_q, cum_seq_lens_kv: int32 [batch_size + 1], offsets.
-        block_tables: int32 [batch_size, pages], of a pair [batch_size, 2, pages]. max_q_len and max_kv_len bound the
-        lengths. The scheduler works on the host: arrays on a GPU are waited for.
-    bmm1_scale multiplies q . k and is all of the softmax scale, bmm2_scale the result.
+        block_tables: int32 [batch_size, pages], of a pair [batch_size, 2, pages]. max_q_len and max_kv_len are upper
+        bounds of the lengths. The scheduler runs on the host: if arrays are on a GPU, the call waits for it.
+    bmm1_scale is the whole factor of q . k, bmm2_scale the factor of the result.
     mask_mode: "causal"; "sliding_window", of window_left keys to the left; "chunked", of chunked_attention_size; or
         "padding", which hides nothing. pos_encoding_mode: None or "alibi". logits_soft_cap_scale: 0 or None for none.
-    sinks: float32 [num_qo_heads], natural-log logits that join each denominator.
-    out, out_dtype: as of trtllm_batch_context_with_kv_cache(); queries of 8 bits give bfloat16 if neither is said.
-    skip_softmax_threshold_scale_factor: permits to skip small weights, which no kernel here does.
+    sinks: float32 [num_qo_heads], logits (natural logarithm) that are added to each denominator.
+    out, out_dtype: as in trtllm_batch_context_with_kv_cache(); 8-bit queries give bfloat16 if neither is given.
+    skip_softmax_threshold_scale_factor: permits kernels to skip small weights; Quire's compute all of them.
 
     Returns o [tokens, num_qo_heads, head_dim], or with save_softmax_stats=True (o, stats), stats float32 [tokens,
     num_qo_heads, 2]. With (m, s) in them the logsumexp, base e, is m * sqrt(head_dim) * bmm1_scale + log(s), under a

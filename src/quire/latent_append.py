@@ -1,9 +1,9 @@
-"""The append of latents of MLA to a paged cache: rotation, quantisation and append in one launch.
+"""Append MLA latents to a paged cache, with rotation and quantisation in the same launch.
 
-The names and arguments are those of vLLM's operators (vllm/_custom_ops.py). A token goes to page slot_mapping[i] //
-page_size, to row slot_mapping[i] % page_size; where that is negative it goes nowhere. On the host all is checked before
-anything is written. On a device nobody waits for slot_mapping and positions: there a token whose page is beyond the
-cache is left out, and one without a position gets NaN.
+Names and arguments are those of vLLM's operators (vllm/_custom_ops.py). Token i is written to row slot_mapping[i] %
+page_size of page slot_mapping[i] // page_size; a token with a negative entry is not written. Index arrays on the host
+are checked before anything is written. slot_mapping and positions on a device are not, because that would wait for the
+device: a token whose page is beyond the cache is skipped, and a token with an invalid position gets NaN.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ def concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str,
     scale: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Write latents kv_c [tokens, kv_lora_rank] and k_pe [tokens, rope_dim] where slot_mapping says.
+    """Write latents kv_c [tokens, kv_lora_rank] and k_pe [tokens, rope_dim] to the rows that slot_mapping gives.
 
-    kv_cache: [num_pages, page_size, kv_lora_rank + rope_dim], in the tokens' dtype with kv_cache_dtype "auto"; of bytes
-        (uint8 or the 8-bit type) with "fp8", "fp8_e4m3" and "fp8_e5m2", which hold a number divided by `scale`, float32
-        [1] on the device. With "fp8_ds_mla" FlashMLA's rows of bytes [num_pages, page_size, 656], of bfloat16 tokens of
-        512 + 64 dims: numbers of float8_e4m3fn, a float32 scale for each 128 of them, with which the largest becomes
-        448, and k_pe as it is. `scale` counts in 8 bits without scales alone.
-    slot_mapping: int64 [tokens], page * page_size + row in the page, negative for none. Where it is shorter than kv_c
-        the last tokens are left out.
+    kv_cache: [num_pages, page_size, kv_lora_rank + rope_dim], in the tokens' dtype with kv_cache_dtype "auto". With
+        "fp8", "fp8_e4m3" and "fp8_e5m2" it has 8-bit numbers (dtype uint8 or the 8-bit type), divided by `scale`,
+        float32 [1] on the device; the other formats do not use `scale`. With "fp8_ds_mla" it has FlashMLA's rows of
+        uint8 [num_pages, page_size, 656], for bfloat16 tokens of 512 + 64 dims: float8_e4m3fn numbers, a float32 scale
+        for each 128 of them, such that the largest becomes 448, and k_pe unchanged.
+    slot_mapping: int64 [tokens], page * page_size + row in the page; negative: the token is not written. If it is
+        shorter than kv_c, the last tokens are not written.
 
-    Raises ValidationError naming the argument; nothing is written then.
+    Raises ValidationError naming the argument, before anything is written.
 
     >>> kv_c, k_pe = torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16()
     >>> kv_cache, rows = torch.zeros(4, 16, 656, dtype=torch.uint8), torch.tensor([17, -1])
@@ -68,10 +68,10 @@ def concat_and_cache_mla_rope_fused(
     """Rotate q_pe [tokens, num_heads, rope_dim] and k_pe [tokens, rope_dim] in place by `positions`, int32 or int64
     [tokens], and write kv_c and the rotated k_pe into the cache as concat_and_cache_mla() does.
 
-    cos_sin_cache: float32 [max_position, rope_dim], cosines before sines. is_neox: dims i and i + rope_dim / 2 turn
-    together; else 2 i and 2 i + 1. A token that goes nowhere is rotated too.
+    cos_sin_cache: float32 [max_position, rope_dim], cosines before sines. is_neox: dims i and i + rope_dim / 2 are
+    a pair; False: 2 i and 2 i + 1. Tokens that are not written to the cache are rotated, too.
 
-    Raises ValidationError naming the argument; nothing is written then.
+    Raises ValidationError naming the argument, before anything is written.
 
     >>> q_pe, k_pe, kv_c = torch.randn(2, 8, 64), torch.randn(2, 64), torch.randn(2, 512)
     >>> angles = torch.arange(8)[:, None] * 1e4 ** (-torch.arange(32) / 32)
@@ -128,7 +128,7 @@ def _append(
 
 
 def _launch(params: AppendLatentsParams, like: torch.Tensor) -> None:
-    """On torch's current stream, by the widest vectors that all addresses and strides allow."""
+    """Launch on torch's current stream, with the widest vectors that all addresses and strides allow."""
     slug = INPUTS[like.dtype]
     vector = max(n for n in OPERATIONS["append_latents"].widths[slug] if n == 1 or _allows(params, n, like.itemsize))
     if params.scales_at and vector == 1 and on_cuda(like.device):
@@ -155,7 +155,7 @@ def _allows(p: AppendLatentsParams, vector: int, size: int) -> bool:
 
 
 def _row(kv_cache: Any, dtype: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> dict[str, int]:
-    """How a row of the cache is made, in the words of the parameter struct."""
+    """The format of a row of the cache, as fields of the parameter struct."""
     if dtype not in ("auto", _ROWS, *_EIGHT_BITS):
         raise ValidationError(f"kv_cache_dtype: expected 'auto', {_ROWS!r} or one of {[*_EIGHT_BITS]}, got {dtype!r}.")
     cache, dims = check_output(kv_cache, "kv_cache"), (kv_c.shape[1], k_pe.shape[1])

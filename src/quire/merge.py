@@ -1,7 +1,7 @@
-"""Merging attention states: results (v, s) over disjoint sets of keys become the result over all of them.
+"""Merging attention states: computes the result over all keys from results (v, s) over disjoint sets of keys.
 
 v [num_tokens, num_heads, head_dim] (float32, float16 or bfloat16) is the normalised output and s [num_tokens,
-num_heads] (float32) its log-sum-exp, base 2: what run(..., return_lse=True) returns. The surface is FlashInfer's
+num_heads] (float32) its log-sum-exp, base 2, as run(..., return_lse=True) returns them. The API is FlashInfer's
 (https://docs.flashinfer.ai/api/cascade.html). Each function raises ValidationError naming the argument.
 """
 
@@ -33,7 +33,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merged (v, s) of two states. A state whose s is -inf had no keys and does not count.
+    """The merged (v, s) of two states. A state with s = -inf had no keys and is ignored.
 
     >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
     >>> first = quire.single_prefill_with_kv_cache(q, k[:4], v[:4], return_lse=True)
@@ -122,20 +122,20 @@ def _merge_pair(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, v_out: torch.Tensor,
     s_out: torch.Tensor, mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Two states, the second as far from the first as their tensors are."""
+    """Merges two states, whose distance in memory is that of their tensors."""
     v, v_other = _alike(v, v_other, 2)
     s, s_other = _alike(s, s_other, 1)
     _launch(v, s, v_other.data_ptr() - v.data_ptr(), s_other.data_ptr() - s.data_ptr(), 2, v_out, s_out, mask)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both as they are if tokens are equally far apart in them, else copies."""
+    """Both tensors if their token strides are equal, else copies."""
     a, b = _dense(a, dims), _dense(b, dims)
     return (a, b) if a.stride(0) == b.stride(0) else (a.contiguous(), b.contiguous())
 
 
 def _dense(tensor: torch.Tensor, dims: int) -> torch.Tensor:
-    """Itself if its last `dims` dimensions are contiguous, else a copy."""
+    """The tensor if its last `dims` dimensions are contiguous, else a copy."""
     expected = 1
     for dim in range(1, dims + 1):
         if tensor.shape[-dim] > 1 and tensor.stride(-dim) != expected:
@@ -152,7 +152,7 @@ def _launch(
     v: torch.Tensor, s: torch.Tensor, v_state_bytes: int, s_state_bytes: int, num_states: int, v_out: torch.Tensor,
     s_out: torch.Tensor, mask: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """v, s: of the first state; the others follow at so many bytes from one to the next."""
+    """v, s: of the first state; each further state follows at a fixed distance in bytes."""
     dtype = dtype_of(v.dtype, "v")
     if v_out.numel() == 0:
         return

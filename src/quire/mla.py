@@ -1,8 +1,9 @@
 """Multi-head latent attention (MLA) over a paged cache of latents, with absorbed projections, as in decode.
 
-The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html#flashinfer-mla). All query heads share one
-head of keys, which is in two parts: the latent ckv, which is the value too, and kpe, which RoPE has rotated. So is a
-query: q_nope, multiplied by the key projection beforehand, and q_pe. Logits are (q_nope . ckv + q_pe . kpe) * sm_scale.
+The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html#flashinfer-mla). All query heads share one KV
+head. A key has two parts: the latent ckv, which is also the value, and kpe, to which RoPE was applied. A query has two
+parts, too: q_nope, already multiplied by the key projection, and q_pe. Logits are (q_nope . ckv + q_pe . kpe) *
+sm_scale.
 """
 
 from __future__ import annotations
@@ -67,13 +68,14 @@ def _plan_options(
 
 
 class BatchMLAPagedAttentionWrapper(AttentionWrapper):
-    """MLA of a batch of requests over a paged cache of latents: decode, drafts, and prefill of what is absorbed.
+    """MLA with absorbed projections of a batch of requests over a paged cache of latents, for decode, draft tokens and
+    prefill.
 
-    float_workspace_buffer, backend: as of the other wrappers; 128 MiB of any dtype on the device of the calls.
+    float_workspace_buffer, backend: as in the other wrappers; 128 MiB of any dtype on the device of the calls.
         FlashInfer's names ("fa2", "fa3", "cutlass") mean "auto".
-    use_cuda_graph: run() may be captured, and plan() called again before each replay. The buffers are then needed,
-        int32 on the device: qo_indptr and kv_indptr [batch_size + 1], kv_len_arr [batch_size], and kv_indices [most
-        pages], into which page numbers are copied.
+    use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
+        then required, int32 on the device: qo_indptr and kv_indptr [batch_size + 1], kv_len_arr [batch_size], and
+        kv_indices [largest number of pages], into which plan() copies page numbers.
 
     >>> wrapper = quire.mla.BatchMLAPagedAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> int32 = {"dtype": torch.int32}
@@ -120,18 +122,19 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         """Plan a batch.
 
         qo_indptr: int32 [batch_size + 1], offsets into the rows of q; the queries of a request are its last tokens.
-        kv_indptr: int32 [batch_size + 1], offsets into kv_indices, the page numbers. Those on the host are copied;
-            those on a device are read by each run() where they lie.
-        kv_len_arr: int32 [batch_size], tokens of each request; pages beyond them are not read.
-        cum_seq_lens_q, block_tables int32 [batch_size, pages], seq_lens, max_q_len: the same batch as a table of pages.
-        metadata: the same arrays as MLAPlanMetadata. Arrays of lengths on the host plan without a synchronisation.
-        num_heads: any; head_dim_ckv, head_dim_kpe: 512 and 64, or 0 without positions. causal: query i sees keys up to
-            i + kv_len - qo_len. sm_scale multiplies logits: 1 / sqrt(128 + 64) for DeepSeek's models.
-        q_data_type, kv_data_type, output_dtype: of the queries, the cache and the result, which default to the former.
-            uint8 is a cache of rows of 656 bytes, which run() takes as kv_cache.
-        lse_mode: "none", or the base of run()'s lse, "base2" or "basee", which run() must then be told too.
+        kv_indptr: int32 [batch_size + 1], offsets into kv_indices, the page numbers. plan() copies page numbers that
+            are on the host; each run() reads the caller's tensor if it is on a device.
+        kv_len_arr: int32 [batch_size], tokens of each request; further pages are not read.
+        cum_seq_lens_q, block_tables int32 [batch_size, pages], seq_lens, max_q_len: the same batch as a block table.
+        metadata: the same arrays as MLAPlanMetadata. If the lengths are on the host, plan() does not synchronise.
+        num_heads: any number. head_dim_ckv, head_dim_kpe: 512 and 64, or 512 and 0 without RoPE. causal: query i sees
+            keys up to i + kv_len - qo_len. sm_scale: the factor of the logits, 1 / sqrt(128 + 64) for DeepSeek's
+            models.
+        q_data_type, kv_data_type, output_dtype: of the queries, the cache and the result; each defaults to the one
+            before it. uint8 means a cache with rows of 656 bytes, which run() takes as kv_cache.
+        lse_mode: "none", or the base of run()'s lse, "base2" or "basee"; the arguments of run() must agree.
         query_layout, kv_cache_layout: "packed" or "split"; run() takes both. output_scale: "none". scale_mode:
-            "default" or "kv-per-tensor", for caches of 8 bits. use_profiler, skip_softmax: only False.
+            "default" or "kv-per-tensor", for 8-bit caches. use_profiler, skip_softmax: only False.
         fixed_split_size, disable_split_kv: as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -180,26 +183,27 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         kpe_scale: float | None = None, sinks: torch.Tensor | None = None, enable_pdl: bool | None = None,
     ) -> Result:  # fmt: skip
         """Attention of the queries over the cache; returns o [nnz_qo, num_heads, head_dim_ckv], or (o, lse) with
-        return_lse=True: lse [nnz_qo, num_heads] float32, of base 2, or e with return_lse_base_on_e=True.
+        return_lse=True: lse [nnz_qo, num_heads] float32, in base 2, or in base e with return_lse_base_on_e=True.
 
-        q_nope [nnz_qo, num_heads, head_dim_ckv] and q_pe [nnz_qo, num_heads, head_dim_kpe], or `query`: one tensor of
-            both side by side, or the pair.
-        ckv_cache [num_pages, page_size, head_dim_ckv] and kpe_cache [num_pages, page_size, head_dim_kpe], or `kv_cache`
-            in the same way. Of all of them only the last dimension must be contiguous, so that they may be views. Or
-            kv_cache uint8 [num_pages, page_size, 656], planned as uint8: FlashMLA's rows of 512 float8_e4m3fn numbers,
-            a float32 scale for each 128 of them, and 64 bfloat16 numbers.
-        out, lse: written instead of new tensors.
-        kv_len, page_table: without a plan, tokens [batch_size] and pages [batch_size, pages] of each request, which has
-            one query; sm_scale is then 1 / sqrt(192). On a GPU such a call may be captured. With a plan only None.
-        ckv_scale, kpe_scale: numbers that a cache of 8 bits is multiplied by; where they differ, q_pe is multiplied by
-            their quotient, in a copy.
-        sinks: float32 [num_heads], natural-log logits that join the denominators.
-        ckv_scale_arr: in place of ckv_scale, for ckv of float8_e4m3fn and queries of bfloat16: float32 [num_pages,
-            page_size, 4], what each 128 dims of a latent are multiplied by. kpe times kpe_scale is then a copy. Not in
-            CUDA graphs: there a cache of rows of 656 bytes has such scales.
+        q_nope [nnz_qo, num_heads, head_dim_ckv] and q_pe [nnz_qo, num_heads, head_dim_kpe]; or `query`, both
+            concatenated in the last dimension, or as a pair.
+        ckv_cache [num_pages, page_size, head_dim_ckv] and kpe_cache [num_pages, page_size, head_dim_kpe], or
+            `kv_cache`, both also concatenated or as a pair. Only the last dimension must be contiguous, so all of them
+            may be views. If planned as uint8, kv_cache is uint8 [num_pages, page_size, 656], in FlashMLA's format: 512
+            float8_e4m3fn numbers, a float32 scale for each 128 of them, and 64 bfloat16 numbers.
+        out, lse: tensors that results are written into.
+        kv_len, page_table: for calls without a plan: tokens [batch_size] and pages [batch_size, pages] of each request,
+            which has one query; sm_scale is then 1 / sqrt(192). On a GPU such a call may be captured. With a plan,
+            None.
+        ckv_scale, kpe_scale: numbers that an 8-bit cache is multiplied by; if they differ, q_pe is copied and
+            multiplied by their quotient.
+        sinks: float32 [num_heads], logits (natural logarithm) that are added to the denominators.
+        ckv_scale_arr: instead of ckv_scale, for a ckv of float8_e4m3fn and queries of bfloat16: float32 [num_pages,
+            page_size, 4], a factor for each 128 dims of a latent. kpe is then copied and multiplied by kpe_scale. Not
+            in CUDA graphs; there, use a cache with rows of 656 bytes.
         profiler_buffer, o_scale: only None.
 
-        Raises ValidationError naming the argument, PlanError without a plan.
+        Raises ValidationError naming the argument, or PlanError without a plan.
         """
         if profiler_buffer is not None or o_scale is not None:
             refuse(profiler_buffer=profiler_buffer, o_scale=o_scale)
@@ -235,7 +239,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         return result
 
     def _with_token_scales(self, ckv_scale: Any, kv_len: Any, page_table: Any, is_packed: bool) -> Attention:
-        """The plan of the same batch where each 128 dims of a latent have a scale of their own."""
+        """The plan of the same batch with a scale for each 128 dims of a latent."""
         if ckv_scale is not None or is_packed:
             other = f"ckv_scale={ckv_scale}" if ckv_scale is not None else "rows of 656 bytes, which have their own"
             raise ValidationError(f"ckv_scale_arr: expected it alone, got it beside {other}.")
@@ -250,14 +254,14 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         return self._token_scaled[1]
 
     def _check_rows(self, is_packed: bool) -> None:
-        """The cache has rows of 656 bytes if plan() was told so, and only then."""
+        """Check that the cache has rows of 656 bytes if and only if that was planned."""
         planned = self._attention is not None and self._attention.spec.options.tile_scales
         if self._attention is not None and planned != is_packed:
             wanted = "rows of 656 bytes, as kv_data_type=torch.uint8 says" if planned else "no rows of 656 bytes"
             raise ValidationError(f"kv_cache: expected {wanted}; plan() with the type of the cache.")
 
     def _check_base(self, wants_lse: bool, base_on_e: bool) -> None:
-        """The base of lse is that which plan() was told, if any."""
+        """Check that the base of the lse is the one given to plan(), if any."""
         if wants_lse and self._lse_base_on_e not in (None, base_on_e):
             raise ValidationError(
                 f"return_lse_base_on_e: expected {self._lse_base_on_e}, as lse_mode of plan() says, got {base_on_e}."
@@ -268,7 +272,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         page_table: Any, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool, ckv_scale: Any,
         sinks: torch.Tensor | None, enable_pdl: bool | None,
     ) -> Result:  # fmt: skip
-        """run() on a table of pages and lengths instead of a plan."""
+        """run() with a block table and lengths instead of a plan."""
         if self._attention is not None or kv_len is None or page_table is None:
             raise ValidationError(
                 "kv_len, page_table: expected both without a plan, or neither after plan(), which was told the lengths."
@@ -294,7 +298,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
 
 def _scaled(pe: torch.Tensor, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor:
-    """q_pe times the scale that kpe has besides that of ckv, by which a kernel multiplies all logits."""
+    """q_pe times kpe_scale / ckv_scale; the kernel multiplies all logits by ckv_scale."""
     if ckv_scale is None or kpe_scale is None:
         raise ValidationError(f"kpe_scale: expected it with ckv_scale={ckv_scale}, got {kpe_scale}.")
     factor = scalar(kpe_scale, "kpe_scale") / scalar(ckv_scale, "ckv_scale", positive=True)
@@ -302,7 +306,7 @@ def _scaled(pe: torch.Tensor, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor:
 
 
 def _without_kpe(nope: torch.Tensor, pe: torch.Tensor, ckv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Zeros in the place of q_pe, and dims of ckv, which they multiply, in that of kpe."""
+    """Replacements for q_pe and kpe, if there are none: zeros, and dims of ckv that are multiplied by them."""
     if pe.shape[-1]:
         raise ValidationError(f"q_pe: expected no dims, as head_dim_kpe=0 was planned, got {list(pe.shape)}.")
     return nope.new_zeros((*nope.shape[:-1], _NO_KPE)), ckv[..., :_NO_KPE]

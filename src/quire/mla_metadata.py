@@ -1,4 +1,4 @@
-"""The index arrays of a batch for multi-head latent attention: as offsets, as a table of pages, or both."""
+"""The index arrays of a batch for multi-head latent attention: as offsets, as a block table, or both."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _TABLES = ("cum_seq_lens_q", "block_tables", "seq_lens")
 
 @dataclass(frozen=True, eq=False)
 class MLAPlanMetadata:
-    """What BatchMLAPagedAttentionWrapper.plan() takes as `metadata`, by csr(), dense() or dual().
+    """The `metadata` of BatchMLAPagedAttentionWrapper.plan(), created by csr(), dense() or dual().
 
     qo_indptr, kv_indptr [batch_size + 1], kv_indices [pages], kv_len_arr [batch_size]: offsets and page numbers.
-    cum_seq_lens_q [batch_size + 1], block_tables [batch_size, pages], seq_lens [batch_size], max_q_len: a table of
-    pages. All int32, on the host or the device of the calls.
+    cum_seq_lens_q [batch_size + 1], block_tables [batch_size, pages], seq_lens [batch_size], max_q_len: a block
+    table. All int32, on the host or the device of the calls.
 
     >>> table = quire.mla.MLAPlanMetadata.dense(
     ...     torch.tensor([0, 1, 2]), torch.tensor([[4, 0], [2, 0]]), torch.tensor([21, 16])
@@ -55,7 +55,7 @@ class MLAPlanMetadata:
         cls, cum_seq_lens_q: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:  # fmt: skip
-        """A batch as a table of pages and lengths."""
+        """A batch as a block table and lengths."""
         return cls(None, None, None, None, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
     @classmethod
@@ -64,7 +64,7 @@ class MLAPlanMetadata:
         cum_seq_lens_q: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
         max_q_len: int | None = None,
     ) -> MLAPlanMetadata:  # fmt: skip
-        """Both, which must agree where they lie on the host."""
+        """Both, which must agree if they are on the host."""
         return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
 
     def or_else(self, metadata: Any) -> MLAPlanMetadata:
@@ -118,7 +118,7 @@ class MLAPlanMetadata:
         return indices_of(tables, lens, qo_indptr, 0, page_size)
 
     def _check_tables(self, indices: Indices) -> None:
-        """The table of pages says what the offsets do, as far as both lie on the host."""
+        """Check that the block table agrees with the offsets, if both are on the host."""
         for name, first_name in (("cum_seq_lens_q", "qo_indptr"), ("seq_lens", "kv_len_arr")):
             first, again = self._on_host(first_name), check_tensor(getattr(self, name), name)
             check_shape(again, name, {"entries": first.shape[0]})
@@ -133,7 +133,7 @@ class MLAPlanMetadata:
 def _without_surplus(
     kv_indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor, used: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Offsets and page numbers of the pages that lengths use, where requests have more."""
+    """Offsets and page numbers without surplus pages, which the lengths do not use."""
     check_offsets(kv_indptr, "kv_indptr")
     check_range(lens, "kv_len_arr", 0, 2**31 - 1, "lengths from 0 on")
     if bool((used > kv_indptr.diff()).any()) or int(kv_indptr[-1]) > pages.numel():

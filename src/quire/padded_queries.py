@@ -1,8 +1,8 @@
-"""Requests with several numbers of new tokens in one decode call: a batch in which all have as many as the longest.
+"""Decode calls in which requests have different numbers of new tokens, as a batch with q_len rows for each request.
 
-A request's own rows are the last of its q_len rows in that batch: query i stands at key i + kv_len - q_len, so that
-causal masks and windows hold for them. The rows before them repeat some row of the call, and their results are dropped.
-All of it happens on the device of the call, which nobody waits for, so that a call may be captured.
+The rows of a request are the last of its q_len rows in this batch. Query i then has position i + kv_len - q_len, so
+causal masks and windows are right. The rows before them are copies of some row, and their results are dropped. All of
+this runs on the device of the call without a synchronisation, so the call may be captured.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quire.runtime.graph import is_capturing
 
 
 class PaddedQueries(NamedTuple):
-    """Which row goes where."""
+    """The mapping between rows of the call and of the batch."""
 
     sources: torch.Tensor  #: [batch_size, q_len]: the row of the call in each row of the batch
     places: torch.Tensor  #: [num_rows]: the row of the batch in which each row of the call is
@@ -25,7 +25,7 @@ class PaddedQueries(NamedTuple):
 
     @classmethod
     def of(cls, offsets: Any, num_rows: int, batch_size: int, q_len: int, device: torch.device) -> PaddedQueries:
-        """From offsets [batch_size + 1] into the rows of the call, which are checked where they lie on the host."""
+        """From offsets [batch_size + 1] into the rows of the call, which are checked if they are on the host."""
         indptr = _offsets(offsets, num_rows, batch_size, q_len, device)
         begin, rows = indptr[:-1], torch.arange(num_rows, device=device)
         padding = q_len - indptr.diff()
@@ -43,7 +43,7 @@ class PaddedQueries(NamedTuple):
         return self.places.shape[0]
 
     def rows(self, query: torch.Tensor) -> torch.Tensor:
-        """The rows of the batch, of the call's."""
+        """For each row of the batch, the row of the call that it copies."""
         return query[self.sources.view(-1)]
 
     def batch(

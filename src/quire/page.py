@@ -1,8 +1,9 @@
 """The paged cache: appending to it, and the index arrays that describe it.
 
-The surface is FlashInfer's (https://docs.flashinfer.ai/api/page.html). Index arrays are int32; int64 is taken where the
-values fit. On the host all of them are checked before anything is written. On a device nobody waits for them: there a
-token that has no place in the cache is skipped, and lengths that do not fit 32 bits come out wrong.
+The API is FlashInfer's (https://docs.flashinfer.ai/api/page.html). Index arrays are int32, or int64 if the values fit
+32 bits. Arrays on the host are checked before anything is written. Arrays on a device are not checked, because that
+would wait for the device: a token whose position is not in the cache is skipped, and lengths beyond 32 bits give wrong
+results.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ def append_paged_kv_cache(
 ) -> None:  # fmt: skip
     """Write append_key, append_value [nnz, num_kv_heads, head_dim] into the cache.
 
-    batch_indices, positions: [nnz]; token i goes to position positions[i] of request batch_indices[i]. A negative
-        request skips it. A position beyond the pages of its request is skipped too. No two tokens go to one place of
-        the cache: what is there then are numbers of either.
+    batch_indices, positions: [nnz]; token i is written to position positions[i] of request batch_indices[i]. Tokens
+        with a negative request, or with a position beyond the pages of their request, are skipped. If two tokens have
+        the same position in the same request, the result is a mixture of both.
     paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND: heads before tokens) or a pair of such
-        tensors without the second dimension, in the tokens' dtype. No two of its elements share memory.
-    kv_indices, kv_indptr [batch_size + 1], kv_last_page_len [batch_size]: the state after appending, so that the pages
-        are allocated already.
+        tensors without the second dimension, in the tokens' dtype. Its elements must not overlap in memory.
+    kv_indices, kv_indptr [batch_size + 1], kv_last_page_len [batch_size]: the page table after appending, so the pages
+        must already be allocated.
 
-    Raises ValidationError naming the argument; nothing is written then.
+    Raises ValidationError naming the argument, before anything is written.
 
     >>> cache = torch.zeros(4, 2, 16, 2, 64)
     >>> int32 = {"dtype": torch.int32}
@@ -82,7 +83,7 @@ def append_paged_mla_kv_cache(
     ckv_cache: torch.Tensor, kpe_cache: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor,
     kv_last_page_len: torch.Tensor,
 ) -> None:  # fmt: skip
-    """append_paged_kv_cache() for a cache of compressed keys: append_ckv [nnz, head_dim_ckv] into ckv_cache [num_pages,
+    """append_paged_kv_cache() for a cache of MLA latents: append_ckv [nnz, head_dim_ckv] into ckv_cache [num_pages,
     page_size, head_dim_ckv], append_kpe [nnz, head_dim_kpe] into kpe_cache [num_pages, page_size, head_dim_kpe].
 
     The tables are those of append_paged_kv_cache(). Raises ValidationError naming the argument.
@@ -141,7 +142,7 @@ def _append(
 
 
 def cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a cache that is written: the kernel finds both by one page number and one head."""
+    """Keys and values of a cache to write to: the kernel finds both by one page number and one head."""
     k, v = cache_view(cache_tensors(cache), layout, page_size_of(cache, layout))
     if k.shape[:3] != v.shape[:3] or k.dtype is not v.dtype:
         raise ValidationError(
@@ -159,7 +160,7 @@ def cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torc
 def check_tables(
     batch: int, num_pages: int, batch_indices: torch.Tensor, kv_indices: torch.Tensor, kv_indptr: torch.Tensor
 ) -> None:
-    """Tables on the host: nothing is written unless all of them are right."""
+    """Check the tables that are on the host, before anything is written."""
     check_offsets(kv_indptr, "kv_indptr")
     used = int(kv_indptr[-1])
     if used > kv_indices.shape[0]:
@@ -192,7 +193,7 @@ def _launch(
 
 
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Tokens of each request, int32 [batch_size], from its pages and the fill of its last one; 0 without pages.
+    """The number of tokens of each request, int32 [batch_size]; 0 for a request without pages.
 
     kv_indptr: [batch_size + 1], offsets into page numbers; kv_last_page_len: [batch_size], 1..page_size. Raises
     ValidationError naming the argument.
@@ -220,10 +221,10 @@ def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int, batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """For each of `nnz` appended tokens, its request and its position there, int32 [nnz].
+    """The request of each of `nnz` appended tokens, and its position in that request: two tensors int32 [nnz].
 
-    append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending,
-    so that the new tokens of request b end at position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1,
+    append_indptr [batch_size + 1] are offsets into the tokens; seq_lens [batch_size] are the lengths after appending:
+    the last new token of request b has position seq_lens[b] - 1. Tokens beyond append_indptr[-1] get request -1,
     which append_paged_kv_cache() skips. The outputs are written into `batch_indices` and `positions` if given. See
     append_paged_kv_cache() for an example. Raises ValidationError naming the argument.
     """

@@ -1,8 +1,8 @@
-"""Page-sparse decode: each KV head of each request attends to the pages that may matter most for its queries.
+"""Page-sparse decode: each KV head of each request attends only to the pages with the largest possible logits.
 
-As in Quest (Tang et al., 2024): a page is known by the smallest and the largest number of its keys in each dim, which
-bound its logits. Everything happens on the device of the call, which nobody waits for, so that the calls may be
-captured in a CUDA graph.
+As in Quest (Tang et al., 2024), a page is summarised by the smallest and the largest value of its keys in each dim,
+which give an upper bound on its logits. Everything runs on the device of the tensors without synchronisation, so the
+calls may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of bounds
 
 
 class SelectedPages(NamedTuple):
-    """What select_pages() returns: a table for each request and KV head, in the order of the request's own table."""
+    """The result of select_pages(): a table for each request and KV head, in the order of the request's own table."""
 
     block_tables: torch.Tensor  #: [batch_size, num_kv_heads, pages] int32; those beyond a length are any
     seq_lens: torch.Tensor  #: [batch_size, num_kv_heads] int32, tokens of the selected pages
@@ -43,11 +43,11 @@ def page_key_bounds(
     paged_kv_cache: PagedCache, kv_layout: str = "NHD", pages: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """The smallest and the largest number of each page's keys in each dim.
+    """The smallest and the largest value of each page's keys in each dim.
 
-    paged_kv_cache: as in BatchDecodeWithPagedKVCacheWrapper.run(); of a pair, keys come first. pages: page numbers, any
-    integers, whose bounds are written into `out`, for example those that were filled since; None: all. A page that is
-    not full may hold anything behind its tokens: its bounds are not used while it is the last of its request.
+    paged_kv_cache: as in BatchDecodeWithPagedKVCacheWrapper.run(). pages: the page numbers, any integers, whose bounds
+    are computed and written into `out`, for example pages that were filled since the last call; None: all pages. A page
+    that is not full may have any content after its tokens, because the bounds of the last page of a request are unused.
 
     Returns [num_pages, num_kv_heads, 2, head_dim], smallest first, in the cache's dtype (float16 for 8 bits), `out` if
     that is given. Raises ValidationError naming the argument.
@@ -85,15 +85,15 @@ def select_pages(
     q: torch.Tensor, bounds: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, page_size: int,
     top_k: int,
 ) -> SelectedPages:  # fmt: skip
-    """The last page of each request and the top_k - 1 others in which a logit may be largest.
+    """The last page of each request, and the top_k - 1 other pages with the largest bounds on their logits.
 
-    q: [batch_size, num_qo_heads, head_dim]. bounds: what page_key_bounds() returns. block_tables: int32 [batch_size,
-    pages]; what lies beyond a request's last page is not read. seq_lens: int32 [batch_size].
+    q: [batch_size, num_qo_heads, head_dim]. bounds: the result of page_key_bounds(). block_tables: int32 [batch_size,
+    pages]; entries beyond a request's last page are not read. seq_lens: int32 [batch_size].
 
-    A page's score is the largest, over the query heads of a KV head, of sum(max(q * low, q * high)), which no q . k of
-    the page exceeds; it is summed in float32. Of equal scores the earlier page is taken, so that the choice is the same
-    each time. A request of top_k pages or fewer has all of them. Tables are [batch_size, num_kv_heads, top_k], or as
-    many as `block_tables` holds. Raises ValidationError naming the argument.
+    The score of a page is the maximum over the query heads of a KV head of sum(max(q * low, q * high)), summed in
+    float32; no q . k of the page exceeds it. Of pages with equal scores the earlier one is taken, so the choice is
+    deterministic. A request with at most top_k pages gets all of them. The returned tables are [batch_size,
+    num_kv_heads, top_k], or narrower if `block_tables` is. Raises ValidationError naming the argument.
 
     >>> cache = torch.randn(6, 2, 16, 2, 64).bfloat16()
     >>> q, block_tables = torch.randn(1, 8, 64).bfloat16(), torch.tensor([[4, 0, 2, 5]], dtype=torch.int32)
@@ -154,12 +154,12 @@ def batch_decode_with_selected_pages(
     lse: torch.Tensor | None = None, return_lse: bool = False, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, enable_pdl: bool | None = None, *, backend: str = "auto",
 ) -> Result:  # fmt: skip
-    """Attention of one query a request over the pages that each KV head has selected; no other page is read.
+    """Attention of one query per request over the pages that were selected for each KV head; other pages are not read.
 
     q: [batch_size, num_qo_heads, head_dim]. paged_kv_cache, kv_layout: as in BatchDecodeWithPagedKVCacheWrapper, keys
-    and values with the same strides between pages and heads. workspace_buffer: for partial results. selected: what
-    select_pages() returned, or any tables of the same shapes. sm_scale: 1 / sqrt(head_dim) if not said. k_scale,
-    v_scale: numbers, or tensors of one element, that keys and values are to be multiplied by.
+    and values with the same strides between pages and heads. workspace_buffer: for partial results. selected: the
+    result of select_pages(), or any tables with these shapes. sm_scale: None: 1 / sqrt(head_dim). k_scale, v_scale:
+    numbers, or tensors of one element, that keys and values are multiplied by.
 
     Returns o [batch_size, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [batch_size, num_qo_heads] in
     float32, base 2. A request without tokens gives 0. Raises ValidationError naming the argument, or UnsupportedError.

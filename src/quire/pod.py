@@ -1,7 +1,7 @@
-"""Prefill and decode of one step in one call, as FlashInfer's POD wrappers have it.
+"""Prefill and decode of one step in one call, like FlashInfer's POD wrappers.
 
-Each is a kernel of its own. Where prefills and decodes have enough to do they run at the same time, the prefills on
-some of a GPU's SMs and the decodes on the rest (runtime/side_by_side.py). Elsewhere they run one after the other.
+Prefill and decode are separate kernels. If both have enough work, they run at the same time, the prefill on some of the
+GPU's SMs and the decode on the others (runtime/side_by_side.py). Otherwise they run one after the other.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 
 
 class PODWithPagedKVCacheWrapper:
-    """One prefill over tensors, and decodes over a paged cache.
+    """One prefill over tensors, and a batch of decodes over a paged cache.
 
-    The constructor's arguments and plan() are those of BatchDecodeWithPagedKVCacheWrapper, for the decodes. A variant
-    is for both: what its mask reads of the decodes is plan()'s.
+    The arguments of the constructor and of plan() are those of BatchDecodeWithPagedKVCacheWrapper, for the decodes. A
+    variant is used for both; plan() takes what its mask reads for the decodes.
 
     >>> wrapper = quire.PODWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> indptr, indices, last = (torch.tensor(x, dtype=torch.int32) for x in ([0, 2, 3], [4, 0, 2], [5, 16]))
@@ -80,12 +80,12 @@ class PODWithPagedKVCacheWrapper:
         use_fp16_qk_reduction: bool = False, enable_pdl: bool | None = None, *,
         operands_p: Mapping[str, Any] = NO_OPERANDS, operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> tuple[Result, Result]:  # fmt: skip
-        """(result of the prefill, result of the decodes), each o, or (o, lse) with return_lse_p, return_lse_d.
+        """Returns (result of the prefill, result of the decodes), each o, or (o, lse) with return_lse_p, return_lse_d.
 
         q_p, k_p, v_p and the arguments in _p: as in single_prefill_with_kv_cache(). q_d, paged_kv_cache_d and the
-        scales: as in the decode wrapper's run(). plan() has the other options of the decodes: those in _d must agree.
-        operands_p, operands_d: tensors and numbers, by name, that the constructor's variant reads: of the prefill all,
-        of the decodes those of its score.
+        scales: as in the decode wrapper's run(). Arguments in _d that plan() takes must agree with it. operands_p,
+        operands_d: tensors and numbers, by name, that the constructor's variant reads: all of those for the prefill,
+        and those of the score for the decodes.
         """
         check_flags(causal_d=causal_d)  # one query a request sees all of its keys
         self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
@@ -125,8 +125,8 @@ class PODWithPagedKVCacheWrapper:
     def _prefill_beside(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KVLayout, **options: Any
     ) -> Attention | None:
-        """The plan of a prefill on a share of the SMs, kept for later ones of the same lengths; None where it runs
-        ahead of the decodes.
+        """The plan of a prefill on a part of the SMs, kept for later calls with the same lengths; None if the prefill
+        runs before the decodes.
         """
         decodes, device = planned(self._decode._attention), self._decode.device
         if is_tracing() or not on_cuda(device) or is_capturing(device) or check_tensor(q, "q_p").dim() != 3:
@@ -140,7 +140,7 @@ class PODWithPagedKVCacheWrapper:
         return self._beside[1]
 
     def _check_decode_options(self, layout: str, encoding: str, sm_scale: float | None, window_left: int) -> None:
-        """What plan() and the constructor said counts; other values than theirs or the defaults are refused."""
+        """Refuse values other than the defaults and those given to plan() and the constructor."""
         planned = self._decode
         for name, value, default, known in (
             ("kv_layout_d", layout, "NHD", planned._kv_layout), ("pos_encoding_mode_d", encoding, "NONE", "NONE"),
@@ -151,7 +151,7 @@ class PODWithPagedKVCacheWrapper:
 
 
 class BatchPODWithPagedKVCacheWrapper:
-    """Prefills and decodes over paged caches, each with index arrays of their own.
+    """A batch of prefills and a batch of decodes over paged caches, each with its own index arrays.
 
     float_workspace_buffer, kv_layout, variant: as in BatchPrefillWithPagedKVCacheWrapper.
     """
@@ -176,8 +176,8 @@ class BatchPODWithPagedKVCacheWrapper:
         operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> None:  # fmt: skip
         """Plan both: index arrays of the prefills (_p) and of the decodes (_d), and options as in the paged prefill
-        wrapper's plan(). data_type: q_data_type and kv_data_type where those are not given. operands_p, operands_d:
-        tensors and numbers, by name, that the mask of the constructor's variant reads.
+        wrapper's plan(). data_type: the default of q_data_type and kv_data_type. operands_p, operands_d: tensors and
+        numbers, by name, that the mask of the constructor's variant reads.
         """
         q_type = q_data_type or data_type or "float16"
         options: dict[str, Any] = {
@@ -197,7 +197,7 @@ class BatchPODWithPagedKVCacheWrapper:
         self._planned_causal = False
 
     def _plan_prefills(self, **masks: Any) -> None:
-        """Beside the decodes, whose partial results lie in the workspace, prefills have memory of their own."""
+        """Plan the prefills with memory of their own, because the workspace has the partial results of the decodes."""
         assert self._spec_of_prefills is not None
         spec, device = self._spec_of_prefills(**masks), self._prefill._workspace.device
         self._sms = sms_of_prefill(Work.of(spec), self._decode_work, device)
@@ -217,10 +217,10 @@ class BatchPODWithPagedKVCacheWrapper:
         enable_pdl: bool | None = None, *, operands_p: Mapping[str, Any] = NO_OPERANDS,
         operands_d: Mapping[str, Any] = NO_OPERANDS,
     ) -> tuple[Result, Result]:  # fmt: skip
-        """(result of the prefills, result of the decodes), each o, or (o, lse) with return_lse=True.
+        """Returns (result of the prefills, result of the decodes), each o, or (o, lse) with return_lse=True.
 
-        The prefills are planned again under a mask, or where causal_p is not the last call's. The scales are the
-        decodes'. operands_p, operands_d: what the score of the constructor's variant reads, by name.
+        The prefills are planned again if a mask is given, or if causal_p differs from the last call. The scales are
+        for the decodes. operands_p, operands_d: what the score of the constructor's variant reads, by name.
         """
         check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction)
         causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p
@@ -243,7 +243,7 @@ class BatchPODWithPagedKVCacheWrapper:
 def _run_both(
     prefill: Callable[[], Result], decode: Callable[..., Result], decodes: Attention, return_lse: bool
 ) -> tuple[Result, Result]:
-    """Both at the same time: the decodes on another stream, into memory of this one."""
+    """Run both at the same time: the decodes on another stream, into memory of the current one."""
     options, device = decodes.spec.options, decodes.device
     shape = decodes.spec.nnz_qo, options.num_qo_heads
     out = torch.empty(*shape, options.head_dim_vo, dtype=decodes.o_dtype, device=device)

@@ -1,10 +1,10 @@
 """Prefill and append attention: one request, or a batch over paged or ragged keys and values.
 
-A wrapper's plan() takes the index arrays of a batch and picks, compiles and schedules a kernel; run() is then called
-once per layer. The surface is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), in the spellings of both
-its generations: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and `mask_indptr_buf`, `allow_fp16_qk_reduction` and
-`use_fp16_qk_reduction` (permissions, not orders: logits are always reduced in float32), `begin_forward` and `forward`.
-`non_blocking` is a permission too: plans never wait for the device.
+A wrapper's plan() takes the index arrays of a batch, and chooses, compiles and schedules a kernel; run() is then called
+once per layer. The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), with the argument names of its
+older and newer versions: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and `mask_indptr_buf`, `begin_forward` and
+`forward`, `allow_fp16_qk_reduction` and `use_fp16_qk_reduction`. The last two and `non_blocking` are permissions that
+Quire does not need: logits are always accumulated in float32, and plan() does not wait for uploads.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ P = ParamSpec("P")
 
 
 def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None) -> tuple[int, int]:
-    """head_dim_qk and head_dim_vo; `head_dim` is the older spelling of both."""
+    """head_dim_qk and head_dim_vo; `head_dim` is the older name for both."""
     if (head_dim_qk is None) == (head_dim is None):
         raise ValidationError(f"head_dim_qk: expected it or head_dim, got {head_dim_qk} and {head_dim}.")
     qk = check_positive(head_dim if head_dim_qk is None else head_dim_qk, "head_dim_qk")
@@ -80,9 +80,10 @@ def _plan_options(
 
 
 def _older_order(position: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Takes plan()'s arguments by position in the older order too: without head_dim_vo at `position`, and o_data_type.
+    """Lets plan() also take its arguments by position in the older order, without head_dim_vo and o_data_type.
 
-    custom_mask, packed_custom_mask and causal stand there instead: a tensor, or a bool two places on, tells.
+    The older order has custom_mask, packed_custom_mask and causal from `position` on. A tensor there, or a bool two
+    places later, shows that the caller uses it.
     """
     o_data_type = position + 13
 
@@ -106,19 +107,20 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
     float_workspace_buffer, kv_layout, backend: see quire.runtime.wrapper.AttentionWrapper; 128 MiB of any dtype on the
         device of the calls, "NHD" or "HND", and "auto".
-    use_cuda_graph: run() may be captured, and plan() called again before each replay. The buffers are then needed, on
-        the device: qo_indptr_buf and paged_kv_indptr_buf int32 [batch_size + 1], paged_kv_last_page_len_buf int32
-        [batch_size], paged_kv_indices_buf int32 [most pages], into which page numbers are copied, and with a custom
-        mask custom_mask_buf uint8 [most bytes], into which its bits are. The first plan() fixes everything but lengths,
-        and the most rows.
+    use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
+        then required, on the device: qo_indptr_buf and paged_kv_indptr_buf int32 [batch_size + 1],
+        paged_kv_last_page_len_buf int32 [batch_size], and paged_kv_indices_buf int32 [largest number of pages], into
+        which plan() copies page numbers. With a custom mask so is custom_mask_buf uint8 [largest number of bytes], into
+        which plan() copies the mask's bits. The first plan() fixes everything but lengths, and the largest number of
+        rows of q.
 
-    plan() looks at the bits of a custom mask, to know which tiles of keys need them: plan again once they change.
+    plan() reads the bits of a custom mask to find the KV tiles that need them: plan again when the mask changes.
 
     >>> wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
     >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 queries
-    >>> kv_indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1
-    >>> kv_indices = torch.tensor([4, 0, 2], dtype=torch.int32)  # which pages
-    >>> kv_last_page_len = torch.tensor([5, 16], dtype=torch.int32)  # so 21 and 16 tokens
+    >>> kv_indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1 page
+    >>> kv_indices = torch.tensor([4, 0, 2], dtype=torch.int32)  # the numbers of the pages
+    >>> kv_last_page_len = torch.tensor([5, 16], dtype=torch.int32)  # 21 and 16 tokens in all
     >>> wrapper.plan(
     ...     qo_indptr, kv_indptr, kv_indices, kv_last_page_len, num_qo_heads=8, num_kv_heads=2, head_dim_qk=64,
     ...     page_size=16, causal=True, q_data_type=torch.bfloat16,
@@ -170,37 +172,38 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """Plan a batch.
 
         qo_indptr, paged_kv_indptr: int32 [batch_size + 1], offsets into the rows of q and into paged_kv_indices.
-        paged_kv_indices: int32, page numbers. Those on the host are copied. Those on a device are read by each run()
-            where they lie: they are the caller's to keep, and what is written there counts from the next run() on.
-        paged_kv_last_page_len: int32 [batch_size], tokens of each last page, 1..page_size. Host arrays plan without a
-            synchronisation; device arrays are copied to the host first.
+        paged_kv_indices: int32, page numbers. If they are on the host, plan() copies them. If they are on a device,
+            each run() reads this tensor: the caller must keep it, and changes to it take effect with the next run().
+        paged_kv_last_page_len: int32 [batch_size], tokens in each last page, 1..page_size. With index arrays on the
+            host plan() does not synchronise; arrays on a device are copied to the host first.
         custom_mask: bool, flat, of sum(qo_len * kv_len) values: which keys each query sees. It replaces `causal`.
             packed_custom_mask: uint8, its bits, little-endian, each request from a byte of its own on.
-        prefix_len_ptr: uint32 [batch_size], where items to be scored begin: request i is prefix_len_ptr[i] tokens that
-            all later ones see, and then items that do not see each other, with a delimiter before, between and behind
-            them. token_pos_in_items_ptr: uint16 [batch_size * token_pos_in_items_len], for each of those tokens its
-            number in its item from 1 on, 0 for a delimiter, and zeros up to token_pos_in_items_len. max_item_len_ptr:
-            uint16 [batch_size], the largest of these numbers, which they already say. This is a custom mask: it
-            replaces `causal`, a window holds besides, and on a GPU it is made there.
+        prefix_len_ptr: uint32 [batch_size], for multi-item scoring. Request i has prefix_len_ptr[i] tokens that all
+            later tokens see, followed by items that do not see each other, with a delimiter before, between and after
+            them. token_pos_in_items_ptr: uint16 [batch_size * token_pos_in_items_len], the position of each of these
+            tokens in its item, counted from 1, with 0 for delimiters and as padding. max_item_len_ptr: uint16
+            [batch_size], the largest of these positions (redundant, and checked). These arrays define a custom mask:
+            it replaces `causal`, can be combined with a window, and for a GPU is computed on the GPU.
         causal: query i of a request sees keys up to i + kv_len - qo_len; with more queries than keys the first ones
             see none, and their results are 0.
-        sm_scale: what logits are multiplied by; None: 1 / sqrt(head_dim_qk).
-        window_left: how many keys to the left of the diagonal stay visible; -1: all.
-        attention_chunk_size: causal, and the keys of a request stand in chunks of so many: a query sees none before its
-            own chunk (Llama 4's local layers). It goes with neither a window nor a custom mask.
-        logits_soft_cap: c gives c * tanh(logit / c); None or 0: no cap.
-        pos_encoding_mode: "NONE"; "ALIBI", which adds a slope of the head, times the distance of key and query, to each
-            scaled logit; or "ROPE_LLAMA", which turns the pairs (d, d + head_dim_qk / 2) of dims of q and k by
-            position / rope_scale * rope_theta ** (-2 * d / head_dim_qk). A key's position is its number in the request,
-            the last query's is that of the last key. rope_scale defaults to 1, rope_theta to 1e4.
-        seq_lens, seq_lens_q: int32 [batch_size], tokens and queries of each request; block_tables: int32 [batch_size,
-            pages], page numbers; max_token_per_sequence, max_sequence_kv: the most queries and tokens. They repeat what
-            the index arrays say, and are compared with them where they lie on the host.
-        q_data_type, kv_data_type, o_data_type: torch dtypes or their names. q's default is float16; keys, values and
-            results have q's if not said. Kernels read queries of 8 bits from a copy of 16; results are then float16.
-        fixed_split_size (tokens), disable_split_kv: a request's result does not depend on its neighbours, bit for bit.
-        operands: tensors and numbers, by name, that the mask of the constructor's variant reads. plan() looks at them,
-            to know which tiles of keys need the mask: plan again once they change.
+        sm_scale: the factor that logits are multiplied by; None: 1 / sqrt(head_dim_qk).
+        window_left: how many keys to the left of the diagonal are visible; -1: all.
+        attention_chunk_size: divides the keys of a request into chunks of this size. The mask is causal, and a query
+            sees no key before its own chunk (Llama 4's local layers). Not with a window or a custom mask.
+        logits_soft_cap: c replaces each logit by c * tanh(logit / c); None or 0: no cap.
+        pos_encoding_mode: "NONE"; "ALIBI", which adds slope * (key position - query position) to each scaled logit,
+            with a slope for each head; or "ROPE_LLAMA", which rotates the pairs of dims (d, d + head_dim_qk / 2) of q
+            and k by position / rope_scale * rope_theta ** (-2 * d / head_dim_qk). The position of a key is its index in
+            the request; the last query has the position of the last key. rope_scale defaults to 1, rope_theta to 1e4.
+        seq_lens, seq_lens_q: int32 [batch_size], keys and queries of each request; block_tables: int32 [batch_size,
+            pages], page numbers; max_token_per_sequence, max_sequence_kv: the largest numbers of queries and of keys.
+            All of these are redundant, and are compared with the index arrays if they are on the host.
+        q_data_type, kv_data_type, o_data_type: torch dtypes or their names. The default for q is float16; keys, values
+            and results default to q's type. 8-bit queries are converted to 16 bits in a copy, and give float16 results.
+        fixed_split_size, disable_split_kv: divide row tiles at multiples of so many tokens; do not divide them. With
+            either, the result of a request does not depend on the rest of the batch, bit for bit.
+        operands: tensors and numbers, by name, that the mask of the constructor's variant reads. plan() reads them to
+            find the KV tiles that need the mask: plan again when they change.
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
@@ -252,18 +255,19 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         q: [nnz_qo, num_qo_heads, head_dim_qk].
         paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND swaps page_size and num_kv_heads), or a
             pair of such tensors without the second dimension; only the last one must be contiguous.
-        q_scale, k_scale: multiply the logits; their product is positive. v_scale multiplies the result. With queries of
-            8 bits each may be float32 [heads], heads of q or of keys and values; run() takes them by position, too.
-        out, lse: written if given. They have the shapes of what is returned.
-        enable_pdl: whether the kernel may be launched before the one ahead of it ends, and wait for it by itself
-            (programmatic dependent launch); None: where that helps.
-        window_left: that of plan(), if given.
-        sinks: float32 [num_qo_heads], natural-log logits that join each denominator.
+        q_scale, k_scale: multiply the logits; their product must be positive. v_scale multiplies the result. With 8-bit
+            queries each may be float32 [heads], for the heads of q or of keys and values; run() also takes the three
+            by position.
+        out, lse: tensors that results are written into, with the shapes of what is returned; None: new tensors.
+        enable_pdl: whether the kernel may be launched before the previous kernel ends (programmatic dependent launch);
+            None: if that is faster.
+        window_left: must be the value given to plan().
+        sinks: float32 [num_qo_heads], logits (natural logarithm) that are added to each denominator.
         operands: tensors and numbers, by name, that the score of the constructor's variant reads.
 
         Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with return_lse=True, lse [nnz_qo, num_qo_heads] in
-        float32, base 2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan or
-        require grad.
+        float32, base 2. Raises PlanError if plan() was not called, and ValidationError for tensors that do not fit the
+        plan or that require grad.
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
@@ -290,7 +294,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
         allow_fp16_qk_reduction: bool = False, **operands: Any,
     ) -> Result:  # fmt: skip
-        """run() with arguments of plan(); plans again where they differ from what was planned."""
+        """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)
 
@@ -301,10 +305,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
-    """Attention of a batch of requests over ragged keys and values: one tensor each, requests one after another.
+    """Attention of a batch of requests over ragged keys and values: the requests are concatenated in one tensor.
 
     The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper, with kv_indptr_buf int32
-    [batch_size + 1] in place of the buffers of pages.
+    [batch_size + 1] instead of the buffers for pages.
 
     >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 queries
@@ -349,9 +353,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
-        The other arguments are those of the paged wrapper's plan(), in the order of the surface (window_left and
-        logits_soft_cap before sm_scale here). v_indptr and o_indptr are refused: values lie where keys do, and results
-        where queries do. Raises ValidationError or UnsupportedError.
+        The other arguments are those of the paged wrapper's plan(), in FlashInfer's order (here window_left and
+        logits_soft_cap come before sm_scale). v_indptr and o_indptr are refused: values have the offsets of keys, and
+        results those of queries. Raises ValidationError or UnsupportedError.
         """
         options = _plan_options(
             False, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, None, q_data_type, kv_data_type,
@@ -421,7 +425,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None, *,
         return_lse: bool = False, allow_fp16_qk_reduction: bool = False, **operands: Any,
     ) -> Result:  # fmt: skip
-        """run() with arguments of plan(); plans again where they differ from what was planned."""
+        """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, k, v, return_lse=return_lse, **operands)
 
@@ -467,8 +471,8 @@ def single_prefill_with_kv_cache(
     """Attention of one request, without a plan.
 
     q: [qo_len, num_qo_heads, head_dim_qk]. k, v: [kv_len, num_kv_heads, head_dim_qk] and [..., head_dim_vo] (HND: heads
-    first). custom_mask: bool [qo_len, kv_len]. variant: a quire.Variant, whose operands are keywords. The rest is as in
-    BatchPrefillWithPagedKVCacheWrapper.plan() and run().
+    first). custom_mask: bool [qo_len, kv_len]. variant: a quire.Variant, whose tensors and numbers are passed as
+    keywords. The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan() and run().
 
     Returns o [qo_len, num_qo_heads, head_dim_vo] in o_dtype (None: q's), or (o, lse) with return_lse=True, lse
     [qo_len, num_qo_heads] in float32, base 2. Raises ValidationError naming the argument, or UnsupportedError with each
@@ -494,7 +498,7 @@ def single_prefill_with_kv_cache(
 
 
 def _either_scale(of: str, number: Any, tensor: Any) -> Any:
-    """FlashInfer has two names for a scale: a number, and a tensor for queries of 8 bits."""
+    """FlashInfer has two names for each scale: one for a number, and one for a tensor with 8-bit queries."""
     if number is not None and tensor is not None:
         raise ValidationError(f"{of}_scale: expected it or scale_{of}, got both.")
     return number if tensor is None else tensor

@@ -12,9 +12,9 @@ __all__ = ["packbits", "segment_packbits"]
 
 
 def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
-    """Eight booleans to a byte: x [n], bool or uint8, -> uint8 [ceil(n / 8)]; the rest of the last byte is 0.
+    """Pack eight booleans into each byte: x [n], bool or uint8, -> uint8 [ceil(n / 8)]. Unused bits are 0.
 
-    bitorder "big" puts the first element into the highest bit, "little" into the lowest. Raises ValidationError naming
+    With bitorder "big" the first element is the highest bit, with "little" the lowest. Raises ValidationError naming
     the argument.
 
     >>> quire.packbits(torch.tensor([True, False, True]), "little")
@@ -27,11 +27,11 @@ def packbits(x: torch.Tensor, bitorder: str = "big") -> torch.Tensor:
 
 
 def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big") -> tuple[torch.Tensor, torch.Tensor]:
-    """packbits() of each segment x[indptr[i]:indptr[i + 1]], each from a byte of its own on.
+    """packbits() of each segment x[indptr[i]:indptr[i + 1]]; every segment begins with a new byte.
 
-    indptr: int32 or int64 [num_segments + 1], offsets into x; one on a device is copied to the host first, which waits
-    for it. Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`). Raises
-    ValidationError naming the argument.
+    indptr: int32 or int64 [num_segments + 1], offsets into x. If it is on a device, it is copied to the host,
+    which waits for the device. Returns the bytes and their offsets [num_segments + 1] (dtype and device of `indptr`).
+    Raises ValidationError naming the argument.
 
     >>> quire.segment_packbits(torch.ones(5, dtype=torch.bool), torch.tensor([0, 2, 5]), "little")
     (tensor([3, 7], dtype=torch.uint8), tensor([0, 1, 2]))

@@ -1,12 +1,12 @@
-"""Rotary position embeddings: queries and keys turn by angles that grow with their tokens' positions.
+"""Rotary position embeddings (RoPE): rotate queries and keys by angles proportional to their positions.
 
-The surface is FlashInfer's (https://docs.flashinfer.ai/api/rope.html); the embedding is RoFormer's
+The API is FlashInfer's (https://docs.flashinfer.ai/api/rope.html); the embedding is RoFormer's
 (https://arxiv.org/abs/2104.09864). q [nnz, num_qo_heads, head_dim] and k [nnz, num_kv_heads, head_dim] are float16,
-bfloat16 or float32; only their last dimension must be contiguous. Angles are exact at any position below 2^31, and what
-is computed is rounded once.
+bfloat16 or float32; only their last dimension must be contiguous. Angles are exact at any position below 2^31, and
+results are rounded once.
 
-Each function raises ValidationError naming the argument; nothing is written then. On the host positions are checked
-before. On a device nobody waits for them: there a token that has no position gets NaN.
+Each function raises ValidationError naming the argument, before anything is written. Positions on the host are checked.
+Positions on a device are not, because that would wait for the device: a token with an invalid position gets NaN.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def apply_rope(
     """q and k, rotated: token i of request b, row indptr[b] + i, is at position offsets[b] + i.
 
     indptr [batch_size + 1], offsets [batch_size]: int32 or int64, on the tensors' device.
-    rotary_dim: the first dims of a head, an even number, that turn; None: all.
-    interleave: dims 2 i and 2 i + 1 turn together; else dims i and i + rotary_dim / 2.
-    rope_scale, rope_theta: pair i turns by rope_theta ** (-2 i / rotary_dim) / rope_scale radians a token.
+    rotary_dim: how many dims of a head are rotated, from the first on; an even number; None: all.
+    interleave: True: dims 2 i and 2 i + 1 are a pair; False: dims i and i + rotary_dim / 2.
+    rope_scale, rope_theta: pair i rotates by rope_theta ** (-2 i / rotary_dim) / rope_scale radians per token.
 
     >>> q, k = torch.ones(3, 8, 64), torch.ones(3, 2, 64)
     >>> indptr, offsets = torch.tensor([0, 1, 3]), torch.tensor([0, 7])
@@ -73,7 +73,7 @@ def apply_rope_inplace(
     q: torch.Tensor, k: torch.Tensor, indptr: torch.Tensor, offsets: torch.Tensor, rotary_dim: int | None = None,
     interleave: bool = False, rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
-    """Rotates q and k themselves; the arguments are those of apply_rope(), which shows an example."""
+    """Rotate q and k in place. The arguments are those of apply_rope(), which shows an example."""
     angles = Angles(None, _tensor(indptr, "indptr"), offsets, None, interleave, rope_scale, rope_theta)
     _rope_in_place(q, k, rotary_dim, *angles)
 
@@ -82,7 +82,7 @@ def apply_rope_pos_ids(
     q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: int | None = None, interleave: bool = False,
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> Pair:  # fmt: skip
-    """q and k, rotated: row i is at position pos_ids[i], int32 or int64 [nnz]. The rest is as in apply_rope().
+    """q and k, rotated: row i is at position pos_ids[i], int32 or int64 [nnz]. For the rest see apply_rope().
 
     >>> q, k = torch.ones(2, 8, 64), torch.ones(2, 2, 64)
     >>> q_rope, k_rope = quire.apply_rope_pos_ids(q, k, torch.tensor([0, 131072]))
@@ -97,7 +97,7 @@ def apply_rope_pos_ids_inplace(
     q: torch.Tensor, k: torch.Tensor, pos_ids: torch.Tensor, rotary_dim: int | None = None, interleave: bool = False,
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
-    """Rotates q and k themselves; the arguments are those of apply_rope_pos_ids(), which shows an example."""
+    """Rotate q and k in place. The arguments are those of apply_rope_pos_ids(), which shows an example."""
     angles = Angles(_tensor(pos_ids, "pos_ids"), None, None, None, interleave, rope_scale, rope_theta)
     _rope_in_place(q, k, rotary_dim, *angles)
 
@@ -109,8 +109,8 @@ def apply_llama31_rope(
 ) -> Pair:  # fmt: skip
     """q and k, rotated with the frequencies of Llama 3.1. The first arguments are those of apply_rope().
 
-    A pair that turns less than low_freq_factor times in old_context_len tokens is slowed down by rope_scale; one that
-    turns more than high_freq_factor times is not; frequencies between are interpolated.
+    Pairs with fewer than low_freq_factor rotations in old_context_len tokens are slowed down by rope_scale. Pairs with
+    more than high_freq_factor rotations are not. Frequencies in between are interpolated.
 
     >>> q, k = torch.ones(3, 8, 64), torch.ones(3, 2, 64)
     >>> indptr, offsets = torch.tensor([0, 3]), torch.tensor([9000])
@@ -129,7 +129,7 @@ def apply_llama31_rope_inplace(
     interleave: bool = False, rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1,
     high_freq_factor: float = 4, old_context_len: int = 8192,
 ) -> None:  # fmt: skip
-    """Rotates q and k themselves; the arguments are those of apply_llama31_rope(), which shows an example."""
+    """Rotate q and k in place. The arguments are those of apply_llama31_rope(), which shows an example."""
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
     angles = Angles(None, _tensor(indptr, "indptr"), offsets, None, interleave, rope_scale, rope_theta, llama31)
     _rope_in_place(q, k, rotary_dim, *angles)
@@ -154,7 +154,7 @@ def apply_llama31_rope_pos_ids_inplace(
     rope_scale: float = 8, rope_theta: float = 5e5, low_freq_factor: float = 1, high_freq_factor: float = 4,
     old_context_len: int = 8192,
 ) -> None:  # fmt: skip
-    """Rotates q and k themselves; the arguments are those of apply_llama31_rope_pos_ids(): see apply_llama31_rope()."""
+    """Rotate q and k in place. The arguments are those of apply_llama31_rope_pos_ids(): see apply_llama31_rope()."""
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
     angles = Angles(_tensor(pos_ids, "pos_ids"), None, None, None, interleave, rope_scale, rope_theta, llama31)
     _rope_in_place(q, k, rotary_dim, *angles)
@@ -168,7 +168,7 @@ def apply_rope_with_cos_sin_cache(
 
     positions: int32 or int64 [nnz], rows of the table.
     cos_sin_cache: float32 [max_seq_len, rotary_dim]: cosines of the pairs' angles, then their sines.
-    is_neox: dims i and i + rotary_dim / 2 turn together; False: dims 2 i and 2 i + 1.
+    is_neox: True: dims i and i + rotary_dim / 2 are a pair; False: dims 2 i and 2 i + 1.
 
     >>> angles = torch.arange(100)[:, None] * 1e4 ** (-torch.arange(32) / 32)
     >>> cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=1)
@@ -187,7 +187,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor, head_size: int, cos_sin_cache: torch.Tensor,
     is_neox: bool = True,
 ) -> None:  # fmt: skip
-    """Rotates query and key themselves; the arguments are those of apply_rope_with_cos_sin_cache(), which shows an
+    """Rotate query and key in place. The arguments are those of apply_rope_with_cos_sin_cache(), which shows an
     example.
     """
     q, k = _heads(query, "query", head_size), _heads(key, "key", head_size)
@@ -211,12 +211,12 @@ def _by_table(positions: Any, cos_sin_cache: Any, is_neox: Any) -> Angles:
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
-    """`value`, which is not None: to the operator that would mean another way to give angles."""
+    """`value`, which must not be None: for the operator, None selects another way to give angles."""
     return value if isinstance(value, torch.Tensor) else check_tensor(value, name)
 
 
 def _heads(tensor: Any, name: str, head_size: Any) -> torch.Tensor:
-    """[nnz, num_heads * head_size] as [nnz, num_heads, head_size], which is taken as it is."""
+    """[nnz, num_heads * head_size] as [nnz, num_heads, head_size]; the latter is also accepted."""
     size = check_positive(head_size, "head_size")
     if not is_tracing():
         check_tensor(tensor, name)
@@ -263,7 +263,7 @@ def _rope_in_place(
 
 
 def _checked(q: torch.Tensor, k: torch.Tensor, rotary_dim: int | None, angles: Angles) -> tuple[Angles, int]:
-    """Angles as the kernel takes them, and how many dims turn."""
+    """Angles as the kernel takes them, and how many dims are rotated."""
     q_name, k_name = ("q", "k") if angles.cos_sin_cache is None else ("query", "key")
     check_heads(q, q_name, dict.fromkeys(("nnz", "num_qo_heads", "head_dim")))
     nnz, _, head_dim = q.shape

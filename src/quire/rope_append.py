@@ -1,12 +1,12 @@
-"""What happens to queries, keys and values between projection and attention, in one launch: RMS norm of q and k,
-rotation, quantisation to 8 bits, and the append of k and v to a paged cache.
+"""The steps between projection and attention in one launch: RMS norm of q and k, RoPE, quantisation to 8 bits, and the
+append of k and v to a paged cache.
 
-The surface of rope_quantize_fp8() and its siblings is FlashInfer's (https://docs.flashinfer.ai/api/rope.html);
-rope_append_paged_kv_cache() also takes norms and caches of 16 bits, and heads that are not split. Numbers that are
-quantised are multiplied by their scale; what is then beyond the largest number of 8 bits becomes the largest.
+rope_quantize_fp8() and the functions named after it have FlashInfer's API (https://docs.flashinfer.ai/api/rope.html).
+rope_append_paged_kv_cache() also supports norms, 16-bit caches and undivided heads. Quantised numbers are first
+multiplied by their scale, and saturate at the largest 8-bit number.
 
-Each function raises ValidationError naming the argument; nothing is written then. Index arrays are treated as by
-append_paged_kv_cache(): those on a device are not waited for, and a token that has no place in the cache is left out.
+Each function raises ValidationError naming the argument, before anything is written. Index arrays are treated as in
+append_paged_kv_cache(): those on a device are not checked, and tokens whose position is not in the cache are skipped.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def rope_append_paged_kv_cache(
     """Rotate q [nnz, num_qo_heads, head_dim] and k, and append k and v [nnz, num_kv_heads, head_dim] to the cache.
 
     batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_layout: as in append_paged_kv_cache(). The cache
-        holds the tokens' dtype, float8_e4m3fn or float8_e5m2.
+        has the tokens' dtype, float8_e4m3fn or float8_e5m2.
     pos_ids: positions for the rotation, int32 or int64 [nnz]; None: `positions`.
-    cos_sin_cache: angles, as in apply_rope_with_cos_sin_cache(); None: rotary_dim, rope_scale and rope_theta say them,
-        as in apply_rope().
-    q_weight, k_weight: [head_dim] of the RMS norms, in the dtype of q; None: no norm. eps: of the norms.
-    quant_scale_q, quant_scale_k, quant_scale_v: what q, k and v are multiplied by where 8 bits are written.
+    cos_sin_cache: angles, as in apply_rope_with_cos_sin_cache(); None: the angles follow from rotary_dim, rope_scale
+        and rope_theta, as in apply_rope().
+    q_weight, k_weight: weights [head_dim] of the RMS norms, in the dtype of q; None: no norm. eps: of the norms.
+    quant_scale_q, quant_scale_k, quant_scale_v: factors of q, k and v where they are written as 8 bits.
     out: [nnz, num_qo_heads, head_dim], in q's dtype or an 8-bit one; may be q. None: a new tensor in q's dtype.
 
     Returns the rotated q.
@@ -102,16 +102,17 @@ def rope_quantize_fp8(
     q_nope_out: torch.Tensor | None = None, k_nope_out: torch.Tensor | None = None, enable_pdl: bool = False,
     backend: str = "cuda",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Rotate q_rope and k_rope, and quantise them and the dims that do not turn, q_nope and k_nope.
+    """Rotate q_rope and k_rope, and quantise them together with the other dims, q_nope and k_nope.
 
     q_rope [nnz, num_qo_heads, rope_dim]; k_rope [nnz, num_kv_heads, rope_dim], or [nnz, rope_dim] of latent attention
         (MLA); q_nope, k_nope: the same with no_rope_dim, or None.
     cos_sin_cache, pos_ids, is_neox: as in apply_rope_with_cos_sin_cache(); the table has rope_dim columns.
-    quantize_dtype: float8_e4m3fn or float8_e5m2; None: that of the outputs given, else float8_e4m3fn.
-    quant_scale_q, quant_scale_kv: what q and k are multiplied by.
-    *_out: where results go; None: new tensors. enable_pdl: a permission. backend: "cuda" or "cutile", both Quire's own.
+    quantize_dtype: float8_e4m3fn or float8_e5m2; None: that of the given outputs, else float8_e4m3fn.
+    quant_scale_q, quant_scale_kv: factors of q and k.
+    *_out: tensors that results are written into; None: new tensors. enable_pdl: a permission. backend: "cuda" or
+        "cutile", which run the same kernel of Quire.
 
-    Returns (q_rope_out, k_rope_out, q_nope_out, k_nope_out); those of what is None are empty.
+    Returns (q_rope_out, k_rope_out, q_nope_out, k_nope_out); the outputs for arguments that are None are empty.
 
     >>> q, k, positions = torch.randn(2, 8, 64), torch.randn(2, 2, 64), torch.tensor([0, 7])
     >>> angles = torch.arange(8)[:, None] * 1e4 ** (-torch.arange(32) / 32)
@@ -190,7 +191,7 @@ def _new(tensor: Any, name: str, dtype: torch.dtype | None = None) -> torch.Tens
 
 
 def _if_any(tensor: Any) -> Any:
-    """None where there is no dim that does not turn."""
+    """None if all dims are rotated."""
     return None if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[-1] == 0 else tensor
 
 
@@ -199,7 +200,7 @@ def _out(out: torch.Tensor | None, like: Any, name: str, dtype: torch.dtype) -> 
 
 
 def _rest(out: torch.Tensor | None, like: Any, name: str, dtype: torch.dtype) -> torch.Tensor | None:
-    """Where dims go that do not turn; None without any."""
+    """Output for the dims that are not rotated; None without any."""
     if like is not None:
         return _out(out, like, name, dtype)
     if out is not None and _if_any(out) is not None:
@@ -224,7 +225,7 @@ def _check_permissions(enable_pdl: Any, backend: Any = "cuda") -> None:
 
 
 def _eight_bits(dtype: Any, outputs: tuple[Any, ...]) -> torch.dtype:
-    """What is written: `dtype`, or that of the first output there is."""
+    """The output type: `dtype`, or that of the first given output."""
     given = (out.dtype for out in outputs if isinstance(out, torch.Tensor))
     found: Any = next(given, torch.float8_e4m3fn) if dtype is None else dtype
     for known in _EIGHT_BITS:
@@ -245,7 +246,7 @@ def _check_out(out: torch.Tensor, name: str, like: torch.Tensor, dtypes: tuple[t
 
 
 def _scale(value: Any, name: str, written: torch.dtype) -> float:
-    """What is multiplied by before 8 bits are written; 1 where more are."""
+    """The factor before numbers are written as 8 bits; 1 for other types."""
     scale = scalar(value, name)
     if written not in _EIGHT_BITS and scale != 1:
         raise ValidationError(f"{name}: expected 1, as nothing is quantised: {written} is written; got {scale}.")
@@ -274,7 +275,7 @@ def _check_pages(cache: torch.Tensor, name: str, like: torch.Tensor, dtypes: tup
 def _paged(
     batch_indices: Any, positions: Any, kv_indices: Any, kv_indptr: Any, nnz: int, pages: torch.Tensor
 ) -> tuple[RopeParams, Tables]:
-    """Parameters with the tables in them, and the tables, which must live until the launch."""
+    """Parameters with the addresses of the tables, and the tables, which must be kept until the launch."""
     device, batch = pages.device, batch_size_of(check_tensor(kv_indptr, "kv_indptr"), "kv_indptr")
     tables = {
         "batch_indices": index_table(batch_indices, "batch_indices", nnz, device),
@@ -422,7 +423,7 @@ def _check_split(
     q_rope: torch.Tensor, k_rope: torch.Tensor, q_nope: torch.Tensor | None, k_nope: torch.Tensor | None,
     cos_sin_cache: torch.Tensor, pos_ids: torch.Tensor, interleave: bool,
 ) -> Angles:  # fmt: skip
-    """Queries and keys whose dims that turn are apart from the others; their angles."""
+    """Check queries and keys whose rotated dims are in separate tensors; returns the angles."""
     check_heads(q_rope, "q_rope", dict.fromkeys(("nnz", "num_qo_heads", "rope_dim")))
     nnz, num_heads, dim = q_rope.shape
     is_latent = isinstance(k_rope, torch.Tensor) and k_rope.dim() == 2
@@ -472,7 +473,7 @@ def _latent_pages(
     k_rope: torch.Tensor, k_nope: torch.Tensor | None, v: torch.Tensor | None, ckv_cache: torch.Tensor,
     kpe_cache: torch.Tensor, scale: float,
 ) -> Parts:  # fmt: skip
-    """Latent keys, which are the values too, and the pages for their parts."""
+    """Latents, which are both keys and values, and the pages for their parts."""
     if v is not None:
         raise ValidationError("v: expected None, as k_rope is that of latent attention (MLA), without heads.")
     if k_nope is None:

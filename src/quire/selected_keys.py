@@ -1,6 +1,6 @@
-"""Sparse attention over a paged cache: each query attends to the tokens that its indices name, as pages of one token.
+"""Sparse attention over a paged cache: each query attends to listed tokens, which are treated as pages of one token.
 
-All of it happens on the device of the call, which nobody waits for, so that a call may be captured in a CUDA graph.
+This runs on the device of the call without a synchronisation, so the call may be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from quire.runtime.schedule import Lengths
 def selected_keys(
     indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
 ) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
-    """block_tables and seq_lens of decode_latents() over pages of one token, from int32 indices [rows, top_k] of tokens
-    of which each row has its first `most` [rows] or all. Those below 0 and from num_tokens on name no token, and none
-    is read for them; a token that is named twice counts twice.
+    """block_tables and seq_lens for decode_latents() over pages of one token, from int32 indices [rows, top_k] of
+    tokens, of which the first `most` [rows] of each row, or all, are used. Indices below 0 or from num_tokens on are
+    ignored; a token that is listed twice counts twice.
     """
     if indices.is_cpu:
         return without_gaps(indices, most, num_tokens)
@@ -28,7 +28,7 @@ def selected_keys(
 
 
 def tokens_of(kv_cache: torch.Tensor) -> torch.Tensor:
-    """Pages [num_pages, page_size, dims] as tokens [num_pages * page_size, 1, dims], all as far apart."""
+    """Pages [num_pages, page_size, dims] as tokens [num_pages * page_size, 1, dims] with one stride."""
     check_contiguous_last(kv_cache, "kv_cache")
     num_pages, page_size, dims = kv_cache.shape
     page, token, _ = kv_cache.stride()

@@ -1,7 +1,7 @@
-"""Block-sparse attention: queries see the blocks of keys that a matrix lists, and only those are computed.
+"""Block-sparse attention: computes only the blocks of keys that a block-sparse matrix lists.
 
-The surface is FlashInfer's (https://docs.flashinfer.ai/api/sparse.html). A row of blocks is planned as a request whose
-pages are the blocks that it lists (quire.block_lists), so that the kernels are those of paged caches.
+The API is FlashInfer's (https://docs.flashinfer.ai/api/sparse.html). A row of blocks is planned as a request whose
+pages are the listed blocks (quire.block_lists), so the kernels are those for paged caches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
     float_workspace_buffer, backend, variant: see BlockListsWrapper.
 
     >>> wrapper = quire.BlockSparseAttentionWrapper(torch.empty(1 << 20, dtype=torch.uint8))
-    >>> indptr = torch.tensor([0, 1, 3], dtype=torch.int32)  # two rows of blocks, which list one block and two
+    >>> indptr = torch.tensor([0, 1, 3], dtype=torch.int32)  # two rows of blocks, with one block and two blocks
     >>> indices = torch.tensor([2, 0, 2], dtype=torch.int32)  # the block columns
     >>> wrapper.plan(indptr, indices, 32, 48, 16, 16, num_qo_heads=8, num_kv_heads=2, head_dim=64)
     >>> q, k, v = (torch.randn(n, heads, 64).half() for n, heads in ((32, 8), (48, 2), (48, 2)))
@@ -102,25 +102,26 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         q2k_num: Any = None, kv_splits: Any = None, use_clc: Any = None, q_scale: Any = None, k_scale: Any = None,
         v_scale: Any = None, **operands: Any,
     ) -> None:  # fmt: skip
-        """Plan a matrix, once for all layers that share it.
+        """Plan a matrix, once for all layers that use it.
 
         indptr: int32 [ceil(M / R) + 1], offsets of rows of blocks into indices. indices: int32, the block column of
-            each listed block, in 0..ceil(N / C) - 1 and any order; one that is listed twice counts twice. A row of
-            blocks that lists none gives 0, and lse -inf. On a device both are waited for.
-        M, N, R, C: queries, keys, and the rows and columns of a block; the last blocks may be cut off by M and N.
+            each listed block, in 0..ceil(N / C) - 1 and in any order; a block that is listed twice counts twice. A row
+            of blocks without any gives 0, and lse -inf. If the arrays are on a device, plan() waits for it.
+        M, N, R, C: numbers of queries and of keys, and the rows and columns of a block; the last blocks may be smaller.
             Blocks whose width gcd(C, N) is a multiple of 8 are the fastest.
-        mask: bool [listed blocks, R, C], what is seen of each block; None: all. Or packed_mask: its bits as
-            quire.packbits makes them, of each row of blocks a matrix [queries, listed keys] that begins a new byte.
-        causal, pos_encoding_mode: of each row of blocks by itself, as if the listed keys were all keys and the last of
-            them stood at the last query. With R == C, and rows that list their block on the diagonal last, that is
-            the causal mask of the whole matrix.
+        mask: bool [listed blocks, R, C], which elements of each block are visible; None: all. Or packed_mask: the mask
+            as bits from quire.packbits, with a matrix [queries, listed keys] for each row of blocks, which begins with
+            a new byte.
+        causal, pos_encoding_mode: apply to each row of blocks separately, as if there were no other keys than the
+            listed ones, and the last of them had the position of the last query. If R == C and each row lists its block
+            on the diagonal last, `causal` is the causal mask of the whole matrix.
         num_qo_heads, num_kv_heads, head_dim, sm_scale, logits_soft_cap, rope_scale, rope_theta, q_data_type,
-            kv_data_type, o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan(); results have q's type if not
-            said. use_fp16_qk_reduction and non_blocking are permissions.
+            kv_data_type, o_data_type: as in BatchPrefillWithPagedKVCacheWrapper.plan(); results have q's type by
+            default. use_fp16_qk_reduction and non_blocking are permissions, which Quire does not need.
         operands: tensors and numbers, by name, that the mask of the constructor's variant reads.
 
-        Other arguments belong to kernels of other GPUs and are refused: for blocks of each head there is
-        VariableBlockSparseAttentionWrapper. Raises ValidationError naming the argument, or UnsupportedError with each
+        Other arguments belong to kernels for other GPUs and are refused. VariableBlockSparseAttentionWrapper has
+        separate blocks for each head. Raises ValidationError naming the argument, or UnsupportedError with each
         kernel's reason.
         """
         refuse(
@@ -161,8 +162,9 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
     ) -> Result:  # fmt: skip
         """Attention of q [M, num_qo_heads, head_dim] over k and v [N, num_kv_heads, head_dim], as planned.
 
-        out, lse: written if given. scale_q, scale_k, scale_v, enable_pdl: as q_scale, k_scale, v_scale and enable_pdl
-        of BatchPrefillWithPagedKVCacheWrapper.run(). operands: what the score of the constructor's variant reads.
+        out, lse: tensors that results are written into. scale_q, scale_k, scale_v, enable_pdl: as q_scale, k_scale,
+        v_scale and enable_pdl of BatchPrefillWithPagedKVCacheWrapper.run(). operands: what the score of the
+        constructor's variant reads.
 
         Returns o [M, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [M, num_qo_heads] in float32, base
         2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.
@@ -196,7 +198,7 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
 
 
 class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
-    """Attention under block-sparse matrices, one for each KV head, whose rows and columns of blocks have any size.
+    """Attention with a block-sparse matrix for each KV head, whose rows and columns of blocks may have any size.
 
     float_workspace_buffer, backend, variant: see BlockListsWrapper.
 
@@ -216,18 +218,18 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         rope_scale: float | None = None, rope_theta: float | None = None, non_blocking: bool = True,
         q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None, **operands: Any,
     ) -> None:  # fmt: skip
-        """Plan matrices, once for all layers that share them.
+        """Plan the matrices, once for all layers that use them.
 
         block_mask_map: bool [num_kv_heads, MB, NB], which blocks the query heads of each KV head see.
-        block_row_sz, block_col_sz: integers [num_kv_heads, MB] and [num_kv_heads, NB], rows and columns of blocks; the
-            sum is qo_len for each head, and kv_len. Columns with a common divisor that is a multiple of 8 are the
-            fastest; keys of others are gathered one by one. Rows that are multiples of 128, or one query head for each
-            KV head, save copies of q and the result.
+        block_row_sz, block_col_sz: integers [num_kv_heads, MB] and [num_kv_heads, NB], the rows and columns of blocks.
+            Their sums must be qo_len and kv_len for each head. Columns whose common divisor is a multiple of 8 are the
+            fastest; otherwise keys are gathered one by one. If the rows are multiples of 128, or if there is one query
+            head for each KV head, q and the result need not be copied.
         pos_encoding_mode: "NONE" or "ROPE_LLAMA". operands: what the mask of the constructor's variant reads, by name.
 
-        The other arguments are those of BlockSparseAttentionWrapper.plan(), with the same meaning of causal. Arrays on
-        a device are waited for. Raises ValidationError naming the argument, or UnsupportedError with each kernel's
-        reason.
+        The other arguments, and the meaning of `causal`, are those of BlockSparseAttentionWrapper.plan(). If arrays are
+        on a device, plan() waits for it. Raises ValidationError naming the argument, or UnsupportedError with each
+        kernel's reason.
         """
         qo, kv = heads(num_qo_heads, num_kv_heads)
         if pos_encoding_mode == "ALIBI":
@@ -266,8 +268,9 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
     ) -> Result:  # fmt: skip
         """Attention of q [num_qo_heads, qo_len, head_dim] over k and v [num_kv_heads, kv_len, head_dim], as planned.
 
-        Heads of k and v that do not follow one another in memory are copied. out, lse: written if given. enable_pdl: as
-        in BatchPrefillWithPagedKVCacheWrapper.run(). operands: what the score of the constructor's variant reads.
+        k and v are copied if their heads are not adjacent in memory. out, lse: tensors that results are written into.
+        enable_pdl: as in BatchPrefillWithPagedKVCacheWrapper.run(). operands: what the score of the constructor's
+        variant reads.
 
         Returns o [num_qo_heads, qo_len, head_dim], or (o, lse) with return_lse=True, lse [num_qo_heads, qo_len] in
         float32, base 2. Raises PlanError before plan(), ValidationError for tensors that do not fit the plan.

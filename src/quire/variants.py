@@ -1,8 +1,8 @@
-"""Ready variants, each written as a user would write one.
+"""Ready-made custom variants, written as a user would write them.
 
-A query stands at key q_idx + kv_len - qo_len, so that a variant gives the same for a token whether it comes in a
-prompt, a chunk or a decode step. Each is passed as `variant=` to a call or wrapper; what it declares is a keyword of
-the call: what a mask reads of plan(), what only a score reads of run().
+The position of a query is q_idx + kv_len - qo_len, so that a token gets the same result in a prompt, a chunk or a
+decode step. Pass a variant as `variant=` to a call or wrapper. Its tensors and numbers are keywords: those that a mask
+reads of plan(), those that only a score reads of run().
 
 >>> from quire import variants
 >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
@@ -39,7 +39,7 @@ __all__ = [
 
 
 def _distance(q_idx: Any, kv_idx: Any, qo_len: Any, kv_len: Any) -> Any:
-    """How far right of the query's place the key is; negative for keys of the past."""
+    """The position of the key minus that of the query; negative for past keys."""
     return kv_idx - (q_idx + kv_len - qo_len)
 
 
@@ -125,9 +125,9 @@ sigmoid = Variant(_sigmoid, scalars={"bias": "float32"})
 
 
 def sigmoid_output(o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """The sum of sigmoid(score + bias) * v: softmax has divided it by the sum of its weights, which is 2 ** lse.
+    """The sum of sigmoid(score + bias) * v: multiplies o by the sum of the weights, 2 ** lse, which softmax divided by.
 
-    o [nnz_qo, num_qo_heads, head_dim_vo] and lse [nnz_qo, num_qo_heads]: those of a run() with `sigmoid`.
+    o [nnz_qo, num_qo_heads, head_dim_vo] and lse [nnz_qo, num_qo_heads]: the results of a run() with `sigmoid`.
     """
     return (o.float() * lse.exp2()[..., None]).to(o.dtype)
 

@@ -1,11 +1,11 @@
-"""Pictures of a plan: which CTA, or which thread of a host, computes what, and when.
+"""Pictures of a plan: which CTA, or which thread of a CPU, computes what, and when.
 
     quire.viz.schedule(wrapper)             # in a notebook; .save("schedule.svg") or .save("schedule.html") elsewhere
     quire.viz.timeline(wrapper, q, cache)   # the same, measured
     python -m quire.viz --out schedule.html --kv-lens 8000,300,300 --heads 32/8
 
-Times of a schedule are the scheduler's own estimate, counted in KV tiles: what it divides. Those of a timeline are what
-a clock measured while the batch was computed.
+Times of a schedule are the scheduler's estimate, in KV tiles. Times of a timeline were measured while the batch was
+computed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _MOST_TILES = 20000  #: that a browser draws without stuttering
 
 
 class Picture:
-    """Who computes what under a plan. Notebooks show it; `svg` and `html` are text, and save() writes one of them.
+    """A picture of a plan. Notebooks show it; `svg` and `html` are text, and save() writes one of them.
 
     work: a Placed for each work tile: its request, KV head, rows, keys and merge group; its line (CTA, SM or thread),
-        and begin and end: in KV tiles of a schedule, in microseconds of a timeline.
+        and its begin and end, in KV tiles for a schedule and in microseconds for a timeline.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Picture:
 
     @property
     def balance(self) -> float:
-        """Mean over longest line: 1 where all end together."""
+        """Mean length of the lines divided by the longest: 1 if all end together."""
         return sum(placed.end - placed.begin for placed in self.work) / (self._lines * self._end)
 
     @property
     def svg(self) -> str:
-        """A picture in the colour of the text around it."""
+        """The picture as SVG, in the colour of the surrounding text."""
         height = min(34.0, max(3.0, 560 / self._lines))
         bottom = _TOP + height * self._lines
         body = (*self._axes(height, bottom), *self._tiles(height), *self._merges(height))
@@ -72,17 +72,17 @@ class Picture:
 
     @property
     def html(self) -> str:
-        """A page of its own: the picture, what explain() says, and the merge groups."""
+        """A standalone page: the picture, the result of explain(), and the merge groups."""
         return self.page()
 
     def page(self, *others: Picture) -> str:
-        """The same with other pictures of the plan below this one, such as its timeline."""
+        """The same with further pictures below this one, such as the timeline."""
         pictures = "".join(f"<h2>{picture._title()}</h2>{picture._repr_html_()}" for picture in (self, *others))
         body = f"<h1>A plan</h1>{pictures}<h2>Which kernel, and why</h2>{self.explanation._repr_html_()}"
         return _PAGE.format(body=body + self._groups())
 
     def save(self, path: str | Path) -> None:
-        """Write the page, or the picture alone where `path` ends in .svg."""
+        """Write the page, or only the picture if `path` ends in .svg."""
         path = Path(path)
         path.write_text(self.svg if path.suffix == ".svg" else self.html, encoding="utf-8")
 
@@ -173,10 +173,10 @@ class Picture:
 
 
 def schedule(plan: AttentionWrapper | BatchAttention) -> Picture:
-    """Draw who computes what under the current plan of a wrapper, on a GPU or a CPU.
+    """Draw the schedule of the current plan of a wrapper: which CTA, or which CPU thread, computes what.
 
-    plan: a wrapper after plan(), whose lengths were on the host or copied there. The lines of the picture are resident
-    CTAs of a GPU, threads of a host. Raises PlanError before plan(), ValidationError for anything but a wrapper.
+    plan: a wrapper after plan(), planned on the host. The lines of the picture are the resident CTAs of a GPU, or the
+    threads of a CPU. Raises PlanError before plan(), ValidationError for anything but a wrapper.
 
     >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> lens = torch.tensor([0, 100, 130], dtype=torch.int32)
@@ -193,12 +193,12 @@ def schedule(plan: AttentionWrapper | BatchAttention) -> Picture:
 
 
 def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: Any) -> Picture:
-    """Compute the batch of the current plan, and draw which SM, or which thread of a host, computed what, and when.
+    """Run the batch of the current plan, and draw which SM, or which CPU thread, computed what, and when.
 
-    plan: as in schedule(). tensors, options: what its run() takes: q, then the cache or keys and values, ... They are
-    computed twice, in another variant of the planned kernel, which notes when each work tile begins and ends; the
-    picture is of the second time. A wrapper for CUDA graphs is computed without one. Raises UnsupportedError where the
-    kernel has no such variant (latents, heads of 512 dims, a variant of one's own).
+    plan: as in schedule(). tensors, options: the arguments of its run(): q, then the cache or keys and values, ... The
+    batch runs twice, in a special variant of the planned kernel, which records when each work tile begins and ends; the
+    picture shows the second run. A wrapper for CUDA graphs runs without a graph. Raises UnsupportedError if the kernel
+    has no such variant (MLA, heads of 512 dims, custom variants).
 
     >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> lens = torch.tensor([0, 100, 130], dtype=torch.int32)
@@ -227,7 +227,7 @@ def _wrapper_of(plan: Any) -> AttentionWrapper:
 
 
 def _few(work: Sequence[Placed]) -> Sequence[Placed]:
-    """`work`, if a browser can draw it."""
+    """`work`, if it is small enough for a browser."""
     if len(work) > _MOST_TILES:
         raise ValidationError(f"schedule: expected at most {_MOST_TILES} work tiles to draw, got {len(work)}.")
     return work
@@ -246,7 +246,7 @@ def _ticks(end: float, most: int = 10) -> range:
 
 
 def _colour(work: Work) -> str:
-    """Requests by turns of the golden angle; neighbouring row tiles and KV heads of one request by lightness."""
+    """A colour: the hue depends on the request, the lightness on row tile and KV head."""
     is_odd = (work.rows[0] // max(1, work.rows[1] - work.rows[0]) + work.kv_head) % 2
     return f"hsl({(212 + work.request * 137.508) % 360:.0f} 50% {46 + 7 * is_odd}%)"
 

@@ -1,7 +1,7 @@
-"""xqa(): decode over a table of pages, in the spellings that its name has had.
+"""xqa(): decode with a block table, with the arguments of all versions of FlashInfer's function.
 
-The module can be called: `quire.xqa(...)`, as FlashInfer names the function, is `quire.xqa.xqa(...)`. The work is that
-of xqa_batch_decode_with_kv_cache() (block_table_decode.py).
+The module is callable: `quire.xqa(...)`, FlashInfer's name for the function, is `quire.xqa.xqa(...)`. The computation
+is that of xqa_batch_decode_with_kv_cache() (block_table_decode.py).
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ def xqa(
     pos_encoding_mode: str = "NONE", rope_scale: float | None = None, rope_theta: float | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
-    """Attention of the last q_seq_len tokens of each request over its pages, as FlashInfer's function of this name.
+    """Attention of the last q_seq_len tokens of each request over its pages, like FlashInfer's function.
 
-    q: [batch_size, 1, num_qo_heads, head_dim], where 1 is the beam width, the only one there is; or without it,
-    [batch_size, num_qo_heads, head_dim]; with drafts [batch_size, 1, q_seq_len, num_qo_heads, head_dim]; in float16 or
+    q: [batch_size, 1, num_qo_heads, head_dim], where 1 is the beam width and must be 1; or, without it, [batch_size,
+    num_qo_heads, head_dim]; with draft tokens [batch_size, 1, q_seq_len, num_qo_heads, head_dim]; in float16 or
     bfloat16 (on the CPU also float32). k_cache, v_cache: [num_pages, page_size, num_kv_heads, head_dim] (kv_layout
     "HND": heads before tokens), or those rows as [num_pages * page_size * num_kv_heads, head_dim], in q's dtype,
-    float8_e4m3fn or float8_e5m2. num_kv_heads and page_size are needed for the latter; elsewhere they repeat the
-    cache's, as head_dim does q's. Any page size will do. page_table: int32 [batch_size, pages]. seq_lens: uint32 or
-    int32 [batch_size] or [batch_size, 1], tokens of each request with its new ones, at most pages * page_size.
+    float8_e4m3fn or float8_e5m2. The 2-D cache needs num_kv_heads and page_size; otherwise they and head_dim are
+    redundant, and checked. Any page size is supported. page_table: int32 [batch_size, pages]. seq_lens: uint32 or int32
+    [batch_size] or [batch_size, 1], tokens of each request including new ones, at most pages * page_size.
 
-    output: of q's shape and dtype, or float8_e4m3fn, and there alone rcp_out_scale multiplies the result. Logits are
-    q . k * q_scale * kv_scale / sqrt(head_dim), and kv_scale multiplies the result too: numbers, or tensors of one
-    element, which on a GPU are read there; None is 1. sinks: float32 natural-log logits [num_kv_heads, group_size] or
-    [num_qo_heads] that join the denominators. sliding_win_size: the keys that a query sees, its own among them; 0: all;
-    sliding_window_size says the same (-1: all). mask, and q_cu_seq_lens for q [q_cu_seq_lens[-1], num_qo_heads,
-    head_dim]: as in xqa_batch_decode_with_kv_cache(), with q_seq_len for q_len_per_req. pos_encoding_mode, rope_scale,
+    output: of q's shape, in q's dtype or float8_e4m3fn. Only with the latter, rcp_out_scale multiplies the result.
+    Logits are q . k * q_scale * kv_scale / sqrt(head_dim), and kv_scale also multiplies the result. Scales are numbers,
+    or tensors of one element, which are read on their device; None is 1. sinks: float32 logits (natural logarithm)
+    [num_kv_heads, group_size] or [num_qo_heads] that are added to the denominators. sliding_win_size: how many keys a
+    query sees, including its own; 0: all. sliding_window_size is the same (-1: all). mask, and q_cu_seq_lens for q
+    [q_cu_seq_lens[-1], num_qo_heads, head_dim]: as in xqa_batch_decode_with_kv_cache(), with q_seq_len for
+    q_len_per_req. pos_encoding_mode, rope_scale,
     rope_theta: as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
-    Permissions, which are checked: workspace_buffer holds partial results if given, whatever is in it; semaphores
-    (uint32) and sm_count are not needed. By position sm_count may stand in the place of kv_layout, as it once did.
+    Optional: workspace_buffer is used for partial results if given, and need not be zeroed; semaphores (uint32) and
+    sm_count are checked but not needed. By position, sm_count may come in place of kv_layout, as in older versions.
 
     Returns `output`, or a new tensor of q's shape. Raises ValidationError naming the argument, or UnsupportedError with
     each kernel's reason. k_sf_cache and v_sf_cache (4-bit caches) are refused.
@@ -105,15 +106,16 @@ def xqa_mla(
     sm_count: int | None = None, enable_pdl: bool | None = None, *, head_dim: int | None = None,
     num_kv_heads: int | None = None, backend: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
-    """xqa() over a cache of latents: multi-head latent attention (MLA) of one query a request, of any number of heads.
+    """xqa() for multi-head latent attention (MLA): one query per request, any number of heads, over a cache of latents.
 
     q: [batch_size, 1, num_heads, 576] or without the beam width 1. k_cache: [num_pages, page_size, 1, 576] or without
     the dimension of 1; v_cache: the same tensor, or its first 512 dims. page_table, seq_lens, output [..., 512],
     workspace_buffer, semaphores, page_size, sm_count: as in xqa(). Logits are q . k * q_scale * kv_scale, without
-    another factor, and kv_scale multiplies the result too.
+    further factors, and kv_scale also multiplies the result.
 
-    The manual's page shows xqa_mla(q, mla_kv_cache, page_table, seq_lens, head_dim=, page_size=, num_kv_heads=) with
-    mla_kv_cache [num_pages, page_size, num_kv_heads, 2 * head_dim]: keys and then values, for which xqa() is called.
+    FlashInfer's manual shows xqa_mla(q, mla_kv_cache, page_table, seq_lens, head_dim=, page_size=, num_kv_heads=) with
+    mla_kv_cache [num_pages, page_size, num_kv_heads, 2 * head_dim], keys followed by values. Such calls are passed to
+    xqa().
 
     Returns `output`, or a new tensor. Raises ValidationError naming the argument, or UnsupportedError.
 
@@ -158,7 +160,7 @@ def _xqa_of_halves(
 
 
 def _latents(k_cache: Any, v_cache: Any, page_size: Any) -> torch.Tensor:
-    """The cache [num_pages, page_size, 576] of keys, which values repeat."""
+    """The cache [num_pages, page_size, 576] of keys, whose first dims are the values."""
     cache: torch.Tensor = check_tensor(k_cache, "k_cache")
     cache = cache.squeeze(2) if cache.dim() == 4 and cache.shape[2] == 1 else cache
     size = None if page_size is None else check_positive(page_size, "page_size")
@@ -170,7 +172,7 @@ def _latents(k_cache: Any, v_cache: Any, page_size: Any) -> torch.Tensor:
 
 
 class _Callable(ModuleType):
-    """This module, which is also called as the function of its name."""
+    """This module, made callable as the function of its name."""
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -186,7 +188,7 @@ sys.modules[__name__].__class__ = _Callable
 
 
 def _layout(kv_layout: Any, sm_count: Any) -> KVLayout:
-    """kv_layout, in whose place an older page has sm_count."""
+    """kv_layout, in whose position older versions have sm_count."""
     if kv_layout is None or (isinstance(kv_layout, int) and not isinstance(kv_layout, bool)):
         if sm_count is not None:
             raise ValidationError(f"kv_layout: expected 'NHD' or 'HND', got {kv_layout!r} beside sm_count={sm_count}.")

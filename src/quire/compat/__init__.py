@@ -1,1 +1,1 @@
-"""Quire in the place of other libraries."""
+"""Drop-in replacements for other libraries."""

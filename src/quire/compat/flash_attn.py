@@ -2,23 +2,25 @@
 
     from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
-The surface is that of flash-attn 2 (https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py). What all
-functions have in common:
+The API is that of flash-attn 2 (https://github.com/Dao-AILab/flash-attention, flash_attn_interface.py). Common to all
+functions:
 
-- q is [..., num_heads, head_dim], k and v are [..., num_heads_k, head_dim]; num_heads is a multiple of num_heads_k, and
-  v may have a head_dim of its own, which the result then has.
+- q is [..., num_heads, head_dim], k and v are [..., num_heads_k, head_dim]; num_heads is a multiple of num_heads_k. The
+  head_dim of v may differ; the result has the head_dim of v.
 - causal: the last query sees the last key (bottom-right). Queries that see no key give zeros, and an lse of -inf.
-- window_size=(left, right): keys seen to the left and right of where a query stands; -1: all. With causal, right is 0.
-- softcap: c > 0 makes each scaled logit x into c * tanh(x / c). softmax_scale: None is 1 / sqrt(head_dim).
-- alibi_slopes: those of the ALiBi paper alone, float32 [num_heads] or [batch, num_heads], where no query sees keys to
-  its right. Slopes on a GPU are waited for.
-- s_aux: [num_heads] natural-log logits that join each denominator (attention sinks), as in vLLM's flash-attn 3.
-- deterministic is a permission, as results are the same in every run. dropout_p must be 0: Quire is for inference.
-- return_attn_probs=True returns (out, softmax_lse, None): softmax_lse is float32 and in natural logarithms; the third
-  is only there with dropout. flash_attn_with_kvcache has return_softmax_lse, which returns (out, softmax_lse).
+- window_size=(left, right): how many keys to the left and right of its position a query sees; -1: all. With causal,
+  right is 0.
+- softcap: c > 0 replaces each scaled logit x by c * tanh(x / c). softmax_scale: None is 1 / sqrt(head_dim).
+- alibi_slopes: only those of the ALiBi paper, float32 [num_heads] or [batch, num_heads], and only if no query sees keys
+  to its right. Slopes on a GPU are copied to the host, which waits for the GPU.
+- s_aux: [num_heads] logits (natural logarithm) that are added to each denominator (attention sinks), as in vLLM's
+  flash-attn 3.
+- deterministic has no effect, because results are always deterministic. dropout_p must be 0: Quire is for inference.
+- return_attn_probs=True returns (out, softmax_lse, None): softmax_lse is float32, with the natural logarithm; the third
+  value exists only with dropout. flash_attn_with_kvcache has return_softmax_lse, which returns (out, softmax_lse).
 
 Each function raises ValidationError naming the argument, or UnsupportedError. Results have q's dtype: float16,
-bfloat16, and float32 on the CPU. Layers that call with the same index tensors plan once.
+bfloat16, and float32 on the CPU. Calls with the same index tensors, as from the layers of a model, share one plan.
 """
 
 from __future__ import annotations
@@ -94,7 +96,7 @@ _recent, _none = RecentPlans(), RecentPlans(most=0)
 
 
 class _Scoring(NamedTuple):
-    """What the arguments that are no tensors say."""
+    """The arguments that are not tensors."""
 
     softmax_scale: float | None
     causal: bool
@@ -126,7 +128,7 @@ class _Scoring(NamedTuple):
 
 
 def _window(window_size: Any) -> Window:
-    """FlashAttention takes any negative number for no limit."""
+    """One side of window_size, where any negative number means no limit."""
     try:
         left, right = (int(side) for side in window_size)
     except (TypeError, ValueError) as error:
@@ -135,7 +137,7 @@ def _window(window_size: Any) -> Window:
 
 
 def _check_slopes(slopes: Any, num_heads: int) -> None:
-    """The kernels compute the slopes of the paper (Press et al., 2022): others would be another bias."""
+    """Refuse other slopes than those of the paper (Press et al., 2022), which the kernels compute themselves."""
     given = check_tensor(slopes, "alibi_slopes")
     if given.dim() not in (1, 2) or given.shape[-1] != num_heads:
         raise ValidationError(
@@ -168,7 +170,7 @@ def flash_attn_func(
     causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, *, s_aux: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of a batch whose requests are equally long.
+    """Attention of a batch of requests of equal length.
 
     q: [batch, seqlen_q, num_heads, head_dim]; k, v: [batch, seqlen_k, num_heads_k, head_dim]. Other arguments and
     errors: at the top of the module. Returns out [batch, seqlen_q, num_heads, head_dim], or (out, softmax_lse [batch,
@@ -240,15 +242,16 @@ def flash_attn_varlen_func(
     alibi_slopes: torch.Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None, *, s_aux: torch.Tensor | None = None,
 ) -> Result:  # fmt: skip
-    """Attention of a batch whose requests lie one after another, each with a length of its own.
+    """Attention of a batch of requests of different lengths, concatenated in one tensor.
 
     q: [total_q, num_heads, head_dim]; k, v: [total_k, num_heads_k, head_dim]. cu_seqlens_q, cu_seqlens_k: int32
-    [batch + 1], offsets into them; those on a GPU are copied to the host, which waits for it and which no capture of a
-    CUDA graph allows (PlanError). Rows of q beyond
-    cu_seqlens_q[-1] give zeros. max_seqlen_q, max_seqlen_k: the longest request, which the offsets say too; offsets on
-    the host must not be longer. block_table: int32 [batch, pages]; k and v are then [num_blocks, page_block_size,
-    num_heads_k, head_dim], and cu_seqlens_k sums up the tokens in them. Other arguments and errors: at the top of the
-    module. Returns out [total_q, num_heads, head_dim], or (out, softmax_lse [num_heads, total_q], None).
+    [batch + 1], offsets of the requests. If they are on a GPU, they are copied to the host, which waits for the GPU and
+    is impossible in the capture of a CUDA graph (PlanError). Rows of q beyond cu_seqlens_q[-1] give zeros.
+    max_seqlen_q,
+    max_seqlen_k: the length of the longest request; redundant, and checked if the offsets are on the host. block_table:
+    int32 [batch, pages]; k and v are then [num_blocks, page_block_size, num_heads_k, head_dim], and cu_seqlens_k has
+    the cumulative numbers of tokens in them. Other arguments and errors: at the top of the module. Returns out
+    [total_q, num_heads, head_dim], or (out, softmax_lse [num_heads, total_q], None).
 
     >>> from quire.compat.flash_attn import flash_attn_varlen_func
     >>> q, k, v = torch.randn(5, 8, 64), torch.randn(30, 2, 64), torch.randn(30, 2, 64)
@@ -325,17 +328,18 @@ def flash_attn_with_kvcache(
 
     q: [batch, seqlen_q, num_heads, head_dim]. k_cache, v_cache: [batch_cache, seqlen_cache, num_heads_k, head_dim]; or
     with block_table, int32 [batch, pages], [num_blocks, page_block_size, num_heads_k, head_dim].
-    k, v: [batch, seqlen_new, num_heads_k, head_dim], written to the cache in place, behind what each request has.
-    cache_seqlens: tokens of each request before that, one number or int32 [batch]; None: all of the cache. On a GPU it
-    is read there alone, so that the call may be captured in a CUDA graph; tokens beyond the cache are not written, and
-    a request with a negative length has no keys and writes none.
+    k, v: [batch, seqlen_new, num_heads_k, head_dim], written to the cache in place, after the tokens of each
+    request. cache_seqlens: tokens of each request before that, one number or int32 [batch]; None: all of the cache. If
+    it is on a GPU, it is read only there, so the call may be captured in a CUDA graph. Tokens beyond the cache are not
+    written; a request with a negative length has no keys and writes none.
     rotary_cos, rotary_sin: [seqlen_rotary, rotary_dim / 2]: k is rotated by its position, and q by its own with causal
-    or a window, else by cache_seqlens; rotary_interleaved: dims 2 i and 2 i + 1 turn together, else i and i +
-    rotary_dim / 2. They need k.
+    or a window, else by cache_seqlens; rotary_interleaved: True: dims 2 i and 2 i + 1 are a pair; False: i and
+    i + rotary_dim / 2. All of them need k.
     cache_batch_idx: int32 [batch], the row of the cache of each request. cache_leftpad: int32 [batch], where the keys
-    of each row begin. Both are refused beside block_table.
-    num_splits: 1 divides no request's keys; other numbers are a permission. Other arguments and errors: at the top of
-    the module. Returns out [batch, seqlen_q, num_heads, head_dim], or (out, softmax_lse [batch, num_heads, seqlen_q]).
+    of each row begin. Both are refused with block_table.
+    num_splits: with 1, the keys of a request are never divided; other numbers have no effect. Other arguments and
+    errors: at the top of the module. Returns out [batch, seqlen_q, num_heads, head_dim], or (out, softmax_lse [batch,
+    num_heads, seqlen_q]).
 
     >>> from quire.compat.flash_attn import flash_attn_with_kvcache
     >>> q, k, v = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
@@ -384,7 +388,7 @@ def _new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[to
 
 
 def _natural(lse: torch.Tensor) -> torch.Tensor:
-    """From base 2, in place."""
+    """The natural logarithm of an lse in base 2, in place."""
     return lse.mul_(math.log(2))
 
 
@@ -447,7 +451,7 @@ def _indices(
     q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seq_lens: torch.Tensor | None,
     block_table: torch.Tensor | None, qo_len: int, page_size: int, needs_host: bool,
 ) -> Indices | Lengths:  # fmt: skip
-    """What the planner is given; lengths that only a GPU knows stay there where queries are equally many."""
+    """Index arrays for the planner. Lengths on a GPU stay there if all requests have equally many queries."""
     if seq_lens is None or needs_host:
         refuse_capture("a call whose lengths are planned on the host", q.device)
     indptr = None if cu_seqlens_q is None else host_indices(cu_seqlens_q, "cu_seqlens_q")

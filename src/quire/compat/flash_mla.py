@@ -2,11 +2,11 @@
 
     from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 
-The surface is that of https://github.com/deepseek-ai/FlashMLA (flash_mla_interface.py). Latents have 512 + 64 dims, in
-queries' float16 or bfloat16 (on the CPU also float32), or as float8_e4m3fn numbers of 576 bytes a token, or with
-bfloat16 queries in FlashMLA's rows of 656 bytes: 512 float8_e4m3fn numbers, a float32 scale for each 128 of them, and
-64 bfloat16 numbers. Any number of heads and any page size will do. Both functions may be captured in a CUDA graph. An
-lse is in natural logarithms, and -inf where a query sees no token. attn_sink is refused.
+The API is that of https://github.com/deepseek-ai/FlashMLA (flash_mla_interface.py). Latents have 512 + 64 dims. They
+have the queries' type, float16 or bfloat16 (on the CPU also float32), or are 576 float8_e4m3fn numbers per token, or,
+with bfloat16 queries, FlashMLA's rows of 656 bytes: 512 float8_e4m3fn numbers, a float32 scale for each 128 of them,
+and 64 bfloat16 numbers. Any number of heads and any page size is supported. Both functions may be captured in a CUDA
+graph. An lse is a natural logarithm, and -inf if the query sees no token. attn_sink is refused.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention of q [batch, seqlen_q, num_heads, 576] over k_cache [num_pages, page_size, 1, 576 or 656 bytes].
 
-    block_table [batch, pages] and cache_seqlens [batch], int32: the pages and tokens of each request, of which the
-    queries are the last with causal=True; without it they see all. Or indices [batch, seqlen_q, topk] int32: the tokens
-    that each query attends to, page * page_size + place; those below 0 and beyond the cache are none. topk_length
-    [batch]: how many of the indices count. softmax_scale: None is 1 / sqrt(576). head_dim_v: 512. is_fp8_kvcache:
-    whether k_cache is one of 8 bits. tile_scheduler_metadata and num_splits are not needed. The extra cache is refused.
+    block_table [batch, pages] and cache_seqlens [batch], int32: the pages and tokens of each request, whose last
+    tokens are the queries if causal=True; otherwise queries see all tokens. Or indices [batch, seqlen_q, topk] int32:
+    the tokens that each query attends to, page * page_size + index in the page; indices below 0 and beyond the cache
+    are ignored. topk_length [batch]: how many of the indices are used. softmax_scale: None is 1 / sqrt(576).
+    head_dim_v: 512. is_fp8_kvcache: whether k_cache has 8 bits. tile_scheduler_metadata and num_splits are not needed.
+    An extra cache is refused.
 
     Returns (out [batch, seqlen_q, num_heads, 512], softmax_lse float32 [batch, num_heads, seqlen_q]). Raises
     ValidationError naming the argument, or UnsupportedError.
@@ -92,11 +93,11 @@ def flash_mla_sparse_fwd(
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None, torch.Tensor]:  # fmt: skip
     """Attention of q [seqlen_q, num_heads, 576] over the tokens kv [seqlen_kv, 1, 576] that indices [seqlen_q, 1, topk]
-    name for each query, all or the first topk_length [seqlen_q]; those below 0 and from seqlen_kv on are none.
+    list for each query, or the first topk_length [seqlen_q] of them; indices below 0 or from seqlen_kv on are ignored.
 
-    Returns (out [seqlen_q, num_heads, 512], None, lse float32 [seqlen_q, num_heads]); in the place of None FlashMLA has
-    the maximum of each row's logits, which Quire does not keep. d_v: 512. indexer_topk: only 0. Raises ValidationError
-    naming the argument, or UnsupportedError.
+    Returns (out [seqlen_q, num_heads, 512], None, lse float32 [seqlen_q, num_heads]); instead of None, FlashMLA
+    returns the maximum of each row's logits, which Quire does not store. d_v: 512. indexer_topk: only 0. Raises
+    ValidationError naming the argument, or UnsupportedError.
 
     >>> q, kv = torch.randn(2, 16, 576).bfloat16(), torch.randn(100, 1, 576).bfloat16()
     >>> indices = torch.tensor([[[3, 99, -1, -1]], [[0, 1, 2, 3]]]).int()

@@ -1,4 +1,4 @@
-"""Plans of the last calls: the layers of a model ask for the same batch one after another, and plan it once."""
+"""Plans of the last calls, so that the layers of a model, which ask for the same batch in turn, plan it once."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Source = torch.Tensor | None  #: a tensor that a batch was made from
 
 
 class RecentPlans:
-    """The `most` plans that were made last; with 0 each call plans anew.
+    """The last `most` plans; with 0 each call plans again.
 
-    A plan is found by what it was asked for (`key`), by the tensors that its batch was made from, which must be the
-    same objects and unchanged, and by the stream. Where a GPU plans from `sources` themselves, which a kernel may write
-    without torch's knowledge, it plans each time, and what is kept is the batch. Nothing is kept in a capture, and of
-    tensors that count no changes (inference mode).
+    A plan is found by the options of the call (`key`), by the tensors that describe the batch, which must be the same
+    objects and unchanged, and by the stream. If the GPU plans from the tensors in `sources`, which a kernel may change
+    without torch noticing, only the batch is kept, and it is planned in each call. Nothing is kept in a capture, or for
+    tensors that do not count changes (inference mode).
     """
 
     def __init__(self, most: int = 16) -> None:

@@ -1,4 +1,4 @@
-"""Batches of equally long rows, as Hugging Face and FlashAttention have them, in the words of the planner."""
+"""Batches of rows of equal length, as in Hugging Face and FlashAttention, as index arrays and pages for the planner."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.runtime.ops import is_tracing
 
 
 class EqualLengths(NamedTuple):
-    """Index tensors, on the host, of a batch whose requests are equally long."""
+    """Index tensors, on the host, of a batch of requests of equal length."""
 
     offsets: torch.Tensor  #: [batch + 1]
     lens: torch.Tensor  #: [batch]
@@ -35,7 +35,7 @@ _known = lru_cache(maxsize=256)(_new)
 
 
 def row_step(cache: torch.Tensor) -> int:
-    """Tokens from a row of [rows, tokens, heads, dim] to the next, in steps of the token stride; 0: no whole number."""
+    """The distance between rows of [rows, tokens, heads, dim] in token strides; 0 if it is no multiple of them."""
     row, token = cache.stride(0), cache.stride(1)
     if cache.shape[0] <= 1 or cache.shape[1] <= 1:
         return cache.shape[1]
@@ -44,7 +44,7 @@ def row_step(cache: torch.Tensor) -> int:
 
 def token_pages(cache: torch.Tensor) -> torch.Tensor:
     """A view of [rows, tokens, heads, dim] as pages [pages, 1, heads, dim] of one token: token t of row r is page
-    r * row_step() + t. Where heads come before tokens, pages overlap: they are to be read only.
+    r * row_step() + t. If heads come before tokens, pages overlap, and must only be read.
     """
     rows, tokens, heads, dim = cache.shape
     strides = cache.stride()

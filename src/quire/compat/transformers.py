@@ -5,21 +5,21 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="quire")
 
 "quire" is for forward() and generate(): static and dynamic caches, padding, sliding windows, soft caps, sinks, grouped
-heads, packed sequences, torch.compile. Keys and values are read where the cache has them. Which keys a query sees is
-what transformers' own mask for sdpa says, so that every mask of every model holds. A causal batch that is padded on the
-left, or not at all, is planned from the lengths of its padding and reads no mask. Nor does a query that is alone in its
-request (decode): it reads the keys that it sees. The layers of a model share the plan of a step.
+heads, packed sequences, torch.compile. Keys and values are read in place, from the cache. Masks are those that
+transformers makes for sdpa, so the masks of all models are supported. A causal batch without padding, or with left
+padding, is planned from its lengths and reads no mask. Neither does decode, where a page table lists the keys that each
+query sees. The layers of a model share one plan per step.
 
-"quire_flash_2" is transformers' path for FlashAttention over the functions of quire.compat.flash_attn. It makes no
-mask, and generate_batch() (continuous batching over a paged cache) takes it:
+"quire_flash_2" is transformers' path for FlashAttention, with the functions of quire.compat.flash_attn. It makes no
+mask, and generate_batch() (continuous batching over a paged cache) can use it:
 
     model.set_attn_implementation("quire_flash_2")
     model.generate_batch(prompts, generation_config)
 
-On a GPU give generate_batch() a ContinuousBatchingConfig(use_cuda_graph=(False, True)): its batches of several lengths
-are planned on the host, which a capture cannot wait for.
+On a GPU pass ContinuousBatchingConfig(use_cuda_graph=(False, True)) to generate_batch(): batches with prompts are
+planned on the host, which is impossible in a capture.
 
-Both are for inference: under autograd they raise ValidationError.
+Both are for inference: with gradients enabled they raise ValidationError.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _packed: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictio
 
 
 def register() -> None:
-    """Makes "quire" and "quire_flash_2" known to transformers, in this process. May be called again.
+    """Registers "quire" and "quire_flash_2" with transformers in this process. May be called repeatedly.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from quire.compat.transformers import register
@@ -91,10 +91,11 @@ def make_mask(
     attention_mask: torch.Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
     **kwargs: Any,
 ) -> torch.Tensor | None:  # fmt: skip
-    """sdpa's mask, bool [batch_size, 1, q_length, kv_length]; None where the last query sees all keys, the ones before
-    it one less each (or all, if attention is not causal).
+    """sdpa's mask, bool [batch_size, 1, q_length, kv_length]; None if the mask is plain causal, aligned at the last key
+    (or, if attention is not causal, if all keys are visible).
 
-    The arguments are those of transformers' mask functions. sdpa takes None for top-left too, which attend() does not.
+    The arguments are those of transformers' mask functions. For sdpa None may also mean a top-left causal mask, for
+    attend() it does not.
     """
     places, padding = (q_length, kv_length, q_offset, kv_offset), None
     if allow_is_causal_skip and _is_causal(*places, local_size):
@@ -111,7 +112,7 @@ def make_mask(
 
 
 def _with_padding(mask: torch.Tensor, padding: tuple[int, ...] | None) -> torch.Tensor:
-    """The mask, with what attend() is to know of it; a tensor that counts its changes, also in inference mode."""
+    """The mask with its padding, for attend(), as a tensor that counts its changes, even in inference mode."""
     if not is_tracing() and mask.is_inference():
         with torch.inference_mode(False):
             mask = mask.clone()
@@ -130,7 +131,7 @@ def _is_causal(q_length: int, kv_length: int, q_offset: Any, kv_offset: int, loc
 
 
 def _left_padding(seen: torch.Tensor | None) -> tuple[int, ...] | None:
-    """Tokens of padding ahead of each row of bool [batch, kv_length], () without any; None if others are hidden too."""
+    """The left padding of each row of bool [batch, kv_length]; () without any; None if other tokens are hidden, too."""
     if seen is None or not seen.numel():
         return ()
     first, count = torch.stack([seen.to(torch.uint8).argmax(1), seen.sum(1)]).tolist()  # one wait for a GPU
@@ -145,12 +146,12 @@ def attend(
     position_bias: torch.Tensor | None = None, cache: Any = None, position_ids: torch.Tensor | None = None,
     cu_seq_lens_q: torch.Tensor | None = None, cu_seq_lens_k: torch.Tensor | None = None, **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """What transformers' models call: query [batch, num_heads, q_length, head_dim], key and value [batch,
-    num_key_value_heads, kv_length, head_dim]. Returns ([batch, q_length, num_heads, head_dim], None).
+    """The attention function for transformers' models: query [batch, num_heads, q_length, head_dim], key and value
+    [batch, num_key_value_heads, kv_length, head_dim]. Returns ([batch, q_length, num_heads, head_dim], None).
 
-    attention_mask: bool [batch, 1, q_length, kv_length], or None as make_mask() has it. Sequences that lie one after
-    another in one row are told apart by the mask, by cu_seq_lens_q and cu_seq_lens_k, or by position_ids that begin
-    anew. s_aux: sinks. The window of `sliding_window` is in the mask. Raises ValidationError or UnsupportedError.
+    attention_mask: bool [batch, 1, q_length, kv_length], or None as returned by make_mask(). Sequences packed in one
+    row are separated by the mask, by cu_seq_lens_q and cu_seq_lens_k, or by position_ids that start again. s_aux:
+    sinks. The mask already contains the window of `sliding_window`. Raises ValidationError or UnsupportedError.
     """
     if dropout or position_bias is not None or cache is not None or kwargs.get("output_attentions"):
         _refuse(dropout=dropout or None, position_bias=position_bias, cache=cache)
@@ -198,13 +199,13 @@ def _checked_mask(mask: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Te
 
 
 def _known_padding(mask: torch.Tensor) -> tuple[int, ...] | None:
-    """What make_mask() found about a mask that nobody has changed since."""
+    """The padding that make_mask() found, if the mask has not changed since."""
     version, padding = getattr(mask, _PADDING, (None, None))
     return padding if version is not None and version == mask._version else None
 
 
 def _padded(x: torch.Tensor) -> torch.Tensor:
-    """With a head_dim that kernels take, and neighbours along it: zeros change no logit and no result."""
+    """Padded with zeros to a head_dim that kernels support, and contiguous; this changes no logit and no result."""
     dim = x.shape[-1]
     if dim % 16 or dim < 32:
         return pad(x, (0, max(32, -(-dim // 16) * 16) - dim))
@@ -215,7 +216,7 @@ def _attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_lens_q: torch.Tensor,
     cu_seq_lens_k: torch.Tensor, scale: float, causal: bool, softcap: float | None, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Sequences one after another in one row."""
+    """Attention of sequences packed in one row."""
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     cu_seqlens = cu_seq_lens_q.to(torch.int32), cu_seq_lens_k.to(torch.int32)
     out: torch.Tensor = flash_attn.flash_attn_varlen_func(
@@ -226,7 +227,7 @@ def _attend_packed(
 
 
 def _packed_offsets(query: torch.Tensor, key: torch.Tensor, position_ids: Any) -> torch.Tensor | None:
-    """Where sequences begin in one row, whose position_ids [1, q_length] do not go on there; None if it is one."""
+    """Where sequences begin in one row, which is where position_ids [1, q_length] restart; None for one sequence."""
     length = query.shape[2]
     if query.shape[0] != 1 or key.shape[2] != length or is_tracing():
         return None
@@ -323,7 +324,7 @@ def _rows(padding: tuple[int, ...], q_length: int, kv_length: int, step: int) ->
 
 
 def _seen_tokens(seen: torch.Tensor, step: int) -> Indices | Lengths:
-    """The page table of single queries that see bool [batch, kv_length]; on a GPU nobody waits for it."""
+    """A page table of the keys that single queries see, from bool [batch, kv_length], without a synchronisation."""
     batch = seen.shape[0]
     lens = seen.sum(1, dtype=torch.int32)
     if not seen.is_cpu:

@@ -1,12 +1,12 @@
-"""Attention over the ranks of a torch.distributed process group: NCCL between GPUs, gloo between hosts' processors.
+"""Attention over the ranks of a torch.distributed process group: NCCL for GPUs, gloo for CPUs.
 
-    ContextParallelDecode   decode whose cached tokens are spread over ranks (vLLM's decode context parallel)
-    merge_over_ranks        the merge behind it, for results of any wrapper, those of MLA too
-    ZigzagPrefill           causal prefill whose tokens are spread over ranks, evenly in work
-    Ulysses                 tokens spread over ranks become heads spread over ranks, and back
+    ContextParallelDecode   decode with the cached tokens distributed over ranks (vLLM's decode context parallel)
+    merge_over_ranks        its exchange and merge, for results of any wrapper, including MLA
+    ZigzagPrefill           causal prefill with the tokens distributed so that all ranks have equal work
+    Ulysses                 exchanges tokens per rank for heads per rank, and back
 
-Every rank of the group makes the same calls in the same order, as with any collective. Nothing here knows of hosts: a
-group of any size will do, and one of one rank too. docs/distributed.md shows how they go together.
+Every rank of the group makes the same calls in the same order, as with any collective. A group may
+have any size, also 1, and its ranks may be on several hosts. docs/tutorial/ranks.md has examples.
 """
 
 from __future__ import annotations

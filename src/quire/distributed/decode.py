@@ -1,4 +1,4 @@
-"""Decode attention whose cached tokens are spread over the ranks of a group."""
+"""Decode attention with the cached tokens distributed over the ranks of a group."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapp
 
 
 class ContextParallelDecode:
-    """Decode of a batch whose cache is spread over ranks: attention to the tokens here, one exchange, one merge.
+    """Decode of a batch whose cache is distributed over ranks: attention to the rank's own tokens, then one exchange
+    and merge.
 
-    wrapper: what attends to the tokens of this rank: a BatchDecodeWithPagedKVCacheWrapper, also one for CUDA graphs, or
-        a BatchPrefillWithPagedKVCacheWrapper, which takes several queries a request.
-    group: a torch.distributed process group; None: all processes. The calls of this object are its collectives.
-    interleave_size: so many neighbouring tokens of a request lie on one rank: see quire.distributed.Interleave.
-    exchange: "all_to_all", after which a rank has its part of the heads; "all_gather": every rank has all heads, from
-        more bytes; "peer_memory": as all_to_all by reads across NVLink, for the GPUs of one host.
+    wrapper: computes the attention to the tokens of this rank: a BatchDecodeWithPagedKVCacheWrapper, also one for CUDA
+        graphs, or a BatchPrefillWithPagedKVCacheWrapper for several queries per request.
+    group: a torch.distributed process group; None: all processes. Calls of this object are collectives of the group.
+    interleave_size: how many consecutive tokens of a request are on one rank: see quire.distributed.Interleave.
+    exchange: "all_to_all": each rank gets its part of the heads; "all_gather": every rank gets all heads, which sends
+        more bytes; "peer_memory": as all_to_all, but by reads over NVLink, for the GPUs of one host.
 
     >>> from quire.distributed import ContextParallelDecode, Interleave
     >>> wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
@@ -68,16 +69,16 @@ class ContextParallelDecode:
     ) -> None:  # fmt: skip
         """Plan a batch.
 
-        seq_lens: int [batch_size], tokens of each request on all ranks together, the new ones included; the same on all
-            ranks. How many of them are here follows.
+        seq_lens: int [batch_size], tokens of each request on all ranks together, including the new ones; the same on
+            all ranks. The number of tokens on this rank follows from it.
         indptr: int32 [batch_size + 1], offsets into indices, the page numbers of this rank. A request has pages for its
-            tokens here, none if it has none here.
+            tokens on this rank, and none if it has no tokens there.
         q_len_per_req: queries of each request, which are its last tokens and see no later ones.
-        o_data_type: of the partial results that travel; None: q_data_type.
+        o_data_type: the type of the partial results that are exchanged; None: q_data_type.
         check_ranks: compare lengths and options with the other ranks, which waits for them.
         options: as in the wrapper's plan(): sm_scale, logits_soft_cap, kv_data_type, fixed_split_size, ... Those that
-            depend on where tokens stand (window_left, pos_encoding_mode, ...) are refused. With fixed_split_size or
-            disable_split_kv a request's result does not depend on its neighbours, bit for bit.
+            depend on positions (window_left, pos_encoding_mode, ...) are refused. With fixed_split_size or
+            disable_split_kv the result of a request does not depend on the rest of the batch, bit for bit.
         """
         check_flags(check_ranks=check_ranks)
         refuse_positions("ContextParallelDecode", options)
@@ -101,7 +102,7 @@ class ContextParallelDecode:
         self._exchange = exchange
 
     def _exchange_of(self, rows: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Exchange:
-        """The present one where it fits: memory that peers read is made once, by all ranks together."""
+        """The current exchange if it fits, else a new one. All ranks allocate memory that peers read together."""
         sizes = rows, num_heads, head_dim, dtype
         if self._made is None or self._made[0] != sizes:
             self._made = sizes, exchange_of(self._kind, self._ranks, *sizes, self._wrapper.device)
@@ -126,7 +127,7 @@ class ContextParallelDecode:
             self._wrapper.plan(indptr, indices, last, *shape, **options)
 
     def _mask(self, q_len: int, lens: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-        """Which of the tokens here each query sees: bool, flat."""
+        """Which tokens of this rank each query sees: bool, flat."""
         ends = self.interleave.lengths(lens[:, None] - q_len + 1 + torch.arange(q_len))
         parts = [torch.arange(int(n)) < end[:, None] for n, end in zip(here, ends, strict=True)]
         return torch.cat([part.flatten() for part in parts]).to(self._wrapper.device)
@@ -148,7 +149,7 @@ class ContextParallelDecode:
         """Attention of q [batch_size * q_len_per_req, num_qo_heads, head_dim], the same on all ranks, to the tokens of
         all ranks; returns o [rows, num_qo_heads / size, head_dim] (with "all_gather": of all heads), or (o, lse).
 
-        sinks: as in the wrapper's run(), the same on all ranks. They join the denominator once.
+        sinks: as in the wrapper's run(), the same on all ranks. They are added to the denominator once.
         options: as in the wrapper's run(): q_scale, k_scale, v_scale.
         """
         if self._exchange is None:

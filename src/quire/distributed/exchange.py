@@ -1,7 +1,7 @@
 """Partial results of the ranks of a group, exchanged in one message and merged in the order of ranks.
 
-A message has the outputs of some rows and heads and then their lse, side by side in one tensor of bytes. The merge
-reads what was received where it lies.
+A message is one tensor of bytes with the outputs of some rows and heads, followed by their lse. The merge reads
+received messages in place.
 """
 
 from __future__ import annotations
@@ -63,9 +63,10 @@ class Message(NamedTuple):
 
 
 class Exchange:
-    """merge() takes partial results of all heads, and merges them with those of the other ranks. Of one rank: nothing.
+    """merge() takes partial results of all heads, and merges them with those of the other ranks. With one rank it does
+    nothing. It returns the rank's heads.
 
-    results() is where a call may write them, so that merge() need not copy. What merge() returns are the rank's heads.
+    results() returns memory for the partial results, so that merge() need not copy them.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class Exchange:
         self._own: torch.Tensor | None = None  # the message that results() lie in
 
     def results(self) -> State:
-        """What attention writes o and lse to, of all heads."""
+        """Memory that attention writes o and lse of all heads to."""
         self._own = self._message.empty(1, self._device)
         o, lse = self._message.views(self._own)
         return o[0], lse[0]
@@ -85,7 +86,7 @@ class Exchange:
         return o, lse
 
     def _message_of(self, o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-        """The message of o and lse: the one that they lie in, or a copy."""
+        """The message that contains o and lse, or a copy."""
         if self._own is None or o.data_ptr() != self._own.data_ptr():
             sent_o, sent_lse = self.results()
             sent_o.copy_(o), sent_lse.copy_(lse)
@@ -103,7 +104,7 @@ class AllGather(Exchange):
 
 
 class AllToAll(Exchange):
-    """Each rank receives its part of the heads from all ranks: least bytes, one copy into the messages."""
+    """Each rank receives its part of the heads from all ranks: sends the fewest bytes, and copies once."""
 
     def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
         size = self._ranks.size
@@ -117,10 +118,10 @@ class AllToAll(Exchange):
 
 
 class PeerMemory(Exchange):
-    """Attention writes into memory that the other GPUs of this host read as theirs; the merge reads it across NVLink.
+    """Attention writes into memory that the other GPUs of this host can read; the merge reads it over NVLink.
 
-    There are no messages but two barriers between the GPUs: before the merge, and after it, so that the next layer may
-    write. Uses torch's symmetric memory, without multicast.
+    There are no messages, but two barriers between the GPUs: one before the merge, and one after it, so that the next
+    layer may write again. Uses torch's symmetric memory, without multicast.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ EXCHANGES = {"all_to_all": AllToAll, "all_gather": AllGather, "peer_memory": Pee
 def exchange_of(
     kind: str, ranks: Ranks, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Exchange:
-    """The exchange of a name; of one rank there is none."""
+    """The exchange with this name; for one rank, one that does nothing."""
     if kind not in EXCHANGES:
         raise ValidationError(f"exchange: expected one of {', '.join(EXCHANGES)}, got {kind!r}.")
     if kind != "all_gather":
@@ -177,16 +178,16 @@ def exchange_of(
 def merge_over_ranks(
     o: torch.Tensor, lse: torch.Tensor, group: Any = None, *, exchange: str = "all_to_all", natural_lse: bool = False
 ) -> State:
-    """The merged (o, lse) of what all ranks computed for the same queries, each over its own keys.
+    """Merges the (o, lse) that all ranks computed for the same queries, each over its own keys.
 
-    o: float32, float16 or bfloat16 [rows, num_qo_heads, head_dim]. lse: float32 [rows, num_qo_heads], base 2, of
-        Quire's wrappers (run(..., return_lse=True)); natural_lse: it is natural, as FlashAttention's is, and so is
-        the lse that comes back. A rank that has no keys for a row gives lse -inf, whatever its o.
+    o: float32, float16 or bfloat16 [rows, num_qo_heads, head_dim]. lse: float32 [rows, num_qo_heads], base 2, as
+        Quire's wrappers return it (run(..., return_lse=True)). natural_lse: lse is a natural logarithm, like
+        FlashAttention's, and so is the returned lse. A rank without keys for a row passes lse -inf and any o.
     group: a torch.distributed process group; None: all processes.
     exchange: "all_to_all": each rank gets its part of the heads, [rows, num_qo_heads / size, head_dim], rank 0 the
         first; "all_gather": every rank gets all heads.
 
-    Outputs and lse travel in one message. States are merged in the order of ranks, so that results are repeatable.
+    Outputs and lse are exchanged in one message. They are merged in the order of ranks, so that results are repeatable.
     Raises ValidationError naming the argument. All ranks must have tensors of the same shape.
 
     >>> from quire.distributed import merge_over_ranks

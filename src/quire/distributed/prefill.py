@@ -1,4 +1,4 @@
-"""Causal prefill whose tokens are spread over the ranks of a group in zigzag."""
+"""Causal prefill with the tokens distributed over the ranks of a group in zigzag order."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _EARLY, _LATE = _HALVES = (0, 1)  #: the chunks of a rank
 
 
 class ZigzagPrefill:
-    """Causal attention of whole sequences of which each rank holds two chunks: see quire.distributed.Zigzag.
+    """Causal attention of whole sequences, of which each rank has two chunks: see quire.distributed.Zigzag.
 
     float_workspace_buffer, backend: as in quire's wrappers. group: a torch.distributed process group; None: all
-        processes. A group of NCCL should have ProcessGroupNCCL.Options(is_high_priority_stream=True), so that its
-        all-gather runs while attention does, not behind it.
-    page_size: chunks are a whole number of pages of so many tokens.
-    num_gathers: 1: keys and values of all chunks arrive together; 2: those of the early chunks are attended to while
-        those of the late ones travel, which is for networks that take longer than attention to a rank's own tokens.
+        processes. An NCCL group should have ProcessGroupNCCL.Options(is_high_priority_stream=True), so that its
+        all-gather runs at the same time as attention, not after it.
+    page_size: the length of chunks is a multiple of this number of tokens.
+    num_gathers: 1: one all-gather of the keys and values of all chunks; 2: attention to the early chunks runs while the
+        late ones are gathered. Use 2 if the network takes longer than attention to a rank's own tokens.
 
-    run() starts to gather the keys and values of all ranks, attends to the rank's own tokens meanwhile, then to those
-    that arrived, and merges.
+    run() starts the all-gather of keys and values, attends to the rank's own tokens meanwhile, then attends to the
+    tokens of the other ranks, and merges.
 
     >>> from quire.distributed import ZigzagPrefill
     >>> prefill = ZigzagPrefill(torch.empty(1 << 20, dtype=torch.uint8))  # the group has one rank here
@@ -63,8 +63,8 @@ class ZigzagPrefill:
         seq_lens: int [batch_size], tokens of each sequence on all ranks together, the same on all ranks.
         check_ranks: compare lengths and options with the other ranks, which waits for them.
         options: as in BatchPrefillWithRaggedKVCacheWrapper.plan(): sm_scale, logits_soft_cap, q_data_type,
-            fixed_split_size, ... Those that depend on where tokens stand (window_left, pos_encoding_mode, ...) are
-            refused. With fixed_split_size or disable_split_kv a sequence's result does not depend on its neighbours.
+            fixed_split_size, ... Those that depend on positions (window_left, pos_encoding_mode, ...) are refused.
+            With fixed_split_size or disable_split_kv the result of a sequence does not depend on the others.
         """
         check_flags(check_ranks=check_ranks)
         refuse_positions("ZigzagPrefill", options)
@@ -85,7 +85,7 @@ class ZigzagPrefill:
 
     @property
     def rows(self) -> torch.Tensor:
-        """Which rows of the planned sequences, one after another, are this rank's: int64, on the host."""
+        """Indices of this rank's rows among the concatenated planned sequences: int64, on the host."""
         return self._planned().rows(self._ranks.rank)
 
     @overload
@@ -122,10 +122,10 @@ class ZigzagPrefill:
 
 
 class _Gather:
-    """The early or the late chunks of all ranks, or both: their all-gather, and attention to those of the other ranks.
+    """The all-gather of the early or the late chunks of all ranks, or both, and attention to those of the other ranks.
 
-    What a rank sends are pages: for each half keys of its chunk of each sequence, then values, padded so that all ranks
-    send as much. Any page of another rank that a query sees, it sees in full: there is no mask.
+    A rank sends pages: for each half the keys of its chunk of each sequence, then the values, padded so that all ranks
+    send the same number of bytes. A query that sees a page of another rank sees all of it, so there is no mask.
     """
 
     def __init__(self, halves: tuple[int, ...], workspace: torch.Tensor, ranks: Ranks, backend: str) -> None:
@@ -152,7 +152,7 @@ class _Gather:
             self._mask = None if bool(seen.all()) else seen.to(self._wrapper.device)
 
     def _visible_pages(self, zigzag: Zigzag, rows: torch.Tensor) -> list[torch.Tensor]:
-        """For each chunk of queries, the numbers of the pages of other ranks that it sees, among those received."""
+        """For each chunk of queries, the received pages of other ranks that it sees, by number."""
         first = zigzag.chunk_pages.cumsum(0) - zigzag.chunk_pages
         pages = []
         for i in range(len(first)):
@@ -163,7 +163,7 @@ class _Gather:
         return pages
 
     def _seen_chunks(self, queries: int) -> list[int]:
-        """Which chunks of other ranks, as they lie in what is received, a chunk of queries sees."""
+        """Which of the received chunks of other ranks a chunk of queries sees."""
         rank, size, count = self._ranks.rank, self._ranks.size, len(self._halves)
         seen = []
         for at, half in enumerate(self._halves):
@@ -187,7 +187,7 @@ class _Gather:
         return all_gather(received, pages, self._ranks.group, async_op=True), received
 
     def attend(self, q: torch.Tensor, received: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
-        """Adds attention to what was received to o and lse."""
+        """Merges attention to the received pages into o and lse."""
         if self._has_keys:
             cache = received[: -self._pages], received[self._pages :]  # keys; values lie so many pages further
             merge_state_in_place(o, lse, *self._wrapper.run(q, cache, return_lse=True), self._mask)
@@ -199,7 +199,7 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(first: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """For each sequence `lengths` numbers of rows, of which `counts` from `first` on count, and the others are any."""
+    """For each sequence `lengths` row numbers: `counts` consecutive ones from `first` on, then any others."""
     owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     at = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
     return torch.where(at < counts[owner], first[owner] + at, 0)

@@ -1,4 +1,4 @@
-"""The ranks of a process group, and whether they were told the same."""
+"""The ranks of a process group, and checks that all were given the same arguments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all
 
 
 class Ranks(NamedTuple):
-    """A process group as one of its ranks sees it."""
+    """A process group as seen by one of its ranks."""
 
     group: Any
     rank: int
@@ -41,7 +41,7 @@ def ranks_of(group: Any) -> Ranks:
 
 
 def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> None:
-    """Each rank can have equally many heads."""
+    """Check that all ranks can have the same number of heads."""
     if num_heads % ranks.size:
         raise ValidationError(
             f"{name}: expected a multiple of {ranks.size}, the size of the group, got {num_heads}; {instead}."
@@ -49,7 +49,7 @@ def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> No
 
 
 def check_agreement(ranks: Ranks, **values: Any) -> None:
-    """All ranks have the same `values`. Each rank raises the same error; this is a collective that waits."""
+    """Check that all ranks have the same `values`: a collective, after which all ranks raise the same error."""
     told: list[Any] = [None] * ranks.size
     dist.all_gather_object(told, values, group=ranks.group)
     for name, first in told[0].items():
@@ -62,7 +62,7 @@ def check_agreement(ranks: Ranks, **values: Any) -> None:
 
 
 def refuse_positions(where: str, options: dict[str, Any]) -> None:
-    """Raises for options that a rank cannot apply to the tokens that it holds."""
+    """Refuse options that depend on positions, because the tokens of a rank are not contiguous."""
     for name, default in _POSITIONS.items():
         if options.get(name, default) != default:
             raise UnsupportedError(

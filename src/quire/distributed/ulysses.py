@@ -1,4 +1,4 @@
-"""Ulysses' exchange (DeepSpeed): ranks that hold some tokens of all heads hold all tokens of some heads, and back."""
+"""Ulysses' exchange (DeepSpeed): from ranks with some tokens of all heads to ranks with all tokens of some heads."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Ulysses"]
 
 
 class Ulysses:
-    """Between the two exchanges each rank attends to whole requests with its part of the heads, by any wrapper.
+    """Two exchanges, between which each rank computes whole requests with its part of the heads, using any wrapper.
 
-    token_counts: how many tokens each rank holds, in the order of ranks, which is the order of tokens: any numbers,
-        also 0; the same on all ranks. group: a torch.distributed process group; None: all processes.
+    token_counts: how many consecutive tokens each rank has, in the order of ranks: any numbers, also 0; the same list
+        on all ranks. group: a torch.distributed process group; None: all processes.
 
     >>> from quire.distributed import Ulysses
     >>> ulysses = Ulysses([5])  # a group of one
@@ -41,8 +41,8 @@ class Ulysses:
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Each x [tokens of this rank, num_heads, head_dim] as [tokens of all ranks, num_heads / size, head_dim].
 
-        All travel in one message. The heads of rank r are the r-th part. Heads of keys and values that are fewer than
-        ranks are repeated, so that each rank has the one that its queries need.
+        All tensors are sent in one message. Rank r gets the r-th part of the heads. If there are fewer KV heads than
+        ranks, KV heads are repeated, so that each rank has the one that its queries need.
         """
         size, own = self._ranks.size, self._counts[self._ranks.rank]
         parts = [self._by_rank(tensor, f"tensors[{i}]") for i, tensor in enumerate(tensors)]

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence a rank computes when work, not tokens alone, is to be even under a causal mask."""
+"""Which tokens of a sequence a rank computes, so that all ranks have equal work under a causal mask."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["Zigzag"]
 class Zigzag:
     """Sequences are divided into 2 * num_ranks chunks; rank r has chunk r and chunk 2 * num_ranks - 1 - r of each.
 
-    seq_lens: int [batch_size], on the host. A chunk is a whole number of pages of page_size tokens; what is left of a
-    sequence makes the last chunks shorter, or empty. With r early and r late chunks each rank computes equally many
-    pairs of queries and keys, as in Llama 3's context parallelism.
+    seq_lens: int [batch_size], on the host. The length of a chunk is a multiple of page_size; the last chunks of a
+    sequence may be shorter, or empty. With one early and one late chunk, each rank computes the same number of
+    query-key pairs, as in Llama 3's context parallelism.
 
     >>> from quire.distributed import Zigzag
     >>> zigzag = Zigzag(torch.tensor([8, 3]), num_ranks=2, page_size=1)
-    >>> zigzag.rows(0), zigzag.rows(1)  # of the sequences one after another: 0 to 7, and 8 to 10
+    >>> zigzag.rows(0), zigzag.rows(1)  # of the concatenated sequences: 0 to 7, and 8 to 10
     (tensor([0, 1, 6, 7, 8]), tensor([ 2,  3,  4,  5,  9, 10]))
     """
 
@@ -37,8 +37,8 @@ class Zigzag:
         return rank, 2 * self.num_ranks - 1 - rank
 
     def rows(self, rank: int) -> torch.Tensor:
-        """Where the tokens of a rank stand among those of all sequences, one after another: int64, in a rank's order:
-        sequence after sequence, the early chunk before the late one. x[rows] are its rows of x.
+        """Indices of a rank's tokens among the concatenated sequences: int64, in the rank's order, which is sequence by
+        sequence, with the early chunk before the late one. x[rows] are the rank's rows of x.
         """
         first = self.seq_lens.cumsum(0) - self.seq_lens
         parts = [

@@ -68,7 +68,7 @@ WISHES = frozenset(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one kernel says to a problem."""
+    """The answer of one kernel to a problem."""
 
     kernel: AttentionKernel
     reason: str | None  #: None: accepted
@@ -80,7 +80,7 @@ class Verdict:
 
 @dataclass(frozen=True, eq=False)  # compared and hashed by identity: plans are looked up by it
 class Decision:
-    """The kernel that was chosen, and what each kernel of the device said."""
+    """The kernel that was chosen, and the answers of all kernels for the device."""
 
     problem: AttentionProblem
     kernel: AttentionKernel
@@ -91,17 +91,17 @@ class Decision:
 
     @cached_property
     def spec(self) -> Spec:
-        """What the compiler is given for it."""
+        """The input of the compiler."""
         return self.kernel.spec(self.key)
 
     @cached_property
     def tensors(self) -> tuple[Operand, ...]:
-        """What the kernel reads and writes: operands and their scales, in the order of the parameter struct."""
+        """The tensors of the kernel: operands and their scales, in the order of the parameter struct."""
         return self.kernel.tensors(self.key)
 
     @cached_property
     def blocks(self) -> tuple[OperandBlock, ...]:
-        """Where they lie in the parameter struct."""
+        """Their places in the parameter struct."""
         return self.kernel.blocks(self.key)
 
     @cached_property
@@ -120,8 +120,8 @@ class Decision:
 
 
 def backends() -> tuple[str, ...]:
-    """The names that `backend=` takes, besides those of FlashInfer's implementations, which mean "auto". A kernel of
-    MLA has the name of the kernel that does the same for other attention.
+    """The names that `backend=` takes, in addition to FlashInfer's names, which mean "auto". An MLA kernel has the same
+    name as the corresponding kernel for other attention.
     """
     return ("auto", *dict.fromkeys(PIN + kernel.backend for kernel in KERNELS))
 
@@ -129,8 +129,8 @@ def backends() -> tuple[str, ...]:
 def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     """The first kernel that accepts `problem` and does not yield to others, among those that `backend` allows.
 
-    Raises UnsupportedError with the reason of each kernel of the device if none does, ValidationError if `backend` is
-    unknown or if no kernel has its splits at multiples of `fixed_split_size`.
+    Raises UnsupportedError with the reason of each kernel for the device if none accepts, and ValidationError if
+    `backend` is unknown or if no kernel can split at multiples of `fixed_split_size`.
     """
     if backend in WISHES:
         backend = "auto"
@@ -177,7 +177,7 @@ def _rejection(kernel: AttentionKernel, problem: AttentionProblem) -> str | None
 
 
 def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
-    """Why splits of the fixed size do not end where the kv tiles of this kernel end."""
+    """Why splits of the fixed size are not a whole number of this kernel's KV tiles."""
     step, size = kernel.tile(kernel.key(problem)).kv, problem.fixed_split_size
     if size > 0 and size % step:
         return f"its kv tile has {step} keys: pass fixed_split_size={-(-size // step) * step}"

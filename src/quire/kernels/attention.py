@@ -1,4 +1,4 @@
-"""The attention family: what a caller asks for (problem), what is compiled (key), how a kernel cuts work (tile)."""
+"""The attention family: the caller's request (problem), the compiled variant (key), and tile sizes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from quire.types import MaskMode, PosEncodingMode
 
 @dataclass(frozen=True)
 class AttentionProblem(Features):
-    """Everything that decides which kernel runs; no tensor, no device handle."""
+    """Everything that decides which kernel runs, without tensors or device handles."""
 
     rows: int  #: packed rows (qo_len * group_size) of a typical request, see same_rows()
     group_size: int = 1  #: query heads of a KV head
@@ -40,18 +40,20 @@ class AttentionProblem(Features):
     is_mla: bool = False  #: keys and values are one cache of latents, see MLA_OPERANDS
 
     def __str__(self) -> str:
-        return f"({self.target}, {', '.join(f'{name}={value}' for name, value in self.fields)})"
+        """The target and the features of the problem; absent features are omitted, except for the mask."""
+        told = [f"{name}={value}" for name, value in self.fields if name == "mask" or value not in ("no", "none")]
+        return f"({self.target}, {', '.join(told)})"
 
 
 def same_rows(rows: int) -> int:
-    """The largest number of rows that each kernel treats like `rows`: kernels' bounds are multiples of 16 up to 256,
-    then powers of two. The batches of a server, no two alike, become a few problems, each of which is decided once.
+    """`rows`, rounded up to a number that all kernels treat alike: the limits of kernels are multiples of 16 up to 256,
+    then powers of two. The different batches of a server thus become a few problems, each of which is decided once.
     """
     return -(-rows // 16) * 16 if rows <= 256 else min(1 << (rows - 1).bit_length(), 4096)
 
 
 class TileShape(NamedTuple):
-    """How a kernel cuts work."""
+    """Tile sizes of a kernel."""
 
     rows: int  #: packed query rows of a row tile
     kv: int  #: keys of a kv tile
@@ -67,7 +69,7 @@ _EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
 @dataclass(frozen=True)
 class AttentionKey(Features):
-    """What changes the generated code, and nothing else. `slug` and `parse` are each other's inverse."""
+    """The options that change the generated code, and nothing else. `parse` is the inverse of `slug`."""
 
     kernel: str  #: "attention_fa2"
     tile_rows: Annotated[int, Feature({"kTileRows": int}, {}, "m{}", ".")]
@@ -77,7 +79,7 @@ class AttentionKey(Features):
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once for a key, because each plan() looks things up by it."""
+        """Computed once per key, because every plan() uses keys in lookups."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @cached_property
@@ -121,7 +123,7 @@ def shared_fields(features: Features) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class AttentionKernel:
-    """One row of the catalogue: what a kernel accepts, how it cuts work, and what it is given."""
+    """One row of the catalogue: the problems that a kernel accepts, its tiles, and its parameters."""
 
     name: str  #: stem of its header: kernels/<name>.cuh or .h
     backend: str  #: what the caller calls it
@@ -180,11 +182,11 @@ class AttentionKernel:
 
     @property
     def is_mla(self) -> bool:
-        """Whether it computes multi-head latent attention, and nothing else."""
+        """Whether this kernel computes multi-head latent attention, and nothing else."""
         return self.operands[0].name == "q_pe"
 
     def is_for(self, problem: AttentionProblem) -> bool:
-        """Whether `problem` is of its device and its kind of attention."""
+        """Whether `problem` is for the device and the kind of attention of this kernel."""
         return (self.on_cuda, self.is_mla) == (problem.on_cuda, problem.is_mla)
 
     def params_of(self, key: AttentionKey) -> type[ctypes.Structure]:
@@ -203,7 +205,7 @@ class AttentionKernel:
         return int(self.planning(key) is not None) or self.unit_bytes(key)
 
     def refusal(self, problem: AttentionProblem) -> str | None:
-        """Why it does not take `problem`, on whatever device; None if it does."""
+        """Why the kernel does not accept `problem`, whatever the device; None if it does."""
         if self.on_cuda != problem.on_cuda:
             return f"target {problem.target} is another device"
         if self.is_mla != problem.is_mla:
@@ -211,7 +213,7 @@ class AttentionKernel:
         return self.lacks(problem) or self.reject(problem)
 
     def lacks(self, problem: AttentionProblem) -> str | None:
-        """What `problem` asks for that some kernels have, and this one has not; None if there is nothing."""
+        """A feature of `problem` that other kernels have and this one does not; None without one."""
         if problem.timed and not self.notes_times:
             return "it does not note when it computes what"
         if problem.timed and problem.variant is not None:
@@ -274,7 +276,7 @@ class AttentionKernel:
 
 
 def operands_behind(key: AttentionKey) -> type[ctypes.Structure] | None:
-    """What lies behind the parameters of a variant: what its expression reads, or a list of stamps; None: nothing."""
+    """The struct after the parameters of a variant: operands of its expression, or a list of stamps; None: none."""
     if key.variant is None:
         return StampList if key.timed else None
     return operands_struct(key.variant.expression)
@@ -282,13 +284,13 @@ def operands_behind(key: AttentionKey) -> type[ctypes.Structure] | None:
 
 @lru_cache(maxsize=1024)
 def with_operands(params: type[ctypes.Structure], operands: type[ctypes.Structure]) -> type[ctypes.Structure]:
-    """`params` with `operands` behind, as WithOperands in core/expression.h."""
+    """`params` followed by `operands`, as WithOperands in core/expression.h."""
     to_64 = ctypes.c_char * (-(ctypes.sizeof(params) + ctypes.sizeof(operands)) % 64)
     return type(params.__name__, (params,), {"_fields_": (("operands", operands), ("_operands_to_64", to_64))})
 
 
 def cascade_reason(problem: AttentionProblem) -> str | None:
-    """Why no kernel attends over a tree of shared keys in one launch; None if they can, or if there is no tree."""
+    """Why no kernel can compute this cascade in one launch; None if kernels can, or if it is no cascade."""
     if problem.prefix and not problem.cascade:
         return "only a cascade has shared keys"
     if not problem.cascade:
@@ -307,7 +309,7 @@ def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ..
 
 
 def first_tile_without_neighbours(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """first_tile_that_holds(); the lowest row tile of all where other requests must have no influence."""
+    """first_tile_that_holds(), or the lowest row tile if other requests must have no influence."""
     return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
 
 
@@ -317,12 +319,12 @@ def is_blackwell(problem: AttentionProblem) -> bool:
 
 
 def whole_blocks(head_dim: int) -> int:
-    """`head_dim` as GPU kernels hold it: in blocks of 16 dims, of which the last may end in zeros."""
+    """`head_dim` rounded up to blocks of 16 dims, as GPU kernels store it; the last block may end in zeros."""
     return -(-head_dim // 16) * 16
 
 
 def head_dim_reason(problem: AttentionProblem, most: int = 256) -> str | None:
-    """Why a kernel of head dims up to `most` does not take these, and what to do; None if they are fine."""
+    """Why a kernel for head dims up to `most` does not accept these, and what to do; None if it does."""
     if (problem.head_dim_qk, problem.head_dim_vo) == MLA_DIMS:
         return "head_dim=576/512: MLA is not supported by this wrapper; pass keys and values of at most 256 dims"
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
@@ -339,7 +341,7 @@ def _to_pad(name: str, dim: int, expected: str, padded: int) -> str:
 
 
 def _block_reason(problem: AttentionProblem) -> str | None:
-    """Why a tensor-core kernel takes no head that ends in half a block of 16 dims; None if it does."""
+    """Why a tensor-core kernel does not accept a head dim that is an odd multiple of 8; None if it does."""
     what = "for 8-bit keys and values" if problem.kv.bits == 8 else "to rotate keys"
     if problem.kv.bits == 16 and problem.pos_encoding is not PosEncodingMode.ROPE_LLAMA:
         return None
@@ -356,7 +358,7 @@ def number_types_reason(problem: AttentionProblem, *, takes_8_bit_kv: bool) -> s
     if problem.q.slug not in ("fp16", "bf16"):
         return f"q dtype {problem.q} is not fp16 or bf16"
     if problem.kv != problem.q and not (takes_8_bit_kv and problem.kv.bits == 8):
-        others = " and has not 8 bits" if takes_8_bit_kv else ""
+        others = "; only 8-bit keys and values may" if takes_8_bit_kv else ""
         return f"kv dtype {problem.kv} differs from q dtype {problem.q}{others}"
     if problem.o != problem.q:
         return f"o dtype {problem.o} differs from q dtype {problem.q}"

@@ -19,7 +19,7 @@ def _reject(problem: AttentionProblem) -> str | None:
         if dtype.bits < 16:
             return f"{name} dtype {dtype} is not fp32, fp16 or bf16"
     if problem.kv != problem.q and problem.kv.bits != 8:
-        return f"kv dtype {problem.kv} differs from q dtype {problem.q} and has not 8 bits"
+        return f"kv dtype {problem.kv} differs from q dtype {problem.q}; only 8-bit keys and values may"
     return head_dim_reason(problem, most=512)
 
 

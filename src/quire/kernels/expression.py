@@ -1,7 +1,7 @@
 """The expression of a variant: a tree of typed operations on a score, indices and operands, and its canonical text.
 
-The text is Python, one assignment a line, so that people can read it and `read_text` can make the tree again. Equal
-trees have equal texts: what occurs twice is named once.
+The text is Python with one assignment per line, readable for people and for `read_text`. Equal trees have equal texts:
+a subexpression that occurs twice is assigned once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DEEPEST = 8  #: parentheses inside one another in a line of text
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """One operation; made by a `Tree`, which makes equal ones once."""
+    """One operation, created by a `Tree`, which creates equal nodes only once."""
 
     op: str  #: of BINARY, UNARY or FUNCTIONS, or "score", "index", "const", "scalar", "read", "size"
     type: str  #: FLOAT, INT or BOOL
@@ -91,7 +91,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Expression:
-    """What a variant does to a score and which keys a query sees; compared by its text."""
+    """The score and the mask of a variant; compared by its text."""
 
     text: str
     score: Node | None  #: FLOAT
@@ -133,8 +133,8 @@ def to_text(score: Node | None, mask: Node | None, operands: tuple[Operand, ...]
 
 
 class _Printer:
-    """Writes trees as Python. A node that is used more than once has a name of its own, and so has a deep one, because
-    Python reads only so many parentheses inside one another.
+    """Writes trees as Python. A node that is used more than once gets a name, and so does a deeply nested one, because
+    Python limits the nesting of parentheses.
     """
 
     def __init__(self, roots: list[Node]) -> None:

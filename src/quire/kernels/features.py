@@ -1,8 +1,8 @@
-"""What a variant of an attention kernel is compiled for: one table, with a row for each feature.
+"""The compile-time options of attention kernels: one table, with a row for each feature.
 
-A row is a field of `Features`: its name and type, its members of Variant in C++, and its words. Problems and keys
-inherit the fields. Slugs and their inverse, the constants of the rendered unit, the words of `quire warmup --mask` and
-those of messages are made from the rows: a new feature is one more row.
+A row is a field of `Features`: its name and type, its members of Variant in C++, and its spelling. Problems and keys
+inherit the fields. Slugs and their parser, the constants of the rendered unit, the words of `quire warmup --mask` and
+messages are generated from the rows, so a new feature needs only one more row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class ExpressionFeature(Feature):
-    """The row of a variant of one's own, whose word is its digest."""
+    """The row of a custom variant, which is spelt as its digest."""
 
     def word(self, value: Variant | None) -> str:
         """ "expr" and the digest."""
@@ -157,7 +157,7 @@ class Features:
 
     @cached_property
     def has_bias(self) -> bool:
-        """Whether something is added to scaled logits: ALiBi, or what a score says."""
+        """Whether something is added to scaled logits: ALiBi, or a custom score."""
         return self.pos_encoding is PosEncodingMode.ALIBI or (self.variant is not None and self.variant.has_score)
 
     def type_of(self, name: str) -> DType:

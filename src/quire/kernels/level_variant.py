@@ -1,5 +1,6 @@
-"""A variant over a part of the keys of its requests, such as a level of a cascade. Kernels count queries, keys and
-requests within that part; the variant means those of whole requests, which it is rewritten to read from two tables.
+"""A custom variant for a part of the keys of its requests, such as a level of a cascade. Kernels number queries, keys
+and requests within that part, but the variant refers to whole requests. It is rewritten to read their indices from two
+tables.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ COLUMNS = ("q_idx", "request", "qo_len", "kv_len", "first_key")
 
 
 def has_places(variant: Variant) -> bool:
-    """Whether it reads more of a score's place than the head."""
+    """Whether the variant reads other indices than the head."""
     expression = variant.expression
     return bool((indices_in(expression.score) | indices_in(expression.mask)) - {"head"})
 
 
 @lru_cache(maxsize=256)
 def variant_of_level(variant: Variant) -> Variant:
-    """The same variant over the keys of a level. Where it reads places it has the operands FIRST_ROWS and ROWS, too."""
+    """The variant for the keys of a level. If it reads indices, it also has the operands FIRST_ROWS and ROWS."""
     return with_places(variant, (FIRST_ROWS, ROWS), _places) if has_places(variant) else variant
 
 

@@ -1,9 +1,9 @@
-"""The tensors that a kernel reads and writes, as its row of the catalogue declares them.
+"""The tensors that a kernel reads and writes, as declared by its row of the catalogue.
 
-What run() checks, the strides that it writes into the parameter struct, and where addresses lie there follow from the
-declarations. A block of the struct, made by `operand_fields`, holds the addresses of some operands and then their
-strides. AttentionParams begins with the block of ATTENTION_OPERANDS; a kernel with more of them, or with scales, has a
-struct of its own in which a block of those, and then one of scales, follow `base`.
+The checks of run(), the strides in the parameter struct and the places of addresses follow from the declarations. A
+block of the struct, made by `operand_fields`, has the addresses of some operands followed by their strides.
+AttentionParams begins with the block of ATTENTION_OPERANDS. A kernel with more operands, or with scales, has its own
+struct, in which `base` is followed by a block of the other operands, and by one of scales.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _stride_names(name: str, dims: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class OperandBlock:
-    """Where some operands lie in a parameter struct: their addresses, then their strides."""
+    """The place of some operands in a parameter struct: their addresses, then their strides."""
 
     def __init__(self, offset: int, operands: Sequence[Operand], skipped: Sequence[Operand] = ()) -> None:
         """`skipped`: operands of earlier blocks."""
@@ -58,7 +58,7 @@ class OperandBlock:
 
 
 class View(NamedTuple):
-    """Where a tensor lies and how: sizes and strides in elements, dimensions as its operand declares them."""
+    """The address of a tensor, and its sizes and strides in elements, with the dimensions of its operand."""
 
     pointer: int
     sizes: tuple[int, ...]
@@ -66,7 +66,7 @@ class View(NamedTuple):
 
 
 class TensorCopy(NamedTuple):
-    """What one tensor map lets the copy engine move; dimensions innermost first."""
+    """The copy that one tensor map describes; dimensions are listed innermost first."""
 
     field: str  #: of the parameter struct
     operand: str

@@ -1,4 +1,4 @@
-"""The small operations beside attention: planning, merging states, appending to a cache, rotating, scoring pages."""
+"""Operations other than attention: scheduling, merging states, appending to a cache, RoPE, scoring pages."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _CXX = {"fp32": "float", "fp16": "fp16_t", "bf16": "bf16_t", "u8": "uint8_t", "u
 
 @dataclass(frozen=True)
 class OperationKey:
-    """Which code of an operation. `slug` and `parse` are each other's inverse."""
+    """The key of a variant of an operation. `parse` is the inverse of `slug`."""
 
     name: str
     target: str
@@ -138,7 +138,7 @@ class OperationKey:
 
     @lru_cache(maxsize=1024)  # calls of these operations look their module up by it  # noqa: B019
     def spec(self) -> Spec:
-        """What the compiler is given."""
+        """The input of the compiler."""
         op, own = OPERATIONS[self.name], find_variant(self.type[4:]) if self.name in _OF_VARIANT else None
         return Spec(
             slug=self.slug,

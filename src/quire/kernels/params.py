@@ -1,6 +1,6 @@
 """ctypes mirrors of the parameter structs in templates/include/quire/core/params.h and kernels/*.h.
 
-Each rendered unit asserts these layouts, so a mirror that drifts from its C++ struct stops the build.
+Each rendered unit asserts these layouts, so the build fails if a mirror differs from its C++ struct.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class MergeGroup(ctypes.Structure):
 
 
 class AttentionParams(ctypes.Structure):
-    """What an attention kernel is given; shapes stand in core/params.h."""
+    """The parameters of all attention kernels; for shapes see core/params.h."""
 
     _fields_ = (
         *operand_fields(ATTENTION_OPERANDS),

@@ -1,4 +1,4 @@
-"""A variant in plain torch and float64: what its author compares with, and what the tests of this project do."""
+"""Attention with a custom variant in plain torch and float64, for comparisons."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Python functions of a score and indices become expressions: they are called once, on values that record operations.
+"""Turns Python functions of a score and indices into expressions, by calling them once with values that record
+operations.
 
-What cannot be recorded is an error that names the line: a Python `if` on a value, a side effect, a wrong type, a
-function that no kernel has. Torch's functions of the same names are understood: `torch.where`, `torch.tanh`.
+Everything that cannot be recorded is an error that names the line: an `if` on a value, a side effect, a wrong type, an
+unknown function. torch's functions of the same names are supported: `torch.where`, `torch.tanh`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A variant of one's own: a score and a mask written in Python, compiled into the loop over keys of every kernel."""
+"""Custom variants: a score and a mask written in Python, compiled into the main loop of every kernel."""
 
 from __future__ import annotations
 
@@ -31,27 +31,30 @@ _known: dict[str, Variant] = {}  # by digest: what slugs may name
 
 
 class Variant:
-    """What happens to each logit, and which keys a query sees, as Python functions.
+    """Python functions that define how each logit is changed, and which keys a query sees.
 
-    score(score, q_idx, kv_idx, head, request, ...): what takes the place of the logit `score` = sm_scale * q . k, a
-        float32, before softmax. None: the logit as it is.
-    mask(q_idx, kv_idx, head, request, ...): a bool, whether the query sees the key; it adds to `causal`, a window and a
-        custom mask. None: it does. What it reads is given to plan(), which finds out which tiles of keys need it.
-    tensors, scalars: what both functions may take besides, by name, with number types. Values are given to each call.
+    score(score, q_idx, kv_idx, head, request, ...): returns the float32 that replaces the logit `score` = sm_scale *
+        q . k before softmax. None: logits are unchanged.
+    mask(q_idx, kv_idx, head, request, ...): returns a bool, whether the query sees the key. It is combined with
+        `causal`, a window and a custom mask. None: all keys are visible. The tensors and numbers that it reads are
+        passed to plan(), which finds the KV tiles that need the mask.
+    tensors, scalars: names and types of further arguments of both functions, whose values are passed to each call.
         Tensors: float32, float16, bfloat16, int32, int64, uint8 or bool, read as name[i] or name[i, j]. Scalars:
         float32 or int32.
 
-    Functions take what they need, by name: `score`, the query's and the key's number in their request (q_idx, kv_idx),
-    the query head, the number of the request, its lengths (qo_len, kv_len), and what is declared. A query stands at key
-    q_idx + kv_len - qo_len. They are called once, here, with values that record what is done to them: operators,
-    comparisons, and the functions of quire.expression or torch's of the same names.
+    Functions take the arguments that they need, by name: `score`; the index of the query and of the key in their
+    request (q_idx, kv_idx); the query head (head); the index of the request (request); its lengths (qo_len, kv_len);
+    and declared names. The position of a query is q_idx + kv_len - qo_len. The constructor calls the functions once,
+    with values that record the operations on them: operators, comparisons, and the functions of quire.expression or
+    torch's of the same names.
 
-    Numbers are float32, integers int32 that wrap; division by 0 gives what IEEE 754 says, integer division by 0 gives 0
-    and leaves the remainder whole; // and % round towards minus infinity, as in Python. An index beyond a tensor reads
-    its nearest element; one that is q_idx, kv_idx, head or request itself is checked before the launch.
+    Numbers are float32, integers are int32 and wrap on overflow. Division by 0 follows IEEE 754; integer division by 0
+    gives 0, and the remainder is then the dividend; // and % round towards minus infinity, as in Python. An index
+    outside of a tensor reads the nearest element. Where q_idx, kv_idx, head or request itself is the index, the size of
+    the tensor is checked before the launch.
 
-    Raises ValidationError that names the line where a function does something else: an `if` on a value, a side effect,
-    an unknown function, a wrong type.
+    Raises ValidationError that names the line in which a function does anything else: an `if` on a value, a side
+    effect, an unknown function, a wrong type.
 
     >>> alibi = quire.Variant(
     ...     score=lambda score, q_idx, kv_idx, head, qo_len, kv_len, slopes: (
@@ -81,7 +84,7 @@ class Variant:
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """The variant of a text that `str()` gave, as manifests hold it; ValidationError if it is none."""
+        """The variant whose `str()` is `text`, as stored in manifests. Raises ValidationError if there is none."""
         variant = cls.__new__(cls)
         variant.expression = read_text(text)
         _known[variant.digest] = variant
@@ -101,28 +104,28 @@ class Variant:
 
     @cached_property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that name it in slugs and keys."""
+        """Sixteen hexadecimal digits that identify the variant in slugs and keys."""
         return hashlib.sha256(self.expression.text.encode()).hexdigest()[:16]
 
     @property
     def has_score(self) -> bool:
-        """Whether it does something to scores."""
+        """Whether the variant changes scores."""
         return self.expression.score is not None
 
     @property
     def has_mask(self) -> bool:
-        """Whether it hides keys."""
+        """Whether the variant has a mask."""
         return self.expression.mask is not None
 
     def reference(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
-        """Attention in float64 on the CPU, as a test compares with it: quire.kernels.reference.attention()."""
+        """Attention in float64 on the CPU, for tests: see quire.kernels.reference.attention()."""
         from quire.kernels.reference import attention
 
         return attention(self.expression, q, k, v, **options)
 
 
 def variant_of_trees(score: Node | None, mask: Node | None, tracer: Tracer) -> Variant:
-    """The variant of functions that a caller has traced."""
+    """The variant of functions that the caller has traced."""
     variant = Variant.__new__(Variant)
     variant.expression = _checked(score, mask, tracer)
     _known[variant.digest] = variant
@@ -140,7 +143,7 @@ def find_variant(digest: str) -> Variant:
 
 
 def _types(given: Mapping[str, Any] | None, name: str, known: tuple[str, ...]) -> dict[str, str]:
-    """Declared operands and their number types, by torch's names."""
+    """Declared operands and their data types, by torch's names."""
     found = {}
     for operand, kind in (given or {}).items():
         word = {"float": "float32", "int": "int32"}.get(getattr(kind, "__name__", ""), str(kind))

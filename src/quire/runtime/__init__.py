@@ -1,1 +1,1 @@
-"""Makes plans and runs them: from index arrays and tensors to launches."""
+"""Makes plans from index arrays, and runs them on tensors."""

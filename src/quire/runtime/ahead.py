@@ -1,4 +1,4 @@
-"""What plans have in common that write keys anew into the workspace, ahead of the kernel."""
+"""Plans with a launch before the kernel, which writes a converted copy of the keys into the workspace."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ MOST_OF_WORKSPACE = 0.75
 
 
 class Ahead(ABC):
-    """The part of a plan that works ahead of the kernel, and what the kernel is planned on.
+    """The part of a plan that launches before the kernel, and the batch that the kernel is planned on.
 
-    `indices` are the caller's as plan() read them, `planned` and `options` those of the copies; `end`: of the tokens of
-    ragged keys; `largest_page`: of the caller's, -1 where only the device knows.
+    `indices` are the caller's, as plan() read them; `planned` and `options` describe the copies. `end`: the end of the
+    tokens of ragged keys. `largest_page`: the caller's largest page number, -1 if only the device knows it.
     """
 
     def __init__(
@@ -35,13 +35,13 @@ class Ahead(ABC):
 
     @abstractmethod
     def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, /) -> dict[str, View]:
-        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]; returns what
-        the kernel is given in their places.
+        """Take shapes and strides of the caller's tensors, of which k and v are [page, token, head, dim]. Returns the
+        tensors that the kernel is given instead.
         """
 
     @abstractmethod
     def start(self, pointers: list[int]) -> list[int]:
-        """Launch on torch's current stream; from the addresses of q, k, v, out, ... those that the kernel is given."""
+        """Launch on torch's current stream. Turns the addresses of q, k, v, out, ... into those for the kernel."""
 
     def _use(self, *tensors: torch.Tensor) -> None:
         """Memory that each launch reads or writes, `tensors[0]` on the device of the call."""
@@ -66,7 +66,7 @@ def set_aside(workspace: Workspace, num_bytes: int) -> tuple[tuple[Workspace, to
 
 
 def kept(indices: Indices) -> Indices:
-    """With copies of what lies on the host, which the caller may write to; what lies on a device is read as it is."""
+    """`indices` with copies of the arrays on the host, which the caller may change."""
     pages = indices.kv_indices
     return indices._replace(
         qo_indptr=_clone(indices.qo_indptr), kv_indptr=indices.kv_indptr.clone(),
@@ -76,7 +76,7 @@ def kept(indices: Indices) -> Indices:
 
 
 def largest_page(indices: Indices) -> int:
-    """Of the page numbers on the host, which must be none below 0; -1 where only the device knows."""
+    """The largest page number, if they are on the host, where negative ones are refused; else -1."""
     pages = indices.kv_indices
     if pages is None or not pages.is_cpu:
         return -1
@@ -88,7 +88,7 @@ def largest_page(indices: Indices) -> int:
 
 
 def view_of(tensor: torch.Tensor) -> View:
-    """The tensor as kernels are told of it."""
+    """A tensor as described to kernels."""
     return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
 
 

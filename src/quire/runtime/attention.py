@@ -1,4 +1,4 @@
-"""What every attention wrapper does: plan on arguments, run on tensors. The wrappers only translate arguments."""
+"""The implementation of all attention wrappers: plans from arguments and runs on tensors."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _view(tensor: torch.Tensor) -> View:
 
 
 class _CheckedTensors(NamedTuple):
-    """Tensors that run() has found right, for the next plan of the same kernel and options."""
+    """Tensors that run() has checked, for the next plan of the same kernel and options."""
 
     signature: Signature
     nnz_qo: int
@@ -76,7 +76,7 @@ class _CheckedTensors(NamedTuple):
 
 
 class AttentionSpec(NamedTuple):
-    """What plan() was told, in one spelling; `forward()` plans again with some of the options replaced."""
+    """The arguments of plan(), normalised. `forward()` plans again with some of the options replaced."""
 
     indices: Indices | Lengths
     options: PlanOptions
@@ -104,7 +104,7 @@ class AttentionSpec(NamedTuple):
 
     @property
     def nnz_qo(self) -> int:
-        """Rows of q, as the last of qo_indptr says, which the scheduler checks later."""
+        """The rows of q: the last entry of qo_indptr, which the scheduler checks later."""
         qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
         nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else last_entry(qo_indptr)
         if nnz < 0:
@@ -112,7 +112,7 @@ class AttentionSpec(NamedTuple):
         return nnz
 
     def _typical_rows(self) -> int:
-        """Rows of q of a typical request: the mean; in a cascade, of those that attend to a typical page."""
+        """Rows of q of a typical request: the mean; in a cascade, the mean of the rows that attend to a page."""
         indices, batch_size = self.indices, self.indices.batch_size
         if isinstance(indices, Lengths) or indices.qo_indptr is None:
             return indices.qo_len if batch_size else 0
@@ -155,7 +155,14 @@ def _decide(
 
 
 def page_indices(indices: Any) -> torch.Tensor:
-    """Page numbers as a 1-D int32 tensor: copied from the host in plan(), used as they are (and become) on a device."""
+    """Page numbers as a 1-D int32 tensor: plan() copies them if they are on the host, each run() reads them on a
+    device.
+    """
+    if isinstance(indices, torch.Tensor) and indices.dim() != 1:
+        raise ValidationError(
+            f"paged_kv_indices: expected a 1-D tensor, the pages of all requests one after another, got "
+            f"{list(indices.shape)}; a table with a row for each request is for trtllm_batch_decode_with_kv_cache."
+        )
     if isinstance(indices, torch.Tensor) and indices.is_cpu:
         return host_indices(indices, "paged_kv_indices")
     return device_indices(indices, "paged_kv_indices")
@@ -164,16 +171,30 @@ def page_indices(indices: Any) -> torch.Tensor:
 def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
     """Tokens of each request's last page, on the host.
 
-    With pages of one token they say nothing new, so a device's are not waited for: SGLang plans so between replays.
+    With pages of one token they are redundant, and not copied from a device: SGLang plans in this way between replays.
     """
     if page_size == 1 and isinstance(value, torch.Tensor) and value.device.type != "cpu":
         check_shape(value, name, {"batch_size": kv_indptr.shape[0] - 1})
         return kv_indptr.diff().clamp_(0, 1)
-    return host_indices(value, name, kv_indptr.numel() - 1)
+    batch_size = kv_indptr.numel() - 1
+    if isinstance(value, torch.Tensor) and value.shape != (batch_size,):
+        raise ValidationError(
+            f"{name}: expected [batch_size={batch_size}], as indptr has batch_size + 1 offsets (0 first, then the sums "
+            f"of the requests' page counts), got {list(value.shape)}."
+        )
+    return host_indices(value, name, batch_size)
+
+
+#: The argument of plan() that says the number type of an operand.
+_OPTION_OF = {"kv": "kv_data_type", "o": "o_data_type"}
+_LAYOUT_HINTS = {
+    KVLayout.NHD: " (read as kv_layout='NHD'; make the wrapper with 'HND' if heads come before tokens)",
+    KVLayout.HND: " (shown in the order of NHD; the wrapper has kv_layout='HND')",
+}
 
 
 class Attention:
-    """A plan, and what it expects of the tensors of run()."""
+    """A plan, and the checks of the tensors of run()."""
 
     def __init__(
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
@@ -225,19 +246,20 @@ class Attention:
 
     @property
     def device(self) -> torch.device:
-        """Of all tensors."""
+        """The device of all tensors."""
         return self._device
 
     def _known_tensors(self, before: Attention | None) -> _CheckedTensors | None:
-        """What the plan before this one, or else another of equal options and device, has found right: right for this
-        plan too, but for lengths.
+        """Tensors that the previous plan, or another with equal options and device, has checked. They are valid for
+        this plan too, except for lengths.
         """
         if before is not None and before.decision is self.decision and before._layout is self._layout:
             return before._checked or self.decision.checked.get(self._layout)
         return self.decision.checked.get(self._layout)
 
     def _work_ahead(self, spec: AttentionSpec) -> tuple[Ahead | None, str]:
-        """What rotates or widens ahead of the kernel, which is then another one; and what explain() says."""
+        """A launch that rotates or converts keys before another kernel than the chosen one, if faster; and a note for
+        explain()."""
         options, rotates = spec.options, spec.options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         if not (rotates or options.types.kv.bits == 8):
             return None, ""
@@ -252,7 +274,7 @@ class Attention:
         return ahead, note
 
     def _packed(self, spec: AttentionSpec) -> AttentionSpec:
-        """With the mask as bits, an eighth of the bytes."""
+        """`spec` with the mask packed into bits."""
         assert spec.custom_mask is not None and isinstance(spec.indices, Indices)
         bits = pack_mask(spec.custom_mask, spec.indices, self._device)
         return spec._replace(custom_mask=None, packed_custom_mask=bits)
@@ -267,7 +289,7 @@ class Attention:
         return make_plan(self.decision, s.indices, s.options, workspace, bits, self.graph, s.operands)
 
     def replan(self, workspace: Workspace, backend: str, **changes: Any) -> Attention:
-        """A plan of the same batch with other options; this one if they differ only in numbers for logits."""
+        """A plan of the same batch with other options; this plan if only the scale or the cap of logits differ."""
         present, options, graph = self._plan_options, self._plan_options._replace(**changes), self.graph
         told = None if graph is None else graph.told
         if options == present:
@@ -283,7 +305,7 @@ class Attention:
         return result
 
     def set_logits(self, logits: LogitsOptions) -> None:
-        """Scale and cap logits by other numbers from the next run() on."""
+        """Use another scale and cap of logits from the next run() on."""
         self._plan_options = self._plan_options._replace(logits=logits)
         self.spec = self.spec._replace(options=self._plan_options)
         self._plan.set_logits(logits)
@@ -291,7 +313,7 @@ class Attention:
             narrowed.set_logits(logits)
 
     def explain(self) -> Explanation:
-        """Which kernel was chosen, why each other was refused, and what was planned."""
+        """Which kernel was chosen, why the others were not, and how the work was divided."""
         key, schedule = self.decision.key, self._plan.schedule
         partial = partials_bytes(1, key.tile_rows, key.head_dim_vo)
         sizes = None if schedule is None else schedule.sizes
@@ -300,27 +322,29 @@ class Attention:
         )
 
     def placed_work(self) -> list[Placed]:
-        """Who computes what; PlanError where only the device knows the lengths."""
+        """Which CTA computes what; PlanError if only the device knows the lengths."""
         if self._plan.schedule_input is None or not isinstance(self.spec.indices, Indices):
             raise PlanError("the schedule of this call is made on the GPU: plan() a wrapper with lengths on the host.")
         indices = self.spec.indices if self._ahead is None else self._ahead.planned
         return place_work(self._plan.indices(indices), self._plan.schedule_input)
 
     def timed(self) -> tuple[Attention, Stamps]:
-        """A plan of the same batch and kernel whose runs note when they compute what, and those notes."""
+        """A plan of the same batch and kernel whose runs record the times of work tiles, and the memory of these
+        records.
+        """
         options, backend = self._plan_options._replace(timed=True), PIN + self.decision.kernel.backend
         twin = Attention(self.same_batch()._replace(options=options), self._layout, self._workspace, backend)
         return twin, Stamps(twin.placed_work(), twin._plan.operands, self._device)
 
     def same_batch(self) -> AttentionSpec:
-        """The spec with index arrays as they were: the caller may have written others since."""
+        """The spec with the index arrays that were planned, even if the caller has changed them since."""
         spec = self.spec
         if self._ahead is not None:
             return spec._replace(indices=self._ahead.indices)
         return spec._replace(indices=self._plan.indices(spec.indices)) if isinstance(spec.indices, Indices) else spec
 
     def _of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
-        """The plan for a layer with fewer heads than were planned; None where q has not fewer."""
+        """The plan for a layer with fewer heads than planned; None if q does not have fewer."""
         if not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache[0])):
             return None
         has_pages = not self._plan_options.page_size or cache[0].dim() == 6 - len(cache)
@@ -346,11 +370,10 @@ class Attention:
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
 
-        kv: a paged cache, or ragged (k, v). `*_by`: one float32 each on a GPU that the logits and the output are
-        multiplied by besides; paged keys only. others: a tensor for each operand that the kernel declares beside q, k,
-        v and o, and each scale; q, k and v are those that it declares in their places.
-        operands: what the score of a variant reads.
-        Runs of one plan from several threads follow one another.
+        kv: a paged cache, or ragged (k, v). `*_by`: further factors of the logits and of the output, each one float32
+        on a GPU; for paged keys only. others: tensors for the operands that the kernel declares in addition to q, k, v
+        and o, followed by scales. operands: tensors and numbers that the score of a variant reads.
+        Runs of one plan from several threads are serialised.
         """
         if self._given is not None and getattr(q, "dtype", None) is self._given.torch:
             return run_widened(
@@ -421,8 +444,8 @@ class Attention:
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None, o_scale_by: torch.Tensor | None,
         others: tuple[torch.Tensor, ...],
     ) -> torch.Tensor | None:  # fmt: skip
-        """run() for other lengths of the shapes that the last one had, which a GPU plans for; None, and nothing is
-        done, where the tensors are not like those of that run.
+        """run() with other lengths but the shapes of the last run, planned on the GPU. Returns None and does nothing if
+        the tensors are not like those of the last run.
         """
         if out is None:
             shape = (*self._q_shape[:2], self._plan_options.head_dim_vo)
@@ -446,13 +469,13 @@ class Attention:
         return out
 
     def release(self) -> None:
-        """Hold on to no tensor of a call, until the next run_again()."""
+        """Release the tensors of a call, until the next run_again()."""
         assert isinstance(self.spec.indices, Lengths)
         self._plan.release()
         self.spec = self.spec._replace(indices=self.spec.indices.shapes())
 
     def _write_operands(self, given: Mapping[str, Any]) -> None:
-        """What the score of the variant reads, from this run on."""
+        """Write the tensors and numbers that the score of the variant reads from this run on."""
         variant = self._plan_options.variant
         if variant is None:
             unexpected("run", given)
@@ -465,8 +488,8 @@ class Attention:
             write_operands(self._plan.operands, expression, wanted, given, self._device, limits)
 
     def _graph_rows(self, graph: GraphState, q: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> int:
-        """Rows of q, which for CUDA graphs may be more than this batch has. In a capture q, and ragged keys and values,
-        must be as long as any batch that a later plan() may bring.
+        """The rows of q, which with CUDA graphs may be more than those of this batch. In a capture q, and ragged keys
+        and values, must be as long as in the largest batch of any later plan().
         """
         if graph.awaits_forward:
             raise PlanError(
@@ -485,11 +508,11 @@ class Attention:
         return max(rows, self._nnz_qo)
 
     def _unusual(self, pointers: list[int]) -> bool:
-        """Whether tensors may not be right although their signature is: without memory, or not aligned for a GPU."""
+        """Whether tensors with a valid signature may be invalid: without memory, or not aligned for a GPU."""
         return 0 in pointers or (self._on_cuda and reduce(or_, pointers) & 15 != 0)
 
     def _checked_before(self, tensors: list[torch.Tensor], pointers: list[int], nnz_qo: int) -> bool:
-        """Whether a plan before this one had such tensors, and they do for this batch; they then count as checked."""
+        """Whether an earlier plan has checked such tensors, and they fit this batch; they then count as checked."""
         known = self._checked
         if known is None or len(tensors) != known.signature.count or not known.signature.fits(*tensors):
             return False
@@ -504,7 +527,7 @@ class Attention:
         self, tensors: list[torch.Tensor], pointers: list[int], q: torch.Tensor, kv: tuple[torch.Tensor, ...],
         out: torch.Tensor, others: tuple[torch.Tensor, ...], nnz_qo: int,
     ) -> None:  # fmt: skip
-        """Check everything about the tensors but where they lie; what the kernel needs of it goes into the plan."""
+        """Check everything about the tensors but their addresses, and write shapes and strides into the plan."""
         paged, operands = self._plan_options.page_size > 0, self.decision.tensors
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
         views = {operands[1].name: _view(k), operands[2].name: _view(v)}
@@ -555,7 +578,7 @@ class Attention:
         return views
 
     def _view_of(self, operand: Operand, tensor: torch.Tensor, name: str) -> View:
-        """Of a tensor that has the operand's dimensions, in the order of the plan's layout."""
+        """The view of a tensor with the operand's dimensions, in the order of the plan's layout."""
         (check_output if operand.name == "o" else check_tensor)(tensor, name)
         if "page_size" in operand.dims and self._layout is KVLayout.HND:
             tensor = tensor.transpose(1, 2)
@@ -567,7 +590,7 @@ class Attention:
         if operand.type == "kv" and self._ahead is not None:  # the kernel has those of another
             dtype = self._plan_options.types.kv
         self._check_sizes(operand, name, view.sizes, nnz_qo)
-        check_dtype(tensor, name, dtype)
+        check_dtype(tensor, name, dtype, _OPTION_OF.get(operand.type, "q_data_type"))
         check_same_device(tensor, name, self._device)
         if len(operand.strides) < len(operand.dims):
             check_contiguous_last(tensor, name)
@@ -583,7 +606,7 @@ class Attention:
         dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(operand.dims, wanted, strict=True)]
         if dims[0] == "num_pages" and not options.page_size:
             dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
-        layout = f" (sizes in the order of NHD; kv_layout={self._layout.value})" if operand.type == "kv" else ""
+        layout = _LAYOUT_HINTS[self._layout] if operand.type == "kv" else ""
         raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.")
 
     def _check_alignment(self, view: View, name: str, dtype: DType) -> None:
@@ -629,7 +652,7 @@ class Attention:
 
 
 def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:
-    """Bytes of the workspace that a plan of `spec` takes; plans nothing."""
+    """The bytes of workspace that a plan of `spec` needs; plans nothing."""
     decision = None
     if graph is not None:
         graph, decision = copy(graph), graph.decision
@@ -639,8 +662,8 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
 
 
 def _within_limits(graph: GraphState, spec: AttentionSpec) -> AttentionSpec:
-    """Check that all of `spec` but the lengths is as the first plan() had it, and the lengths within its limits.
-    Returns it with the options of the launch, which the first forward() may have said.
+    """Check that `spec` equals the first plan() except for lengths, and that these are within its limits. Returns it
+    with the options of the launch, which the first forward() may have changed.
     """
     indices, nnz = spec.indices, spec.nnz_qo
     assert isinstance(indices, Indices)
@@ -666,7 +689,7 @@ def _within_limits(graph: GraphState, spec: AttentionSpec) -> AttentionSpec:
 
 
 def planned(attention: Attention | None) -> Attention:
-    """The plan of a wrapper, which must exist."""
+    """The plan of a wrapper; PlanError if there is none."""
     if attention is None:
         raise PlanError("run() was called before plan(): call plan() first, once per batch.")
     return attention

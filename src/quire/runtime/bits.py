@@ -1,4 +1,4 @@
-"""Packs booleans into bits, as which the kernels read custom masks."""
+"""Packs booleans into bits, the format in which kernels read custom masks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def byte_offsets(segments: list[int]) -> list[int]:
 
 
 def pack_bits(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "x") -> torch.Tensor:
-    """Eight booleans to a byte: uint8 [byte_offsets(segments)[-1]]. Each segment begins with a byte of its own."""
+    """Packs eight booleans into a byte: uint8 [byte_offsets(segments)[-1]]. Each segment begins with a new byte."""
     if bitorder not in ("big", "little"):
         raise ValidationError(f"bitorder: expected 'big' or 'little', got {bitorder!r}.")
     if x.dtype not in (torch.bool, torch.uint8):

@@ -1,4 +1,4 @@
-"""Levels of shared keys become one batch, whose requests are the nodes of a tree."""
+"""Joins levels of shared keys to one batch, whose requests are the nodes of a tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.runtime.target import on_cuda, target_of
 
 
 def check_kernel_for_levels(device: torch.device, backend: str) -> None:
-    """UnsupportedError on GPUs before Hopper, unless `backend` pins a kernel: there a launch a level is as fast."""
+    """UnsupportedError on GPUs before Hopper, where a launch per level is as fast, unless `backend` forces a kernel."""
     if on_cuda(device) and target_of(device) != "sm90a" and not str(backend).startswith(PIN):
         raise UnsupportedError(
             f"on {target_of(device)} a kernel that merges levels of shared keys has to be pinned, such as "
@@ -24,11 +24,11 @@ def check_kernel_for_levels(device: torch.device, backend: str) -> None:
 
 
 def join_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
-    """One spec of several, whose queries are the same and whose keys follow one another: those of the last level are
-    each request's own.
+    """Joins specs of the same queries over consecutive keys into one; the keys of the last level belong to one request
+    each.
 
-    UnsupportedError where they cannot be one launch, ValidationError where a level's index arrays are wrong in a way
-    that is seen here; the scheduler sees the others.
+    Raises UnsupportedError if one launch is impossible, and ValidationError for some errors in the index arrays of a
+    level; the scheduler finds the others.
     """
     parts = [_of_level(level.indices) for level in levels]
     if len({part.nnz_qo for part in parts}) > 1 or not parts[0].nnz_qo:
@@ -51,8 +51,8 @@ def join_levels(levels: Sequence[AttentionSpec]) -> AttentionSpec:
 
 
 def check_kernel_for_prefix(spec: AttentionSpec, device: torch.device, backend: str) -> AttentionSpec:
-    """`spec` of with_prefix(); UnsupportedError where no kernel takes it, or none that this process can have: the
-    kernels of both parts alone may lie in a cache.
+    """`spec` of with_prefix(). UnsupportedError if no kernel takes it, or if its variant is not in a cache and cannot
+    be compiled; the variants for two launches may be in the cache.
     """
     check_kernel_for_levels(device, backend)
     variant = spec.decide(device, backend).spec
@@ -62,10 +62,10 @@ def check_kernel_for_prefix(spec: AttentionSpec, device: torch.device, backend: 
 
 
 def with_prefix(own: AttentionSpec, rows: torch.Tensor, prefix_indptr: torch.Tensor) -> AttentionSpec:
-    """The batch of `own`, whose rows attend to keys in tensors of their own besides, before all of their others.
+    """The batch of `own`, whose rows also attend to a prefix in separate tensors.
 
-    rows: int32 [count, 2], flat: the first and the end of those that attend to rows prefix_indptr[i] to
-    prefix_indptr[i + 1] of these tensors. Both are on the host.
+    rows: int32 [count, 2], flat: the begin and the end of the rows of q that attend to rows prefix_indptr[i] to
+    prefix_indptr[i + 1] of the prefix tensors. Both arrays are on the host.
     """
     indices, options, count = own.indices, own.options, prefix_indptr.numel() - 1
     assert isinstance(indices, Indices)

@@ -1,4 +1,4 @@
-"""Checks of arguments: each failure names the argument, what was expected and what came."""
+"""Checks of arguments. Errors name the argument, what was expected and what was passed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NOT_REAL = frozenset(
 
 
 def check_tensor(value: Any, name: str) -> torch.Tensor:
-    """`value`, which must be a tensor of real numbers that lie in memory as they are, and need no gradient."""
+    """`value`, which must be a dense tensor of real numbers that does not require grad."""
     try:
         is_plain = value.layout is torch.strided and not value.is_nested and value.dtype not in _NOT_REAL
         is_right = is_plain and value.data_ptr() and not value.is_neg()
@@ -36,7 +36,7 @@ def check_tensor(value: Any, name: str) -> torch.Tensor:
 
 
 def _refuse_tensor(value: Any, name: str) -> None:
-    """Says what is wrong with a tensor; nothing is with one that has neither elements nor memory."""
+    """Raises the error for an invalid tensor. A tensor without elements may have no memory."""
     if not isinstance(value, torch.Tensor):
         raise ValidationError(f"{name}: expected a torch.Tensor, got {type(value).__name__}.")
     if value.layout is not torch.strided or value.is_meta or value.is_nested or value.is_quantized:
@@ -55,7 +55,7 @@ def _refuse_tensor(value: Any, name: str) -> None:
 
 
 def check_no_grad(tensors: Sequence[torch.Tensor], name: str) -> None:
-    """None of `tensors` needs a gradient: Quire computes none, and a result without one would train nothing."""
+    """Check that no tensor requires grad: Quire has no backward pass, and training would silently do nothing."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         raise ValidationError(
             f"{name}: expected no tensor that requires grad, as Quire is for inference only; call it under "
@@ -64,7 +64,7 @@ def check_no_grad(tensors: Sequence[torch.Tensor], name: str) -> None:
 
 
 def check_output(tensor: Any, name: str) -> torch.Tensor:
-    """`tensor`, which must be one that check_tensor() takes and in which no two elements share memory."""
+    """`tensor`, which must pass check_tensor() and whose elements must not share memory."""
     check_tensor(tensor, name)
     end = 1  # of the elements that the dimensions so far reach
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -78,7 +78,7 @@ def check_output(tensor: Any, name: str) -> torch.Tensor:
 
 
 def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | None]) -> None:
-    """`tensor` has the named dimensions; None stands for any length."""
+    """Check that `tensor` has the named dimensions; None means any length."""
     shape = tensor.shape
     if len(shape) == len(expected):
         for wanted, size in zip(expected.values(), shape, strict=True):  # half the time of all()
@@ -90,31 +90,31 @@ def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | No
     raise ValidationError(f"{name}: expected [{dims}], got {list(shape)}.")
 
 
-def check_dtype(tensor: torch.Tensor, name: str, expected: DType) -> None:
-    """`tensor` holds what plan() was told."""
+def check_dtype(tensor: torch.Tensor, name: str, expected: DType, option: str = "q_data_type") -> None:
+    """Check that `tensor` has the planned dtype. option: the argument of plan() that sets it."""
     if tensor.dtype is not expected.torch:
+        also = ", which is that of keys, values and the result too unless you name theirs"
         raise ValidationError(
             f"{name}: expected dtype {expected.torch}, as planned (plan()'s default is torch.float16), got "
-            f"{tensor.dtype}; call plan(..., q_data_type={tensor.dtype}), or kv_data_type or o_data_type if only keys "
-            f"and values or out differ."
+            f"{tensor.dtype}; call plan(..., {option}={tensor.dtype}){also if option == 'q_data_type' else ''}."
         )
 
 
 def check_flags(**flags: Any) -> None:
-    """Switches of the surface must be bools (or None, where a page says so)."""
+    """Check that flags are bools, or None where this is a default."""
     for name, value in flags.items():
         if value is not None and not isinstance(value, bool):
             raise ValidationError(f"{name}: expected a bool, got {value!r}.")
 
 
 def check_same_device(tensor: torch.Tensor, name: str, device: torch.device) -> None:
-    """`tensor` lies where the plan was made for."""
+    """Check that `tensor` is on the device of the plan."""
     if tensor.device != device:
         raise ValidationError(f"{name}: expected a tensor on {device}, got one on {tensor.device}.")
 
 
 def check_contiguous_last(tensor: torch.Tensor, name: str) -> None:
-    """Neighbours along the last dimension are neighbours in memory."""
+    """Check that the last dimension is contiguous."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValidationError(
             f"{name}: expected a contiguous last dimension, got strides {tuple(tensor.stride())}; "
@@ -136,9 +136,9 @@ def check_positive(value: Any, name: str) -> int:
 
 
 def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | None = None) -> torch.Tensor:
-    """`value` as a contiguous int32 tensor on the host, 1-D with `length` entries: itself where it is one.
+    """`value` as a contiguous 1-D int32 tensor on the host with `length` entries; returns `value` itself if it is one.
 
-    A tensor on a device is copied, which waits for it: give host arrays to plan without a synchronisation.
+    A tensor on a device is copied, which waits for the device.
     """
     try:
         if (
@@ -184,7 +184,7 @@ def last_entry(indices: torch.Tensor) -> int:
 
 
 def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """`tensor` as int32; int64 is taken where its values fit, which is checked on the host alone."""
+    """`tensor` as int32. int64 is accepted if the values fit, which is checked only on the host."""
     if tensor.dtype is torch.int32:
         return tensor
     if tensor.dtype is not torch.int64:
@@ -197,7 +197,7 @@ def to_int32(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def scalar(value: Any, name: str, *, positive: bool = False) -> float:
-    """A scale as a number that float32 holds; None is 1. A tensor of one element on a device is waited for."""
+    """A scale as a number in the range of float32; None is 1. For a tensor on a device, waits for it."""
     if value is None:
         return 1.0
     number = value if type(value) is float else _number(value, name)
@@ -241,7 +241,7 @@ _REASON_OF = {name: reason for reason, names in _REASONS.items() for name in nam
 
 
 def refuse(**arguments: Any) -> None:
-    """Arguments of the surface that no kernel here uses: anything but None or False is an error, never ignored."""
+    """Refuse arguments of FlashInfer's API that Quire does not support, unless they are None or False."""
     for name, value in arguments.items():
         if value is not None and value is not False:
             got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

@@ -1,8 +1,8 @@
-"""Calls that a GPU plans from tables and lengths there: what one has checked and chosen serves the next of its kind.
+"""Calls that are planned on the GPU: the checks and choices of one call are reused by the next call like it.
 
-The layers of a model, and its steps, make the same call on other tensors. Each of them is planned by a kernel, but its
-options, kernel and parameters are those of the call before. Nothing is kept of a call's tensors or of torch's memory,
-and nothing is known in a capture, whose tensors must stay.
+The layers and steps of a model make the same call with different tensors. A kernel plans each of them, but options,
+kernel and parameters are those of the previous call. No tensors and no memory of torch's allocator are kept. In a
+capture nothing is reused, because its tensors must be kept.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _known = _Known()  # of each thread: a call sets the parameters that it is launc
 
 
 def repeat_call(key: Hashable, *tensors: Any, **options: Any) -> torch.Tensor | None:
-    """The result of Attention.run_again() on what the last call of this kind has planned; None if there is none, or if
-    it was of other tensors.
+    """The result of Attention.run_again() for the last call with this key; None if there is none, or if its tensors
+    were different.
     """
     known = _known.calls.get(key)
     return None if known is None else known.run_again(*tensors, **options)
 
 
 def keep_call(key: Hashable, attention: Attention) -> None:
-    """Remember a call that was right, after its launch."""
+    """Store a call that passed all checks, after its launch."""
     attention.release()
     calls = _known.calls
     calls.pop(key, None)

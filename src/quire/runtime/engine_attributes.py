@@ -1,8 +1,8 @@
-"""What serving engines read and write of a wrapper under FlashInfer's private names.
+"""FlashInfer's private attributes of wrappers that serving engines read and write.
 
 vLLM compares the options of plan() with those of each layer. SGLang reads the buffers of wrappers for CUDA graphs, and
-plans prefill between replays by a call into FlashInfer's module. mini-SGLang shares one int workspace. All names say
-what is so: a plan owns its index arrays, so that the int workspace is empty unless the caller gave one.
+plans prefill between replays by a call into FlashInfer's module. mini-SGLang shares one int workspace. The values
+are true ones; for example, the int workspace is empty unless the caller gave one, because a plan owns its index arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EngineAttributes:
 
     @property
     def device(self) -> torch.device:
-        """Where the workspace lies and all calls run."""
+        """The device of the workspace and of all calls."""
         return self._workspace.device
 
     @property
@@ -111,7 +111,7 @@ class EngineAttributes:
 
     @property
     def _plan_info(self) -> Attention | None:
-        """The plan, which an engine may make by _cached_module.plan() and put back."""
+        """The plan, which an engine may create with _cached_module.plan() and assign."""
         return self._attention
 
     @_plan_info.setter
@@ -120,7 +120,7 @@ class EngineAttributes:
 
     @property
     def _cached_module(self) -> PrefillModule | None:
-        """What plans between replays; None before the first plan(), as in FlashInfer."""
+        """The object that plans between replays; None before the first plan(), as in FlashInfer."""
         return None if self._attention is None else PrefillModule(self)
 
 

@@ -1,4 +1,4 @@
-"""What explain() says: text in a log, a table at a prompt, HTML in a notebook."""
+"""The result of explain(): text in a log, a table at the Python prompt, HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _CELL = "padding:2px 14px 2px 0;text-align:left;vertical-align:top;white-space:p
 
 
 class Explanation(str):
-    """Which kernel plan() chose, why each other was refused, what was planned, and what is unusual about it.
+    """Which kernel plan() chose, why the others were not chosen, how the work was divided, and notes.
 
-    It is a str, of lines for a log. Python's prompt shows it as a table, a notebook as HTML, and rich.print() in
+    It is a string of several lines. The Python prompt shows it as a table, a notebook as HTML, and rich.print() in
     colours.
     """
 
@@ -76,7 +76,7 @@ def _row(name: str, value: str) -> str:
 
 
 def figures_of(sizes: ScheduleOutput | None, decision: Decision, batch_size: int, partial_bytes: int) -> dict[str, str]:
-    """What was planned, in words; `partial_bytes`: of one partial result."""
+    """A description of the schedule; `partial_bytes`: the size of one partial result."""
     tile = decision.kernel.tile(decision.key)
     if sizes is None:
         return {"batch": f"{batch_size} requests", "schedule": "made on the GPU, at each call"}

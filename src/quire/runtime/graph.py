@@ -1,12 +1,12 @@
-"""CUDA-graph mode: what a captured call reads lies at fixed places, so that plan() can change lengths between replays.
+"""CUDA graphs: a captured call reads everything from fixed addresses, so plan() can change lengths between replays.
 
 A graph keeps the launch that it captured: the grid, and the parameter struct by value. The schedule therefore always
-divides work into one partition for each resident CTA, and everything that depends on lengths lies in one buffer that
-each plan() fills anew. The first plan() that succeeds fixes the rest; a later one that differs in it is an error.
+has one partition for each resident CTA, and everything that depends on lengths is in one buffer, which each plan()
+refills. The first successful plan() fixes everything else; a later plan() with other options is an error.
 
-Engines plan() with defaults and give the scale, the soft cap, the window and `causal` to forward(). Scale and cap are
-numbers that each launch takes along. The others choose the kernel and the schedule: the first forward() fixes them, and
-later calls of plan(), told what the first was told, plan for them.
+Engines call plan() with defaults, and pass the scale, the soft cap, the window and `causal` to forward(). Scale and cap
+are parameters of each launch. The others decide about the kernel and the schedule: the first forward() fixes them, and
+later calls of plan() with the same arguments as the first use them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def refuse_capture(what: str, device: torch.device) -> None:
-    """PlanError in a capture of a CUDA graph: a replay would read what `what` made, which may be gone by then."""
+    """PlanError in a capture of a CUDA graph: a replay would read memory that `what` made and that may be freed by
+    then.
+    """
     if is_capturing(device):
         raise PlanError(
             f"{what} cannot be captured in a CUDA graph: construct the wrapper with use_cuda_graph=True and its "
@@ -46,10 +48,10 @@ def refuse_capture(what: str, device: torch.device) -> None:
 
 
 class GraphState:
-    """What the plans of one wrapper share: the caller's buffers, and what the first plan() that succeeded has fixed.
+    """The state shared by a wrapper's plans: the caller's buffers, and the limits that the first successful plan() set.
 
-    `batch_size` requests; `kv_indices` takes the page numbers (None: ragged), `mask` the bits of custom masks. Until a
-    plan() has succeeded (`keep`), each one sets the limits anew.
+    `batch_size`: number of requests. `kv_indices`: buffer for page numbers (None: ragged). `mask`: buffer for the bits
+    of custom masks. Until a plan() has succeeded (`keep`), each plan() sets the limits again.
     """
 
     def __init__(self, batch_size: int, kv_indices: torch.Tensor | None, mask: torch.Tensor | None) -> None:
@@ -75,7 +77,7 @@ class GraphState:
         return bool(self._params)
 
     def options(self, told: PlanOptions) -> PlanOptions:
-        """What a plan() that was told this is made with: PlanError if the launch was made with something else."""
+        """The options of a plan() with these arguments: PlanError if the launch has others."""
         if not self.is_planned:
             self.told = self.made = told
         assert self.told is not None and self.made is not None
@@ -85,13 +87,13 @@ class GraphState:
         return self.made
 
     def refuse(self, made: PlanOptions, options: PlanOptions) -> None:
-        """PlanError that names the first of `options` that the launch was not made with."""
+        """PlanError that names the first of `options` that differs from the launch."""
         name = self._difference(made, options)
         assert name is not None
         _refuse(name, getattr(made, name), getattr(options, name))
 
     def _difference(self, one: PlanOptions, other: PlanOptions) -> str | None:
-        """The name of an option in which both differ, but for numbers that each launch takes along."""
+        """The name of an option in which both differ, except for parameters of each launch."""
         for name, left, right in zip(one._fields, one, other, strict=True):
             if left != right and not (name == "logits" and self._is_same_launch(one.logits, other.logits)):
                 return name
@@ -104,7 +106,7 @@ class GraphState:
         return self.is_forwarded or all(math.isclose(*pair, rel_tol=1e-6) for pair in numbers)  # as float32
 
     def renewed(self, options: PlanOptions) -> GraphState:
-        """A state for a launch that is made anew because the first forward() has other options than plan() was told."""
+        """The state for a new launch, if the first forward() has other options than plan() had."""
         assert self.made is not None
         if self.has_run:
             self.refuse(self.made, options)
@@ -122,11 +124,11 @@ class GraphState:
         return state
 
     def forwarded(self, told: PlanOptions | None) -> None:
-        """A forward() has its launch; plan() was told `told`."""
+        """Record that a forward() has its launch, after a plan() with the arguments `told`."""
         self.told, self.is_forwarded, self.awaits_forward = told, True, False
 
     def fix(self, **values: Any) -> None:
-        """Check that these are as the first plan() had them; PlanError otherwise."""
+        """Check that these values equal those of the first plan(); PlanError otherwise."""
         if not self.is_planned:
             self._fixed = values
         for name, value in values.items():
@@ -151,14 +153,14 @@ class GraphState:
         return -(-bits * (group_size + tile.rows) // (tile.rows * tile.kv)) + tile_capacity
 
     def upload(self, filled: torch.Tensor, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """The buffer of schedules, `num_bytes` long, which begins with `filled` once the copy is done."""
+        """The buffer of the schedule, of `num_bytes` bytes, which begins with `filled` after the copy."""
         if self._buffer is None or not self.is_planned:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._buffer[: filled.numel()].copy_(filled, non_blocking=True)
         return self._buffer
 
     def keep(self, decision: Decision, partials: torch.Tensor, params: ctypes.Structure) -> None:
-        """End a plan(). `params` is all that a graph holds by value: it must be what the first plan() had."""
+        """Finish a plan(). `params`, which a graph keeps by value, must equal that of the first plan()."""
         if not self.is_planned:
             self.decision, self._partials, self._params = decision, partials, bytes(params)
         elif bytes(params) != self._params:
@@ -192,8 +194,8 @@ def _copied(name: str, buffer: torch.Tensor, source: torch.Tensor) -> torch.Tens
 
 
 def graph_state(use_cuda_graph: bool, device: torch.device, **buffers: torch.Tensor | None) -> GraphState | None:
-    """The state of a wrapper with `use_cuda_graph`, from the buffers of its constructor by name; None without, where
-    buffers are not needed: a plan owns its arrays.
+    """The state of a wrapper with `use_cuda_graph`, from the buffers of its constructor by name. Without it None: a
+    plan then owns its arrays, and needs no buffers.
 
     The lengths of the index arrays' buffers fix the batch size; the arrays themselves are copied into a buffer of
     GraphState. Page numbers and masks are copied into the caller's buffers.

@@ -1,4 +1,4 @@
-"""Index arrays that stay where they are: checked by shape everywhere, by value on the host."""
+"""Index arrays that are not copied: shapes are always checked, values only on the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.runtime.checks import check_same_device, check_shape, check_tensor, t
 
 
 def check_offsets(indptr: torch.Tensor, name: str, largest_first: int = 0) -> None:
-    """Offsets that begin with 0, or with at most `largest_first`, and do not fall."""
+    """Check that offsets begin with 0, or at most `largest_first`, and do not decrease."""
     if not 0 <= int(indptr[0]) <= largest_first or bool((indptr[1:] < indptr[:-1]).any()):
         raise ValidationError(f"{name}: expected ascending offsets that begin with 0, got {indptr[:8].tolist()}...")
 
@@ -25,8 +25,8 @@ def check_range(values: torch.Tensor, name: str, low: int, high: int, what: str)
 def without_gaps(
     indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of indices [rows, top_k], the first `most` [rows] of each row or all, those in 0..num_tokens - 1, in their order,
-    with any numbers behind them; and how many each row has, int32 [rows].
+    """Of the first `most` [rows] (or all) entries of each row of indices [rows, top_k], those in 0..num_tokens - 1, in
+    order, followed by arbitrary numbers; and how many there are, int32 [rows].
     """
     rows, top_k = indices.shape
     names_one = (indices >= 0) & (indices < num_tokens)

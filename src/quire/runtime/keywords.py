@@ -1,4 +1,4 @@
-"""The keyword arguments that overloads share: type checkers know by return_lse whether a call returns o or (o, lse)."""
+"""Keyword arguments shared by overloads, which tell type checkers whether a call returns o or (o, lse)."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def launch(module: Module, params: int, device: torch.device, *, grid: int, bloc
 
 
 def profiled(module: Module, start: Callable[..., None], *args: Any) -> None:
-    """start(*args), which launches `module`; torch's profiler shows it as quire::NAME, the name being the variant's."""
+    """start(*args), which launches `module`. torch's profiler shows it as quire::SLUG."""
     with record_function(f"quire::{module.slug}"):
         start(*args)
 
@@ -56,16 +56,19 @@ def _launch(module: Module, params: int, device: torch.device, grid: int, block:
 
 
 def refuse_make_fx(name: str) -> None:
-    """PlanError where torch records operators: a launch is none, and the recorded graph would return fresh memory."""
+    """PlanError while torch records operators: a launch is not recorded, and the graph would return uninitialised
+    memory.
+    """
     if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
         raise PlanError(f"{name}: torch (make_fx) traces this call and would not record it; call it eagerly.")
 
 
 def _call(function: Callable[[int], int], params: int) -> int:
-    """A kernel on the host, on OpenMP's threads.
+    """Calls a CPU kernel, which runs on OpenMP threads.
 
-    OpenMP (libgomp) keeps the threads that it started for a thread. A fork copies what it keeps, but not the threads,
-    so that the thread that forked would wait for them for ever: there another thread calls the kernel.
+    OpenMP (libgomp) reuses the threads that it has started for the calling thread. A fork copies this state, but not
+    the threads, so that the thread that forked would wait for them forever. After a fork another thread calls the
+    kernel.
     """
     if _thread is None or threading.current_thread() is not threading.main_thread() or torch.get_num_threads() == 1:
         return function(params)
@@ -93,7 +96,7 @@ def bind(module: Module, params: int, device: torch.device, grid: int, *, pdl: b
 
 
 def row_grid(rows: int, columns: int) -> int:
-    """CTAs of a kernel made of one parallel_rows(): a thread an item."""
+    """CTAs of a kernel that consists of one parallel_rows(): one thread per item."""
     if columns < PARALLEL_THREADS:
         return -(-rows // (PARALLEL_THREADS // columns))
     return rows * -(-columns // PARALLEL_THREADS)

@@ -1,4 +1,4 @@
-"""How keys and values lie in memory: every layout of the surface becomes [page, token, head, head_dim], by strides.
+"""Memory layouts of keys and values: every layout of the API becomes [page, token, head, head_dim] with strides.
 
 A paged cache is a 5-D tensor (keys at [:, 0], values at [:, 1]) or a pair of 4-D tensors; a page is NHD
 [page_size, num_kv_heads, head_dim] or HND [num_kv_heads, page_size, head_dim]. Only the last dimension must be
@@ -24,7 +24,7 @@ PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
 def span_bytes(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes from the first element of a tensor to the end of the last; 0 without elements."""
+    """Bytes from the first element of a tensor to the end of its last one; 0 without elements."""
     last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     return 0 if 0 in sizes else (last + 1) * dtype.itemsize
 

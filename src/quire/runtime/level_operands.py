@@ -1,5 +1,5 @@
-"""What levels of keys are given of a variant of the caller's own: the tables that say where each row of a level stands
-in its request.
+"""Operands of a custom variant for the levels of a cascade: tables that give the position of each row of a level in its
+request.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Level(NamedTuple):
 def operands_of_levels(
     variant: Variant, levels: Sequence[Level], num_qo_heads: int, device: torch.device
 ) -> PlacedOperands:
-    """Of levels that follow one another; the entries of the last one are the requests."""
+    """The operands for consecutive levels; the entries of the last level are the requests."""
     rows = {int(level.qo_indptr[-1]) for level in levels}
     if len(rows) > 1:
         raise ValidationError(f"qo_indptr: expected as many rows of q in each level, got {sorted(rows)}.")

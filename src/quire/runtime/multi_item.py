@@ -1,7 +1,7 @@
-"""Multi-item scoring: a request is a prefix, and then items with a delimiter before, between and behind them.
+"""Multi-item scoring: a request is a prefix followed by items, with a delimiter before, between and after them.
 
-A token of an item sees the prefix and its own item up to itself, a delimiter the prefix alone, and a token of the
-prefix what is before it: one pass scores items that do not know of each other. Kernels read that as a custom mask.
+A token of an item sees the prefix and its own item up to itself, a delimiter sees only the prefix, and a token of the
+prefix sees earlier tokens. One pass therefore scores items independently. Kernels read this as a custom mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def with_items(
     custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None, indices: Indices, device: torch.device,
     prefix_len_ptr: Any, token_pos_in_items_ptr: Any, token_pos_in_items_len: Any, max_item_len_ptr: Any,
 ) -> torch.Tensor | None:  # fmt: skip
-    """The mask of multi-item scoring where plan() was asked for it, else `custom_mask`."""
+    """The mask of multi-item scoring if plan() was asked for it, else `custom_mask`."""
     if prefix_len_ptr is None:
         if token_pos_in_items_ptr is not None or token_pos_in_items_len or max_item_len_ptr is not None:
             raise ValidationError(
@@ -82,7 +82,7 @@ def _prefix_lens(value: Any, indices: Indices, length: int) -> list[int]:
 
 
 def _check_longest(positions: torch.Tensor, most: torch.Tensor) -> None:
-    """max_item_len_ptr only repeats what the positions say: it is compared with them where both lie on the host."""
+    """Compare max_item_len_ptr, which is redundant, with the positions, if both are on the host."""
     if positions.is_cpu and most.is_cpu and positions.numel():
         longest = positions.amax(dim=1)
         if bool((longest > most.to(torch.int32)).any()):
@@ -93,7 +93,7 @@ def _check_longest(positions: torch.Tensor, most: torch.Tensor) -> None:
 
 
 def _seen(qo_len: int, kv_len: int, prefix_len: int, positions: torch.Tensor) -> torch.Tensor:
-    """Which keys each query of one request sees: bool [qo_len, kv_len]. `positions` begin behind the prefix."""
+    """Which keys each query of one request sees: bool [qo_len, kv_len]. `positions` begin after the prefix."""
     key = torch.arange(kv_len, dtype=torch.int32, device=positions.device)
     at = torch.arange(kv_len - qo_len, kv_len, dtype=torch.int32, device=positions.device)
     position = positions[(at - prefix_len).clamp_(0, positions.shape[0] - 1)]

@@ -69,7 +69,7 @@ def spec_of_one(
     rope_scale: float | None = None, rope_theta: float | None = None, variant: Variant | None = None,
     of_mask: Mapping[str, Any] = NO_OPERANDS,
 ) -> AttentionSpec:  # fmt: skip
-    """What a call on one request, q [qo_len, num_qo_heads, head_dim_qk], plans."""
+    """The AttentionSpec of a call on one request, q [qo_len, num_qo_heads, head_dim_qk]."""
     token, head = (0, 1) if layout is KVLayout.NHD else (1, 0)
     sizes: dict[str, int | None] = dict.fromkeys(("kv_len", "num_kv_heads") if head else ("num_kv_heads", "kv_len"))
     check_shape(check_tensor(k, "k"), "k", {**sizes, "head_dim_qk": q.shape[2]})
@@ -79,7 +79,7 @@ def spec_of_one(
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32, device="cpu")
     options = PlanOptions(
         *heads(q.shape[1], k.shape[head]), q.shape[2], v.shape[2],
-        Types.of(q.dtype, k.dtype, o_dtype),
+        Types.of(q.dtype, k.dtype, o_dtype, ("q", "k", "o_dtype")),
         logits_options(q.shape[2], sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta),
         causal, page_size=0, variant=variant,
     )  # fmt: skip

@@ -1,8 +1,8 @@
 """Calls as torch operators: what torch.compile, torch.export, make_fx and FakeTensorMode record instead of a launch.
 
-An operator does what the eager call does, into tensors that the graph allocates. Eager calls never enter the
-dispatcher. A planned wrapper is an integer in a graph, its handle: plan() may be called again between runs of the
-graph, and the wrapper must live as long as the graph, in the process that traced it.
+An operator does the same as the eager call, and writes into tensors that the graph allocates. Eager calls do not go
+through torch's dispatcher. A graph refers to a planned wrapper by an integer, its handle: plan() may be called again
+between runs of the graph, and the wrapper must be kept as long as the graph, in the process that traced it.
 
 With torch.compile(mode="reduce-overhead"), run() of a wrapper with use_cuda_graph=True becomes part of a CUDA graph;
 other wrappers and single calls run between the graphs, as their plans hold for one batch. Such a graph copies its
@@ -57,9 +57,9 @@ def is_tracing() -> bool:
 def operator(
     schema: str, fake: Callable[..., Any] = lambda *_, **__: None, tags: tuple[torch.Tag, ...] = ()
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Registers a function as the torch operator quire::`schema`, which takes its place while torch traces.
+    """Registers a function as the torch operator quire::`schema`, which replaces it while torch traces.
 
-    `fake` makes the results on tensors without memory; an operator that writes into its arguments has none.
+    `fake` creates results without memory; operators that write into their arguments have none.
     """
     name = schema.partition("(")[0]
 
@@ -94,7 +94,7 @@ def operator(
 
 
 def _record(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `op`; for torch.func.functionalize, which takes no operator that writes, its functional twin."""
+    """Calls `op`, or its functional counterpart for torch.func.functionalize, which takes no operators that write."""
     level = None if is_dynamo_compiling() else _functorch.peek_interpreter_stack()
     if level is None or level.key() != _functorch.TransformType.Functionalize or not op._schema.is_mutable:
         return op(*args, **kwargs)
@@ -139,7 +139,7 @@ class TracedOperands(NamedTuple):
 
     @classmethod
     def of(cls, operands: Mapping[str, Any]) -> TracedOperands:
-        """They are checked when the graph runs."""
+        """From the caller's operands, which are checked when the graph runs."""
         if not operands:
             return cls()
         tensors = {name: value for name, value in operands.items() if isinstance(value, torch.Tensor)}
@@ -149,7 +149,7 @@ class TracedOperands(NamedTuple):
         return cls(list(tensors.values()), list(floats.values()), list(ints.values()), names)
 
     def by_name(self) -> Mapping[str, Any]:
-        """What it was made of."""
+        """The operands by name."""
         values = [*(self.tensors or ()), *(self.floats or ()), *(self.ints or ())]
         return dict(zip(self.names or (), values, strict=True))
 

@@ -1,4 +1,4 @@
-"""What the numbers and names that plan() takes say, whatever the batch: checked and translated once."""
+"""The options of plan() that do not depend on the batch: checked and translated once for equal arguments."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 
 
 def memoised(function: Callable[..., _Returned]) -> Callable[..., _Returned]:
-    """`function`, called once for the same plain values: a server plans every batch on the same ones.
+    """`function`, called once for equal plain values, because a server plans every batch with the same options.
 
-    Where an argument is something else, a tensor for example, which may change in place, it is called each time.
+    It is called each time if an argument is not a plain value, such as a tensor, which may change in place.
     """
 
     @lru_cache(maxsize=1024, typed=True)  # True is not 1
@@ -47,7 +47,7 @@ class _NotPlain(Exception):
 
 
 class Types(NamedTuple):
-    """The number types of q as kernels read it, of keys and values, and of the output."""
+    """The data types of q as kernels read it, of keys and values, and of the output."""
 
     q: DType
     kv: DType
@@ -55,19 +55,21 @@ class Types(NamedTuple):
     given: DType | None = None  #: of q, where it has 8 bits and is widened before a kernel reads it
 
     @classmethod
-    def of(cls, q: Any, kv: Any, o: Any) -> Types:
-        """From any spelling; kv and o default to q's, o to fp16 if q has 8 bits."""
-        q_type = dtype_of(q, "q_data_type")
-        kv_type = q_type if kv is None else dtype_of(kv, "kv_data_type")
-        o_type = None if o is None else dtype_of(o, "o_data_type")
+    def of(
+        cls, q: Any, kv: Any, o: Any, names: tuple[str, str, str] = ("q_data_type", "kv_data_type", "o_data_type")
+    ) -> Types:
+        """From any spelling; kv and o default to q's, o to fp16 if q has 8 bits. names: of the caller's arguments."""
+        q_type = dtype_of(q, names[0])
+        kv_type = q_type if kv is None else dtype_of(kv, names[1])
+        o_type = None if o is None else dtype_of(o, names[2])
         if q_type.bits > 8:
             return cls(q_type, kv_type, o_type or q_type)
-        wide = kv_type if kv_type.bits > 8 else o_type or dtype_of("float16", "o_data_type")
+        wide = kv_type if kv_type.bits > 8 else o_type or dtype_of("float16", names[2])
         return cls(wide, kv_type, o_type or wide, q_type)
 
 
 class LogitsOptions(NamedTuple):
-    """What happens to a logit, as run-time values."""
+    """The run-time values that change logits."""
 
     sm_scale: float
     window_left: int  #: -1: none
@@ -79,18 +81,18 @@ class LogitsOptions(NamedTuple):
 
     @property
     def attention_chunk_size(self) -> int | None:
-        """As plan() is told it."""
+        """attention_chunk_size as given to plan()."""
         return self.window_left + 1 if self.chunked else None
 
     def has_same_kernel(self, other: LogitsOptions) -> bool:
-        """Whether they differ in numbers alone, which a launch takes along."""
+        """Whether they differ only in parameters of each launch."""
         same_cap = (self.logits_soft_cap > 0) == (other.logits_soft_cap > 0)
         same_numbers = self._replace(sm_scale=other.sm_scale, logits_soft_cap=other.logits_soft_cap) == other
         return same_cap and same_numbers  # all other numbers are planned
 
 
 class PlanOptions(NamedTuple):
-    """All of a plan but its batch: no tensor, so that what follows from them can be looked up by them."""
+    """All options of a plan except its batch. They contain no tensor, so that they can be dictionary keys."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -116,7 +118,7 @@ class PlanOptions(NamedTuple):
 
     @property
     def head_dim_kpe(self) -> int:
-        """With is_mla: dims of a key that are no part of its value."""
+        """With is_mla: the dims of a key that are not part of its value."""
         return self.head_dim_qk - self.head_dim_vo
 
     @property
@@ -126,7 +128,7 @@ class PlanOptions(NamedTuple):
 
 
 def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
-    """Both head counts, of which the first must be a multiple of the second."""
+    """Both head counts; the first must be a multiple of the second."""
     qo, kv = check_positive(num_qo_heads, "num_qo_heads"), check_positive(num_kv_heads, "num_kv_heads")
     if qo % kv:
         raise ValidationError(f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}.")
@@ -134,7 +136,7 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
 
 
 def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
-    """Both knobs of batch invariance as the planner takes them: tokens, 0 automatic, -1 never split, which wins."""
+    """The two options of batch invariance as one number: tokens of a split, 0: automatic, -1: never split."""
     if fixed_split_size is None or (isinstance(fixed_split_size, int) and fixed_split_size in (-1, 0)):
         size = 0
     else:
@@ -147,7 +149,7 @@ def logits_options(
     head_dim_qk: int, sm_scale: float | None, window_left: int, logits_soft_cap: float | None, pos_encoding_mode: str,
     rope_scale: float | None = None, rope_theta: float | None = None, attention_chunk_size: int | None = None,
 ) -> LogitsOptions:  # fmt: skip
-    """What plan() was told about logits; sm_scale defaults to 1 / sqrt(head_dim_qk)."""
+    """The options of logits given to plan(); sm_scale defaults to 1 / sqrt(head_dim_qk)."""
     pos_encoding = PosEncodingMode.of(pos_encoding_mode)
     scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale", positive=True)
     cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
@@ -166,7 +168,7 @@ def logits_options(
 
 
 def _chunk(attention_chunk_size: int, window_left: int) -> int:
-    """The most keys to the left that a query sees in its chunk."""
+    """The largest number of keys to the left that a query sees in its chunk."""
     if window_left != -1:
         raise ValidationError(
             f"attention_chunk_size: expected None beside window_left={window_left}, got {attention_chunk_size}; "

@@ -1,4 +1,4 @@
-"""Whether tensors lie on each other: what a kernel writes must not be what it still reads."""
+"""Whether tensors overlap in memory: a kernel must not overwrite what it still reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Steps = tuple[tuple[int, int], ...]
 
 
 def check_apart(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
-    """No output lies on another, nor on an input that is not the very same tensor."""
+    """Check that no output overlaps another output, or an input other than itself."""
     spans = [(name, tensor, *_span(tensor)) for name, tensor in (*outputs.items(), *inputs.items())]
     for i, (name, tensor, begin, end) in enumerate(spans[: len(outputs)]):
         for j, (other, theirs, their_begin, their_end) in enumerate(spans[i + 1 :], i + 1):
@@ -39,8 +39,8 @@ def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of both have a byte in common; True also where rows of one reach into the next, which is not
-    looked into.
+    """Whether elements of both have a byte in common; also True if rows of one tensor reach into the next row, which is
+    not analysed further.
     """
     return bool(a.numel() and b.numel()) and _meet(b.data_ptr() - a.data_ptr(), _steps(a), _steps(b))
 

@@ -1,4 +1,4 @@
-"""A plan: everything of a call but its tensors."""
+"""A plan: everything that a call needs except its tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LEAST_SCALE = 1e-20  #: of q . k in base 2, where kernels divide a bias by it
 
 
 class AttentionPlan:
-    """Everything of a call but its tensors. A plan owns its index arrays and runs any number of times.
+    """Everything that a call needs except its tensors. A plan owns its index arrays and can run any number of times.
 
     Two runs of one plan must not overlap on different streams, because they share the workspace.
     """
@@ -71,7 +71,7 @@ class AttentionPlan:
         return self.schedule.sizes.largest_page if self.schedule else -1
 
     def indices(self, given: Indices) -> Indices:
-        """The index arrays as plan() read them, whatever the caller has written into his since."""
+        """The index arrays as plan() read them, even if the caller has changed them since."""
         assert self.schedule is not None
         pages = self._pages
         if pages is None and given.kv_indices is not None:
@@ -85,21 +85,21 @@ class AttentionPlan:
         self._made = self._on_device(lengths, workspace)
 
     def release(self) -> None:
-        """Hold on to no tensor of plan_again(), which comes before the next run()."""
+        """Release the tensors of plan_again(), which precedes the next run()."""
         self._made = ()
 
     def set_logits(self, logits: LogitsOptions) -> None:
-        """Scale and cap logits by other numbers from the next run() on: what is compiled and planned stays."""
+        """Use another scale and cap of logits from the next run() on, without compiling or planning."""
         self._logits, self._params.logits_cap, self._extras = logits, logits.logits_soft_cap * LOG2E, ()
 
     @property
     def operands(self) -> ctypes.Structure:
-        """Those of a variant of the caller's own, inside the parameter struct."""
+        """The operands of a custom variant, inside the parameter struct."""
         found: ctypes.Structure = self._struct.operands
         return found
 
     def set_signature(self, views: Mapping[str, View]) -> None:
-        """Take the strides of the operands, and describe them to the copy engine."""
+        """Take the strides of the operands, and encode their tensor maps."""
         strides: list[int] = []
         for operand in self._decision.tensors:
             count = len(operand.strides)
@@ -109,7 +109,7 @@ class AttentionPlan:
             self._maps.encode(views)
 
     def signature(self) -> tuple[bytes, EncodedMaps | None]:
-        """What set_signature() has set, for copy_signature() of another plan of the same kernel and options."""
+        """The state after set_signature(), for copy_signature() of another plan with equal kernel and options."""
         return self._strides, self._maps.encoded() if self._maps is not None else None
 
     def copy_signature(self, strides: bytes, maps: EncodedMaps | None) -> None:
@@ -164,8 +164,8 @@ class AttentionPlan:
         p.tanh_scale, p.o_scale = scale / cap if cap else scale, o_scale
 
     def _use_on(self, stream: int) -> None:
-        """Tell torch's allocator that another stream, the current one, reads the tensors of this plan: their memory is
-        not given to others before that stream is done with it.
+        """Tell torch's allocator that the current stream reads the tensors of this plan, so that their memory is not
+        reused before that stream has finished.
         """
         current = torch.cuda.current_stream(self._device)
         if self._sent is not None:
@@ -182,5 +182,5 @@ class AttentionPlan:
 
 
 def base_of(params: ctypes.Structure) -> AttentionParams:
-    """What every attention kernel is given, inside what this one is given."""
+    """The parameters common to all attention kernels, inside of those of one kernel."""
     return params if isinstance(params, AttentionParams) else params.base

@@ -1,4 +1,4 @@
-"""From index arrays to a plan: a schedule, made on the host and sent to the device in one copy, or made there."""
+"""Makes a plan from index arrays: schedules on the host and copies once to the device, or schedules on the device."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _BLOCKS_CTAS = 4  #: of each row tile that are classified under the mask of a va
 
 
 def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
-    """A kernel, compiled and loaded if need be, and how many of its CTAs run at the same time."""
+    """A kernel, compiled and loaded if necessary, and how many of its CTAs run at the same time."""
     module = get_module(spec)
     ctas = _prepare(module, device) if isinstance(module, CudaModule) else max_ctas(device, 1)
     return module, ctas
@@ -76,7 +76,7 @@ def _prepare(module: CudaModule, device: torch.device) -> int:
 
 
 class _PlanTemplate(NamedTuple):
-    """What plans of the same options on the same kernel have in common."""
+    """The common part of plans with the same options and kernel."""
 
     params: ctypes.Structure  #: of the kernel, with all that no schedule decides
     schedule: ScheduleInput
@@ -108,8 +108,8 @@ def _plan_template(
     decision: Decision, options: PlanOptions, device: torch.device, ctas: int, tile_capacity: int = 0, *,
     divided: bool = True,
 ) -> _PlanTemplate:  # fmt: skip
-    """Made once for a decision, which is one for equal options and device. `ctas` that run at the same time: those that
-    may hold partial results. Not `divided`: row tiles are computed whole, and there are no partial results.
+    """The template of a decision, made once; equal options and devices have one decision. `ctas`: how many run at the
+    same time, and may have partial results. Not `divided`: row tiles are computed whole, without partial results.
     """
     key = ctas, tile_capacity, divided
     template = decision.templates.get(key)
@@ -145,7 +145,7 @@ def _new_template(
 def _template_for(
     decision: Decision, indices: Indices, options: PlanOptions, device: torch.device, graph: GraphState | None
 ) -> tuple[Module, _PlanTemplate]:
-    """The kernel, and what its plans of this batch have in common; with a graph, its plans of the largest batch."""
+    """The kernel and the template for plans of this batch; with a graph, for those of the largest batch."""
     (module, ctas), capacity = _load(decision.spec, device), 0
     if graph is not None:
         rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
@@ -157,7 +157,7 @@ def _template_for(
 def workspace_bytes(
     decision: Decision, indices: Indices, options: PlanOptions, device: torch.device, graph: GraphState | None
 ) -> int:
-    """What make_plan() with these arguments takes of its workspace, to the byte."""
+    """The exact number of bytes that make_plan() with these arguments takes of the workspace."""
     _, template = _template_for(decision, indices, options, device, graph)
     return template.partials_bytes(measure_schedule(indices, template.schedule).num_partials)
 
@@ -177,7 +177,7 @@ def make_plan(
 ) -> AttentionPlan:  # fmt: skip
     """Compile or load the variant, plan, and send the plan to the device without waiting for it.
 
-    With `graph`, replays of a captured run() follow each new plan. `given`: what the mask of a variant reads.
+    With `graph`, replays of a captured run() use each new plan. `given`: operands that the mask of a variant reads.
     """
     device, kernel = workspace.device, decision.kernel
     module, template = _template_for(decision, indices, options, device, graph)
@@ -291,8 +291,8 @@ def _send(
     schedule: Schedule, indices: Indices, device: torch.device, uploader: Uploader | CaptureUploader | None,
     graph: GraphState | None, own_bytes: int, for_one_call: bool,
 ) -> tuple[int, DeviceBuffer | None, torch.Tensor | None]:  # fmt: skip
-    """Where the schedule lies on the device, with page numbers of the host and `own_bytes` of the kernel behind it; who
-    holds it there; and the page numbers, if they lie elsewhere.
+    """The address of the schedule on the device, followed there by page numbers of the host and `own_bytes` of the
+    kernel; the objects that keep this memory; and the page numbers, if they are elsewhere.
     """
     s, host_buffer, pages = schedule.sizes, schedule.host_buffer, indices.kv_indices
     if graph is not None:
@@ -340,8 +340,8 @@ def _set_schedule(p: AttentionParams, s: ScheduleOutput, sent: int) -> None:
 def make_plan_on_device(
     decision: Decision, lengths: Lengths, options: PlanOptions, workspace: Workspace, mask_bits: torch.Tensor | None
 ) -> AttentionPlan:
-    """Plan on the current stream of a GPU, without knowing a length on the host. May be captured in a CUDA graph if
-    both kernels have been used before; each replay then plans anew.
+    """Plan on the current stream of a GPU, from lengths that the host does not know. May be captured in a CUDA graph if
+    both kernels have been used before; each replay then plans again.
     """
     device = workspace.device
     schedule = _DeviceSchedule(decision, lengths, options, workspace)
@@ -357,7 +357,7 @@ def make_plan_on_device(
 
 
 class _DeviceSchedule:
-    """Schedules of batches of one shape, which a kernel makes on the GPU from lengths that only the GPU knows."""
+    """Schedules for batches of one shape, made by a kernel on the GPU from lengths that only the GPU knows."""
 
     def __init__(self, decision: Decision, lengths: Lengths, options: PlanOptions, workspace: Workspace) -> None:
         self._kernel, self._device = decision.kernel, workspace.device

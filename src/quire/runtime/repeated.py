@@ -1,4 +1,4 @@
-"""Arguments of plan() that repeat its index arrays, as kernels of other libraries need them: they must agree."""
+"""Redundant arguments of plan(), which kernels of other libraries need: they must agree with the index arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from quire.runtime.schedule import Indices
 
 
 def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:
-    """seq_lens [batch_size] for the scheduler, which compares them; None where they lie on a device: plan() does not
-    wait for it.
+    """seq_lens [batch_size] for the scheduler, which compares them; None if they are on a device, because plan() does
+    not wait for it.
     """
     seq_lens = _flat(seq_lens, "seq_lens", batch_size)
     if not seq_lens.is_cpu:
@@ -24,7 +24,7 @@ def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:
 
 
 def _flat(lens: Any, name: str, batch_size: int) -> torch.Tensor:
-    """[batch_size]; cuDNN's [batch_size, 1, 1, 1] are such, too."""
+    """Lengths as [batch_size]; cuDNN's [batch_size, 1, 1, 1] are accepted, too."""
     tensor = check_tensor(lens, name)
     if tuple(tensor.shape) == (batch_size, 1, 1, 1):
         return tensor.reshape(batch_size)
@@ -36,7 +36,7 @@ def check_repeated(
     indices: Indices, seq_lens_q: Any = None, block_tables: Any = None, max_token_per_sequence: Any = None,
     max_sequence_kv: Any = None,
 ) -> None:  # fmt: skip
-    """Compare what was given with `indices`, as far as both lie on the host."""
+    """Compare the given arrays with `indices`, if both are on the host."""
     qo_lens = torch.tensor([indices.qo_len]) if indices.qo_indptr is None else indices.qo_indptr.diff()
     if seq_lens_q is not None:
         seq_lens_q = _flat(seq_lens_q, "seq_lens_q", indices.batch_size)
@@ -51,7 +51,7 @@ def check_repeated(
 
 
 def _check_most(name: str, given: Any, lens: torch.Tensor, spare: int) -> None:
-    """`given` is not less than any of `lens`, each of which may be `spare` too many."""
+    """Check that `given` is not less than any of `lens`, each of which may be up to `spare` too large."""
     least = int(lens.max()) - spare if lens.numel() else 0
     if given is not None and check_positive(given, name) < least:
         raise ValidationError(f"{name}: expected at least {least}, which a request has, got {given}.")

@@ -1,4 +1,4 @@
-"""One launch of kernels/rope.h: rotates queries and keys, and may normalise, quantise and append on the way."""
+"""One launch of kernels/rope.h: rotates queries and keys, and can also normalise, quantise and append them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Llama31 = tuple[float, float, float]  #: low_freq_factor, high_freq_factor, old_
 
 
 class Heads(NamedTuple):
-    """Queries, keys or values: [nnz, num_heads, dims], the dims that turn apart from those that do not."""
+    """Queries, keys or values [nnz, num_heads, dims], with rotated dims and other dims in separate tensors."""
 
     rope: torch.Tensor | None
     nope: torch.Tensor | None
@@ -48,7 +48,7 @@ class Heads(NamedTuple):
     scale: float = 1.0
 
     def params(self) -> RopeHeads:
-        """What the kernel is told."""
+        """The fields of the parameter struct."""
         some, out = (a if a is not None else b for a, b in ((self.rope, self.nope), (self.rope_out, self.nope_out)))
         assert some is not None and out is not None
         return RopeHeads(
@@ -85,7 +85,7 @@ def _is_aligned(tensor: torch.Tensor, vector: int) -> bool:
 
 
 def split(tensor: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The dims that turn, and the others if there are any."""
+    """The rotated dims, and the others if there are any."""
     width = tensor.shape[-1]
     if rotary_dim == width:
         return tensor, None
@@ -93,7 +93,7 @@ def split(tensor: torch.Tensor, rotary_dim: int) -> tuple[torch.Tensor, torch.Te
 
 
 class Angles(NamedTuple):
-    """Where tokens are, and how pairs turn."""
+    """Positions of tokens, and frequencies of pairs."""
 
     pos_ids: torch.Tensor | None
     indptr: torch.Tensor | None  #: with offsets, in place of pos_ids
@@ -105,7 +105,7 @@ class Angles(NamedTuple):
     llama31: Llama31 | None = None
 
     def checked(self, nnz: int, device: torch.device, name: str) -> Angles:
-        """The same, as the kernel takes them; `name` is that of pos_ids in the call."""
+        """The checked angles for the kernel; `name` is the caller's name for pos_ids."""
         table = self.cos_sin_cache
         if not isinstance(self.interleave, bool):
             raise ValidationError(f"interleave: expected a bool, got {self.interleave!r}.")
@@ -120,7 +120,7 @@ class Angles(NamedTuple):
         return self._replace(pos_ids=pos_ids)
 
     def fill(self, params: RopeParams, rotary_dim: int) -> None:
-        """Writes checked ones into `params`."""
+        """Write checked angles into `params`."""
         params.interleave, params.num_requests = self.interleave, 0
         for name in ("pos_ids", "indptr", "offsets", "cos_sin_cache"):
             tensor = getattr(self, name)
@@ -136,7 +136,7 @@ class Angles(NamedTuple):
             params.num_positions = min(self.cos_sin_cache.shape[0], _MOST)
 
     def numbers(self) -> tuple[float, float, Llama31 | None]:
-        """Scale, theta and the factors of Llama 3.1, which must be numbers that a frequency can be made of."""
+        """Scale, theta and the factors of Llama 3.1, which must give valid frequencies."""
         scale = scalar(self.rope_scale, "rope_scale", positive=True)
         theta = scalar(self.rope_theta, "rope_theta", positive=True)
         if scale < _LEAST_SCALE:
@@ -190,7 +190,7 @@ def _frequencies(rotary_dim: int, scale: float, theta: float, llama31: Llama31 |
 def check_heads(
     tensor: torch.Tensor, name: str, shape: Mapping[str, int | None], like: torch.Tensor | None = None
 ) -> None:
-    """Queries, keys or values as the kernel takes them; `like`: whose dtype and device they have."""
+    """Check queries, keys or values for the kernel; `like`: a tensor with the required dtype and device."""
     check_shape(check_tensor(tensor, name), name, shape)
     check_contiguous_last(tensor, name)
     if tensor.dtype not in INPUTS:
@@ -202,7 +202,7 @@ def check_heads(
 
 
 def rotary_dim_of(value: int | None, head_dim: int, cos_sin_cache: torch.Tensor | None, device: torch.device) -> int:
-    """How many dims of a head turn."""
+    """How many dims of a head are rotated."""
     if cos_sin_cache is None:
         name, most = "rotary_dim", 2 * MAX_ROTARY_PAIRS
         dim = head_dim if value is None else check_positive(value, name)
@@ -228,7 +228,7 @@ def _check_table(table: torch.Tensor, device: torch.device) -> int:
 
 
 class Rotation:
-    """Operation `name` on up to three heads that are checked already, of which the first turn."""
+    """Operation `name` on up to three tensors of heads that are already checked; the first ones are rotated."""
 
     def __init__(self, name: str, heads: list[Heads], angles: Angles, params: RopeParams | None = None) -> None:
         some, out, params = heads[0].rope, heads[0].rope_out, params or RopeParams()
@@ -257,7 +257,7 @@ class Rotation:
         self._key, self._params = OperationKey(name, target_of(self._device), slug, vector), params
 
     def move(self, **addresses: list[int]) -> None:
-        """Other addresses of the same tensors, by the names of Heads."""
+        """Set other addresses of the same tensors, by the names of Heads."""
         for name, of_heads in addresses.items():
             for i, address in enumerate(of_heads):
                 getattr(self._params.heads[i], name).data = address
@@ -270,7 +270,7 @@ class Rotation:
 
 
 def start(name: str, q: Heads, k: Heads, v: Heads | None, angles: Angles, params: RopeParams | None = None) -> None:
-    """Launches operation `name` on what is checked already."""
+    """Launches operation `name` on checked tensors."""
     Rotation(name, [q, k] if v is None else [q, k, v], angles, params).start()
 
 
@@ -286,8 +286,8 @@ def _vector(heads: list[Heads], table: torch.Tensor | None, widths: tuple[int, .
 def _cta(columns: int, pairs: int, thread_bytes: int) -> tuple[int, int, int]:
     """Tokens of a CTA at a time, CTAs of a token, and threads of a CTA, for `columns` threads of a token.
 
-    Few tokens, as all wait for each other. Shared memory stays within what every kernel may have: more would have to be
-    allowed before a graph is captured.
+    There are few tokens per CTA, because they wait for each other. Shared memory stays below the default limit: more
+    would have to be enabled before a graph is captured.
     """
 
     def threads(tokens: int, ctas: int) -> int:
@@ -319,7 +319,7 @@ def _resident(device: torch.device, threads: int, smem: int) -> int:
 
 
 def _lanes(heads: list[Heads], vector: int, device: torch.device) -> int:
-    """Threads of a head: one a pair of vectors; under a norm they are a warp or part of one, to sum up together."""
+    """Threads per head: one for each pair of vectors; with a norm, a warp or a part of one, which can sum."""
     if not on_cuda(device):
         return 1
     units = max(part.units(vector) for part in heads)

@@ -1,9 +1,10 @@
-"""Rotary embeddings in prefill, ahead of a kernel that has none: queries and keys are rotated in one pass over memory.
+"""RoPE in prefill with a kernel that cannot rotate: a launch before it rotates queries and keys in one pass over
+memory.
 
-A kernel that rotates what it reads does so again for each row tile that sees a key. For long prompts that costs more
-than to write rotated queries and keys once and to read them again. Rotated queries lie in the output, which has their
-shape: all queries of a row tile have been read before one of its results is stored. Rotated keys lie in the workspace,
-request after request, and so do values that come in pages.
+A kernel that rotates keys as it reads them rotates a key again for each row tile that sees it. For long prompts it is
+faster to write rotated queries and keys once and to read them again. Rotated queries are stored in the output tensor,
+which has their shape: all queries of a row tile are read before any of its results is stored. Rotated keys are stored
+in the workspace, request after request, and so are values of a paged cache.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ _LEAST_ROWS = 1024
 
 
 def plain_options(options: PlanOptions) -> PlanOptions:
-    """The options of attention over ragged keys that are rotated already."""
+    """The options of attention over ragged keys that are already rotated."""
     logits = options.logits._replace(pos_encoding=PosEncodingMode.NONE, rope_scale=0.0, rope_theta=0.0)
     return options._replace(logits=logits, page_size=0)
 
 
 def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
-    """Of options that rotate: whether rotating ahead is possible and worth a look. Prompts are long, the caller has
-    pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
+    """Whether a separate rotation is possible and may be faster: the options ask for RoPE, prompts are long, the caller
+    has forced no kernel, and results may depend on the rest of the batch, as the choice of the kernel then does.
     """
     return (
         not backend.startswith(PIN)
@@ -47,7 +48,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
 
 
 def is_faster(plain: Decision, decision: Decision) -> bool:
-    """Whether the kernel for rotated keys is one that does not rotate: others would have been chosen as they are."""
+    """Whether the kernel for rotated keys is one that cannot rotate; any other would have been chosen anyway."""
     return plain.kernel.refusal(decision.problem) is not None
 
 
@@ -76,7 +77,7 @@ class _Batch(NamedTuple):
 
 
 class RotationAhead(Ahead):
-    """The part of a plan that rotates: where rotated keys lie, and what the kernel is planned on."""
+    """The part of a plan that rotates: the memory of rotated keys, and the batch that the kernel is planned on."""
 
     def __init__(
         self, batch: _Batch, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
@@ -100,7 +101,7 @@ class RotationAhead(Ahead):
     def within(
         cls, workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
     ) -> tuple[RotationAhead | None, str]:
-        """None where rotated keys do not fit the workspace; and what explain() says."""
+        """The launch, or None if rotated keys do not fit into the workspace; and a note for explain()."""
         batch = _Batch.of(indices, options, plain)
         tensors = 2 if options.page_size else 1
         token_bytes = tensors * options.num_kv_heads * options.head_dim_qk * options.types.kv.bits // 8
@@ -155,7 +156,7 @@ within = RotationAhead.within
 
 
 def _positions(batch: _Batch, indices: Indices) -> dict[str, torch.Tensor]:
-    """Where queries and keys stand in their requests, and which page each key is in: int32, on the host."""
+    """Positions of queries and keys in their requests, and the page of each key: int32, on the host."""
     requests = torch.arange(indices.batch_size, dtype=torch.int32)
     arrays = {
         "q": _within(batch.qo_lens) + (batch.kv_lens - batch.qo_lens).repeat_interleave(batch.qo_lens),
@@ -175,7 +176,7 @@ def _within(lens: torch.Tensor) -> torch.Tensor:
 
 
 def _upload(arrays: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """On the device, in one copy that nobody waits for."""
+    """Copies to the device asynchronously, in one copy."""
     sizes = [array.shape[0] for array in arrays.values()]
     packed = torch.cat([torch.nn.functional.pad(array, (0, -array.shape[0] % 4)) for array in arrays.values()])
     if device.type != "cpu":

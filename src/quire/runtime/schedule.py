@@ -1,4 +1,4 @@
-"""Who does what: index arrays on the host become row tiles, partitions and a merge table in one packed buffer."""
+"""The host's scheduler: turns index arrays into row tiles, partitions and a merge table in one packed buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.types import MaskMode
 
 
 class Indices(NamedTuple):
-    """The index arrays of a batch, on the host unless said otherwise."""
+    """The index arrays of a batch, on the host unless stated otherwise."""
 
     batch_size: int
     qo_indptr: torch.Tensor | None  #: [batch_size + 1]; None: qo_len rows each; cascade: [batch_size, 2], flat
@@ -52,7 +52,7 @@ class Lengths(NamedTuple):
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """All but the tensors, and their shapes."""
+        """Everything but the tensors, and their shapes."""
         return self.kv_lens is None, *self.page_table.shape, *self[2:]
 
     def shapes(self) -> Lengths:
@@ -61,7 +61,7 @@ class Lengths(NamedTuple):
         return self._replace(kv_lens=lens, page_table=self.page_table.to("meta"))
 
     def without_gaps(self) -> Lengths:
-        """The same tokens with all page numbers that name one first, for kernels that read every page."""
+        """The same tokens with valid page numbers first, for kernels that read every listed page."""
         if self.num_pages is None:
             return self
         pages, lens = without_gaps(self.page_table, self.kv_lens, self.num_pages)
@@ -69,7 +69,7 @@ class Lengths(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """A filled schedule: its arrays lie one after another in pinned or plain host memory, page numbers behind them."""
+    """A filled schedule: its arrays, followed by page numbers, in pinned or plain host memory."""
 
     sizes: ScheduleOutput
     host_buffer: HostBuffer
@@ -77,7 +77,7 @@ class Schedule(NamedTuple):
 
     @property
     def buffer(self) -> torch.Tensor:
-        """What is filled, as bytes."""
+        """The filled part, as bytes."""
         return self.host_buffer.tensor[: self.sizes.filled_bytes]
 
     @property
@@ -86,7 +86,7 @@ class Schedule(NamedTuple):
         return self.host_buffer.tensor[self.sizes.filled_bytes : self.sizes.staged_bytes].view(torch.int32)
 
     def indices(self, planned: Indices, pages: torch.Tensor | None) -> Indices:
-        """The index arrays as they were planned on, whoever has written them since, with these page numbers."""
+        """The index arrays that were planned, even if the caller has changed them since, with these page numbers."""
         arrays, count = torch.frombuffer(self.kept, dtype=torch.int32), planned.batch_size + 1
         num_rows = 0 if planned.qo_indptr is None else planned.qo_indptr.numel()
         qo_indptr = None if planned.qo_indptr is None else arrays[:num_rows]
@@ -140,7 +140,7 @@ def _raise(p: ScheduleParams, indices: Indices) -> None:
 
 
 def _lengths(indices: Indices, request: int, error: int) -> dict[str, int]:
-    """What error 13 says."""
+    """The message of error 13."""
     if error != 13 or indices.seq_lens is None:
         return {"kv_len": 0, "seq_len": 0}
     begin, end = indices.kv_indptr[request : request + 2].tolist()
@@ -155,12 +155,12 @@ def schedule_input(
     arrives_late: int = 0,
 ) -> ScheduleInput:  # fmt: skip
     """The scheduler's input that does not depend on the batch. `fixed_split_size`: 0 automatic, -1 never divide a row
-    tile, else tokens of a split. `start_cost`: what a work tile costs beside its KV tiles, in sixteenths of one.
-    `l2_tokens`: tokens of one KV head that may lie in L2 at a time, for a kernel whose CTAs take row tiles from a
-    counter. `arrives_late`: 1, a cascade's CTAs arrive at requests' merge groups when they have nothing else to do.
+    tile, else tokens of a split. `start_cost`: the fixed cost of a work tile, in sixteenths of a KV tile.
+    `l2_tokens`: how many tokens of one KV head should be in the L2 at a time, for a kernel whose CTAs take row tiles
+    from a counter. `arrives_late`: 1: CTAs of a cascade arrive at requests' merge groups when they have no other work.
 
-    With a `tile_capacity`, for a CUDA graph, only what lies in the buffer depends on lengths: the buffer ends after the
-    row tiles that there are, but offsets and counts are those of the capacity.
+    With a `tile_capacity`, for a CUDA graph, only the content of the buffer depends on lengths: it is filled up to the
+    last row tile, but offsets and counts are those of the capacity.
     """
     return ScheduleInput(
         num_kv_heads=num_kv_heads, group_size=group_size, page_size=page_size, tile_rows=tile.rows, tile_kv=tile.kv,
@@ -179,7 +179,7 @@ def measure_schedule(indices: Indices, template: ScheduleInput) -> ScheduleOutpu
 def make_schedule(
     indices: Indices, template: ScheduleInput, uploader: Uploader | CaptureUploader | None = None
 ) -> Schedule:
-    """Plan on the host, into a buffer of `uploader` or one of its own. Page numbers on the host travel along."""
+    """Schedule on the host, into a buffer of `uploader` or a new one, together with page numbers on the host."""
     p, kept = _started(indices, template)
     host_buffer = None if uploader is None else uploader.take()
     sizes = _work(p, indices, host_buffer)
@@ -192,7 +192,7 @@ def make_schedule(
 
 
 def _started(indices: Indices, template: ScheduleInput) -> tuple[ScheduleParams, ctypes.Array[ctypes.c_char]]:
-    """The parameters of a plan, and where its index arrays will lie."""
+    """The parameters of a schedule, and the places of its index arrays."""
     params = ScheduleParams()
     params.input = template  # a copy
     p = params.input
@@ -226,7 +226,7 @@ def _work(p: ScheduleParams, indices: Indices, host_buffer: HostBuffer | None = 
 
 
 def num_row_tiles(lengths: Lengths, template: ScheduleInput) -> int:
-    """Row tiles of a batch that is planned on a GPU; ValidationError where its longest lengths are too many."""
+    """Row tiles of a batch that is planned on a GPU; ValidationError if its largest possible lengths are too large."""
     p, batch, tokens = template, lengths.batch_size, lengths.page_table.shape[1] * lengths.page_size
     rows = lengths.qo_len * p.group_size
     num_tiles: int = batch * -(-rows // p.tile_rows)
@@ -240,5 +240,5 @@ def num_row_tiles(lengths: Lengths, template: ScheduleInput) -> int:
 
 
 def address_of(tensor: torch.Tensor | None) -> int | None:
-    """Where a tensor's data lies; None for none."""
+    """The address of a tensor; None without one."""
     return None if tensor is None else tensor.data_ptr()

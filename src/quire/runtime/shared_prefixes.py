@@ -1,4 +1,4 @@
-"""Requests that begin with the same pages, found by their page numbers."""
+"""Finds requests that begin with the same pages, by page numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class _Run(NamedTuple):
 
 
 def with_shared_prefixes(spec: AttentionSpec) -> AttentionSpec | None:
-    """`spec` of a decode as a cascade over the prefixes that neighbouring requests share; None where there are none,
-    or where reading them once for each request is estimated to be no slower. Index arrays on the host.
+    """`spec` of a decode as a cascade over the prefixes that neighbouring requests share; None if there are none, or if
+    a cascade is estimated not to be faster. The index arrays are on the host.
 
-    Raises nothing: what is wrong with the arrays is said when the batch is planned as it is.
+    Raises no errors: those in the arrays are reported when the batch is planned without a cascade.
     """
     indices = spec.indices
     assert isinstance(indices, Indices) and indices.kv_indices is not None
@@ -51,7 +51,7 @@ def with_shared_prefixes(spec: AttentionSpec) -> AttentionSpec | None:
 
 
 def _begin_alike(begins: torch.Tensor, pages: torch.Tensor) -> bool:
-    """Whether two neighbours have the same first page: the answer of most batches, in a few microseconds."""
+    """Whether any two neighbours have the same first page: a quick check, which most batches fail."""
     if not pages.numel():
         return False
     first = _first_pages(begins, pages)
@@ -63,7 +63,7 @@ def _first_pages(begins: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
 
 
 def _is_wrong(indices: Indices, lens: torch.Tensor) -> bool:
-    """Whether arrays disagree, which the scheduler says in words."""
+    """Whether the arrays are inconsistent, which the scheduler will report."""
     last = indices.kv_last_page_len
     assert last is not None
     if bool(((last < (lens > 0)) | (last > indices.page_size)).any()):
@@ -89,7 +89,7 @@ def _runs(begins: torch.Tensor, lens: torch.Tensor, pages: torch.Tensor, own: in
 
 
 def _is_faster(spec: AttentionSpec, lens: torch.Tensor, runs: list[_Run]) -> bool:
-    """Whether the bytes of keys and values that are not read again are worth a cascade."""
+    """Whether a cascade saves enough reads of keys and values to be faster."""
     options, indices = spec.options, spec.indices
     page_bytes = options.page_size * (options.head_dim_qk + options.head_dim_vo) * options.types.kv.bits // 8
     page_bytes *= options.num_kv_heads
@@ -101,7 +101,7 @@ def _is_faster(spec: AttentionSpec, lens: torch.Tensor, runs: list[_Run]) -> boo
 
 
 def _joined(indices: Indices, lens: torch.Tensor, runs: list[_Run]) -> Indices:
-    """The runs' nodes, then the requests with what is their own."""
+    """The nodes of the runs, followed by the requests with their own pages."""
     begins, pages, last = indices.kv_indptr, indices.kv_indices, indices.kv_last_page_len
     assert pages is not None and last is not None
     numbers, shared = pages[int(begins[0]) : int(begins[-1])], torch.zeros_like(lens)

@@ -1,8 +1,8 @@
 """Prefill and decode at the same time, by launches on two streams.
 
-Prefill keeps the tensor cores busy, decode the memory, for which half of a GPU's SMs are enough. One after the other,
-each leaves idle what the other one needs. Side by side, prefill has some of the SMs and decode the rest, such that both
-end together.
+Prefill is limited by the tensor cores, decode by memory bandwidth, which half of a GPU's SMs can use up. If they run
+one after the other, each leaves idle what the other needs. Side by side, prefill gets as many of the SMs and decode the
+others, such that both end at the same time.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LEAST_US = 40.0
 
 
 class Work(NamedTuple):
-    """What a launch has to do."""
+    """The work of a launch."""
 
     flops: float  #: of both matrix products
     bytes: float  #: of keys and values, each read once
 
     @classmethod
     def of(cls, spec: AttentionSpec) -> Work:
-        """Of a batch whose lengths the host knows; masks other than causal count as none."""
+        """The work of a batch whose lengths the host knows; masks other than causal are ignored."""
         indices, options = spec.indices, spec.options
         assert isinstance(indices, Indices)
         kv = indices.kv_indptr.diff().double()
@@ -50,7 +50,7 @@ class Work(NamedTuple):
 
 
 def sms_of_prefill(prefill: Work, decode: Work, device: torch.device) -> int:
-    """SMs for a prefill beside a decode; 0: one after the other, which is as fast, or nothing is known of this GPU."""
+    """SMs for a prefill that runs beside a decode; 0: one after the other is as fast, or the GPU is unknown."""
     if not on_cuda(device) or target_of(device) != "sm90a":
         return 0
     sms, computing, reading = max_ctas(device, 1), prefill.flops / _FLOPS_OF_SM, decode.bytes / _BYTES_OF_MEMORY
@@ -69,8 +69,8 @@ def _other_stream(index: int) -> torch.cuda.Stream:
 def run_both(
     first: Callable[[], _First], second: Callable[[], _Second], device: torch.device
 ) -> tuple[_First, _Second]:
-    """first() on torch's current stream of a GPU and second() on another one, which begins behind what the current
-    stream has been given so far; what the current stream is given next begins behind both.
+    """Run first() on torch's current stream and second() on another one. second() begins after earlier work on the
+    current stream; later work on the current stream begins after both.
 
     `second` must allocate nothing, because its memory would belong to the other stream.
     """

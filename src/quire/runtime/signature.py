@@ -1,4 +1,4 @@
-"""The signature of tensors: all that decides whether they are right, but their addresses."""
+"""The signature of tensors: everything that decides whether they are valid, except addresses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When and where a timed variant computed its work tiles: the notes of core/stamps.h, as lines of a picture."""
+"""When and where a timed variant computed its work tiles: reads the records of core/stamps.h, for pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Span(NamedTuple):
 
 
 class Stamps:
-    """Memory for the notes of one run of a plan at a time. `operands`: those of its parameters, which then name it."""
+    """Memory for the records of one run of a plan. `operands`: the parameters of the plan that get its address."""
 
     def __init__(self, work: Sequence[Placed], operands: Any, device: torch.device) -> None:
         self._work: dict[tuple[int, ...], Work] = {(w.request, w.kv_head, w.rows[0], w.keys[0]): w for w, *_ in work}
@@ -33,13 +33,13 @@ class Stamps:
         operands.rows, operands.capacity = self._rows.data_ptr(), 2 * len(work)
 
     def clear(self) -> None:
-        """Forget what runs have noted so far."""
+        """Clear the records of earlier runs."""
         self._rows[0] = 0
 
     def read(self) -> tuple[list[Placed], list[int]]:
-        """What the last run did, in microseconds since its first work tile; and which SM or thread each line is.
+        """The work tiles of the last run, in microseconds since the first one began; and the SM or thread of each line.
 
-        SMs that compute several work tiles at a time have several lines.
+        An SM that computes several work tiles at a time has several lines.
         """
         (count, *_), *rows = self._rows.tolist()
         if count != len(rows):
@@ -47,8 +47,8 @@ class Stamps:
         return _lines(self._spans(rows))
 
     def _spans(self, rows: Sequence[list[int]]) -> list[_Span]:
-        """Each work tile once, those of a CTA one after the other: a CTA may begin one before it has stored another,
-        and a thread that computes some KV heads side by side gives each an equal part of its time.
+        """Each work tile once, without overlaps within a CTA, which may begin one before it has stored another. A
+        thread that computes several KV heads together divides its time evenly among them.
         """
         begins = {tuple(which): time for time, moment, _, _, *which in rows if moment != _END}
         ends = sorted(row for row in rows if row[1] == _END)

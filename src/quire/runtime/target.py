@@ -1,4 +1,4 @@
-"""From a device to what code is compiled for."""
+"""The compilation target of a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.jit.gpu import cuda_target
 
 @cache
 def on_cuda(device: torch.device) -> bool:
-    """Whether it is a GPU of NVIDIA's: device.type makes a string each time it is asked."""
+    """Whether the device is an NVIDIA GPU; cached, because device.type creates a string in each call."""
     return device.type == "cuda"
 
 
@@ -25,7 +25,7 @@ def current_stream(device: torch.device) -> int:
 def target_of(device: torch.device, *, matrix_unit: bool = False) -> str:
     """ "sm90a" for a Hopper GPU, "x86-64-v4" for a host with AVX-512, ...
 
-    `matrix_unit`: of code that multiplies matrices, which hosts may have a unit for.
+    `matrix_unit`: for code that multiplies matrices, for which some CPUs have special instructions.
     """
     if device.type == "cuda":
         return cuda_target(device.index or 0)

@@ -1,4 +1,4 @@
-"""Tensor maps of Hopper's copy engine: encoded once for a signature of tensors, patched when addresses change."""
+"""Tensor maps (TMA descriptors) of Hopper: encoded once per signature of tensors, patched when addresses change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.kernels.params import TensorMap
 
 
 class EncodedMaps(NamedTuple):
-    """Tensor maps that any parameter struct of the same kernel may hold."""
+    """Encoded tensor maps, which can be copied into any parameter struct of the same kernel."""
 
     maps: tuple[tuple[int, int, bytes], ...]  #: offset in the struct, index of the operand, the map
     pointers: tuple[int, ...]  #: where the operands lay
@@ -30,7 +30,7 @@ class TensorMaps:
         self._pointers: tuple[int, ...] = ()  # of the operands that the maps describe
 
     def encode(self, views: Mapping[str, View]) -> None:
-        """Describe these operands."""
+        """Encode tensor maps for these operands."""
         kernel, key = self._decision.kernel, self._decision.key
         assert kernel.copies is not None
         operands = self._decision.tensors
@@ -60,7 +60,7 @@ class TensorMaps:
         self._maps, self._pointers = [(offset, index) for offset, index, _ in encoded.maps], encoded.pointers
 
     def move(self, pointers: Sequence[int]) -> None:
-        """Describe the same operands at other addresses."""
+        """Patch the tensor maps for other addresses of the same operands."""
         pointers = tuple(pointers)
         if pointers == self._pointers:
             return

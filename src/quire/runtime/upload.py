@@ -1,8 +1,8 @@
-"""Sends schedules to a GPU: through pinned memory on the host, into device memory that plans pass on to each other.
+"""Copies schedules to a GPU through pinned host memory, into device memory that later plans reuse.
 
-Whoever plans on a stream that is not torch's own (torch.cuda.ExternalStream) keeps it alive until its work is done, as
-for torch's allocator: bytes are passed on by a stream's handle, and a stream that was destroyed while its kernels still
-ran may leave its handle to another one, which does not wait for them.
+A caller that plans on a stream of its own (torch.cuda.ExternalStream) must keep the stream alive until its work is
+done, as for torch's allocator. Memory is reused by the handle of the stream: if a stream is destroyed while its kernels
+still run, another stream may get the same handle and would not wait for them.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _HOST = torch.device("cpu")
 class HostBuffer:
     """Bytes on the host, 16-byte aligned.
 
-    With an `event`, a CUevent, they are pinned, and may be written again once the event is done. When this object is
-    gone, its event is appended to `spare_events`.
+    With an `event`, a CUevent, they are pinned, and may be overwritten after the event. When this object is deleted,
+    its event is appended to `spare_events`.
     """
 
     _spare_events: list[int] | None = None
@@ -50,8 +50,8 @@ class HostBuffer:
 class DeviceBuffer:
     """Bytes on a GPU that belong to one plan.
 
-    When the plan is gone, `spare_tensors` has them for the next plan of the same stream. The copy of that plan is
-    enqueued behind all launches of this one, so that nothing is overwritten while a kernel reads it.
+    When the plan is deleted, they are added to `spare_tensors`, for the next plan on the same stream. The copy of that
+    plan is enqueued after all launches of this one, so nothing is overwritten while a kernel reads it.
     """
 
     _spare_tensors: list[torch.Tensor] | None = None
@@ -62,12 +62,12 @@ class DeviceBuffer:
         self._spare_tensors = spare_tensors
 
     def used_on(self, stream: torch.cuda.Stream) -> None:
-        """A launch on another stream reads these bytes: they go back to torch's allocator, which waits for it."""
+        """Called if another stream reads these bytes: they then go back to torch's allocator, which waits."""
         self.tensor.record_stream(stream)
         self._spare_tensors = None
 
     def copy(self, begin: int, end: int) -> torch.Tensor:
-        """Bytes [begin, end), in memory of their own."""
+        """A copy of bytes [begin, end)."""
         return self.tensor[begin:end].clone()
 
     def __del__(self) -> None:
@@ -76,10 +76,10 @@ class DeviceBuffer:
 
 
 class Uploader:
-    """Copies to a GPU on one stream, for plans from any thread, and waits for nothing.
+    """Copies to a GPU asynchronously on one stream, for plans from any thread.
 
-    A host buffer waits in a queue until its copy is done. Torch's own way (pinned memory and Tensor.to) takes more than
-    twice the time on the host: see benchmarks/results/notes-upload.md.
+    A host buffer stays in a queue until its copy is done. torch's own way (pinned memory and Tensor.to) takes more than
+    twice the host time: see benchmarks/results/notes-upload.md.
     """
 
     def __init__(self, device: int, stream: int) -> None:
@@ -93,7 +93,7 @@ class Uploader:
         self._get_current, self._query, self._record, self._copy = map(self._driver.function, names)
 
     def take(self, num_bytes: int = 0) -> HostBuffer:
-        """A host buffer of at least `num_bytes`, and of as many as anybody has asked for."""
+        """A host buffer of at least `num_bytes`, and as large as the largest request so far."""
         while self._num_bytes < num_bytes:
             self._num_bytes *= 2
         try:
@@ -119,10 +119,10 @@ class Uploader:
     def send(
         self, host_buffer: HostBuffer, num_bytes: int, more: int = 0, *, for_one_call: bool = False
     ) -> DeviceBuffer:
-        """Enqueue a copy of the first `num_bytes` into a device buffer that has `more` bytes behind them.
+        """Enqueue a copy of the first `num_bytes` into a device buffer with `more` bytes after them.
 
-        for_one_call: the buffer is torch's again after the plan. torch.compile(mode="reduce-overhead") gives calls
-        memory of a CUDA graph's pool and looks whether something of it is left.
+        for_one_call: return the buffer to torch after the plan. torch.compile(mode="reduce-overhead") runs calls in the
+        memory pool of a CUDA graph and checks that none of it is still in use.
         """
         tensor = None if for_one_call else _taken(self._spare_tensors.pop)
         if tensor is None or tensor.numel() < num_bytes + more:
@@ -133,7 +133,7 @@ class Uploader:
         return sent
 
     def release(self, host_buffer: HostBuffer) -> None:
-        """Take `host_buffer` back, from which others have enqueued copies on this stream."""
+        """Take back `host_buffer`, from which copies have been enqueued on this stream."""
         self._enqueue(host_buffer, 0, 0)
 
     def _enqueue(self, host_buffer: HostBuffer, target: int, num_bytes: int) -> None:
@@ -154,10 +154,10 @@ class Uploader:
 
 
 class CaptureUploader:
-    """Copies that the capture of a CUDA graph records, of the plan of one call. Each replay copies the same bytes.
+    """The copy of one call's plan, recorded in a CUDA graph. Each replay copies the same bytes.
 
-    They are in pinned memory that is not freed, because nobody says when a graph is gone: some KiB for each call that
-    is captured.
+    They are in pinned memory that is never freed, because there is no notification when a graph is deleted: some KiB
+    for each captured call.
     """
 
     def __init__(self, device: int, stream: int) -> None:
@@ -170,7 +170,7 @@ class CaptureUploader:
     def send(
         self, host_buffer: HostBuffer, num_bytes: int, more: int = 0, *, for_one_call: bool = True
     ) -> DeviceBuffer:
-        """Record a copy of the first `num_bytes` into memory of the graph's pool, with `more` bytes behind them."""
+        """Record a copy of the first `num_bytes` into memory of the graph's pool, with `more` bytes after them."""
         assert for_one_call
         tensor = torch.empty(num_bytes + more, dtype=torch.uint8, device=torch.device("cuda", self._device))
         with self._driver.current(self._device):
@@ -180,7 +180,7 @@ class CaptureUploader:
         return DeviceBuffer(tensor, None)
 
     def _pinned(self, num_bytes: int) -> int:
-        """New pinned memory: in a mode of this thread in which a capture allows it."""
+        """New pinned memory, in a capture mode of this thread that permits the allocation."""
         mode, address = c_int(_CAPTURE_RELAXED), c_void_p()
         self._driver.call("cuThreadExchangeStreamCaptureMode", byref(mode))
         try:
@@ -202,7 +202,7 @@ _uploaders: dict[tuple[int, int], Uploader] = {}
 
 
 def uploader_of(device: torch.device, *, for_capture: bool = False) -> Uploader | CaptureUploader | None:
-    """The uploader of torch's current stream of a GPU; None for the host, where a plan keeps what was written."""
+    """The uploader of torch's current stream of a GPU; None on the CPU, where the schedule is used in place."""
     if not on_cuda(device):
         return None
     index = device.index or 0

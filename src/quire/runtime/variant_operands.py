@@ -1,4 +1,4 @@
-"""The operands of a variant of one's own: checked against their declarations, and written behind the parameters."""
+"""Operands of custom variants: checks them against their declarations and appends them to the parameters."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FLASHINFER = "jit_args takes a quire.Variant: docs/variants.md shows what Flash
 
 
 def takes_sinks(jit_args: Any) -> bool:
-    """Whether `jit_args` declare FlashInfer's variant with sinks, as quire.compat.flashinfer gives it to programs."""
+    """Whether `jit_args` declare FlashInfer's variant with sinks, as provided by quire.compat.flashinfer."""
     return isinstance(jit_args, (list, tuple)) and any(value is ATTENTION_SINK for value in jit_args)
 
 
 def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Variant | None:
-    """The variant of a wrapper, whichever of its arguments says it."""
+    """The variant of a wrapper, from any of the arguments that can give it."""
     given = [variant, *(jit_args if isinstance(jit_args, (list, tuple)) else [jit_args])]
     if isinstance(jit_kwargs, Mapping):
         given += list(jit_kwargs.values())
@@ -59,13 +59,13 @@ def of_plan_and_run(
 
 
 def unexpected(call: str, tensors: Mapping[str, Any]) -> None:
-    """TypeError, as Python's, for keywords that no variant takes."""
+    """TypeError like Python's, for keywords that no variant declares."""
     if tensors:
         raise TypeError(f"{call}() got an unexpected keyword argument {next(iter(tensors))!r}")
 
 
 def refuse_beside(variant: Variant, *, soft_cap: float, has_alibi: bool, has_bits: bool) -> None:
-    """What a variant says itself cannot be asked for besides."""
+    """Refuse options that a variant replaces."""
     if variant.has_score and (soft_cap or has_alibi):
         name = "logits_soft_cap" if soft_cap else "pos_encoding_mode"
         raise ValidationError(f"{name}: expected none beside a variant with a score: write it into the score.")
@@ -79,7 +79,7 @@ def write_operands(
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     """Write the operands `names` into their mirror; returns the tensors among them.
 
-    limits: how many values of an index there are, for those that are known.
+    limits: how many values an index has, if known.
     """
     tensors = []
     for i, operand in enumerate(expression.operands):
@@ -94,7 +94,7 @@ def write_operands(
 
 
 def check_names(call: str, given: Iterable[str], wanted: Collection[str], other: Collection[str], where: str) -> None:
-    """ValidationError unless `given` are exactly `wanted`; those in `other` belong into the call `where`."""
+    """ValidationError unless `given` are exactly `wanted`; the names in `other` belong to the call `where`."""
     given = set(given)
     for name in sorted(given - set(wanted)):
         if name in other:
@@ -195,7 +195,7 @@ def _number(value: Any, operand: Operand) -> float | int:
 
 @lru_cache(maxsize=1024)
 def direct_reads(expression: Expression) -> Mapping[tuple[str, int], frozenset[str]]:
-    """The indices that a dimension of a tensor is read at just as they are."""
+    """The indices that are used directly to read a dimension of a tensor."""
     found: dict[tuple[str, int], set[str]] = {}
     for root in (expression.score, expression.mask):
         for node in () if root is None else root.walk():
@@ -206,5 +206,5 @@ def direct_reads(expression: Expression) -> Mapping[tuple[str, int], frozenset[s
 
 
 def describe(value: Any) -> Any:
-    """What a CUDA graph holds of an operand by value."""
+    """The part of an operand that a CUDA graph keeps by value."""
     return (value.data_ptr(), *value.shape, *value.stride()) if isinstance(value, torch.Tensor) else value

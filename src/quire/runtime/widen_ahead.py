@@ -1,8 +1,8 @@
-"""Keys and values of 8 bits in long prompts: widened in one pass over memory, ahead of a kernel over 16-bit ones.
+"""8-bit keys and values in long prompts: a launch before the kernel converts (widens) them to 16 bits.
 
-A kernel that widens what it reads does so again for each row tile that sees a key. For long prompts that costs more
-than to write keys and values once in 16 bits and to read them again. They lie in the workspace, page after page in the
-order of paged_kv_indices. A page that requests share is there once for each.
+A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it is
+faster to write keys and values once in 16 bits and to read them again. The copies are in the workspace, page after page
+in the order of paged_kv_indices. A page that several requests share is copied for each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
 
 
 def is_faster(plain: Decision, decision: Decision) -> bool:
-    """Whether the same kernel computes with widened keys, and can be had where nothing may be compiled."""
+    """Whether the same kernel takes the converted keys, and its variant is available or may be compiled."""
     return plain.kernel is decision.kernel and is_obtainable(plain.spec) and is_obtainable(_key(decision).spec())
 
 
@@ -63,7 +63,7 @@ def _key(decision: Decision) -> OperationKey:
 
 
 class WideningAhead(Ahead):
-    """The part of a plan that widens: where widened keys and values lie, and what the kernel is planned on."""
+    """The part of a plan that converts: the memory of the copies, and the batch that the kernel is planned on."""
 
     def __init__(
         self, plain: Decision, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
@@ -109,8 +109,8 @@ class WideningAhead(Ahead):
 def within(
     workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
 ) -> tuple[WideningAhead | None, str]:
-    """None where widened keys do not fit the workspace that the caller has reserved, where too few queries see them, or
-    where plan() will refuse the pages; and what explain() says.
+    """The launch, or None if the copies do not fit into the caller's workspace, if too few queries see the keys, or if
+    plan() will refuse the pages; and a note for explain().
     """
     if isinstance(workspace, OwnWorkspace):  # a copy of the cache is too much to ask torch for
         return None, ""

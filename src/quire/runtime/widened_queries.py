@@ -1,7 +1,7 @@
-"""Queries of 8 bits. No kernel multiplies them: it reads a copy of 16 bits, which holds each of their values exactly.
+"""8-bit queries. They are converted to 16 bits in a copy, which is exact, because no kernel multiplies 8-bit queries.
 
-FlashInfer's kernels for such queries take a scale for each head of q, k and v besides. A query head has one head of
-keys, so that the scales of both multiply the copy, and those of v the result.
+FlashInfer's kernels for such queries also take a scale for each head of q, k and v. A query head has one KV head, so
+the scales of q and k can multiply the copy, and those of v the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def run_widened(
     run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, *args: Any, q_scale: Any, k_scale: Any,
     v_scale: Any, others: tuple[torch.Tensor, ...], **more: Any,
 ) -> Any:  # fmt: skip
-    """`run` of a plan with the queries in the type that the kernel reads. Each scale is a number or float32 [heads]."""
+    """`run` of a plan with queries converted to the kernel's type. Each scale is a number or float32 [heads]."""
     check_shape(check_tensor(q, "q"), "q", {"rows": None, "num_qo_heads": None, "head_dim_qk": None})
     wide, heads = q.to(options.types.q.torch), (options.num_qo_heads, options.num_kv_heads)
     factors = [
@@ -42,7 +42,7 @@ def run_widened(
 
 
 def check_scales(q: torch.Tensor, **scales: Any) -> None:
-    """ValidationError for scales of heads beside queries of 16 bits, by the caller's name."""
+    """ValidationError for scales per head with 16-bit queries, by the caller's name."""
     for name, scale in scales.items():
         if isinstance(scale, torch.Tensor) and scale.numel() != 1 and check_tensor(q, "q").element_size() > 1:
             raise ValidationError(f"{name}: expected one number with queries of {q.dtype}, got {list(scale.shape)}.")

@@ -1,6 +1,6 @@
-"""Who computes what: the schedule of a plan as lists of work tiles, read back from the arrays that kernels read.
+"""The schedule of a plan as a list of work tiles, read back from the arrays that kernels read.
 
-This repeats WorkCursor of core/schedule.h in Python, for pictures; kernels never wait for it.
+This is WorkCursor of core/schedule.h in Python, for pictures only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """A work tile on a line of the picture, and when it runs, counted in KV tiles."""
+    """A work tile on a line of the picture, with its begin and end in KV tiles."""
 
     work: Work
     line: int  #: the CTA, or the host's thread
@@ -39,9 +39,9 @@ class Placed(NamedTuple):
 
 
 def place_work(indices: Indices, template: ScheduleInput) -> list[Placed]:
-    """The work tiles of a batch, where and when they run if each KV tile takes equally long.
+    """The work tiles of a batch, with place and time if every KV tile takes equally long.
 
-    A partition is one CTA's. Whole row tiles go to whichever CTA is free first, in their order.
+    Each partition is computed by one CTA. Whole row tiles are assigned in order to the CTA that is free first.
     """
     schedule = make_schedule(indices, template)
     start, lines = template.start_cost / START_COST_UNIT, max(1, template.max_ctas)
@@ -63,7 +63,7 @@ def place_work(indices: Indices, template: ScheduleInput) -> list[Placed]:
 
 
 def _num_partitions(schedule: Schedule) -> int:
-    """Partitions that say what to do; none where CTAs take whole row tiles."""
+    """The partitions with work; none if CTAs take whole row tiles."""
     sizes = schedule.sizes
     return sizes.num_ctas if sizes.is_partitioned and not sizes.is_dynamic else 0
 

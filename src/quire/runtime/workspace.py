@@ -1,9 +1,9 @@
-"""The memory of partial results: the caller's workspace, or torch's allocator where a call has none.
+"""Memory for partial results: the caller's workspace, or torch's allocator for calls without one.
 
-Any number of wrappers may share one workspace on a GPU as long as all of their runs are on one stream: a run's partial
-results are dead when it ends, and runs on two streams at once would overwrite each other's. Wrappers that run on
-several streams, or from several threads on streams of their own, need a workspace each. On the CPU each wrapper has
-memory of its own, so that wrappers of several threads may share a workspace.
+Any number of wrappers on a GPU may share one workspace if all of their runs are on one stream, because partial results
+are not needed after a run. Runs on two streams would overwrite each other's partial results, so wrappers on different
+streams need separate workspaces. On the CPU each wrapper allocates its own memory, so wrappers of several threads may
+share a workspace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def partials_bytes(num_partials: int, tile_rows: int, head_dim_vo: int) -> int:
 
 
 class UserWorkspace:
-    """The buffer that the caller reserved; its device is the device of the call, its size a limit also on the CPU."""
+    """The caller's buffer; its device is the device of the call, and its size is a limit, also on the CPU."""
 
     def __init__(self, buffer: Any, name: str) -> None:
         self._name = name
@@ -49,7 +49,7 @@ class UserWorkspace:
         return self._buffer
 
     def set_aside(self, num_bytes: int, most: float, alignment: int) -> tuple[UserWorkspace, torch.Tensor] | None:
-        """What is left, and `num_bytes` from the end of the buffer; None if they are more than `most` of it."""
+        """The rest, and `num_bytes` from the end of the buffer; None if this is more than the fraction `most` of it."""
         if num_bytes + alignment > most * self.most_bytes:
             return None
         begin = self.most_bytes - num_bytes
@@ -57,7 +57,7 @@ class UserWorkspace:
         return UserWorkspace(self._buffer[:begin], self._name), self._buffer[begin : begin + num_bytes]
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """At least `num_bytes`: the buffer, on the CPU memory of our own; ValidationError if the buffer is smaller."""
+        """At least `num_bytes`: the buffer or, on the CPU, new memory; ValidationError if the buffer is smaller."""
         if num_bytes > self.most_bytes:
             raise ValidationError(
                 f"{self._name}: expected at least {num_bytes} bytes for the partial results of this batch, "

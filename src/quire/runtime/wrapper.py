@@ -1,4 +1,4 @@
-"""What all planned wrappers have in common: a workspace, a current plan, and the names that serving engines look at."""
+"""The base class of wrappers with plan() and run(): a workspace, a current plan, and attributes for engines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from quire.types import KVLayout, MaskMode
 
 
 class AttentionWrapper(EngineAttributes):
-    """plan() sets the current Attention, run() uses it. Subclasses translate the surface's spellings and nothing else.
+    """plan() sets the current Attention, and run() uses it. Subclasses only translate arguments of FlashInfer's API.
 
-    float_workspace_buffer: any dtype, contiguous, 16-byte aligned; its device is that of all calls. It holds partial
-        results; 128 MiB is plenty, and workspace_size() says how much. Wrappers may share one if their runs are on one
-        stream: see runtime/workspace.py. Runs of one wrapper must not overlap.
-    kv_layout: the order inside a page, or of ragged keys and values: "NHD" [tokens, heads, head_dim] or "HND".
-    backend: "auto", which FlashInfer's names ("fa2", "cutlass", ...) mean too, or one of `quire.backends()`, which pins
-        a kernel: "quire:fa2".
-    variant: a quire.Variant of the caller's own, which jit_args and jit_kwargs take too. plan() then takes what its
-        mask reads, by name, and run() what only its score reads.
+    float_workspace_buffer: contiguous, 16-byte aligned, of any dtype. Its device is the device of all calls. It holds
+        partial results; 128 MiB is plenty, and workspace_size() computes the exact size. Wrappers may share a workspace
+        if their runs are on one stream: see runtime/workspace.py. Runs of one wrapper must not overlap.
+    kv_layout: the order of dimensions in a page, or of ragged keys and values: "NHD" [tokens, heads, head_dim] or
+        "HND".
+    backend: "auto", one of FlashInfer's names ("fa2", "cutlass", ...), which mean "auto", or one of `quire.backends()`,
+        which forces a kernel: "quire:fa2".
+    variant: a custom quire.Variant; jit_args and jit_kwargs accept it, too. plan() then takes the tensors and numbers
+        that its mask reads, by name, and run() those that only its score reads.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class AttentionWrapper(EngineAttributes):
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
-        """Use another buffer from the next plan() on. A plan owns its index arrays: no int workspace is needed.
+        """Use another buffer from the next plan() on. No int workspace is needed, because a plan owns its index arrays.
 
-        PlanError for CUDA graphs once there is a plan: a captured graph goes on using the buffer that it has.
+        Raises PlanError with CUDA graphs after the first plan(), because a captured graph keeps using its buffer.
         """
         if self._graph is not None and self._graph.is_planned:
             raise PlanError("reset_workspace_buffer(): the first plan() of a wrapper for CUDA graphs fixes the buffer.")
@@ -74,19 +75,19 @@ class AttentionWrapper(EngineAttributes):
         UserWorkspace(self._int_workspace_buffer, "int_workspace_buffer")  # checked as FlashInfer checks it
 
     def explain(self) -> Explanation:
-        """Which kernel plan() chose, why each other was refused, and what was planned: a str that notebooks show as
-        HTML and Python's prompt as a table.
+        """Which kernel plan() chose, why the others were not chosen, and how the work was divided: a string, which
+        notebooks show as HTML and the Python prompt as a table.
         """
         return planned(self._attention).explain()
 
     def end_forward(self) -> None:
-        """Nothing to do: a plan is released with its wrapper or by the next plan()."""
+        """Does nothing: a plan is released with its wrapper or by the next plan()."""
 
     def workspace_size(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """Bytes of the float and of the int workspace that plan() makes use of for the same arguments.
+        """The sizes in bytes of the float and the int workspace that plan() can use for the same arguments.
 
-        With fewer in the first, plan() divides keys among fewer CTAs. The second is the least that a buffer can have: a
-        plan owns its index arrays. Nothing is planned; the kernel is compiled if need be.
+        With a smaller float workspace plan() divides the keys among fewer CTAs. The int workspace has the minimum size
+        of a buffer, because a plan owns its index arrays. Nothing is planned; the kernel is compiled if necessary.
         """
         num_bytes = workspace_bytes_of(
             self.spec_of(*args, **kwargs), self._workspace.device, self._backend, self._graph
@@ -94,7 +95,7 @@ class AttentionWrapper(EngineAttributes):
         return max(ALIGNMENT, num_bytes), ALIGNMENT
 
     def spec_of(self, *args: Any, **kwargs: Any) -> AttentionSpec:
-        """What plan() with these arguments would plan; plans nothing."""
+        """The AttentionSpec that plan() would plan with these arguments."""
         twin = copy(self)
         twin._specs = []
         twin.plan(*args, **kwargs)
@@ -105,7 +106,7 @@ class AttentionWrapper(EngineAttributes):
         raise NotImplementedError
 
     def _runner(self) -> Attention | TracedRun:
-        """What run() calls: the plan, or the operator that stands for it while torch traces."""
+        """What run() calls: the plan or, while torch traces, an operator."""
         return TracedRun(self) if is_tracing() else self._attention or planned(None)
 
     def _set_plan(self, spec: AttentionSpec) -> None:
@@ -117,7 +118,7 @@ class AttentionWrapper(EngineAttributes):
         self.set_plan(spec)
 
     def set_plan(self, spec: AttentionSpec) -> None:
-        """Plan what plan() or spec_of() has made of its arguments."""
+        """Plan the AttentionSpec that spec_of() returned."""
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
 
     def _sinks_and_scale(self, sinks: torch.Tensor | None, sm_scale: float | None = None) -> torch.Tensor | None:

@@ -1,17 +1,17 @@
-"""Quire in the place of FlashInfer, in programs that import `flashinfer` and know nothing of Quire.
+"""Quire as a drop-in replacement of FlashInfer, for programs that import `flashinfer`.
 
     import quire.compat.flashinfer as compat
     compat.activate()               # before or after `import flashinfer`
 
     python -m quire.compat.flashinfer serve.py --model ...
 
-vLLM and SGLang call activate() in each of their processes once Quire is installed, by the entry points
-vllm.general_plugins and sglang.srt.plugins (VLLM_PLUGINS and SGLANG_PLUGINS restrict them).
+Once Quire is installed, vLLM and SGLang call activate() in each of their processes, through the entry points
+vllm.general_plugins and sglang.srt.plugins (VLLM_PLUGINS and SGLANG_PLUGINS restrict which plug-ins they load).
 
-Where FlashInfer is installed, its names for attention, pages and bits become Quire's, and all others stay what they
-are: norms, sampling, GEMMs, MoE, communication. Where it is not, a package of its name appears, with the version that
-engines ask for. It has Quire's names; names outside attention that engines import unconditionally exist there, and
-raise UnsupportedError when they are called.
+If FlashInfer is installed, Quire replaces its functions for attention, pages and packed bits, and leaves all others:
+norms, sampling, GEMMs, MoE, communication. If not, Quire provides a package of that name, with the version that engines
+require. The package has Quire's functions. It also has those names outside of attention that engines import
+unconditionally; calling one of them raises UnsupportedError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["activate", "deactivate", "report"]
 
 
 def activate() -> None:
-    """Serve `flashinfer`'s attention from now on, in this process. May be called again."""
+    """Serve `flashinfer`'s attention from now on, in this process. May be called repeatedly."""
     if standin.is_active() or overlay.is_active():
         return
     calls.start()
@@ -34,14 +34,14 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Undo activate(). What a program has imported from `flashinfer` meanwhile stays Quire's."""
+    """Undo activate(). Names that a program has imported from `flashinfer` in the meantime remain Quire's."""
     overlay.deactivate()
     standin.deactivate()
     calls.stop()
 
 
 def report() -> str:
-    """Which calls were served since activate(), how often and by which kernel, and which were refused; a line each.
+    """The calls that were served since activate(), how often and by which kernel, and those refused; one per line.
 
     >>> from quire.compat import flashinfer as compat
     >>> compat.activate()

@@ -1,14 +1,14 @@
-// Cascades: the keys of a row lie in several nodes of a tree, one a level. A node of a shared level has the rows of all
-// requests below it, and they see all of its keys; the last level's nodes are requests, under the variant's mask.
+// Cascades: the keys of a row are in several nodes of a tree, one per level. A node of a shared level has the rows of
+// all requests below it, which see all of its keys. The nodes of the last level are requests, under the variant's mask.
 //
-// A row tile is some rows of one node, so that the row tiles of different levels hold the same rows in different
-// company. Merge groups are the rows between two neighbouring edges of row tiles of any level: they lie in one row tile
-// of each level. Every work tile leaves a partial result, as many rows as its row tile has, and arrives at each group
-// that takes rows of it. The list of parts says where a group's rows begin in each of its partial results, level by
-// level, and in the order of keys within a level.
+// A row tile has some rows of one node, so row tiles of different levels group the same rows differently. A merge group
+// is the rows between two neighbouring edges of row tiles of any level, so it is part of one row tile of each level.
+// Every work tile leaves a partial result, with as many rows as its row tile, and arrives at each group that has some
+// of its rows. The list of parts gives the begin of a group's rows in each of its partial results, level by level, and
+// in the order of keys within a level.
 //
-// With kPrefix the keys of shared levels lie in tensors of their own beside the cache, or beside ragged keys: there
-// RowTile::kv_first of a shared node is its first row of them.
+// With kPrefix the keys of shared levels are in separate tensors, beside a paged cache or ragged keys.
+// RowTile::kv_first of a shared node is then its first row in these tensors.
 #pragma once
 #include "quire/core/params.h"
 

@@ -1,4 +1,4 @@
-// Where a token lies in a paged cache. No index array can lead outside the cache, or outside the arrays.
+// Finds tokens in a paged cache. No index array can lead to an address outside the cache or outside the arrays.
 #pragma once
 #include "quire/core/types.h"
 

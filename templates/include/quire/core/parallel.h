@@ -1,4 +1,4 @@
-// Loops over independent items, for host and device alike: threads of a grid, or OpenMP threads.
+// Loops over independent items, for host and device: on the threads of a grid, or on OpenMP threads.
 #pragma once
 #include "quire/core/types.h"
 

@@ -1,6 +1,5 @@
-// What an attention kernel is given: one struct, the same for every backend. Mirrored by
-// AttentionParams in quire/kernels/params.py;
-// the rendered unit asserts each offset.
+// The parameters of an attention kernel: one struct, the same for every backend. AttentionParams in
+// quire/kernels/params.py mirrors it; the rendered unit asserts each offset.
 #pragma once
 #include "quire/core/types.h"
 

@@ -1,5 +1,5 @@
-// What the fa3 kernels are given: the parameters of every attention kernel, and the maps that the copy engine reads.
-// Mirrored by AttentionFa3Params in quire/kernels/params.py.
+// The parameters of the fa3 kernels: those of every attention kernel, and tensor maps for TMA. AttentionFa3Params in
+// quire/kernels/params.py mirrors them.
 #pragma once
 #include "quire/core/params.h"
 

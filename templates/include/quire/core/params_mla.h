@@ -1,5 +1,5 @@
-// What a kernel of multi-head latent attention (MLA) is given. Mirrored by AttentionMlaParams in
-// quire/kernels/params.py.
+// The parameters of a kernel of multi-head latent attention (MLA). AttentionMlaParams in quire/kernels/params.py
+// mirrors them.
 #pragma once
 #include "quire/core/params.h"
 

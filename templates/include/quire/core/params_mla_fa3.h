@@ -1,4 +1,4 @@
-// What the MLA kernel of the bulk copy engine is given. Mirrored by AttentionMlaFa3Params in quire/kernels/params.py.
+// The parameters of the MLA kernel for Hopper. AttentionMlaFa3Params in quire/kernels/params.py mirrors them.
 #pragma once
 #include "quire/core/params_fa3.h"
 

@@ -1,8 +1,9 @@
-// Rotary position embedding: the pairs of dims (d, d + head_dim / 2) of a query or key turn by an angle that grows with
-// the token's position.
+// Rotary position embedding: the pairs of dims (d, d + head_dim / 2) of a query or key are rotated by an angle
+// proportional to the token's position.
 //
-// Angles are fractions of a turn in fixed point, 2^64 to the turn. position * frequency then drops whole turns by
-// itself, and an angle is as exact at position 2^31 as at 1: a float32 angle of 131,072 radians is 0.004 off.
+// Angles are fractions of a turn in fixed point, with 2^64 per turn. position * frequency then drops whole turns by
+// overflow, and an angle is as exact at position 2^31 as at 1. A float32 angle of 131,072 radians would have an error
+// of 0.004.
 #pragma once
 #include "quire/core/types.h"
 

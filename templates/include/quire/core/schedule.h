@@ -1,14 +1,14 @@
-// Who does what: the one schedule of prefill, append and decode on every backend.
+// The schedule of prefill, append and decode on every backend: which CTA computes what.
 //
-// A work unit is one KV tile of one row tile and one KV head. A CTA computes work tiles one at a time: runs of units of
-// one row tile and KV head. When there are plenty of row tiles, each work tile is a whole row tile, and the longest
-// come first. When there are few, all units in order are divided among the CTAs (stream-K): each gets a partition, a
-// contiguous run of units. With fixed splits, row tiles are divided at multiples of fixed_split_size in advance, so
-// that a request's result does not depend on its neighbours.
+// A work unit is one KV tile of one row tile and one KV head. A CTA computes work tiles one at a time; a work tile is a
+// run of consecutive units of one row tile and KV head. If there are many row tiles, each work tile is a whole row
+// tile, and the longest come first. If there are few, all units in order are divided among the CTAs (stream-K): each
+// gets a partition, a run of consecutive units. With fixed splits, row tiles are divided at multiples of
+// fixed_split_size, so that the result of a request does not depend on the rest of the batch.
 //
-// A work tile that does not cover its row tile leaves a partial result. The scheduler numbers the partials in the order
-// of their units, so that those of one row tile and KV head, a merge group, lie side by side. The last CTA to arrive at
-// a group merges its partials in this order: the result does not depend on timing.
+// A work tile that has only some of the KV tiles of its row tile leaves a partial result. The scheduler numbers the
+// partials in the order of their units, so that those of one row tile and KV head, a merge group, are adjacent. The CTA
+// that arrives last at a group merges its partials in this order, so the result does not depend on timing.
 #pragma once
 #include "quire/core/cascade.h"
 #include "quire/core/mask.h"

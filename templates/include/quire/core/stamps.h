@@ -1,5 +1,5 @@
-// When work tiles were computed, and where: what timed variants note for pictures of a plan (quire.viz). Others have
-// none of this in their machine code.
+// Timed variants record when and where they compute work tiles, for pictures of a plan (quire.viz). Other variants
+// contain none of this code.
 #pragma once
 #include "quire/core/expression.h"
 #include "quire/core/schedule.h"

@@ -1,5 +1,5 @@
-// Number types and the few words that differ between host and device units. No CUDA math headers: they cost more to
-// parse than a kernel costs to compile.
+// Data types, and the few names that differ between host and device units. CUDA math headers are not included: parsing
+// them takes longer than compiling a kernel.
 #pragma once
 #ifdef __CUDACC_RTC__  // NVRTC comes without a C library: these are the types of Linux
 typedef unsigned char uint8_t;

@@ -1,7 +1,7 @@
 // Writes new keys and values into a paged cache: token i of append_key goes to position positions[i] of request
-// batch_indices[i]. The kernel is bound by memory: each value is read and written once. A thread moves one vector of
-// keys and the vector of values beside it. It loads both before it resolves their page, because the page takes three
-// dependent reads.
+// batch_indices[i]. The kernel is limited by memory bandwidth: each value is read once and written once. A thread
+// copies one vector of keys and the corresponding vector of values. It loads both before it finds their page, because
+// finding the page takes three dependent reads.
 #pragma once
 #include "quire/core/pages.h"
 #include "quire/core/parallel.h"

@@ -1,10 +1,11 @@
-// Appends latents of multi-head latent attention (MLA) to a paged cache: rotates queries and the part of keys that has
-// positions, in place, and writes that part and the latent into the cache, in 8 bits or as they are. In rows of 656
-// bytes each kTileDims dims of a latent have a scale.
+// Appends latents of multi-head latent attention (MLA) to a paged cache. It rotates queries and the RoPE part of keys
+// in place, and writes that part and the latent into the cache, as 8-bit numbers or unchanged. Rows of 656 bytes have a
+// scale for each kTileDims dims of a latent.
 //
-// The kernel is bound by memory: each number is read and written once. Some threads have a vector each of a token's
-// latent; those behind them have its heads, keys last: the two vectors whose dims turn together, of two queries' heads
-// or of the key. Little code is as important: what each CTA must fetch before it starts takes longer than its work.
+// The kernel is limited by memory bandwidth: each number is read once and written once. The first threads of a token
+// each have a vector of its latent. The others have two vectors whose dims are rotated as pairs: those of two query
+// heads or, last, those of the key. The code is small, because each CTA must fetch its instructions before it starts,
+// which would otherwise take longer than its work.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"

@@ -1,11 +1,12 @@
-// Attention on the cpu: prefill, append and decode, ragged or paged.
+// Attention on the CPU: prefill, append and decode, ragged or paged.
 //
-// Bound: prefill by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread takes
-// one CTA's work tiles at a time. A row tile of up to kFewRows rows streams keys and values through registers
-// (tile/cpu_stream.h); one of more copies each kv tile, widened to float, beside a panel of rows (tile/cpu_panel.h).
-// RoPE rotates such copies, so that few rows take them too, and so do head dims that are no whole vectors.
-// All arithmetic is in float32 whatever the tensors hold; a matrix unit (tile/cpu_tiles.h), where the target has one,
-// multiplies bf16 numbers and adds floats. No key that no row of a panel sees is read or computed with.
+// Prefill is limited by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread
+// computes the work tiles of one CTA at a time. A row tile of up to kFewRows rows streams keys and values through
+// registers (tile/cpu_stream.h). A larger one copies each KV tile, converted to float, next to a panel of rows
+// (tile/cpu_panel.h). RoPE is applied to such copies, so it uses them for few rows, too, and so do head dims that are
+// no multiple of a vector. All arithmetic is in float32, whatever the tensors hold; on targets with a matrix unit
+// (tile/cpu_tiles.h), bf16 numbers are multiplied and summed in float32. Keys that no row of a panel sees are neither
+// read nor used.
 #pragma once
 #include <stdlib.h>
 #include "quire/tile/cpu_panel.h"

@@ -1,16 +1,17 @@
 // Attention of few query rows over long keys: decode, speculative decode, the last rows of an append. sm_80 and newer.
 //
-// Bound: reading keys and values once. A row tile holds all query heads of one KV head (q_len * group_size <= 64 rows),
-// so each byte is read once; the tensor cores compute 16-row blocks in a third of the time that the bytes take.
+// The kernel is limited by reading keys and values once. A row tile has all query heads of one KV head (q_len *
+// group_size <= 64 rows), so each byte is read once. The tensor cores compute blocks of 16 rows in a third of the time
+// that the reads take.
 //
-// Flash decoding, three levels deep:
-//   1. All work units are divided into one partition a CTA (core/schedule.h); the last CTA to arrive at a merge group
+// Flash decoding at three levels:
+//   1. All work units are divided into one partition per CTA (core/schedule.h); the last CTA to arrive at a merge group
 //      merges its partials.
-//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/decode_shape.cuh). Each KV split has a ring
-//      of cp.async stages and a softmax of its own, so that the main loop has no barrier of the CTA. The results of KV
+//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/decode_shape.cuh). Each KV split has its
+//      own ring of cp.async stages and its own softmax, so the main loop needs no barrier of the CTA. The results of KV
 //      splits are merged in shared memory at the end of a work tile.
 //   3. A KV split computes its keys block by block with the online softmax.
-// Loading runs on across the ends of work tiles: 64 KB must be under way in every SM to keep the memory busy.
+// Loads continue across the ends of work tiles: 64 KB must be in flight in every SM to keep the memory busy.
 // Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal partitions.
 #pragma once
 #include "quire/core/schedule.h"

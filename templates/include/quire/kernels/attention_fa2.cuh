@@ -1,11 +1,11 @@
 // Attention with the warp-wide matrix instruction: sm_80 and newer, every head dim that is a multiple of 8.
 //
-// Bound: tensor cores first (mma.sync reaches some 62 % of wgmma's rate on sm_90a), shared memory close behind: a warp
-// reads all of K and V of a tile, so it owns 32 rows wherever registers allow and each block that ldmatrix fetches
-// serves two instructions.
-// Schedule: each warp owns rows, no warp waits for another's softmax. One barrier a key tile; tile i + 1 is in flight
-// while tile i is computed; two or more CTAs an SM fill each other's gaps. Only tiles that a mask touches pay for
-// masking, and warps skip tiles of which their rows see nothing.
+// The kernel is limited by the tensor cores (mma.sync reaches some 62 % of the rate of wgmma on sm_90a), and almost as
+// much by shared memory. A warp reads all of K and V of a tile, so it has 32 rows where registers allow: each block
+// that ldmatrix loads then serves two instructions.
+// Schedule: each warp has its own rows and never waits for the softmax of another. There is one barrier per KV tile.
+// Tile i + 1 is loaded while tile i is computed, and two or more CTAs per SM fill each other's gaps. Only tiles at the
+// border of a mask apply the mask, and warps skip tiles of which their rows see nothing.
 // Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashAttention-4 for rescaling only when the maximum has grown.
 #pragma once
 #include "quire/core/schedule.h"

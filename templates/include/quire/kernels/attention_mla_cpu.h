@@ -1,9 +1,10 @@
-// Multi-head latent attention on the cpu: all query heads share one head of keys, whose latent part is the value too.
+// Multi-head latent attention on the CPU: all query heads share one KV head, and the latent part of a key is also the
+// value.
 //
-// Bound: floating-point units from a few heads on, as each key is read once for all heads. Work comes from
-// core/schedule.h; an OpenMP thread takes one CTA's work tiles at a time. Each kv tile is copied once, widened, beside
-// panels of rows (tile/cpu_panel.h). All arithmetic is in float32 whatever the tensors hold. No key that no row of a
-// panel sees is read or computed with.
+// From a few heads on, the kernel is limited by the floating-point units, because each key is read once for all heads.
+// Work comes from core/schedule.h; an OpenMP thread computes the work tiles of one CTA at a time. Each KV tile is
+// copied once, converted to float, next to panels of rows (tile/cpu_panel.h). All arithmetic is in float32, whatever
+// the tensors hold. Keys that no row of a panel sees are neither read nor used.
 #pragma once
 #include <stdlib.h>
 #include "quire/core/params_mla.h"

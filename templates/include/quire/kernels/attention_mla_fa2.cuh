@@ -1,12 +1,13 @@
 // Multi-head latent attention with the warp-wide matrix instruction: sm_80 and newer.
 //
-// All query heads share one head of keys [ckv, kpe], 512 + 64 dims, and ckv is the value too: a tile of keys is copied
-// once and read by both products. Bound: memory for few rows, tensor cores for many, shared memory close behind.
-// A row of o has 512 columns, more than a warp's registers hold beside others: the warps that own the same 16 rows
-// divide the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go
-// through shared memory, and so do the maxima of rows: three barriers a tile, while the next tiles are in flight.
-// 8-bit latents are widened, exactly, from the ring into one tile of 16 bits, once for all warps. Where they have
-// scales (kTileScales) they are multiplied by them in float32 on the way, and rounded once, as FlashMLA does.
+// All query heads share one KV head with keys [ckv, kpe] of 512 + 64 dims, and ckv is also the value: a KV tile is
+// copied once and read by both products. The kernel is limited by memory for few rows, by the tensor cores for many,
+// and almost as much by shared memory.
+// A row of o has 512 columns, too many for the registers of a warp. The warps with the same 16 rows therefore divide
+// the keys of a tile for q k^T, and the columns of o for p v. Between the products the rounded weights p and the row
+// maxima go through shared memory. This takes three barriers per tile, while the next tiles are in flight.
+// 8-bit latents are converted, exactly, from the ring into one tile of 16 bits, once for all warps. If they have scales
+// (kTileScales), they are multiplied by these in float32 and rounded once, as in FlashMLA.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/params_mla.h"

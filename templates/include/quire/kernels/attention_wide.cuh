@@ -1,15 +1,16 @@
 // Attention of heads of 512 dims with the warp-wide matrix instruction: sm_80 and newer.
 //
-// A row of o has 512 columns, more than a warp's registers hold beside others. The warps that own the same rows divide
-// the keys of a tile for q k^T, and the columns of o for p v. Between the products the weights p, rounded, go through
-// shared memory, and so do the maxima of rows. Where there are more warps than blocks of 16 keys, for few rows, they
-// also divide the dims of q k^T, and its sums go through shared memory too: one warp alone would take longer than
-// memory. Bound: memory for few rows, tensor cores for many. Schedule: three or four barriers a KV tile. Keys and
-// values have rings of their own: a stage of keys is refilled as soon as the tile's logits are there, a stage of values
-// at the next tile. 64 rows of queries leave one stage of each, which suffices: keys are on their way during p v, and
-// values during q k^T. Keys and values of 8 bits are widened in shared memory by the warps that have copied them, and
-// keys are rotated there: the bytes of a row lie where the second half of its 16-bit numbers comes to lie. Sources:
-// FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
+// The kernel is limited by memory for few rows, and by the tensor cores for many. A row of o has 512 columns, too many
+// for the registers of a warp. The warps with the same rows therefore divide the keys of a tile for q k^T, and the
+// columns of o for p v. Between the products the rounded weights p and the row maxima go through shared memory. With
+// few rows there are more warps than blocks of 16 keys; these also divide the dims of q k^T, and its sums go through
+// shared memory, too, because one warp alone would take longer than the memory.
+// There are three or four barriers per KV tile. Keys and values have separate rings: a stage of keys is refilled as
+// soon as the logits of the tile are computed, a stage of values in the next tile. 64 rows of queries leave only one
+// stage of each, which suffices: keys are loaded during p v, and values during q k^T.
+// The warps that have copied 8-bit keys and values convert them in shared memory, and rotate keys there: the bytes of a
+// row are stored where the second half of its 16-bit numbers will be.
+// Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/float8.cuh"

@@ -1,5 +1,5 @@
-// The block mask of a custom mask, made while planning: which KV tiles a row tile sees in full, in part or not at all.
-// Kernels then pass over empty tiles, and read bits in partial tiles only. The bits are the same for all KV heads.
+// Makes the block mask of a custom mask in plan(): which KV tiles a row tile sees in full, in part or not at all.
+// Kernels then skip empty tiles, and read mask bits only in partial tiles. The mask is the same for all KV heads.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/ptx/grid.cuh"

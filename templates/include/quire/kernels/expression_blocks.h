@@ -1,6 +1,6 @@
-// The block mask of a mask expression (core/expression.h), made while planning: which KV tiles a row tile sees in full,
-// in part or not at all. Kernels then pass over empty tiles, and evaluate the expression in partial tiles only. A tile
-// is full or empty for the query heads of all KV heads alike.
+// Makes the block mask of a mask expression (core/expression.h) in plan(): which KV tiles a row tile sees in full, in
+// part or not at all. Kernels then skip empty tiles, and evaluate the expression only in partial tiles. A tile counts
+// as full or empty only if it is so for all query heads.
 #pragma once
 #ifdef __CUDACC__
 #include "quire/ptx/grid.cuh"

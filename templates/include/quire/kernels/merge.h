@@ -1,7 +1,8 @@
-// Merges attention states (o, lse) of disjoint key sets: o = sum_i o_i 2^(lse_i - m) / sum_i 2^(lse_i - m), with m the
-// largest lse. The kernel is bound by memory: every state is read once, the result is written once. A thread merges
-// kVec consecutive values of one (token, head). It loads kStates states at a time, so that no value waits for an lse.
-// Two states have a kernel of their own: it needs half the registers, so an SM holds twice the threads.
+// Merges attention states (o, lse) of disjoint sets of keys: o = sum_i o_i 2^(lse_i - m) / sum_i 2^(lse_i - m), where m
+// is the largest lse. The kernel is limited by memory bandwidth: every state is read once, and the result is written
+// once. A thread merges kVec consecutive values of one (token, head). It loads kStates states at a time, so that no
+// load of a value waits for an lse. There is a special kernel for two states: it needs half the registers, so twice as
+// many threads fit on an SM.
 #pragma once
 #ifdef __CUDACC__
 #include "quire/ptx/math.cuh"

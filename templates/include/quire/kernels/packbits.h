@@ -1,6 +1,6 @@
-// Packs booleans into bits, eight to a byte. Each segment begins at a byte of its own. An item is two output bytes,
-// made of sixteen booleans. A thread reads them as aligned words, and shifts these where the booleans begin between
-// words. The segments of a chunk of items are searched for once.
+// Packs booleans into bits, eight per byte. Each segment begins with a new byte. An item is two output bytes, made from
+// sixteen booleans. A thread reads the booleans as aligned words, and shifts these if the booleans begin inside a word.
+// The segments of a chunk of items are searched for once.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2

@@ -1,8 +1,8 @@
-// How much a page may matter to the queries of a KV head, as Quest has it: the largest sum(max(q * low, q * high)) over
-// its query heads, where low and high are the smallest and the largest number of the page's keys in each dim. No logit
-// of the page exceeds that. The kernel is bound by memory: a thread reads the bounds of one page and KV head.
-// A score becomes a key that no other page of the request has, so that any selection of the largest keys is the same:
-// of equal scores the earlier page has the larger key.
+// Scores pages for the queries of a KV head as in Quest: the score is the maximum over the query heads of sum(max(q *
+// low, q * high)), where low and high are the smallest and the largest value of the page's keys in each dim. No logit
+// of the page exceeds it. The kernel is limited by memory bandwidth: a thread reads the bounds of one page and KV head.
+// A score becomes a sort key that is unique among the pages of a request, so that the selection of the largest is
+// deterministic: of two pages with equal scores the earlier one has the larger key.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"

@@ -1,6 +1,6 @@
-// Plans on the host: copies the index arrays, so that nobody writes them meanwhile, validates them, measures the
-// schedule, and fills one packed buffer that goes to the device in one copy. Host code, a few microseconds; called
-// again with a larger buffer where the first one was too small.
+// Schedules on the host: copies the index arrays, so that nobody changes them meanwhile, validates them, measures the
+// schedule, and fills one packed buffer, which one copy sends to the device. This takes a few microseconds. If the
+// buffer is too small, the function is called again with a larger one.
 #pragma once
 #pragma GCC optimize("O3")  // plan() waits for it; with the toolchain's -O2 it takes two to three times as long
 

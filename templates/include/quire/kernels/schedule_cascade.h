@@ -1,10 +1,10 @@
-// Plans a cascade (core/cascade.h): row tiles of all levels, the partitions that divide them, and the merge table.
+// Schedules a cascade (core/cascade.h): row tiles of all levels, the partitions that divide them, and the merge table.
 //
-// There are two lines of work units, that of the shared levels and that of the last one, each divided into partitions
-// of equal cost. A CTA computes one partition of each, shared keys first: when requests' own keys are done, the partial
-// results of the shared ones are there, so that merges are many, small, and everywhere. Where CTAs merge when they have
-// nothing else to do, every other one begins with requests' own keys: shared keys keep the tensor cores busy and own
-// keys the memory, so that each is there for half of the CTAs at a time.
+// There are two sequences of work units, one for the shared levels and one for the last level, each divided into
+// partitions of equal cost. A CTA computes one partition of each, shared keys first. When the requests' own keys are
+// done, the partial results of the shared keys are then available, so that merges are many, small, and distributed over
+// all CTAs. If CTAs merge only when they have no other work, every other CTA begins with the requests' own keys
+// instead: shared keys keep the tensor cores busy and own keys the memory, so that half of the CTAs use each at a time.
 #pragma once
 #include <stdlib.h>
 #include <string.h>

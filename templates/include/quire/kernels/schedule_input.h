@@ -1,4 +1,4 @@
-// What the host's scheduler is given, and what it says of the schedule.
+// The input of the host's scheduler, and its results.
 #pragma once
 #include "quire/core/params.h"
 

@@ -1,5 +1,6 @@
-// Plans on the device, from lengths that the host does not know: as many query rows in each request, keys in pages. One
-// CTA, a few microseconds; may be captured in a CUDA graph whose lengths change. Work is always partitioned.
+// Schedules on the device, from lengths that the host does not know: equally many query rows in each request, keys in
+// pages. It runs in one CTA and takes a few microseconds. It may be captured in a CUDA graph whose lengths change. Work
+// is always divided into partitions.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"

@@ -1,6 +1,6 @@
-// Widens pages of 8-bit keys and values to 16 bits, ahead of attention: page kv_indices[i] of the cache becomes page i.
-// The kernel is bound by memory: each number is read and written once. A thread has one vector of keys and the vector
-// of values beside it, and loads both before it widens either.
+// Converts (widens) pages of 8-bit keys and values to 16 bits, before attention: page kv_indices[i] of the cache
+// becomes page i. The kernel is limited by memory bandwidth: each number is read once and written once. A thread has
+// one vector of keys and the corresponding vector of values, and loads both before it converts either.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
