@@ -56,7 +56,7 @@ def test_what_it_leaves_to_others(changes, reason):
     assert reason in str(KERNEL.refusal(problem(**changes)))
 
 
-@pytest.mark.parametrize(("page_size", "box"), [(32, 32), (64, 64), (96, 32), (128, 64)])
+@pytest.mark.parametrize(("page_size", "box"), [(16, 16), (32, 32), (48, 16), (64, 64), (96, 32), (128, 64)])
 def test_boxes_of_a_joined_cache(page_size, box):
     key = KERNEL.key(problem(page_size))
     size, strides = (9, page_size, 1, 512), (576 * page_size, 576, 576, 1)
@@ -84,17 +84,19 @@ def test_few_rows_of_latents_with_scales_are_left_to_fa2():
     assert decide(replace(few, tile_scales=False)).kernel is KERNEL
 
 
-@pytest.mark.parametrize(("page_size", "kv"), [(1, BF16), (16, BF16), (1000, BF16), (64, E4M3)])
+@pytest.mark.parametrize(("page_size", "kv"), [(1, BF16), (8, BF16), (1000, BF16), (64, E4M3)])
 def test_tokens_of_other_pages_are_gathered(page_size, kv):
     key = KERNEL.key(problem(page_size, kv=kv))
     assert key == KERNEL.key(problem(1, kv=kv))
     assert KERNEL.copies(key, KERNEL.tile(key), {}) == ()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [1, 16, pytest.param(48, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("num_heads", [16, 128])
-def test_gathered_tokens(device, backend, dtype, num_heads, page_size):
-    """Row tiles whole and in parts, lengths that end within and at a KV tile, and requests without keys."""
+def test_small_pages(device, backend, dtype, num_heads, page_size):
+    """Gathered tokens, and boxes of 16. Row tiles whole and in parts, lengths that end within and at a KV tile, and
+    requests without keys.
+    """
     p = Latents((1, 2, 1, 3, 1, 2), (2001, 64, 0, 129, 640, 2), num_heads, dtype, device, causal=True)
     for form in ("joined", "split", "sliced"):
         p.check(*attend(p, p.paged(page_size, form), backend))

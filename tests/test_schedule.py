@@ -7,6 +7,7 @@ The plan is walked here from its documentation in core/schedule.h, not through t
 from __future__ import annotations
 
 import itertools
+import random
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -246,7 +247,11 @@ def check_partitions(batch, sizes, tiles, work):
         assert all(w.end - w.begin == units_of(tiles[w.tile]) for w in work), "divided in advance and nowhere else"
         return
     assert sizes.num_partials == 2 * sizes.num_ctas and sizes.num_groups == sizes.num_ctas
+    if counts_starts(batch, sizes, tiles):
+        check_counted_starts(batch, sizes, tiles, work)
+        return
     count = num_partitions(batch, sizes) if batch.tile_capacity else sizes.num_ctas
+    least = min(batch.start_cost, mean_cost(batch, sizes, count) // 2)
     units, cost, partials = [0] * count, [0] * count, [0] * count
     for w in work:
         size = units_of(tiles[w.tile])
@@ -254,7 +259,7 @@ def check_partitions(batch, sizes, tiles, work):
         cost[w.cta] += (w.end - w.begin) * (16 * size + batch.start_cost) / size
         partials[w.cta] += w.partial >= 0
         if w.end - w.begin < size:
-            assert 16 * min(part for part in (w.begin, size - w.end, size) if part) > batch.start_cost
+            assert 16 * min(part for part in (w.begin, size - w.end, size) if part) > least
     assert max(partials) <= 2
     if batch.start_cost == 0:
         assert max(units) - min(units) <= 1
@@ -262,6 +267,30 @@ def check_partitions(batch, sizes, tiles, work):
     # away than a start costs; to the nearest of both ends of a row tile that is too short to be divided.
     farthest = max(16, 2 * batch.start_cost) + batch.start_cost
     assert max(abs(c - sum(cost) / count) for c in cost) <= 2 * farthest
+
+
+def mean_cost(batch, sizes, count):
+    """Of a partition in sixteenths of a unit, if divided row tiles cost one start."""
+    return (16 * sizes.work_per_head + batch.start_cost * sizes.num_tiles) * batch.num_kv_heads / count
+
+
+def counts_starts(batch, sizes, tiles):
+    """Whether partitions pay each of their starts: dear ones, of few row tiles that differ."""
+    differ = len({units_of(t) for t in tiles}) > 1
+    return batch.start_cost >= 32 and differ and len(tiles) * batch.num_kv_heads <= 4 * batch.max_ctas
+
+
+def check_counted_starts(batch, sizes, tiles, work):
+    """No partition is far above the mean, its starts and all others counted in full."""
+    cost, partials = [0] * sizes.num_ctas, [0] * sizes.num_ctas
+    for w in work:
+        cost[w.cta] += (w.end - w.begin) * 16 + batch.start_cost
+        partials[w.cta] += w.partial >= 0
+    assert max(partials) <= 2
+    # A partition ends where too little room is left for units worth a start, or so much earlier that as many are left.
+    unused = 2 * (batch.start_cost + 32)
+    most = mean_cost(batch, sizes, sizes.num_ctas) + batch.start_cost + unused
+    assert max(cost) <= max(most, batch.start_cost + 32)
 
 
 def check_whole(batch, sizes, tiles):
@@ -321,7 +350,7 @@ def batches(draw, fixed=False):
         max_ctas=draw(st.sampled_from([1, 2, 13, 132, 264])),
         fixed_split_size=split,
         page_size=draw(st.sampled_from([0, 1, 16])),
-        start_cost=draw(st.sampled_from([0, 0, 8, 16, 24, 40])),
+        start_cost=draw(st.sampled_from([0, 0, 8, 16, 24, 40, 56])),
     )
 
 
@@ -556,6 +585,21 @@ def test_a_start_counts():
             units_and_starts[w.cta] += w.end - w.begin + 1
         most.append(max(units_and_starts.values()) / (sum(units_and_starts.values()) / 264))
     assert most[0] > 1.25 and most[1] < 1.03
+
+
+@pytest.mark.parametrize("order", ["up", "down", "shuffled"])
+def test_dear_starts_are_counted(order):
+    """Where a start costs as much as some units, the longest of 66 partitions is 3 % above the mean in any order of
+    lengths that differ much.
+    """
+    up = [round(100 * 200 ** (i / 63)) for i in range(64)]
+    kv_lens = tuple({"up": up, "down": up[::-1], "shuffled": random.Random(0).sample(up, 64)}[order])
+    batch = Batch((1,) * 64, kv_lens, num_kv_heads=1, group_size=128, tile_rows=128, max_ctas=66, start_cost=88)
+    check_everything(batch)
+    cost = Counter()
+    for w in walk(batch.schedule(), 1):
+        cost[w.cta] += 16 * (w.end - w.begin) + 88
+    assert len(cost) == 66 and max(cost.values()) <= 1.03 * sum(cost.values()) / 66
 
 
 def test_row_tiles_too_short_to_divide():

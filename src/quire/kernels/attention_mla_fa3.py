@@ -43,10 +43,10 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 32 tokens are boxes, whose size is compiled in; tokens of others and latents of 8 bits are
+    """Pages of a multiple of 16 tokens are boxes, whose size is compiled in; tokens of others and latents of 8 bits are
     gathered.
     """
-    return ANY_PAGE_SIZE if problem.page_size % 32 or problem.kv.bits == 8 else problem.page_size
+    return ANY_PAGE_SIZE if problem.page_size % 16 or problem.kv.bits == 8 else problem.page_size
 
 
 def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
@@ -83,6 +83,6 @@ KERNEL = AttentionKernel(
     persistent=True,
     has_gaps=True,
     pdl=True,
-    schedule_input=lambda _: {"start_cost": 24},
+    schedule_input=lambda _: {"start_cost": 88},
     fill=_fill,
 )

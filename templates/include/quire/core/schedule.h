@@ -180,6 +180,40 @@ struct WorkLine {
     return tile + 1 < num_tiles ? Place{kv_head, tile + 1, 0} : Place{kv_head + 1, 0, 0};
   }
 
+  // Where a partition ends that begins at `at` and costs `budget` at most, if it pays a whole start for each work tile.
+  QUIRE_HD Place end_within(Place at, int64_t budget) const {
+    const int least =
+        static_cast<int>(min<int64_t>(start_cost, budget / 2)) / kUnitCost + 1;  // units worth a start of their own
+    for (bool is_first = true; at.kv_head < num_kv_heads; is_first = false) {
+      const int left = tile_units(tiles[at.tile]) - at.offset;
+      const int64_t fit = max<int64_t>(0, budget - start_cost) / kUnitCost;
+      if (fit < left) {
+        const int part = min(static_cast<int>(fit), max(left - least, is_first ? 1 : 0));
+        return part < least && !is_first ? at : Place{at.kv_head, at.tile, at.offset + part};
+      }
+      budget -= start_cost + int64_t{kUnitCost} * left;
+      at = at.tile + 1 < num_tiles ? Place{at.kv_head, at.tile + 1, 0} : Place{at.kv_head + 1, 0, 0};
+    }
+    return at;
+  }
+
+  // The least budget with which `count` partitions hold all work, by bisection.
+  QUIRE_HD int64_t budget_of(int count) const {
+    const int64_t cost = cost_before(num_tiles, work_per_head) * num_kv_heads;
+    int64_t low = max<int64_t>(cost / count, start_cost + 2 * kUnitCost) - 1, high = 2 * low + 4 * start_cost;
+    while (!holds_all(count, high)) high *= 2;
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (holds_all(count, middle) ? high : low) = middle;
+    }
+    return high;
+  }
+  QUIRE_HD bool holds_all(int count, int64_t budget) const {
+    Place at = {0, 0, 0};
+    for (; count > 0 && at.kv_head < num_kv_heads; --count) at = end_within(at, budget);
+    return at.kv_head >= num_kv_heads;
+  }
+
   // The last row tile whose cost begins at or before `cost`: by bisection, or row tile by row tile from `tile` on.
   QUIRE_HD int find_tile(int64_t cost) const {
     int tile = 0;
@@ -196,10 +230,11 @@ struct WorkLine {
     return tile < num_tiles && cost_before(tile, tiles[tile].work_begin) <= cost;
   }
 
-  // A row tile is not divided where one side would cost less than the start that the division adds.
+  // A row tile is not divided where one side would cost less than the start that the division adds, or than half of a
+  // partition where those are shorter.
   QUIRE_HD int nearest_end(int offset, int units) const {
     const int side = min(offset, units - offset);
-    if (may_divide && side * kUnitCost > start_cost) return offset;
+    if (may_divide && side * kUnitCost > min(start_cost, static_cast<int>(partition_cost / 2))) return offset;
     return 2 * offset < units ? 0 : units;
   }
 

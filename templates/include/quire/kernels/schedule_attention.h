@@ -26,10 +26,12 @@ struct ScheduleAttention {
   // Row tiles times KV heads are fewer. A schedule of so many takes 400 MB and some 100 ms; of 256 rows each, the row
   // behind the last of them would be no int.
   static constexpr int64_t kMaxTiles = 1 << 23;
+  static constexpr int kMostShort = 24;  // units of a short row tile
 
   ScheduleInput in_;  // with the index arrays as they were kept
   ScheduleOutput& out_;
   CascadeSchedule cascade_;
+  bool counts_starts_ = false;
 
   explicit ScheduleAttention(ScheduleParams& p) : in_(p.input), out_(p.output), cascade_(in_, out_) {}
 
@@ -148,9 +150,8 @@ struct ScheduleAttention {
     const bool whole = in_.fixed_split_size != 0 || whole_tiles_suffice(tiles, units, longest);
     out_.is_partitioned = !whole;
     out_.is_dynamic = 0;
-    out_.num_ctas = static_cast<int32_t>(
-        whole ? tiles * in_.num_kv_heads
-              : num_partitions(out_.num_tiles, out_.work_per_head, static_cast<int>(all), in_.max_ctas));
+    counts_starts_ = !whole && starts_matter(longest);
+    out_.num_ctas = static_cast<int32_t>(whole ? tiles * in_.num_kv_heads : most_partitions(static_cast<int>(all)));
     out_.heads_per_l2_group = heads_per_l2_group();
     if (in_.tile_capacity > 0) measure_for_graph(whole, partials, groups);
     const bool is_automatic = in_.fixed_split_size == 0 && out_.is_partitioned;
@@ -188,11 +189,23 @@ struct ScheduleAttention {
   // Whole row tiles when the longest is at most a quarter of a CTA's fair part (longest first, the tail is then short),
   // or when waves of longest ones waste less than merging would. Not where row tiles are short, because a CTA that has
   // several reads the keys of the next while it ends one: of one unit, or of so few that a start is a 16th of their
-  // cost. A tile counter does as well.
+  // cost, but no more than kMostShort. A tile counter does as well.
   bool whole_tiles_suffice(int64_t tiles, int64_t units, int longest) const {
-    if (units <= tiles * max(1, in_.start_cost)) return units == 0 || in_.has_tile_counter != 0;
+    if (units <= tiles * max(1, min(in_.start_cost, kMostShort))) return units == 0 || in_.has_tile_counter != 0;
     const int64_t all = units * in_.num_kv_heads, wave = static_cast<int64_t>(longest) * in_.max_ctas;
     return 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
+  }
+
+  // Whether each partition is to pay its own starts in full, where a formula would spread them over units: where starts
+  // cost much, row tiles differ, and so few partitions hold them that to walk through all is quick.
+  bool starts_matter(int longest) const {
+    return in_.start_cost >= 2 * WorkLine::kUnitCost &&
+           static_cast<int64_t>(longest) * out_.num_tiles != out_.work_per_head &&
+           static_cast<int64_t>(out_.num_tiles) * in_.num_kv_heads <= 4 * in_.max_ctas;
+  }
+  int most_partitions(int units) const {
+    if (counts_starts_) return min(in_.max_ctas, ceil_div(units, 2));
+    return num_partitions(out_.num_tiles, out_.work_per_head, units, in_.max_ctas);
   }
 
   // Row tiles come last, so that what is filled leads.
@@ -271,13 +284,14 @@ struct ScheduleAttention {
     const WorkLine line = WorkLine::of(tiles, out_.num_tiles, in_.num_kv_heads, out_.work_per_head, in_.start_cost,
                                        in_.fixed_split_size == 0, in_.max_ctas);
     int num_partials = 0, num_groups = 0;
+    const int64_t budget = counts_starts_ ? line.budget_of(out_.num_ctas) : 0;
     WorkLine::Place begin = line.begin_of(0);
     for (int i = 0; i < out_.num_ctas; ++i) {
       if (out_.is_dynamic) {
         partitions[i] = {0, 0, 0, 0, 0, 0, out_.num_tiles, out_.heads_per_l2_group};
         continue;
       }
-      const WorkLine::Place end = line.begin_of(i + 1, &begin);
+      const WorkLine::Place end = counts_starts_ ? line.end_within(begin, budget) : line.begin_of(i + 1, &begin);
       const PartialsOfPartition adds(begin, end);
       const Partition partition = line.between(begin, end, num_partials, num_groups);
       partitions[i] = partition;

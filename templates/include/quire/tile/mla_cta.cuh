@@ -40,22 +40,24 @@ struct MlaCta {
   static constexpr int kPartBytes = TileCkv::kBytes / kParts;
   // Row tiles of 64 rows wait for memory: their weights are handed on at once, which frees stages sooner.
   static constexpr bool kHandsOnAtOnce = kCtasPerTile == 1;
-  // Steps of 16 columns: of S in all, and those whose queries are in registers.
-  static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = 28;
+  // Steps of 16 columns: of S in all, those whose queries are in registers, and the ones before those.
+  static constexpr int kSteps = V::kHeadDimQk / 16, kHeldSteps = 28, kFirstSteps = 4;
   using TileP = TileKpe;  // weights, in the place of the kpe that they were computed with
   using TileQ = SwizzledTile<kRows, (kSteps - kHeldSteps) * 16>;  // the other queries
 
-  // One box of the copy engine a lane, 64 columns at a time; all columns of a part where a box has all rows of the
+  // One box of the copy engine a warp, 64 columns at a time; all columns of a part where a box has all rows of the
   // tile.
   static constexpr int kBoxRows = kGathers ? kTileKv : gcd(V::kPageSize, kTileKv), kBoxes = kTileKv / kBoxRows;
   static constexpr int kBoxAtoms = kBoxes == 1 ? TileCkv::kAtoms / kParts : 1;
+  static_assert(kBoxes <= 4, "a warpgroup has four warps");
+  static constexpr int kLoaders = kGathers ? 4 : kBoxes;  // warps of a warpgroup of O that load
 
-  // Where this lane's box of a KV tile lies; boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
+  // Where a warp's box of a KV tile lies; boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
   struct Box {
     int page, row;
 
-    // The only box is the same for all lanes; the compiler then issues its copies without a loop over lanes.
-    QUIRE_DEVICE Box uniform() const { return kBoxes == 1 ? Box{ptx::uniform(page), ptx::uniform(row)} : *this; }
+    // The same for all lanes, as the compiler then knows: it issues copies without a loop over lanes.
+    QUIRE_DEVICE Box uniform() const { return {ptx::uniform(page), ptx::uniform(row)}; }
   };
   // The KV tile of which a half is loaded next. It lives in shared memory: o leaves few registers.
   struct NextTile {
@@ -68,13 +70,13 @@ struct MlaCta {
   // Row states on their way from the warpgroup of S to those of O.
   struct Shared {
     Stage work[kWorkStages];
-    float2 states[2][kRows];  // of a work tile, of which this ring has one each: maximum and denominator
-    float factors[2][kRows];  // that o is multiplied by before a KV tile, if kIsRaised in the rows' warp
-    int flags[2][4];          // of a KV tile and a warp
-    NextTile next[kGathers ? kHalves * 4 : kHalves];  // a warp that gathers has its own
-    Box put_off[kBoxes];                              // of kpe; row -1: there is none
-    int number;                                       // of the last whole row tile taken
-    int turn;                                         // at merging
+    float2 states[2][kRows];            // of a work tile, of which this ring has one each: maximum and denominator
+    float factors[2][kRows];            // that o is multiplied by before a KV tile, if kIsRaised in the rows' warp
+    int flags[2][4];                    // of a KV tile and a warp
+    NextTile next[kHalves * kLoaders];  // each warp that loads has its own
+    Box put_off[kBoxes];                // of kpe; row -1: there is none
+    int number;                         // of the last whole row tile taken
+    int turn;                           // at merging
     alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
     unsigned char kpe_barriers[RingBarriers<2>::kBytes], weights_barriers[RingBarriers<2>::kBytes];
     unsigned char states_barriers[RingBarriers<2>::kBytes];
@@ -143,6 +145,7 @@ struct MlaCta {
 
   QUIRE_DEVICE static int warpgroup() { return ptx::uniform(ptx::thread_id() / 128); }
   QUIRE_DEVICE static int warp_of_group() { return ptx::uniform(ptx::thread_id() / 32 % 4); }
+  QUIRE_DEVICE static bool loads() { return warp_of_group() < kLoaders; }
   QUIRE_DEVICE static bool is_leader() { return ptx::thread_id() % 128 == 0; }
   // This lane's upper row.
   QUIRE_DEVICE static int lane_row() { return ptx::thread_id() % 128 / 32 * 16 + ptx::lane_id() / 4; }
@@ -184,18 +187,18 @@ struct MlaCta {
   // Which tokens of a ckv stage exist, a bit each. It is there when the stage's latter half is.
   QUIRE_DEVICE uint2& existing(int stage) const { return reinterpret_cast<uint2*>(&shared + 1)[stage]; }
 
-  // Finds the KV tile that follows, where `source` says that its keys lie; false if none does. For each half one warp,
-  // or all where each gathers; the last half's first one takes work tiles, too.
+  // Finds the KV tile that follows, where `source` says that its keys lie; false if none does. Each warp that loads;
+  // the last half's first one takes work tiles, too.
   template <class Source, class Place>
   QUIRE_DEVICE bool find_next(bool is_first, const Source& source, Place& place) const {
     const int half = half_of_o();
-    NextTile& shared_next = shared.next[kGathers ? half * 4 + warp_of_group() : half];
+    NextTile& shared_next = shared.next[half * kLoaders + warp_of_group() % kLoaders];
     NextTile next = is_first ? NextTile{} : shared_next;
     __syncwarp();
     if (!is_first && next.end == 0) return false;
     if (is_first || ++next.tile == next.end) {
       if (!is_first) next.at.advance();
-      if (half == kHalves - 1 && (!kGathers || warp_of_group() == 0)) schedule(next.at, is_first);
+      if (half == kHalves - 1 && warp_of_group() == 0) schedule(next.at, is_first);
       work_ring().wait_full(next.at);
       const Stage& stage = shared.work[next.at.stage()];
       next.tile = stage.work.kv_begin;

@@ -97,7 +97,8 @@ class MlaScores {
     return Mask<V::kMask, V::kWindow != 0>{work.tile.qo_len, work.tile.kv_len, -1, nullptr}.visible(first).end;
   }
 
-  // S of a KV tile: one group of products, kpe last, because it is the last to be loaded.
+  // S of a KV tile: one group of products, kpe last, because it is the last to be loaded. The first ones have both
+  // operands in shared memory: these warps go on at once, while one with queries in registers would keep them waiting.
   // The KV tile before, if `has_before`: its weights are stored beside the first products, and handed on so long before
   // the last ones as the other warpgroups take to begin.
   QUIRE_DEVICE void multiply(TileOfS& s, Scores& scores, RingPosition<Cta::kStages> ckv, RingPosition<2> kpe,
@@ -115,9 +116,12 @@ class MlaScores {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; ++i) {
+        if (i == Cta::kFirstSteps && has_before) {
+          store_weights(scores, ckv.before(), kpe.before(), 0);
+          ptx::wgmma_fence();
+        }
         multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
       }
-      if (part == 0 && has_before) store_weights(scores, ckv.before(), kpe.before(), 0);
     }
     if constexpr (Cta::kGathers) {
       const uint2 bits = cta_.existing(ckv.stage());
@@ -152,10 +156,11 @@ class MlaScores {
   // s (+)= q k^T of 16 columns, the i-th of S.
   QUIRE_DEVICE static void multiply_step(TileOfS& s, Scores& scores, const TileDescriptor& q, uint64_t keys, int i,
                                          int accumulate) {
-    if (i < Cta::kHeldSteps) {
-      ptx::Wgmma<Cta::kTileKv>::template rs<ptx::Contiguous::kInner>(T{}, s, scores.q[i], keys, accumulate);
+    const int held = i - Cta::kFirstSteps;
+    if (held >= 0 && held < Cta::kHeldSteps) {
+      ptx::Wgmma<Cta::kTileKv>::template rs<ptx::Contiguous::kInner>(T{}, s, scores.q[held], keys, accumulate);
     } else {
-      const int step = i - Cta::kHeldSteps;
+      const int step = held < 0 ? i : i - Cta::kHeldSteps;
       ptx::Wgmma<Cta::kTileKv>::ss(T{}, s, q.at(step / 4 * TileQ::kAtomBytes + step % 4 * 32), keys, accumulate);
     }
   }
@@ -285,14 +290,14 @@ class MlaScores {
   // tile is requested before them: page numbers and requests would have to wait behind so many copies.
   QUIRE_DEVICE void load_first_queries(Scores& scores, const WorkTile& work) const {
     constexpr int kHeldAtoms = Cta::kHeldSteps / 4;
-    static_assert(TileQ::kAtoms == 2 && Cta::kKpe == 64, "of the others an atom is of q_nope and one of q_pe");
+    static_assert(TileQ::kAtoms == 2 && Cta::kKpe == 64 && Cta::kFirstSteps == 4, "an atom of q_nope and one of q_pe");
     const SwizzledTile<Cta::kRows, Cta::kHeldSteps * 16> held = {cta_.ckv_tile(Cta::kStages - 1).base};
     const int lane = ptx::lane_id(), first = Cta::warp_of_group() * 16;
     const RowsToCopy nope(cta_.nope_row(work, first + lane % 16)), pe(cta_.pe_row(work, first + lane % 16));
     ptx::mbarrier_wait(cta_.first_tile_barrier(), 0);
 #pragma unroll
-    for (int i = 0; i < kHeldAtoms; ++i) nope.copy(held, i, i);
-    nope.copy(cta_.q_tile(), kHeldAtoms, 0);
+    for (int i = 0; i < kHeldAtoms; ++i) nope.copy(held, i + 1, i);
+    nope.copy(cta_.q_tile(), 0, 0);
     pe.copy(cta_.q_tile(), 0, 1);
     ptx::cp_async_wait_all();
     ptx::fence_proxy_async();
@@ -306,7 +311,8 @@ class MlaScores {
   // All loads are on their way together. Held columns pass through the tile of the others, as many at a time as it has
   // columns: matrix loads from there turn rows into fragments.
   QUIRE_DEVICE void load_queries(Scores& scores, const WorkTile& work) const {
-    constexpr int kLoads = V::kHeadDimQk / 32, kHeldLoads = Cta::kHeldSteps / 2, kTileLoads = kLoads - kHeldLoads;
+    constexpr int kLoads = V::kHeadDimQk / 32, kHeldLoads = Cta::kHeldSteps / 2, kTileLoads = kLoads - kHeldLoads,
+                  kFirst = Cta::kFirstSteps / 2;
     const QueryRows rows = query_rows(work);
     const TileQ tile = cta_.q_tile();
     const int lane = ptx::lane_id();
@@ -314,7 +320,8 @@ class MlaScores {
 #pragma unroll
     for (int i = 0; i < 2 * kLoads; ++i) {
       uint32_t (&to)[4] = i < 2 * kHeldLoads ? scores.q[i] : others[i - 2 * kHeldLoads];
-      const uint4 x = rows.load(i % 2, i / 2 * 4);
+      const int load = i / 2, other = load - kHeldLoads;  // of the columns before the held ones, or behind them
+      const uint4 x = rows.load(i % 2, (other < 0 ? load + kFirst : other < kFirst ? other : load) * 4);
       to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
     }
 #pragma unroll

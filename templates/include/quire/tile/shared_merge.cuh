@@ -42,8 +42,8 @@ struct MergeCounters {
 template <class V, int kBlocks, int kParts>
 QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int turn,
                              int thread) {
-  constexpr int kSlices = 8 / kBlocks, kPartQuads = V::kTileRows * V::kHeadDimVo / 4;
-  static_assert(V::kHeadDimVo == 512 && kParts % 4 == 0, "64 blocks of columns; four lanes share rows");
+  constexpr int kSlices = 8 / kBlocks, kPartQuads = V::kTileRows * V::kHeadDimVo / 4, kStates = ceil_div(kParts, 4);
+  static_assert(V::kHeadDimVo == 512 && (kParts % 4 == 0 || kParts < 4), "64 blocks of columns; four lanes share rows");
   const int lane = thread % 32, first = turn / kSlices * 16, row = first + lane / 4;
   const int block = turn % kSlices * 8 * kBlocks + thread / 32;
   const auto* quads = reinterpret_cast<const float4*>(p.partial_o + int64_t{group.row_begin + first} * V::kHeadDimVo);
@@ -53,14 +53,17 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   float o[2][kBlocks][2];
 #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i) o[i / 2 % 2][i / 4][i % 2] = 0.f;
+  // Of two partials there is one round, as the compiler then knows: it takes fewer registers.
 #pragma unroll 1
-  for (int left = group.num_parts<V::kTileRows>(); left > 0; left -= kParts) {
-    float2 state[2][kParts / 4];
+  for (int left = group.num_parts<V::kTileRows>(), is_first = 1; is_first || (kParts > 2 && left > 0); left -= kParts) {
+    is_first = 0;
+    float2 state[2][kStates];
     float4 part[kParts][kBlocks];
 #pragma unroll
-    for (int i = 0; i < kParts / 2; ++i) {
+    for (int i = 0; i < 2 * kStates; ++i) {
       state[i % 2][i / 2] = {kNoLogit, 0.f};
-      if (i / 2 * 4 + lane % 4 < left) state[i % 2][i / 2] = __ldcg(states + i / 2 * 4 * V::kTileRows + i % 2 * 8);
+      if (i / 2 * 4 + lane % 4 < min(left, kParts))
+        state[i % 2][i / 2] = __ldcg(states + i / 2 * 4 * V::kTileRows + i % 2 * 8);
     }
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
@@ -72,16 +75,16 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = m[h], weight[kParts / 4];
+      float top = m[h], weight[kStates];
 #pragma unroll
-      for (int i = 0; i < kParts / 4; ++i) top = fmaxf(top, state[h][i].x);
+      for (int i = 0; i < kStates; ++i) top = fmaxf(top, state[h][i].x);
       top = quad_max(top);
       const float keep = ptx::ex2(m[h] - top);
       m[h] = top, d[h] *= keep;
 #pragma unroll
       for (int n = 0; n < 2 * kBlocks; ++n) o[h][n / 2][n % 2] *= keep;
 #pragma unroll
-      for (int i = 0; i < kParts / 4; ++i) {
+      for (int i = 0; i < kStates; ++i) {
         weight[i] = ptx::ex2(state[h][i].x - top);
         d[h] = fmaf(weight[i], state[h][i].y, d[h]);
       }
@@ -115,17 +118,20 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   }
 }
 
-// One turn for each CTA is best: where a group has many partials, and so many CTAs, a turn takes fewer columns.
+// One turn for each CTA is best: where a group has many partials, and so many CTAs, a turn takes fewer columns. Of two
+// partials, one is mostly of a CTA that has gone on to other work: the other one merges alone, all columns a turn.
 template <class V>
 struct MergeTurns {
   int num_parts, count;
 
   QUIRE_DEVICE explicit MergeTurns(const MergeGroup& group) : num_parts(group.num_parts<V::kTileRows>()) {
-    count = ceil_div(group.num_rows, 16) * (num_parts <= 8 ? 2 : 8);
+    count = ceil_div(group.num_rows, 16) * (num_parts <= 2 ? 1 : num_parts <= 8 ? 2 : 8);
   }
   QUIRE_DEVICE void take(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int turn,
                          int thread) const {
-    if (num_parts <= 8) {
+    if (num_parts <= 2) {
+      merge_turn<V, 8, 2>(p, work, group, turn, thread);
+    } else if (num_parts <= 8) {
       merge_turn<V, 4, 4>(p, work, group, turn, thread);
     } else {
       merge_turn<V, 1, 16>(p, work, group, turn, thread);
