@@ -18,15 +18,11 @@ from quire.errors import CacheMissError, PlanError, ValidationError
 from quire.jit import cache_miss, is_obtainable, is_recording, record_use, without_matrix_unit
 from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
-from quire.kernels.operands import Operand, View
 from quire.runtime import rotate_ahead, widen_ahead
 from quire.runtime.ahead import Ahead
 from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
-    check_contiguous_last,
-    check_dtype,
     check_output,
-    check_same_device,
     check_shape,
     check_tensor,
     device_indices,
@@ -34,9 +30,10 @@ from quire.runtime.checks import (
     last_entry,
     scalar,
 )
+from quire.runtime.expected import Expected, check_floats, view_of
 from quire.runtime.explanation import Explanation, figures_of
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
-from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view, span_bytes
+from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view
 from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.plan import AttentionPlan
 from quire.runtime.planner import (
@@ -56,13 +53,9 @@ from quire.runtime.variant_operands import check_names, describe, refuse_beside,
 from quire.runtime.widened_queries import run_widened
 from quire.runtime.work import Placed, place_work
 from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
-from quire.types import DType, KVLayout, MaskMode, PosEncodingMode
+from quire.types import KVLayout, MaskMode, PosEncodingMode
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
-
-
-def _view(tensor: torch.Tensor) -> View:
-    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
 
 
 class _CheckedTensors(NamedTuple):
@@ -183,14 +176,6 @@ def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: in
             f"of the requests' page counts), got {list(value.shape)}."
         )
     return host_indices(value, name, batch_size)
-
-
-#: The argument of plan() that says the number type of an operand.
-_OPTION_OF = {"kv": "kv_data_type", "o": "o_data_type"}
-_LAYOUT_HINTS = {
-    KVLayout.NHD: " (read as kv_layout='NHD'; make the wrapper with 'HND' if heads come before tokens)",
-    KVLayout.HND: " (shown in the order of NHD; the wrapper has kv_layout='HND')",
-}
 
 
 class Attention:
@@ -397,7 +382,8 @@ class Attention:
         if out is None:
             if nnz_qo != self._nnz_qo or q_shape != self._q_shape:
                 operand = self.decision.kernel.operands[0]  # checked before memory is asked for
-                self._check(operand, q, operand.name, self._view_of(operand, q, operand.name), nnz_qo)
+                expected = self._expected()
+                expected.check(operand, q, operand.name, expected.view(operand, q, operand.name), nnz_qo)
             o_shape = (nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo)
             out = torch.empty(o_shape, dtype=self._plan_options.types.o.torch, device=self._device)
         if window_left is not None and window_left != self._plan_options.logits.window_left:
@@ -511,6 +497,9 @@ class Attention:
         """Whether tensors with a valid signature may be invalid: without memory, or not aligned for a GPU."""
         return 0 in pointers or (self._on_cuda and reduce(or_, pointers) & 15 != 0)
 
+    def _expected(self) -> Expected:
+        return Expected(self.decision, self._plan_options, self._layout, self._device)
+
     def _checked_before(self, tensors: list[torch.Tensor], pointers: list[int], nnz_qo: int) -> bool:
         """Whether an earlier plan has checked such tensors, and they fit this batch; they then count as checked."""
         known = self._checked
@@ -530,7 +519,7 @@ class Attention:
         """Check everything about the tensors but their addresses, and write shapes and strides into the plan."""
         paged, operands = self._plan_options.page_size > 0, self.decision.tensors
         k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
-        views = {operands[1].name: _view(k), operands[2].name: _view(v)}
+        views, expected = {operands[1].name: view_of(k), operands[2].name: view_of(v)}, self._expected()
         names = {"o": "out"} | ({"k": "paged_kv_cache (keys)", "v": "paged_kv_cache (values)"} if paged else {})
         all_tensors = (q, k, v, out, *others)
         given = {
@@ -540,8 +529,8 @@ class Attention:
         for operand in operands:
             if operand.name in given:
                 tensor, name = given[operand.name]
-                view = views.get(operand.name) or self._view_of(operand, tensor, name)
-                self._check(operand, tensor, name, view, nnz_qo)
+                view = views.get(operand.name) or expected.view(operand, tensor, name)
+                expected.check(operand, tensor, name, view, nnz_qo)
                 views[operand.name] = view
         if self._ahead is not None:
             views |= self._ahead.bind(q, k, v, out)
@@ -577,78 +566,18 @@ class Attention:
                 )
         return views
 
-    def _view_of(self, operand: Operand, tensor: torch.Tensor, name: str) -> View:
-        """The view of a tensor with the operand's dimensions, in the order of the plan's layout."""
-        (check_output if operand.name == "o" else check_tensor)(tensor, name)
-        if "page_size" in operand.dims and self._layout is KVLayout.HND:
-            tensor = tensor.transpose(1, 2)
-        return _view(tensor)
-
-    def _check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> None:
-        """Check a tensor against what the kernel declares."""
-        dtype = self.decision.key.type_of(operand.type)
-        if operand.type == "kv" and self._ahead is not None:  # the kernel has those of another
-            dtype = self._plan_options.types.kv
-        self._check_sizes(operand, name, view.sizes, nnz_qo)
-        check_dtype(tensor, name, dtype, _OPTION_OF.get(operand.type, "q_data_type"))
-        check_same_device(tensor, name, self._device)
-        if len(operand.strides) < len(operand.dims):
-            check_contiguous_last(tensor, name)
-        self._check_alignment(view, name, dtype)
-        self._check_reach(span_bytes(view.sizes, view.strides, tensor.dtype), name, operand.name)
-
-    def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
-        options = self._plan_options
-        known = {"nnz_qo": nnz_qo, "num_pages": None, "nnz_prefix": None, "page_size": options.page_size or None}
-        wanted = [known[dim] if dim in known else getattr(options, dim) for dim in operand.dims]
-        if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
-            return
-        dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(operand.dims, wanted, strict=True)]
-        if dims[0] == "num_pages" and not options.page_size:
-            dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
-        layout = _LAYOUT_HINTS[self._layout] if operand.type == "kv" else ""
-        raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.")
-
-    def _check_alignment(self, view: View, name: str, dtype: DType) -> None:
-        """GPU kernels load 16 bytes at a time."""
-        if not self._on_cuda:
-            return
-        step = 128 // dtype.bits
-        if view.pointer % 16 or any(stride % step for stride in view.strides if stride != 1):
-            raise ValidationError(
-                f"{name}: expected a 16-byte aligned tensor whose strides are multiples of {step} elements, "
-                f"got address {view.pointer:#x} and strides {list(view.strides)}; call .contiguous() on it."
-            )
-
-    def _check_reach(self, num_bytes: int, name: str, operand: str) -> None:
-        """Some kernels find rows by numbers of 32 bits."""
-        kernel = self.decision.kernel
-        most = kernel.max_bytes(self.decision.key, operand)
-        if most and num_bytes > most:
-            raise ValidationError(
-                f"{name}: expected at most {most} bytes from its first element to its last, which {kernel.name} "
-                f"reaches, got {num_bytes}; plan with another backend."
-            )
-
     def _lse(self, lse: torch.Tensor | None, nnz_qo: int) -> torch.Tensor:
         shape = (nnz_qo, self._plan_options.num_qo_heads)
         if lse is None:
             return torch.empty(shape, dtype=torch.float32, device=self._device)
-        self._check_floats(check_output(lse, "lse"), "lse")
+        check_floats(check_output(lse, "lse"), "lse", self._device)
         check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
         return lse
 
     def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        self._check_floats(check_tensor(sinks, "sinks"), "sinks")
+        check_floats(check_tensor(sinks, "sinks"), "sinks", self._device)
         check_shape(sinks.view(-1), "sinks", {"num_qo_heads": self._plan_options.num_qo_heads})
         return sinks
-
-    def _check_floats(self, tensor: torch.Tensor, name: str) -> None:
-        check_same_device(tensor, name, self._device)
-        if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
-            raise ValidationError(
-                f"{name}: expected a contiguous float32 tensor, got {tensor.dtype}, strides {tuple(tensor.stride())}."
-            )
 
 
 def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:
