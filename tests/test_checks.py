@@ -16,6 +16,7 @@ from quire.runtime.checks import (
     check_output,
     check_positive,
     check_tensor,
+    device_indices,
     host_indices,
     refuse,
     scalar,
@@ -139,6 +140,33 @@ def test_indices_beyond_int32(value):
 )
 def test_offsets_that_are_none(value):
     refused(lambda: batch_size_of(host_indices(value, "indptr"), "indptr"), "indptr: ")
+
+
+def freed(numbers):
+    """int32, whose storage was freed."""
+    tensor = ints(numbers, "cpu")
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(freed([1, 2]), torch._neg_view(ints([1], "cpu")), ints([0], "cpu").to_sparse(), ints([0], "meta")),
+        *(ints([[1, 2]], "cpu"), FLOAT[0], [3], None),
+    ],
+)
+def test_page_numbers_that_are_none(value):
+    refused(lambda: device_indices(value, "paged_kv_indices"), "paged_kv_indices: ")
+
+
+def test_page_numbers_stay_where_they_are():
+    """Except that int64 and strided ones are copied."""
+    pages, wide = ints([4, 0, 2], "cpu"), torch.tensor([[4, 9], [0, 9], [2, 9]], dtype=torch.int64)[:, 0]
+    assert device_indices(pages, "paged_kv_indices") is pages
+    taken = device_indices(wide, "paged_kv_indices")
+    assert taken.equal(pages) and taken.dtype is torch.int32 and taken.is_contiguous()
+    assert device_indices(pages[:0], "paged_kv_indices").numel() == 0
 
 
 def test_offsets_on_a_list_are_read_whatever_the_default_device_is():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import weakref
 from dataclasses import replace
 from typing import ClassVar
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from quire.kernels import AttentionProblem, decide
+from quire.kernels.params import AttentionFa3Params, aligned_copy
 from quire.runtime import plan as plan_module
 from quire.runtime import planner
 from quire.runtime.options import LogitsOptions, PlanOptions, Types
@@ -82,3 +85,14 @@ def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch)
         plan.run(stream, [0, 0, 0, 0], None, None, 1.0, 1.0, None, None, None)
     assert [stream for _, stream in told] == ["another stream"] * 2
     assert {pointer for pointer, _ in told} == {bits.data_ptr(), plan._params.partial_o}
+
+
+def test_parameters_with_tensor_maps_are_copied_to_where_these_may_lie():
+    """A copy owns its memory: the template may change, and be gone."""
+    template = AttentionFa3Params(heads_per_l2_group=3)
+    copies = [aligned_copy(template) for _ in range(20)]
+    template.heads_per_l2_group, copies[0].heads_per_l2_group = 5, 4
+    del template
+    gc.collect()
+    assert [copy.heads_per_l2_group for copy in copies] == [4] + [3] * 19
+    assert all(ctypes.addressof(copy) % 64 == 0 for copy in copies)
