@@ -30,6 +30,7 @@ TENSOR_CORE = {
     "attention_fa2": re.compile(r"\bHMMA\."),
     "attention_fa3": re.compile(r"\bHGMMA\."),
     "attention_wide": re.compile(r"\bHMMA\."),
+    "attention_mla_decode": re.compile(r"\bHGMMA\."),
     "attention_mla_fa2": re.compile(r"\bHMMA\."),
     "attention_mla_fa3": re.compile(r"\bHGMMA\."),
 }

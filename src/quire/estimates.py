@@ -22,6 +22,7 @@ _TYPICAL: Mapping[str, tuple[float, int]] = {
     "attention_decode": (1.0, 50_000),
     "attention_wide": (1.5, 60_000),
     "attention_cpu": (1.5, 35_000),
+    "attention_mla_decode": (1.2, 100_000),
     "attention_mla_fa2": (1.6, 90_000),
     "attention_mla_fa3": (3.0, 115_000),
     "attention_mla_cpu": (1.3, 60_000),

@@ -54,7 +54,7 @@ def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
     return _ROWS if problem.rows % (2 * _ROWS) else 2 * _ROWS
 
 
-def _fill(
+def fill(
     params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, _at: int, _unit_memory: int
 ) -> tuple[None, int]:
     """Whole row tiles, where there are enough of them, are dealt out in turn. With a tile counter the scheduler would
@@ -84,5 +84,5 @@ KERNEL = AttentionKernel(
     has_gaps=True,
     pdl=True,
     schedule_input=lambda _: {"start_cost": 88},
-    fill=_fill,
+    fill=fill,
 )

@@ -24,6 +24,12 @@ QUIRE_DEVICE void st_matrix(uint32_t dst, const uint32_t (&x)[4]) {
                : "memory");
 }
 
+QUIRE_DEVICE void st_matrix_trans(uint32_t dst, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
 QUIRE_DEVICE void ld_shared_16(uint32_t src, uint32_t (&x)[4]) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -18,6 +18,20 @@ QUIRE_DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barri
       : "memory");
 }
 
+// The same for what is read once: the L2 gives up its lines before others.
+QUIRE_DEVICE void tma_load_4d_once(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                   int c3) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n"
+      "}\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
 // Brings the same box into the L2.
 QUIRE_DEVICE void tma_prefetch_4d(const TensorMap* map, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),

@@ -52,9 +52,9 @@ QUIRE_DEVICE void pin(uint32_t (&a)[n]) {
 
 // d[64, N] (+)= a[64, 16] * b[16, N]. Lane l of warp w holds rows 16 * w + l / 4 and + 8, and of each 8 columns
 // 2 * (l % 4) and + 1: d[4 * block + 2 * half + column].
-//   ss: a and b in shared memory, both contiguous along the inner dimension
+//   ss: a and b in shared memory, both contiguous along the inner dimension unless said otherwise
 //   rs: a in registers, fragments as d's; b in shared memory
-enum class Contiguous { kInner, kN };  // which dimension of b
+enum class Contiguous { kInner, kOuter, kN = kOuter };  // which dimension of a or b; kN: of b
 template <int N>
 struct Wgmma;
 
@@ -96,14 +96,14 @@ struct Wgmma;
 #define QUIRE_LIST_128 QUIRE_LIST_120, QUIRE_EIGHT(120)
 
 #define QUIRE_WGMMA_TYPE(T, type, N, n, i0, i1, i2, i3, i4, i5, i6)                                                 \
-  template <Contiguous kB = Contiguous::kInner>                                                                     \
+  template <Contiguous kB = Contiguous::kInner, Contiguous kA = Contiguous::kInner>                                 \
   QUIRE_DEVICE static void ss(T, float (&d)[n], uint64_t a, uint64_t b, int accumulate) {                           \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                                           \
                  ", 0;\n"                                                                                           \
                  "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." #type "." #type " {" QUIRE_TEXT_##n              \
-                 "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, %" #i3 ";\n}\n"                                                \
+                 "}, %" #i0 ", %" #i1 ", p, 1, 1, %" #i4 ", %" #i3 ";\n}\n"                                         \
                  : QUIRE_LIST_##n                                                                                   \
-                 : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kB)));                                     \
+                 : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(kB)), "n"(static_cast<int>(kA)));          \
   }                                                                                                                 \
   template <Contiguous kB>                                                                                          \
   QUIRE_DEVICE static void rs(T, float (&d)[n], const uint32_t (&a)[4], uint64_t b, int accumulate) {               \

@@ -1,0 +1,68 @@
+"""attention_mla_decode: few rows of latent attention (MLA), bound by memory; wgmma with heads as columns, sm_90a."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quire.kernels.attention import (
+    AttentionKernel,
+    AttentionKey,
+    AttentionProblem,
+    TileShape,
+    first_tile_that_holds,
+    mla_tensor_core_reason,
+)
+from quire.kernels.attention_mla_fa3 import fill
+from quire.kernels.operands import SCALED_MLA_OPERANDS, TensorCopy, View
+from quire.kernels.params import AttentionMlaFa3Params
+
+_KEYS = 64  #: of a KV tile, which lies in one page
+_ATOM = 64  #: columns of a 128-byte swizzled row, and of a box
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    if problem.target != "sm90a":
+        return f"target {problem.target} is not sm90a"
+    if problem.fixed_split_size and not problem.uniform:
+        return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
+    if reason := mla_tensor_core_reason(problem):
+        return reason
+    if problem.page_size % _KEYS:
+        return f"page_size={problem.page_size}: expected a multiple of {_KEYS}"
+    most = _tiles(problem)[-1].rows
+    return f"{problem.rows} rows (qo_len * heads) are more than {most}" if problem.rows > most else None
+
+
+def _tiles(_: AttentionProblem) -> tuple[TileShape, ...]:
+    return TileShape(16, _KEYS), TileShape(32, _KEYS)
+
+
+def _copies(key: AttentionKey, _: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params_mla_fa3.h."""
+    copies: list[TensorCopy] = []
+    for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
+        (pages, tokens, _heads, dims), (page, token, _head, _dim) = views[name].sizes, views[name].strides
+        if pages:
+            sizes = (_ATOM, tokens, dims // _ATOM, pages)
+            copies.append(TensorCopy(field, name, sizes, (token, _ATOM, page), (_ATOM, _KEYS, 1, 1)))
+    return tuple(copies)
+
+
+KERNEL = AttentionKernel(
+    name="attention_mla_decode",
+    backend="decode",
+    header="quire/kernels/attention_mla_decode.cuh",
+    cxx="AttentionMlaDecode",
+    on_cuda=True,
+    reject=_reject,
+    tiles=_tiles,
+    choose_rows=first_tile_that_holds,
+    page_size=lambda problem: problem.page_size,
+    operands=SCALED_MLA_OPERANDS,
+    params=AttentionMlaFa3Params,
+    copies=_copies,
+    persistent=True,
+    pdl=True,
+    schedule_input=lambda _: {"start_cost": 24},
+    fill=fill,
+)

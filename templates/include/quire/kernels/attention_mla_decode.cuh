@@ -1,0 +1,545 @@
+// Decode with multi-head latent attention (MLA) and few rows: the warpgroup matrix instruction and the bulk copy
+// engine, sm_90a.
+//
+// Bound: reading the cache once. Tokens are the rows of both products and heads their columns, so that few heads need
+// no padding to 64: S^T = [ckv, kpe] Q^T, and O^T += ckv^T P^T, which reads the same bytes transposed.
+// Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the end of a work
+// tile: while one waits for its softmax the other's products run. A warp loads, as far ahead as shared memory allows: a
+// ring of atoms of 64 tokens x 64 columns, of which a KV tile takes nine.
+// Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
+//
+// Sources: vLLM's FlashAttention for heads as columns.
+#pragma once
+#include "quire/core/mask.h"
+#include "quire/core/params_mla_fa3.h"
+#include "quire/ptx/grid.cuh"
+#include "quire/ptx/store.cuh"
+#include "quire/ptx/warp.cuh"
+#include "quire/tile/shared_merge.cuh"
+#include "quire/tile/sm90_load.cuh"
+#include "quire/tile/sm90_scheduler.cuh"
+
+namespace quire {
+
+template <class V>
+class AttentionMlaDecode {
+  using T = typename V::Q;
+  static constexpr int kRows = V::kTileRows, kCkv = V::kHeadDimVo;
+  static_assert(is_same<T, typename V::Kv>::value && is_same<T, typename V::O>::value, "q, latents and o are alike");
+  static_assert(kCkv == 512 && V::kHeadDimQk == 576 && V::kTileKv == 64, "a KV tile is nine atoms");
+  static_assert(V::kPaged != 0 && V::kPageSize > 0 && V::kPageSize % 64 == 0, "a page holds whole KV tiles");
+  static_assert(kRows % 16 == 0 && kRows <= 32, "O^T has half as many registers as rows, for each of eight blocks");
+
+  static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = 4;
+  static constexpr int kAtomBytes = 64 * 128, kTileAtoms = 9, kBlocks = 8;  // of ckv: 64 columns each
+
+  using TileQ = SwizzledTile<kRows, V::kHeadDimQk>;
+  using TileP = SwizzledTile<kRows, 64>;
+  using Scores = float[kRows / 2];  // S^T of a KV tile: tokens 16 * warp + lane / 4 and + 8, columns as in Wgmma
+  using Values = float[kBlocks][kRows / 2];
+
+  struct Shared {
+    CurrentWork work[kWorkStages];
+    float tops[kGroups][4][kRows];  // of each warp's tokens; at the end of a work tile denominators
+    float maxima[kGroups][kRows];
+    int number;  // of the last whole row tile taken
+    int turn;    // at merging
+    alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
+    uint64_t full[kTileStages][2], empty[kTileStages];  // KV tiles come in two parts
+  };
+
+  static constexpr int kSpace = 227 * 1024 - TileQ::kBytes - kGroups * TileP::kBytes - static_cast<int>(sizeof(Shared));
+  static constexpr int kRingAtoms = kSpace / kAtomBytes;
+  // The first atoms of a KV tile take the places of the KV tile kLag before, the others those of the one after that.
+  static constexpr int kLag = ceil_div(kRingAtoms, kTileAtoms), kEarly = kRingAtoms - (kLag - 1) * kTileAtoms;
+  static_assert(kLag > 1 && kLag < kTileStages, "two warpgroups hold a KV tile each");
+  static constexpr int kQAt = kRingAtoms * kAtomBytes, kPAt = kQAt + TileQ::kBytes;
+  static constexpr int kSharedAt = kPAt + kGroups * TileP::kBytes;
+
+  // Registers a thread: 504 for a thread of each warpgroup.
+  static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
+
+  enum NamedBarrier { kAll = 1, kGroup };  // kGroup + i: of a warpgroup
+
+ public:
+  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
+  static constexpr int kThreads = 32 * kWarps + 128, kMinCtas = 1;
+  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared));
+
+  QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
+    const AttentionMlaDecode cta(p, smem);
+    if (threadIdx.x == 0) {
+      ptx::prefetch_tensor_map(&p.tensor_k);
+      ptx::prefetch_tensor_map(&p.tensor_v);
+      cta.init_barriers();
+    }
+    ptx::wait_for_predecessor();
+    if (threadIdx.x == 32 * kWarps) cta.take_first_work_tile();
+    if (threadIdx.x == 32 * kWarps + 32) cta.prefetch_row_tiles();
+    __syncthreads();
+    ptx::launch_dependents();
+    if (group() < kGroups) {
+      ptx::take_registers<kComputeRegisters>();
+      cta.compute();
+    } else {
+      ptx::give_registers<kLoadRegisters>();
+      if (warp_of_group() == 0) cta.load();
+    }
+  }
+
+ private:
+  const AttentionMlaFa3Params& p_;
+  Shared& shared_;
+  uint32_t barriers_;  // address of `shared_`
+
+  QUIRE_DEVICE AttentionMlaDecode(const AttentionMlaFa3Params& p, unsigned char* smem)
+      : p_(p), shared_(*reinterpret_cast<Shared*>(smem + kSharedAt)), barriers_(ptx::smem_address(smem) + kSharedAt) {}
+
+  // ---- Who and where.
+
+  QUIRE_DEVICE static uint32_t base() {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    return ptx::smem_address(smem);
+  }
+  QUIRE_DEVICE static int group() { return ptx::uniform(ptx::thread_id() / 128); }
+  QUIRE_DEVICE static int warp_of_group() { return ptx::uniform(ptx::thread_id() / 32 % 4); }
+  QUIRE_DEVICE static TileQ q_tile() { return {base() + kQAt}; }
+  QUIRE_DEVICE static TileP p_tile() { return {base() + kPAt + group() * TileP::kBytes}; }
+
+  // A KV tile's place in the ring.
+  struct TilePlace {
+    int count = 0, first = 0;  // KV tiles before it; its first atom
+
+    QUIRE_DEVICE void advance() { ++count, first = wrap(first + kTileAtoms); }
+    QUIRE_DEVICE static int wrap(int atom) { return atom >= kRingAtoms ? atom - kRingAtoms : atom; }
+    QUIRE_DEVICE int atom_at(int i) const { return wrap(first + i) * kAtomBytes; }
+    QUIRE_DEVICE int stage() const { return count % kTileStages; }
+    QUIRE_DEVICE int parity() const { return count / kTileStages & 1; }
+  };
+
+  QUIRE_DEVICE RingBarriers<kWorkStages> work_ring() const {
+    return {barriers_ + static_cast<uint32_t>(__builtin_offsetof(Shared, work_barriers))};
+  }
+  QUIRE_DEVICE uint32_t full(int stage, int part) const {
+    return barriers_ + static_cast<uint32_t>(__builtin_offsetof(Shared, full)) + 16 * stage + 8 * part;
+  }
+  QUIRE_DEVICE uint32_t empty(int stage) const {
+    return barriers_ + static_cast<uint32_t>(__builtin_offsetof(Shared, empty)) + 8 * stage;
+  }
+  QUIRE_DEVICE void init_barriers() const {
+    work_ring().init(1, kWarps);
+    for (int i = 0; i < 2 * kTileStages; ++i) ptx::mbarrier_init(full(0, i), 1);
+    for (int i = 0; i < kTileStages; ++i) ptx::mbarrier_init(empty(i), 4);
+    ptx::fence_mbarrier_init();
+  }
+
+  // A work tile without keys has one KV tile, of zeros that no row sees.
+  QUIRE_DEVICE static int kv_end(const WorkTile& work) { return max(work.kv_end, work.kv_begin + 1); }
+
+  // Rows that do not exist repeat the last one; their results are not stored.
+  QUIRE_DEVICE static int row_of(const WorkTile& work, int i) { return min(work.tile.row_begin + i, work.row_end - 1); }
+
+  // ---- The warp that loads.
+
+  QUIRE_DEVICE void take_first_work_tile() const {
+    CurrentWork& before = shared_.work[kWorkStages - 1];
+    WorkList::begin(p_, before.cursor, shared_.number);
+    WorkList::next(p_, before.cursor, shared_.work[0], shared_.number, kTileKv);
+  }
+
+  // Each CTA brings a line of the row tiles into the L2, while partitions are read that say which one is whose.
+  QUIRE_DEVICE void prefetch_row_tiles() const {
+    const int64_t line = static_cast<int64_t>(blockIdx.x) * 128;
+    if (line < p_.base.num_tiles * static_cast<int64_t>(sizeof(RowTile))) {
+      ptx::prefetch_l2(reinterpret_cast<const char*>(p_.base.tiles) + line);
+    }
+  }
+
+  QUIRE_DEVICE void load() const {
+    RingPosition<kWorkStages> at;
+    TilePlace to;
+    for (;; at.advance()) {
+      work_ring().wait_empty(at);
+      CurrentWork& stage = shared_.work[at.stage()];
+      if (ptx::lane_id() == 0) {
+        if (at.count > 0) {
+          WorkList::next(p_, shared_.work[at.before().stage()].cursor, stage, shared_.number, kTileKv);
+        }
+        work_ring().arrive_full(at);
+      }
+      __syncwarp();
+      if (!stage.exists) return;
+      load_work_tile(stage.work, to);
+    }
+  }
+
+  // Page numbers of 32 KV tiles at a time, one a lane.
+  QUIRE_DEVICE void load_work_tile(const WorkTile& work, TilePlace& to) const {
+    const int begin = work.kv_begin, end = kv_end(work);
+    int pages = 0;
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile, to.advance()) {
+      const int i = (tile - begin) % 32;
+      if (i == 0) pages = page_of(work, tile + ptx::lane_id(), end);
+      const int page = __shfl_sync(0xffffffffu, pages, i);
+      if (ptx::lane_id() == 0) load_tile(to, page, tile * kTileKv % V::kPageSize);
+      __syncwarp();
+    }
+  }
+
+  // A KV tile beyond kv_len comes from page -1: outside of the tensor, hence zeros.
+  QUIRE_DEVICE int page_of(const WorkTile& work, int tile, int end) const {
+    const int token = tile * kTileKv;
+    if (tile >= end || token >= work.tile.kv_len) return -1;
+    return p_.base.kv_indices[work.tile.kv_first + token / V::kPageSize];
+  }
+
+  QUIRE_DEVICE void load_tile(TilePlace to, int page, int row) const {
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int begin = part == 0 ? 0 : kEarly, end = part == 0 ? kEarly : kTileAtoms;
+      wait_empty(to.count - kLag + part);
+      const uint32_t barrier = full(to.stage(), part);
+      ptx::mbarrier_arrive_expect(barrier, (end - begin) * kAtomBytes);
+#pragma unroll
+      for (int i = begin; i < end; ++i) {
+        const bool is_kpe = i == kBlocks;
+        ptx::tma_load_4d_once(base() + to.atom_at(i), is_kpe ? &p_.tensor_k : &p_.tensor_v, barrier, 0, row,
+                              is_kpe ? 0 : i, page);
+      }
+    }
+  }
+
+  // Until the KV tile that `count` others precede has been used.
+  QUIRE_DEVICE void wait_empty(int count) const {
+    if (count >= 0) ptx::mbarrier_wait(empty(count % kTileStages), count / kTileStages & 1);
+  }
+
+  // ---- The warpgroups that compute.
+
+  // Of this lane's columns 8 * n + 2 * (lane % 4) + c: [2 * n + c].
+  struct Softmax {
+    float m[kRows / 4];  // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
+    float d[kRows / 4];  // this lane's part of the denominator
+    float scale;         // of logits
+  };
+
+  QUIRE_DEVICE static constexpr int column_of(int i) { return i / 4 * 2 + i % 2; }  // of register i of 8 tokens x kRows
+
+  QUIRE_DEVICE void compute() const {
+    RingPosition<kWorkStages> at;
+    TilePlace from;
+    for (;; at.advance()) {
+      work_ring().wait_full(at);
+      const CurrentWork& stage = shared_.work[at.stage()];
+      if (!ptx::uniform(stage.exists)) return;
+      load_queries(stage.work);
+      Softmax softmax;
+      Values o;
+      clear(softmax, o);
+      softmax.scale = logits_scale<V>(p_.base);
+      const TilePlace last = add_tiles(stage.work, from, softmax, o);
+      store(stage, last, softmax, o);
+      __syncwarp();
+      if (ptx::lane_id() == 0) work_ring().arrive_empty(at);
+    }
+  }
+
+  QUIRE_DEVICE static void clear(Softmax& softmax, Values& o) {
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) softmax.m[i] = kNoLogit, softmax.d[i] = 0.f;
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) o[block][i] = 0.f;
+    }
+  }
+
+  QUIRE_DEVICE void load_queries(const WorkTile& work) const {
+    const int lane = ptx::lane_id(), warp = ptx::thread_id() / 32;
+#pragma unroll 1
+    for (int i = 0; i < kRows / kWarps; ++i) {
+      const int row = warp + i * kWarps;
+      const WorkTile::Place at = work.place(p_.base.group, row_of(work, row));
+      const T* nope =
+          static_cast<const T*>(p_.q_nope) + at.token * p_.q_nope_token_stride + at.head * p_.q_nope_head_stride;
+      const T* pe =
+          static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
+#pragma unroll
+      for (int chunk = 0; chunk < kCkv / 8; chunk += 32) {
+        ptx::cp_async_16(q_tile().chunk(row, chunk + lane), nope + (chunk + lane) * 8);
+      }
+      if (lane < 8) ptx::cp_async_16(q_tile().chunk(row, kCkv / 8 + lane), pe + lane * 8);
+    }
+    ptx::cp_async_wait_all();
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kAll, 32 * kWarps);
+  }
+
+  // This warpgroup's KV tiles of a work tile. Where the last of all lies, which is still to be released.
+  QUIRE_DEVICE TilePlace add_tiles(const WorkTile& work, TilePlace& from, Softmax& softmax, Values& o) const {
+    const int begin = ptx::uniform(work.kv_begin), end = ptx::uniform(kv_end(work));
+    const int all_see = ptx::uniform(mask(work).visible(p_.base.group.div(row_of(work, 0))).end);
+    TilePlace last;
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile, from.advance()) {
+      last = from;
+      if ((tile - begin) % kGroups != group()) continue;
+      add_tile(work, tile, (tile + 1) * kTileKv > all_see, {ptx::uniform(from.count), ptx::uniform(from.first)},
+               softmax, o);
+      if (tile + 1 < end) release(from);
+    }
+    return last;
+  }
+
+  QUIRE_DEVICE void release(TilePlace from) const {
+    __syncwarp();
+    if (ptx::lane_id() == 0) ptx::mbarrier_arrive(empty(from.stage()));
+  }
+
+  QUIRE_DEVICE void add_tile(const WorkTile& work, int tile, bool is_masked, TilePlace from, Softmax& softmax,
+                             Values& o) const {
+    Scores s;
+    multiply(s, from);
+    if (is_masked) hide(s, work, tile * kTileKv);
+    raise_max(s, softmax, o);
+    exponentiate(s, softmax);
+    if (is_masked) clear_missing((tile + 1) * kTileKv - work.tile.kv_len, from);
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kGroup + group(), 128);
+    add_values(o, from);
+  }
+
+  // s = [ckv, kpe] q^T.
+  QUIRE_DEVICE void multiply(Scores& s, TilePlace from) const {
+    const TileDescriptor keys(base(), 16), q(q_tile().base, 16);
+    ptx::pin(s);
+#pragma unroll
+    for (int i = 0; i < kTileAtoms; ++i) {
+      if (i == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
+      if (i == kEarly) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
+      if (i == 0 || i == kEarly) ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        ptx::Wgmma<kRows>::ss(T{}, s, keys.at(from.atom_at(i) + k * 32), q.at(i * TileQ::kAtomBytes + k * 32),
+                              i + k > 0);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::pin(s);
+  }
+
+  QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask(const WorkTile& work) const {
+    return {work.tile.qo_len, work.tile.kv_len, -1, nullptr};
+  }
+
+  // Logits that a row does not see become -infinity. `key`: the KV tile's first.
+  QUIRE_DEVICE void hide(Scores& s, const WorkTile& work, int key) const {
+    const int lane = ptx::lane_id(), token = key + warp_of_group() * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int row = row_of(work, i / 2 * 8 + lane % 4 * 2 + i % 2);
+      const int end = mask(work).visible(p_.base.group.div(row)).end;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        if (token + 8 * h >= end) s[i / 2 * 4 + 2 * h + i % 2] = __int_as_float(0xff800000);
+      }
+    }
+  }
+
+  // Raises m where a logit exceeds it by more than kMaxLag, in any warp of the warpgroup.
+  QUIRE_DEVICE void raise_max(const Scores& s, Softmax& softmax, Values& o) const {
+    float top[kRows / 4];
+    bool exceeds = false;
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      top[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]) * softmax.scale;
+      exceeds |= top[i] > softmax.m[i] + kMaxLag;
+    }
+    if (!ptx::named_barrier_any(kGroup + group(), 128, exceeds)) return;
+    share<true>(top, shared_.tops[group()][warp_of_group()]);
+    ptx::named_barrier_sync(kGroup + group(), 128);
+    float factor[kRows / 4];
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      const int column = i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2;
+      const float (&tops)[4][kRows] = shared_.tops[group()];
+      const float x = fmaxf(fmaxf(tops[0][column], tops[1][column]), fmaxf(tops[2][column], tops[3][column]));
+      const float next = x > softmax.m[i] + kMaxLag ? x : softmax.m[i];
+      factor[i] = ptx::ex2(softmax.m[i] - next);
+      softmax.m[i] = next, softmax.d[i] *= factor[i];
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kRows / 2; ++i) o[block][i] *= factor[column_of(i)];
+    }
+  }
+
+  // The greatest, or the sum, of a warp's lanes of the same columns, to `to` [kRows].
+  template <bool kIsMax>
+  QUIRE_DEVICE static void share(const float (&x)[kRows / 4], float* to) {
+    const int lane = ptx::lane_id();
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+      float y = x[i];
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) {
+        const float other = __shfl_xor_sync(0xffffffffu, y, step);
+        y = kIsMax ? fmaxf(y, other) : y + other;
+      }
+      if (lane < 4) to[i / 2 * 8 + lane * 2 + i % 2] = y;
+    }
+  }
+
+  // Weights, to shared memory as rows of P.
+  QUIRE_DEVICE void exponentiate(Scores& s, Softmax& softmax) const {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      s[i] = ptx::ex2(fmaf(s[i], softmax.scale, -softmax.m[column_of(i)]));
+      softmax.d[column_of(i)] += s[i];
+    }
+    const int lane = ptx::lane_id();
+    const uint32_t to = p_tile().chunk(lane / 16 * 8 + lane % 8, warp_of_group() * 2 + lane / 8 % 2);
+#pragma unroll
+    for (int i = 0; i < kRows / 2; i += 8) {
+      uint32_t weights[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) weights[j] = ptx::pack(T{}, s[i + 2 * j], s[i + 2 * j + 1]);
+      ptx::st_matrix_trans(to + i / 8 * 16 * 128, weights);
+    }
+  }
+
+  // Values that do not exist may be anything, and 0 * NaN is NaN: zeros in the last `count` tokens of a KV tile.
+  QUIRE_DEVICE static void clear_missing(int count, TilePlace from) {
+    const int end = min(count, kTileKv) * kBlocks * 8;
+#pragma unroll 1
+    for (int i = ptx::thread_id() % 128; i < end; i += 128) {
+      const int row = kTileKv - 1 - i / 64;
+      ptx::st_shared_16(base() + from.atom_at(i / 8 % 8) + row * 128 + i % 8 * 16, {0, 0, 0, 0});
+    }
+  }
+
+  // o += ckv^T p^T.
+  QUIRE_DEVICE void add_values(Values& o, TilePlace from) const {
+    const TileDescriptor values(base(), 16), weights(p_tile().base, 16);
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        ptx::Wgmma<kRows>::template ss<ptx::Contiguous::kInner, ptx::Contiguous::kOuter>(
+            T{}, o[block], values.at(from.atom_at(block) + k * 16 * 128), weights.at(k * 32), 1);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
+  }
+
+  // ---- The end of a work tile. The warpgroups' O^T meet in the place of its last KV tile, 16 rows at a time.
+
+  // Where a warpgroup's column of 64 that one atom holds lies in the atom.
+  QUIRE_DEVICE static uint32_t exchange(int group, int row, int col) {
+    const int swizzle = ((row >> 1 & 3) ^ row % 2 * 2) * 8;
+    return base() + group * (kAtomBytes / kGroups) + (row * 64 + (col ^ swizzle)) * 4;
+  }
+
+  // A row's state over both warpgroups, and what each one's part of it is multiplied by.
+  struct Total {
+    float m, d, weight[kGroups];
+  };
+  QUIRE_DEVICE Total total(int row) const {
+    Total x = {fmaxf(shared_.maxima[0][row], shared_.maxima[1][row]), 0.f, {}};
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i) {
+      const float (&sums)[4][kRows] = shared_.tops[i];
+      x.weight[i] = ptx::ex2(shared_.maxima[i][row] - x.m);
+      x.d = fmaf(x.weight[i], sums[0][row] + sums[1][row] + (sums[2][row] + sums[3][row]), x.d);
+    }
+    return x;
+  }
+
+  QUIRE_DEVICE void store(const CurrentWork& stage, TilePlace last, const Softmax& softmax, const Values& o) const {
+    const WorkTile& work = stage.work;
+    const int lane = ptx::lane_id();
+    share<false>(softmax.d, shared_.tops[group()][warp_of_group()]);
+    if (warp_of_group() == 0) share<true>(softmax.m, shared_.maxima[group()]);
+#pragma unroll
+    for (int first = 0; first < kRows; first += 16) {
+      ptx::named_barrier_sync(kAll, 32 * kWarps);  // every warp has used the last KV tile, or stored the rows before
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, col = warp_of_group() * 16 + i / 2 % 2 * 8 + lane / 4;
+        const uint32_t to = exchange(group(), row, col);
+#pragma unroll
+        for (int block = 0; block < kBlocks; ++block) {
+          ptx::st_shared(to + last.atom_at(block), __float_as_uint(o[block][first / 2 + i]));
+        }
+      }
+      ptx::named_barrier_sync(kAll, 32 * kWarps);
+      store_rows(work, last, first);
+    }
+    ptx::fence_proxy_async();
+    ptx::named_barrier_sync(kAll, 32 * kWarps);
+    if ((kv_end(work) - 1 - work.kv_begin) % kGroups == group()) release(last);
+    if (work.is_whole()) return;
+    const bool has_more = p_.base.partitions == nullptr || stage.cursor.exists();
+    merge_together<V, kAll, 1>(p_.base, work, !has_more, shared_.turn, ptx::thread_id());
+  }
+
+  // 16 rows from `first` on, a warp every eighth block of 8 columns; a lane has columns of a row and of the one 8
+  // below.
+  QUIRE_DEVICE void store_rows(const WorkTile& work, TilePlace from, int first) const {
+    const AttentionParams& p = p_.base;
+    const int lane = ptx::lane_id(), warp = ptx::uniform(ptx::thread_id() / 32);
+    const Total totals[2] = {total(first + lane / 4), total(first + lane / 4 + 8)};
+    const int64_t partial = static_cast<int64_t>(work.partial) * kTileRows + first;
+    float scale[2];
+    T* to[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = work.tile.row_begin + first + lane / 4 + 8 * h;
+      to[h] = nullptr;
+      if (!work.is_whole()) {
+        auto* states = reinterpret_cast<float2*>(p.partial_md) + partial + lane / 4;
+        if (warp == 0 && lane % 4 == 0) states[8 * h] = {totals[h].m, totals[h].d};
+      } else if (row < work.row_end) {
+        const WorkTile::Place at = work.place(p.group, row);
+        const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
+        const RowResult result = finish_row(totals[h].m, totals[h].d, sink, output_scale(p));
+        if (warp == 0 && lane % 4 == 0 && p.lse != nullptr) {
+          p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
+        }
+        scale[h] = result.scale;
+        to[h] = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride + lane % 4 * 2;
+      }
+    }
+#pragma unroll 2
+    for (int i = 0; i < kBlocks; ++i) {
+      const int block = i * kWarps + warp;
+      float2 x[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        x[h] = {0.f, 0.f};
+#pragma unroll
+        for (int j = 0; j < kGroups; ++j) {
+          const uint32_t at = exchange(j, lane / 4 + 8 * h, warp * 8 + lane % 4 * 2);
+          const uint2 part = ptx::ld_shared_8(at + from.atom_at(i));
+          x[h].x = fmaf(totals[h].weight[j], __uint_as_float(part.x), x[h].x);
+          x[h].y = fmaf(totals[h].weight[j], __uint_as_float(part.y), x[h].y);
+        }
+        if (to[h] == nullptr) continue;
+        *reinterpret_cast<uint32_t*>(to[h] + block * 8) = ptx::pack(T{}, x[h].x * scale[h], x[h].y * scale[h]);
+      }
+      if (work.is_whole()) continue;
+      reinterpret_cast<float4*>(p.partial_o + partial * kCkv)[block * 32 + lane] = {x[0].x, x[0].y, x[1].x, x[1].y};
+    }
+  }
+};
+
+}  // namespace quire
