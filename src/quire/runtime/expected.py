@@ -15,7 +15,6 @@ from quire.runtime.options import PlanOptions
 from quire.runtime.target import on_cuda
 from quire.types import DType, KVLayout
 
-
 #: The argument of plan() that says the number type of an operand.
 _OPTION_OF = {"kv": "kv_data_type", "o": "o_data_type"}
 _LAYOUT_HINTS = {
