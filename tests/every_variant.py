@@ -92,7 +92,7 @@ def run_mla(key: AttentionKey, backend: str, device: str) -> str:
     problem = Latents(
         (q_len,) * len(KV_LENS), KV_LENS, key.tile_rows // q_len, key.q.torch, device, key.mask is MaskMode.CAUSAL
     )
-    pages = problem.paged(5)
+    pages = problem.paged(key.page_size if key.page_size > 0 else 5)  # 5: fits no tile
     wrapper = planned(problem, pages, backend)
     problem.check(*wrapper.run(*parts(problem), pages.ckv, pages.kpe, return_lse=True))
     slug: str = wrapper._attention.decision.key.slug

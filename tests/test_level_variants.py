@@ -150,6 +150,8 @@ def test_variants_of_blocks(name, order, device, backend):
 @pytest.mark.parametrize("name", OF_BLOCKS)
 def test_variants_of_blocks_of_any_size(name, rows, kv_heads, device, backend):
     """Heads with lists of their own, each a request of the kernel; rows of 128 are one for each query head."""
+    if rows == 128 and backend == "quire:decode":
+        pytest.skip("decode takes at most 64 rows a request")
     case, (p, shown, _) = CASES[name], matrix(device, num_kv_heads=kv_heads)
     if rows == 128:
         p = Problem((256,), (KEYS,), num_qo_heads=4, num_kv_heads=kv_heads, device=device, dtype=any_dtype(device))
