@@ -80,6 +80,7 @@ def test_chunks(device, backend, prefix_lens):
     p.check(wrapper.run(p.q, *tensors, sinks=sinks.to(device), q_scale=0.25, k_scale=2.0), sinks=sinks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chooses", [True, False])
 def test_row_tiles_dealt_out_in_turn(device, chooses):
     """So many row tiles of equal length over a prefix that in one launch each CTA has whole ones of several KV heads;
