@@ -126,6 +126,7 @@ def test_the_first_call_may_be_made_under_other_defaults(default: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
 @isolated()
+@pytest.mark.slow
 def test_gradients_are_refused_and_not_lost(name: str) -> None:
     """An input that requires one is an error that says how to go on, and nothing is written."""
     call = BY_NAME[name]
@@ -141,6 +142,7 @@ def test_gradients_are_refused_and_not_lost(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_FLOATS)
 @isolated()
+@pytest.mark.slow
 def test_no_gradient_is_asked_for_without_grad_mode(name: str) -> None:
     call = BY_NAME[name]
     want = want_of(call)

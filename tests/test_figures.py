@@ -35,12 +35,14 @@ def test_committed_pictures_are_fresh(drawn: dict[str, str]) -> None:
     assert not stale, f"run make figures: {stale}"
 
 
+@pytest.mark.slow
 def test_each_picture_names_machine_and_date(drawn: dict[str, str]) -> None:
     for name, text in drawn.items():
         assert re.search(r"20\d\d-\d\d-\d\d", text), name
         assert re.search(r"H200|EPYC|Xeon|g\+\+ 12", text), name
 
 
+@pytest.mark.slow
 def test_readme_counts_the_rows_as_they_are_drawn(drawn: dict[str, str]) -> None:
     import figures
 

@@ -102,6 +102,7 @@ def test_long_keys_with_an_outlier_dim(device, backend, dtype):
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize(("num_heads", "q_len"), [(16, 1), (20, 3), (128, 1)])
 @pytest.mark.parametrize("page_size", [3, 64])
+@pytest.mark.slow
 def test_latents_of_eight_bits(device, backend, dtype, page_size, num_heads, q_len, kv_dtype):
     """With a scale for all of the cache, which multiplies logits and results."""
     p = Latents((q_len,) * 4, (37, 0, 700, 129), num_heads, dtype, device, q_len > 1, kv_dtype=kv_dtype, scale=2.0)
@@ -142,6 +143,7 @@ def test_offsets_of_more_requests_than_there_are(device, backend, dtype):
     p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe))
 
 
+@pytest.mark.slow
 def test_every_number_of_eight_bits_is_widened_exactly(device, backend, dtype):
     """A request of one key returns its latent."""
     for kv_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):

@@ -170,6 +170,7 @@ def test_groups_are_merged_the_same_way_each_time(device, backend, dtype, num_he
 
 
 @pytest.mark.parametrize(("program", "row"), [("mla.py", "b4-kv1024"), ("sparse_mla.py", "b2-q1")])
+@pytest.mark.slow
 def test_the_benchmark_checks_results(program, row):
     path = Path(__file__).parents[1] / "benchmarks"
     command = [sys.executable, program, "--rows", row, "--device", "cpu", "--rounds", "0"]

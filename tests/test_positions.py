@@ -38,6 +38,7 @@ def test_positions_under_masks(device, backend, dtype, mode, mask, window_left, 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.slow
 def test_slopes_of_heads(device, backend, dtype, mode, heads):
     """Slopes of head counts that are no powers of two, and rows of several tiles."""
     p = Problem((70, 3, 1), (150, 300, 65), *heads, dtype=dtype, device=device, causal=True, pos_encoding_mode=mode)
@@ -54,6 +55,7 @@ def test_long_positions(device, backend, dtype, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", [32, 80, 128, 256])
+@pytest.mark.slow
 def test_positions_in_decode(device, backend, dtype, mode, head_dim):
     p = Problem((1,) * 5, (1, 0, 64, 1000, 77), 12, 2, head_dim, dtype=dtype, device=device, pos_encoding_mode=mode)
     p.check(*decode(p, p.paged(16), backend))
@@ -82,6 +84,7 @@ def test_queries_at_the_end_of_keys_are_the_last_of_all(device, backend, dtype, 
 
 
 @pytest.mark.parametrize(("scale", "theta"), [(None, 5e5), (8.0, None), (0.5, 1e6)])
+@pytest.mark.slow
 def test_rope_scale_and_theta(device, backend, dtype, scale, theta):
     p = Problem((9, 1), (40, 700), 6, 2, dtype=dtype, device=device, causal=True, pos_encoding_mode="ROPE_LLAMA")
     p.rope_scale, p.rope_theta = scale, theta

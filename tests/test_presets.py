@@ -109,7 +109,7 @@ def test_llama_4_has_layers_of_chunks(fields: dict[str, Any]) -> None:
 def test_what_no_kernel_does_is_said_and_the_rest_is_given() -> None:
     latent = needs(read("deepseek-v3", ",spec=2"), "sm90a")
     slugs = [spec.slug for spec in latent.specs]
-    for wanted in ("d192-128.ragged.causal", "d576-512.paged.none", "d576-512.paged.causal"):
+    for wanted in ("d192-128.ragged.causal", "d576-512.paged16.none", "d576-512.paged16.causal"):
         assert any(wanted in slug for slug in slugs)
     assert not latent.refusals
     exact = needs(read("llama-3.1-70b", ",dtype=fp32"), "sm90a")

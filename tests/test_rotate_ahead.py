@@ -47,6 +47,7 @@ def is_ahead(wrapper) -> bool:
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("form", ["tensor", "sliced"])
 @pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+@pytest.mark.slow
 def test_pages(device, dtype, kv_layout, form, head_dim):
     p = problem(device, dtype, head_dim=head_dim)
     cache = p.paged(16, kv_layout, form)

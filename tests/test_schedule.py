@@ -417,6 +417,7 @@ def test_fixed_splits_are_multiples_counted_from_key_zero(batch):
 
 @settings(max_examples=150, deadline=None)
 @given(batch=batches(), fixed=st.booleans(), dynamic=st.booleans())
+@pytest.mark.slow
 def test_any_schedule_for_a_graph(batch, fixed, dynamic):
     """All work is done once, by as many CTAs as there always are, and only what lies in the buffer tells how much."""
     split = 3 * batch.tile_kv if fixed else batch.fixed_split_size

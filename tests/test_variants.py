@@ -663,6 +663,7 @@ def test_a_nan_that_a_query_sees(device, backend):
     before.check(o[:9], lse[:9])
 
 
+@pytest.mark.slow
 def test_masked_scores(device, backend):
     """-inf as a score hides a key, rows without any included, in a tile that needs no mask otherwise."""
     variant = quire.Variant(
@@ -1003,6 +1004,7 @@ def test_warmup_of_a_module():
 
 
 @pytest.mark.parametrize("name", ["alibi", "document_mask"])
+@pytest.mark.slow
 def test_pod(name, device):
     """A variant is for the prefill and for the decodes, each with its own operands."""
     case, dtype = CASES[name], any_dtype(device)

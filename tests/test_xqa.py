@@ -324,6 +324,7 @@ def test_any_draft_bits(device, backend, dtype, q_len):
 
 
 @pytest.mark.parametrize("window_left", [0, 5, 40])
+@pytest.mark.slow
 def test_drafts_in_windows(device, backend, dtype, window_left):
     """A query stands at its own place, so the window cuts draft and prefix alike."""
     p = batch(dtype, device, (300, 9, 64, 8), 8, window_left=window_left)
@@ -343,6 +344,7 @@ def test_hidden_draft_tokens_do_not_leak():
         assert rows.nonzero().flatten().tolist() == [2, 8]
 
 
+@pytest.mark.slow
 def test_drafts_with_sinks_and_fp8(device, dtype):
     p = batch(dtype, device, (300, 9, 64), 8, kv_dtype=torch.float8_e4m3fn, k_scale=0.1, v_scale=3.0)
     sinks = torch.linspace(-2.0, 3.0, p.num_qo_heads).to(device)
