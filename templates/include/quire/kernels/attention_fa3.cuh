@@ -24,6 +24,7 @@
 #include "quire/tile/sm90_gemm.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_queries.cuh"
+#include "quire/tile/sm90_soft_cap.cuh"
 #include "quire/tile/sm90_softmax.cuh"
 #include "quire/tile/sm90_store.cuh"
 #include "quire/tile/sm90_widen.cuh"
@@ -822,95 +823,13 @@ struct AttentionFa3 {
     }
   }
 
-  // The same under a soft cap. Where all logits of a warp are small it takes no special functions but exp2, and no row
-  // maximum in bf16. end(): what follows, in each way by itself, so that the two overlap.
+  // The same under a soft cap. end(): what follows.
   template <bool kMasked, class End>
   QUIRE_DEVICE void apply_soft_cap(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile, const Bits& bits,
                                    const End& end) const {
     const Transform transform(p_.base);
-    if constexpr (kMasked) {
-      mark_unseen(s, transform, logits_tile(stage, tile), bits);
-    } else {
-      const float most = WarpgroupSoftmax::most(s);
-      if (__all_sync(0xffffffffu, most <= rows.cap.most && may_be_small(rows.softmax)) != 0) {
-        exponentiate_small(rows.softmax, s, rows.cap, most);
-        end();
-        return;
-      }
-    }
-    exponentiate_any<kMasked>(rows.softmax, s, transform, rows.cap);
-    end();
-  }
-
-  // Weights in bf16 have the range of float: rows have one reference in place of their maximum, from which that may be
-  // this far away. Then what is small exceeds none. Others have a reference of their own.
-  static constexpr bool kHasReference = kIsCap && is_same<T, bf16_t>::value;
-  static constexpr float kReference = SmallTanh::kMostResult - kMaxLag, kReach = 80.f;
-  QUIRE_DEVICE static bool may_be_small(const WarpgroupSoftmax& softmax) {
-    return !kHasReference || (softmax.m[0] == kReference && softmax.m[1] == kReference);
-  }
-
-  QUIRE_DEVICE static void exponentiate_small(WarpgroupSoftmax& softmax, float (&s)[kTileKv / 2], const SmallTanh& cap,
-                                              float most) {
-    const auto capped = [&](const Four<float>& x, float y) { return cap.plus(x, y); };
-    softmax.is_raised = false;
-    if constexpr (kHasReference) {
-      softmax.exponentiate_capped(s, capped, {kReference, kReference});
-    } else {
-      raise_small(softmax, s, cap, most);
-      softmax.exponentiate_capped(s, capped, softmax.m);
-    }
-  }
-
-  // The reference maximum, of logits whose magnitudes are at most `most`: mostly these say that no row exceeds it.
-  QUIRE_DEVICE static void raise_small(WarpgroupSoftmax& softmax, const float (&s)[kTileKv / 2], const SmallTanh& cap,
-                                       float most) {
-    if (__all_sync(0xffffffffu, cap.plus(most, 0.f) <= fminf(softmax.m[0], softmax.m[1]) + kMaxLag) != 0) return;
-    softmax.raise_to({cap.plus(softmax.row_max(s, 0), 0.f), cap.plus(softmax.row_max(s, 1), 0.f)});
-  }
-
-  template <bool kMasked>
-  QUIRE_DEVICE static void exponentiate_any(WarpgroupSoftmax& softmax, float (&s)[kTileKv / 2],
-                                            const Transform& transform, const SmallTanh& cap) {
-    if (Transform::kIsCapScore && transform.scale < 0.f) flip<kMasked>(s);
-    const AnyTanh<!kHasReference> any = {cap, fabsf(transform.scale), transform.factor};
-    raise_any<kMasked>(softmax, s, any);
-    softmax.exponentiate_capped(
-        s,
-        [&](const Four<float>& x, float y) {
-          Four<float> z = any.plus(x, y);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            if (kMasked && x.at[j] == kHiddenLogit) z.at[j] = __int_as_float(0xff800000);
-          }
-          return z;
-        },
-        softmax.m);
-  }
-
-  // Not where no logit can exceed the reference that all rows have.
-  template <bool kMasked>
-  QUIRE_DEVICE static void raise_any(WarpgroupSoftmax& softmax, const float (&s)[kTileKv / 2],
-                                     const AnyTanh<!kHasReference>& any) {
-    softmax.is_raised = false;
-    if (kHasReference && any.factor <= kReference + kMaxLag && __all_sync(0xffffffffu, may_be_small(softmax)) != 0)
-      return;
-    float top[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float x = softmax.row_max(s, h);
-      top[h] = kMasked && x == kHiddenLogit ? kNoLogit : any.plus(x, 0.f);
-    }
-    softmax.raise_to(top, [](float x) {
-      return kHasReference && x >= kReference - kReach && x <= kReference + kMaxLag ? kReference : x;
-    });
-  }
-
-  // tanh is odd: a negative scale is a positive one of -q . k.
-  template <bool kMasked>
-  QUIRE_DEVICE static void flip(float (&s)[kTileKv / 2]) {
-#pragma unroll
-    for (int i = 0; i < kTileKv / 2; ++i) s[i] = kMasked && s[i] == kHiddenLogit ? s[i] : -s[i];
+    if constexpr (kMasked) mark_unseen(s, transform, logits_tile(stage, tile), bits);
+    SoftCapSoftmax<T, Transform>::template exponentiate<kMasked>(rows.softmax, s, transform, rows.cap, end);
   }
 
   // Zeros in the rows of v from `valid` on; every warpgroup writes them all, rather than wait for the others.
