@@ -116,9 +116,9 @@ class MlaScores {
       ptx::wgmma_fence();
 #pragma unroll
       for (int i = part * kPartSteps; i < (part + 1) * kPartSteps; ++i) {
-        if (i == Cta::kFirstSteps && has_before) {
-          store_weights(scores, ckv.before(), kpe.before(), 0);
-          ptx::wgmma_fence();
+        if (i == Cta::kFirstSteps) {
+          if (has_before) store_weights(scores, ckv.before(), kpe.before(), 0);
+          ptx::wgmma_fence();  // ahead of products with registers
         }
         multiply_step(s, scores, q, keys.at(i / 4 * TileCkv::kAtomBytes + i % 4 * 32), i, i > 0);
       }
