@@ -58,16 +58,13 @@ QUIRE_HD T to_8_bits(float x) {
   constexpr int kMantissa = 10 - T::kShift, kBias = T::kScale == 1.0f ? 15 : 7;
   constexpr uint32_t kNormal = (128 - kBias) << 23, kWhole = (151 - kBias - kMantissa) << 23;
   const uint32_t bits = __builtin_bit_cast(uint32_t, x), sign = (bits >> 24) & 0x80, size = bits & 0x7fffffff;
-  if (size > 0x7f800000) return {static_cast<uint8_t>(sign | 0x7f)};
-  uint32_t y;
-  if (size < kNormal) {  // a multiple of the smallest number: float addition rounds to it
-    const float sum = __builtin_bit_cast(float, size) + __builtin_bit_cast(float, kWhole);
-    y = __builtin_bit_cast(uint32_t, sum) - kWhole;
-  } else {
-    const uint32_t half = (1u << (22 - kMantissa)) - 1, odd = (size >> (23 - kMantissa)) & 1;
-    y = ((size + half + odd) >> (23 - kMantissa)) - ((127 - kBias) << kMantissa);
-  }
-  return {static_cast<uint8_t>(sign | min<uint32_t>(y, T::kLargest))};
+  // Below kNormal a multiple of the smallest number: float addition rounds to it. Both without a branch.
+  const float sum = __builtin_bit_cast(float, size) + __builtin_bit_cast(float, kWhole);
+  const uint32_t half = (1u << (22 - kMantissa)) - 1, odd = (size >> (23 - kMantissa)) & 1;
+  const uint32_t small = __builtin_bit_cast(uint32_t, sum) - kWhole,
+                 normal = ((size + half + odd) >> (23 - kMantissa)) - ((127 - kBias) << kMantissa);
+  const uint32_t y = size < kNormal ? small : normal;
+  return {static_cast<uint8_t>(sign | (size > 0x7f800000 ? 0x7f : min<uint32_t>(y, T::kLargest)))};
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
