@@ -12,12 +12,11 @@ from quire.kernels.attention import (
     first_tile_that_holds,
     mla_tensor_core_reason,
 )
-from quire.kernels.attention_mla_fa3 import fill
+from quire.kernels.attention_mla_fa3 import fill, latent_copies
 from quire.kernels.operands import SCALED_MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params
 
 _KEYS = 64  #: of a KV tile, which lies in one page
-_ATOM = 64  #: columns of a 128-byte swizzled row, and of a box
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -37,15 +36,8 @@ def _tiles(_: AttentionProblem) -> tuple[TileShape, ...]:
     return TileShape(16, _KEYS), TileShape(32, _KEYS)
 
 
-def _copies(key: AttentionKey, _: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params_mla_fa3.h."""
-    copies: list[TensorCopy] = []
-    for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
-        (pages, tokens, _heads, dims), (page, token, _head, _dim) = views[name].sizes, views[name].strides
-        if pages:
-            sizes = (_ATOM, tokens, dims // _ATOM, pages)
-            copies.append(TensorCopy(field, name, sizes, (token, _ATOM, page), (_ATOM, _KEYS, 1, 1)))
-    return tuple(copies)
+def _copies(_key: AttentionKey, _tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    return latent_copies(views, lambda _tokens, _atoms: (_KEYS, 1))
 
 
 KERNEL = AttentionKernel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, mla_tensor_core_reason
 from quire.kernels.features import ANY_PAGE_SIZE
@@ -28,18 +28,24 @@ def _yields(problem: AttentionProblem) -> str | None:
     return None
 
 
-def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params_mla_fa3.h."""
+def latent_copies(views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]]) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params_mla_fa3.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box."""
     copies: list[TensorCopy] = []
-    if key.page_size == ANY_PAGE_SIZE:
-        return ()
     for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
         (pages, tokens, _, dims), (page, token, _, _) = views[name].sizes, views[name].strides
         if pages:
-            rows, atoms = math.gcd(tokens, tile.kv), dims // _ATOM
-            box = (_ATOM, rows, max(1, atoms // _PARTS) if rows == tile.kv else 1, 1)
+            atoms = dims // _ATOM
+            box = (_ATOM, *box_of(tokens, atoms), 1)
             copies.append(TensorCopy(field, name, (_ATOM, tokens, atoms, pages), (token, _ATOM, page), box))
     return tuple(copies)
+
+
+def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    def box_of(tokens: int, atoms: int) -> tuple[int, int]:
+        rows = math.gcd(tokens, tile.kv)
+        return rows, max(1, atoms // _PARTS) if rows == tile.kv else 1
+
+    return () if key.page_size == ANY_PAGE_SIZE else latent_copies(views, box_of)
 
 
 def _page_size(problem: AttentionProblem) -> int:
