@@ -251,10 +251,10 @@ def sampled(lens: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def zigzag(me: Rank, lens: torch.Tensor, page_size: int, num_gathers: int, qkv: Tensors, expected: torch.Tensor
+def zigzag(me: Rank, lens: torch.Tensor, page_size: int, qkv: Tensors, expected: torch.Tensor, **options: Any
            ) -> tuple[dict[str, Any], Call]:  # fmt: skip
     """What is wrong with it, and what to time."""
-    call = ZigzagPrefill(me.workspace(), page_size=page_size, num_gathers=num_gathers)
+    call = ZigzagPrefill(me.workspace(), page_size=page_size, **options)
     call.plan(lens, *HEADS, HEAD_DIM, q_data_type=me.dtype, check_ranks=True)
     rows = call.rows.to(me.device)
     own = tuple(x[rows] for x in qkv)
@@ -296,10 +296,12 @@ def prefill(me: Rank, name: str, lens: torch.Tensor, page_size: int, is_timed: b
     found: dict[str, Any] = {"lens": lens.tolist(), "heads": HEADS, "head_dim": HEAD_DIM}
     me.results[name] = found
     calls = {
-        "zigzag": zigzag(me, lens, page_size, 1, (q, k, v), expected),
-        "zigzag_two_gathers": zigzag(me, lens, page_size, 2, (q, k, v), expected),
+        "zigzag": zigzag(me, lens, page_size, (q, k, v), expected),
+        "zigzag_two_gathers": zigzag(me, lens, page_size, (q, k, v), expected, num_gathers=2),
         "ulysses": ulysses(me, lens, (q, k, v), expected),
     }
+    if me.device.type == "cuda":
+        calls["zigzag_peer_memory"] = zigzag(me, lens, page_size, (q, k, v), expected, exchange="peer_memory")
     found |= {kind: result for kind, (result, _) in calls.items()}
     if is_timed:
         timed = {kind: call for kind, (_, call) in calls.items()}

@@ -299,6 +299,10 @@ def check_errors() -> None:
             planless()
     with pytest.raises(quire.ValidationError, match="num_gathers: expected 1 or 2, got 3"):
         ZigzagPrefill(workspace("cpu"), num_gathers=3)
+    with pytest.raises(quire.ValidationError, match="exchange: expected one of all_gather, peer_memory, got 'ring'"):
+        ZigzagPrefill(workspace("cpu"), exchange="ring")
+    with pytest.raises(quire.UnsupportedError, match="exchange: 'peer_memory' is for GPUs"):
+        ZigzagPrefill(workspace("cpu"), exchange="peer_memory")
     with pytest.raises(quire.ValidationError, match=r"page_size: expected the same.*rank 1"):
         ZigzagPrefill(workspace("cpu"), page_size=8 * (rank + 1)).plan(torch.tensor([5]), 6, 6, 64, check_ranks=True)
     prefill.plan(torch.tensor([999]), 6, 6, 64, q_data_type=torch.float32)

@@ -6,7 +6,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from quire.distributed.ranks import Ranks, all_gather, check_agreement, ranks_of, refuse_positions
+from quire.distributed.gather import Gather, Wait, gather_of
+from quire.distributed.ranks import Ranks, check_agreement, ranks_of, refuse_positions
 from quire.distributed.zigzag import Zigzag
 from quire.errors import PlanError, ValidationError
 from quire.merge import merge_state_in_place
@@ -26,6 +27,8 @@ class ZigzagPrefill:
         processes. An NCCL group should have ProcessGroupNCCL.Options(is_high_priority_stream=True), so that its
         all-gather runs at the same time as attention, not after it.
     page_size: the length of chunks is a multiple of this number of tokens.
+    exchange: "all_gather": by the process group; "peer_memory": by copies out of the memory of the other GPUs, if all
+        ranks are on one host. Such copies take no SM from attention, so they are faster.
     num_gathers: 1: one all-gather of the keys and values of all chunks; 2: attention to the early chunks runs while the
         late ones are gathered. Use 2 if the network takes longer than attention to a rank's own tokens.
 
@@ -43,7 +46,7 @@ class ZigzagPrefill:
 
     def __init__(
         self, float_workspace_buffer: torch.Tensor, group: Any = None, *, page_size: int = 128, num_gathers: int = 1,
-        backend: str = "auto",
+        exchange: str = "all_gather", backend: str = "auto",
     ) -> None:  # fmt: skip
         self._ranks = ranks_of(group)
         self._page_size = check_positive(page_size, "page_size")
@@ -51,7 +54,12 @@ class ZigzagPrefill:
             raise ValidationError(f"num_gathers: expected 1 or 2, got {num_gathers!r}.")
         self._own = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, backend=backend)
         halves = (_HALVES,) if num_gathers == 1 else tuple((half,) for half in _HALVES)
-        self._gathers = [_Gather(each, float_workspace_buffer, self._ranks, backend) for each in halves]
+        self._kind, device = exchange, self._own.device
+        self._exchanges = [
+            _Exchange(each, float_workspace_buffer, self._ranks, backend, gather_of(exchange, self._ranks, device))
+            for each in halves
+        ]
+        self._active: list[_Exchange] = []  # none if the planned batch or the group has nothing to send
         self._zigzag: Zigzag | None = None
 
     def plan(
@@ -71,16 +79,17 @@ class ZigzagPrefill:
         lens = host_indices(seq_lens, "seq_lens")
         if check_ranks:
             check_agreement(
-                self._ranks, seq_lens=lens.tolist(), page_size=self._page_size, num_kv_heads=num_kv_heads,
-                head_dim=head_dim, options=str(sorted(options.items())),
+                self._ranks, seq_lens=lens.tolist(), page_size=self._page_size, exchange=self._kind,
+                num_kv_heads=num_kv_heads, head_dim=head_dim, options=str(sorted(options.items())),
             )  # fmt: skip
         zigzag = Zigzag(lens, self._ranks.size, self._page_size)
         shape = num_qo_heads, num_kv_heads, head_dim
         early, late = (zigzag.length(chunk) for chunk in zigzag.chunks(self._ranks.rank))
         indptr = _offsets(early + late)
         self._own.plan(indptr, indptr, *shape, causal=True, **options)
-        for gather in self._gathers:
-            gather.plan(zigzag, early, late, shape, options)
+        for exchange in self._exchanges:
+            exchange.plan(zigzag, early, late, shape, options)
+        self._active = self._exchanges if self._ranks.size > 1 and bool(lens.any()) else []
         self._zigzag = zigzag
 
     @property
@@ -108,11 +117,11 @@ class ZigzagPrefill:
         num_rows = int(self._planned().rows(self._ranks.rank).numel())
         for tensor, name in ((q, "q"), (k, "k"), (v, "v")):
             check_shape(check_tensor(tensor, name), name, {"rows": num_rows, "num_heads": None, "head_dim": None})
-        arriving = [gather.start(k, v) for gather in self._gathers] if self._ranks.size > 1 else []
+        arriving = [exchange.start(k, v) for exchange in self._active]
         o, lse = self._own.run(q, k, v, return_lse=True, sinks=sinks)
-        for gather, (work, received) in zip(self._gathers, arriving, strict=False):
-            work.wait()
-            gather.attend(q, received, o, lse)
+        for exchange, (wait, received) in zip(self._active, arriving, strict=True):
+            wait()
+            exchange.attend(q, received, o, lse)
         return (o, lse) if return_lse else o
 
     def _planned(self) -> Zigzag:
@@ -121,15 +130,17 @@ class ZigzagPrefill:
         return self._zigzag
 
 
-class _Gather:
-    """The all-gather of the early or the late chunks of all ranks, or both, and attention to those of the other ranks.
+class _Exchange:
+    """The exchange of the early or the late chunks of all ranks, or both, and attention to those of the other ranks.
 
     A rank sends pages: for each half the keys of its chunk of each sequence, then the values, padded so that all ranks
     send the same number of bytes. A query that sees a page of another rank sees all of it, so there is no mask.
     """
 
-    def __init__(self, halves: tuple[int, ...], workspace: torch.Tensor, ranks: Ranks, backend: str) -> None:
-        self._halves, self._ranks = halves, ranks
+    def __init__(
+        self, halves: tuple[int, ...], workspace: torch.Tensor, ranks: Ranks, backend: str, gather: Gather
+    ) -> None:
+        self._halves, self._ranks, self._gather = halves, ranks, gather
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, backend=backend)
 
     def plan(
@@ -172,19 +183,18 @@ class _Gather:
             seen += [other * count + at for other in (*before, *behind)]
         return seen
 
-    def start(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        """Starts the all-gather; returns what to wait for, and pages [ranks * halves * 2 * pages, page_size, ...]."""
-        sent = k.new_empty(len(self._halves), 2, self._pages * self._page_size, *k.shape[1:])
-        for source, half in zip(self._sources, sent, strict=True):
+    def start(self, k: torch.Tensor, v: torch.Tensor) -> tuple[Wait, torch.Tensor]:
+        """Starts the gather; returns what to wait for, and pages [ranks * halves * 2 * pages, page_size, ...]."""
+        count = len(self._halves) * 2 * self._pages
+        sent = self._gather.sent((count, self._page_size, *k.shape[1:]), k)
+        for source, half in zip(self._sources, sent.view(len(self._halves), 2, -1, *k.shape[1:]), strict=True):
             for tensor, target in zip((k, v), half, strict=True):
                 if len(k):
                     torch.index_select(tensor, 0, source, out=target)
                 else:
                     target.zero_()
-        count = self._ranks.size * len(self._halves) * 2 * self._pages
-        received = k.new_empty(count, self._page_size, *k.shape[1:])
-        pages = sent.view(-1, *received.shape[1:])
-        return all_gather(received, pages, self._ranks.group, async_op=True), received
+        received = k.new_empty(self._ranks.size, *sent.shape)
+        return self._gather.start(sent, received), received.flatten(0, 1)
 
     def attend(self, q: torch.Tensor, received: torch.Tensor, o: torch.Tensor, lse: torch.Tensor) -> None:
         """Merges attention to the received pages into o and lse."""
