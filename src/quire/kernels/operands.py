@@ -73,6 +73,7 @@ class TensorCopy(NamedTuple):
     dims: tuple[int, ...]
     strides: tuple[int, ...]  #: in elements, of all but the innermost dimension
     box: tuple[int, ...]
+    promotion: int = 256  #: bytes that a miss of the L2 brings: 64, 128 or 256
 
 
 #: Queries, keys, values and the result. Keys and values are pages; ragged ones are a single page.

@@ -43,8 +43,8 @@ class TensorMaps:
                 getattr(type(self._params), copy.field).offset,
                 [s * dtype.bits // 8 for s in copy.strides],
             )
-            pointer = self._pointers[index]
-            encode_tensor_map(self._address + offset, dtype.tensor_map, pointer, copy.dims, strides, copy.box)
+            out, pointer = self._address + offset, self._pointers[index]
+            encode_tensor_map(out, dtype.tensor_map, pointer, copy.dims, strides, copy.box, promotion=copy.promotion)
             self._maps.append((offset, index))
 
     def encoded(self) -> EncodedMaps:
