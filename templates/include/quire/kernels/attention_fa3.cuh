@@ -720,6 +720,7 @@ struct AttentionFa3 {
     // products.
     // In a cascade ptxas would keep twelve descriptors of queries, and not in uniform registers.
     if constexpr (V::kCascade != 0) q.low = ptx::uniform(q.low);
+    if constexpr (kWarpgroups == 2 && kQk == 128) rings.k = rings.k.uniform();
     const auto before = rings.k.before();
     const TileDescriptor k = keys(rings.k), v = values(before);
     Bits bits;
