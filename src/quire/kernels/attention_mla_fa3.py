@@ -28,15 +28,19 @@ def _yields(problem: AttentionProblem) -> str | None:
     return None
 
 
-def latent_copies(views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]]) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params_mla_fa3.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box."""
+def latent_copies(
+    views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]], atom: int = _ATOM
+) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params_mla_fa3.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box.
+    `atom`: columns of an atom; those that kpe lacks arrive as zeros.
+    """
     copies: list[TensorCopy] = []
     for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
         (pages, tokens, _, dims), (page, token, _, _) = views[name].sizes, views[name].strides
         if pages:
-            atoms = dims // _ATOM
-            box = (_ATOM, *box_of(tokens, atoms), 1)
-            sizes, steps = (_ATOM, tokens, atoms, pages), (token, _ATOM, page)
+            atoms, columns = max(1, dims // atom), min(dims, atom)
+            box = (atom, *box_of(tokens, atoms), 1)
+            sizes, steps = (columns, tokens, atoms, pages), (token, columns, page)
             copies.append(TensorCopy(field, name, sizes, steps, box, promotion=128))  # 2 to 5 % faster than 256
     return tuple(copies)
 

@@ -5,8 +5,8 @@
 // no padding to 64: S^T = [ckv, kpe] Q^T, and O^T += ckv^T P^T, which reads the same bytes transposed.
 // Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the end of a work
 // tile: while one waits for its softmax the other's products run. A warp loads, as far ahead as shared memory allows: a
-// ring of atoms of 64 tokens x 64 columns, of which a KV tile takes nine.
-// Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
+// ring of atoms of 64 tokens x 128 bytes, of which a KV tile takes nine, or five of latents of 8 bits
+// (tile/mla_e4m3.cuh). Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
 //
 // Sources: vLLM's FlashAttention for heads as columns.
 #pragma once
@@ -15,6 +15,7 @@
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
+#include "quire/tile/mla_e4m3.cuh"
 #include "quire/tile/shared_merge.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_scheduler.cuh"
@@ -25,16 +26,26 @@ template <class V>
 class AttentionMlaDecode {
   using T = typename V::Q;
   static constexpr int kRows = V::kTileRows, kCkv = V::kHeadDimVo;
-  static_assert(is_same<T, typename V::Kv>::value && is_same<T, typename V::O>::value, "q, latents and o are alike");
-  static_assert(kCkv == 512 && V::kHeadDimQk == 576 && V::kTileKv == 64, "a KV tile is nine atoms");
+  static constexpr bool kIsE4m3 = is_same<typename V::Kv, e4m3_t>::value;
+  static_assert(is_same<T, typename V::O>::value &&
+                    (is_same<T, typename V::Kv>::value || (kIsE4m3 && is_same<T, bf16_t>::value)),
+                "q, latents and o are alike, but that latents beside bfloat16 may be e4m3");
+  static_assert(V::kTileScales == 0, "latents have no scales of their own");
+  static_assert(kCkv == 512 && V::kHeadDimQk == 576 && V::kTileKv == 64, "a KV tile is nine atoms, or five");
   static_assert(V::kPaged != 0 && V::kPageSize > 0 && V::kPageSize % 64 == 0, "a page holds whole KV tiles");
   static_assert(kRows % 16 == 0 && kRows <= 32, "O^T has half as many registers as rows, for each of eight blocks");
 
-  static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = 4;
-  static constexpr int kAtomBytes = 64 * 128, kTileAtoms = 9, kBlocks = 8;  // of ckv: 64 columns each
+  static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = kIsE4m3 ? 8 : 4;
+  static constexpr int kAtomBytes = 64 * 128, kTileAtoms = kIsE4m3 ? 5 : 9, kBlocks = 8;  // of ckv: 64 columns each
 
-  using TileQ = SwizzledTile<kRows, V::kHeadDimQk>;
+  using E4m3 = MlaE4m3<V>;
+  using TileQ = typename conditional<kIsE4m3, typename E4m3::TileQ, SwizzledTile<kRows, V::kHeadDimQk>>::type;
   using TileP = SwizzledTile<kRows, 64>;
+  static constexpr int kPBytes = kIsE4m3 ? E4m3::kPBytes : TileP::kBytes;
+  static constexpr int kScalesBytes = kIsE4m3 ? kRows * 4 : 0;
+  // Columns of O^T, as blocks, of 16 rows and of each warpgroup that the atoms of a KV tile hold.
+  static constexpr int kMeetingBlocks = kIsE4m3 ? 4 : kBlocks;
+
   using Scores = float[kRows / 2];  // S^T of a KV tile: tokens 16 * warp + lane / 4 and + 8, columns as in Wgmma
   using Values = float[kBlocks][kRows / 2];
 
@@ -48,13 +59,15 @@ class AttentionMlaDecode {
     uint64_t full[kTileStages][2], empty[kTileStages];  // KV tiles come in two parts
   };
 
-  static constexpr int kSpace = 227 * 1024 - TileQ::kBytes - kGroups * TileP::kBytes - static_cast<int>(sizeof(Shared));
+  static constexpr int kSpace =
+      227 * 1024 - TileQ::kBytes - kGroups * kPBytes - static_cast<int>(sizeof(Shared)) - kScalesBytes;
   static constexpr int kRingAtoms = kSpace / kAtomBytes;
   // The first atoms of a KV tile take the places of the KV tile kLag before, the others those of the one after that.
   static constexpr int kLag = ceil_div(kRingAtoms, kTileAtoms), kEarly = kRingAtoms - (kLag - 1) * kTileAtoms;
+  static constexpr int kParts = kEarly < kTileAtoms ? 2 : 1;
   static_assert(kLag > 1 && kLag < kTileStages, "two warpgroups hold a KV tile each");
   static constexpr int kQAt = kRingAtoms * kAtomBytes, kPAt = kQAt + TileQ::kBytes;
-  static constexpr int kSharedAt = kPAt + kGroups * TileP::kBytes;
+  static constexpr int kSharedAt = kPAt + kGroups * kPBytes;  // and behind it, of latents of 8 bits, scales of queries
 
   // Registers a thread: 504 for a thread of each warpgroup.
   static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
@@ -64,7 +77,7 @@ class AttentionMlaDecode {
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = 32 * kWarps + 128, kMinCtas = 1;
-  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared));
+  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + kScalesBytes;
 
   QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
     const AttentionMlaDecode cta(p, smem);
@@ -104,7 +117,8 @@ class AttentionMlaDecode {
   QUIRE_DEVICE static int group() { return ptx::uniform(ptx::thread_id() / 128); }
   QUIRE_DEVICE static int warp_of_group() { return ptx::uniform(ptx::thread_id() / 32 % 4); }
   QUIRE_DEVICE static TileQ q_tile() { return {base() + kQAt}; }
-  QUIRE_DEVICE static TileP p_tile() { return {base() + kPAt + group() * TileP::kBytes}; }
+  QUIRE_DEVICE static TileP p_tile() { return {base() + kPAt + group() * kPBytes}; }
+  QUIRE_DEVICE float* query_scales() const { return reinterpret_cast<float*>(&shared_ + 1); }
 
   // A KV tile's place in the ring.
   struct TilePlace {
@@ -196,14 +210,14 @@ class AttentionMlaDecode {
 
   QUIRE_DEVICE void load_tile(TilePlace to, int page, int row) const {
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < kParts; ++part) {
       const int begin = part == 0 ? 0 : kEarly, end = part == 0 ? kEarly : kTileAtoms;
       wait_empty(to.count - kLag + part);
       const uint32_t barrier = full(to.stage(), part);
       ptx::mbarrier_arrive_expect(barrier, (end - begin) * kAtomBytes);
 #pragma unroll
       for (int i = begin; i < end; ++i) {
-        const bool is_kpe = i == kBlocks;
+        const bool is_kpe = i == kTileAtoms - 1;
         ptx::tma_load_4d_once(base() + to.atom_at(i), is_kpe ? &p_.tensor_k : &p_.tensor_v, barrier, 0, row,
                               is_kpe ? 0 : i, page);
       }
@@ -221,7 +235,9 @@ class AttentionMlaDecode {
   struct Softmax {
     float m[kRows / 4];  // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
     float d[kRows / 4];  // this lane's part of the denominator
-    float scale;         // of logits
+    float scale[kIsE4m3 ? kRows / 4 : 1];  // of logits
+
+    QUIRE_DEVICE float scale_of(int i) const { return scale[kIsE4m3 ? i : 0]; }
   };
 
   QUIRE_DEVICE static constexpr int column_of(int i) { return i / 4 * 2 + i % 2; }  // of register i of 8 tokens x kRows
@@ -237,7 +253,11 @@ class AttentionMlaDecode {
       Softmax softmax;
       Values o;
       clear(softmax, o);
-      softmax.scale = logits_scale<V>(p_.base);
+#pragma unroll
+      for (int i = 0; i < static_cast<int>(sizeof(softmax.scale) / sizeof(float)); ++i) {
+        softmax.scale[i] = logits_scale<V>(p_.base);
+        if (kIsE4m3) softmax.scale[i] *= query_scales()[i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2];
+      }
       const TilePlace last = add_tiles(stage.work, from, softmax, o);
       store(stage, last, softmax, o);
       __syncwarp();
@@ -265,6 +285,11 @@ class AttentionMlaDecode {
           static_cast<const T*>(p_.q_nope) + at.token * p_.q_nope_token_stride + at.head * p_.q_nope_head_stride;
       const T* pe =
           static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
+      if constexpr (kIsE4m3) {
+        const float scale = E4m3::load_query(q_tile(), row, nope, pe, lane);
+        if (lane == 0) query_scales()[row] = scale;
+        continue;
+      }
 #pragma unroll
       for (int chunk = 0; chunk < kCkv / 8; chunk += 32) {
         ptx::cp_async_16(q_tile().chunk(row, chunk + lane), nope + (chunk + lane) * 8);
@@ -313,6 +338,12 @@ class AttentionMlaDecode {
   // s = [ckv, kpe] q^T.
   QUIRE_DEVICE void multiply(Scores& s, TilePlace from) const {
     const TileDescriptor keys(base(), 16), q(q_tile().base, 16);
+    if constexpr (kIsE4m3) {
+      return E4m3::multiply(s, keys, q, from, [&](int atom) {
+        if (atom == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
+        if (atom == kEarly) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
+      });
+    }
     ptx::pin(s);
 #pragma unroll
     for (int i = 0; i < kTileAtoms; ++i) {
@@ -348,13 +379,16 @@ class AttentionMlaDecode {
     }
   }
 
+  // Of e4m3 numbers weights are to lie high in the range: the reference maximum is this far below a new maximum.
+  static constexpr float kMargin = kIsE4m3 ? 6.f : 0.f;
+
   // Raises m where a logit exceeds it by more than kMaxLag, in any warp of the warpgroup.
   QUIRE_DEVICE void raise_max(const Scores& s, Softmax& softmax, Values& o) const {
     float top[kRows / 4];
     bool exceeds = false;
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
-      top[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]) * softmax.scale;
+      top[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]) * softmax.scale_of(i);
       exceeds |= top[i] > softmax.m[i] + kMaxLag;
     }
     if (!ptx::named_barrier_any(kGroup + group(), 128, exceeds)) return;
@@ -366,7 +400,7 @@ class AttentionMlaDecode {
       const int column = i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2;
       const float (&tops)[4][kRows] = shared_.tops[group()];
       const float x = fmaxf(fmaxf(tops[0][column], tops[1][column]), fmaxf(tops[2][column], tops[3][column]));
-      const float next = x > softmax.m[i] + kMaxLag ? x : softmax.m[i];
+      const float next = x > softmax.m[i] + kMaxLag ? x - kMargin : softmax.m[i];
       factor[i] = ptx::ex2(softmax.m[i] - next);
       softmax.m[i] = next, softmax.d[i] *= factor[i];
     }
@@ -397,10 +431,11 @@ class AttentionMlaDecode {
   QUIRE_DEVICE void exponentiate(Scores& s, Softmax& softmax) const {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
-      s[i] = ptx::ex2(fmaf(s[i], softmax.scale, -softmax.m[column_of(i)]));
+      s[i] = ptx::ex2(fmaf(s[i], softmax.scale_of(column_of(i)), -softmax.m[column_of(i)]));
       softmax.d[column_of(i)] += s[i];
     }
     const int lane = ptx::lane_id();
+    if constexpr (kIsE4m3) return E4m3::store_weights(s, p_tile().base, warp_of_group(), lane);
     const uint32_t to = p_tile().chunk(lane / 16 * 8 + lane % 8, warp_of_group() * 2 + lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < kRows / 2; i += 8) {
@@ -413,16 +448,20 @@ class AttentionMlaDecode {
 
   // Values that do not exist may be anything, and 0 * NaN is NaN: zeros in the last `count` tokens of a KV tile.
   QUIRE_DEVICE static void clear_missing(int count, TilePlace from) {
-    const int end = min(count, kTileKv) * kBlocks * 8;
+    constexpr int kAtoms = kTileAtoms - 1;
+    const int end = min(count, kTileKv) * kAtoms * 8;
 #pragma unroll 1
     for (int i = ptx::thread_id() % 128; i < end; i += 128) {
-      const int row = kTileKv - 1 - i / 64;
-      ptx::st_shared_16(base() + from.atom_at(i / 8 % 8) + row * 128 + i % 8 * 16, {0, 0, 0, 0});
+      const int row = kTileKv - 1 - i / (kAtoms * 8);
+      ptx::st_shared_16(base() + from.atom_at(i / 8 % kAtoms) + row * 128 + i % 8 * 16, {0, 0, 0, 0});
     }
   }
 
   // o += ckv^T p^T.
   QUIRE_DEVICE void add_values(Values& o, TilePlace from) const {
+    if constexpr (kIsE4m3) {
+      return E4m3::add_values(o, base(), p_tile().base, from, warp_of_group(), ptx::lane_id());
+    }
     const TileDescriptor values(base(), 16), weights(p_tile().base, 16);
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
@@ -441,7 +480,8 @@ class AttentionMlaDecode {
     for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
   }
 
-  // ---- The end of a work tile. The warpgroups' O^T meet in the place of its last KV tile, 16 rows at a time.
+  // ---- The end of a work tile. The warpgroups' O^T meet in the place of its last KV tile, 16 rows and kMeetingBlocks
+  // blocks at a time.
 
   // Where a warpgroup's column of 64 that one atom holds lies in the atom.
   QUIRE_DEVICE static uint32_t exchange(int group, int row, int col) {
@@ -470,19 +510,21 @@ class AttentionMlaDecode {
     share<false>(softmax.d, shared_.tops[group()][warp_of_group()]);
     if (warp_of_group() == 0) share<true>(softmax.m, shared_.maxima[group()]);
 #pragma unroll
-    for (int first = 0; first < kRows; first += 16) {
-      ptx::named_barrier_sync(kAll, 32 * kWarps);  // every warp has used the last KV tile, or stored the rows before
+    for (int part = 0; part < kRows / 16 * (kBlocks / kMeetingBlocks); ++part) {
+      const int first = part % (kRows / 16) * 16, first_block = part / (kRows / 16) * kMeetingBlocks;
+      ptx::named_barrier_sync(kAll, 32 * kWarps);  // every warp has used the last KV tile, or stored the part before
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
-        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, col = warp_of_group() * 16 + i / 2 % 2 * 8 + lane / 4;
+        const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, half = i / 2 % 2;
+        const int col = warp_of_group() * 16 + (kIsE4m3 ? lane / 4 * 2 + half : half * 8 + lane / 4);
         const uint32_t to = exchange(group(), row, col);
 #pragma unroll
-        for (int block = 0; block < kBlocks; ++block) {
-          ptx::st_shared(to + last.atom_at(block), __float_as_uint(o[block][first / 2 + i]));
+        for (int block = 0; block < kMeetingBlocks; ++block) {
+          ptx::st_shared(to + last.atom_at(block), __float_as_uint(o[first_block + block][first / 2 + i]));
         }
       }
       ptx::named_barrier_sync(kAll, 32 * kWarps);
-      store_rows(work, last, first);
+      store_rows(work, last, first, first_block);
     }
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(kAll, 32 * kWarps);
@@ -492,9 +534,9 @@ class AttentionMlaDecode {
     merge_together<V, kAll, 1>(p_.base, work, !has_more, shared_.turn, ptx::thread_id());
   }
 
-  // 16 rows from `first` on, a warp every eighth block of 8 columns; a lane has columns of a row and of the one 8
-  // below.
-  QUIRE_DEVICE void store_rows(const WorkTile& work, TilePlace from, int first) const {
+  // 16 rows from `first` on, and kMeetingBlocks blocks of columns; a warp every eighth 8 columns, a lane columns of a
+  // row and of the one 8 below.
+  QUIRE_DEVICE void store_rows(const WorkTile& work, TilePlace from, int first, int first_block) const {
     const AttentionParams& p = p_.base;
     const int lane = ptx::lane_id(), warp = ptx::uniform(ptx::thread_id() / 32);
     const Total totals[2] = {total(first + lane / 4), total(first + lane / 4 + 8)};
@@ -507,12 +549,12 @@ class AttentionMlaDecode {
       to[h] = nullptr;
       if (!work.is_whole()) {
         auto* states = reinterpret_cast<float2*>(p.partial_md) + partial + lane / 4;
-        if (warp == 0 && lane % 4 == 0) states[8 * h] = {totals[h].m, totals[h].d};
+        if (first_block == 0 && warp == 0 && lane % 4 == 0) states[8 * h] = {totals[h].m, totals[h].d};
       } else if (row < work.row_end) {
         const WorkTile::Place at = work.place(p.group, row);
         const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
         const RowResult result = finish_row(totals[h].m, totals[h].d, sink, output_scale(p));
-        if (warp == 0 && lane % 4 == 0 && p.lse != nullptr) {
+        if (first_block == 0 && warp == 0 && lane % 4 == 0 && p.lse != nullptr) {
           p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
         }
         scale[h] = result.scale;
@@ -520,8 +562,8 @@ class AttentionMlaDecode {
       }
     }
 #pragma unroll 2
-    for (int i = 0; i < kBlocks; ++i) {
-      const int block = i * kWarps + warp;
+    for (int i = 0; i < kMeetingBlocks; ++i) {
+      const int block = (first_block + i) * kWarps + warp;  // of 8 columns
       float2 x[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

@@ -7,9 +7,10 @@
 
 namespace quire {
 
-// Four numbers, byte i of each: `high` rounds them to four significant bits, `low` has the next four and a sign. The
-// sum is a bfloat16 number exactly where that is at least 2^-2; below, its error is at most 2^-10. They must be below
-// 464.
+// Four numbers, byte i of each: `high` rounds them to four significant bits, `low` is the rest times kLowScale, at most
+// 32. high + low / kLowScale is a bfloat16 number exactly where that is at least 2^-2 / kLowScale; below, its error is
+// at most 2^-10 / kLowScale. Numbers must be below 256.
+template <int kLowScale>
 struct E4m3Pair {
   uint32_t high, low;
 
@@ -20,7 +21,7 @@ struct E4m3Pair {
     float rest[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      rest[i] = x[i] - to_float(fp16_t{static_cast<uint16_t>(wide[i / 2] >> i % 2 * 16)});
+      rest[i] = (x[i] - to_float(fp16_t{static_cast<uint16_t>(wide[i / 2] >> i % 2 * 16)})) * kLowScale;
     }
     low = two_from_floats<e4m3_t>(rest[0], rest[1]) | two_from_floats<e4m3_t>(rest[2], rest[3]) << 16;
   }
@@ -29,10 +30,10 @@ struct E4m3Pair {
 // A power of two by which numbers up to `largest` come to lie below 256, the largest of them at 128 or more.
 QUIRE_DEVICE float e4m3_scale(float largest) {
   const int exponent = __float_as_int(largest) >> 23 & 0xff;
-  return __int_as_float(min(max(127 + 127 + 7 - exponent, 1), 253) << 23);
+  return __int_as_float(min(127 + 127 + 7 - exponent, 127 + 100) << 23);
 }
 
-// Of the power of two x, from 2^-126 to 2^126.
+// Of a power of two.
 QUIRE_DEVICE float reciprocal_of_power(float x) { return __int_as_float((254 << 23) - __float_as_int(x)); }
 
 // b^T as operand A of a product of 8-bit numbers, from 32 rows of b: lane i gives the address of 16 bytes of row i.
