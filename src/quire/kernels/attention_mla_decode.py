@@ -26,9 +26,6 @@ def _reject(problem: AttentionProblem) -> str | None:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
     if reason := mla_tensor_core_reason(problem, takes_8_bit_kv=True):
         return reason
-    if problem.kv.bits == 8 and (problem.q.slug, problem.kv.slug, problem.tile_scales) != ("bf16", "e4m3", False):
-        scales = " with scales of their own" if problem.tile_scales else ""
-        return f"q dtype {problem.q}, kv dtype {problem.kv}{scales}: of 8 bits it takes e4m3 beside bf16"
     if problem.page_size % _KEYS:
         return f"page_size={problem.page_size}: expected a multiple of {_KEYS}"
     most = _tiles(problem)[-1].rows
@@ -40,7 +37,7 @@ def _tiles(_: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _copies(key: AttentionKey, _tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    return latent_copies(views, lambda _tokens, _atoms: (_KEYS, 1), 1024 // key.kv.bits)
+    return latent_copies(key, views, lambda _tokens, _atoms: (_KEYS, 1))
 
 
 KERNEL = AttentionKernel(

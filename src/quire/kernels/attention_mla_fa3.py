@@ -11,7 +11,7 @@ from quire.kernels.operands import SCALED_MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleOutput
 
 _ROWS = 64  #: of a CTA
-_ATOM = 64  #: columns of a 128-byte swizzled row
+_ATOM_BITS = 1024  #: of a swizzled row
 _PARTS = 4  #: of the latents of a KV tile, each of which a box brings where pages hold whole KV tiles
 
 
@@ -29,18 +29,19 @@ def _yields(problem: AttentionProblem) -> str | None:
 
 
 def latent_copies(
-    views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]], atom: int = _ATOM
+    key: AttentionKey, views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]]
 ) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params_mla_fa3.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box.
-    `atom`: columns of an atom; those that kpe lacks arrive as zeros.
+    Columns of an atom that the operand lacks arrive as zeros.
     """
     copies: list[TensorCopy] = []
-    for field, name in (("tensor_k", "kpe_cache"), ("tensor_v", "ckv_cache")):
+    for field, name, type_name in (("tensor_k", "kpe_cache", "kpe"), ("tensor_v", "ckv_cache", "kv")):
         (pages, tokens, _, dims), (page, token, _, _) = views[name].sizes, views[name].strides
         if pages:
-            atoms, columns = max(1, dims // atom), min(dims, atom)
-            box = (atom, *box_of(tokens, atoms), 1)
-            sizes, steps = (columns, tokens, atoms, pages), (token, columns, page)
+            columns = _ATOM_BITS // key.type_of(type_name).bits
+            atoms, own = max(1, dims // columns), min(dims, columns)
+            box = (columns, *box_of(tokens, atoms), 1)
+            sizes, steps = (own, tokens, atoms, pages), (token, own, page)
             copies.append(TensorCopy(field, name, sizes, steps, box, promotion=128))  # 2 to 5 % faster than 256
     return tuple(copies)
 
@@ -50,7 +51,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
         rows = math.gcd(tokens, tile.kv)
         return rows, max(1, atoms // _PARTS) if rows == tile.kv else 1
 
-    return () if key.page_size == ANY_PAGE_SIZE else latent_copies(views, box_of)
+    return () if key.page_size == ANY_PAGE_SIZE else latent_copies(key, views, box_of)
 
 
 def _page_size(problem: AttentionProblem) -> int:

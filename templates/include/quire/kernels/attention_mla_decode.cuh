@@ -6,7 +6,8 @@
 // Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the end of a work
 // tile: while one waits for its softmax the other's products run. A warp loads, as far ahead as shared memory allows: a
 // ring of atoms of 64 tokens x 128 bytes, of which a KV tile takes nine, or five of latents of 8 bits
-// (tile/mla_e4m3.cuh). Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
+// (tile/mla_narrow.cuh).
+// Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
 //
 // Sources: vLLM's FlashAttention for heads as columns.
 #pragma once
@@ -15,7 +16,7 @@
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/mla_e4m3.cuh"
+#include "quire/tile/mla_narrow.cuh"
 #include "quire/tile/shared_merge.cuh"
 #include "quire/tile/sm90_load.cuh"
 #include "quire/tile/sm90_scheduler.cuh"
@@ -26,25 +27,27 @@ template <class V>
 class AttentionMlaDecode {
   using T = typename V::Q;
   static constexpr int kRows = V::kTileRows, kCkv = V::kHeadDimVo;
-  static constexpr bool kIsE4m3 = is_same<typename V::Kv, e4m3_t>::value;
-  static_assert(is_same<T, typename V::O>::value &&
-                    (is_same<T, typename V::Kv>::value || (kIsE4m3 && is_same<T, bf16_t>::value)),
-                "q, latents and o are alike, but that latents beside bfloat16 may be e4m3");
-  static_assert(V::kTileScales == 0, "latents have no scales of their own");
+  static constexpr bool kIsNarrow = sizeof(typename V::Kv) == 1;
+  static_assert(is_same<T, typename V::O>::value && (kIsNarrow || is_same<T, typename V::Kv>::value),
+                "q, latents and o are alike, but that latents may have 8 bits");
   static_assert(kCkv == 512 && V::kHeadDimQk == 576 && V::kTileKv == 64, "a KV tile is nine atoms, or five");
   static_assert(V::kPaged != 0 && V::kPageSize > 0 && V::kPageSize % 64 == 0, "a page holds whole KV tiles");
   static_assert(kRows % 16 == 0 && kRows <= 32, "O^T has half as many registers as rows, for each of eight blocks");
 
-  static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = kIsE4m3 ? 8 : 4;
-  static constexpr int kAtomBytes = 64 * 128, kTileAtoms = kIsE4m3 ? 5 : 9, kBlocks = 8;  // of ckv: 64 columns each
+  static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = kIsNarrow ? 6 : 4;
+  static constexpr int kAtomBytes = 64 * 128, kTileAtoms = kIsNarrow ? 5 : 9, kBlocks = 8;  // of ckv: 64 columns each
 
-  using E4m3 = MlaE4m3<V>;
-  using TileQ = typename conditional<kIsE4m3, typename E4m3::TileQ, SwizzledTile<kRows, V::kHeadDimQk>>::type;
+  using TileQ = SwizzledTile<kRows, V::kHeadDimQk>;
   using TileP = SwizzledTile<kRows, 64>;
-  static constexpr int kPBytes = kIsE4m3 ? E4m3::kPBytes : TileP::kBytes;
-  static constexpr int kScalesBytes = kIsE4m3 ? kRows * 4 : 0;
+  using Narrow = MlaNarrow<V>;
+  using P = typename conditional<kIsNarrow, fp16_t, T>::type;
+  static constexpr int kPBytes = Narrow::kPs * TileP::kBytes;
+  // Scales: of KV tiles, and of queries.
+  static constexpr bool kIsScaled = V::kTileScales != 0;
+  static constexpr int kTileScalesBytes = kTileStages * Narrow::kTileScalesBytes;
+  static constexpr int kQScalesBytes = kIsNarrow ? kRows * 4 : 0;
   // Columns of O^T, as blocks, of 16 rows and of each warpgroup that the atoms of a KV tile hold.
-  static constexpr int kMeetingBlocks = kIsE4m3 ? 4 : kBlocks;
+  static constexpr int kMeetingBlocks = kIsNarrow ? 4 : kBlocks;
 
   using Scores = float[kRows / 2];  // S^T of a KV tile: tokens 16 * warp + lane / 4 and + 8, columns as in Wgmma
   using Values = float[kBlocks][kRows / 2];
@@ -59,15 +62,15 @@ class AttentionMlaDecode {
     uint64_t full[kTileStages][2], empty[kTileStages];  // KV tiles come in two parts
   };
 
-  static constexpr int kSpace =
-      227 * 1024 - TileQ::kBytes - kGroups * kPBytes - static_cast<int>(sizeof(Shared)) - kScalesBytes;
+  static constexpr int kSpace = 227 * 1024 - TileQ::kBytes - kGroups * kPBytes - kTileScalesBytes -
+                                static_cast<int>(sizeof(Shared)) - kQScalesBytes;
   static constexpr int kRingAtoms = kSpace / kAtomBytes;
   // The first atoms of a KV tile take the places of the KV tile kLag before, the others those of the one after that.
   static constexpr int kLag = ceil_div(kRingAtoms, kTileAtoms), kEarly = kRingAtoms - (kLag - 1) * kTileAtoms;
   static constexpr int kParts = kEarly < kTileAtoms ? 2 : 1;
   static_assert(kLag > 1 && kLag < kTileStages, "two warpgroups hold a KV tile each");
   static constexpr int kQAt = kRingAtoms * kAtomBytes, kPAt = kQAt + TileQ::kBytes;
-  static constexpr int kSharedAt = kPAt + kGroups * kPBytes;  // and behind it, of latents of 8 bits, scales of queries
+  static constexpr int kTileScalesAt = kPAt + kGroups * kPBytes, kSharedAt = kTileScalesAt + kTileScalesBytes;
 
   // Registers a thread: 504 for a thread of each warpgroup.
   static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
@@ -77,7 +80,7 @@ class AttentionMlaDecode {
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = 32 * kWarps + 128, kMinCtas = 1;
-  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + kScalesBytes;
+  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + kQScalesBytes;
 
   QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
     const AttentionMlaDecode cta(p, smem);
@@ -118,6 +121,9 @@ class AttentionMlaDecode {
   QUIRE_DEVICE static int warp_of_group() { return ptx::uniform(ptx::thread_id() / 32 % 4); }
   QUIRE_DEVICE static TileQ q_tile() { return {base() + kQAt}; }
   QUIRE_DEVICE static TileP p_tile() { return {base() + kPAt + group() * kPBytes}; }
+  QUIRE_DEVICE static uint32_t tile_scales(int stage) {
+    return base() + kTileScalesAt + stage * Narrow::kTileScalesBytes;
+  }
   QUIRE_DEVICE float* query_scales() const { return reinterpret_cast<float*>(&shared_ + 1); }
 
   // A KV tile's place in the ring.
@@ -142,7 +148,7 @@ class AttentionMlaDecode {
   }
   QUIRE_DEVICE void init_barriers() const {
     work_ring().init(1, kWarps);
-    for (int i = 0; i < 2 * kTileStages; ++i) ptx::mbarrier_init(full(0, i), 1);
+    for (int i = 0; i < 2 * kTileStages; ++i) ptx::mbarrier_init(full(0, i), kIsScaled && i % 2 == 0 ? 33 : 1);
     for (int i = 0; i < kTileStages; ++i) ptx::mbarrier_init(empty(i), 4);
     ptx::fence_mbarrier_init();
   }
@@ -197,6 +203,7 @@ class AttentionMlaDecode {
       if (i == 0) pages = page_of(work, tile + ptx::lane_id(), end);
       const int page = __shfl_sync(0xffffffffu, pages, i);
       if (ptx::lane_id() == 0) load_tile(to, page, tile * kTileKv % V::kPageSize);
+      if constexpr (kIsScaled) load_scales(to, page, tile * kTileKv % V::kPageSize, work.tile.kv_len - tile * kTileKv);
       __syncwarp();
     }
   }
@@ -224,6 +231,20 @@ class AttentionMlaDecode {
     }
   }
 
+  // Scales of a KV tile, of which `count` tokens exist: 16 bytes a token, zeros for others. All lanes.
+  QUIRE_DEVICE void load_scales(TilePlace to, int page, int row, int count) const {
+    __syncwarp();
+    wait_empty(to.count - kLag);
+    const float* from = p_.ckv_scales + page * p_.ckv_scales_page_stride + row * p_.ckv_scales_token_stride;
+#pragma unroll
+    for (int token = ptx::lane_id(); token < kTileKv; token += 32) {
+      ptx::cp_async_16(tile_scales(to.stage()) + token * 16,
+                       token < count ? from + token * p_.ckv_scales_token_stride : p_.ckv_scales,
+                       token < count ? 16 : 0);
+    }
+    ptx::cp_async_arrive(full(to.stage(), 0));
+  }
+
   // Until the KV tile that `count` others precede has been used.
   QUIRE_DEVICE void wait_empty(int count) const {
     if (count >= 0) ptx::mbarrier_wait(empty(count % kTileStages), count / kTileStages & 1);
@@ -233,11 +254,11 @@ class AttentionMlaDecode {
 
   // Of this lane's columns 8 * n + 2 * (lane % 4) + c: [2 * n + c].
   struct Softmax {
-    float m[kRows / 4];  // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
+    float m[kRows / 4];  // reference maximum, base-2 exponent; lags behind the true one by at most kMostLag
     float d[kRows / 4];  // this lane's part of the denominator
-    float scale[kIsE4m3 ? kRows / 4 : 1];  // of logits
+    float scale[kIsNarrow ? kRows / 4 : 1];  // of logits
 
-    QUIRE_DEVICE float scale_of(int i) const { return scale[kIsE4m3 ? i : 0]; }
+    QUIRE_DEVICE float scale_of(int i) const { return scale[kIsNarrow ? i : 0]; }
   };
 
   QUIRE_DEVICE static constexpr int column_of(int i) { return i / 4 * 2 + i % 2; }  // of register i of 8 tokens x kRows
@@ -256,7 +277,7 @@ class AttentionMlaDecode {
 #pragma unroll
       for (int i = 0; i < static_cast<int>(sizeof(softmax.scale) / sizeof(float)); ++i) {
         softmax.scale[i] = logits_scale<V>(p_.base);
-        if (kIsE4m3) softmax.scale[i] *= query_scales()[i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2];
+        if (kIsNarrow) softmax.scale[i] *= query_scales()[i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2];
       }
       const TilePlace last = add_tiles(stage.work, from, softmax, o);
       store(stage, last, softmax, o);
@@ -285,8 +306,8 @@ class AttentionMlaDecode {
           static_cast<const T*>(p_.q_nope) + at.token * p_.q_nope_token_stride + at.head * p_.q_nope_head_stride;
       const T* pe =
           static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
-      if constexpr (kIsE4m3) {
-        const float scale = E4m3::load_query(q_tile(), row, nope, pe, lane);
+      if constexpr (kIsNarrow) {
+        const float scale = Narrow::load_query(q_tile(), row, nope, pe, lane);
         if (lane == 0) query_scales()[row] = scale;
         continue;
       }
@@ -325,24 +346,28 @@ class AttentionMlaDecode {
   QUIRE_DEVICE void add_tile(const WorkTile& work, int tile, bool is_masked, TilePlace from, Softmax& softmax,
                              Values& o) const {
     Scores s;
-    multiply(s, from);
+    typename Narrow::TileScales scales;
+    multiply(s, scales, from);
     if (is_masked) hide(s, work, tile * kTileKv);
     raise_max(s, softmax, o);
-    exponentiate(s, softmax);
+    exponentiate(s, scales, softmax);
     if (is_masked) clear_missing((tile + 1) * kTileKv - work.tile.kv_len, from);
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(kGroup + group(), 128);
-    add_values(o, from);
+    add_values(o, scales, from);
   }
 
   // s = [ckv, kpe] q^T.
-  QUIRE_DEVICE void multiply(Scores& s, TilePlace from) const {
+  QUIRE_DEVICE void multiply(Scores& s, typename Narrow::TileScales& scales, TilePlace from) const {
     const TileDescriptor keys(base(), 16), q(q_tile().base, 16);
-    if constexpr (kIsE4m3) {
-      return E4m3::multiply(s, keys, q, from, [&](int atom) {
+    if constexpr (kIsNarrow) {
+      const auto wait = [&](int atom) {
         if (atom == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
         if (atom == kEarly) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
-      });
+      };
+      const int lane = ptx::lane_id(), warp = warp_of_group();
+      return Narrow::multiply(s, scales, base(), q, from, warp, lane, wait,
+                              [&] { scales.load(tile_scales(from.stage()), warp, lane); });
     }
     ptx::pin(s);
 #pragma unroll
@@ -379,17 +404,18 @@ class AttentionMlaDecode {
     }
   }
 
-  // Of e4m3 numbers weights are to lie high in the range: the reference maximum is this far below a new maximum.
-  static constexpr float kMargin = kIsE4m3 ? 6.f : 0.f;
+  // fp16 weights are to lie high in their range, so that small ones keep their bits: the reference maximum is this far
+  // below a new maximum.
+  static constexpr float kMargin = kIsNarrow ? 7.f : 0.f, kMostLag = kMaxLag + kMargin;
 
-  // Raises m where a logit exceeds it by more than kMaxLag, in any warp of the warpgroup.
+  // Raises m where a logit exceeds it by more than kMostLag, in any warp of the warpgroup.
   QUIRE_DEVICE void raise_max(const Scores& s, Softmax& softmax, Values& o) const {
     float top[kRows / 4];
     bool exceeds = false;
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
       top[i] = fmaxf(s[i / 2 * 4 + i % 2], s[i / 2 * 4 + 2 + i % 2]) * softmax.scale_of(i);
-      exceeds |= top[i] > softmax.m[i] + kMaxLag;
+      exceeds |= top[i] > softmax.m[i] + kMostLag;
     }
     if (!ptx::named_barrier_any(kGroup + group(), 128, exceeds)) return;
     share<true>(top, shared_.tops[group()][warp_of_group()]);
@@ -400,7 +426,7 @@ class AttentionMlaDecode {
       const int column = i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2;
       const float (&tops)[4][kRows] = shared_.tops[group()];
       const float x = fmaxf(fmaxf(tops[0][column], tops[1][column]), fmaxf(tops[2][column], tops[3][column]));
-      const float next = x > softmax.m[i] + kMaxLag ? x - kMargin : softmax.m[i];
+      const float next = x > softmax.m[i] + kMostLag ? x - kMargin : softmax.m[i];
       factor[i] = ptx::ex2(softmax.m[i] - next);
       softmax.m[i] = next, softmax.d[i] *= factor[i];
     }
@@ -428,21 +454,26 @@ class AttentionMlaDecode {
   }
 
   // Weights, to shared memory as rows of P.
-  QUIRE_DEVICE void exponentiate(Scores& s, Softmax& softmax) const {
+  QUIRE_DEVICE void exponentiate(Scores& s, const typename Narrow::TileScales& scales, Softmax& softmax) const {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
       s[i] = ptx::ex2(fmaf(s[i], softmax.scale_of(column_of(i)), -softmax.m[column_of(i)]));
       softmax.d[column_of(i)] += s[i];
     }
     const int lane = ptx::lane_id();
-    if constexpr (kIsE4m3) return E4m3::store_weights(s, p_tile().base, warp_of_group(), lane);
     const uint32_t to = p_tile().chunk(lane / 16 * 8 + lane % 8, warp_of_group() * 2 + lane / 8 % 2);
 #pragma unroll
-    for (int i = 0; i < kRows / 2; i += 8) {
-      uint32_t weights[4];
+    for (int n = 0; n < Narrow::kPs; ++n) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) weights[j] = ptx::pack(T{}, s[i + 2 * j], s[i + 2 * j + 1]);
-      ptx::st_matrix_trans(to + i / 8 * 16 * 128, weights);
+      for (int i = 0; i < kRows / 2; i += 8) {
+        uint32_t weights[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float factor = kIsScaled ? scales.factor(j % 2, n) : 1.f;
+          weights[j] = ptx::pack(P{}, s[i + 2 * j] * factor, s[i + 2 * j + 1] * factor);
+        }
+        ptx::st_matrix_trans(to + n * TileP::kBytes + i / 8 * 16 * 128, weights);
+      }
     }
   }
 
@@ -458,11 +489,11 @@ class AttentionMlaDecode {
   }
 
   // o += ckv^T p^T.
-  QUIRE_DEVICE void add_values(Values& o, TilePlace from) const {
-    if constexpr (kIsE4m3) {
-      return E4m3::add_values(o, base(), p_tile().base, from, warp_of_group(), ptx::lane_id());
-    }
+  QUIRE_DEVICE void add_values(Values& o, const typename Narrow::TileScales& scales, TilePlace from) const {
     const TileDescriptor values(base(), 16), weights(p_tile().base, 16);
+    if constexpr (kIsNarrow) {
+      return Narrow::add_values(o, scales, base(), weights, from, warp_of_group(), ptx::lane_id());
+    }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
     ptx::wgmma_fence();
@@ -516,7 +547,7 @@ class AttentionMlaDecode {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, half = i / 2 % 2;
-        const int col = warp_of_group() * 16 + (kIsE4m3 ? lane / 4 * 2 + half : half * 8 + lane / 4);
+        const int col = warp_of_group() * 16 + (kIsNarrow ? lane / 4 * 2 + half : half * 8 + lane / 4);
         const uint32_t to = exchange(group(), row, col);
 #pragma unroll
         for (int block = 0; block < kMeetingBlocks; ++block) {

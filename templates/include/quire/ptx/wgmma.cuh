@@ -54,9 +54,6 @@ QUIRE_DEVICE void pin(uint32_t (&a)[n]) {
 // 2 * (l % 4) and + 1: d[4 * block + 2 * half + column].
 //   ss: a and b in shared memory, both contiguous along the inner dimension unless said otherwise
 //   rs: a in registers, fragments as d's; b in shared memory
-// Numbers of 8 bits: k is 32, and both are contiguous along the inner dimension. A lane's a[0] and a[1] hold columns
-// 4 * (l % 4) to + 3 of its two rows, a[2] and a[3] those 16 columns on. Sums keep some 14 bits: long ones are added up
-// elsewhere.
 enum class Contiguous { kInner, kOuter, kN = kOuter };  // which dimension of a or b; kN: of b
 template <int N>
 struct Wgmma;
@@ -117,29 +114,11 @@ struct Wgmma;
                  : QUIRE_LIST_##n                                                                                   \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(static_cast<int>(kB))); \
   }
-#define QUIRE_WGMMA_E4M3(N, n, i0, i1, i2, i3, i4, i5)                                                            \
-  QUIRE_DEVICE static void ss(e4m3_t, float (&d)[n], uint64_t a, uint64_t b, int accumulate) {                    \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                                         \
-                 ", 0;\n"                                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" QUIRE_TEXT_##n "}, %" #i0 ", %" #i1 \
-                                                                                             ", p, 1, 1;\n}\n"    \
-                 : QUIRE_LIST_##n                                                                                 \
-                 : "l"(a), "l"(b), "r"(accumulate));                                                              \
-  }                                                                                                               \
-  QUIRE_DEVICE static void rs(e4m3_t, float (&d)[n], const uint32_t (&a)[4], uint64_t b, int accumulate) {        \
-    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5                                                         \
-                 ", 0;\n"                                                                                         \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" QUIRE_TEXT_##n                      \
-                 "}, {%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", p, 1, 1;\n}\n"                           \
-                 : QUIRE_LIST_##n                                                                                 \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                          \
-  }
 #define QUIRE_WGMMA(N, n, i0, i1, i2, i3, i4, i5, i6)                \
   template <>                                                        \
   struct Wgmma<N> {                                                  \
     QUIRE_WGMMA_TYPE(bf16_t, bf16, N, n, i0, i1, i2, i3, i4, i5, i6) \
     QUIRE_WGMMA_TYPE(fp16_t, f16, N, n, i0, i1, i2, i3, i4, i5, i6)  \
-    QUIRE_WGMMA_E4M3(N, n, i0, i1, i2, i3, i4, i5)                   \
   };
 
 QUIRE_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
@@ -160,7 +139,6 @@ QUIRE_WGMMA(240, 120, 120, 121, 122, 123, 124, 125, 126)
 QUIRE_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 #undef QUIRE_WGMMA
-#undef QUIRE_WGMMA_E4M3
 #undef QUIRE_WGMMA_TYPE
 
 }  // namespace quire::ptx

@@ -20,18 +20,4 @@ struct TileDescriptor {
   }
 };
 
-// Of a tile without a swizzle: rows of kRowBytes as core matrices, each 8 rows x 16 bytes in one piece; those of the
-// same 8 rows lie one behind the other.
-template <int kRowBytes>
-struct CoreMatrices {
-  uint32_t low;
-
-  QUIRE_DEVICE explicit CoreMatrices(uint32_t address)
-      : low(__shfl_sync(0xffffffffu, uint32_t{128 >> 4} << 16 | ((address & 0x3ffff) >> 4), 0)) {}
-
-  QUIRE_DEVICE uint64_t at(int bytes) const {
-    return uint64_t{8 * kRowBytes >> 4} << 32 | (low + static_cast<uint32_t>(bytes >> 4));
-  }
-};
-
 }  // namespace quire
