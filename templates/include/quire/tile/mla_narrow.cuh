@@ -80,7 +80,7 @@ struct MlaNarrow {
   template <class Place, class Wait, class Load>
   QUIRE_DEVICE static void multiply(Scores& s, const TileScales& scales, uint32_t ring, TileDescriptor q, Place from,
                                     int warp, int lane, const Wait& wait, const Load& load_scales) {
-    constexpr int kPairs = kRows == 16 ? 4 : 2, kStepsPerAtom = 4 / kPairs;  // of 32 columns
+    constexpr int kPairs = kRows == 16 ? 4 : 1, kStepsPerAtom = 4 / kPairs;  // of 32 columns
     constexpr int kSteps = kCkvAtoms * kStepsPerAtom + (kIsScaled ? 1 : ceil_div(2, kPairs));
     const TileDescriptor keys_in_place(ring, 16);
     const uint32_t chunk = ring + (warp * 16 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
@@ -134,49 +134,50 @@ struct MlaNarrow {
   template <class Place>
   QUIRE_DEVICE static void add_values(Values& o, const TileScales& scales, uint32_t ring, TileDescriptor p, Place from,
                                       int warp, int lane) {
-    constexpr int kAtOnce = 32 / kRows, kSteps = kBlocks / kAtOnce;
+    constexpr int kAtOnce = 32 / kRows, kSteps = kBlocks / kAtOnce, kBuffers = kRows == 16 ? 2 : 1;
     const uint32_t chunk = ring + lane * 128 + (warp ^ lane % 8) * 16;
-    uint32_t values[2][kAtOnce][2][2][4];
-    float sums[kIsScaled ? 2 : 1][kAtOnce][kRows / 2];
+    uint32_t values[kBuffers][kAtOnce][2][2][4];
+    float sums[kBuffers][kAtOnce][kRows / 2];
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
 #pragma unroll
-    for (int step = 0; step <= kSteps; ++step) {
+    for (int step = 0; step < kSteps + kBuffers - 1; ++step) {
+      const int at = step % kBuffers, done = step - (kBuffers - 1);
       if (step < kSteps) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int block = step * kAtOnce + i;
-          const uint32_t at = (chunk + from.atom_at(block / 2)) ^ block % 2 * 64;
+          const uint32_t from_at = (chunk + from.atom_at(block / 2)) ^ block % 2 * 64;
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            auto& value = values[step % 2][i][half];
-            ldmatrix_widened_trans<Narrow>(value, at + half * 32 * 128);
+            auto& value = values[at][i][half];
+            ldmatrix_widened_trans<Narrow>(value, from_at + half * 32 * 128);
             ptx::pin(value[0]), ptx::pin(value[1]);
           }
-          if (kIsScaled) ptx::pin(sums[step % 2 * kIsScaled][i]);
+          if (kIsScaled) ptx::pin(sums[at][i]);
         }
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int block = step * kAtOnce + i;
-          auto& sum = kIsScaled ? sums[step % 2 * kIsScaled][i] : o[block];
+          auto& sum = kIsScaled ? sums[at][i] : o[block];
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             ptx::Wgmma<kRows>::template rs<ptx::Contiguous::kInner>(
-                fp16_t{}, sum, values[step % 2][i][k / 2][k % 2],
-                p.at((kIsScaled ? block / 2 * TileP::kBytes : 0) + k * 32), !kIsScaled || k > 0);
+                fp16_t{}, sum, values[at][i][k / 2][k % 2], p.at((kIsScaled ? block / 2 * TileP::kBytes : 0) + k * 32),
+                !kIsScaled || k > 0);
           }
         }
         ptx::wgmma_commit();
-        ptx::wgmma_wait<1>();
+        ptx::wgmma_wait<(kBuffers - 1)>();
       } else {
         ptx::wgmma_wait<0>();
       }
-      if (!kIsScaled || step == 0) continue;
+      if (!kIsScaled || done < 0) continue;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int block = (step - 1) * kAtOnce + i;
-        auto& sum = sums[(step - 1) % 2 * kIsScaled][i];
+        const int block = done * kAtOnce + i;
+        auto& sum = sums[done % kBuffers][i];
         ptx::pin(sum);
 #pragma unroll
         for (int j = 0; j < kRows / 2; ++j) o[block][j] = fmaf(sum[j], scales.unit[block / 2], o[block][j]);
