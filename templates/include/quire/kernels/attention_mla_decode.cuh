@@ -309,13 +309,13 @@ class AttentionMlaDecode {
       if constexpr (kIsNarrow) {
         const float scale = Narrow::load_query(q_tile(), row, nope, pe, lane);
         if (lane == 0) query_scales()[row] = scale;
-        continue;
-      }
+      } else {
 #pragma unroll
-      for (int chunk = 0; chunk < kCkv / 8; chunk += 32) {
-        ptx::cp_async_16(q_tile().chunk(row, chunk + lane), nope + (chunk + lane) * 8);
+        for (int chunk = 0; chunk < kCkv / 8; chunk += 32) {
+          ptx::cp_async_16(q_tile().chunk(row, chunk + lane), nope + (chunk + lane) * 8);
+        }
+        if (lane < 8) ptx::cp_async_16(q_tile().chunk(row, kCkv / 8 + lane), pe + lane * 8);
       }
-      if (lane < 8) ptx::cp_async_16(q_tile().chunk(row, kCkv / 8 + lane), pe + lane * 8);
     }
     ptx::cp_async_wait_all();
     ptx::fence_proxy_async();
