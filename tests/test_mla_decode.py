@@ -11,6 +11,7 @@ import oracle
 from latents import Latents
 from quire.kernels import decide
 from quire.kernels.attention_mla_decode import KERNEL
+from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import View
 from quire.types import MaskMode, dtype_of
 from test_mla import attend, parts, planned
@@ -32,9 +33,13 @@ def test_few_rows_get_it(page_size, rows, tile_rows, mask, number):
     assert decision.key.tile_rows == tile_rows
 
 
+@pytest.mark.parametrize("page_size", [1, 16, 24, 64])
 @pytest.mark.parametrize("changes", [{"kv": E4M3}, {"kv": E5M2}, {"kv": E4M3, "tile_scales": True}])
-def test_latents_of_8_bits_get_it(changes):
-    assert decide(problem(rows=16, **changes)).kernel is KERNEL
+def test_latents_of_8_bits_get_it_in_pages_of_any_size(changes, page_size):
+    decision = decide(problem(page_size, rows=16, **changes))
+    assert decision.kernel is KERNEL
+    assert decision.key.page_size == (64 if page_size == 64 else ANY_PAGE_SIZE)
+    assert page_size == 64 or KERNEL.copies(decision.key, KERNEL.tile(decision.key), {}) == ()
 
 
 @pytest.mark.parametrize(
@@ -112,8 +117,8 @@ def test_latents_of_8_bits(device, backend, dtype, kv_dtype, q_len, num_heads):
     p = Latents(
         (q_len,) * 7, (0, 1, 64, 65, 192, 700, 2100), num_heads, dtype, device, q_len > 1, kv_dtype=kv_dtype, scale=2.0
     )
-    for form in ("joined", "split", "sliced"):
-        p.check(*attend(p, p.paged(64, form), backend, ckv_scale=p.scale, kpe_scale=p.scale))
+    for form, page_size in (("joined", 64), ("split", 64), ("sliced", 64), ("sliced", 24), ("joined", 1)):
+        p.check(*attend(p, p.paged(page_size, form), backend, ckv_scale=p.scale, kpe_scale=p.scale))
 
 
 def test_queries_and_weights_use_the_range_of_their_numbers(device, backend):
@@ -127,7 +132,7 @@ def test_queries_and_weights_use_the_range_of_their_numbers(device, backend):
 
 
 @pytest.mark.parametrize(("q_len", "num_heads"), [(1, 16), (1, 3), (1, 32), (2, 16)])
-@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("page_size", [1, 24, 64, 128])
 def test_rows_of_656_bytes(device, backend, q_len, num_heads, page_size):
     """Scales are powers of two: products with them need no rounding. Those of neighbouring tokens differ by 2^30."""
     p = Rows((q_len,) * 6, (0, 1, 65, 192, 700, 2100), num_heads, torch.bfloat16, device, q_len > 1)
@@ -142,6 +147,8 @@ def test_rows_of_656_bytes(device, backend, q_len, num_heads, page_size):
 def test_scales_of_many_bits(device, backend):
     """Products with them are not rounded, or, as by other kernels, once to bfloat16, which `own` does too."""
     p = Rows((1, 1), (1500, 70), 16, torch.bfloat16, device)
+    p.rows = packed(p.keys.float())
+    p.keys = unpacked(p.rows)
     out, _ = attend_to_rows(p, *p.pages_of(64), backend)
     own = p.expected(torch.bfloat16).o.double()
     numbers, scales = p.rows[:, :512].contiguous(), p.rows[:, 512:528].contiguous().view(torch.float32)

@@ -79,7 +79,7 @@ def test_latents_of_eight_bits_get_it(page_size, tile_scales):
 
 
 def test_few_rows_of_latents_with_scales_are_left_to_fa2():
-    few = problem(16, rows=16, kv=E4M3, tile_scales=True)  # in pages of 64 another kernel takes them
+    few = problem(rows=16, kv=E4M3, tile_scales=True, fixed_split_size=-1, uniform=False)  # else decode has them
     assert decide(few).kernel.backend == "fa2"
     assert decide(few, "quire:fa3").kernel is KERNEL
     assert decide(replace(few, tile_scales=False)).kernel is KERNEL

@@ -13,6 +13,7 @@ from quire.kernels.attention import (
     mla_tensor_core_reason,
 )
 from quire.kernels.attention_mla_fa3 import fill, latent_copies
+from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import SCALED_MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params
 
@@ -26,7 +27,7 @@ def _reject(problem: AttentionProblem) -> str | None:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
     if reason := mla_tensor_core_reason(problem, takes_8_bit_kv=True):
         return reason
-    if problem.page_size % _KEYS:
+    if problem.page_size % _KEYS and problem.kv.bits == 16:
         return f"page_size={problem.page_size}: expected a multiple of {_KEYS}"
     most = _tiles(problem)[-1].rows
     return f"{problem.rows} rows (qo_len * heads) are more than {most}" if problem.rows > most else None
@@ -37,7 +38,7 @@ def _tiles(_: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _copies(key: AttentionKey, _tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    return latent_copies(key, views, lambda _tokens, _atoms: (_KEYS, 1))
+    return () if key.page_size == ANY_PAGE_SIZE else latent_copies(key, views, lambda _tokens, _atoms: (_KEYS, 1))
 
 
 KERNEL = AttentionKernel(
@@ -49,11 +50,12 @@ KERNEL = AttentionKernel(
     reject=_reject,
     tiles=_tiles,
     choose_rows=first_tile_that_holds,
-    page_size=lambda problem: problem.page_size,
+    page_size=lambda problem: ANY_PAGE_SIZE if problem.page_size % _KEYS else problem.page_size,
     operands=SCALED_MLA_OPERANDS,
     params=AttentionMlaFa3Params,
     copies=_copies,
     persistent=True,
+    has_gaps=True,
     pdl=True,
     schedule_input=lambda _: {"start_cost": 24},
     fill=fill,

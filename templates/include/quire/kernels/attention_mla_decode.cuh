@@ -6,7 +6,7 @@
 // Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the end of a work
 // tile: while one waits for its softmax the other's products run. A warp loads, as far ahead as shared memory allows: a
 // ring of atoms of 64 tokens x 128 bytes, of which a KV tile takes nine, or five of latents of 8 bits
-// (tile/mla_narrow.cuh).
+// (tile/mla_narrow.cuh). Those of small pages, or that indices name, are gathered token by token by four warps.
 // Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
 //
 // Sources: vLLM's FlashAttention for heads as columns.
@@ -31,7 +31,8 @@ class AttentionMlaDecode {
   static_assert(is_same<T, typename V::O>::value && (kIsNarrow || is_same<T, typename V::Kv>::value),
                 "q, latents and o are alike, but that latents may have 8 bits");
   static_assert(kCkv == 512 && V::kHeadDimQk == 576 && V::kTileKv == 64, "a KV tile is nine atoms, or five");
-  static_assert(V::kPaged != 0 && V::kPageSize > 0 && V::kPageSize % 64 == 0, "a page holds whole KV tiles");
+  static constexpr bool kGathers = kv_path<V>() == KvPath::kGather;
+  static_assert(V::kPaged != 0 && (kGathers ? kIsNarrow : V::kPageSize % 64 == 0), "a page holds whole KV tiles");
   static_assert(kRows % 16 == 0 && kRows <= 32, "O^T has half as many registers as rows, for each of eight blocks");
 
   static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = kIsNarrow ? 6 : 4;
@@ -46,6 +47,7 @@ class AttentionMlaDecode {
   static constexpr bool kIsScaled = V::kTileScales != 0;
   static constexpr int kTileScalesBytes = kTileStages * Narrow::kTileScalesBytes;
   static constexpr int kQScalesBytes = kIsNarrow ? kRows * 4 : 0;
+  static constexpr int kExistingBytes = kGathers ? kTileStages * 8 : 0;  // behind them: tokens that exist, a bit each
   // Columns of O^T, as blocks, of 16 rows and of each warpgroup that the atoms of a KV tile hold.
   static constexpr int kMeetingBlocks = kIsNarrow ? 4 : kBlocks;
 
@@ -63,7 +65,7 @@ class AttentionMlaDecode {
   };
 
   static constexpr int kSpace = 227 * 1024 - TileQ::kBytes - kGroups * kPBytes - kTileScalesBytes -
-                                static_cast<int>(sizeof(Shared)) - kQScalesBytes;
+                                static_cast<int>(sizeof(Shared)) - kQScalesBytes - kExistingBytes;
   static constexpr int kRingAtoms = kSpace / kAtomBytes;
   // The first atoms of a KV tile take the places of the KV tile kLag before, the others those of the one after that.
   static constexpr int kLag = ceil_div(kRingAtoms, kTileAtoms), kEarly = kRingAtoms - (kLag - 1) * kTileAtoms;
@@ -80,13 +82,15 @@ class AttentionMlaDecode {
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = 32 * kWarps + 128, kMinCtas = 1;
-  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + kQScalesBytes;
+  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + kQScalesBytes + kExistingBytes;
 
   QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
     const AttentionMlaDecode cta(p, smem);
     if (threadIdx.x == 0) {
-      ptx::prefetch_tensor_map(&p.tensor_k);
-      ptx::prefetch_tensor_map(&p.tensor_v);
+      if constexpr (!kGathers) {
+        ptx::prefetch_tensor_map(&p.tensor_k);
+        ptx::prefetch_tensor_map(&p.tensor_v);
+      }
       cta.init_barriers();
     }
     ptx::wait_for_predecessor();
@@ -99,7 +103,7 @@ class AttentionMlaDecode {
       cta.compute();
     } else {
       ptx::give_registers<kLoadRegisters>();
-      if (warp_of_group() == 0) cta.load();
+      if (kGathers || warp_of_group() == 0) cta.load();
     }
   }
 
@@ -123,6 +127,10 @@ class AttentionMlaDecode {
   QUIRE_DEVICE static TileP p_tile() { return {base() + kPAt + group() * kPBytes}; }
   QUIRE_DEVICE static uint32_t tile_scales(int stage) {
     return base() + kTileScalesAt + stage * Narrow::kTileScalesBytes;
+  }
+  // Of a KV tile's tokens 16 * warp to + 15.
+  QUIRE_DEVICE uint16_t& existing(int stage, int warp) const {
+    return reinterpret_cast<uint16_t*>(query_scales() + kRows)[stage * 4 + warp];
   }
   QUIRE_DEVICE float* query_scales() const { return reinterpret_cast<float*>(&shared_ + 1); }
 
@@ -148,7 +156,9 @@ class AttentionMlaDecode {
   }
   QUIRE_DEVICE void init_barriers() const {
     work_ring().init(1, kWarps);
-    for (int i = 0; i < 2 * kTileStages; ++i) ptx::mbarrier_init(full(0, i), kIsScaled && i % 2 == 0 ? 33 : 1);
+    // Who gathers arrives by itself and with its copies; the copy engine may have the scales beside it.
+    constexpr int kArrivals = kGathers ? 128 + 4 : kIsScaled ? 32 + 1 : 1;
+    for (int i = 0; i < 2 * kTileStages; ++i) ptx::mbarrier_init(full(0, i), i % 2 == 0 ? kArrivals : 1);
     for (int i = 0; i < kTileStages; ++i) ptx::mbarrier_init(empty(i), 4);
     ptx::fence_mbarrier_init();
   }
@@ -179,17 +189,25 @@ class AttentionMlaDecode {
     RingPosition<kWorkStages> at;
     TilePlace to;
     for (;; at.advance()) {
-      work_ring().wait_empty(at);
       CurrentWork& stage = shared_.work[at.stage()];
-      if (ptx::lane_id() == 0) {
-        if (at.count > 0) {
-          WorkList::next(p_, shared_.work[at.before().stage()].cursor, stage, shared_.number, kTileKv);
+      if (kGathers && warp_of_group() != 0) {
+        work_ring().wait_full(at);
+      } else {
+        work_ring().wait_empty(at);
+        if (ptx::lane_id() == 0) {
+          if (at.count > 0) {
+            WorkList::next(p_, shared_.work[at.before().stage()].cursor, stage, shared_.number, kTileKv);
+          }
+          work_ring().arrive_full(at);
         }
-        work_ring().arrive_full(at);
+        __syncwarp();
       }
-      __syncwarp();
       if (!stage.exists) return;
-      load_work_tile(stage.work, to);
+      if constexpr (kGathers) {
+        gather_work_tile(stage.work, to);
+      } else {
+        load_work_tile(stage.work, to);
+      }
     }
   }
 
@@ -243,6 +261,73 @@ class AttentionMlaDecode {
                        token < count ? 16 : 0);
     }
     ptx::cp_async_arrive(full(to.stage(), 0));
+  }
+
+  // Where a token lies, of 16 that lanes 0 to 15 and again 16 to 31 have. In the place of one that does not exist are
+  // zeros: nothing is read.
+  struct Token {
+    int page = -1, row = 0;
+  };
+
+  QUIRE_DEVICE Token find(const WorkTile& work, int tile) const {
+    const int token = tile * kTileKv + warp_of_group() * 16 + ptx::lane_id() % 16;
+    if (token >= work.tile.kv_len) return {};
+    const int index = p_.base.page.div(token);
+    return {p_.base.kv_indices[work.tile.kv_first + index], token - index * static_cast<int>(p_.base.page.divisor)};
+  }
+
+  QUIRE_DEVICE void gather_work_tile(const WorkTile& work, TilePlace& to) const {
+    const int begin = work.kv_begin, end = kv_end(work);
+    Token token = find(work, begin);
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile, to.advance()) {
+      const Token next = tile + 1 < end ? find(work, tile + 1) : Token{};
+      gather_tile(to, token);
+      token = next;
+    }
+  }
+
+  // This warp's 16 tokens, four at a time by eight lanes each.
+  QUIRE_DEVICE void gather_tile(TilePlace to, Token token) const {
+    const AttentionParams& p = p_.base;
+    const int lane = ptx::lane_id(), warp = warp_of_group();
+    const bool exists = static_cast<uint32_t>(token.page) < static_cast<uint32_t>(p_.num_pages);
+    const uint32_t bits = __ballot_sync(0xffffffffu, exists);
+    const int64_t page = token.page;
+    const int64_t ckv = exists ? page * p.v_page_stride + token.row * p.v_token_stride : -1;
+    const int64_t kpe = page * p.k_page_stride + token.row * p.k_token_stride;
+    constexpr int kKpeBytes = 64 * (kIsScaled ? sizeof(T) : 1);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      wait_empty(to.count - kLag + part);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int from = 4 * i + lane / 8, row = warp * 16 + from, chunk = lane % 8;
+        const int64_t ckv_at = __shfl_sync(0xffffffffu, static_cast<long long>(ckv), from),
+                      kpe_at = __shfl_sync(0xffffffffu, static_cast<long long>(kpe), from);
+        const int bytes = ckv_at < 0 ? 0 : 16;
+#pragma unroll
+        for (int atom = part == 0 ? 0 : kEarly; atom < (part == 0 ? kEarly : kTileAtoms); ++atom) {
+          const bool is_kpe = atom == kTileAtoms - 1;
+          if (is_kpe && chunk * 16 >= kKpeBytes) continue;
+          const auto* src = is_kpe ? static_cast<const unsigned char*>(p.k) + (kKpeBytes / 64) * kpe_at
+                                   : static_cast<const unsigned char*>(p.v) + ckv_at + atom * 128;
+          const uint32_t dst = base() + to.atom_at(atom) + row * 128 + (chunk ^ row % 8) * 16;
+          ptx::cp_async_16(dst, bytes == 0 ? p.v : src + chunk * 16, bytes);
+        }
+      }
+    }
+    if (kIsScaled && lane < 16) {
+      const float* from = p_.ckv_scales + page * p_.ckv_scales_page_stride + token.row * p_.ckv_scales_token_stride;
+      ptx::cp_async_16(tile_scales(to.stage()) + (warp * 16 + lane) * 16, exists ? from : p_.ckv_scales,
+                       exists ? 16 : 0);
+    }
+    ptx::cp_async_arrive(full(to.stage(), 0));
+    if (lane == 0) {
+      existing(to.stage(), warp) = static_cast<uint16_t>(bits);
+      ptx::mbarrier_arrive(full(to.stage(), 0));
+    }
+    __syncwarp();
   }
 
   // Until the KV tile that `count` others precede has been used.
@@ -331,8 +416,8 @@ class AttentionMlaDecode {
     for (int tile = begin; tile < end; ++tile, from.advance()) {
       last = from;
       if ((tile - begin) % kGroups != group()) continue;
-      add_tile(work, tile, (tile + 1) * kTileKv > all_see, {ptx::uniform(from.count), ptx::uniform(from.first)},
-               softmax, o);
+      const bool is_masked = (!kGathers || V::kMask == kMaskCausal) && (tile + 1) * kTileKv > all_see;
+      add_tile(work, tile, is_masked, {ptx::uniform(from.count), ptx::uniform(from.first)}, softmax, o);
       if (tile + 1 < end) release(from);
     }
     return last;
@@ -349,9 +434,10 @@ class AttentionMlaDecode {
     typename Narrow::TileScales scales;
     multiply(s, scales, from);
     if (is_masked) hide(s, work, tile * kTileKv);
+    if constexpr (kGathers) hide_gaps(s, existing(from.stage(), warp_of_group()) >> ptx::lane_id() / 4);
     raise_max(s, softmax, o);
     exponentiate(s, scales, softmax);
-    if (is_masked) clear_missing((tile + 1) * kTileKv - work.tile.kv_len, from);
+    if (is_masked && !kGathers) clear_missing((tile + 1) * kTileKv - work.tile.kv_len, from);
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(kGroup + group(), 128);
     add_values(o, scales, from);
@@ -363,27 +449,29 @@ class AttentionMlaDecode {
     if constexpr (kIsNarrow) {
       const auto wait = [&](int atom) {
         if (atom == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
-        if (atom == kEarly) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
+        if (atom == kEarly && !kGathers) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
+        if (kGathers && kIsScaled && atom == kTileAtoms - 1) ptx::fence_proxy_async();  // kpe is read in place
       };
       const int lane = ptx::lane_id(), warp = warp_of_group();
       return Narrow::multiply(s, scales, base(), q, from, warp, lane, wait,
                               [&] { scales.load(tile_scales(from.stage()), warp, lane); });
-    }
-    ptx::pin(s);
+    } else {
+      ptx::pin(s);
 #pragma unroll
-    for (int i = 0; i < kTileAtoms; ++i) {
-      if (i == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
-      if (i == kEarly) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
-      if (i == 0 || i == kEarly) ptx::wgmma_fence();
+      for (int i = 0; i < kTileAtoms; ++i) {
+        if (i == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
+        if (i == kEarly) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
+        if (i == 0 || i == kEarly) ptx::wgmma_fence();
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        ptx::Wgmma<kRows>::ss(T{}, s, keys.at(from.atom_at(i) + k * 32), q.at(i * TileQ::kAtomBytes + k * 32),
-                              i + k > 0);
+        for (int k = 0; k < 4; ++k) {
+          ptx::Wgmma<kRows>::ss(T{}, s, keys.at(from.atom_at(i) + k * 32), q.at(i * TileQ::kAtomBytes + k * 32),
+                                i + k > 0);
+        }
       }
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
+      ptx::pin(s);
     }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::pin(s);
   }
 
   QUIRE_DEVICE Mask<V::kMask, V::kWindow != 0> mask(const WorkTile& work) const {
@@ -401,6 +489,14 @@ class AttentionMlaDecode {
       for (int h = 0; h < 2; ++h) {
         if (token + 8 * h >= end) s[i / 2 * 4 + 2 * h + i % 2] = __int_as_float(0xff800000);
       }
+    }
+  }
+
+  // Bits 0 and 8: whether this lane's tokens exist.
+  QUIRE_DEVICE static void hide_gaps(Scores& s, uint32_t bits) {
+#pragma unroll
+    for (int i = 0; i < kRows / 2; ++i) {
+      if ((bits >> i / 2 % 2 * 8 & 1) == 0) s[i] = __int_as_float(0xff800000);
     }
   }
 
@@ -493,22 +589,23 @@ class AttentionMlaDecode {
     const TileDescriptor values(base(), 16), weights(p_tile().base, 16);
     if constexpr (kIsNarrow) {
       return Narrow::add_values(o, scales, base(), weights, from, warp_of_group(), ptx::lane_id());
-    }
+    } else {
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
-    ptx::wgmma_fence();
+      for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
+      ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
+      for (int k = 0; k < 4; ++k) {
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        ptx::Wgmma<kRows>::template ss<ptx::Contiguous::kInner, ptx::Contiguous::kOuter>(
-            T{}, o[block], values.at(from.atom_at(block) + k * 16 * 128), weights.at(k * 32), 1);
+        for (int block = 0; block < kBlocks; ++block) {
+          ptx::Wgmma<kRows>::template ss<ptx::Contiguous::kInner, ptx::Contiguous::kOuter>(
+              T{}, o[block], values.at(from.atom_at(block) + k * 16 * 128), weights.at(k * 32), 1);
+        }
       }
-    }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<0>();
 #pragma unroll
-    for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
+      for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
+    }
   }
 
   // ---- The end of a work tile. The warpgroups' O^T meet in the place of its last KV tile, 16 rows and kMeetingBlocks

@@ -85,13 +85,14 @@ struct MlaNarrow {
     const TileDescriptor keys_in_place(ring, 16);
     const uint32_t chunk = ring + (warp * 16 + lane % 16) * 128 + (lane / 16 ^ lane % 8) * 16;
     uint32_t keys[2][kPairs][2][4];
-    float sums[kIsScaled ? 2 : 1][kRows / 2];
+    constexpr int kSums = kIsScaled && kRows == 16 ? 2 : 1;
+    float sums[kSums][kRows / 2];
     ptx::pin(s);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int atom = step / kStepsPerAtom, first = step % kStepsPerAtom * kPairs;
       const bool is_kpe = atom == kCkvAtoms;
-      auto& sum = kIsScaled ? sums[atom % 2] : s;
+      auto& sum = kIsScaled ? sums[atom % kSums] : s;
       if (first == 0) wait(atom);
       if (is_kpe && kIsScaled) {
         ptx::pin(sum);
@@ -122,10 +123,14 @@ struct MlaNarrow {
       ptx::wgmma_commit();
       if (kIsScaled && step == 0) load_scales();
       ptx::wgmma_wait<1>();
-      if (kIsScaled && step > 0 && step % kStepsPerAtom == 0) add_scores(s, sums[(atom - 1) % 2], scales, atom - 1);
+      if (kSums == 2 && step > 0 && first == 0) add_scores(s, sums[(atom - 1) % kSums], scales, atom - 1);
+      if (kIsScaled && kSums == 1 && (is_kpe || first + kPairs == 4)) {
+        ptx::wgmma_wait<0>();
+        add_scores(s, sums[0], scales, atom);
+      }
     }
     ptx::wgmma_wait<0>();
-    if constexpr (kIsScaled) add_scores(s, sums[0], scales, kCkvAtoms);
+    if constexpr (kSums == 2) add_scores(s, sums[0], scales, kCkvAtoms);
     ptx::pin(s);
   }
 
@@ -173,9 +178,8 @@ struct MlaNarrow {
       } else {
         ptx::wgmma_wait<0>();
       }
-      if (!kIsScaled || done < 0) continue;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+      for (int i = 0; i < (kIsScaled && done >= 0 ? kAtOnce : 0); ++i) {
         const int block = done * kAtOnce + i;
         auto& sum = sums[done % kBuffers][i];
         ptx::pin(sum);
