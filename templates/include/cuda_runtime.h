@@ -3,6 +3,18 @@
 // in double precision. NVRTC has all of this built in and does not read it.
 #pragma once
 #define __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__
+// What crt/device_functions.h would include and nothing here uses: the host's runtime, textures, atomics of other
+// types.
+#define __CUDA_DEVICE_RUNTIME_API_H__
+#define __CUDA_RUNTIME_API_H__
+#define __DEVICE_DOUBLE_FUNCTIONS_H__
+#define __SM_20_ATOMIC_FUNCTIONS_H__
+#define __SM_32_ATOMIC_FUNCTIONS_H__
+#define __SM_35_ATOMIC_FUNCTIONS_H__
+#define __SM_60_ATOMIC_FUNCTIONS_H__
+#define __SM_61_INTRINSICS_H__
+#define __SURFACE_INDIRECT_FUNCTIONS_H__
+#define __TEXTURE_INDIRECT_FUNCTIONS_H__
 #include "builtin_types.h"
 #include "crt/host_defines.h"
 #include "vector_functions.h"
