@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -61,6 +62,14 @@ def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
     module = get_module(spec)
     ctas = _prepare(module, device) if isinstance(module, CudaModule) else max_ctas(device, 1)
     return module, ctas
+
+
+def _compile_together(decision: Decision) -> None:
+    """Where plan() launches an operation for a kernel: what of the two has to be compiled is compiled at a time."""
+    operation = decision.kernel.planning(decision.key)
+    if operation is not None:
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(get_module, (decision.spec, operation.spec())))
 
 
 @lru_cache(maxsize=4096)
@@ -146,6 +155,8 @@ def _template_for(
     decision: Decision, indices: Indices, options: PlanOptions, device: torch.device, graph: GraphState | None
 ) -> tuple[Module, _PlanTemplate]:
     """The kernel and the template for plans of this batch; with a graph, for those of the largest batch."""
+    if not decision.templates:
+        _compile_together(decision)
     (module, ctas), capacity = _load(decision.spec, device), 0
     if graph is not None:
         rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
