@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -19,10 +20,11 @@ import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
 from problems import PagedCache, Problem, ints, workspace
-from quire import variants
+from quire import jit, variants
 from quire.expression import tanh, where
 from quire.kernels import AttentionKey, decide, kernel_of
-from quire.kernels.expression_cxx import has_distance_bias, has_idiom, render
+from quire.kernels.expression_cxx import has_distance_bias, has_idiom, has_row_scale, render
+from quire.runtime import planner
 from quire.types import dtype_of
 
 LENS = (5, 1, 0, 40), (60, 7, 9, 40)
@@ -168,7 +170,10 @@ def test_reference(name):
     torch.testing.assert_close(lse, truth.lse, rtol=1e-6, atol=1e-6)
 
 
-IDIOMS = {"soft_cap": "kIdiomSoftCap", "alibi": "kIdiomBias", "relative_bias": "kIdiomBias", "temperature": "0"}
+IDIOMS = {
+    "soft_cap": "kIdiomSoftCap", "alibi": "kIdiomBias", "relative_bias": "kIdiomBias", "temperature": "kIdiomRowScale",
+    "sink_score": "0",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -178,8 +183,9 @@ def test_idioms(name):
     assert f"kIdiom = {IDIOMS[name]};" in render(expression)
     assert has_idiom(expression) == (name in ("soft_cap", "alibi"))
     assert has_distance_bias(expression) == (name == "relative_bias")
+    assert has_row_scale(expression) == (name == "temperature")
     problem = replace(FA3.problem(), variant=getattr(variants, name), rows=4096)
-    assert kernel_of(FA3).key(problem).tile_rows == (128 if name == "temperature" else 192)
+    assert kernel_of(FA3).key(problem).tile_rows == (128 if name == "sink_score" else 192)
 
 
 FA3 = AttentionKey.parse("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.ragged.causal.m128")
@@ -304,6 +310,41 @@ def test_negative_caps(sign, device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
 
 
+#: Scores that multiply rows, of any sign and by zero; one of them hides keys besides.
+ROW_SCALES = {
+    "times": (lambda score, head, x: score * x[head], None, lambda s, x: s * x),
+    "turned round": (lambda score, head, x: (1.0 - x[head]) * score, None, lambda s, x: (1.0 - x) * s),
+    "divided": (lambda score, head, x: score / (x[head] + 0.5), None, lambda s, x: s / (x + 0.5)),
+    "behind a mask": (lambda score, head, x: score * x[head], lambda kv_idx: kv_idx % 5 != 2, lambda s, x: s * x),
+}
+
+
+@pytest.mark.parametrize("name", ROW_SCALES)
+def test_row_scales_of_any_sign(name, device, backend):
+    """In KV tiles that need a mask, and in others; a row times zero sees all of its keys alike."""
+    function, mask, truth = ROW_SCALES[name]
+    factors = torch.tensor([2.0, -1.5, 0.0, -0.25])
+    variant = quire.Variant(function, mask, tensors={"x": "float32"})
+    sees = None if mask is None else lambda at: at.kv_idx % 5 != 2
+    case = Case(variant, {"x": factors}, lambda s, at: truth(s, factors.double()[at.head]), sees)
+    assert has_row_scale(variant.expression)
+    p = Problem((70, 200), (300, 900), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_ragged(wrapper, p)
+    check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
+
+
+def test_which_scores_multiply_rows():
+    """A factor that differs between keys, or has the score in it, is none; nor is a quotient by the score."""
+    for function in (
+        lambda score, kv_idx, x: score * x[kv_idx],
+        lambda score, head, x: score * tanh(score) * x[head],
+        lambda score, head, x: x[head] / score,
+        lambda score, head, x: score * x[head] + 1.0,
+    ):
+        assert not has_row_scale(quire.Variant(function, tensors={"x": "float32"}).expression)
+
+
 @pytest.mark.parametrize("cap", [1.0, 30.0, 1000.0])
 def test_soft_caps_of_long_requests(cap, device, backend):
     """KV tiles that need no mask, with logits beyond the cap, below it, and far below it."""
@@ -350,6 +391,24 @@ def test_soft_caps_of_large_values(device, backend):
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend)
     plan_ragged(wrapper, p)
     p.check(wrapper.run(p.q, p.k, p.v))
+
+
+def test_a_kernel_and_what_plans_it_are_compiled_at_a_time(monkeypatch):
+    """Each of the two asks while the other does."""
+    both, asked = threading.Barrier(2, timeout=30), set()
+
+    def get_module(spec):
+        if spec.slug.startswith(("attention_cpu", "expression_blocks")) and spec.slug not in asked:
+            asked.add(spec.slug)
+            both.wait()
+        return jit.get_module(spec)
+
+    monkeypatch.setattr(planner, "get_module", get_module)
+    p, variant = problem("cpu"), quire.Variant(mask=lambda kv_idx, odd: kv_idx % 7 != odd, scalars={"odd": "int32"})
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), variant=variant)
+    plan_ragged(wrapper, p, plan={"odd": 3})
+    check(p, Case(variant, {}, sees=lambda at: at.kv_idx % 7 != 3), wrapper.run(p.q, p.k, p.v, return_lse=True))
+    assert len(asked) == 2
 
 
 # --- everywhere plain attention goes ---------------------------------------------------------------------------------

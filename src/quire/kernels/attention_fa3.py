@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, tensor_core_reason
 from quire.kernels.expression import Expression
-from quire.kernels.expression_cxx import has_distance_bias, has_idiom, takes_registers
+from quire.kernels.expression_cxx import has_distance_bias, has_idiom, has_row_scale, takes_registers
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
@@ -71,7 +71,8 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
         return (TileShape(128, 128),)
     if widest <= 128 and problem.kv.bits == 8 and more:  # widening takes registers, too
         return (TileShape(128, 128),)
-    has_idiom_here = has_idiom(expression) or _has_distance_bias(problem)
+    has_scale = has_row_scale(expression) and problem.kv.bits == 16
+    has_idiom_here = has_idiom(expression) or has_scale or _has_distance_bias(problem)
     if widest <= 192 and has_score and not has_idiom_here:
         return (TileShape(128, 64 if takes_registers(expression) else 128 if widest <= 128 else 96),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit

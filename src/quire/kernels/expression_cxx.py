@@ -59,7 +59,7 @@ def _function(parameters: str, name: str, more: str, body: list[str]) -> list[st
 
 def _idiom(score: Node, expression: Expression) -> list[str]:
     """Idioms of scores, which kernels compute more cheaply than operation by operation: `cap()` gives a and b of
-    a * tanh(b * score), `bias()` what is added to the score.
+    a * tanh(b * score), `bias()` what is added to the score, `row_scale()` what it is multiplied by.
     """
     if (cap := _soft_cap(score)) is not None:
         outer, inner, is_divided = cap
@@ -73,6 +73,14 @@ def _idiom(score: Node, expression: Expression) -> list[str]:
             "static constexpr int kIdiom = kIdiomBias;",
             f"static constexpr int kIsOfDistance = {int(_is_of_distance(bias))};",
             *_function("class M, class At", "bias", ", const At& at", body),
+        ]
+    if (found := _row_scale(score)) is not None:
+        body = _Body(expression)
+        value = body.value(found[0])
+        body = [*body.lines, f"return {f'M::divide(1.f, {value})' if found[1] else value};"]
+        return [
+            "static constexpr int kIdiom = kIdiomRowScale;",
+            *_function("class M, class At", "row_scale", ", const At& at", body),
         ]
     return ["static constexpr int kIdiom = 0;"]
 
@@ -98,6 +106,19 @@ def _bias(score: Node) -> Node | None:
         if logit.op == "score" and all(node.op != "score" for node in bias.walk()):
             return bias
     return None
+
+
+def _row_scale(score: Node) -> tuple[Node, bool] | None:
+    """b of score * b or score / b, the same for all keys of a row, and whether it divides."""
+    for logit, scale in _pairs(score, "mul", "div"):
+        if logit.op == "score" and _degrees(score)[id(scale)] == 0 and (score.op == "mul" or logit is score.args[0]):
+            return scale, score.op == "div"
+    return None
+
+
+def has_row_scale(expression: Expression) -> bool:
+    """Whether a score multiplies by what is the same for all keys of a row."""
+    return expression.score is not None and _row_scale(expression.score) is not None
 
 
 def has_idiom(expression: Expression) -> bool:

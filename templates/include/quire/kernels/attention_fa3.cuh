@@ -78,6 +78,9 @@ struct AttentionFa3 {
   // What scores add is computed by a loading warp. Wide heads, and widening, leave no memory or no warp for it.
   static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kNarrow;
 
+  // What a score multiplies a row by is part of the softmax's scale.
+  static constexpr bool kIsRowScale = score_idiom<V>() == kIdiomRowScale && !kNarrow;
+
   static constexpr int kWorkStages = 4;
   static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
   static constexpr int kBiasBytes = kIsDistance ? DistanceSlice<V>::kBytes : 0;
@@ -119,7 +122,7 @@ struct AttentionFa3 {
   static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity;
   // Where results are on their way out, a warp holds what a score knows of its rows until then.
   static constexpr bool kHoldsRows =
-      Transform::kHasScore && !Transform::kIsSoftCap && !kIsRamp && !kIsDistance && kIsStaged;
+      Transform::kHasScore && !Transform::kIsSoftCap && !kIsRamp && !kIsRowScale && !kIsDistance && kIsStaged;
   static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
   static constexpr int kPreparedAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
   static constexpr int kQueryFactorsAt = kPreparedAt + kPreparedBytes;
@@ -465,6 +468,7 @@ struct AttentionFa3 {
     RowRamps<V, 2> ramps;         // of a bias that needs nothing else
     DistanceRows distances;       // of a bias that loading warps compute
     SmallTanh cap;                // of a soft cap
+    SignedScales scales;          // of a score that multiplies rows
     uint32_t p[kTileKv / 16][4];  // weights of the tile whose values are next
 
     QUIRE_DEVICE void clear() {
@@ -663,6 +667,12 @@ struct AttentionFa3 {
       const Transform transform(p_.base);
       rows.cap.set(transform.scale, transform.factor);
     }
+    if constexpr (kIsRowScale) {
+      const Transform transform(p_.base);
+      const LogitsTile<V> at = logits_tile(current, 0);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) rows.scales.set(h, ramp_scale(), row_scale_of(transform, at, h));
+    }
     if constexpr (kHoldsRows) ScoreRows<V, Math>::set(score_rows_at(), Transform(p_.base), logits_tile(current, 0));
     first_tile(rows, s, bits, current, rings, walk.tile());
     for (walk.advance(); walk.exists(); walk.advance()) {
@@ -807,9 +817,14 @@ struct AttentionFa3 {
       const float scale = ramp_scale();
       rows.softmax.raise_max(s, scale);
       rows.softmax.exponentiate(s, scale);
+    } else if constexpr (kIsRowScale) {
+      rows.scales.flip(s);
+      if constexpr (kMasked) hide_logits(s, transform, at, bits);
+      rows.softmax.raise_max(s, rows.scales.sizes);
+      rows.softmax.exponentiate(s, rows.scales.sizes);
     } else {
-      if constexpr (kHoldsRows && !kMasked) {
-        ScoreRows<V, Math>::score(s, score_rows_at(), transform, tile * kTileKv);
+      if constexpr (kHoldsRows) {
+        ScoreRows<V, Math>::template score<kMasked>(s, score_rows_at(), transform, at, bits);
       } else if (!kMasked || !Transform::kIsIdentity || bits.hides) {
         score_logits<kMasked>(s, transform, at, bits);
       }

@@ -266,6 +266,12 @@ QUIRE_DEVICE constexpr bool has_ramps() {
   return LogitsTransform<V, Math>::kIsRamp;
 }
 
+// What a score multiplies row i of a lane by.
+template <class V, class Math>
+QUIRE_DEVICE float row_scale_of(const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, int i) {
+  return V::template row_scale<Math>(transform.operands, LogitsPlace<V>{tile, i, tile.qo_idx(i), 0});
+}
+
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 // A logit that the query does not see becomes `hidden`.
@@ -390,7 +396,7 @@ struct ScoredKeys {
   QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
 };
 
-// What a score computes once for each of a lane's rows, for KV tiles that need no mask. It is kept in shared memory, a
+// What a score computes once for each of a lane's rows. It is kept in shared memory, a
 // column of words for each lane: registers are short, and what came from registers ptxas would compute keys' numbers of
 // before the matrix instructions end, in more of them.
 template <class V, class Math>
@@ -420,21 +426,27 @@ struct ScoreRows {
     for (int i = 0; i < kWords; ++i) ptx::st_shared(at + 128 * i, words[i]);
   }
 
-  // q . k of the KV tile that begins at `key` becomes score(q . k).
-  template <int n>
-  QUIRE_DEVICE static void score(float (&s)[n], uint32_t at, const LogitsTransform<V, Math>& transform, int key) {
+  // q . k becomes score(q . k), -infinity where kMasked and the query does not see the key.
+  template <bool kMasked, int n, class Bits>
+  QUIRE_DEVICE static void score(float (&s)[n], uint32_t at, const LogitsTransform<V, Math>& transform,
+                                 const LogitsTile<V>& tile, const Bits& bits) {
     uint32_t words[kWords];
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words[i] = __float_as_uint(ptx::ld_shared(at + 128 * i));
     Held held;
     __builtin_memcpy(&held, words, sizeof(held));
-    if constexpr (has_linear_reads<V>()) {
-      if (ptx::uniform(held.inside.covers({key, key + 2 * n}))) {
-        score_keys<true>(s, held, transform, key);
+    if constexpr (has_linear_reads<V>() && !kMasked) {
+      if (ptx::uniform(held.inside.covers({tile.key, tile.key + 2 * n}))) {
+        score_keys<true>(s, held, transform, tile.key);
         return;
       }
     }
-    score_keys<false>(s, held, transform, key);
+    if constexpr (kMasked && Math::kPairs) {  // as in score_logits()
+      for_each_logit<true>(s, tile, bits,
+                           [](auto& x, const auto& visible, const auto&, int i) { visible.hide(x, i, 0.f); });
+    }
+    score_keys<false>(s, held, transform, tile.key);
+    if constexpr (kMasked) hide_logits(s, transform, tile, bits);
   }
 
  private:

@@ -21,6 +21,26 @@ struct RowScales {
 QUIRE_DEVICE float scale_of(float scale, int) { return scale; }
 QUIRE_DEVICE float scale_of(const RowScales& scales, int h) { return scales.at[h]; }
 
+// The same for numbers of any sign: a negative one is a positive one of -q . k.
+struct SignedScales {
+  RowScales sizes;
+  bool is_negative[2], flips;  // flips: a row of the warp
+
+  // scale: of q . k, positive. 0 becomes a number so small that it makes no difference, but to what is hidden: 0 * inf
+  // is NaN.
+  QUIRE_DEVICE void set(int h, float scale, float by) {
+    sizes.at[h] = ptx::max_nan(scale * fabsf(by), 1e-30f), is_negative[h] = by < 0.f;
+    flips = __any_sync(0xffffffffu, is_negative[0] || is_negative[h]) != 0;
+  }
+
+  template <int n>
+  QUIRE_DEVICE void flip(float (&s)[n]) const {
+    if (!flips) return;
+#pragma unroll
+    for (int i = 0; i < n; ++i) s[i] = is_negative[i / 2 % 2] ? -s[i] : s[i];
+  }
+};
+
 // This lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct WarpgroupSoftmax {
   float m[2];       // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
