@@ -334,6 +334,23 @@ def test_row_scales_of_any_sign(name, device, backend):
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "head_dim_vo"), [(64, 64), (192, 128), (256, 256)])
+def test_row_scales_of_head_dims(head_dim, head_dim_vo, device, backend):
+    """By position, in pages; half of them are negative."""
+    scale = table(900)
+    variant = quire.Variant(lambda score, q_idx, x: score * x[q_idx], tensors={"x": "float32"})
+    case = Case(variant, {"x": scale}, lambda s, at: s * scale.double()[at.q_idx])
+    p = Problem(
+        (70, 200), (300, 900), num_qo_heads=HEADS, head_dim=head_dim, head_dim_vo=head_dim_vo, device=device,
+        dtype=any_dtype(device), causal=True,
+    )  # fmt: skip
+    cache = p.paged(16)
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend, variant=variant)
+    plan_paged(wrapper, p, cache)
+    check(p, case, wrapper.run(p.q, cache.kv, return_lse=True, **case.on(device)[1]))
+
+
 def test_which_scores_multiply_rows():
     """A factor that differs between keys, or has the score in it, is none; nor is a quotient by the score."""
     for function in (
