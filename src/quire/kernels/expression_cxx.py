@@ -75,9 +75,10 @@ def _idiom(score: Node, expression: Expression) -> list[str]:
             *_function("class M, class At", "bias", ", const At& at", body),
         ]
     if (found := _row_scale(score)) is not None:
-        body = _Body(expression)
-        value = body.value(found[0])
-        body = [*body.lines, f"return {f'M::divide(1.f, {value})' if found[1] else value};"]
+        scale, divides = found
+        row = _Body(expression)
+        value = row.value(scale)
+        body = [*row.lines, f"return {f'M::divide(1.f, {value})' if divides else value};"]
         return [
             "static constexpr int kIdiom = kIdiomRowScale;",
             *_function("class M, class At", "row_scale", ", const At& at", body),

@@ -127,8 +127,8 @@ QUIRE_HD constexpr bool has_linear_reads() {
 
 // Idioms of scores, which kernels know: Variant::kIdiom.
 constexpr int kIdiomSoftCap = 1;   // Variant::cap(): outer * tanh(inner * score)
-constexpr int kIdiomRowScale = 3;  // Variant::row_scale(): score * row_scale
 constexpr int kIdiomBias = 2;      // Variant::bias(): score + bias; Variant::kIsOfDistance: of head and distance alone
+constexpr int kIdiomRowScale = 3;  // Variant::row_scale(): score * row_scale, which is the same for all keys
 struct SoftCap {
   float outer, inner;
 };
