@@ -135,10 +135,12 @@ def check_positive(value: Any, name: str) -> int:
     return number
 
 
-def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | None = None) -> torch.Tensor:
+def host_indices(
+    value: torch.Tensor | Sequence[int], name: str, length: int | None = None, shape: str = ""
+) -> torch.Tensor:
     """`value` as a contiguous 1-D int32 tensor on the host with `length` entries; returns `value` itself if it is one.
 
-    A tensor on a device is copied, which waits for the device.
+    A tensor on a device is copied, which waits for the device. `shape`: what an error says that it expects.
     """
     try:
         if (
@@ -151,13 +153,13 @@ def host_indices(value: torch.Tensor | Sequence[int], name: str, length: int | N
         raise ValidationError(f"{name}: expected a 1-D integer tensor, got {type(value).__name__}.") from error
     check_tensor(tensor, name)
     if tensor.dim() != 1 or (length is not None and tensor.shape[0] != length):
-        wanted = "1-D" if length is None else f"[{length}]"
-        raise ValidationError(f"{name}: expected a tensor of shape {wanted}, got {list(tensor.shape)}.")
+        wanted = shape.format(length=length) if shape else f"a tensor of shape {'1-D' if length is None else [length]}"
+        raise ValidationError(f"{name}: expected {wanted}, got {list(tensor.shape)}.")
     return to_int32(tensor, name).cpu().contiguous()
 
 
-def device_indices(value: Any, name: str) -> torch.Tensor:
-    """`value` as a contiguous 1-D int32 tensor where it lies: itself where it is one."""
+def device_indices(value: Any, name: str, shape: str = "1-D") -> torch.Tensor:
+    """`value` as a contiguous 1-D int32 tensor where it lies: itself where it is one. `shape`: as in host_indices()."""
     try:
         is_plain = value.dtype is torch.int32 and value.dim() == 1 and value.is_contiguous() and not value.is_neg()
         if is_plain and value.data_ptr():
@@ -166,7 +168,7 @@ def device_indices(value: Any, name: str) -> torch.Tensor:
         pass
     tensor = check_tensor(value, name)
     if tensor.dim() != 1:
-        raise ValidationError(f"{name}: expected a 1-D tensor, got {list(tensor.shape)}.")
+        raise ValidationError(f"{name}: expected a tensor of shape {shape}, got {list(tensor.shape)}.")
     return to_int32(tensor, name).contiguous()
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
-from torch._C import _functorch
+from torch._C import _functorch, _len_torch_dispatch_stack
 from torch.compiler import is_dynamo_compiling
 
 from quire.errors import PlanError, ValidationError
@@ -47,11 +47,7 @@ def handle_of(wrapper: Any) -> int:
 
 def is_tracing() -> bool:
     """Whether calls are recorded or transformed by torch, so that tensors may have no memory."""
-    return (
-        is_dynamo_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or _functorch.peek_interpreter_stack() is not None
-    )
+    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0 or _functorch.peek_interpreter_stack() is not None
 
 
 def operator(

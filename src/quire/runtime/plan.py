@@ -6,6 +6,7 @@ import ctypes
 import math
 import struct
 from collections.abc import Callable, Mapping
+from functools import cached_property
 
 import torch
 from torch._C._autograd import _profiler_enabled as is_profiling
@@ -31,6 +32,9 @@ class AttentionPlan:
     Two runs of one plan must not overlap on different streams, because they share the workspace.
     """
 
+    _made: tuple[torch.Tensor | None, ...] = ()  # the tensors of plan_again()
+    _extras: tuple[object, ...] = ()  # what run() was given beside the operands last time
+
     def __init__(
         self, decision: Decision, module: Module, params: ctypes.Structure, logits: LogitsOptions, device: torch.device,
         grid: int, tensors: tuple[torch.Tensor | None, ...], *, stream: int, uses_pdl: bool,
@@ -46,19 +50,18 @@ class AttentionPlan:
         self._module, self._device, self._grid = module, device, grid
         self._may_use_pdl = decision.may_use_pdl
         self._uses_pdl = uses_pdl  # programmatic dependent launch, if the caller has no wish
-        self._params = base_of(params)
         self._struct = params
         self._decision = decision
         self._logits = logits
-        self._least_scale = _LEAST_SCALE if decision.key.has_bias else 0.0
         self._tensors = tensors  # what the parameter struct points into
         self._on_device = on_device  # makes the schedule where only the device knows the lengths
-        self._made: tuple[torch.Tensor | None, ...] = ()  # its tensors
-        self._streams = {stream}  # that torch's allocator knows to use the tensors
+        self._streams: tuple[int, ...] = (stream,)  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
-        self._is_empty = schedule is not None and self._params.num_ctas == 0
-        self._extras: tuple[object, ...] = ()  # what run() was given beside the operands last time
+
+    @cached_property
+    def _params(self) -> AttentionParams:
+        return base_of(self._struct)
 
     @property
     def nnz_kv(self) -> int:
@@ -145,7 +148,7 @@ class AttentionPlan:
             self._maps.move(pointers)
         if stream not in self._streams:
             self._use_on(stream)
-        if not self._is_empty:
+        if self._grid:
             pdl = self._may_use_pdl and (self._uses_pdl if enable_pdl is None else enable_pdl)
             launch = self._launches.get(pdl) or self._bind(pdl)
             if is_profiling():
@@ -160,7 +163,7 @@ class AttentionPlan:
         p = self._params
         p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
         scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
-        p.logits_scale = max(scale * LOG2E, self._least_scale)
+        p.logits_scale = max(scale * LOG2E, _LEAST_SCALE if self._decision.key.has_bias else 0.0)
         p.tanh_scale, p.o_scale = scale / cap if cap else scale, o_scale
 
     def _use_on(self, stream: int) -> None:
@@ -173,7 +176,7 @@ class AttentionPlan:
         for tensor in (*self._tensors, *self._made):
             if tensor is not None:
                 tensor.record_stream(current)
-        self._streams.add(stream)
+        self._streams += (stream,)
 
     def _bind(self, pdl: bool) -> Callable[[int], None]:
         params = ctypes.addressof(self._struct)

@@ -214,33 +214,40 @@ def make_plan(
     if indices.kv_indices is not None:
         base.kv_indices = at + s.filled_bytes if pages is None else pages.data_ptr()
     _set_schedule(base, s, at)
-    own, todo, ctas = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0, None, 0
-    own_tensor = None
-    if own_bytes and uploader is None and graph is None:
-        own_tensor = torch.empty(own_bytes, dtype=torch.uint8, device=device)
-        own = own_tensor.data_ptr()
-    if kernel.fill is not None:
-        todo, ctas = kernel.fill(params, template.schedule, s, at, own)
+    tensors: tuple[torch.Tensor | None, ...] = bits, partials, pages, template.frequencies
     variant = decision.key.variant
-    operands: tuple[torch.Tensor, ...] = ()
     if variant is not None and variant.has_mask:
-        operands = _write_mask_operands(params, variant, given, options, indices, device)
-        if own:
-            params.operands.block_mask = own
-            todo = _expression_blocks(params, variant, template, s.num_tiles)
-            ctas = _BLOCKS_CTAS * s.num_tiles
-    if operation is not None and todo is not None and ctas:
-        launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
+        tensors += _write_mask_operands(params, variant, given, options, indices, device)
+    if own_bytes or kernel.fill is not None:
+        own = at + (s.staged_bytes if graph is None else s.buffer_bytes) if own_bytes else 0
+        if own and uploader is None and graph is None:
+            memory = torch.empty(own_bytes, dtype=torch.uint8, device=device)
+            own, tensors = memory.data_ptr(), (*tensors, memory)
+        _fill(decision, template, params, s, at, own, operation, device)
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity
         graph.keep(decision, partials, params)
     grid = (min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas) * decision.ctas_per_tile
     return AttentionPlan(
-        decision, module, params, options.logits, device, grid,
-        (bits, partials, pages, template.frequencies, own_tensor, *operands), stream=stream,
+        decision, module, params, options.logits, device, grid, tensors, stream=stream,
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
         schedule_input=template.schedule,
     )  # fmt: skip
+
+
+def _fill(
+    decision: Decision, template: _PlanTemplate, params: Any, s: ScheduleOutput, at: int, own: int,
+    operation: Module | None, device: torch.device,
+) -> None:  # fmt: skip
+    """Fill what only this kernel has: parameters, and its plan memory at address `own`, which `operation` writes."""
+    todo, ctas, variant = None, 0, decision.key.variant
+    if decision.kernel.fill is not None:
+        todo, ctas = decision.kernel.fill(params, template.schedule, s, at, own)
+    if own and variant is not None and variant.has_mask:
+        params.operands.block_mask = own
+        todo, ctas = _expression_blocks(params, variant, template, s.num_tiles), _BLOCKS_CTAS * s.num_tiles
+    if operation is not None and todo is not None and ctas:
+        launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
 
 
 def _write_mask_operands(

@@ -15,10 +15,13 @@ with suppress(ImportError):  # torch.compile's own: one call takes a fifth of th
 
 def pointers_of(tensors: Sequence[Any]) -> list[int]:
     """Addresses of tensors; [0] if one of them is no tensor, or has no memory."""
+    pointers = []
     try:
-        return [tensor.data_ptr() for tensor in tensors]
+        for tensor in tensors:  # a list comprehension would be a call
+            pointers.append(tensor.data_ptr())
     except (AttributeError, RuntimeError):
         return [0]
+    return pointers
 
 
 class Signature:

@@ -304,8 +304,13 @@ struct ScheduleAttention {
   // A stable counting sort by work, descending: the last tiles to start are the shortest.
   static bool sort_longest_first(RowTile* tiles, int n) {
     int longest = 0;
-    for (int i = 0; i < n; ++i) longest = max(longest, tile_units(tiles[i]));
-    if (longest <= 1) return true;
+    bool is_sorted = true;  // as where all requests are alike
+    for (int i = 0; i < n; ++i) {
+      const int units = tile_units(tiles[i]);
+      is_sorted = is_sorted && (i == 0 || units <= tile_units(tiles[i - 1]));
+      longest = max(longest, units);
+    }
+    if (is_sorted) return true;
     int* first = static_cast<int*>(calloc(longest + 2, sizeof(int)));
     RowTile* sorted = static_cast<RowTile*>(malloc(n * sizeof(RowTile)));
     const bool ok = first != nullptr && sorted != nullptr;
