@@ -381,13 +381,15 @@ def test_two_wrappers_on_one_workspace_on_two_threads() -> None:
 
 @isolated(180)
 def test_runs_of_one_plan_on_several_threads() -> None:
-    """Each with tensors of its own: right, or a PlanError, but never another's tensors."""
+    """Each with tensors of its own, of two strides: right, or a PlanError, but never the tensors of another thread."""
     torch.set_num_threads(2)
     wrapper, _, _ = _split_decode(workspace(1 << 22), 0)
     checks = []
     for seed in range(4):
         _, q, cache = _split_decode(workspace(1 << 22), seed)
-        checks.append(_checks(lambda q=q, c=cache: wrapper.run(q, c), wrapper.run(q, cache), 300))
+        cache = cache.repeat(1, 1, 1, 1 + seed % 2, 1)[..., :1, :]
+        out = torch.empty_like(q)
+        checks.append(_checks(lambda q=q, c=cache, o=out: wrapper.run(q, c, out=o), wrapper.run(q, cache), 300))
     _assert_right_or_refused_on(*checks)
 
 
