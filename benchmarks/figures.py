@@ -359,10 +359,12 @@ def draw() -> Iterator[tuple[str, str]]:
         for picture in PICTURES:
             with mpl.rc_context({**mpl.rcParamsDefault, **_settings(theme)}):
                 figure = Figure(layout="constrained")
-                figure.text(0.008, 0.012, picture(figure), fontsize=7.5, alpha=0.8, linespacing=1.5)
+                caption = picture(figure)
+                figure.text(0.008, 0.012, caption, fontsize=7.5, alpha=0.8, linespacing=1.5)
+                below = (0.02 + 0.2 * max(2, caption.count("\n") + 1)) / figure.get_figheight()
                 engine = figure.get_layout_engine()
                 assert engine is not None
-                engine.set(rect=(0, 0.42 / figure.get_figheight(), 1, 1 - 0.42 / figure.get_figheight()))
+                engine.set(rect=(0, below, 1, 1 - below))
                 yield f"{picture.__name__.replace('_', '-')}-{kind}.svg", _svg(figure, picture.__doc__ or "")
 
 
