@@ -8,6 +8,7 @@ generate replay a CUDA graph. The model is any decoder of transformers whose lay
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import threading
@@ -223,15 +224,20 @@ class Engine:
 
     def _hidden(self, batch: Batch) -> torch.Tensor:
         """Plan the step, then run the model."""
+        draws = time.monotonic() - self._picture_wanted < 2
         is_decode, wrapper = max(batch.num_rows) == 1, self._cascade if batch.num_shared else self._flat
         self.kind = "cascade" if batch.num_shared else "decode" if is_decode else "prefill and decode"
         if self._uses_graphs and is_decode and not batch.num_shared:
             self.kind = "CUDA graph" if self.model.device.type == "cuda" else "decode at fixed places"
-            return self._graph(len(batch.work)).run(batch)
-        self.model.plan(wrapper, batch)
-        if wrapper is self._flat and time.monotonic() - self._picture_wanted < 2:
-            self._picture = quire.viz.schedule(wrapper).svg
-        return self.model.hidden(Step.of(batch, self.model.device), wrapper)
+            graph = self._graph(len(batch.work))
+            hidden, wrapper = graph.run(batch), graph.wrapper
+        else:
+            self.model.plan(wrapper, batch)
+            hidden = self.model.hidden(Step.of(batch, self.model.device), wrapper)
+        if draws:
+            with contextlib.suppress(quire.ValidationError):  # a cascade whose levels are launches has no one schedule
+                self._picture = quire.viz.schedule(wrapper).svg
+        return hidden
 
     def _graph(self, num_requests: int) -> GraphedDecode:
         """The graph of the next power of two."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import sys
 import threading
 import time
@@ -269,6 +270,25 @@ def run_engine(engine: paged_engine.Engine, calls: list[tuple[list[int], int]]) 
         assert done.acquire(timeout=60)
     engine.stop()
     return got
+
+
+@pytest.mark.slow
+def test_each_kind_of_step_is_drawn():
+    reference = generate.build_model(VOCAB, torch.device("cpu"))
+    engine, pictures = paged_engine.Engine(reference, most_requests=2, graphs=True), {}
+    engine._picture_wanted, hidden = math.inf, engine._hidden
+
+    def note(batch):
+        result = hidden(batch)
+        pictures[engine.kind] = engine.schedule()
+        engine._picture_wanted = math.inf  # schedule() says until when
+        return result
+
+    engine._hidden = note
+    run_engine(engine, [(prompt(40, 1), 3), (prompt(90, 2, shared=80), 20), (prompt(90, 3, shared=80), 3)])
+    assert pictures.keys() == {"prefill and decode", "decode at fixed places", "cascade"}
+    assert len(set(pictures.values())) == 3
+    assert {kind for kind, picture in pictures.items() if "shared node 0" in picture} == {"cascade"}
 
 
 @pytest.mark.parametrize(

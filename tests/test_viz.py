@@ -181,6 +181,45 @@ def test_a_timeline_needs_a_kernel_that_notes_times() -> None:
         quire.viz.timeline(quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8)))
 
 
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_a_cascade_has_each_key_of_each_node_once(threads: int) -> None:
+    """Three levels: all requests, then two and three of them, then each by itself."""
+    rows = [1, 1, 7, 2, 1]
+    groups, pages, last = [ints(0, 12), ints(0, 9, 12), offsets(rows)], [[40], [9, 0], [1, 1, 20, 1, 3]], [5, 16]
+    cascade = quire.MultiLevelCascadeAttentionWrapper(3, torch.empty(1 << 26, dtype=torch.uint8))
+    cascade.plan(
+        groups, [offsets(of_level) for of_level in pages], [torch.arange(sum(n)).int() for n in pages],
+        [ints(5), ints(16, 0), ints(7, 16, 2, 1, 3)], *HEADS, 64, 16, causal=True, q_data_type=torch.float32,
+    )  # fmt: skip
+    picture = quire.viz.schedule(cascade)
+    keys = {-1: 39 * 16 + last[0], -2: 9 * 16, 0: 7, 1: 16, 2: 19 * 16 + 2, 3: 1, 4: 35}
+    queries = {-1: 12, -2: 9, **dict(enumerate(rows))}
+    assert {p.work.request for p in picture.work} == keys.keys()
+    for node, head in itertools.product(keys, range(HEADS[1])):
+        own = [p.work for p in picture.work if (p.work.request, p.work.kv_head) == (node, head)]
+        assert {row for w in own for row in range(*w.rows)} == set(range(4 * queries[node]))
+        for tile in {w.rows for w in own}:
+            seen = Counter(key for w in own if w.rows == tile for key in range(*w.keys))
+            assert set(seen) == set(range(keys[node])) and max(seen.values()) == 1
+    assert "Grey" in picture.svg and "shared node 1, KV head 0" in picture.svg and ElementTree.fromstring(picture.svg)
+
+
+@pytest.mark.slow
+def test_shared_prefixes_are_drawn_and_their_times_refused() -> None:
+    wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(torch.empty(1 << 26, dtype=torch.uint8))
+    pages = torch.cat([torch.tensor([*range(200), 200 + i]) for i in range(64)]).int()
+    tables = torch.arange(65).int() * 201, pages, torch.full((64,), 5).int()
+    wrapper.plan(*tables, *HEADS, 64, 16, q_data_type=torch.float32, shared_prefix="auto")
+    work = [placed.work for placed in quire.viz.schedule(wrapper).work]
+    assert {w.request for w in work} == {-1, *range(64)}
+    assert sum(w.keys[1] - w.keys[0] for w in work if w.request >= 0) == 64 * 5 * HEADS[1]
+    with pytest.raises(quire.UnsupportedError, match="timeline: expected a plan without shared keys"):
+        quire.viz.timeline(wrapper, torch.randn(64, HEADS[0], 64), torch.randn(264, 2, 16, HEADS[1], 64))
+
+
 def test_graphs_of_cuda_and_empty_batches_are_drawn() -> None:
     assert quire.viz.schedule(planned([0], [0])).work == []
     assert "<svg" in quire.viz.schedule(planned([0], [0])).svg
@@ -196,7 +235,9 @@ def test_a_picture_needs_a_plan_that_fits() -> None:
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     with pytest.raises(quire.PlanError, match="plan"):
         quire.viz.schedule(wrapper)
-    with pytest.raises(quire.ValidationError, match="got MultiLevelCascadeAttentionWrapper"):
+    with pytest.raises(quire.ValidationError, match="got function"):
+        quire.viz.schedule(quire.single_prefill_with_kv_cache)
+    with pytest.raises(quire.ValidationError, match="levels are one launch, got one apart: not planned"):
         quire.viz.schedule(quire.MultiLevelCascadeAttentionWrapper(1, torch.empty(1 << 20, dtype=torch.uint8)))
     with pytest.raises(quire.PlanError, match="plan"):
         quire.viz.schedule(quire.BatchAttention(device="cpu"))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from quire.attention import BatchAttention
+from quire.cascade import MultiLevelCascadeAttentionWrapper
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import QuireError, ValidationError
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
@@ -99,8 +100,13 @@ class Picture:
         return (
             f"{len(self.work)} work tiles on {_count(len(set(self._names)), self._unit)}, busy for "
             f"{100 * self.balance:.0f} % of the time; {divided if groups else 'no row tile is divided'}. A colour is a "
-            f"request, hatched work tiles are parts, and lines join what is merged."
+            f"request, hatched work tiles are parts, and lines join what is merged.{self._shared()}"
         )
+
+    def _shared(self) -> str:
+        has_shared = any(placed.work.request < 0 for placed in self.work)
+        text = " Grey work tiles have keys that several requests share; each row merges the results of all levels."
+        return text if has_shared else ""
 
     def _x(self, at: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - 10) * at / self._end
@@ -127,7 +133,7 @@ class Picture:
                 fill = "url(#quire-part)" if height > 6 and width > 4 else "#fff4"
                 yield f'<rect {box} fill="{fill}"/>'
             if width > 62 and tall > 12:
-                name = f"{work.request} · head {work.kv_head}"
+                name = f"{work.request if work.request >= 0 else 'shared'} · head {work.kv_head}"
                 at = f'x="{x + 5:.1f}" y="{y + tall / 2 + 4:.1f}"'
                 yield f'<text {at} fill="#fff" paint-order="stroke" stroke="#0006" stroke-width="2">{name}</text>'
             yield "</g>"
@@ -154,7 +160,7 @@ class Picture:
     def _describe(self, work: Work, line: int) -> str:
         part = f", a part of merge group {work.group}" if work.group >= 0 else ""
         return (
-            f"{self._unit} {self._names[line]}: request {work.request}, KV head {work.kv_head}, rows {work.rows[0]} to "
+            f"{self._unit} {self._names[line]}: {_owner(work)}, KV head {work.kv_head}, rows {work.rows[0]} to "
             f"{work.rows[1] - 1}, keys {work.keys[0]} to {max(work.keys[1] - 1, work.keys[0])}{part}"
         )
 
@@ -162,21 +168,22 @@ class Picture:
         rows = []
         for group, parts in sorted(self._parts().items())[:most]:
             work, lines = parts[0].work, ", ".join(str(part.line) for part in parts)
-            cells = group, work.request, work.kv_head, f"{work.rows[0]} to {work.rows[1] - 1}", lines
+            cells = group, _owner(work), work.kv_head, f"{work.rows[0]} to {work.rows[1] - 1}", lines
             rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         if not rows:
             return ""
-        head = "".join(f"<th>{name}</th>" for name in ("group", "request", "KV head", "rows", f"{self._unit}s"))
+        head = "".join(f"<th>{name}</th>" for name in ("group", "keys of", "KV head", "rows", f"{self._unit}s"))
         title = f"What is merged: {len(self._parts())} groups" + (f", the first {most}" if len(rows) == most else "")
         table = f"<table><tr>{head}</tr>{''.join(rows)}</table>"
         return f"<details{' open' if len(rows) <= 12 else ''}><summary>{title}</summary>{table}</details>"
 
 
-def schedule(plan: AttentionWrapper | BatchAttention) -> Picture:
+def schedule(plan: AttentionWrapper | BatchAttention | MultiLevelCascadeAttentionWrapper) -> Picture:
     """Draw the schedule of the current plan of a wrapper: which CTA, or which CPU thread, computes what.
 
     plan: a wrapper after plan(), planned on the host. The lines of the picture are the resident CTAs of a GPU, or the
-    threads of a CPU. Raises PlanError before plan(), ValidationError for anything but a wrapper.
+    threads of a CPU. In a cascade, work tiles of shared keys have negative requests. Raises PlanError before plan(),
+    ValidationError for anything but a wrapper, and for a cascade whose levels are separate launches.
 
     >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> lens = torch.tensor([0, 100, 130], dtype=torch.int32)
@@ -198,7 +205,7 @@ def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: 
     plan: as in schedule(). tensors, options: the arguments of its run(): q, then the cache or keys and values, ... The
     batch runs twice, in a special variant of the planned kernel, which records when each work tile begins and ends; the
     picture shows the second run. A wrapper for CUDA graphs runs without a graph. Raises UnsupportedError if the kernel
-    has no such variant (MLA, heads of 512 dims, custom variants).
+    has no such variant (MLA, heads of 512 dims, custom variants), and for cascades.
 
     >>> wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8))
     >>> lens = torch.tensor([0, 100, 130], dtype=torch.int32)
@@ -220,7 +227,10 @@ def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: 
 
 
 def _wrapper_of(plan: Any) -> AttentionWrapper:
-    wrapper = plan._wrapper if isinstance(plan, BatchAttention) else plan
+    if isinstance(plan, MultiLevelCascadeAttentionWrapper) and plan._apart:
+        raise ValidationError(f"plan: expected a cascade whose levels are one launch, got one apart: {plan._apart}.")
+    wrapper = plan._joined if isinstance(plan, MultiLevelCascadeAttentionWrapper) else plan
+    wrapper = wrapper._wrapper if isinstance(wrapper, BatchAttention) else wrapper
     if not isinstance(wrapper, AttentionWrapper):
         raise ValidationError(f"plan: expected a wrapper that has planned one batch, got {type(plan).__name__}.")
     return wrapper
@@ -231,6 +241,11 @@ def _few(work: Sequence[Placed]) -> Sequence[Placed]:
     if len(work) > _MOST_TILES:
         raise ValidationError(f"schedule: expected at most {_MOST_TILES} work tiles to draw, got {len(work)}.")
     return work
+
+
+def _owner(work: Work) -> str:
+    """Whose keys they are."""
+    return f"request {work.request}" if work.request >= 0 else f"shared node {-1 - work.request}"
 
 
 def _count(number: int, unit: str) -> str:
@@ -248,7 +263,8 @@ def _ticks(end: float, most: int = 10) -> range:
 def _colour(work: Work) -> str:
     """A colour: the hue depends on the request, the lightness on row tile and KV head."""
     is_odd = (work.rows[0] // max(1, work.rows[1] - work.rows[0]) + work.kv_head) % 2
-    return f"hsl({(212 + work.request * 137.508) % 360:.0f} 50% {46 + 7 * is_odd}%)"
+    saturation = 50 if work.request >= 0 else 0
+    return f"hsl({(212 + work.request * 137.508) % 360:.0f} {saturation}% {46 + 7 * is_odd}%)"
 
 
 _HATCH = (

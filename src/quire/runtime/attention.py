@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire import config
-from quire.errors import CacheMissError, PlanError, ValidationError
+from quire.errors import CacheMissError, PlanError, UnsupportedError, ValidationError
 from quire.jit import cache_miss, is_obtainable, is_recording, record_use, without_matrix_unit
 from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
 from quire.kernels.features import planned_features
@@ -316,6 +316,8 @@ class Attention:
         """A plan of the same batch and kernel whose runs record the times of work tiles, and the memory of these
         records.
         """
+        if isinstance(self.spec.indices, Indices) and self.spec.indices.num_shared_nodes:
+            raise UnsupportedError("timeline: expected a plan without shared keys, whose times are not recorded.")
         options, backend = self._plan_options._replace(timed=True), PIN + self.decision.kernel.backend
         twin = Attention(self.same_batch()._replace(options=options), self._layout, self._workspace, backend)
         return twin, Stamps(twin.placed_work(), twin._plan.operands, self._device)

@@ -21,12 +21,12 @@ START_COST_UNIT = 16  #: start costs are in sixteenths of a KV tile
 class Work(NamedTuple):
     """A work tile: a run of KV tiles of one row tile and KV head, which one CTA computes at a time."""
 
-    request: int
+    request: int  #: negative: keys that several requests share, -1 for the first such node of a cascade
     kv_head: int
-    rows: tuple[int, int]  #: packed rows of the request: query token * group_size + query head in the group
-    keys: tuple[int, int]  #: tokens of the request
+    rows: tuple[int, int]  #: packed rows of the request or node: query token * group_size + query head in the group
+    keys: tuple[int, int]  #: tokens of the request or node
     units: int  #: KV tiles, at least 1
-    group: int  #: merge group; -1: it computes its rows alone
+    group: int  #: merge group, in a cascade the row tile and KV head; -1: it computes its rows alone
 
 
 class Placed(NamedTuple):
@@ -43,19 +43,18 @@ def place_work(indices: Indices, template: ScheduleInput) -> list[Placed]:
 
     Each partition is computed by one CTA. Whole row tiles are assigned in order to the CTA that is free first.
     """
-    schedule = make_schedule(indices, template)
+    schedule, template = make_schedule(indices, template), ScheduleInput.from_buffer_copy(template)
+    template.num_shared_nodes = indices.num_shared_nodes
     start, lines = template.start_cost / START_COST_UNIT, max(1, template.max_ctas)
-    partitions = _array(Partition, schedule, schedule.sizes.partitions_offset, _num_partitions(schedule))
+    tiles, count = _tiles(schedule, template), _num_partitions(schedule)
     placed: list[Placed] = []
-    if partitions:
-        for line, partition in enumerate(partitions):
-            at = 0.0
-            for work in _of_partition(partition, _tiles(schedule), template):
-                placed.append(Placed(work, line, at, at + start + work.units))
-                at = placed[-1].end
-        return placed
+    for line in range(count):
+        at = 0.0
+        for work in _of_line(line, schedule, tiles, template):
+            placed.append(Placed(work, line, at, at + start + work.units))
+            at = placed[-1].end
     free = [(0.0, line) for line in range(lines)]
-    for work in _whole(_tiles(schedule), template):
+    for work in () if count else _whole(tiles, template):
         at, line = heapq.heappop(free)
         placed.append(Placed(work, line, at, at + start + work.units))
         heapq.heappush(free, (placed[-1].end, line))
@@ -73,8 +72,14 @@ def _array(cls: type[_Struct], schedule: Schedule, offset: int, count: int) -> l
     return [cls.from_buffer_copy(ctypes.string_at(address + i * size, size)) for i in range(count)]
 
 
-def _tiles(schedule: Schedule) -> list[RowTile]:
-    return _array(RowTile, schedule, schedule.sizes.tiles_offset, schedule.sizes.num_tiles)
+def _tiles(schedule: Schedule, template: ScheduleInput) -> list[RowTile]:
+    """Row tiles; in a cascade the nodes of shared levels get numbers, and requests the caller's."""
+    tiles = _array(RowTile, schedule, schedule.sizes.tiles_offset, schedule.sizes.num_tiles)
+    node = 0
+    for tile in tiles if template.num_shared_nodes else ():
+        node -= tile.request < 0 and tile.row_begin == 0
+        tile.request = node if tile.request < 0 else tile.request - template.num_shared_nodes
+    return tiles
 
 
 def _units(tile: RowTile) -> int:
@@ -84,7 +89,8 @@ def _units(tile: RowTile) -> int:
 def _work(tile: RowTile, kv_head: int, offset: int, units: int, group: int, template: ScheduleInput) -> Work:
     first = tile.kv_begin + offset
     keys = (first * template.tile_kv, min(min(first + units, tile.kv_end) * template.tile_kv, tile.kv_len))
-    rows = tile.row_begin, min(tile.row_begin + template.tile_rows, tile.qo_len * template.group_size)
+    end = tile.partial if template.num_shared_nodes else tile.qo_len * template.group_size
+    rows = tile.row_begin, min(tile.row_begin + template.tile_rows, end)
     return Work(tile.request, kv_head, rows, (keys[0], max(keys)), units, group)
 
 
@@ -99,13 +105,27 @@ def _whole(tiles: Iterable[RowTile], template: ScheduleInput) -> Iterator[Work]:
             yield _work(tile, head, 0, _units(tile), _group(tile, head), template)
 
 
-def _of_partition(partition: Partition, tiles: list[RowTile], template: ScheduleInput) -> Iterator[Work]:
+def _of_line(line: int, schedule: Schedule, tiles: list[RowTile], template: ScheduleInput) -> Iterator[Work]:
+    """The work of a CTA: a partition, and in a cascade those that follow it."""
+    size, is_cascade = ctypes.sizeof(Partition), template.num_shared_nodes > 0
+    (partition,) = _array(Partition, schedule, schedule.sizes.partitions_offset + line * size, 1)
+    yield from _of_partition(partition, tiles, template, is_cascade)
+    if is_cascade and (following := partition.heads_per_l2_group):  # which a cascade calls next
+        yield from _of_line(following, schedule, tiles, template)
+
+
+def _of_partition(
+    partition: Partition, tiles: list[RowTile], template: ScheduleInput, is_cascade: bool
+) -> Iterator[Work]:
     head, index, offset, left = partition.kv_head, partition.tile, partition.offset, partition.units
     while left > 0:
         size = _units(tiles[index])
         units = min(left, size - offset)
-        group = _group(tiles[index], head) if units == size else partition.group + (offset == 0)
+        if is_cascade:
+            group = -1 if units == size else index * template.num_kv_heads + head
+        else:
+            group = _group(tiles[index], head) if units == size else partition.group + (offset == 0)
         yield _work(tiles[index], head, offset, units, group, template)
         left, offset, index = left - units, 0, index + 1
         if index == partition.num_tiles:
-            index, head = 0, head + 1
+            index, head = partition.group if is_cascade else 0, head + 1  # a cascade calls it first_tile
