@@ -1,11 +1,14 @@
-"""The recipes of docs/ run as they stand there, with a compiler that takes no time and a server of three lines."""
+"""The shell blocks of docs/ run as they stand there; those of cache.md with a compiler that takes no time."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -93,3 +96,64 @@ def test_the_init_container_of_kubernetes(place: Path) -> None:
         f"export QUIRE_CACHE_DIR=/cache/quire\n{command.group(1)}\nQUIRE_JIT=deny QUIRE_CXX=/nowhere python serve.py",
         place,
     )
+
+
+# --- other pages -----------------------------------------------------------------------------------------------------
+
+SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+OTHERS = {
+    str(page.relative_to(ROOT)): blocks
+    for page in sorted((ROOT / "docs").rglob("*.md"))
+    if page.name != "cache.md" and (blocks := SHELL.findall(page.read_text(encoding="utf-8")))
+}
+SERVER_PAGE = "docs/tutorial/server.md"
+#: A program that says how it was called, and what FlashInfer is to it.
+PROGRAM = "import sys, flashinfer\nprint(*sys.argv, flashinfer.single_prefill_with_kv_cache.__module__)\n"
+
+
+def add_stubs(place: Path) -> None:
+    """pip, make and nsys that note their arguments; the CI installs by the first two, and the third takes a GPU."""
+    for name in ("pip", "make", "nsys"):
+        (place / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{place}/called\n')
+        (place / "bin" / name).chmod(0o755)
+    (place / ".venv/bin").mkdir(parents=True)
+    (place / ".venv/bin/python").symlink_to(place / "bin/python")
+    shutil.copytree(ROOT / "examples", place / "examples")
+    (place / "tests").symlink_to(ROOT / "tests")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in OTHERS if page != SERVER_PAGE])
+def test_shell_blocks_of_other_pages(page: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run as they stand there; of pytest, only the collection."""
+    monkeypatch.delenv("QUIRE_CXX")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "--collect-only -q -p no:cacheprovider")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    add_stubs(place)
+    (place / "serve.py").write_text(PROGRAM)
+    for block in OTHERS[page]:
+        said = run(block, place)
+        assert "quire.compat.flashinfer serve.py" not in block or said.startswith("serve.py --port 8000 quire")
+        assert "schedule.html" not in block or "</html>" in (place / "schedule.html").read_text()
+    asked = "".join(OTHERS[page])
+    called = (place / "called").read_text() if (place / "called").exists() else ""
+    assert [word for word in ("pip", "make", "nsys") if f"{word} " in asked] == [
+        word for word in ("pip", "make", "nsys") if f"{word} " in called
+    ]
+
+
+@pytest.mark.slow
+def test_the_server_of_the_tutorial_answers(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn")
+    monkeypatch.delenv("QUIRE_CXX")
+    add_stubs(place)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    start, ask = (block.replace("8000", port) for block in OTHERS[SERVER_PAGE])
+    with subprocess.Popen(["bash", "-euc", start], cwd=place, start_new_session=True) as server:
+        try:
+            said = run(ask.replace("curl ", "curl --silent --retry 60 --retry-delay 1 --retry-connrefused "), place)
+        finally:
+            os.killpg(server.pid, signal.SIGTERM)
+    assert json.loads(said)["usage"]["completion_tokens"] == 20

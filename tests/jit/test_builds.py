@@ -319,6 +319,9 @@ def test_a_bad_manifest_does_not_disturb_other_variants(
     other = replace(HOST, slug="scale.other", fields=(("backend", "cpu"), ("threads", "64")))
     assert jit.explain_miss(other, templates=templates) == f"nearest is {HOST.slug}: threads=64, not 128"
     assert [path for path, _ in jit.user_store().manifests()] == [good.path]
+    without_fields = replace(HOST, slug="scale.other.v4")
+    reason = jit.explain_miss(without_fields, templates=templates)
+    assert reason == f"nearest is {HOST.slug}: other, not {HOST.slug.split('.')[1]}; v4, not nothing"
 
 
 def test_a_group_of_ones_own_may_write(templates: Path, fake: FakeCompiler, restart: Callable[[], None]) -> None:

@@ -82,4 +82,7 @@ def explain(request: Request, manifests: Sequence[Manifest], toolchain: Mapping[
         return _same_variant(request, closest, toolchain)
     fields, old = ({"target": one.target, **_short(dict(one.fields))} for one in (spec, manifests[0]))
     reasons = [f"{name}={fields.get(name, 'unset')}, not {old.get(name, 'unset')}" for name in _changed(old, fields)]
-    return f"nearest is {manifests[0].slug}: {_first(reasons) or 'only its name differs'}"
+    words = zip_longest(
+        spec.slug.split("."), manifests[0].slug.split("."), fillvalue="nothing"
+    )  # kernels without fields
+    return f"nearest is {manifests[0].slug}: {_first(reasons or [f'{a}, not {b}' for a, b in words if a != b])}"
