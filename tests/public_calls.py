@@ -465,6 +465,13 @@ CALLS = (
         _single(quire.select_pages, "q", "bounds", "block_tables", "seq_lens", page_size=PAGE, top_k=2),
     ),
     Call(
+        "select_tokens",
+        lambda: {
+            **_draw(scores=(2, 3 * PAGE)), "lens": ints(*KV_LENS), "block_tables": ints(4, 0, 2, 1, 3, 0).view(2, 3),
+        },
+        _single(quire.select_tokens, "scores", "lens", "block_tables", page_size=PAGE, top_k=2),
+    ),
+    Call(
         "batch_decode_with_selected_pages",
         lambda: {
             **_draw(q=(2, HEADS, DIM)), **_cache(), "pages": ints(4, 2, 0, 2, 1, 3, 3, 1).view(2, KV_HEADS, 2),

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import oracle
 import quire
 from latents import Latents
 from problems import ints
@@ -18,9 +19,9 @@ from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache,
 from test_mla import SCALE, joined, sparse
 
 
-def check(p: Latents, out: torch.Tensor, lse: torch.Tensor) -> None:
+def check(p: Latents, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
     """Rows of out and of an lse in natural logarithms."""
-    p.check(out, lse / math.log(2))
+    p.check(out, None if lse is None else lse / math.log(2))
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
@@ -95,6 +96,28 @@ def test_sparse_prefill(device, dtype):
     check(p, out, lse)
 
 
+def test_sinks(device, dtype):
+    """They take their share of the result, and the lse is that without them; infinite ones take all or nothing."""
+    p = Latents((1,) * 6, (64, 10, 0, 1, 33, 0), 16, dtype, device)
+    cache, indices, lens = sparse(p, 64, 8, 64)
+    call = {"indices": indices.unsqueeze(1), "topk_length": lens}
+    sink = 3 * torch.randn(16)
+    sink[:2] = torch.tensor([math.inf, -math.inf])
+    own = p.expected().lse
+    p.sinks = sink.clamp(-1e4, 1e4)
+    decode = p.query.unsqueeze(1), cache.unsqueeze(2), None, None, 512, None, None, SCALE
+    for out, lse in (
+        flash_mla_with_kvcache(*decode, attn_sink=sink.to(device), **call),
+        flash_mla_sparse_fwd(p.query, cache.view(-1, 1, 576), sm_scale=SCALE, attn_sink=sink.to(device), **call)[::2],
+    ):
+        check(p, out.view(6, 16, 512))
+        oracle.assert_lse_close(lse.view(6, 16) / math.log(2), own)
+    pages = p.paged(64)
+    where = pages.table(device), ints(p.kv_lens, device), 512
+    dense = p.query.unsqueeze(1), joined(pages).unsqueeze(2), *where
+    check(p, flash_mla_with_kvcache(*dense, softmax_scale=SCALE, attn_sink=sink.to(device))[0].squeeze(1))
+
+
 def test_latents_of_eight_bits(device):
     p = Latents((1, 1), (37, 300), 16, torch.bfloat16, device, kv_dtype=torch.float8_e4m3fn)
     pages = p.paged(64)
@@ -110,7 +133,8 @@ def test_wrong_arguments():
     call = {"q": q, "k_cache": cache, "block_table": ints([[0], [1]], "cpu"), "cache_seqlens": ints([1, 2], "cpu")}
     assert not flash_mla_with_kvcache(**call, head_dim_v=512)[0].any()
     for changes, message in (
-        ({"attn_sink": torch.zeros(16)}, "attn_sink"),
+        ({"attn_sink": torch.zeros(8)}, "attn_sink: expected"),
+        ({"attn_sink": torch.zeros(16).half()}, "attn_sink: expected dtype torch.float32"),
         ({"extra_k_cache": cache}, "extra_k_cache"),
         ({"indices": ints([[[0]], [[1]]], "cpu")}, "indices: expected neither block_table"),
         ({"topk_length": ints([1, 1], "cpu")}, "topk_length"),

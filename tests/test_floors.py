@@ -31,6 +31,7 @@ FLOORS = [
         "mla_metadata",
         "padded_queries",
         "page_selection",
+        "token_selection",
         "selected_keys",
         "pod",
         "sparse",

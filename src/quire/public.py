@@ -86,6 +86,7 @@ from quire.rope import (
     rope_quantize_fp8_append_paged_kv_cache,
 )
 from quire.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
+from quire.token_selection import select_tokens
 from quire.xqa import xqa_mla
 
 __all__: list[str] = [
@@ -163,6 +164,7 @@ __all__: list[str] = [
     "seal",
     "segment_packbits",
     "select_pages",
+    "select_tokens",
     "single_decode_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",

@@ -6,7 +6,8 @@ The API is that of https://github.com/deepseek-ai/FlashMLA (flash_mla_interface.
 have the queries' type, float16 or bfloat16 (on the CPU also float32), or are 576 float8_e4m3fn numbers per token, or,
 with bfloat16 queries, FlashMLA's rows of 656 bytes: 512 float8_e4m3fn numbers, a float32 scale for each 128 of them,
 and 64 bfloat16 numbers. Any number of heads and any page size is supported. Both functions may be captured in a CUDA
-graph. An lse is a natural logarithm, and -inf if the query sees no token. attn_sink is refused.
+graph. An lse is a natural logarithm, and -inf if the query sees no token. attn_sink: float32 [num_heads]; results
+are multiplied by exp(lse) / (exp(lse) + exp(attn_sink)), and the lse is that without sinks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from quire.block_table_mla import decode_latents
 from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.checks import check_flags, check_output, check_shape, check_tensor, refuse, scalar
+from quire.runtime.checks import check_flags, check_output, check_same_device, check_shape, check_tensor, refuse, scalar
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import OwnWorkspace
@@ -64,7 +65,7 @@ def flash_mla_with_kvcache(
     """
     del tile_scheduler_metadata, num_splits
     refuse(
-        attn_sink=attn_sink, extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
+        extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
         extra_topk_length=extra_topk_length,
     )  # fmt: skip
     check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache)
@@ -75,7 +76,7 @@ def flash_mla_with_kvcache(
         if causal or block_table is not None or cache_seqlens is not None:
             raise ValidationError("indices: expected neither block_table, cache_seqlens nor causal=True beside them.")
         out, lse = _attend_selected(
-            rows, cache, indices, q.shape[:2], "indices", topk_length, head_dim_v, softmax_scale
+            rows, cache, indices, q.shape[:2], "indices", topk_length, head_dim_v, softmax_scale, attn_sink
         )
     else:
         refuse(topk_length=topk_length)
@@ -83,7 +84,7 @@ def flash_mla_with_kvcache(
         most = tables.shape[-1] * cache.shape[1]
         if not causal and q_len > 1:  # queries that see all tokens are requests of their own
             tables, lens, q_len = tables.repeat_interleave(q_len, 0), lens.repeat_interleave(q_len), 1
-        out, lse = _attend(rows, cache, tables, lens, most, q_len, head_dim_v, softmax_scale)
+        out, lse = _attend(rows, cache, tables, lens, most, q_len, head_dim_v, softmax_scale, attn_sink)
     return out.view(*q.shape[:-1], LATENT_DIM), lse.view(q.shape[:-1]).transpose(1, 2)
 
 
@@ -104,10 +105,11 @@ def flash_mla_sparse_fwd(
     >>> flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)[0].shape
     torch.Size([2, 16, 512])
     """
-    refuse(attn_sink=attn_sink, indexer_topk=indexer_topk or None)
+    refuse(indexer_topk=indexer_topk or None)
     check_shape(check_tensor(q, "q"), "q", {"seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
     check_shape(check_tensor(kv, "kv"), "kv", {"seqlen_kv": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
-    result, lse = _attend_selected(q, kv, indices, (q.shape[0], 1), "indices", topk_length, d_v, sm_scale, out)
+    rows = q.shape[0], 1
+    result, lse = _attend_selected(q, kv, indices, rows, "indices", topk_length, d_v, sm_scale, attn_sink, out)
     return result, None, lse
 
 
@@ -122,21 +124,22 @@ def _latents(k_cache: torch.Tensor, name: str, is_fp8: bool) -> torch.Tensor:
 
 def _attend_selected(
     q: torch.Tensor, kv: torch.Tensor, indices: Any, rows: tuple[int, ...], name: str, lengths: Any, head_dim_v: int,
-    scale: float | None, out: torch.Tensor | None = None,
+    scale: float | None, sink: torch.Tensor | None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Each row of q over the tokens that indices [*rows, topk] name."""
     table = row_indices(indices, rows, name, q.device)
     most = row_lengths(lengths, "topk_length", q.shape[0], rows[1], None)
     tokens = tokens_of(kv)
     keys = selected_keys(table, None if most is None else most.to(q.device), tokens.shape[0])
-    return _attend(q, tokens, *keys, table.shape[1], 1, head_dim_v, scale, out)
+    return _attend(q, tokens, *keys, table.shape[1], 1, head_dim_v, scale, sink, out)
 
 
 def _attend(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor | Lengths, lens: torch.Tensor | None, most: int,
-    q_len: int, head_dim_v: int, scale: float | None, out: torch.Tensor | None = None,
+    q_len: int, head_dim_v: int, scale: float | None, sink: torch.Tensor | None, out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse in natural logarithms) of rows of q."""
+    _check_sink(sink, q)
     if head_dim_v != LATENT_DIM:
         raise UnsupportedError(f"head_dim_v: expected {LATENT_DIM}, got {head_dim_v}.")
     if out is not None:
@@ -146,4 +149,15 @@ def _attend(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
         Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
     )  # fmt: skip
-    return result, lse.mul_(_LN2)
+    lse.mul_(_LN2)
+    if sink is not None:
+        result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])
+    return result, lse
+
+
+def _check_sink(sink: Any, q: torch.Tensor) -> None:
+    if sink is not None:
+        check_shape(check_tensor(sink, "attn_sink"), "attn_sink", {"num_heads": q.shape[1]})
+        check_same_device(sink, "attn_sink", q.device)
+        if sink.dtype is not torch.float32:
+            raise ValidationError(f"attn_sink: expected dtype torch.float32, got {sink.dtype}.")
