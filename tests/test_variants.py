@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -946,12 +947,37 @@ def counts(score):
     return score * float(len(outside))
 
 
+def appends(score):
+    outside.append(1)
+    return score * 2
+
+
+def prints(score):
+    print(score)
+    return score
+
+
+def catches(score, q_idx):
+    try:
+        return score if q_idx > 3 else -score
+    except Exception:
+        return score
+
+
 UNTRACEABLE = {
+    appends: r"test_variants.py:\d+: `def appends.*changes 'outside'",
+    prints: r"test_variants.py:\d+: `print\(score\)`: calls print\(\)",
+    catches: r"test_variants.py:\d+: `return score if q_idx > 3 else -score`.*use where",
+    lambda score: (
+        score,
+        score,
+    ): r"test_variants.py:\d+: `lambda score: .*returns a tuple; expected a number or a value",
     branches: r"test_variants.py:\d+: `if q_idx > 3:`.*use where",
     writes: r"test_variants.py:\d+: `outside\[0\] = score`: writes an element",
     writes_global: r"test_variants.py:\d+: `total = total \+ 1`: writes a global",
     chains: r"`return score \* \(q_idx < kv_idx < 5\)`",
-    counts: "do not return the same expression each time",
+    counts: "changes 'outside'",
+    lambda score: score * random.random(): "do not return the same expression each time",
     lambda score: math.tanh(score): "used as a number of Python",
     lambda score: torch.sin(score): r"torch's sin\(\)",
     lambda score: score.sum(): "no 'sum'",
@@ -985,6 +1011,7 @@ def test_what_cannot_be_declared():
         ({"tensors": {"x": "int32"}}, "'x' is declared but never read"),
         ({"scalars": {"x": "float16"}}, "scalars: expected one of"),
         ({"tensors": {"x": "int32"}, "scalars": {"x": int}}, "declared as a tensor too"),
+        ({"tensors": ["x"]}, "tensors: expected names and types, as a dict, got list"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             quire.Variant(lambda score: score * 2, **options)
@@ -993,12 +1020,17 @@ def test_what_cannot_be_declared():
         (lambda score, x: score + x[0] + x[0, 1], "expected 1 indices"),
         (lambda score, x: score + x[-1], "expected indices from 0 on"),
         (lambda score, x: score + x, "expected a number or a value"),
+        (
+            lambda score, x: score + x[0] * x.shape[1],
+            r"test_variants.py:\d+.*x.shape: expected a dimension from 0 to 0",
+        ),
+        (lambda score, x: score * x.shape[1] + x[0], r"x.shape\[1\]: expected a dimension below 1"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             quire.Variant(read, tensors={"x": torch.float32})
     with pytest.raises(quire.ValidationError, match="a score, a mask or both"):
         quire.Variant()
-    with pytest.raises(quire.ValidationError, match="mask: expected a bool, got a int"):
+    with pytest.raises(quire.ValidationError, match=r"mask: .*test_variants.py:\d+.*: expected a bool, got a int"):
         quire.Variant(mask=lambda q_idx: q_idx)
 
 

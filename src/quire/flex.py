@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expression import BOOL, FLOAT, OPERAND_TYPES
-from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail, refuse_side_effects
+from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail
 from quire.kernels.variant import Variant, variant_of_trees
 from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.checks import check_flags, check_shape, check_tensor, refuse
@@ -209,10 +209,8 @@ def _traced(score_mod: Any, mask_mod: Any) -> tuple[Variant, dict[str, Any]]:
         ("score_mod", score_mod, (tracer.value("score", FLOAT),)), ("block_mask", mask_mod, ()),
     ):  # fmt: skip
         if function is not None:
-            if hasattr(function, "__code__"):
-                refuse_side_effects(function)
             with _Captures(tracer):
-                result = call_traced(lambda f=function, a=(*first, *places): f(*a), {}, name)
+                result = call_traced(function, (*first, *places), {}, name)
             trees[name] = tracer.lift(result).node
     mask = trees.get("block_mask")
     if mask is not None and mask.type != BOOL:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from contextvars import ContextVar
 from types import FrameType, FunctionType
 from typing import Any, NoReturn
 
@@ -39,8 +41,15 @@ _SIDE_EFFECTS = {
 }  # fmt: skip
 
 
+#: Functions of Python whose calls are noticed outside of the function that is traced.
+_CALLS = ("print", "input", "open", "exec", "eval", "setattr", "delattr")
+
+
 class _Untraceable(ValidationError):
     """Already says where."""
+
+
+_failures: ContextVar[list[_Untraceable]] = ContextVar("failures")  # of the function that is being traced
 
 
 def fail(text: str, frame: FrameType | None = None) -> NoReturn:
@@ -48,7 +57,9 @@ def fail(text: str, frame: FrameType | None = None) -> NoReturn:
     frame = sys._getframe(1) if frame is None else frame
     while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    raise _Untraceable(f"{_place(frame.f_code.co_filename, frame.f_lineno)}: {text}") from None
+    error = _Untraceable(f"{_place(frame.f_code.co_filename, frame.f_lineno)}: {text}")
+    _failures.get([]).append(error)
+    raise error from None
 
 
 def _is_own(module: str) -> bool:
@@ -68,6 +79,7 @@ class Tracer:
     def __init__(self, tensors: Mapping[str, str], scalars: Mapping[str, str]) -> None:
         self.tree, self.tensors, self.scalars = Tree(), dict(tensors), dict(scalars)
         self.ranks: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}  # of each tensor the last dimension whose size is asked for
         self.num_nodes = 0
 
     def operand(self, name: str) -> Value | TensorValue | None:
@@ -81,6 +93,11 @@ class Tracer:
         for name in self.tensors:
             if name not in self.ranks:
                 raise ValidationError(f"tensors: {name!r} is declared but never read; remove it, or read it.")
+            if self.sizes.get(name, 0) >= self.ranks[name]:
+                raise ValidationError(
+                    f"{name}.shape[{self.sizes[name]}]: expected a dimension below {self.ranks[name]}, as {name!r} is "
+                    f"read with so many indices."
+                )
         tensors = (Operand(name, kind, self.ranks[name]) for name, kind in self.tensors.items())
         return (*tensors, *(Operand(name, kind, 0) for name, kind in self.scalars.items()))
 
@@ -152,8 +169,10 @@ class _Shape:
         self._tracer, self._name = tracer, name
 
     def __getitem__(self, dim: Any) -> Value:
-        if not isinstance(dim, int) or not 0 <= dim < _MOST_DIMS:
-            fail(f"{self._name}.shape: expected a dimension from 0 on, got {dim!r}.")
+        most = self._tracer.ranks.get(self._name, _MOST_DIMS)
+        if not isinstance(dim, int) or not 0 <= dim < most:
+            fail(f"{self._name}.shape: expected a dimension from 0 to {most - 1}, got {dim!r}.")
+        self._tracer.sizes[self._name] = max(dim, self._tracer.sizes.get(self._name, 0))
         return self._tracer.value("size", INT, value=self._name, dim=dim)
 
 
@@ -390,19 +409,44 @@ def refuse_side_effects(function: FunctionType) -> None:
         what = _SIDE_EFFECTS.get(instruction.opname)
         if instruction.opname in ("STORE_DEREF", "DELETE_DEREF") and instruction.argval in code.co_freevars:
             what = f"{instruction.argval}, a variable of another function"
-        if what is not None:
+        calls = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in _CALLS
+        if what is not None or (calls and instruction.argval not in function.__globals__):
             raise ValidationError(
-                f"{_place(code.co_filename, line)}: writes {what}, but a kernel calls the function for each score, in "
-                f"no order; return the result instead."
+                f"{_place(code.co_filename, line)}: {f'writes {what}' if what else f'calls {instruction.argval}()'}, "
+                f"but a kernel calls the function for each score, in no order; return the result instead."
             )
+
+
+def _contents(function: FunctionType) -> dict[str, list[int]]:
+    """Of each list, dict and set that the function can change: its name, and which elements it has."""
+    names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # of a variable that has no value yet
+            names[name] = cell.cell_contents
+    return {
+        name: [id(x) for x in (*value, *(value.values() if isinstance(value, dict) else ()))]
+        for name, value in names.items()
+        if isinstance(value, (list, dict, set))
+    }
 
 
 def trace(function: Any, name: str, tracer: Tracer) -> Node:
     """The tree of a function, which is called once; `name`: "score" or "mask"."""
     names = parameters_of(function, name)
-    refuse_side_effects(function)
     arguments = {parameter: _argument(tracer, parameter, name, function) for parameter in names}
-    return tracer.lift(call_traced(function, arguments, name)).node
+    node = tracer.lift(call_traced(function, (), arguments, name)).node
+    check_type(node, name, f"{_place_of(function)}: ")
+    return node
+
+
+def check_type(node: Node, name: str, place: str = "") -> None:
+    """ValidationError unless a score is a number and a mask a bool."""
+    if name == "mask" and node.type != BOOL:
+        raise ValidationError(f"mask: {place}expected a bool, got a {node.type}; return a comparison.")
+    if name == "score" and node.type == BOOL:
+        raise ValidationError(
+            f"score: {place}expected a number, got a bool; return where(condition, score, -inf) to hide keys."
+        )
 
 
 def _argument(tracer: Tracer, parameter: str, name: str, function: Any) -> Any:
@@ -420,10 +464,15 @@ def _argument(tracer: Tracer, parameter: str, name: str, function: Any) -> Any:
     return found
 
 
-def call_traced(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
-    """function(**arguments), whose errors name its line."""
+def call_traced(function: Any, args: tuple[Any, ...], arguments: Mapping[str, Any], name: str) -> Any:
+    """function(*args, **arguments), whose errors name its line."""
+    is_plain = isinstance(function, FunctionType)
+    if is_plain:
+        refuse_side_effects(function)
+    before, failures = _contents(function) if is_plain else {}, list[_Untraceable]()
+    token = _failures.set(failures)
     try:
-        result = function(**arguments)
+        result = function(*args, **arguments)
     except _Untraceable as error:
         raise ValidationError(f"{name}: {error}") from None
     except ValidationError:
@@ -435,6 +484,23 @@ def call_traced(function: Any, arguments: Mapping[str, Any], name: str) -> Any:
                 found = _place(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
             frames = frames.tb_next
         raise ValidationError(f"{name}: {found}: {type(error).__name__}: {error}") from error
-    if result is None:
-        raise ValidationError(f"{name}: {function.__qualname__}() returns nothing; expected a value.")
+    finally:
+        _failures.reset(token)
+    if failures:  # which the function caught
+        raise ValidationError(f"{name}: {failures[0]}")
+    place = _place_of(function)
+    for changed in (key for key, ids in (_contents(function) if is_plain else {}).items() if before[key] != ids):
+        raise ValidationError(
+            f"{name}: {place}: changes {changed!r}, but a kernel calls the function for each score, in no order; "
+            f"return the result instead."
+        )
+    if not isinstance(result, (Value, bool, int, float)) and getattr(result, "ndim", True):
+        got = "nothing" if result is None else f"a {type(result).__name__}"
+        raise ValidationError(f"{name}: {place}: returns {got}; expected a number or a value of the kernel.")
     return result
+
+
+def _place_of(function: Any) -> str:
+    """Where a function begins."""
+    code = getattr(function, "__code__", None)
+    return repr(function) if code is None else _place(code.co_filename, code.co_firstlineno)

@@ -9,18 +9,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import ValidationError
-from quire.kernels.expression import (
-    BOOL,
-    FLOAT,
-    FUNCTIONS,
-    INDICES,
-    OPERAND_TYPES,
-    SCALAR_TYPES,
-    Expression,
-    Node,
-    to_text,
-)
-from quire.kernels.trace import TensorValue, Tracer, call, trace
+from quire.kernels.expression import FLOAT, FUNCTIONS, INDICES, OPERAND_TYPES, SCALAR_TYPES, Expression, Node, to_text
+from quire.kernels.trace import TensorValue, Tracer, call, check_type, trace
 
 if TYPE_CHECKING:
     import ast
@@ -145,6 +135,8 @@ def find_variant(digest: str) -> Variant:
 def _types(given: Mapping[str, Any] | None, name: str, known: tuple[str, ...]) -> dict[str, str]:
     """Declared operands and their data types, by torch's names."""
     found = {}
+    if given is not None and not isinstance(given, Mapping):
+        raise ValidationError(f"{name}: expected names and types, as a dict, got {type(given).__name__}.")
     for operand, kind in (given or {}).items():
         word = {"float": "float32", "int": "int32"}.get(getattr(kind, "__name__", ""), str(kind))
         word = word.removeprefix("torch.")
@@ -175,12 +167,9 @@ def _traced(score: Any, mask: Any, tensors: dict[str, str], scalars: dict[str, s
 
 def _checked(score: Node | None, mask: Node | None, tracer: Tracer) -> Expression:
     """The expression of two trees of the right types."""
-    if mask is not None and mask.type != BOOL:
-        raise ValidationError(f"mask: expected a bool, got a {mask.type}; return a comparison.")
-    if score is not None and score.type == BOOL:
-        raise ValidationError(
-            "score: expected a number, got a bool; return where(condition, score, -inf) to hide keys."
-        )
+    for node, name in ((score, "score"), (mask, "mask")):
+        if node is not None:
+            check_type(node, name)
     if score is not None and score.type != FLOAT:
         score = tracer.tree.node("to_float", FLOAT, score)
     if score is not None and score.op == "score":
