@@ -72,6 +72,7 @@ xqa.xqa
   head_dim: checked test_xqa_function.py::test_wrong_arguments
   k_sf_cache v_sf_cache: refused test_xqa_function.py::test_wrong_arguments
   backend: used test_xqa_function.py::test_page_sizes
+  variant: used test_variants.py::test_xqa
 xqa_mla
   shown q k_cache v_cache page_table seq_lens head_dim page_size num_kv_heads
   q k_cache v_cache page_table seq_lens output q_scale kv_scale: used test_mla.py::test_xqa_mla

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 
+import oracle
 import quire
-from problems import Problem, workspace
+from problems import Problem, ints, workspace
 from quire import variants
 from quire.kernels.block_variant import variant_of_blocks
 from quire.kernels.level_variant import has_places, variant_of_level
 from test_cascade import joined, shared_prefix
+from test_chunked_prefill import split
 from test_sparse import bsr, dense, listed, sizes
 from test_variants import CASES, any_dtype
 
 #: Of the head alone, of distances, of requests, and masks.
 NAMES = ("soft_cap", "alibi", "relative_bias", "noise", "sink_score", "document_mask", "tree_mask")
-SCORES = ("soft_cap", "alibi", "noise")
+OF_PREFIXES = ("soft_cap", "alibi", "noise", "prefix_lm", "tree_mask")
 
 
 def levels(device, qo_lens=(3, 1, 4, 6), last=(7, 5, 9, 6)):
@@ -42,6 +44,11 @@ def test_variants_over_levels(name, device, backend):
     assert "a variant of one's own" in wrapper.explain()
 
 
+def joint(case, device):
+    """All operands, for calls that plan and run."""
+    return {name: x for part in case.on(device) for name, x in part.items()}
+
+
 def test_levels_without_queries_and_keys(device, backend):
     """A request without queries, and one whose own level has no keys."""
     case, (p, columns, cache) = CASES["alibi"], levels(device, (3, 0, 4, 6), (7, 5, 0, 6))
@@ -52,7 +59,7 @@ def test_levels_without_queries_and_keys(device, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", OF_PREFIXES)
 def test_decode_with_shared_prefix(name, device, backend):
     case = CASES[name]
     p, (_, *tables), cache, k, v = shared_prefix((1, 1, 1), any_dtype(device), device, "HND", False)
@@ -60,11 +67,11 @@ def test_decode_with_shared_prefix(name, device, backend):
         workspace(device), "HND", backend=backend, variant=case.variant
     )
     wrapper.begin_forward(*tables, 4, 2, p.head_dim, 8, data_type=p.dtype)
-    p.check(wrapper.forward(p.q, k, v, cache.kv, **case.on(device)[1]), **case.expected())
+    p.check(wrapper.forward(p.q, k, v, cache.kv, **joint(case, device)), **case.expected())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", OF_PREFIXES)
 def test_prefill_with_shared_prefix(name, device, backend):
     case = CASES[name]
     p, tables, cache, k, v = shared_prefix((4, 1, 7), any_dtype(device), device, "NHD", True)
@@ -72,7 +79,53 @@ def test_prefill_with_shared_prefix(name, device, backend):
         workspace(device), backend=backend, variant=case.variant
     )
     wrapper.begin_forward(*tables, 4, 2, p.head_dim, q_data_type=p.dtype)
-    p.check(wrapper.forward(p.q, k, v, cache.kv, causal=True, **case.on(device)[1]), **case.expected())
+    p.check(wrapper.forward(p.q, k, v, cache.kv, causal=True, **joint(case, device)), **case.expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill_over_a_prefix(name, device, backend):
+    case, prefix_lens, kv_lens = CASES[name], (25, 0, 7, 20), (30, 6, 16, 26)
+    p = Problem((5, 6, 0, 6), kv_lens, num_qo_heads=4, device=device, dtype=any_dtype(device), causal=True)
+    wrapper = quire.BatchPrefillWithPrefixWrapper(workspace(device), backend=backend, variant=case.variant)
+    qo, prefix, own = (
+        ints(oracle.indptr_of(x), "cpu")
+        for x in (p.qo_lens, prefix_lens, [a - b for a, b in zip(kv_lens, prefix_lens, strict=True)])
+    )
+    of_plan, of_run = case.on(device)
+    sinks = torch.randn(4, device=device)
+    wrapper.plan(qo, prefix, 4, 2, p.head_dim, kv_indptr=own, q_data_type=p.dtype, **of_plan)
+    got = wrapper.run(p.q, *split(p, prefix_lens), return_lse=True, sinks=sinks, **of_run)
+    p.check(*got, **case.expected(), sinks=sinks)
+    assert "a custom variant is computed for each set of keys" in str(wrapper.explain())
+    with pytest.raises(TypeError, match="unexpected"):
+        wrapper.run(p.q, *split(p, prefix_lens), **of_run, other=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alibi", "document_mask"])
+def test_levels_of_a_cuda_graph(name, device, backend):
+    """A captured launch reads the tables of the first plan, into which later plans write."""
+    case, (p, columns, cache) = CASES[name], levels(device)
+    of_plan, of_run = case.on(device)
+    sizes = [torch.tensor([len(array) for array in column]) for column in columns]
+    buffers = [[torch.zeros(int(n) + 8, dtype=torch.int32, device=device) for n in lens] for lens in sizes]
+    for array in (0, 1, 3):
+        buffers[array] = [torch.zeros(int(n), dtype=torch.int32, device=device) for n in sizes[array]]
+    wrapper = quire.MultiLevelCascadeAttentionWrapper(
+        3, workspace(device), "NHD", True, *buffers, backend=backend, variant=case.variant
+    )
+    plan = {"causal": True, "q_data_type": p.dtype, **of_plan}
+    wrapper.plan(*columns, 4, 2, p.head_dim, 8, **plan)
+    p.check(wrapper.run(p.q, cache.kv, **of_run), **case.expected())
+    first = [{name: table.data_ptr() for name, table in tables.items()} for tables in wrapper._operands.tables]
+    again, columns, cache = levels(device, (3, 1, 4, 2), (7, 5, 9, 2))
+    wrapper.plan(*columns, 4, 2, p.head_dim, 8, **plan)
+    again.check(wrapper.run(again.q, cache.kv, **of_run), **case.expected())
+    assert [{name: table.data_ptr() for name, table in tables.items()} for tables in wrapper._operands.tables] == first
+    with pytest.raises(quire.ValidationError, match="expected at most 14 rows in a level, as in the first plan"):
+        wrapper.plan(*levels(device, (3, 1, 4, 9), (7, 5, 9, 9))[1], 4, 2, p.head_dim, 8, **plan)
+    again.check(wrapper.run(again.q, cache.kv, **of_run), **case.expected())
 
 
 def test_operands_are_checked_against_whole_requests():
@@ -97,10 +150,6 @@ def test_operands_are_checked_against_whole_requests():
 
 
 def test_where_levels_take_no_variant():
-    with pytest.raises(quire.UnsupportedError, match="cannot have a mask, which is planned before"):
-        quire.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace("cpu"), variant=variants.document_mask)
-    with pytest.raises(quire.UnsupportedError, match="a captured graph holds the tables"):
-        quire.MultiLevelCascadeAttentionWrapper(1, workspace("cpu"), use_cuda_graph=True, variant=variants.alibi)
     with pytest.raises(TypeError, match="cap"):
         cascade("cpu", "auto", None).plan([None] * 3, [None] * 3, [None] * 3, [None] * 3, 4, 2, 64, 8, cap=1.0)
     taken = quire.Variant(

@@ -12,6 +12,7 @@ from torch import Tensor
 import oracle
 import quire
 from problems import FORMS, Problem, ints, workspace
+from quire import variants
 
 LENS = (70, 0, 8, 33, 1)
 HEADS, GROUP, PAGE = 2, 3, 8
@@ -142,6 +143,28 @@ def test_8_bit_caches(device, dtype):
     assert bounds.dtype is torch.float16
     selected = quire.select_pages(p.q, bounds.to(dtype), table, lens, PAGE, 20)
     p.check(quire.batch_decode_with_selected_pages(p.q, cache.kv, workspace(device), selected))
+
+
+def test_variants(device):
+    """They know the request and the head of a row, but not where a selected page is."""
+    p = problem(device, torch.bfloat16, (70, 8, 33))
+    cache, table, lens = tables(p, PAGE)
+    selected = quire.select_pages(p.q, quire.page_key_bounds(cache.kv), table, lens, PAGE, 20)
+    bias = torch.randn(3, p.num_qo_heads)
+    variant = quire.Variant(
+        lambda score, head, request, bias: 3 * torch.tanh(score / 3) + bias[request, head],
+        mask=lambda head, request: head != request, tensors={"bias": torch.float32},
+    )  # fmt: skip
+    call = p.q, cache.kv, workspace(device), selected
+    got = quire.batch_decode_with_selected_pages(*call, return_lse=True, variant=variant, bias=bias.to(device))
+    p.check(
+        *got, score=lambda s, at: 3 * torch.tanh(s / 3) + bias.double()[at.request, at.head],
+        sees=lambda at: at.head != at.request,
+    )  # fmt: skip
+    with pytest.raises(quire.ValidationError, match="bias: expected at least"):
+        quire.batch_decode_with_selected_pages(*call, variant=variant, bias=bias[:, :2].to(device))
+    with pytest.raises(quire.UnsupportedError, match="reads kv_idx: tables of selected pages"):
+        quire.batch_decode_with_selected_pages(*call, variant=variants.alibi, slopes=bias[0].to(device))
 
 
 def test_in_a_cuda_graph(device):

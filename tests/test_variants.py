@@ -668,7 +668,7 @@ def table_of(p: Problem, cache: PagedCache) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("q_len", [1, 3])
-@pytest.mark.parametrize("name", ["alibi", "soft_cap", "relative_bias"])
+@pytest.mark.parametrize("name", ["alibi", "soft_cap", "relative_bias", "document_mask"])
 @pytest.mark.parametrize("call", [quire.xqa_batch_decode_with_kv_cache, quire.trtllm_batch_decode_with_kv_cache])
 def test_decode_on_tables_of_pages(call, name, q_len, device, backend):
     """A GPU plans these calls itself; the softmax scale may be a tensor there."""
@@ -680,9 +680,44 @@ def test_decode_on_tables_of_pages(call, name, q_len, device, backend):
         got = call(
             p.q, cache.kv, workspace(device), table_of(p, cache), ints(kv_lens, device), 64, bmm1_scale=scale,
             kv_layout="NHD", q_len_per_req=q_len, sinks=sinks, backend=backend, variant=case.variant,
-            **case.on(device)[1],
+            **joint(case, device),
         )  # fmt: skip
         p.check(got, **case.expected(), sinks=sinks)
+
+
+def joint(case: Case, device: str) -> dict[str, object]:
+    """All operands, for calls that plan and run."""
+    return {name: x for part in case.on(device) for name, x in part.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["noise", "prefix_lm", "tree_mask", "soft_cap"])
+def test_drafts_of_different_lengths_on_tables_of_pages(name, device, backend):
+    """Rows are padded, and the variant means the queries of each request."""
+    case = CASES[name]
+    p = Problem((3, 0, 5, 1), (37, 5, 60, 9), num_qo_heads=HEADS, device=device, dtype=any_dtype(device), causal=True)
+    cache, variant = p.paged(16), case.variant
+    got = quire.xqa_batch_decode_with_kv_cache(
+        p.q, cache.kv, workspace(device), table_of(p, cache), ints(p.kv_lens, device), 64, bmm1_scale=1 / 8,
+        q_len_per_req=5, q_cu_seq_lens=ints(p.qo_indptr, device), backend=backend, variant=variant,
+        **joint(case, device),
+    )  # fmt: skip
+    p.check(got, **case.expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alibi", "document_mask"])
+def test_xqa(name, device, backend):
+    case = CASES[name]
+    p = Problem((1,) * 3, (37, 5, 60), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    cache = p.paged(16)
+    table, lens = table_of(p, cache), ints(p.kv_lens, device)
+    got = quire.xqa(
+        p.q, *cache.kv, table, lens, page_size=16, backend=backend, variant=case.variant, **joint(case, device)
+    )
+    p.check(got, **case.expected())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
+        quire.xqa(p.q, *cache.kv, table, lens, page_size=16, slopes=SLOPES)
 
 
 @pytest.mark.slow
@@ -702,13 +737,12 @@ def test_what_tables_of_pages_refuse():
     cache = p.paged(16)
     given = p.q, cache.kv, workspace("cpu"), table_of(p, cache), ints(p.kv_lens, "cpu"), 32
     for options, error, message in (
-        ({"variant": variants.prefix_lm, "prefix": PREFIX}, quire.UnsupportedError, "a mask is looked at by plan"),
         ({"variant": variants.alibi}, quire.ValidationError, "slopes: expected as a keyword"),
         ({"slopes": SLOPES}, TypeError, "unexpected keyword argument 'slopes'"),
         ({"variant": "alibi"}, quire.ValidationError, "variant: expected a quire.Variant, got str"),
         (
-            {"variant": variants.soft_cap, "cap": 3.0, "q_cu_seq_lens": ints([0, 1, 2], "cpu")},
-            quire.UnsupportedError, "beside q_cu_seq_lens queries are padded",
+            {"variant": variants.alibi, "slopes": SLOPES[:2], "q_cu_seq_lens": ints([0, 1, 2], "cpu")},
+            quire.ValidationError, "slopes: expected at least 4 elements in dimension 0",
         ),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
@@ -717,10 +751,7 @@ def test_what_tables_of_pages_refuse():
 
 def test_calls_that_take_no_variant():
     """They name the argument."""
-    for call in (
-        quire.xqa.xqa, quire.BatchMLAPagedAttentionWrapper, quire.batch_decode_with_selected_pages,
-        quire.BatchPrefillWithPrefixWrapper,
-    ):  # fmt: skip
+    for call in (quire.xqa_mla, quire.BatchMLAPagedAttentionWrapper):
         with pytest.raises(TypeError, match="unexpected keyword argument 'variant'"):
             call(variant=variants.alibi)
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from quire.block_tables import BlockTables, CacheParts, Scale, Target
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
+from quire.kernels.level_variant import variant_without_mask
 from quire.kernels.variant import Variant
 from quire.padded_queries import PaddedQueries
 from quire.runtime.attention import Attention, AttentionSpec, Result
@@ -63,7 +64,7 @@ def xqa_batch_decode_with_kv_cache(
     tokens, 0..q_len_per_req: query is then [q_cu_seq_lens[-1], num_qo_heads, head_dim] and mask [q_cu_seq_lens[-1],
     words]. Rows are copied to and from a batch with q_len_per_req rows per request, without a synchronisation.
 
-    variant: a quire.Variant of the caller's own without a mask, whose operands are keywords.
+    variant: a quire.Variant of the caller's own, whose operands are keywords. Its mask is evaluated for all keys.
 
     Returns [batch_size * q_len_per_req, num_qo_heads, head_dim], or `out`. Raises ValidationError naming
     the argument, or UnsupportedError with each kernel's reason. kv_cache_sf (4-bit caches) is refused.
@@ -165,7 +166,7 @@ def decode_block_tables(
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
     if variant is not None or operands:
-        _check_variant(variant, operands, q_cu_seq_lens)
+        of_plan_and_run(variant_of(variant), operands)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
     most = check_positive(max_seq_len, "max_seq_len")
     tables, device = _tables(block_tables, seq_lens, workspace.device), workspace.device
@@ -191,6 +192,13 @@ def decode_block_tables(
     check_shape(query, "query", {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk})
     check_same_device(query, "query", device)
     target = Target.of(out, query, cache.head_dim_vo, o_scale, out_dtype)
+    padded = None
+    if q_cu_seq_lens is not None:
+        padded = PaddedQueries.of(q_cu_seq_lens, num_rows, batch_size, q_len, device)
+    if variant is not None:
+        variant = variant_without_mask(variant)
+        if padded is not None:
+            variant, operands = padded.placed(variant, operands, query.shape[1])
     head_dim_qk = cache.head_dim_qk + (0 if q_nope is None else cache.head_dim_vo)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
@@ -200,9 +208,6 @@ def decode_block_tables(
     )  # fmt: skip
     if return_lse and lse is None:
         lse = _new_lse(query)
-    padded = None
-    if q_cu_seq_lens is not None:
-        padded = PaddedQueries.of(q_cu_seq_lens, num_rows, batch_size, q_len, device)
     if num_rows:
         tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, device, padded)
         q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
@@ -219,22 +224,6 @@ def decode_block_tables(
             keep_call(key, attention)
     result = target.finish()
     return (result, lse) if return_lse else result
-
-
-def _check_variant(variant: Any, operands: Mapping[str, Any], q_cu_seq_lens: torch.Tensor | None) -> None:
-    of_mask, _ = of_plan_and_run(variant_of(variant), operands)
-    if variant is None:
-        return
-    if variant.has_mask or of_mask:
-        raise UnsupportedError(
-            "variant: a mask is looked at by plan(), and this call has none: plan BatchDecodeWithPagedKVCacheWrapper "
-            "with it, or write where(condition, score, -inf) as the score."
-        )
-    if q_cu_seq_lens is not None:
-        raise UnsupportedError(
-            "variant: beside q_cu_seq_lens queries are padded, and q_idx would not be theirs: expected none, or calls "
-            "of as many queries a request; or plan BatchPrefillWithPagedKVCacheWrapper with it."
-        )
 
 
 def _kind(

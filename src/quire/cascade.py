@@ -19,7 +19,7 @@ import torch
 
 from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.level_variant import has_places, variant_of_level
+from quire.kernels.level_variant import variant_of_level, variant_without_mask
 from quire.kernels.variant import Variant
 from quire.merge import merge_state, merge_state_in_place, merge_states
 from quire.prefill import (
@@ -91,11 +91,6 @@ class MultiLevelCascadeAttentionWrapper:
         self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
         self._variant = variant_of(variant)
         self._operands: PlacedOperands | None = None  # once planned, what the variant reads
-        if use_cuda_graph and self._variant is not None and has_places(self._variant):
-            raise UnsupportedError(
-                "variant: over levels of keys it cannot read q_idx, kv_idx, request or lengths with "
-                "use_cuda_graph=True: a captured graph holds the tables that say where rows of one plan stand."
-            )
         self._levels = [
             BatchPrefillWithPagedKVCacheWrapper(
                 float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
@@ -162,12 +157,16 @@ class MultiLevelCascadeAttentionWrapper:
         if not (apart := self._plan_joined(calls, operands)):
             self._apart = ""
             return
-        planned = self._operands_of(calls)
+        has_graph = self._levels[0].is_cuda_graph_enabled
+        own = self._operands_of(calls)
+        planned = own.in_place_of(self._operands) if own and has_graph else own
         for (_, _, kwargs), given in zip(calls, planned.of_plan(operands) if planned else (), strict=False):
             kwargs.update(given)
         for level, indices, kwargs in calls:
             if level.is_cuda_graph_enabled:  # plan() of one of these writes what its graph reads: look at all first
                 level.workspace_size(*indices, **kwargs)
+        if own is not None and planned is not None and planned is not own:
+            planned.copy_from(own)
         for level, indices, kwargs in calls:
             level.plan(*indices, **kwargs)
         for level, twin in zip(self._levels, levels, strict=True):  # the same wrappers: graphs know them
@@ -293,7 +292,7 @@ class _SharedPrefixWrapper:
     """Requests that begin with the same keys. `_unique` attends to each request's other keys, in a paged cache.
 
     float_workspace_buffer, kv_layout, backend, variant: see quire.runtime.wrapper.AttentionWrapper. In a variant,
-    positions count from the first shared key; the variant cannot have a mask.
+    positions count from the first shared key, and forward() takes all operands. A mask is evaluated for all keys.
     """
 
     _kind: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
@@ -304,12 +303,9 @@ class _SharedPrefixWrapper:
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto",
         variant: Variant | None = None,
     ) -> None:  # fmt: skip
-        self._kv_layout, self._backend, self._variant = kv_layout, backend, variant_of(variant)
-        if self._variant is not None and self._variant.has_mask:
-            raise UnsupportedError(
-                "variant: with shared keys beside the cache it cannot have a mask, which is planned before forward() "
-                "is given the shared keys; use MultiLevelCascadeAttentionWrapper, or where(visible, score, -inf)."
-            )
+        given = variant_of(variant)  # forward() is the first to know the shared keys, and masks are planned before it
+        self._variant = None if given is None else variant_without_mask(given)
+        self._kv_layout, self._backend = kv_layout, backend
         own = None if self._variant is None else variant_of_level(self._variant)
         self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend, variant=own)
         self._joined: tuple[Hashable, Attention | str] = (), "not planned"  # of what, and it or why there is none
@@ -423,7 +419,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
     ) -> torch.Tensor:  # fmt: skip
         """Attention of q [batch_size, num_qo_heads, head_dim] over the shared keys and each request's own pages.
 
-        k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). operands: what the score of the
+        k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). operands: what the
         constructor's variant reads. Returns o like q.
         """
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)

@@ -7,13 +7,23 @@ this runs on the device of the call without a synchronisation, so the call may b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.errors import PlanError, ValidationError
+from quire.kernels.expression import indices_in
+from quire.kernels.level_variant import with_places
+from quire.kernels.trace import Tracer, Value
+from quire.kernels.variant import Variant
 from quire.runtime.checks import check_same_device, check_shape, check_tensor, to_int32
 from quire.runtime.graph import is_capturing
+from quire.runtime.variant_operands import PlacedOperands, int32_table
+
+#: The table, int32 [batch_size], by which a custom variant finds the index of a query among those of its request.
+PADDING = "padding_of_requests"
 
 
 class PaddedQueries(NamedTuple):
@@ -63,6 +73,13 @@ class PaddedQueries(NamedTuple):
             if batch is not None and rows is not None:
                 rows.copy_(batch[self.places])
 
+    def placed(self, variant: Variant, given: Mapping[str, Any], num_qo_heads: int) -> tuple[Variant, dict[str, Any]]:
+        """A custom variant for the rows of the batch, and its operands: it means the queries of the call."""
+        limits = {"head": num_qo_heads, "request": self.sources.shape[0], "q_idx": self.sources.shape[1]}
+        planned, device = _variant_of_batch(variant), self.sources.device
+        tables = {} if planned is variant else {PADDING: int32_table(self.padding, device)}
+        return planned, PlacedOperands(variant, planned, (tables,), limits, device).of_run(given)[0]
+
     def tree_mask(self, words: torch.Tensor) -> torch.Tensor:
         """The bits uint8 [batch_size, q_len, bytes] of a mask [num_rows, bytes], whose first bit is the first token of
         a request: what comes before that in the batch are older tokens, which all see.
@@ -74,6 +91,18 @@ class PaddedQueries(NamedTuple):
         columns = token.clamp(0, q_len - 1)[:, None].expand(-1, q_len, -1)
         bits = torch.where((token < 0)[:, None], 1, bits.gather(2, columns))
         return (bits.view(-1, q_len, num_bits // 8, 8) << shifts).sum(3).to(torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def _variant_of_batch(variant: Variant) -> Variant:
+    reads = indices_in(variant.expression.score) & {"q_idx", "qo_len"}
+    return with_places(variant, (PADDING,), _places) if reads else variant
+
+
+def _places(tracer: Tracer) -> dict[str, Value]:
+    q_idx, qo_len, request = (tracer.value("index", "int", value=name) for name in ("q_idx", "qo_len", "request"))
+    padding = tracer.read(PADDING, request)
+    return {"q_idx": q_idx - padding, "qo_len": qo_len - padding}
 
 
 def _offsets(value: Any, num_rows: int, batch_size: int, q_len: int, device: torch.device) -> torch.Tensor:

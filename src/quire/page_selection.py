@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.block_table_decode import decode_block_tables
 from quire.block_tables import BlockTables, CacheParts, Scale, check_lengths
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
+from quire.kernels.expression import indices_in
+from quire.kernels.level_variant import variant_without_mask, with_places
 from quire.kernels.operation import OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import PageScoresParams
+from quire.kernels.trace import Tracer, Value
+from quire.kernels.variant import Variant
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_output, check_positive, check_same_device, check_shape, check_tensor
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.target import target_of
+from quire.runtime.variant_operands import PlacedOperands, int32_table, variant_of
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout, dtype_of
 
@@ -153,13 +160,15 @@ def batch_decode_with_selected_pages(
     sm_scale: float | None = None, kv_layout: str = "NHD", out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, return_lse: bool = False, k_scale: float | torch.Tensor | None = None,
     v_scale: float | torch.Tensor | None = None, enable_pdl: bool | None = None, *, backend: str = "auto",
+    variant: Variant | None = None, **operands: Any,
 ) -> Result:  # fmt: skip
     """Attention of one query per request over the pages that were selected for each KV head; other pages are not read.
 
     q: [batch_size, num_qo_heads, head_dim]. paged_kv_cache, kv_layout: as in BatchDecodeWithPagedKVCacheWrapper, keys
     and values with the same strides between pages and heads. workspace_buffer: for partial results. selected: the
     result of select_pages(), or any tables with these shapes. sm_scale: None: 1 / sqrt(head_dim). k_scale, v_scale:
-    numbers, or tensors of one element, that keys and values are multiplied by.
+    numbers, or tensors of one element, that keys and values are multiplied by. variant: a custom quire.Variant that
+    does not read kv_idx or kv_len, which the tables do not say; its operands are keywords.
 
     Returns o [batch_size, num_qo_heads, head_dim], or (o, lse) with return_lse=True, lse [batch_size, num_qo_heads] in
     float32, base 2. A request without tokens gives 0. Raises ValidationError naming the argument, or UnsupportedError.
@@ -184,16 +193,51 @@ def batch_decode_with_selected_pages(
     own_scale = 1 / math.sqrt(keys.shape[3]) if sm_scale is None else sm_scale
     scale = Scale.of(own_scale, "sm_scale", workspace.device, positive=True)
     rows = q.reshape(q.shape[0] * heads, -1, q.shape[2])
+    if (given := variant_of(variant)) is not None:
+        variant, operands = _placed(given, operands, q, heads)
     result: Any = decode_block_tables(
         rows, CacheParts.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),
         selected.seq_lens.flatten(), top_k * page_size,
         scale.times(Scale.of(k_scale, "k_scale", workspace.device, positive=True)),
         Scale.of(v_scale, "v_scale", workspace.device), KVLayout.NHD, q_len_per_req=1, q_cu_seq_lens=None,
         window_left=-1, out=_rows_of(out, "out", heads), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
-        lse=_rows_of(lse, "lse", heads), return_lse=return_lse, backend=backend,
+        lse=_rows_of(lse, "lse", heads), return_lse=return_lse, backend=backend, variant=variant, operands=operands,
     )  # fmt: skip
     o = (result[0] if return_lse else result).view(*q.shape[:2], -1) if out is None else out
     return (o, result[1].view(q.shape[:2]) if lse is None else lse) if return_lse else o
+
+
+#: The table, int32 [batch_size * num_kv_heads, 2], by which a variant finds the request and first head of a row of q.
+_PLACES = "requests_and_heads"
+
+
+def _placed(
+    variant: Variant, given: Mapping[str, Any], q: torch.Tensor, num_kv_heads: int
+) -> tuple[Variant, dict[str, Any]]:
+    """The variant for rows of one KV head each, and its operands."""
+    of_rows, (batch_size, num_qo_heads, _) = _variant_of_rows(variant), q.shape
+    rows = torch.arange(batch_size * num_kv_heads, device=q.device)
+    table = torch.stack((rows // num_kv_heads, rows % num_kv_heads * (num_qo_heads // num_kv_heads)), 1)
+    tables = {} if of_rows == variant_without_mask(variant) else {_PLACES: int32_table(table, q.device)}
+    limits = {"head": num_qo_heads, "request": batch_size, "q_idx": 1}
+    return of_rows, PlacedOperands(variant_without_mask(variant), of_rows, (tables,), limits, q.device).of_run(given)[0]
+
+
+@lru_cache(maxsize=256)
+def _variant_of_rows(variant: Variant) -> Variant:
+    plain = variant_without_mask(variant)
+    reads = indices_in(plain.expression.score)
+    if unknown := reads & {"kv_idx", "kv_len"}:
+        raise UnsupportedError(
+            f"variant: expected none that reads {min(unknown)}: tables of selected pages do not say where a page is in "
+            f"its request."
+        )
+    return with_places(plain, (_PLACES,), _places) if reads & {"head", "request"} else plain
+
+
+def _places(tracer: Tracer) -> dict[str, Value]:
+    row, head = (tracer.value("index", "int", value=name) for name in ("request", "head"))
+    return {"request": tracer.read(_PLACES, (row, 0)), "head": tracer.read(_PLACES, (row, 1)) + head}
 
 
 def _keys_and_values(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torch.Tensor]:

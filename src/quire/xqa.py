@@ -18,6 +18,7 @@ from quire.block_table_decode import decode_block_tables
 from quire.block_table_mla import decode_latents
 from quire.block_tables import CacheParts, Scale
 from quire.errors import ValidationError
+from quire.kernels.variant import Variant
 from quire.runtime.checks import (
     check_output,
     check_positive,
@@ -44,7 +45,7 @@ def xqa(
     mask: torch.Tensor | None = None, *, q_cu_seq_lens: torch.Tensor | None = None, k_sf_cache: Any = None,
     v_sf_cache: Any = None, head_dim: int | None = None, sliding_window_size: int = -1,
     pos_encoding_mode: str = "NONE", rope_scale: float | None = None, rope_theta: float | None = None,
-    backend: str = "auto",
+    backend: str = "auto", variant: Variant | None = None, **operands: Any,
 ) -> torch.Tensor:  # fmt: skip
     """Attention of the last q_seq_len tokens of each request over its pages, like FlashInfer's function.
 
@@ -63,7 +64,8 @@ def xqa(
     query sees, including its own; 0: all. sliding_window_size is the same (-1: all). mask, and q_cu_seq_lens for q
     [q_cu_seq_lens[-1], num_qo_heads, head_dim]: as in xqa_batch_decode_with_kv_cache(), with q_seq_len for
     q_len_per_req. pos_encoding_mode, rope_scale,
-    rope_theta: as in BatchPrefillWithPagedKVCacheWrapper.plan().
+    rope_theta: as in BatchPrefillWithPagedKVCacheWrapper.plan(). variant: a custom quire.Variant, whose operands are
+    keywords.
 
     Optional: workspace_buffer is used for partial results if given, and need not be zeroed; semaphores (uint32) and
     sm_count are checked but not needed. By position, sm_count may come in place of kv_layout, as in older versions.
@@ -93,7 +95,7 @@ def xqa(
         kv_factor.times(_output_scale(rcp_out_scale, output)), layout, q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens,
         window_left=_window(sliding_win_size, sliding_window_size), out=_output_rows(output, q, cache.head_dim_vo),
         sinks=_sinks(sinks, cache.num_kv_heads, rows.shape[1]), enable_pdl=enable_pdl, o_scale=1.0, mask=mask,
-        backend=backend, pos_encoding=(pos_encoding_mode, rope_scale, rope_theta),
+        backend=backend, pos_encoding=(pos_encoding_mode, rope_scale, rope_theta), variant=variant, operands=operands,
     )  # fmt: skip
     return result.view(*q.shape[:-1], cache.head_dim_vo) if output is None else output
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
+from math import inf
 
 from quire.errors import ValidationError
-from quire.kernels.expression import Node, indices_in
-from quire.kernels.trace import Tracer, Value
+from quire.kernels.expression import FLOAT, Node, indices_in
+from quire.kernels.trace import Tracer, Value, call
 from quire.kernels.variant import Variant, variant_of_trees
 
 #: The tables, int32: of each entry of the level its first row of q, and of each row of q what COLUMNS say.
@@ -31,17 +32,35 @@ def variant_of_level(variant: Variant) -> Variant:
     return with_places(variant, (FIRST_ROWS, ROWS), _places) if has_places(variant) else variant
 
 
-def with_places(
-    variant: Variant, tables: Collection[str], places_of: Callable[[Tracer], Mapping[str, Value]]
-) -> Variant:
-    """The same variant, which finds its places by `places_of` and has the operands `tables`, int32, for that."""
+@lru_cache(maxsize=256)
+def variant_without_mask(variant: Variant) -> Variant:
+    """The variant as a score alone, -inf where its mask hides the key: for calls that plan no mask."""
+    if not variant.has_mask:
+        return variant
+    tracer = _tracer_of(variant, ())
+    score = _rewritten(variant.expression.score, tracer, {}) or tracer.value("score", FLOAT).node
+    mask = _rewritten(variant.expression.mask, tracer, {})
+    assert mask is not None
+    return variant_of_trees(call("where", Value(tracer, mask), Value(tracer, score), -inf).node, None, tracer)
+
+
+def _tracer_of(variant: Variant, tables: Collection[str]) -> Tracer:
+    """With the operands of the variant and `tables`, int32."""
     operands = variant.expression.operands
-    if taken := {operand.name for operand in operands} & {*tables}:
-        raise ValidationError(f"variant: an operand cannot be named {min(taken)!r} here; rename it.")
     tensors = {operand.name: operand.type for operand in operands if operand.rank}
     scalars = {operand.name: operand.type for operand in operands if not operand.rank}
     tracer = Tracer({**tensors, **dict.fromkeys(tables, "int32")}, scalars)
     tracer.ranks.update({operand.name: operand.rank for operand in operands if operand.rank})
+    return tracer
+
+
+def with_places(
+    variant: Variant, tables: Collection[str], places_of: Callable[[Tracer], Mapping[str, Value]]
+) -> Variant:
+    """The same variant, which finds its places by `places_of` and has the operands `tables`, int32, for that."""
+    if taken := {operand.name for operand in variant.expression.operands} & {*tables}:
+        raise ValidationError(f"variant: an operand cannot be named {min(taken)!r} here; rename it.")
+    tracer = _tracer_of(variant, tables)
     places = places_of(tracer)
     score, mask = variant.expression.score, variant.expression.mask
     return variant_of_trees(_rewritten(score, tracer, places), _rewritten(mask, tracer, places), tracer)

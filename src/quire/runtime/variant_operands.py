@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import operator
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -127,6 +127,25 @@ class PlacedOperands:
     def of_run(self, given: Mapping[str, Any], is_traced: bool = False) -> list[dict[str, Any]]:
         """What each launch's run() takes of what run() was given; tensors that torch traces have no memory to check."""
         return self._of_call("run", given, is_traced)
+
+    def in_place_of(self, before: PlacedOperands | None) -> PlacedOperands:
+        """The same with the tables of `before`, which a captured graph reads; copy_from() then copies its own there."""
+        for old, new in () if before is None else before._pairs(self):
+            if new.shape[0] > old.shape[0]:
+                raise ValidationError(
+                    f"qo_indptr: expected at most {old.shape[0]} rows in a level, as in the first plan() for a CUDA "
+                    f"graph, got {new.shape[0]}."
+                )
+        return self if before is None else replace(self, tables=before.tables)
+
+    def copy_from(self, other: PlacedOperands) -> None:
+        """Write the other's tables into the memory of these."""
+        for old, new in self._pairs(other):
+            old[: new.shape[0]].copy_(new)
+
+    def _pairs(self, other: PlacedOperands) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        both = zip(self.tables, other.tables, strict=True)
+        return [(old[name], new[name]) for old, new in both for name in new]
 
     def _of_call(self, call: str, given: Mapping[str, Any], is_traced: bool = False) -> list[dict[str, Any]]:
         expression, of_mask = self.variant.expression, self.planned.expression.mask_operands
