@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, noop_mask
 
 import quire
 
@@ -123,6 +123,21 @@ def branches(score, b, h, q_idx, kv_idx):
     return -score
 
 
+def mask_of(function, kv_len):
+    return create_block_mask(function, None, None, Q_LEN, kv_len, device="cpu")
+
+
+def some_blocks():
+    number = torch.zeros(1, 1, 1, dtype=torch.int32)
+    return BlockMask.from_kv_blocks(number, number[..., None], seq_lengths=(Q_LEN, Q_LEN))
+
+
+def test_a_mask_that_hides_nothing():
+    q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
+    plain = quire.flex_attention(q, k, v)
+    assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask_of(noop_mask, Q_LEN)), plain)
+
+
 def test_what_is_refused():
     q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
     for options, message in (
@@ -134,6 +149,10 @@ def test_what_is_refused():
         ({"block_mask": torch.ones(2)}, "block_mask: expected what torch's create_block_mask"),
         ({"kernel_options": {"BLOCK_M": 64}}, "kernel_options: not supported"),
         ({"enable_gqa": 1}, "enable_gqa: expected a bool"),
+        ({"scale": 0.0}, "^scale: expected a positive number"),
+        ({"score_mod": lambda s: s}, r"score_mod: .*test_flex.py:\d+: .*takes 1 positional argument"),
+        ({"block_mask": mask_of(causal, KV_LEN + 1)}, f"block_mask: expected one of {Q_LEN} queries and {Q_LEN} keys"),
+        ({"block_mask": some_blocks()}, "block_mask: expected a function mask_mod, got lists of blocks alone"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             quire.flex_attention(q, k, v, **options)

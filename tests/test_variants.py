@@ -905,6 +905,9 @@ def test_wrong_numbers():
     for width in ("5", 2.5, 2**31, SLOPES):
         with pytest.raises(quire.ValidationError, match="width: expected"):
             plan_ragged(wrapper, p, plan={"width": width, "step": 3})
+    for cap in (1e300, "5", None):
+        with pytest.raises(quire.ValidationError, match="cap: expected a number"):
+            quire.single_prefill_with_kv_cache(p.q, p.k, p.v, variant=variants.soft_cap, cap=cap)
 
 
 def test_what_a_variant_says_is_not_asked_for_besides():

@@ -18,7 +18,7 @@ from quire.kernels.expression import BOOL, FLOAT, OPERAND_TYPES
 from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail
 from quire.kernels.variant import Variant, variant_of_trees
 from quire.runtime.attention import Attention, AttentionSpec
-from quire.runtime.checks import check_flags, check_shape, check_tensor, refuse
+from quire.runtime.checks import check_flags, check_shape, check_tensor, refuse, scalar
 from quire.runtime.keywords import Pair
 from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
@@ -72,13 +72,15 @@ def flex_attention(
     """
     check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
     refuse(kernel_options=kernel_options)
-    mask_mod = _mask_of(block_mask)
+    if scale is not None:
+        scalar(scale, "scale", positive=True)
     if is_tracing():
         raise UnsupportedError(
             "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.compile "
             "(torch.compiler.disable), capture it in a CUDA graph, or plan a wrapper with a quire.Variant."
         )
     _check_shapes(query, key, value, enable_gqa)
+    mask_mod = _mask_of(block_mask, (query, key))
     variant, tensors = (None, {}) if score_mod is mask_mod is None else _traced(score_mod, mask_mod)
     of_mask, of_score = of_plan_and_run(variant, tensors)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
@@ -92,13 +94,31 @@ def flex_attention(
     return (o, lse.unflatten(0, (batch, q_len)).transpose(1, 2) * math.log(2.0)) if return_lse else o
 
 
-def _mask_of(block_mask: Any) -> Any:
-    found = None if block_mask is None else getattr(block_mask, "mask_mod", None)
-    if block_mask is not None and found is None:
+def _mask_of(block_mask: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Its function; None if it hides nothing."""
+    if block_mask is None:
+        return None
+    found = getattr(block_mask, "mask_mod", None)
+    if found is None:
         raise ValidationError(
             f"block_mask: expected what torch's create_block_mask() gives, got {type(block_mask).__name__}."
         )
-    return found
+    lens = [t.shape[2] for t in tensors]
+    if lens != [*block_mask.shape[-2:]]:
+        raise ValidationError(
+            f"block_mask: expected one of {lens[0]} queries and {lens[1]} keys, got {list(block_mask.shape)}; create "
+            f"one for these lengths."
+        )
+    from torch.nn.attention.flex_attention import noop_mask  # loaded by whoever made the block mask
+
+    if found is not noop_mask:
+        return found
+    if not block_mask.to_dense().all():
+        raise ValidationError(
+            "block_mask: expected a function mask_mod, got lists of blocks alone: write the mask as a function, or "
+            "pass the lists to BlockSparseAttentionWrapper."
+        )
+    return None
 
 
 def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:

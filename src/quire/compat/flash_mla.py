@@ -108,7 +108,7 @@ def flash_mla_sparse_fwd(
     refuse(indexer_topk=indexer_topk or None)
     check_shape(check_tensor(q, "q"), "q", {"seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
     check_shape(check_tensor(kv, "kv"), "kv", {"seqlen_kv": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
-    rows = q.shape[0], 1
+    rows, sm_scale = (q.shape[0], 1), scalar(sm_scale, "sm_scale", positive=True)
     result, lse = _attend_selected(q, kv, indices, rows, "indices", topk_length, d_v, sm_scale, attn_sink, out)
     return result, None, lse
 

@@ -483,7 +483,7 @@ def call_traced(function: Any, args: tuple[Any, ...], arguments: Mapping[str, An
             if not _is_own(frames.tb_frame.f_globals.get("__name__", "")):
                 found = _place(frames.tb_frame.f_code.co_filename, frames.tb_lineno)
             frames = frames.tb_next
-        raise ValidationError(f"{name}: {found}: {type(error).__name__}: {error}") from error
+        raise ValidationError(f"{name}: {found or _place_of(function)}: {type(error).__name__}: {error}") from error
     finally:
         _failures.reset(token)
     if failures:  # which the function caught

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from quire.errors import ValidationError
-from quire.kernels.expression import Expression, Operand
+from quire.kernels.expression import Expression, Operand, as_float32
 from quire.kernels.expression_cxx import operands_struct
 from quire.kernels.variant import Variant
 from quire.runtime.checks import check_same_device, check_tensor
@@ -204,9 +205,11 @@ def _number(value: Any, operand: Operand) -> float | int:
             raise ValidationError(f"{operand.name}: expected a number, got a tensor of shape {list(value.shape)}.")
         value = value.item()
     try:
-        number = float(value) if operand.type == "float32" else operator.index(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        number = value.__float__() if operand.type == "float32" else operator.index(value)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise ValidationError(f"{operand.name}: expected a number of type {operand.type}, got {value!r}.") from error
+    if isinstance(number, float) and math.isfinite(number) and math.isinf(as_float32(number)):
+        raise ValidationError(f"{operand.name}: expected a number that float32 holds, got {number}.")
     if isinstance(number, int) and not -(2**31) <= number < 2**31:
         raise ValidationError(f"{operand.name}: expected an integer that int32 holds, got {number}.")
     return number
