@@ -469,7 +469,7 @@ CALLS = (
         lambda: {
             **_draw(scores=(2, 3 * PAGE)), "lens": ints(*KV_LENS), "block_tables": ints(4, 0, 2, 1, 3, 0).view(2, 3),
         },
-        _single(quire.select_tokens, "scores", "lens", "block_tables", page_size=PAGE, top_k=2),
+        _single(quire.select_tokens, "scores", page_size=PAGE, top_k=2),
     ),
     Call(
         "batch_decode_with_selected_pages",

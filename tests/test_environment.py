@@ -5,6 +5,7 @@ is silently wrong.
 
 from __future__ import annotations
 
+import ast
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +121,20 @@ def test_the_first_call_may_be_made_under_other_defaults(default: str) -> None:
     torch.set_default_dtype(torch.float32)
     for (call, _, tensors), got in zip(calls, first, strict=True):
         assert_same(got, call(tensors))
+
+
+def test_no_tensor_is_made_on_the_default_device() -> None:
+    """Which engines set to the GPU, where arrays of the host would follow it."""
+    makers = {"arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "randperm", "tensor", "zeros"}
+    found = [
+        f"{file.name}:{node.lineno}"
+        for file in Path(quire.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makers
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        if "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not found
 
 
 # Autograd

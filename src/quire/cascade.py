@@ -376,7 +376,7 @@ class _SharedPrefixWrapper:
         spec = planned(self._unique._attention).spec
         assert isinstance(spec.indices, Indices)
         own, token = Level.of(spec.indices), 0 if KVLayout.of(self._kv_layout) is KVLayout.NHD else 1
-        shared = Level(own.qo_indptr[[0, -1]], torch.tensor([k_shared.shape[token]]))
+        shared = Level(own.qo_indptr[[0, -1]], torch.tensor([k_shared.shape[token]], device="cpu"))
         return operands_of_levels(self._variant, (shared, own), spec.options.num_qo_heads, self._unique.device).of_run(
             given
         )

@@ -144,4 +144,4 @@ def _without_surplus(
     indptr = torch.zeros_like(kv_indptr)
     torch.cumsum(used, 0, out=indptr[1:])
     shift = torch.repeat_interleave(kv_indptr[:-1] - indptr[:-1], used)
-    return indptr, pages[(torch.arange(shift.numel()) + shift).to(pages.device)]
+    return indptr, pages[(torch.arange(shift.numel(), device="cpu") + shift).to(pages.device)]

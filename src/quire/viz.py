@@ -319,9 +319,17 @@ def _planned(options: argparse.Namespace) -> tuple[AttentionWrapper, list[torch.
         ragged.plan(_offsets(qo_lens), _offsets(kv_lens), *heads, causal=options.causal, **shared)
         return ragged, [q, randn(sum(kv_lens), *own), randn(sum(kv_lens), *own)]
     pages = _offsets([-(-n // size) for n in kv_lens])
-    last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in kv_lens], dtype=torch.int32)
+    last = torch.tensor([(n - 1) % size + 1 if n else 0 for n in kv_lens], dtype=torch.int32, device="cpu")
     cache = randn(int(pages[-1]), 2, size, *own)
-    table = pages, torch.arange(int(pages[-1]), dtype=torch.int32), last, qo_heads, kv_heads, options.head_dim, size
+    table = (
+        pages,
+        torch.arange(int(pages[-1]), dtype=torch.int32, device="cpu"),
+        last,
+        qo_heads,
+        kv_heads,
+        options.head_dim,
+        size,
+    )
     if set(qo_lens) == {1}:
         decode = BatchDecodeWithPagedKVCacheWrapper(workspace)
         decode.plan(*table, **shared)
@@ -332,7 +340,7 @@ def _planned(options: argparse.Namespace) -> tuple[AttentionWrapper, list[torch.
 
 
 def _offsets(lens: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0).int()
+    return torch.tensor([0, *lens], device="cpu").cumsum(0).int()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -114,7 +114,7 @@ class ContextParallelDecode:
     ) -> None:  # fmt: skip
         last = ((here - 1) % shape[-1] + 1).int()
         if isinstance(self._wrapper, BatchPrefillWithPagedKVCacheWrapper):
-            qo_indptr = torch.arange(lens.numel() + 1, dtype=torch.int32) * q_len
+            qo_indptr = torch.arange(lens.numel() + 1, dtype=torch.int32, device="cpu") * q_len
             mask = self._mask(q_len, lens, here) if q_len > 1 else None
             options["custom_mask"] = mask
             self._wrapper.plan(qo_indptr, indptr, indices, last, *shape, **options)
@@ -128,8 +128,8 @@ class ContextParallelDecode:
 
     def _mask(self, q_len: int, lens: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
         """Which tokens of this rank each query sees: bool, flat."""
-        ends = self.interleave.lengths(lens[:, None] - q_len + 1 + torch.arange(q_len))
-        parts = [torch.arange(int(n)) < end[:, None] for n, end in zip(here, ends, strict=True)]
+        ends = self.interleave.lengths(lens[:, None] - q_len + 1 + torch.arange(q_len, device="cpu"))
+        parts = [torch.arange(int(n), device="cpu") < end[:, None] for n, end in zip(here, ends, strict=True)]
         return torch.cat([part.flatten() for part in parts]).to(self._wrapper.device)
 
     @overload

@@ -153,10 +153,10 @@ class _Exchange:
         self._sources = [source.to(self._wrapper.device) for source in sources]
         rows = torch.stack([early, late], 1).flatten()  # a request of its own for each chunk of queries
         pages = self._visible_pages(zigzag, rows)
-        counts = torch.tensor([len(numbers) for numbers in pages])
+        counts = torch.tensor([len(numbers) for numbers in pages], device="cpu")
         self._has_keys = bool(counts.any())
         if self._has_keys:
-            full = torch.full(counts.shape, zigzag.page_size, dtype=torch.int32)
+            full = torch.full(counts.shape, zigzag.page_size, dtype=torch.int32, device="cpu")
             indices = torch.cat(pages).int()
             self._wrapper.plan(_offsets(rows), _offsets(counts), indices, full, *shape, zigzag.page_size, **options)
             seen = (counts > 0).repeat_interleave(rows)
@@ -167,7 +167,7 @@ class _Exchange:
         first = zigzag.chunk_pages.cumsum(0) - zigzag.chunk_pages
         pages = []
         for i in range(len(first)):
-            own = first[i] + torch.arange(int(zigzag.chunk_pages[i]))
+            own = first[i] + torch.arange(int(zigzag.chunk_pages[i]), device="cpu")
             for queries in _HALVES:
                 seen = self._seen_chunks(queries) if rows[2 * i + queries] else []
                 pages.append(torch.cat([own[:0], *(own + 2 * self._pages * chunk for chunk in seen)]))
@@ -210,6 +210,6 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
 
 def _padded(first: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """For each sequence `lengths` row numbers: `counts` consecutive ones from `first` on, then any others."""
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    at = torch.arange(len(owner)) - (lengths.cumsum(0) - lengths)[owner]
+    owner = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
+    at = torch.arange(len(owner), device="cpu") - (lengths.cumsum(0) - lengths)[owner]
     return torch.where(at < counts[owner], first[owner] + at, 0)

@@ -42,7 +42,7 @@ class Zigzag:
         """
         first = self.seq_lens.cumsum(0) - self.seq_lens
         parts = [
-            first[i] + torch.arange(int(self.begin(chunk)[i]), int(self.begin(chunk + 1)[i]))
+            first[i] + torch.arange(int(self.begin(chunk)[i]), int(self.begin(chunk + 1)[i]), device="cpu")
             for i in range(len(first)) for chunk in self.chunks(rank)
         ]  # fmt: skip
-        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")

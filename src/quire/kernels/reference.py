@@ -35,7 +35,9 @@ def attention(
     """
     qo = [0, q.shape[0]] if qo_indptr is None else [int(i) for i in qo_indptr]
     kv = [0, k.shape[0]] if kv_indptr is None else [int(i) for i in kv_indptr]
-    values = {name: x.cpu() if isinstance(x, torch.Tensor) else torch.tensor(x) for name, x in operands.items()}
+    values = {
+        name: x.cpu() if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu") for name, x in operands.items()
+    }
     scale = 1.0 / math.sqrt(q.shape[2]) if sm_scale is None else sm_scale
     parts = [
         _attend(
@@ -56,7 +58,7 @@ def _attend(
     (qo_len, heads, _), kv_len, group = q.shape, k.shape[0], q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits, seen = evaluate(expression, torch.einsum("qhd,khd->hqk", q, k) * scale, request, values)
-    distance = torch.arange(kv_len) - (torch.arange(qo_len)[:, None] + kv_len - qo_len)
+    distance = torch.arange(kv_len, device="cpu") - (torch.arange(qo_len, device="cpu")[:, None] + kv_len - qo_len)
     if causal:
         seen = seen & (distance <= 0)
     if window_left >= 0:
@@ -76,13 +78,14 @@ def evaluate(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores [num_qo_heads, qo_len, kv_len] of one request under the expression, and which of them are visible."""
     heads, qo_len, kv_len = scores.shape
+    q_idx, kv_idx = torch.arange(qo_len, device="cpu"), torch.arange(kv_len, device="cpu")
+    numbers = {"request": request, "qo_len": qo_len, "kv_len": kv_len}
     leaves = {
-        "score": scores, "head": torch.arange(heads)[:, None, None], "q_idx": torch.arange(qo_len)[None, :, None],
-        "kv_idx": torch.arange(kv_len)[None, None, :], "request": torch.tensor(request),
-        "qo_len": torch.tensor(qo_len), "kv_len": torch.tensor(kv_len),
+        "score": scores, "head": torch.arange(heads, device="cpu")[:, None, None], "q_idx": q_idx[None, :, None],
+        "kv_idx": kv_idx[None, None, :], **{name: torch.tensor(n, device="cpu") for name, n in numbers.items()},
     }  # fmt: skip
     score = scores if expression.score is None else _value(expression.score, leaves, values).expand(scores.shape)
-    everything = torch.ones(scores.shape, dtype=torch.bool)
+    everything = torch.ones(scores.shape, dtype=torch.bool, device="cpu")
     mask = everything if expression.mask is None else _value(expression.mask, leaves, values) & everything
     return score, mask
 
@@ -117,14 +120,14 @@ def _operate(
         shifted: torch.Tensor = (operator.lshift if node.op == "shl" else operator.rshift)(args[0], args[1] & 31)
         return shifted
     if node.op == "const":
-        return torch.tensor(node.value)
+        return torch.tensor(node.value, device="cpu")
     if node.op == "to_float":
         return args[0].double()
     if node.op == "to_int":
         return args[0].double().nan_to_num(0.0).clamp(-(2.0**31), 2.0**31 - 1).trunc().long()
     tensor = values[str(node.value)]
     if node.op == "size":
-        return torch.tensor(tensor.shape[node.dim])
+        return torch.tensor(tensor.shape[node.dim], device="cpu")
     return _scalar(tensor) if node.op == "scalar" else _read(tensor, args)
 
 

@@ -26,7 +26,10 @@ class Level(NamedTuple):
     @classmethod
     def of(cls, indices: Indices) -> Level:
         """Of index arrays."""
-        rows, lens = torch.tensor([0, *qo_lens(indices)]).cumsum(0), torch.tensor(kv_lens(indices))
+        rows, lens = (
+            torch.tensor([0, *qo_lens(indices)], device="cpu").cumsum(0),
+            torch.tensor(kv_lens(indices), device="cpu"),
+        )
         if rows.diff().lt(0).any():
             raise ValidationError("qo_indptr: expected to ascend.")
         return cls(rows, lens)
@@ -54,9 +57,9 @@ def operands_of_levels(
 def _tables(levels: Sequence[Level], lens: torch.Tensor, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """lens [levels, rows of q]: how many keys of each level a row has."""
     own = levels[-1]
-    request = own.of_rows(torch.arange(len(own.kv_lens)))
+    request = own.of_rows(torch.arange(len(own.kv_lens), device="cpu"))
     qo_len, total = own.qo_indptr.diff()[request], lens.sum(0)
-    q_idx = torch.arange(len(request)) - own.qo_indptr[:-1][request]
+    q_idx = torch.arange(len(request), device="cpu") - own.qo_indptr[:-1][request]
     found = []
     for level, first_key in zip(levels, lens.cumsum(0) - lens, strict=True):
         columns = {"q_idx": q_idx, "request": request, "qo_len": qo_len, "kv_len": total, "first_key": first_key}

@@ -37,7 +37,7 @@ def check_repeated(
     max_sequence_kv: Any = None,
 ) -> None:  # fmt: skip
     """Compare the given arrays with `indices`, if both are on the host."""
-    qo_lens = torch.tensor([indices.qo_len]) if indices.qo_indptr is None else indices.qo_indptr.diff()
+    qo_lens = torch.tensor([indices.qo_len], device="cpu") if indices.qo_indptr is None else indices.qo_indptr.diff()
     if seq_lens_q is not None:
         seq_lens_q = _flat(seq_lens_q, "seq_lens_q", indices.batch_size)
         if seq_lens_q.is_cpu and not torch.equal(to_int32(seq_lens_q, "seq_lens_q"), qo_lens):

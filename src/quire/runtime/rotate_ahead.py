@@ -157,7 +157,7 @@ within = RotationAhead.within
 
 def _positions(batch: _Batch, indices: Indices) -> dict[str, torch.Tensor]:
     """Positions of queries and keys in their requests, and the page of each key: int32, on the host."""
-    requests = torch.arange(indices.batch_size, dtype=torch.int32)
+    requests = torch.arange(indices.batch_size, dtype=torch.int32, device="cpu")
     arrays = {
         "q": _within(batch.qo_lens) + (batch.kv_lens - batch.qo_lens).repeat_interleave(batch.qo_lens),
         "kv": _within(batch.kv_lens),
@@ -172,7 +172,7 @@ def _positions(batch: _Batch, indices: Indices) -> dict[str, torch.Tensor]:
 def _within(lens: torch.Tensor) -> torch.Tensor:
     """0, 1, ... of each request."""
     begin = lens.cumsum(0) - lens
-    return torch.arange(int(lens.sum())) - begin.repeat_interleave(lens)
+    return torch.arange(int(lens.sum()), device="cpu") - begin.repeat_interleave(lens)
 
 
 def _upload(arrays: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:

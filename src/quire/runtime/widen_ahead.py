@@ -71,7 +71,7 @@ class WideningAhead(Ahead):
         indices = kept(indices)
         assert indices.kv_indices is not None
         self._first, count = _pages(indices)
-        pages = torch.arange(-self._first, count, dtype=torch.int32).clamp_(min=0)
+        pages = torch.arange(-self._first, count, dtype=torch.int32, device="cpu").clamp_(min=0)
         planned = indices._replace(kv_indices=pages)
         super().__init__(indices, planned, plain_options(options), rest, 0, largest_page(indices))
         self._pages = indices.kv_indices.to(memory.device, torch.int32)  # the same memory where it lies there already
