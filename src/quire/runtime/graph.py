@@ -179,6 +179,9 @@ class GraphState:
 
 
 def _refuse(name: str, expected: Any, got: Any) -> None:
+    if isinstance(expected, LogitsOptions) and isinstance(got, LogitsOptions):
+        differ = [name for name in got._fields if getattr(expected, name) != getattr(got, name)]
+        expected, got = ({name: getattr(logits, name) for name in differ} for logits in (expected, got))
     raise PlanError(
         f"{name}: expected {expected}, which the first plan() or forward() of a wrapper for CUDA graphs fixes, "
         f"got {got}; use another wrapper for it."
