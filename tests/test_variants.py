@@ -732,6 +732,27 @@ def test_prefill_on_tables_of_pages(device, backend):
     check(p, BOTH, got)
 
 
+@pytest.mark.slow
+def test_the_wrappers_that_are_others_with_options(device, backend):
+    """For CUDA graphs, planned as SGLang plans; and with sinks by position."""
+    case, sinks = CASES["document_mask"], torch.randn(HEADS, device=device)
+    p = Problem((1,) * 3, (37, 5, 60), num_qo_heads=HEADS, device=device, dtype=any_dtype(device))
+    cache, (of_plan, of_run) = p.paged(16), case.on(device)
+    buffers = [torch.zeros(n, dtype=torch.int32, device=device) for n in (4, 20, 3)]
+    wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(
+        workspace(device), *buffers, backend=backend, variant=case.variant
+    )
+    tables = cache.indptr, cache.indices, cache.last_page_len
+    quire.fast_decode_plan(wrapper, *tables, HEADS, 2, p.head_dim, 16, q_data_type=p.dtype, **of_plan)
+    check(p, case, wrapper.run(p.q, cache.kv, return_lse=True, sinks=sinks, **of_run), sinks=sinks)
+    with_sinks = quire.BatchAttentionWithAttentionSinkWrapper(
+        workspace(device), backend=backend, q_data_type=p.dtype, kv_data_type=p.dtype, head_dim_qk=p.head_dim,
+        head_dim_vo=p.head_dim, variant=case.variant,
+    )  # fmt: skip
+    with_sinks.plan(ints(p.qo_indptr, device), *tables, HEADS, 2, p.head_dim, 16, **of_plan)
+    check(p, case, with_sinks.run(p.q, cache.kv, sinks, return_lse=True, **of_run), sinks=sinks)
+
+
 def test_what_tables_of_pages_refuse():
     p = Problem((1, 1), (20, 9), num_qo_heads=HEADS)
     cache = p.paged(16)

@@ -117,11 +117,12 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False,
         q_data_type: str | torch.dtype = torch.bfloat16, kv_data_type: str | torch.dtype = torch.bfloat16,
-        head_dim_qk: int = 128, head_dim_vo: int = 128, window_left: int = -1,
+        head_dim_qk: int = 128, head_dim_vo: int = 128, window_left: int = -1, *, variant: Variant | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, qo_indptr_buf, paged_kv_indptr_buf,
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
+            variant=variant,
         )  # fmt: skip
         check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._defaults = {

@@ -229,11 +229,11 @@ class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWra
     def __init__(
         self, workspace_buffer: torch.Tensor, indptr_buffer: torch.Tensor, indices_buffer: torch.Tensor,
         last_page_len_buffer: torch.Tensor, kv_layout: str = "NHD", use_tensor_cores: bool = False, *,
-        backend: str = "auto",
+        backend: str = "auto", variant: Variant | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             workspace_buffer, kv_layout, True, use_tensor_cores, indptr_buffer, indices_buffer, last_page_len_buffer,
-            backend,
+            backend, variant=variant,
         )  # fmt: skip
 
 
@@ -244,15 +244,16 @@ def fast_decode_plan(
     kv_data_type: str | torch.dtype | None = None, data_type: str | torch.dtype | None = None,
     sm_scale: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
     non_blocking: bool = True, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-    q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None,
+    q_len_per_req: int = 1, global_override_indptr_cpu: torch.Tensor | None = None, **operands: Any,
 ) -> None:  # fmt: skip
     """plan() of a BatchDecodeWithPagedKVCacheWrapper as SGLang binds it.
 
-    global_override_indptr_cpu: a host copy of `indptr`. The function exists for its name: plan() with host arrays is
-    just as fast.
+    global_override_indptr_cpu: a host copy of `indptr`. operands: what the mask of the wrapper's variant reads. The
+    function exists for its name: plan() with host arrays is just as fast.
     """
     arguments = dict(locals())
     wrapper, on_host = arguments.pop("self"), arguments.pop("global_override_indptr_cpu")
+    arguments.update(arguments.pop("operands"))
     # By its class: programs put this function in the place of the wrapper's own plan().
     type(wrapper).plan(wrapper, **arguments | ({} if on_host is None else {"indptr": on_host}))
 
