@@ -1,4 +1,4 @@
-"""The command line of mla.py and sparse_mla.py, the benchmarks of latent attention: which rows, and the report."""
+"""What mla.py and sparse_mla.py, the benchmarks of latent attention, share: the command line, and rows of 656 bytes."""
 
 from __future__ import annotations
 
@@ -38,3 +38,22 @@ def measure_rows(
         write_report(args.json, {"machine": describe(device), "rows": report})
         is_bad |= any(result.is_bad for result in results)
     return int(is_bad or not rows)
+
+
+def rows_of_656_bytes(cache: torch.Tensor) -> torch.Tensor:
+    """bfloat16 latents [..., 576] in e4m3 with a float32 scale for each 128 of 512, then the 64 with positions."""
+    tokens = cache.view(-1, 576)
+    blocks = tokens[:, :512].float().view(-1, 4, 128)
+    scales = blocks.abs().amax(-1) / 448
+    latents = (blocks / scales[..., None]).to(torch.float8_e4m3fn).view(-1, 512).view(torch.uint8)
+    parts = latents, scales.view(torch.uint8), tokens[:, 512:].contiguous().view(torch.uint8)
+    return torch.cat(parts, 1).view(*cache.shape[:-1], 656).view(torch.float8_e4m3fn)
+
+
+def meant_by(rows: torch.Tensor) -> torch.Tensor:
+    """The bfloat16 latents [..., 576] that rows of 656 bytes mean."""
+    flat = rows.view(torch.uint8).view(-1, 656)
+    numbers = flat[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(-1, 4, 128)
+    latents = numbers * flat[:, 512:528].contiguous().view(torch.float32)[..., None]
+    with_positions = flat[:, 528:].contiguous().view(torch.bfloat16)
+    return torch.cat((latents.view(-1, 512).bfloat16(), with_positions), 1).view(*rows.shape[:-1], 576)

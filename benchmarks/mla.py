@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import quire
-from latent_rows import measure_rows
+from latent_rows import meant_by, measure_rows, rows_of_656_bytes
 from timing import Timing, cuda_times, estimate_us, flusher
 
 __all__ = ["ROWS", "Inputs", "Row", "main"]
@@ -41,6 +41,7 @@ class Row:
     q_len: int = 1
     page_size: int = 64
     target_us: float | None = None
+    latents: str = "bf16"  #: "e4m3" and "656": read by quire alone; their numbers are what the others would read
 
     @property
     def flops(self) -> float:
@@ -48,7 +49,7 @@ class Row:
 
     @property
     def bytes(self) -> int:
-        return sum(self.kv_lens) * 576 * 2
+        return sum(self.kv_lens) * {"bf16": 1152, "e4m3": 576, "656": 656}[self.latents]
 
 
 def _skewed() -> tuple[int, ...]:
@@ -70,6 +71,11 @@ ROWS = (
     Row("b4-mixed-h16-q4", (4641, 45118, 1730, 1696), 16, 4, target_us=30),
     Row("b64-kv4096-h128-p16", (4096,) * 64, 128, page_size=16),
     Row("b64-kv4096-h128-p1", (4096,) * 64, 128, page_size=1),
+    Row("b64-kv4096-h16-e4m3", (4096,) * 64, 16, target_us=50, latents="e4m3"),
+    Row("b64-kv4096-h16-656", (4096,) * 64, 16, latents="656"),
+    Row("b128-kv8192-h16-e4m3", (8192,) * 128, 16, latents="e4m3"),
+    Row("b64-kv4096-h128-e4m3", (4096,) * 64, 128, target_us=112, latents="e4m3"),
+    Row("b64-kv4096-h128-656", (4096,) * 64, 128, latents="656"),
 )
 
 Launch = Callable[[int], torch.Tensor]
@@ -91,6 +97,10 @@ class Inputs:
         like = {"device": device, "dtype": torch.bfloat16}
         query = torch.randn(len(row.kv_lens) * row.q_len, row.num_heads, 576, **like)
         cache = torch.randn(total, row.page_size, 576, **like)
+        if row.latents == "e4m3":
+            cache = cache.to(torch.float8_e4m3fn).to(torch.bfloat16)
+        elif row.latents == "656":
+            cache = meant_by(rows_of_656_bytes(cache))
         return cls(row, query, cache, torch.randperm(total).int().to(device))
 
     @cached_property
@@ -128,15 +138,21 @@ class Inputs:
 
 def _planned(wrapper: Any, x: Inputs, host: bool) -> Launch:
     """A wrapper of quire's or FlashInfer's; the latter reads its lengths on the device."""
-    row, device = x.row, x.query.device
+    row, device, dtype = x.row, x.query.device, torch.bfloat16
+    given: dict[str, torch.Tensor] = dict(zip(("q_nope", "q_pe", "ckv_cache", "kpe_cache"), x.parts, strict=True))
+    if row.latents == "656":
+        dtype, given = torch.uint8, {"query": x.query, "kv_cache": rows_of_656_bytes(x.cache).view(torch.uint8)}
+    elif row.latents == "e4m3":
+        dtype = torch.float8_e4m3fn
+        given |= {name: given[name].to(dtype) for name in ("ckv_cache", "kpe_cache")}
     arrays = x.qo_indptr, x.indptr, x.pages, torch.tensor(row.kv_lens, dtype=torch.int32)
     qo_indptr, indptr, pages, lens = arrays if host else [a.to(device) for a in arrays]
     wrapper.plan(
         qo_indptr, indptr, pages, lens, row.num_heads, 512, 64, row.page_size, row.q_len > 1, SCALE, torch.bfloat16,
-        torch.bfloat16,
+        dtype,
     )  # fmt: skip
     out = torch.empty(*x.query.shape[:2], 512, dtype=torch.bfloat16, device=device)
-    return lambda _: wrapper.run(*x.parts, out=out)
+    return lambda _: wrapper.run(**given, out=out)
 
 
 def _workspace(x: Inputs) -> torch.Tensor:
@@ -147,15 +163,22 @@ def _quire(backend: str, x: Inputs) -> Launch:
     return _planned(quire.mla.BatchMLAPagedAttentionWrapper(_workspace(x), backend=backend), x, host=True)
 
 
+def _check_latents(x: Inputs) -> None:
+    if x.row.latents != "bf16":
+        raise ValueError(f"16-bit latents, got {x.row.latents}")
+
+
 def _flashinfer(backend: str, x: Inputs) -> Launch:
     import flashinfer
 
+    _check_latents(x)
     return _planned(flashinfer.mla.BatchMLAPagedAttentionWrapper(_workspace(x), backend=backend), x, host=False)
 
 
 def _flashmla(x: Inputs) -> Launch:
     from sgl_kernel import flash_mla
 
+    _check_latents(x)
     row, device = x.row, x.query.device
     if row.page_size != 64:
         raise ValueError(f"pages of 64 tokens, got {row.page_size}")
