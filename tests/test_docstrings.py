@@ -12,12 +12,11 @@ import quire
 
 #: A module that can be called, xqa, counts as its function.
 PUBLIC = {name: getattr(getattr(quire, name), name, getattr(quire, name)) for name in quire.__all__}
-#: What has tensors for arguments. Exceptions, modules and switches need no example.
+#: Exceptions and modules need no example.
 SHOWN = [
     name
     for name, value in PUBLIC.items()
-    if (inspect.isclass(value) and not issubclass(value, BaseException))
-    or (inspect.isfunction(value) and "Tensor" in str(inspect.signature(value)))
+    if (inspect.isclass(value) and not issubclass(value, BaseException)) or inspect.isfunction(value)
 ]
 
 

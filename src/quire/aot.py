@@ -338,7 +338,11 @@ def warm(
 def warmup(variants: str | Path | Iterable[str]) -> list[Built]:
     """Build the families of the variants in a manifest (a path) or of slugs, so that later calls compile nothing.
 
-    Raises CompileError naming the first variant that failed.
+    Returns a Built for each variant: slug, status, seconds and path. Raises CompileError naming the first that failed.
+
+    >>> built = quire.warmup([f"packbits.{quire.jit.host_target()}.any.v1"])
+    >>> [one.error for one in built]
+    [None]
     """
     specs = read_manifest(Path(variants)) if isinstance(variants, (str, Path)) else families(variants)
     results = warm(specs)

@@ -313,7 +313,7 @@ def denied() -> bool:
 
 
 def seal() -> None:
-    """From now on a miss in this process raises CacheMissError. Call it when warm-up is over."""
+    """From now on a miss in this process raises CacheMissError. Call it when warmup() is over."""
     global _sealed
     _sealed = True
 
@@ -475,7 +475,17 @@ def forget() -> None:
 
 
 def record(path: str | Path | None) -> None:
-    """Append every variant that this process uses to the manifest `path` (None: stop); QUIRE_RECORD does so too."""
+    """Append every variant that this process uses to the manifest `path` (None: stop); QUIRE_RECORD does so too.
+
+    >>> import pathlib, tempfile
+    >>> manifest = pathlib.Path(tempfile.mkdtemp(), "used.jsonl")
+    >>> quire.record(manifest)
+    >>> k = torch.randn(5, 2, 64)
+    >>> o = quire.single_decode_with_kv_cache(torch.randn(2, 64), k, k)
+    >>> quire.record(None)
+    >>> "attention_cpu" in manifest.read_text()  # which warmup() and `quire warmup` take
+    True
+    """
     global _record_to
     _record_to = None if path is None else Path(path).expanduser().absolute()
     if _record_to is not None:

@@ -87,6 +87,9 @@ def metrics() -> str:
 
     Serve it at /metrics beside the engine's own, or write it to a file for node_exporter. A variant that the process
     already has in memory is not looked for again, so serving adds nothing to the counters.
+
+    >>> print(quire.metrics().splitlines()[0])
+    # HELP quire_cache_hits_total Variants found in a store.
     """
     with _guard:
         counted = dict(_counted)

@@ -124,6 +124,9 @@ class Decision:
 def backends() -> tuple[str, ...]:
     """The names that `backend=` takes, in addition to FlashInfer's names, which mean "auto". An MLA kernel has the same
     name as the corresponding kernel for other attention.
+
+    >>> quire.backends()
+    ('auto', 'quire:decode', 'quire:fa3', 'quire:fa2', 'quire:wide', 'quire:cpu')
     """
     return ("auto", *dict.fromkeys(PIN + kernel.backend for kernel in KERNELS))
 
