@@ -95,6 +95,7 @@ mla.BatchMLAPagedAttentionWrapper.plan
   lse_mode: checked test_mla.py::test_lse_of_both_bases
   head_dim_ckv head_dim_kpe query_layout kv_cache_layout: checked test_mla.py::test_arguments_are_used_or_refused
   output_dtype output_scale scale_mode: checked test_mla.py::test_arguments_are_used_or_refused
+  enable_pdl use_sinks: checked test_mla.py::test_what_plan_says_of_sinks
   use_profiler skip_softmax: refused test_mla.py::test_arguments_are_used_or_refused
   fixed_split_size disable_split_kv: used test_mla.py::test_fixed_splits_do_not_depend_on_neighbours
 mla.BatchMLAPagedAttentionWrapper.run
@@ -109,6 +110,7 @@ mla.BatchMLAPagedAttentionWrapper.run
   sinks: used test_mla.py::test_sinks
   enable_pdl: checked test_mla.py::test_arguments_are_used_or_refused
   profiler_buffer o_scale: refused test_mla.py::test_arguments_are_used_or_refused
+  bmm1_scale bmm2_scale skip_softmax_threshold_scale_factor: refused test_mla.py::test_what_plan_says_of_sinks
 mla.trtllm_batch_decode_with_kv_cache_mla
   shown query kv_cache workspace_buffer qk_nope_head_dim kv_lora_rank qk_rope_head_dim block_tables seq_lens
   shown max_seq_len out bmm1_scale bmm2_scale sinks enable_pdl backend
@@ -116,6 +118,7 @@ mla.trtllm_batch_decode_with_kv_cache_mla
   workspace_buffer max_seq_len: used test_mla.py::test_trtllm_decode
   bmm1_scale bmm2_scale: used test_mla.py::test_trtllm_decode
   cum_seq_lens_q max_q_len: used test_mla.py::test_trtllm_decode_of_ragged_queries
+  return_lse_base: used test_mla.py::test_base_of_a_call_on_tables
   qk_nope_head_dim kv_lora_rank qk_rope_head_dim backend: checked test_mla.py::test_trtllm_decode_refuses_by_name
   is_var_seq cute_dsl_impl kv_scale_format: checked test_mla.py::test_trtllm_decode_refuses_by_name
   multi_ctas_kv_counter_buffer enable_pdl: checked test_mla.py::test_trtllm_decode_refuses_by_name
@@ -164,6 +167,7 @@ BatchPrefillWithPagedKVCacheWrapper
   paged_kv_last_page_len_buf: used test_graph.py::test_paged_prefill
   custom_mask_buf: used test_graph.py::test_paged_prefill_with_masks
   mask_indptr_buf qk_indptr_buf: checked test_prefill.py::test_buffers_by_both_names
+  variant_owns_mask: refused test_prefill.py::test_bases_and_layouts_of_an_lse
   backend: used test_prefill.py::test_backend_is_chosen_by_itself
   jit_args jit_kwargs variant: used test_variants.py::test_jit_args
 BatchPrefillWithPagedKVCacheWrapper.plan
@@ -189,6 +193,7 @@ BatchPrefillWithPagedKVCacheWrapper.plan
   max_token_per_sequence max_sequence_kv: checked test_engines.py::test_lengths_are_taken_and_compared
   fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
   attention_chunk_size: used test_prefill.py::test_chunks_in_prefill
+  uniform_q_len: checked test_prefill.py::test_bases_and_layouts_of_an_lse
 BatchPrefillWithPagedKVCacheWrapper.run
   shown q paged_kv_cache k_scale v_scale return_lse
   q paged_kv_cache: used test_prefill.py::test_cache_forms
@@ -198,6 +203,8 @@ BatchPrefillWithPagedKVCacheWrapper.run
   sinks: used test_prefill.py::test_sinks
   enable_pdl window_left: checked test_surface.py::test_permissions_of_run
   kv_cache_sf skip_softmax_threshold_scale_factor: refused test_surface.py::test_what_run_refuses
+  lse_base lse_layout: used test_prefill.py::test_bases_and_layouts_of_an_lse
+  use_fp16_softmax uses_spcompress: refused test_prefill.py::test_bases_and_layouts_of_an_lse
 BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer
   shown float_workspace_buffer int_workspace_buffer
   float_workspace_buffer: used test_surface.py::test_another_workspace
@@ -210,6 +217,7 @@ BatchPrefillWithRaggedKVCacheWrapper
   use_cuda_graph qo_indptr_buf kv_indptr_buf: used test_graph.py::test_ragged_prefill
   custom_mask_buf: used test_surface.py::test_masks_of_ragged_graphs
   mask_indptr_buf qk_indptr_buf: checked test_prefill.py::test_buffers_by_both_names
+  variant_owns_mask: refused test_prefill.py::test_bases_and_layouts_of_an_lse
   backend: used test_prefill.py::test_backend_is_chosen_by_itself
   jit_args jit_kwargs variant: used test_variants.py::test_jit_args
 BatchPrefillWithRaggedKVCacheWrapper.plan
@@ -233,6 +241,7 @@ BatchPrefillWithRaggedKVCacheWrapper.plan
   seq_lens seq_lens_q max_token_per_sequence max_sequence_kv: checked test_engines.py::test_lengths_of_ragged_keys
   fixed_split_size disable_split_kv: used test_surface.py::test_fixed_splits
   attention_chunk_size: used test_prefill.py::test_chunks_in_prefill
+  uniform_q_len: checked test_prefill.py::test_bases_and_layouts_of_an_lse
   v_indptr o_indptr: refused test_checks.py::test_each_argument_of_plan_arrives_under_its_name
 BatchPrefillWithRaggedKVCacheWrapper.run
   shown q k v return_lse
@@ -243,6 +252,7 @@ BatchPrefillWithRaggedKVCacheWrapper.run
   sinks: used test_prefill.py::test_sinks
   enable_pdl window_left: checked test_surface.py::test_permissions_of_run
   kv_cache_sf o_scale: refused test_surface.py::test_what_run_refuses
+  lse_base lse_layout: used test_prefill.py::test_bases_and_layouts_of_an_lse
 BatchPrefillWithRaggedKVCacheWrapper.reset_workspace_buffer
   shown float_workspace_buffer int_workspace_buffer
   float_workspace_buffer: used test_surface.py::test_another_workspace

@@ -170,6 +170,31 @@ def test_lse_of_both_bases(device, backend):
         wrapper.run(*parts(p), pages.ckv, pages.kpe, return_lse=True)
 
 
+def test_base_of_a_call_on_tables(device):
+    p = Latents((2,) * 3, (37, 5, 130), 16, torch.bfloat16, device, causal=True)
+    pages, decode = p.paged(16), quire.mla.trtllm_batch_decode_with_kv_cache_mla
+    call = {"query": p.query.view(3, 2, 16, 576), "kv_cache": joined(pages), **tables(p, pages)}
+    o, lse = decode(**call, return_lse=True, return_lse_base="base2")
+    p.check(o.flatten(0, 1), lse)
+    torch.testing.assert_close(decode(**call, return_lse=True, return_lse_base="basee")[1], lse * math.log(2))
+    given = torch.empty(3, 2, 16, device=device)
+    decode(**call, lse=given, return_lse_base="basee")
+    torch.testing.assert_close(given.flatten(0, 1), lse * math.log(2))
+
+
+def test_what_plan_says_of_sinks(device, backend):
+    p = Latents((1, 1), (30, 50), 16, torch.bfloat16, device)
+    pages, wrapper = p.paged(), quire.BatchMLAPagedAttentionWrapper(workspace(device), backend=backend)
+    plan(wrapper, p, pages, use_sinks=True, enable_pdl=False)
+    with pytest.raises(quire.ValidationError, match="sinks: expected a tensor, as use_sinks=True"):
+        wrapper.run(*parts(p), pages.ckv, pages.kpe)
+    p.sinks = torch.randn(16)
+    p.check(wrapper.run(*parts(p), pages.ckv, pages.kpe, sinks=p.sinks.to(device)))
+    for name in ("bmm1_scale", "bmm2_scale", "skip_softmax_threshold_scale_factor"):
+        with pytest.raises(quire.ValidationError, match=name):
+            wrapper.run(*parts(p), pages.ckv, pages.kpe, sinks=p.sinks, **{name: 1.0})
+
+
 def test_queries_and_cache_as_one_tensor_or_a_pair(device, backend):
     p = Latents((1, 2), (30, 50), 16, torch.bfloat16, device)
     pages = p.paged()

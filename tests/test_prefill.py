@@ -549,3 +549,45 @@ def test_paged_prefill_in_a_cuda_graph():
         out.fill_(math.nan)
         graph.replay()
         p.check(out[:n])
+
+
+@pytest.mark.parametrize("kind", ["ragged", "paged"])
+def test_bases_and_layouts_of_an_lse(kind, device, backend):
+    """As FlashInfer 0.7 names them."""
+    p = Problem((5, 0, 3), (9, 4, 20), dtype=torch.float16, device=device, causal=True)
+    plan, cache = {"causal": True, "q_data_type": p.dtype}, p.paged(8)
+    if kind == "ragged":
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), backend=backend)
+        tables = [ints(p.qo_indptr, device), ints(p.kv_indptr, device)]
+        given, heads = (p.q, p.k, p.v), (p.num_qo_heads, p.num_kv_heads, p.head_dim)
+    else:
+        wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device), backend=backend)
+        tables = [ints(p.qo_indptr, device), cache.indptr, cache.indices, cache.last_page_len]
+        given, heads = (p.q, cache.kv), (p.num_qo_heads, p.num_kv_heads, p.head_dim, 8)
+    wrapper.plan(*tables, *heads, **plan, uniform_q_len=4)
+    o, lse = wrapper.run(*given, return_lse=True)
+    p.check(o, lse)
+    for base, factor in (("log2", 1.0), ("ln", math.log(2))):
+        for layout, expected in (("NH", lse * factor), ("HN", lse.t() * factor)):
+            form = {"lse_base": base, "lse_layout": layout}
+            again, found = wrapper.run_return_lse(*given, **form)
+            torch.testing.assert_close(found, expected)
+            assert found.is_contiguous() and torch.equal(again, o)
+            target = torch.empty_like(found)
+            assert torch.equal(wrapper.run(*given, lse=target, **form), o) and torch.equal(target, found)
+            assert torch.equal(wrapper.run(*given, **form), o)
+    for form, message in (
+        ({"lse_base": "e"}, "lse_base: expected 'log2' or 'ln'"),
+        ({"lse_layout": None}, "lse_layout: expected 'NH' or 'HN'"),
+        ({"lse_layout": "HN", "lse": torch.empty_like(lse)}, "lse: expected"),
+    ):
+        with pytest.raises(quire.ValidationError, match=message):
+            wrapper.run(*given, **form)
+    with pytest.raises(quire.ValidationError, match="uniform_q_len"):
+        wrapper.plan(*tables, *heads, **plan, uniform_q_len=0)
+    with pytest.raises(quire.ValidationError, match="variant_owns_mask"):
+        type(wrapper)(workspace(device), variant_owns_mask=True)
+    if kind == "paged":
+        for name in ("use_fp16_softmax", "uses_spcompress"):
+            with pytest.raises(quire.ValidationError, match=name):
+                wrapper.run(*given, **{name: True})

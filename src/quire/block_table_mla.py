@@ -12,6 +12,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.runtime.lse_layout import LN2
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
@@ -29,7 +30,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     cum_seq_lens_q: torch.Tensor | None = None, max_q_len: int | None = None,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None, sparse_mla_top_k_lens: Any = None,
     enable_dcp: bool = False, cp_world: int = 1, cp_rank: int = 0, causal_seqlens_kv_global: Any = None,
-    use_fp16_softmax: bool | None = None,
+    use_fp16_softmax: bool | None = None, return_lse_base: str | None = None,
 ) -> Result:  # fmt: skip
     """MLA of the last tokens of each request over its pages of latents, like FlashInfer's function.
 
@@ -43,10 +44,11 @@ def trtllm_batch_decode_with_kv_cache_mla(
     GPU, and the call may be captured in a CUDA graph. kv_lora_rank and qk_rope_head_dim are 512 and 64;
     qk_nope_head_dim is that of the model before projections were absorbed into `query`.
 
-    out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], base 2,
-    written if given and returned with return_lse=True. sinks: float32 [num_heads] logits (natural logarithm), or a list
-    of one such tensor. backend: as in wrappers. is_var_seq, cute_dsl_impl, kv_scale_format and the counter buffer
-    concern FlashInfer's kernels and have no effect. Arguments for distributed or approximate attention are refused.
+    out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], written
+    if given and returned with return_lse=True. return_lse_base: "base2" (None) or "basee". sinks: float32 [num_heads]
+    logits (natural logarithm), or a list of one such tensor. backend: as in wrappers. is_var_seq, cute_dsl_impl,
+    kv_scale_format and the counter buffer concern FlashInfer's kernels and have no effect. Arguments for distributed or
+    approximate attention are refused.
 
     With sparse_mla_top_k > 0, block_tables [*query.shape[:-2], sparse_mla_top_k] are the tokens that each query attends
     to, page number * page_size + index in the page; pages must be contiguous in memory. seq_lens (per request or per
@@ -70,7 +72,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cp_world=None if cp_world == 1 else cp_world, cp_rank=cp_rank or None,
         causal_seqlens_kv_global=causal_seqlens_kv_global, use_fp16_softmax=use_fp16_softmax,
     )  # fmt: skip
-    _check_choices(is_var_seq, cute_dsl_impl, kv_scale_format, multi_ctas_kv_counter_buffer)
+    _check_choices(is_var_seq, cute_dsl_impl, kv_scale_format, return_lse_base, multi_ctas_kv_counter_buffer)
     check_positive(qk_nope_head_dim, "qk_nope_head_dim")
     if (kv_lora_rank, qk_rope_head_dim) != (LATENT_DIM, 64):
         raise UnsupportedError(
@@ -109,6 +111,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
     )  # fmt: skip
+    if return_lse_base == "basee" and (return_lse or statistics is not None):
+        (result[1] if statistics is None else statistics).mul_(LN2)
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
     return (o, statistics if lse is None else lse) if return_lse else o
@@ -167,12 +171,13 @@ def _fewest(
     return most
 
 
-def _check_choices(is_var_seq: Any, cute_dsl_impl: Any, kv_scale_format: Any, counter: Any) -> None:
-    """Arguments that choose among FlashInfer's kernels."""
+def _check_choices(is_var_seq: Any, cute_dsl_impl: Any, kv_scale_format: Any, base: Any, counter: Any) -> None:
+    """Arguments that choose among FlashInfer's kernels, and the base of an lse."""
     check_flags(is_var_seq=is_var_seq)
     for name, value, words in (
         ("cute_dsl_impl", cute_dsl_impl, ("auto", "modular", "monolithic")),
         ("kv_scale_format", kv_scale_format, ("auto", "pow2_fp32", "arbitrary_fp32")),
+        ("return_lse_base", "base2" if base is None else base, ("base2", "basee")),
     ):
         if value not in words:
             raise ValidationError(f"{name}: expected one of {', '.join(words)}, got {value!r}.")

@@ -104,6 +104,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             kv_indices=kv_indices, kv_len_arr=kv_len_arr,
         )  # fmt: skip
         self._lse_base_on_e: bool | None = None
+        self._told: tuple[bool | None, bool] = None, False  # enable_pdl and use_sinks of plan()
         self._has_kpe = True
         self._token_scaled: tuple[Attention, Attention] | None = None  # the last plan, and that for ckv_scale_arr
 
@@ -117,7 +118,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         block_tables: torch.Tensor | None = None, seq_lens: torch.Tensor | None = None, max_q_len: int | None = None,
         query_layout: str | None = None, kv_cache_layout: str | None = None, lse_mode: str = "none",
         output_dtype: str | torch.dtype | None = None, output_scale: str = "none", scale_mode: str = "default",
-        skip_softmax: bool = False, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+        skip_softmax: bool = False, enable_pdl: bool | None = None, use_sinks: bool = False,
+        fixed_split_size: int | None = None, disable_split_kv: bool = False,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -134,12 +136,14 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             before it. uint8 means a cache with rows of 656 bytes, which run() takes as kv_cache.
         lse_mode: "none", or the base of run()'s lse, "base2" or "basee"; the arguments of run() must agree.
         query_layout, kv_cache_layout: "packed" or "split"; run() takes both. output_scale: "none". scale_mode:
-            "default" or "kv-per-tensor", for 8-bit caches. use_profiler, skip_softmax: only False.
+            "default" or "kv-per-tensor", for 8-bit caches. use_profiler, skip_softmax: only False. enable_pdl: what
+            run() does by default. use_sinks: with True run() requires sinks.
         fixed_split_size, disable_split_kv: as in BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
         refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
+        check_flags(enable_pdl=enable_pdl, use_sinks=use_sinks)
         for name, value in (("query_layout", query_layout), ("kv_cache_layout", kv_cache_layout)):
             _check_word(name, value, (None, "packed", "split"))
         _check_word("lse_mode", lse_mode, tuple(_LSE_MODES))
@@ -154,7 +158,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         )
         self._set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
         self._has_kpe = head_dim_kpe != 0
-        self._lse_base_on_e = _LSE_MODES[lse_mode]
+        self._lse_base_on_e, self._told = _LSE_MODES[lse_mode], (enable_pdl, use_sinks)
         self._causal, self._sm_scale, self._page_size = options.causal, options.logits.sm_scale, options.page_size
 
     begin_forward = plan
@@ -181,6 +185,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         page_table: torch.Tensor | None = None, return_lse_base_on_e: bool = False, o_scale: float | None = None, *,
         query: Any = None, kv_cache: Any = None, ckv_scale: float | None = None, ckv_scale_arr: Any = None,
         kpe_scale: float | None = None, sinks: torch.Tensor | None = None, enable_pdl: bool | None = None,
+        skip_softmax_threshold_scale_factor: float | None = None, bmm1_scale: Any = None, bmm2_scale: Any = None,
     ) -> Result:  # fmt: skip
         """Attention of the queries over the cache; returns o [nnz_qo, num_heads, head_dim_ckv], or (o, lse) with
         return_lse=True: lse [nnz_qo, num_heads] float32, in base 2, or in base e with return_lse_base_on_e=True.
@@ -201,12 +206,20 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         ckv_scale_arr: instead of ckv_scale, for a ckv of float8_e4m3fn and queries of bfloat16: float32 [num_pages,
             page_size, 4], a factor for each 128 dims of a latent. kpe is then copied and multiplied by kpe_scale. Not
             in CUDA graphs; there, use a cache with rows of 656 bytes.
-        profiler_buffer, o_scale: only None.
+        profiler_buffer, o_scale, skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale: only None.
 
         Raises ValidationError naming the argument, or PlanError without a plan.
         """
         if profiler_buffer is not None or o_scale is not None:
             refuse(profiler_buffer=profiler_buffer, o_scale=o_scale)
+        refuse(
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+        )  # fmt: skip
+        if enable_pdl is None:
+            enable_pdl = self._told[0]
+        if self._told[1] and sinks is None:
+            raise ValidationError("sinks: expected a tensor, as use_sinks=True of plan() says, got None.")
         check_flags(return_lse=return_lse, return_lse_base_on_e=return_lse_base_on_e, enable_pdl=enable_pdl)
         pair = _either("query", query, "q_nope", q_nope, "q_pe", q_pe)
         nope, pe = latent_parts(pair, "query", "q_nope", "q_pe")

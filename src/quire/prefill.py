@@ -21,8 +21,9 @@ from quire.fmha_v2 import trtllm_fmha_v2_prefill
 from quire.kernels.variant import Variant
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
-from quire.runtime.keywords import Pair, RunKeywords, SinglePrefillKeywords
+from quire.runtime.keywords import Pair, PrefillKeywords, SinglePrefillKeywords
 from quire.runtime.layout import PagedCache
+from quire.runtime.lse_layout import converted
 from quire.runtime.multi_item import with_items
 from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
@@ -140,8 +141,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
-        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None,
+        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
     ) -> None:  # fmt: skip
+        refuse(variant_owns_mask=variant_owns_mask)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
@@ -167,7 +169,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
         head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
-        **operands: Any,
+        uniform_q_len: int | None = None, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -197,7 +199,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             the request; the last query has the position of the last key. rope_scale defaults to 1, rope_theta to 1e4.
         seq_lens, seq_lens_q: int32 [batch_size], keys and queries of each request; block_tables: int32 [batch_size,
             pages], page numbers; max_token_per_sequence, max_sequence_kv: the largest numbers of queries and of keys.
-            All of these are redundant, and are compared with the index arrays if they are on the host.
+            All of these are redundant, and are compared with the index arrays if they are on the host. uniform_q_len: a
+            hint for FlashInfer's kernels.
         q_data_type, kv_data_type, o_data_type: torch dtypes or their names. The default for q is float16; keys, values
             and results default to q's type. 8-bit queries are converted to 16 bits in a copy, and give float16 results.
         fixed_split_size, disable_split_kv: divide row tiles at multiples of so many tokens; do not divide them. With
@@ -223,6 +226,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or block_tables is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
+        if uniform_q_len is not None:
+            check_positive(uniform_q_len, "uniform_q_len")
         custom_mask = with_items(
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
@@ -234,12 +239,12 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[False] = False,
-        **options: Unpack[RunKeywords],
+        **options: Unpack[PrefillKeywords],
     ) -> torch.Tensor: ...  # fmt: skip
     @overload
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[True],
-        **options: Unpack[RunKeywords],
+        **options: Unpack[PrefillKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
@@ -248,7 +253,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
         lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
         window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
-        skip_softmax_threshold_scale_factor: float | None = None, **operands: Any,
+        skip_softmax_threshold_scale_factor: float | None = None, lse_base: str = "log2", lse_layout: str = "NH",
+        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None, **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q over the cache, as planned.
 
@@ -263,6 +269,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             None: if that is faster.
         window_left: must be the value given to plan().
         sinks: float32 [num_qo_heads], logits (natural logarithm) that are added to each denominator.
+        lse_base, lse_layout: "ln" for an lse in base e; "HN" for a contiguous lse [num_qo_heads, nnz_qo].
         operands: tensors and numbers, by name, that the score of the constructor's variant reads.
 
         Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with return_lse=True, lse [nnz_qo, num_qo_heads] in
@@ -271,6 +278,14 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        if use_fp16_softmax or uses_spcompress:
+            refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+        if lse_base != "log2" or lse_layout != "NH":
+            run = partial(
+                self.run, q, paged_kv_cache, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
+                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, **operands,
+            )  # fmt: skip
+            return converted(run, lse, return_lse, lse_base, lse_layout)
         if scales and self._takes_sinks:
             sinks = self._sinks_and_scale(*scales)
         elif scales:
@@ -324,8 +339,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         qo_indptr_buf: torch.Tensor | None = None, kv_indptr_buf: torch.Tensor | None = None,
         custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
-        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None,
+        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
     ) -> None:  # fmt: skip
+        refuse(variant_owns_mask=variant_owns_mask)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
@@ -349,7 +365,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         seq_lens_q: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
         max_sequence_kv: int | None = None, v_indptr: torch.Tensor | None = None, o_indptr: torch.Tensor | None = None,
         *, head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
-        **operands: Any,
+        uniform_q_len: int | None = None, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch: qo_indptr and kv_indptr [batch_size + 1] are offsets into the rows of q, and of k and v.
 
@@ -373,6 +389,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, None, *most)
+        if uniform_q_len is not None:
+            check_positive(uniform_q_len, "uniform_q_len")
         custom_mask = with_items(
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
@@ -384,12 +402,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
-        **options: Unpack[RunKeywords],
+        **options: Unpack[PrefillKeywords],
     ) -> torch.Tensor: ...  # fmt: skip
     @overload
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
-        **options: Unpack[RunKeywords],
+        **options: Unpack[PrefillKeywords],
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
@@ -398,13 +416,20 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
         out: torch.Tensor | None = None, lse: torch.Tensor | None = None, return_lse: bool = False,
         enable_pdl: bool | None = None, window_left: int | None = None, sinks: torch.Tensor | None = None,
-        kv_cache_sf: Any = None, **operands: Any,
+        kv_cache_sf: Any = None, lse_base: str = "log2", lse_layout: str = "NH", **operands: Any,
     ) -> Result:  # fmt: skip
         """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k [nnz_kv, num_kv_heads, head_dim_qk] and
         v [nnz_kv, num_kv_heads, head_dim_vo] (HND: heads first); returns o [nnz_qo, num_qo_heads, head_dim_vo], or
-        (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run().
+        (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run(), such as
+        lse_base and lse_layout.
         """
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        if lse_base != "log2" or lse_layout != "NH":
+            run = partial(
+                self.run, q, k, v, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
+                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, **operands,
+            )  # fmt: skip
+            return converted(run, lse, return_lse, lse_base, lse_layout)
         if scales and self._takes_sinks:
             sinks = self._sinks_and_scale(*scales)
         elif scales:

@@ -22,6 +22,13 @@ class RunKeywords(TypedDict, total=False):
     sinks: torch.Tensor | None
 
 
+class PrefillKeywords(RunKeywords, total=False):
+    """What run() of the prefill wrappers takes."""
+
+    lse_base: str
+    lse_layout: str
+
+
 class DecodeKeywords(RunKeywords, total=False):
     """What run() of the decode wrapper takes."""
 
