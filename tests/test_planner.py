@@ -30,7 +30,7 @@ class Sm90Module:
 @pytest.fixture
 def problem(monkeypatch):
     """A decision and the options of its plans, whose launches do nothing."""
-    monkeypatch.setattr(planner, "_load", lambda spec, device: (Sm90Module, 264))
+    monkeypatch.setattr(planner, "load", lambda spec, device: (Sm90Module, 264))
     monkeypatch.setattr(planner, "launch", lambda *args, **options: None)
     bf16 = dtype_of("bfloat16", "q")
     problem = AttentionProblem("sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, 4)

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
+
 import pytest
 import torch
 
 import quire
 from problems import Problem, ints, workspace
-from quire.runtime import side_by_side
-from quire.runtime.side_by_side import Work, sms_of_prefill
+from quire.aot import family, spec_of
+from quire.kernels import AttentionProblem, decide
+from quire.kernels.params import PodParams
+from quire.kernels.pod import PodKey
+from quire.runtime import plan as plan_module
+from quire.runtime import planner, side_by_side
+from quire.runtime.attention import AttentionSpec
+from quire.runtime.options import LogitsOptions, PlanOptions, Types
+from quire.runtime.schedule import Indices
+from quire.runtime.side_by_side import SideBySide, Work, sms_of_decode
+from quire.runtime.workspace import OwnWorkspace
+from quire.types import MaskMode, dtype_of
 
 PAGE = 16
+CPU = torch.device("cpu")
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -19,7 +34,7 @@ def paged(device, qo_lens, kv_lens, causal):
     return p, p.paged(PAGE)
 
 
-def spec_of(p, cache):
+def spec_of_batch(p, cache):
     wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(p.q.device))
     return wrapper.spec_of(
         ints(p.qo_indptr, "cpu"), *(t.cpu() for t in cache.tables()), p.num_qo_heads, p.num_kv_heads, p.head_dim, PAGE,
@@ -34,32 +49,138 @@ def test_work_counts_visible_pairs_and_bytes(causal):
     pairs = sum(
         kv - (qo - 1 - i if causal else 0) for qo, kv in zip(*lens, strict=True) for i in range(qo)
     )  # query i of qo sees all keys but those behind it
-    work = Work.of(spec_of(p, cache))
+    work = Work.of(spec_of_batch(p, cache))
     assert work.flops == 4 * pairs * p.head_dim * p.num_qo_heads
     assert work.bytes == sum(lens[1]) * p.num_kv_heads * p.head_dim * 2 * 2
 
 
 def test_shares_of_a_gpu(monkeypatch):
-    """Both end together; decode keeps what reading takes; small work is not worth it, nor is another GPU known."""
+    """Decodes keep the SMs that reading takes, fewer beside a long prefill; small work is not worth it, nor is another
+    GPU known.
+    """
     device, targets = torch.device("cuda:0"), ["sm90a"]
     monkeypatch.setattr(side_by_side, "max_ctas", lambda *_: 132)
     monkeypatch.setattr(side_by_side, "target_of", lambda _: targets[0])
     prefill, decode = Work(68.7e9, 0.0), Work(0.0, 1.07e9)
-    sms = sms_of_prefill(prefill, decode, device)
-    assert 44 <= sms <= 60
-    assert sms_of_prefill(Work(10 * prefill.flops, 0.0), decode, device) > 2 * sms
-    assert sms_of_prefill(Work(10 * prefill.flops, 0.0), decode, device) < 132
-    assert sms_of_prefill(prefill, Work(0.0, 10 * decode.bytes), device) < sms / 2
-    assert sms_of_prefill(prefill, Work(0.0, 1e6), device) == sms_of_prefill(Work(1e9, 0.0), decode, device) == 0
+    assert sms_of_decode(prefill, decode, device) == sms_of_decode(prefill, Work(0.0, 1e10), device) == 66
+    assert sms_of_decode(Work(10 * prefill.flops, 0.0), decode, device) == 33
+    assert sms_of_decode(prefill, Work(0.0, 1e6), device) == sms_of_decode(Work(1e9, 0.0), decode, device) == 0
     targets[0] = "sm80"
-    assert sms_of_prefill(prefill, decode, device) == 0
-    assert sms_of_prefill(prefill, decode, torch.device("cpu")) == 0
+    assert sms_of_decode(prefill, decode, device) == 0
+    assert sms_of_decode(prefill, decode, torch.device("cpu")) == 0
+
+
+def key_of(kernel, **features):
+    """A variant of the kernel for Hopper."""
+    bf16 = dtype_of("bfloat16", "q")
+    first = {"head_dim_qk": 128, "head_dim_vo": 128, "page_size": 64, "mask": MaskMode.NONE, "window": False}
+    problem = AttentionProblem(
+        "sm90a", bf16, bf16, bf16, **first | {"soft_cap": False, "rows": 4, "group_size": 4} | features
+    )
+    return decide(problem, f"quire:{kernel}")
+
+
+def test_a_slug_names_both_kernels():
+    key = PodKey(key_of("fa3", rows=8192, mask=MaskMode.CAUSAL).key, key_of("decode").key)
+    assert PodKey.parse(key.slug) == key
+    assert spec_of(key.slug) == key.spec()
+    assert {key.slug, key.prefill.slug, key.decode.slug} <= {spec.slug for spec in family(key.slug)}
+
+
+@pytest.mark.parametrize(
+    "kernels",
+    [
+        (key_of("decode"), key_of("decode")),
+        (key_of("fa3"), key_of("fa3")),
+        (key_of("fa3", timed=True), key_of("decode")),
+        (key_of("fa3"), key_of("decode", head_dim_qk=256, head_dim_vo=256)),
+    ],
+)
+def test_other_kernels_have_launches_of_their_own(kernels):
+    with pytest.raises(quire.ValidationError, match="pod: "):
+        PodKey(*(decision.key for decision in kernels))
+
+
+class Modules:
+    """Kernels for Hopper that note their launches."""
+
+    exports: ClassVar[dict[str, int]] = {"kMinCtas": 1, "kSmemBytes": 80_000, "kThreads": 512, "kDecoding": 2}
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """(address of the parameters, grid) of each launch."""
+    started = []
+    monkeypatch.setattr(planner, "load", lambda spec, device: (Modules, 132))
+    monkeypatch.setattr(side_by_side, "load", lambda spec, device: (Modules, 132))
+    monkeypatch.setattr(side_by_side, "max_ctas", lambda *_: 132)
+    for module in (side_by_side, plan_module):
+        monkeypatch.setattr(module, "bind", lambda _, at, device, grid, pdl: lambda _: started.append((at, grid)))
+    return started
+
+
+def hopper_plan(decision, qo_len, kv_len):
+    """What SideBySide knows of an Attention over three requests."""
+    types, pages = Types(*[decision.key.q] * 3), -(-kv_len // 64)
+    options = PlanOptions(32, 8, 128, 128, types, LogitsOptions(0.1, -1, 0.0), qo_len > 1, 64, 0)
+    last, indptr = torch.full((3,), (kv_len - 1) % 64 + 1), torch.arange(4) * pages
+    indices = Indices(3, None, qo_len, indptr.int(), last.int(), torch.arange(3 * pages).int(), 64)
+    plan = planner.make_plan(decision, indices, options, OwnWorkspace(CPU), None, None)
+    plan.copy_signature(bytes(8 * sum(len(operand.strides) for operand in decision.tensors)), None)
+    return SimpleNamespace(decision=decision, plan=plan, device=CPU, spec=AttentionSpec(indices, options))
+
+
+def run_plan(attention, pointer):
+    """run() with all operands at one address."""
+    attention.plan.run(0, [pointer] * 4, None, None, 1.0, 1.0, None, None, None)
+    return pointer
+
+
+@pytest.mark.parametrize("qo_len", [2000, 70])
+def test_one_launch_has_the_parameters_of_both(launches, qo_len):
+    """At the time of the launch; its CTAs are those that decode and those of the prefill's schedule."""
+    prefill = hopper_plan(key_of("fa3", rows=4 * qo_len, mask=MaskMode.CAUSAL), qo_len, 2000)
+    decodes = hopper_plan(key_of("decode"), 1, 5000)
+    both = SideBySide(prefill, decodes, 20)
+    for pointer in (64, 128):
+        assert both.run(partial(run_plan, prefill, pointer), partial(run_plan, decodes, pointer + 1)) == (
+            pointer, pointer + 1,
+        )  # fmt: skip
+        (at, grid), *others = launches
+        p = PodParams.from_address(at)
+        assert not others and (p.prefill.base.q, p.decode.q) == (pointer, pointer + 1)
+        assert p.decode.num_ctas == decodes.plan.params.num_ctas > 40 and p.num_decode_ctas == 20
+        base = p.prefill.base
+        assert (base.partitions is None) == (qo_len == 2000)
+        assert grid == (132 if qo_len == 2000 else 20 + base.num_ctas)
+        launches.clear()
+    assert "20 CTAs decode first" in prefill.plan.note
+
+
+def test_each_plan_launches_by_itself_otherwise(launches):
+    """Also after an error in one of them, of which nothing was launched."""
+    prefill = hopper_plan(key_of("fa3", rows=8000, mask=MaskMode.CAUSAL), 2000, 2000)
+    decodes = hopper_plan(key_of("decode"), 1, 5000)
+    both = SideBySide(prefill, decodes, 66)
+    with pytest.raises(ZeroDivisionError):
+        both.run(partial(run_plan, prefill, 64), lambda: 1 // 0)
+    assert not launches
+    run_plan(prefill, 64), run_plan(decodes, 64)
+    assert [grid for _, grid in launches] == [132, decodes.plan.params.num_ctas]
+
+
+def test_other_heads_have_plans_of_their_own(launches):
+    both = SideBySide(
+        hopper_plan(key_of("fa3", rows=8000), 2000, 2000), hopper_plan(key_of("decode"), 1, 5000), 66
+    )  # fmt: skip
+    q, fewer = torch.empty(3, 32, 128), torch.empty(3, 16, 128)
+    assert both.takes(q, q) and not both.takes(fewer, q) and not both.takes(q, fewer)
 
 
 def test_fewer_sms_are_fewer_partitions(device):
     """A plan beside another launch fills no more SMs than it is given, and computes the same."""
     p, cache = paged(device, (1,) * 4, (300, 20, 1000, 7), False)
-    spec, wrapper = spec_of(p, cache), quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    spec, wrapper = spec_of_batch(p, cache), quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
     wrapper.set_plan(spec._replace(options=spec.options._replace(sms=1)))
     few = wrapper._attention.placed_work()
     p.check(wrapper.run(p.q, cache.kv))
@@ -70,7 +191,7 @@ def test_fewer_sms_are_fewer_partitions(device):
 
 @pytest.mark.skipif(not HOPPER, reason="side by side on Hopper")
 def test_side_by_side_is_what_each_is_alone():
-    """On two streams, call after call, whose inputs change in between."""
+    """In one launch, call after call, whose inputs change in between."""
     device = torch.device("cuda:0")
     options = {"device": device, "dtype": torch.bfloat16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     p = Problem((4096,), (4096,), causal=True, **options)
@@ -89,7 +210,7 @@ def test_side_by_side_is_what_each_is_alone():
     for _ in range(5):
         q, q_d = torch.randn_like(p.q), torch.randn_like(d.q)
         got = wrapper.run(q, caches[0].kv, q_d, caches[1].kv, causal_p=True)
-        assert wrapper._sms > 0
+        assert "one launch" in wrapper.explain()[0].note
         for ours, alone in zip(got, (prefill.run(q, caches[0].kv), decode.run(q_d, caches[1].kv)), strict=True):
             torch.testing.assert_close(ours, alone, atol=1e-2, rtol=1e-2)
 

@@ -23,6 +23,7 @@ from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProbl
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
 from quire.kernels.operation import OPERATIONS, OperationKey
+from quire.kernels.pod import PodKey
 from quire.kernels.variant import Variant
 from quire.types import dtype_of
 
@@ -195,6 +196,8 @@ def spec_of(slug: str) -> Spec:
     """The variant that a slug names; ValidationError if no kernel has it."""
     if slug.partition(".")[0] in OPERATIONS:
         return OperationKey.parse(slug).spec()
+    if slug.startswith("pod."):
+        return PodKey.parse(slug).spec()
     key = AttentionKey.parse(slug)
     kernel = kernel_of(key)
     if reason := kernel.refusal(key.problem()):
@@ -209,6 +212,9 @@ def family(slug: str) -> list[Spec]:
     first = spec_of(slug)
     if slug.partition(".")[0] in OPERATIONS:
         others = [key.spec() for key in OperationKey.parse(slug).family()]
+    elif slug.startswith("pod."):
+        pod = PodKey.parse(slug)
+        others = families((pod.prefill.slug, pod.decode.slug))
     else:
         key = AttentionKey.parse(slug)
         others = list(_attention(kernel_of(key), key.problem()))

@@ -1,7 +1,7 @@
 """Prefill and decode of one step in one call, like FlashInfer's POD wrappers.
 
-Prefill and decode are separate kernels. If both have enough work, they run at the same time, the prefill on some of the
-GPU's SMs and the decode on the others (runtime/side_by_side.py). Otherwise they run one after the other.
+On Hopper GPUs one launch computes both if both have enough work, decodes on some of the SMs and prefills on the others
+(runtime/side_by_side.py). Otherwise, and under a custom variant, they run one after the other.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from quire.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, single_prefill_with_kv_cache
-from quire.runtime.attention import Attention, AttentionSpec, Result, planned
+from quire.runtime.attention import AttentionSpec, Result, planned
 from quire.runtime.checks import check_flags, check_tensor, refuse
+from quire.runtime.explanation import Explanation
 from quire.runtime.graph import is_capturing
 from quire.runtime.layout import PagedCache
 from quire.runtime.one_request import spec_of_one
 from quire.runtime.ops import is_tracing
 from quire.runtime.planner import NO_OPERANDS
-from quire.runtime.side_by_side import Work, run_both, sms_of_prefill
+from quire.runtime.side_by_side import SideBySide
 from quire.runtime.target import on_cuda
 from quire.runtime.variant_operands import variant_of
-from quire.runtime.workspace import OwnWorkspace
 from quire.types import KVLayout
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
@@ -58,7 +58,7 @@ class PODWithPagedKVCacheWrapper:
             float_workspace_buffer, kv_layout, use_cuda_graph, True, paged_kv_indptr_buffer, paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer, variant=self._variant,
         )  # fmt: skip
-        self._beside: tuple[Hashable, Attention | None] = (), None  # of what, and the prefill's plan beside the decodes
+        self._beside: tuple[Hashable, SideBySide | None] = (), None  # of what, and its launch
         self.plan = self.begin_forward = self._decode.plan
         self.reset_workspace_buffer = self._decode.reset_workspace_buffer
 
@@ -99,17 +99,17 @@ class PODWithPagedKVCacheWrapper:
                 q_p, k_p, v_p, KVLayout.of(kv_layout_p), causal=causal_p, pos_encoding_mode=pos_encoding_mode_p,
                 sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
             )  # fmt: skip
-        if beside is not None:
+        if beside is not None and beside.takes(q_p, q_d):
             check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction, enable_pdl=enable_pdl)
             attend = partial(
-                beside.run, q_p, (k_p, v_p), out=None, lse=None, return_lse=return_lse_p, sinks=None, q_scale=None,
-                k_scale=None, v_scale=None, window_left=None, enable_pdl=enable_pdl,
+                beside.prefill.run, q_p, (k_p, v_p), out=None, lse=None, return_lse=return_lse_p, sinks=None,
+                q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=enable_pdl,
             )  # fmt: skip
             decodes = partial(
                 self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 enable_pdl=enable_pdl, return_lse=return_lse_d, **operands_d,
             )  # fmt: skip
-            return _run_both(attend, decodes, planned(self._decode._attention), return_lse_d)
+            return beside.run(attend, decodes)
         prefill = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
             kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, use_fp16_qk_reduction=use_fp16_qk_reduction,
@@ -124,20 +124,26 @@ class PODWithPagedKVCacheWrapper:
 
     def _prefill_beside(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KVLayout, **options: Any
-    ) -> Attention | None:
-        """The plan of a prefill on a part of the SMs, kept for later calls with the same lengths; None if the prefill
-        runs before the decodes.
+    ) -> SideBySide | None:
+        """One launch of a prefill and the decodes, kept for later calls with the same lengths; None if the prefill runs
+        before the decodes. A launch of its own is made for a capture, whose graph holds what it reads.
         """
         decodes, device = planned(self._decode._attention), self._decode.device
-        if is_tracing() or not on_cuda(device) or is_capturing(device) or check_tensor(q, "q_p").dim() != 3:
+        if is_tracing() or not on_cuda(device) or check_tensor(q, "q_p").dim() != 3:
             return None
         spec = spec_of_one(q, k, v, layout, None, logits_soft_cap=None, **options)
         wanted = decodes, spec.options, q.shape, k.shape, layout
+        if is_capturing(device):  # which loads no kernel
+            is_loaded = self._beside[0] == wanted and self._beside[1] is not None
+            return SideBySide.of(spec, layout, decodes) if is_loaded else None
         if self._beside[0] != wanted:
-            sms = 0 if decodes.spec.options.cascade else sms_of_prefill(Work.of(spec), Work.of(decodes.spec), device)
-            spec = spec._replace(options=spec.options._replace(sms=sms))
-            self._beside = wanted, Attention(spec, layout, OwnWorkspace(device), "auto") if sms else None
+            self._beside = wanted, SideBySide.of(spec, layout, decodes)
         return self._beside[1]
+
+    def explain(self) -> tuple[Explanation, ...]:
+        """How the decodes are planned, and the prefill of the last run() where one launch computes both."""
+        beside = self._beside[1]
+        return self._decode.explain(), *(() if beside is None else (beside.prefill.explain(),))
 
     def _check_decode_options(self, layout: str, encoding: str, sm_scale: float | None, window_left: int) -> None:
         """Refuse values other than the defaults and those given to plan() and the constructor."""
@@ -162,7 +168,7 @@ class BatchPODWithPagedKVCacheWrapper:
         kind = BatchPrefillWithPagedKVCacheWrapper
         self._prefill, self._decode = (kind(float_workspace_buffer, kv_layout, variant=variant) for _ in range(2))
         self._spec_of_prefills: Callable[..., AttentionSpec] | None = None  # with the masks of run()
-        self._decode_work, self._sms = Work(0.0, 0.0), 0
+        self._beside: SideBySide | None = None
         self._planned_causal: bool | None = None  # None: under a mask, or not at all
 
     def plan(
@@ -192,20 +198,23 @@ class BatchPODWithPagedKVCacheWrapper:
         prefill()
         decode = self._decode.spec_of(qo_indptr_d, kv_indptr_d, kv_indices_d, last_page_len_d, **options, **operands_d)
         self._decode.set_plan(decode)
-        self._spec_of_prefills, self._decode_work = prefill, Work.of(decode)
+        self._spec_of_prefills = prefill
         self._plan_prefills(causal=False)
         self._planned_causal = False
 
     def _plan_prefills(self, **masks: Any) -> None:
-        """Plan the prefills with memory of their own, because the workspace has the partial results of the decodes."""
+        """Plan the prefills, in one launch with the decodes or by themselves."""
         assert self._spec_of_prefills is not None
-        spec, device = self._spec_of_prefills(**masks), self._prefill._workspace.device
-        self._sms = sms_of_prefill(Work.of(spec), self._decode_work, device)
-        if not self._sms:
+        spec = self._spec_of_prefills(**masks)
+        self._beside = SideBySide.of(spec, self._prefill._layout, planned(self._decode._attention))
+        if self._beside is None:
             self._prefill.set_plan(spec)
-            return
-        spec = spec._replace(options=spec.options._replace(sms=self._sms))
-        self._prefill._attention = Attention(spec, self._prefill._layout, OwnWorkspace(device), "auto")
+        else:
+            self._prefill._attention = self._beside.prefill
+
+    def explain(self) -> tuple[Explanation, Explanation]:
+        """How the prefills and the decodes are planned; a note says where one launch computes both."""
+        return self._prefill.explain(), self._decode.explain()
 
     begin_forward = plan
 
@@ -235,17 +244,6 @@ class BatchPODWithPagedKVCacheWrapper:
             self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
             return_lse=return_lse, enable_pdl=enable_pdl, **operands_d,
         )  # fmt: skip
-        if is_tracing() or not self._sms:
+        if is_tracing() or self._beside is None or not self._beside.takes(q_p, q_d):
             return prefill(), decode()
-        return _run_both(prefill, decode, planned(self._decode._attention), return_lse)
-
-
-def _run_both(
-    prefill: Callable[[], Result], decode: Callable[..., Result], decodes: Attention, return_lse: bool
-) -> tuple[Result, Result]:
-    """Run both at the same time: the decodes on another stream, into memory of the current one."""
-    options, device = decodes.spec.options, decodes.device
-    shape = decodes.spec.nnz_qo, options.num_qo_heads
-    out = torch.empty(*shape, options.head_dim_vo, dtype=decodes.o_dtype, device=device)
-    lse = torch.empty(shape, dtype=torch.float32, device=device) if return_lse else None
-    return run_both(prefill, partial(decode, out=out, lse=lse), device)
+        return self._beside.run(prefill, decode)

@@ -64,7 +64,7 @@ MLA_DIMS = (576, 512)
 #: The head dim that tensor-core kernels take beyond 256.
 WIDE_HEAD_DIM = 512
 #: What a GPU kernel exports: threads of a CTA, CTAs that share an SM, bytes of dynamic shared memory.
-_EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
+GPU_EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ class AttentionKernel:
             code=code if own is None else render(own.expression),
             operands=None if behind is None else struct_of(behind),
             asserts=(("kTileRows", tile.rows), ("kTileKv", tile.kv)),
-            exports=_EXPORTS if self.on_cuda else (),
+            exports=GPU_EXPORTS if self.on_cuda else (),
             warmup=key.slug,
             fields=(*key.fields, *text),
         )

@@ -154,6 +154,17 @@ class AttentionFa3PrefixParams(ctypes.Structure):
     )
 
 
+class PodParams(ctypes.Structure):
+    """The parameters of two kernels in one launch; see kernels/pod.cuh. Allocate with `aligned_copy`."""
+
+    _fields_ = (
+        ("prefill", AttentionFa3Params),
+        ("decode", AttentionParams),
+        ("num_decode_ctas", c_int32),
+        ("_to_64", ctypes.c_char * (-(ctypes.sizeof(AttentionParams) + 4) % 64)),
+    )
+
+
 class AttentionMlaFa3Params(ctypes.Structure):
     """What the MLA kernel of the bulk copy engine is given; see core/params_mla_fa3.h. Allocate with `aligned_copy`."""
 

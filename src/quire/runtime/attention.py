@@ -236,6 +236,11 @@ class Attention:
         """The device of all tensors."""
         return self._device
 
+    @property
+    def plan(self) -> AttentionPlan:
+        """What run() launches."""
+        return self._plan
+
     def _known_tensors(self, before: Attention | None) -> _CheckedTensors | None:
         """Tensors that the previous plan, or another with equal options and device, has checked. They are valid for
         this plan too, except for lengths.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.autograd import profiler
@@ -56,6 +58,7 @@ class AttentionPlan:
         self._on_device = on_device  # makes the schedule where only the device knows the lengths
         self._streams: tuple[int, ...] = (stream,)  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
+        self._instead: Callable[[int], None] | None = None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
 
     @property  # a cached one would make a dictionary of each plan
@@ -147,13 +150,29 @@ class AttentionPlan:
             self._maps.move(pointers)
         if stream not in self._streams:
             self._use_on(stream)
-        if self._grid:
+        if self._instead is not None:
+            self._instead(stream)
+        elif self._grid:
             pdl = self._may_use_pdl and (self._uses_pdl if enable_pdl is None else enable_pdl)
             launch = self._launches.get(pdl) or self._bind(pdl)
             if profiler._is_profiler_enabled:  # torch's own quick answer
                 profiled(self._module, launch, stream)
             else:
                 launch(stream)
+
+    @property
+    def params(self) -> Any:
+        """The parameter struct, as the last run() left it."""
+        return self._struct
+
+    @contextmanager
+    def launched_by(self, launch: Callable[[int], None]) -> Iterator[None]:
+        """Meanwhile run() calls `launch` with the stream in place of a launch of its own."""
+        self._instead = launch
+        try:
+            yield
+        finally:
+            self._instead = None
 
     def _set(
         self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,

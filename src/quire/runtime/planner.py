@@ -57,7 +57,7 @@ NO_OPERANDS: Mapping[str, Any] = {}
 _BLOCKS_CTAS = 4  #: of each row tile that are classified under the mask of a variant
 
 
-def _load(spec: Spec, device: torch.device) -> tuple[Module, int]:
+def load(spec: Spec, device: torch.device) -> tuple[Module, int]:
     """A kernel, compiled and loaded if necessary, and how many of its CTAs run at the same time."""
     module = get_module(spec)
     ctas = _prepare(module, device) if isinstance(module, CudaModule) else max_ctas(device, 1)
@@ -157,7 +157,7 @@ def _template_for(
     """The kernel and the template for plans of this batch; with a graph, for those of the largest batch."""
     if not decision.templates:
         _compile_together(decision)
-    (module, ctas), capacity = _load(decision.spec, device), 0
+    (module, ctas), capacity = load(decision.spec, device), 0
     if graph is not None:
         rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
@@ -337,7 +337,7 @@ def _rope_frequencies(head_dim: int, logits: LogitsOptions, device: torch.device
 def _load_operation(decision: Decision, device: torch.device) -> Module | None:
     """The operation that fills the kernel's own plan memory."""
     operation = decision.kernel.planning(decision.key)
-    return None if operation is None else _load(operation.spec(), device)[0]
+    return None if operation is None else load(operation.spec(), device)[0]
 
 
 def _most_units(template: _PlanTemplate, s: ScheduleOutput, graph: GraphState | None) -> int:
@@ -379,12 +379,12 @@ class _DeviceSchedule:
 
     def __init__(self, decision: Decision, lengths: Lengths, options: PlanOptions, workspace: Workspace) -> None:
         self._kernel, self._device = decision.kernel, workspace.device
-        self.module, ctas = _load(decision.spec, self._device)
+        self.module, ctas = load(decision.spec, self._device)
         ctas = max(1, ctas // decision.ctas_per_tile)
         self.template = template = _plan_template(decision, options, self._device, ctas)
         self.ctas = ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
         self._num_tiles = num_row_tiles(lengths, template.schedule)
-        self._planner, _ = _load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)
+        self._planner, _ = load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)
         self._groups_bytes, self._partitions_bytes = ctas * ctypes.sizeof(MergeGroup), ctas * ctypes.sizeof(Partition)
         self._num_bytes = 16 + self._groups_bytes + self._partitions_bytes + self._num_tiles * ctypes.sizeof(RowTile)
         self._params = ScheduleLengthsParams(

@@ -1,22 +1,32 @@
-"""Prefill and decode at the same time, by launches on two streams.
+"""Prefill and decode in one launch.
 
 Prefill is limited by the tensor cores, decode by memory bandwidth, which half of a GPU's SMs can use up. If they run
-one after the other, each leaves idle what the other needs. Side by side, prefill gets as many of the SMs and decode the
-others, such that both end at the same time.
+one after the other, each leaves idle what the other needs. In one launch the decodes get as many of the SMs as reading
+takes, and the prefill the others; SMs that have no more decodes go on with the prefill (kernels/pod.cuh).
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from functools import cache
+from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch._C._autograd import _profiler_enabled as is_profiling
 
-from quire.runtime.attention import AttentionSpec
+from quire.jit import is_obtainable
+from quire.kernels.params import PodParams, aligned_copy
+from quire.kernels.pod import PodKey, pod_reason
+from quire.runtime.attention import Attention, AttentionSpec
+from quire.runtime.checks import check_tensor
+from quire.runtime.launch import bind, profiled
+from quire.runtime.plan import base_of
+from quire.runtime.planner import load
 from quire.runtime.schedule import Indices
 from quire.runtime.target import max_ctas, on_cuda, target_of
-from quire.types import MaskMode
+from quire.runtime.workspace import OwnWorkspace
+from quire.types import KVLayout, MaskMode
 
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
@@ -24,8 +34,11 @@ _Second = TypeVar("_Second")
 #: Of one SM of a Hopper GPU, and of its memory: products a microsecond, bytes a microsecond that an SM takes while
 #: enough others do, and that memory gives.
 _FLOPS_OF_SM, _BYTES_OF_SM, _BYTES_OF_MEMORY = 4.8e6, 64e3, 4.1e6
-#: What starting two streams is worth: each of the launches takes longer alone, in microseconds.
-_LEAST_US = 40.0
+#: Of shorter work the other hides too little, in microseconds.
+_LEAST_US = 20.0
+#: Into how many parts SMs are divided, one of which decodes: decodes are planned for all SMs, so that each of that part
+#: has as many partitions.
+_PARTS = (2, 3, 4)
 
 
 class Work(NamedTuple):
@@ -49,35 +62,61 @@ class Work(NamedTuple):
         return cls(2.0 * pairs * dims * options.num_qo_heads, tokens * dims * options.types.kv.bits / 8)
 
 
-def sms_of_prefill(prefill: Work, decode: Work, device: torch.device) -> int:
-    """SMs for a prefill that runs beside a decode; 0: one after the other is as fast, or the GPU is unknown."""
+def sms_of_decode(prefill: Work, decode: Work, device: torch.device) -> int:
+    """SMs for decodes beside a prefill; 0: one after the other is as fast, or the GPU is unknown."""
     if not on_cuda(device) or target_of(device) != "sm90a":
         return 0
     sms, computing, reading = max_ctas(device, 1), prefill.flops / _FLOPS_OF_SM, decode.bytes / _BYTES_OF_MEMORY
     if computing / sms < _LEAST_US or reading < _LEAST_US:
         return 0
-    even = sms * computing / (computing + decode.bytes / _BYTES_OF_SM)
-    return max(1, min(int(even), int(computing / reading)))
+    return min(
+        (sms // parts for parts in _PARTS),
+        key=lambda n: max(computing / (sms - n), reading, decode.bytes / (n * _BYTES_OF_SM)),
+    )
 
 
-@cache
-def _other_stream(index: int) -> torch.cuda.Stream:
-    stream: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-    return stream
+class SideBySide:
+    """One launch of a planned prefill and of planned decodes."""
 
+    @classmethod
+    def of(cls, spec: AttentionSpec, layout: KVLayout, decodes: Attention) -> SideBySide | None:
+        """One launch of the prefill `spec` and of `decodes`; None if one after the other is as fast."""
+        device, beside = decodes.device, decodes.spec
+        if beside.options.cascade or not (sms := sms_of_decode(Work.of(spec), Work.of(beside), device)):
+            return None
+        spec = spec._replace(options=spec.options._replace(sms=max_ctas(device, 1) - sms))
+        prefill = Attention(spec, layout, OwnWorkspace(device), "auto")
+        keys = prefill.decision.key, decodes.decision.key
+        if pod_reason(*keys) is not None or not is_obtainable(PodKey(*keys).spec()):
+            return None
+        return cls(prefill, decodes, sms)
 
-def run_both(
-    first: Callable[[], _First], second: Callable[[], _Second], device: torch.device
-) -> tuple[_First, _Second]:
-    """Run first() on torch's current stream and second() on another one. second() begins after earlier work on the
-    current stream; later work on the current stream begins after both.
+    def __init__(self, prefill: Attention, decodes: Attention, sms: int) -> None:
+        """`sms`: of decodes, at most."""
+        self.prefill, self._decodes, self._lock = prefill, decodes, Lock()
+        self._params, device = aligned_copy(PodParams()), decodes.device
+        self._module, _ = load(PodKey(prefill.decision.key, decodes.decision.key).spec(), device)
+        parts, mine = base_of(decodes.plan.params).num_ctas, base_of(prefill.plan.params)
+        self._params.num_decode_ctas = ctas = min(sms, -(-parts // self._module.exports["kDecoding"]))
+        grid = max_ctas(device, 1) if mine.partitions is None else ctas + mine.num_ctas
+        self._launch = bind(self._module, ctypes.addressof(self._params), device, grid, pdl=False)
+        note = f"one launch with the decodes: {ctas} CTAs decode first, {grid - ctas} compute prefills at once"
+        prefill.plan.note = "; ".join(filter(None, (prefill.plan.note, note)))
 
-    `second` must allocate nothing, because its memory would belong to the other stream.
-    """
-    here, other = torch.cuda.current_stream(device), _other_stream(device.index or 0)
-    other.wait_stream(here)
-    one = first()
-    with torch.cuda.stream(other):
-        two = second()
-    here.wait_stream(other)
-    return one, two
+    def takes(self, q: torch.Tensor, q_d: torch.Tensor) -> bool:
+        """Whether these queries have the heads that were planned: a layer of fewer heads has plans of its own."""
+        given = ((q, self.prefill), (q_d, self._decodes))
+        return all(check_tensor(t, "q").shape[1:2] == (plan.spec.options.num_qo_heads,) for t, plan in given)
+
+    def run(self, prefill: Callable[[], _First], decode: Callable[[], _Second]) -> tuple[_First, _Second]:
+        """The results of prefill() and decode(), which call run() of the two plans."""
+        plans = self.prefill.plan, self._decodes.plan
+        with self._lock, plans[0].launched_by(lambda _: None), plans[1].launched_by(self._start):
+            return prefill(), decode()
+
+    def _start(self, stream: int) -> None:
+        self._params.prefill, self._params.decode = self.prefill.plan.params, self._decodes.plan.params
+        if is_profiling():
+            profiled(self._module, self._launch, stream)
+        else:
+            self._launch(stream)

@@ -26,7 +26,8 @@
 
 namespace quire {
 
-template <class V>
+// `Cta`: the threads that compute a partition together.
+template <class V, class Cta = WholeCta>
 class AttentionDecode {
   using Shape = DecodeShape<V>;
   using SharedMemory = typename Shape::SharedMemory;
@@ -44,9 +45,9 @@ class AttentionDecode {
                     (Shape::kQk == V::kHeadDimQk && Shape::kVo == V::kHeadDimVo),
                 "8-bit and rotated heads are whole blocks");
 
-  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
+  QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem, Cta cta = {}) {
     if (!p.plan_is_resident) ptx::wait_for_predecessor();
-    AttentionDecode(p, *reinterpret_cast<SharedMemory*>(smem)).compute_partition();
+    AttentionDecode(p, *reinterpret_cast<SharedMemory*>(smem), cta).compute_partition();
   }
 
  private:
@@ -115,7 +116,7 @@ class AttentionDecode {
     const WorkTile work = cursor.take<kCascade>(p_, window_.get(cursor, lane_), kTileKv);
     const int row_begin = work.tile.row_begin, rows = min(kTileRows, work.row_end - row_begin);
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < rows * kChunks; i += kThreads) {
+    for (int i = static_cast<int>(Cta::thread()); i < rows * kChunks; i += kThreads) {
       const WorkTile::Place at = work.place(p_.group, row_begin + i / kChunks);
       const Q* src = static_cast<const Q*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
       ptx::cp_async_16(ptx::smem_address(smem_.first_query()) + i * 16, src + i % kChunks * 8);
@@ -132,10 +133,10 @@ class AttentionDecode {
     const bool has_query = Shape::kHasFirstQuery && is_first;
     if (has_query) {
       ptx::cp_async_wait<kStages>();  // the first load; kStages of keys are under way
-      __syncthreads();
+      Cta::sync();
     }
     const WorkTile next = cursor_.take<kCascade>(p_, window_.get(cursor_, lane_), kTileKv);
-    stamp<V>(p_, next, Moment::kBegin, threadIdx.x == 0);
+    stamp<V>(p_, next, Moment::kBegin, Cta::thread() == 0);
     if constexpr (Shape::kQueryBytes > 0)
       q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
     q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query() : nullptr);
@@ -146,7 +147,7 @@ class AttentionDecode {
     o_.clear();  // again, so that zeros take no registers while queries are loaded
     softmax_.clear();
     if constexpr (Shape::kQueryBytes > 0)
-      __syncthreads();
+      Cta::sync();
     else
       __syncwarp();
     if constexpr (kHasRamps) ramps_.set(LogitsTransform<V, Math>(p_), 1.f, logits_tile(0));
@@ -155,12 +156,12 @@ class AttentionDecode {
   // What a pair of dims turns from a key to the next one that a lane has.
   QUIRE_DEVICE void compute_steps() {
 #pragma unroll 1
-    for (int i = static_cast<int>(threadIdx.x); i < kQk / 2; i += kThreads) {
+    for (int i = static_cast<int>(Cta::thread()); i < kQk / 2; i += kThreads) {
       smem_.fixed.steps[i] = rope_rotation(kTurnStep, p_.rope_frequencies[i]);
       if constexpr (kRuns)
         smem_.fixed.steps[kQk / 2 + i] = rope_rotation(kTileKv - kBlock + kTurnStep, p_.rope_frequencies[i]);
     }
-    if (!Shape::kHasFirstQuery) __syncthreads();  // the first query's barrier is for both
+    if (!Shape::kHasFirstQuery) Cta::sync();  // the first query's barrier is for both
   }
 
   // Computes the KV split's keys of KV tile tile_, which are loaded or still on their way to `stage`.
@@ -217,8 +218,8 @@ class AttentionDecode {
   // this CTA is the last to arrive. `stage`: where o goes if it has no spill area; no copy is under way to it.
   QUIRE_DEVICE void finish(int stage) {
     softmax_.reduce();
-    DecodeEnding<V>{p_, smem_, stage, warp_, lane_}.run(work(), o_, softmax_);
-    stamp<V>(p_, work(), Moment::kEnd, threadIdx.x == 0);
+    DecodeEnding<V, Cta>{p_, smem_, stage, warp_, lane_}.run(work(), o_, softmax_);
+    stamp<V>(p_, work(), Moment::kEnd, Cta::thread() == 0);
     reset();
   }
 
@@ -263,15 +264,15 @@ class AttentionDecode {
     if constexpr (Shape::kSplitWarps == 1)
       __syncwarp();
     else
-      ptx::named_barrier_sync(1 + kv_split(), Shape::kSplitWarps * 32);  // barrier 0 is __syncthreads
+      ptx::named_barrier_sync(Cta::barrier(1 + kv_split()), Shape::kSplitWarps * 32);
   }
 
-  QUIRE_DEVICE AttentionDecode(const AttentionParams& p, SharedMemory& smem)
+  QUIRE_DEVICE AttentionDecode(const AttentionParams& p, SharedMemory& smem, Cta cta)
       : p_(p),
         smem_(smem),
-        warp_(threadIdx.x / 32),
-        lane_(threadIdx.x % 32),
-        cursor_(WorkCursor::of_cta(p, static_cast<int>(blockIdx.x))),
+        warp_(Cta::thread() / 32),
+        lane_(Cta::thread() % 32),
+        cursor_(WorkCursor::of_cta(p, cta.index())),
         window_(p, cursor_, smem.fixed.tiles[warp_], lane_),
         loader_(p, cursor_, warp_, lane_) {
     if constexpr (kHasRope) rotations_.take(p.rope_frequencies, smem.fixed.steps);

@@ -34,7 +34,7 @@
 
 namespace quire {
 
-template <class V>
+template <class V, class WorkList = SharedWorkList<1>>
 struct AttentionFa3 {
   using Q = typename V::Q;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;

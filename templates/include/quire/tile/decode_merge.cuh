@@ -42,7 +42,7 @@ QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m
 }
 
 // Ends a work tile.
-template <class V>
+template <class V, class Cta>
 class DecodeEnding {
   using Shape = DecodeShape<V>;
   static constexpr int kVo = Shape::kVo, kM = Shape::kM, kQuads = V::kHeadDimVo / 4;
@@ -60,26 +60,26 @@ class DecodeEnding {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(spill_of(warp_))}, o, m, lane_);
-      __syncthreads();
+      Cta::sync();
       merge_splits(work, m);
-      if (m + 1 < kM) __syncthreads();
+      if (m + 1 < kM) Cta::sync();
     }
     if constexpr (V::kCascade != 0) {
       end_cascade(work);
     } else if (work.is_whole()) {
-      __syncthreads();
-    } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), threadIdx.x == 0,
-                            smem_.fixed.is_last, [] { __syncthreads(); })) {
-      merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(threadIdx.x));
+      Cta::sync();
+    } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), Cta::thread() == 0,
+                            smem_.fixed.is_last, [] { Cta::sync(); })) {
+      merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(Cta::thread()));
     }
   }
 
  private:
   // Each warp has a copy of the work tile: the flags of is_last serve all of them.
   QUIRE_DEVICE void end_cascade(const WorkTile& work) const {
-    merge_cascade<V, Shape::kWarps>(p_, work, smem_.fixed.is_last, static_cast<int>(threadIdx.x),
-                                    [] { __syncthreads(); });
-    __syncthreads();
+    merge_cascade<V, Shape::kWarps>(p_, work, smem_.fixed.is_last, static_cast<int>(Cta::thread()),
+                                    [] { Cta::sync(); });
+    Cta::sync();
   }
 
   QUIRE_DEVICE unsigned char* spill_of(int warp) const {
@@ -102,7 +102,7 @@ class DecodeEnding {
   QUIRE_DEVICE void merge_splits(const WorkTile& work, int m) const {
     const int row_begin = work.tile.row_begin;
     const int64_t partial_row = static_cast<int64_t>(work.partial) * (V::kCascade != 0 ? 1 : V::kTileRows);
-    for (int i = static_cast<int>(threadIdx.x); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
+    for (int i = static_cast<int>(Cta::thread()); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
       const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
       const int row = (member * kM + m) * 16 + r % 16;
       if (row_begin + row >= work.row_end) continue;

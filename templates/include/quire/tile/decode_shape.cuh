@@ -5,6 +5,7 @@
 // warps of a KV split share its keys, and each computes some of the rows.
 #pragma once
 #include "quire/core/rope.h"
+#include "quire/ptx/barrier.cuh"
 #include "quire/tile/decode_scheduler.cuh"
 #include "quire/tile/smem.cuh"
 
@@ -42,6 +43,25 @@ struct StepArea {
 };
 template <>
 struct StepArea<0> {};
+
+// The threads that compute a partition: all of a CTA, or
+struct WholeCta {
+  QUIRE_DEVICE static int index() { return static_cast<int>(blockIdx.x); }  // of the partition
+  QUIRE_DEVICE static unsigned thread() { return threadIdx.x; }
+  QUIRE_DEVICE static void sync() { __syncthreads(); }
+  // The named barrier that serves as barrier `id`; 0 is that of sync().
+  QUIRE_DEVICE static int barrier(int id) { return id; }
+};
+
+// a warpgroup of a CTA.
+struct WarpgroupAsCta {
+  int partition = 0;
+
+  QUIRE_DEVICE int index() const { return partition; }
+  QUIRE_DEVICE static unsigned thread() { return threadIdx.x % 128; }
+  QUIRE_DEVICE static void sync() { ptx::named_barrier_sync(barrier(0), 128); }
+  QUIRE_DEVICE static int barrier(int id) { return 1 + static_cast<int>(threadIdx.x) / 128 * 3 + id; }
+};
 
 template <class V>
 struct DecodeShape {

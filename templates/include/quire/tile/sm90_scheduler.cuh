@@ -62,13 +62,20 @@ struct RingBarriers {
 // The work tiles of one CTA: its partition's, or whole row tiles that it takes as it gets to them. One thread's; where
 // it is between work tiles stands in shared memory, because the loading warps have few registers.
 // kCtasPerTile neighbouring CTAs share work tiles: each computes its part of their rows.
-template <int kCtasPerTile>
+// kJoins: some CTAs begin later, after other work. No CTA then has a first row tile without asking the counter, and
+// partitions, where there are some, are those of the launch's last CTAs.
+template <int kCtasPerTile, bool kJoins = false>
 struct SharedWorkList {
   // Before the first call of next(). `number`: of the last whole row tile that was taken.
   QUIRE_DEVICE static void begin(const AttentionFa3Params& p, WorkCursor& cursor, int& number) {
     number = -1;
     cursor = {};
-    if (p.base.partitions != nullptr) cursor.left = p.base.partitions[blockIdx.x / kCtasPerTile];
+    if constexpr (kJoins) {
+      const int partition = static_cast<int>(blockIdx.x - gridDim.x) + p.base.num_ctas;
+      if (p.base.partitions != nullptr && partition >= 0) cursor.left = p.base.partitions[partition];
+    } else {
+      if (p.base.partitions != nullptr) cursor.left = p.base.partitions[blockIdx.x / kCtasPerTile];
+    }
   }
 
   // Fills in `next`, which follows the one that left `cursor`.
@@ -92,7 +99,8 @@ struct SharedWorkList {
 
     QUIRE_DEVICE explicit CountedTiles(const AttentionFa3Params& p)
         : num_tiles(p.base.num_tiles), heads_per_l2_group(p.heads_per_l2_group) {
-      if (p.base.partitions != nullptr) {
+      if (kJoins && p.base.partitions != nullptr) heads_per_l2_group = 0;
+      if (!kJoins && p.base.partitions != nullptr) {
         const Partition partition = p.base.partitions[blockIdx.x / kCtasPerTile];
         num_tiles = partition.num_tiles, heads_per_l2_group = partition.heads_per_l2_group;
       }
@@ -103,6 +111,7 @@ struct SharedWorkList {
     // all: then the counter is 0 again.
     QUIRE_DEVICE int take(const AttentionFa3Params& p, int number) const {
       const int grid = static_cast<int>(gridDim.x) / kCtasPerTile;
+      if constexpr (kJoins) return static_cast<int>(atomicInc(p.tile_counter, count + grid - 1));
       if (number < 0) return static_cast<int>(blockIdx.x) / kCtasPerTile;
       if (p.tile_counter == nullptr) return number + grid;
       return min(grid, count) + static_cast<int>(atomicInc(p.tile_counter, count - 1));
