@@ -33,6 +33,7 @@ TENSOR_CORE = {
     "attention_mla_decode": re.compile(r"\bHGMMA\."),
     "attention_mla_fa2": re.compile(r"\bHMMA\."),
     "attention_mla_fa3": re.compile(r"\bHGMMA\."),
+    "pod": re.compile(r"\bHGMMA\."),
 }
 
 

@@ -93,6 +93,8 @@ def test_a_slug_names_both_kernels():
         (key_of("decode"), key_of("decode")),
         (key_of("fa3"), key_of("fa3")),
         (key_of("fa3", timed=True), key_of("decode")),
+        (key_of("fa3", page_size=5), key_of("decode")),
+        (key_of("fa3"), key_of("decode", rows=64)),
         (key_of("fa3"), key_of("decode", head_dim_qk=256, head_dim_vo=256)),
     ],
 )
@@ -235,3 +237,67 @@ def test_a_single_prefill_beside_decodes():
         for ours, other in ((o, expected), (o_d, alone[0]), (lse_d, alone[1])):
             torch.testing.assert_close(ours, other, atol=1e-2, rtol=1e-2)
     assert len(plans) == 4 and None not in plans
+
+
+SMALL = [  # requests of the prefill and of the decodes, heads, head dim, page size
+    (((600,) * 12, (600, 650) * 6), (1, 0, 5000, 64, 63, 777), (16, 4), 128, 64),  # tall row tiles, each whole
+    (((100, 90) * 60, (100, 91) * 60), (300,) * 300, (8, 2), 64, 8),  # low ones; decodes in whole row tiles
+    (((700, 33, 1), (700, 1000, 20)), (17, 4000, 1) * 9, (16, 1), 128, 16),  # prefills in partitions
+    (((300, 200), (300, 2000)), (9000,), (4, 4), 128, 8),
+]
+
+
+@pytest.mark.skipif(not HOPPER, reason="one launch on Hopper")
+@pytest.mark.parametrize(("prefills", "kv_lens", "heads", "head_dim", "page_size"), SMALL)
+def test_one_launch_is_right(monkeypatch, prefills, kv_lens, heads, head_dim, page_size):
+    """Also call after call, with the same bits; nothing that no request owns is read."""
+    monkeypatch.setattr(side_by_side, "_LEAST_US", 0.0)
+    device = torch.device("cuda:0")
+    sizes = dict(zip(("num_qo_heads", "num_kv_heads"), heads, strict=True))
+    options = {"device": device, "dtype": torch.bfloat16, "head_dim": head_dim, **sizes}
+    p, d = Problem(*prefills, causal=True, **options), Problem((1,) * len(kv_lens), kv_lens, seed=1, **options)
+    caches = p.paged(page_size), d.paged(page_size)
+    wrapper = quire.BatchPODWithPagedKVCacheWrapper(workspace(device))
+    tables = [(ints(x.qo_indptr, device), *c.tables()) for x, c in zip((p, d), caches, strict=True)]
+    wrapper.plan(*tables[0], *tables[1], *heads, head_dim, page_size, q_data_type=torch.bfloat16)
+    first, *others = (
+        wrapper.run(p.q, caches[0].kv, d.q, caches[1].kv, causal_p=True, return_lse=True) for _ in range(4)
+    )
+    assert "one launch" in wrapper.explain()[0].note
+    for problem, result in zip((p, d), first, strict=True):
+        problem.check(*result)
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(not HOPPER, reason="one launch on Hopper")
+def test_one_launch_in_a_graph(monkeypatch):
+    """Replays use other queries, and other lengths of the decodes."""
+    monkeypatch.setattr(side_by_side, "_LEAST_US", 0.0)
+    device = torch.device("cuda:0")
+    options = {"device": device, "dtype": torch.bfloat16, "num_qo_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    p, lens = Problem((1000,), (1000,), causal=True, **options), [(900,) * 20, (30, 1, 800) * 6 + (0, 7)]
+    decodes = [Problem((1,) * 20, kv_lens, **options) for kv_lens in lens]
+    caches = [d.paged(PAGE, signature="tensor") for d in decodes]
+    buffers = ints([0] * 21, device), ints([0] * 20 * 60, device), ints([0] * 20, device)
+    wrapper = quire.PODWithPagedKVCacheWrapper(workspace(device), "NHD", True, *buffers)
+    cache = torch.zeros(max(c.kv.shape[0] for c in caches), *caches[0].kv.shape[1:], device=device).bfloat16()
+
+    def plan(i):
+        wrapper.plan(*caches[i].tables(), 32, 8, 128, PAGE, q_data_type=torch.bfloat16)
+        cache[: caches[i].kv.shape[0]] = caches[i].kv
+        q_d.copy_(decodes[i].q)
+
+    q, q_d, graph = p.q.clone(), decodes[0].q.clone(), torch.cuda.CUDAGraph()
+    plan(0)
+    for _ in range(2):
+        wrapper.run(q, p.k, p.v, q_d, cache, causal_p=True)
+    with torch.cuda.graph(graph):
+        o, o_d = wrapper.run(q, p.k, p.v, q_d, cache, causal_p=True)
+    for i in (1, 0, 1):
+        plan(i)
+        q.normal_()
+        p.q.copy_(q)
+        graph.replay()
+        p.check(o)
+        decodes[i].check(o_d)

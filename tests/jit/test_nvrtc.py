@@ -226,6 +226,8 @@ ATTENTION = [
     "attention_fa2.sm90a.bf16-bf16-bf16.d128-128.ragged.custom.m128",
     "attention_fa2.sm90a.bf16-e4m3-bf16.d128-128.paged.causal.m64",
     "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128",
+    "pod.sm90a.attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m192.beside."
+    "attention_decode.sm90a.bf16-bf16-bf16.d128-128.paged.none.m16",
 ]
 
 #: Of architectures that no variant has run on, as `quire matrix` says: those that leave the fewest registers.

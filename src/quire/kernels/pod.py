@@ -8,7 +8,8 @@ from functools import lru_cache
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
 from quire.kernels import attention_decode, attention_fa3
-from quire.kernels.attention import GPU_EXPORTS, AttentionKernel, AttentionKey
+from quire.kernels.attention import GPU_EXPORTS, AttentionKey
+from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.params import PodParams, struct_of
 
 _PREFILL, _DECODE = attention_fa3.KERNEL, attention_decode.KERNEL
@@ -65,13 +66,12 @@ def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
         return f"expected {_PREFILL.name} and {_DECODE.name}, got {prefill.kernel} and {decode.kernel}"
     if any(_has_more(key) for key in (prefill, decode)):
         return "a variant of one's own, or a cascade, has a launch of its own"
-    return _size_reason(_DECODE, decode)
+    if prefill.page_size == ANY_PAGE_SIZE:
+        return "tokens that are gathered one by one take ptxas ten times as long beside another kernel"
+    if decode.tile_rows > 32 or _DECODE.tile(decode).kv == 32:
+        return "a warpgroup decodes at most 32 rows, and heads of which four warps have 16 tokens each"
+    return None
 
 
 def _has_more(key: AttentionKey) -> bool:
     return key.variant is not None or key.cascade or key.prefix or key.timed
-
-
-def _size_reason(kernel: AttentionKernel, key: AttentionKey) -> str | None:
-    """Its CTA must be a warpgroup."""
-    return "heads of so many dims are decoded by two warps a CTA" if kernel.tile(key).kv == 32 else None

@@ -28,12 +28,12 @@ struct Pod {
   static constexpr int kThreads = Prefill::kThreads, kMinCtas = 1;
   static constexpr int kDecoding = Decode::kMinCtas;  // warpgroups that decode
   static constexpr int kDecodeBytes = ceil_div(DecodeShape<typename V::Decode>::kUsedBytes, 1024) * 1024;
-  static constexpr int kSmemBytes = max(Prefill::kSmemBytes, kDecoding * kDecodeBytes);
+  static constexpr int kSmemBytes = max(Prefill::kSmemBytes, kDecoding* kDecodeBytes);
   static_assert(Decode::kThreads == 128, "a warpgroup decodes");
   static_assert(kSmemBytes <= 227 * 1024, "the rings of decoding warpgroups fit into shared memory");
 
   QUIRE_DEVICE static void run(const PodParams& p, unsigned char* smem) {
-    if (blockIdx.x < p.num_decode_ctas) decode(p, smem);
+    if (static_cast<int>(blockIdx.x) < p.num_decode_ctas) decode(p, smem);
     Prefill::run(p.prefill, smem);
   }
 
