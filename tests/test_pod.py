@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
@@ -152,6 +153,7 @@ def test_one_launch_has_the_parameters_of_both(launches, qo_len):
         p = PodParams.from_address(at)
         assert not others and (p.prefill.base.q, p.decode.q) == (pointer, pointer + 1)
         assert p.decode.num_ctas == decodes.plan.params.num_ctas > 40 and p.num_decode_ctas == 20
+        assert ctypes.c_uint32.from_address(p.decode_counter).value == 0
         base = p.prefill.base
         assert (base.partitions is None) == (qo_len == 2000)
         assert grid == (132 if qo_len == 2000 else 20 + base.num_ctas)
@@ -240,8 +242,8 @@ def test_a_single_prefill_beside_decodes():
 
 
 SMALL = [  # requests of the prefill and of the decodes, heads, head dim, page size
-    (((600,) * 12, (600, 650) * 6), (1, 0, 5000, 64, 63, 777), (16, 4), 128, 64),  # tall row tiles, each whole
-    (((100, 90) * 60, (100, 91) * 60), (300,) * 300, (8, 2), 64, 8),  # low ones; decodes in whole row tiles
+    (((150, 140) * 20, (150, 200) * 20), (1, 0, 5000, 64, 63, 777), (16, 1), 128, 64),  # tall row tiles, each whole
+    (((100, 90) * 30, (100, 91) * 30), (300,) * 300, (8, 2), 64, 8),  # low ones; decodes in whole row tiles
     (((700, 33, 1), (700, 1000, 20)), (17, 4000, 1) * 9, (16, 1), 128, 16),  # prefills in partitions
     (((300, 200), (300, 2000)), (9000,), (4, 4), 128, 8),
 ]

@@ -160,8 +160,9 @@ class PodParams(ctypes.Structure):
     _fields_ = (
         ("prefill", AttentionFa3Params),
         ("decode", AttentionParams),
+        ("decode_counter", c_void_p),
         ("num_decode_ctas", c_int32),
-        ("_to_64", ctypes.c_char * (-(ctypes.sizeof(AttentionParams) + 4) % 64)),
+        ("_to_64", ctypes.c_char * (-(ctypes.sizeof(AttentionParams) + 12) % 64)),
     )
 
 

@@ -165,6 +165,14 @@ class AttentionPlan:
         """The parameter struct, as the last run() left it."""
         return self._struct
 
+    @property
+    def tile_counter(self) -> int:
+        """The address of the schedule's tile counter, which every schedule of the host has."""
+        assert self.schedule is not None
+        sizes = self.schedule.sizes
+        address: int = self._params.tiles - sizes.tiles_offset + sizes.tile_counter_offset
+        return address
+
     @contextmanager
     def launched_by(self, launch: Callable[[int], None]) -> Iterator[None]:
         """Meanwhile run() calls `launch` with the stream in place of a launch of its own."""

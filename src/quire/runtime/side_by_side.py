@@ -96,8 +96,9 @@ class SideBySide:
         self.prefill, self._decodes, self._lock = prefill, decodes, Lock()
         self._params, device = aligned_copy(PodParams()), decodes.device
         self._module, _ = load(PodKey(prefill.decision.key, decodes.decision.key).spec(), device)
-        parts, mine = base_of(decodes.plan.params).num_ctas, base_of(prefill.plan.params)
-        self._params.num_decode_ctas = ctas = min(sms, -(-parts // self._module.exports["kDecoding"]))
+        theirs, mine = base_of(decodes.plan.params), base_of(prefill.plan.params)
+        self._params.num_decode_ctas = ctas = min(sms, -(-theirs.num_ctas // self._module.exports["kDecoding"]))
+        self._params.decode_counter = decodes.plan.tile_counter
         grid = max_ctas(device, 1) if mine.partitions is None else ctas + mine.num_ctas
         self._launch = bind(self._module, ctypes.addressof(self._params), device, grid, pdl=False)
         note = f"one launch with the decodes: {ctas} CTAs decode first, {grid - ctas} compute prefills at once"

@@ -17,7 +17,8 @@ namespace quire {
 struct PodParams {
   AttentionFa3Params prefill;
   AttentionParams decode;
-  int32_t num_decode_ctas;  // the first ones of the launch
+  uint32_t* decode_counter;  // partitions, or row tiles, beyond the first of each warpgroup; 0 between launches
+  int32_t num_decode_ctas;   // the first ones of the launch
 };
 
 // V::Prefill, V::Decode: the variants of the two kernels.
@@ -27,8 +28,9 @@ struct Pod {
   using Decode = AttentionDecode<typename V::Decode, WarpgroupAsCta>;
   static constexpr int kThreads = Prefill::kThreads, kMinCtas = 1;
   static constexpr int kDecoding = Decode::kMinCtas;  // warpgroups that decode
-  static constexpr int kDecodeBytes = ceil_div(DecodeShape<typename V::Decode>::kUsedBytes, 1024) * 1024;
-  static constexpr int kSmemBytes = max(Prefill::kSmemBytes, kDecoding* kDecodeBytes);
+  static constexpr int kUsedBytes = ceil_div(DecodeShape<typename V::Decode>::kUsedBytes, 16) * 16;
+  static constexpr int kDecodeBytes = ceil_div(kUsedBytes + 16, 1024) * 1024;  // and the next partition's number
+  static constexpr int kSmemBytes = max(Prefill::kSmemBytes, kDecodeBytes* kDecoding);
   static_assert(Decode::kThreads == 128, "a warpgroup decodes");
   static_assert(kSmemBytes <= 227 * 1024, "the rings of decoding warpgroups fit into shared memory");
 
@@ -48,7 +50,7 @@ struct Pod {
     const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0);
     if (warpgroup < kDecoding) {
       ptx::take_registers<kDecodeRegisters>();
-      decode_all(p, smem, warpgroup);
+      decode_all(p, smem + warpgroup * kDecodeBytes, warpgroup);
       ptx::give_registers<kRegisters>();
       ptx::fence_proxy_async();  // what follows is copied to the same shared memory by the copy engine
       __syncthreads();
@@ -59,15 +61,18 @@ struct Pod {
     }
   }
 
-  // Every so many partitions, or row tiles, which descend: a warpgroup that has the longest of one round has the
-  // shortest of the next.
+  // A warpgroup takes partitions, or row tiles, until there are none: memory serves some SMs faster than others.
+  // A launch counts each beyond the first ones and one a warpgroup that gets none, num_ctas in all.
   QUIRE_DEVICE static void decode_all(const PodParams& p, unsigned char* smem, int warpgroup) {
-    const int own = static_cast<int>(blockIdx.x) * kDecoding + warpgroup, all = p.num_decode_ctas * kDecoding;
-    bool is_reversed = false;
+    const int all = p.num_decode_ctas * kDecoding, num_parts = p.decode.num_ctas;
+    volatile int* next = reinterpret_cast<int*>(smem + kUsedBytes);
+    int part = static_cast<int>(blockIdx.x) * kDecoding + warpgroup;
 #pragma unroll 1
-    for (int first = 0; first < p.decode.num_ctas; first += all, is_reversed = !is_reversed) {
-      const int cta = first + (is_reversed ? all - 1 - own : own);
-      if (cta < p.decode.num_ctas) Decode::run(p.decode, smem + warpgroup * kDecodeBytes, {cta});
+    while (part < num_parts) {
+      Decode::run(p.decode, smem, {part});
+      if (WarpgroupAsCta::thread() == 0) *next = all + static_cast<int>(atomicInc(p.decode_counter, num_parts - 1));
+      WarpgroupAsCta::sync();
+      part = *next;
       WarpgroupAsCta::sync();
     }
   }
