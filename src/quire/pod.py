@@ -126,16 +126,13 @@ class PODWithPagedKVCacheWrapper:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: KVLayout, **options: Any
     ) -> SideBySide | None:
         """One launch of a prefill and the decodes, kept for later calls with the same lengths; None if the prefill runs
-        before the decodes. A launch of its own is made for a capture, whose graph holds what it reads.
+        before the decodes.
         """
         decodes, device = planned(self._decode._attention), self._decode.device
-        if is_tracing() or not on_cuda(device) or check_tensor(q, "q_p").dim() != 3:
+        if is_tracing() or not on_cuda(device) or is_capturing(device) or check_tensor(q, "q_p").dim() != 3:
             return None
         spec = spec_of_one(q, k, v, layout, None, logits_soft_cap=None, **options)
         wanted = decodes, spec.options, q.shape, k.shape, layout
-        if is_capturing(device):  # which loads no kernel
-            is_loaded = self._beside[0] == wanted and self._beside[1] is not None
-            return SideBySide.of(spec, layout, decodes) if is_loaded else None
         if self._beside[0] != wanted:
             self._beside = wanted, SideBySide.of(spec, layout, decodes)
         return self._beside[1]

@@ -1,8 +1,8 @@
 """Prefill and decode in one launch.
 
-Prefill is limited by the tensor cores, decode by memory bandwidth, which half of a GPU's SMs can use up. If they run
-one after the other, each leaves idle what the other needs. In one launch the decodes get as many of the SMs as reading
-takes, and the prefill the others; SMs that have no more decodes go on with the prefill (kernels/pod.cuh).
+Prefill is limited by the tensor cores, decode by memory bandwidth, which two thirds of a GPU's SMs use up wherever its
+CTAs are placed. If they run one after the other, each leaves idle what the other needs. In one launch the decodes get
+these SMs, and the prefill the others; SMs that have no more decodes go on with the prefill (kernels/pod.cuh).
 """
 
 from __future__ import annotations
@@ -31,14 +31,10 @@ from quire.types import KVLayout, MaskMode
 _First = TypeVar("_First")
 _Second = TypeVar("_Second")
 
-#: Of one SM of a Hopper GPU, and of its memory: products a microsecond, bytes a microsecond that an SM takes while
-#: enough others do, and that memory gives.
-_FLOPS_OF_SM, _BYTES_OF_SM, _BYTES_OF_MEMORY = 4.8e6, 64e3, 4.1e6
+#: Products a microsecond of one SM of a Hopper GPU, and bytes a microsecond of its memory.
+_FLOPS_OF_SM, _BYTES_OF_MEMORY = 4.8e6, 4.1e6
 #: Of shorter work the other hides too little, in microseconds.
 _LEAST_US = 20.0
-#: Into how many parts SMs are divided, one of which decodes: decodes are planned for all SMs, so that each of that part
-#: has as many partitions.
-_PARTS = (2, 3, 4)
 
 
 class Work(NamedTuple):
@@ -66,13 +62,16 @@ def sms_of_decode(prefill: Work, decode: Work, device: torch.device) -> int:
     """SMs for decodes beside a prefill; 0: one after the other is as fast, or the GPU is unknown."""
     if not on_cuda(device) or target_of(device) != "sm90a":
         return 0
-    sms, computing, reading = max_ctas(device, 1), prefill.flops / _FLOPS_OF_SM, decode.bytes / _BYTES_OF_MEMORY
-    if computing / sms < _LEAST_US or reading < _LEAST_US:
-        return 0
-    return min(
-        (sms // parts for parts in _PARTS),
-        key=lambda n: max(computing / (sms - n), reading, decode.bytes / (n * _BYTES_OF_SM)),
-    )
+    sms = max_ctas(device, 1)
+    return 0 if min(_computing(prefill, sms), _reading(decode)) < _LEAST_US else sms * 2 // 3
+
+
+def _computing(prefill: Work, sms: int) -> float:
+    return prefill.flops / _FLOPS_OF_SM / sms
+
+
+def _reading(decode: Work) -> float:
+    return decode.bytes / _BYTES_OF_MEMORY
 
 
 class SideBySide:
@@ -81,14 +80,21 @@ class SideBySide:
     @classmethod
     def of(cls, spec: AttentionSpec, layout: KVLayout, decodes: Attention) -> SideBySide | None:
         """One launch of the prefill `spec` and of `decodes`; None if one after the other is as fast."""
-        device, beside = decodes.device, decodes.spec
-        if beside.options.cascade or not (sms := sms_of_decode(Work.of(spec), Work.of(beside), device)):
+        device = decodes.device
+        if decodes.spec.options.cascade:
             return None
-        spec = spec._replace(options=spec.options._replace(sms=max_ctas(device, 1) - sms))
+        work, decode_work = Work.of(spec), Work.of(decodes.spec)
+        if not (sms := sms_of_decode(work, decode_work, device)):
+            return None
+        others = max_ctas(device, 1) - sms
+        spec = spec._replace(options=spec.options._replace(sms=others))
         prefill = Attention(spec, layout, OwnWorkspace(device), "auto")
         keys = prefill.decision.key, decodes.decision.key
         if pod_reason(*keys) is not None or not is_obtainable(PodKey(*keys).spec()):
             return None
+        alone = _computing(work, sms + others) + _reading(decode_work)
+        if base_of(prefill.plan.params).partitions is not None and _computing(work, others) > alone:
+            return None  # its partitions belong to a third of the SMs
         return cls(prefill, decodes, sms)
 
     def __init__(self, prefill: Attention, decodes: Attention, sms: int) -> None:

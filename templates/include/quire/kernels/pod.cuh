@@ -1,6 +1,6 @@
 // Prefill and decode of one step in one launch: sm_90a.
 //
-// Bound: decode by memory, which half of the SMs use up, and prefill by the tensor cores. So the first CTAs of the
+// Bound: decode by memory, which some of the SMs use up, and prefill by the tensor cores. So the first CTAs of the
 // launch compute decodes and the others prefills, one CTA an SM. A CTA that has no more decodes goes on with prefills:
 // row tiles that it takes from the tile counter, so that all CTAs end together. Where row tiles are divided, partitions
 // belong to the other CTAs.
