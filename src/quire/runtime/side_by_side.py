@@ -13,7 +13,7 @@ from threading import Lock
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch._C._autograd import _profiler_enabled as is_profiling
+from torch.autograd import profiler
 
 from quire.jit import is_obtainable
 from quire.kernels.params import PodParams, aligned_copy
@@ -123,7 +123,7 @@ class SideBySide:
 
     def _start(self, stream: int) -> None:
         self._params.prefill, self._params.decode = self.prefill.plan.params, self._decodes.plan.params
-        if is_profiling():
+        if profiler._is_profiler_enabled:
             profiled(self._module, self._launch, stream)
         else:
             self._launch(stream)
