@@ -23,28 +23,29 @@ struct AttentionPrefixParams {
   int64_t v_prefix_token_stride, v_prefix_head_stride;
 };
 
-// Whether a row tile's keys lie in those tensors.
+// Whether the keys of a row tile lie in k_prefix and v_prefix.
 template <class V>
 QUIRE_HD bool is_in_prefix(const RowTile& tile) {
   return V::kPrefix != 0 && tile.request < 0;
 }
 
-// An entry of a cascade's merge table, for one KV head: entry i * num_kv_heads + head is group i's.
+// An entry of a cascade's merge table: one merge group of one KV head. Group i of KV head h is entry i * num_kv_heads +
+// h.
 struct alignas(16) CascadeGroup {
   int32_t row;           // first packed row of the batch: token * group_size + head in group
   int32_t num_rows;      // at most a row tile's
-  int32_t parts_begin;   // of the list of parts, which follows the merge table: in int32 from the table's beginning
-  int32_t num_parts;     // work tiles that arrive; first those of shared levels
+  int32_t parts_begin;   // index in the list of parts, which follows the merge table: in int32 from the table's begin
+  int32_t num_parts;     // work tiles that arrive; those of shared levels come first
   uint32_t num_arrived;  // 0 between launches: the last CTA to arrive resets it
   int32_t num_shared_parts;
 };
 
-// Where this part of a group begins, in rows of partial_o and partial_md.
+// The first row of part `part` of a group, in partial_o and partial_md.
 QUIRE_HD int32_t part_row(const AttentionParams& p, const CascadeGroup& group, int part) {
   return reinterpret_cast<const int32_t*>(p.groups)[group.parts_begin + part];
 }
 
-// Group i of those that take rows of a row tile.
+// Merge group i of the groups that take rows of this row tile.
 QUIRE_HD CascadeGroup& cascade_group(const AttentionParams& p, const RowTile& tile, int i, int kv_head) {
   return reinterpret_cast<CascadeGroup*>(p.groups)[static_cast<int64_t>(tile.group + i) * p.num_kv_heads + kv_head];
 }

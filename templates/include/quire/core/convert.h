@@ -1,12 +1,12 @@
-// Conversions between float and the 16-bit types, and from float to 8 bits, on host and device; they round to nearest
-// even.
+// Conversions between float and the 16-bit types, and from float to 8 bits, on host and device. All of them round to
+// nearest even.
 #pragma once
 #include "quire/core/types.h"
 
 namespace quire {
 
 #if defined(__aarch64__) && !defined(__CUDACC__)
-using half_t = __fp16;  // g++ 12 has no _Float16 there in C++
+using half_t = __fp16;  // g++ 12 has no _Float16 for C++ on Arm
 #elif !defined(__CUDACC__)
 using half_t = _Float16;
 #endif
@@ -37,7 +37,7 @@ QUIRE_HD bf16_t from_float<bf16_t>(float x) {
   return {bits};
 #else
   const uint32_t bits = __builtin_bit_cast(uint32_t, x);
-  if (x != x) return {static_cast<uint16_t>((bits >> 16) | 0x40)};  // a quiet NaN stays one
+  if (x != x) return {static_cast<uint16_t>((bits >> 16) | 0x40)};  // any NaN becomes a quiet NaN
   return {static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 #endif
 }
@@ -58,7 +58,7 @@ QUIRE_HD T to_8_bits(float x) {
   constexpr int kMantissa = 10 - T::kShift, kBias = T::kScale == 1.0f ? 15 : 7;
   constexpr uint32_t kNormal = (128 - kBias) << 23, kWhole = (151 - kBias - kMantissa) << 23;
   const uint32_t bits = __builtin_bit_cast(uint32_t, x), sign = (bits >> 24) & 0x80, size = bits & 0x7fffffff;
-  // Below kNormal a multiple of the smallest number: float addition rounds to it. Both without a branch.
+  // Below kNormal, float addition rounds to a multiple of the smallest number. Both are computed: there is no branch.
   const float sum = __builtin_bit_cast(float, size) + __builtin_bit_cast(float, kWhole);
   const uint32_t half = (1u << (22 - kMantissa)) - 1, odd = (size >> (23 - kMantissa)) & 1;
   const uint32_t small = __builtin_bit_cast(uint32_t, sum) - kWhole,

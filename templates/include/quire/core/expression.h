@@ -36,8 +36,8 @@ struct ExpressionOf<V, true> {
                                                                 V::kOperandsAt)) {}
 };
 
-// Which KV tiles of the row tile that `units` begins some or all rows see, as plan() has found out (BlockMask); without
-// a mask of its own a variant sees all.
+// Whether some rows (visible) or all rows (full) of a row tile see a KV tile under the expression's mask, as plan() has
+// found out. `unit` is the work unit of both tiles. Without such a mask every row sees all keys.
 template <class V>
 QUIRE_HD bool block_is_visible(const ExpressionOf<V>& x, int unit) {
   if constexpr (V::kScoreMask != 0) return (x.operands.block_mask[unit] & 1) != 0;
@@ -49,7 +49,7 @@ QUIRE_HD bool block_is_full(const ExpressionOf<V>& x, int unit) {
   return true;
 }
 
-// An element of a tensor as a number of the expression.
+// An element of a tensor, converted to a number that expressions compute with.
 QUIRE_HD float widen_element(float x) { return x; }
 QUIRE_HD float widen_element(fp16_t x) { return to_float(x); }
 QUIRE_HD float widen_element(bf16_t x) { return to_float(x); }
@@ -84,14 +84,14 @@ struct TensorRef {
   int32_t sizes[kRank];
   int32_t strides[kRank];
 
-  // The element at `index`, or the nearest there is.
+  // The element at `index`. Indices out of range are clamped to the range.
   template <class... Index>
   QUIRE_HD auto operator()(Index... index) const {
     static_assert(sizeof...(Index) == kRank, "an index for each dimension");
     return widen_element(load_element(data + place(index...)));
   }
 
-  // Where the row of the last dimension begins that all indices but the last one say, and its element at `last`.
+  // A row is the last dimension. row() gives the offset of a row, in_row() the element at `last` of it.
   template <class... Index>
   QUIRE_HD int32_t row(Index... index) const {
     static_assert(sizeof...(Index) == kRank - 1, "an index for each dimension but the last");
@@ -100,7 +100,7 @@ struct TensorRef {
   QUIRE_HD auto in_row(int32_t row, int32_t last) const {
     return widen_element(load_element(data + row + min(max(last, 0), sizes[kRank - 1] - 1) * strides[kRank - 1]));
   }
-  // Elements of a row that lie side by side; 0 where none do.
+  // Number of contiguous elements of a row; 0 if the stride of the last dimension is not 1.
   QUIRE_HD int32_t row_size() const { return strides[kRank - 1] == 1 ? sizes[kRank - 1] : 0; }
 
  private:
@@ -118,14 +118,14 @@ struct TensorRef {
   }
 };
 
-// Whether a score has reads that are neighbours in memory for the keys of a row.
+// Whether the score reads neighbouring elements of a tensor for neighbouring keys of a row.
 template <class V>
 QUIRE_HD constexpr bool has_linear_reads() {
   if constexpr (V::kScore != 0) return V::kLinearReads != 0;
   return false;
 }
 
-// Idioms of scores, which kernels know: Variant::kIdiom.
+// Variant::kIdiom: patterns of scores for which kernels have faster code.
 constexpr int kIdiomSoftCap = 1;   // Variant::cap(): outer * tanh(inner * score)
 constexpr int kIdiomBias = 2;      // Variant::bias(): score + bias; Variant::kIsOfDistance: of head and distance alone
 constexpr int kIdiomRowScale = 3;  // Variant::row_scale(): score * row_scale, which is the same for all keys
@@ -138,7 +138,7 @@ QUIRE_HD constexpr int score_idiom() {
   return 0;
 }
 
-// Integers that wrap.
+// Integer arithmetic that wraps.
 QUIRE_HD int32_t wrapped(uint32_t x) { return static_cast<int32_t>(x); }
 QUIRE_HD uint32_t word(int32_t x) { return static_cast<uint32_t>(x); }
 

@@ -30,22 +30,22 @@ QUIRE_HD X alibi_exponent(X head, int num_heads) {
   return -eight_by_n * (number <= n ? number : number - (n + 0.5f));
 }
 
-// Math: the backend's functions of logits. A transform has to keep a NaN.
+// Math has the backend's functions of logits. A transform of a NaN has to be a NaN.
 template <class V, class Math>
 struct LogitsTransform : ExpressionOf<V> {
   static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi, kHasScore = V::kScore != 0;
-  // A soft cap is all that happens: the built-in one, or a score that is one.
+  // The only transform is a soft cap: the built-in one, or a score that computes one.
   static constexpr bool kIsCapScore = score_idiom<V>() == kIdiomSoftCap;
   static constexpr bool kIsSoftCap = (V::kSoftCap != 0 && !kHasAlibi) || kIsCapScore;
-  // Nothing happens but the scaling that softmax does anyway.
+  // There is no transform, only the scaling, which softmax does anyway.
   static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi && !kHasScore;
-  // A bias that grows evenly from key to key is all that happens.
+  // The only transform is a bias that grows by a constant from key to key.
   static constexpr bool kIsRamp = kHasAlibi && V::kSoftCap == 0;
   static_assert(!kHasScore || (V::kSoftCap == 0 && !kHasAlibi), "a score says all that happens to a logit");
 
   float scale;      // of q . k
   float factor;     // makes what score() returns a base-2 exponent
-  float bias_unit;  // ALiBi: what a bias is multiplied by, as q . k is by `scale`
+  float bias_unit;  // ALiBi: the factor of biases, as `scale` is that of q . k
   int num_heads;
 
   QUIRE_HD explicit LogitsTransform(const AttentionParams& p)
@@ -64,9 +64,9 @@ struct LogitsTransform : ExpressionOf<V> {
     }
   }
 
-  // X: some logits; at.q_idx(), at.kv_idx(), at.head() and at.request() say which. Queries and keys are counted within
-  // their request, of at.qo_len() and at.kv_len(); heads are query heads. at.ramp(step): step times how far right of
-  // the query's place each key is.
+  // X is one logit or several. at.q_idx(), at.kv_idx(), at.head() and at.request() say which: queries and keys are
+  // counted within their request, which has at.qo_len() and at.kv_len() of them; heads are query heads. at.ramp(step)
+  // is step * (key - position of the query).
   template <class X, class At>
   QUIRE_HD X score(X logit, const At& at) const {
     if constexpr (kHasAlibi) logit = Math::fma(logit, scale, at.ramp(bias_step(at)));
@@ -77,22 +77,22 @@ struct LogitsTransform : ExpressionOf<V> {
     return logit;
   }
 
-  // A user's score, of a row that Variant::row() was called for before.
+  // The score of an expression, for a row whose Variant::row() was computed before.
   template <class X, class At, class Row>
   QUIRE_HD X score(X logit, const At& at, const Row& row) const {
     return Math::as_logits(V::template score<Math>(this->operands, Math::mul(logit, scale), at, row));
   }
 
-  // ALiBi: what a key's bias exceeds that of the key to its left by.
+  // ALiBi: the bias of a key minus the bias of the key to its left.
   template <class At>
   QUIRE_HD auto bias_step(const At& at) const {
     return Math::exp2(alibi_exponent(Math::to_float(at.head()), num_heads)) * bias_unit;
   }
 };
 
-// The lse that is returned, of a row of `head` whose logits have this lse. FlashInfer counts the distances of ALiBi
-// from the query's number in its request, not from where the query stands: its logits, and their lse, are larger by a
-// constant a request. Under a soft cap that would be another result, so that there distances are as everywhere else.
+// The lse to return for a row of `head` with this lse. FlashInfer's ALiBi counts distances from qo_idx instead of the
+// query's position, which adds a constant for each request to logits and lse. Under a soft cap it would not be a
+// constant: there the lse is not adjusted.
 template <class V, class Params>
 QUIRE_HD float returned_lse(float lse, const Params& p, const RowTile& tile, int head) {
   if constexpr (V::kPosEncoding != kPosEncodingAlibi || V::kSoftCap != 0) return lse;

@@ -23,7 +23,7 @@ QUIRE_HD constexpr bool mask_has_bits(int mask) { return mask == kMaskCustom || 
 constexpr uint8_t kBlockVisible = 1;  // at least one row sees at least one key
 constexpr uint8_t kBlockFull = 2;     // all rows see all keys
 
-// Whether plan() has found out the block mask of a variant: of the bits of a custom mask, or of a mask expression.
+// Whether plan() computes a block mask for the variant: from the bits of a custom mask, or from a mask expression.
 template <class V>
 QUIRE_HD constexpr bool has_block_mask() {
   return V::kMask == kMaskCustom || V::kScoreMask != 0;
@@ -39,8 +39,8 @@ struct KeyRange {
   QUIRE_HD KeyRange within(KeyRange other) const { return {max(begin, other.begin), min(end, other.end)}; }
 };
 
-// The keys that a query sees which stands at key `position`, before bits hide some of them. window_left: -1 is no
-// window, and no chunks.
+// The keys that a query at `position` sees, before mask bits hide some of them. window_left is -1 if there is no window
+// and no chunks.
 QUIRE_HD KeyRange visible_from(int mask_mode, int window_left, int kv_len, int position) {
   const bool chunked = mask_mode == kMaskChunked;
   KeyRange range = {0, kv_len};
@@ -52,7 +52,7 @@ QUIRE_HD KeyRange visible_from(int mask_mode, int window_left, int kv_len, int p
 
 // The keys that at least one query of [first, last] sees: both ends of a query's range move right with the query.
 QUIRE_HD KeyRange visible_to_any(int mask_mode, int window_left, int qo_len, int kv_len, int first, int last) {
-  const int diagonal = kv_len - qo_len;  // where query 0 stands
+  const int diagonal = kv_len - qo_len;  // position of query 0
   return {visible_from(mask_mode, window_left, kv_len, first + diagonal).begin,
           visible_from(mask_mode, window_left, kv_len, last + diagonal).end};
 }
@@ -76,7 +76,7 @@ struct Mask {
     return {tile.qo_len, tile.kv_len, p.window_left, bits};
   }
 
-  // The keys that the query sees, before bits hide some of them.
+  // The keys that the query sees, before mask bits hide some of them.
   QUIRE_HD KeyRange visible(int qo_idx) const {
     return visible_from(kMask, kWindow ? window_left : -1, kv_len, qo_idx + (kv_len - qo_len));
   }
@@ -99,15 +99,15 @@ struct Mask {
   // The first key that has a bit: every query sees the keys before it. All later keys have bits.
   QUIRE_HD int first_key_with_bit() const { return kMask == kMaskTree ? max(0, kv_len - qo_len) : 0; }
 
-  // Where in `bits` the bit of a query and a key stands.
+  // Index in `bits` of the bit of a query and a key.
   QUIRE_HD int64_t bit_of(int qo_idx, int key) const {
     if constexpr (kMask == kMaskTree)
       return static_cast<int64_t>(qo_idx) * (32 * tree_words(qo_len)) + (key - (kv_len - qo_len));
     return static_cast<int64_t>(qo_idx) * kv_len + key;
   }
 
-  // Bits of keys [key, key + 32) of a query, key at bit 0; 0 from kv_len on. The host's reader: it reads no byte that
-  // holds none of them. A GPU's is visible_word (tile/mask_bits.cuh).
+  // Mask bits of a query for keys [key, key + 32), `key` at bit 0; bits from kv_len on are 0. Only hosts call this
+  // function: it reads no byte without a wanted bit. GPUs call visible_word (tile/mask_bits.cuh).
   QUIRE_HD uint32_t word(int qo_idx, int key) const {
     const int first = max(key, first_key_with_bit()), skipped = min(32, first - key);
     const int count = min(32 - skipped, kv_len - first);

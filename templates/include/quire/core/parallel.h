@@ -6,7 +6,7 @@ namespace quire {
 
 constexpr int kParallelThreads = 256;
 
-// CTAs of so many threads that an SM holds at once.
+// CTAs of kParallelThreads threads that an SM holds at once.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || \
     (__CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200)
 constexpr int kParallelCtas = 2048 / kParallelThreads;
@@ -14,10 +14,10 @@ constexpr int kParallelCtas = 2048 / kParallelThreads;
 constexpr int kParallelCtas = (__CUDA_ARCH__ == 750 ? 1024 : 1536) / kParallelThreads;
 #endif
 
-// Calls body(row, column) for each row in [0, rows) and column in [0, columns). On a GPU a thread does one item: what a
-// loop keeps in registers costs threads in flight. CTA i works on whole rows, as many as it has threads for, or on a
-// part of one: see row_grid() in launch.py. Its number and the threads are divided by, in 32 bits, not the items: two
-// 64-bit divisions an item cost more than a merge does.
+// Calls body(row, column) for each row in [0, rows) and column in [0, columns). On a GPU each thread does one item,
+// because the registers of a loop would reduce the number of threads in flight. A CTA works on as many whole rows as it
+// has threads for, or on a part of one row (row_grid() in launch.py). The divisions are of CTA and thread numbers, in
+// 32 bits: two 64-bit divisions an item would cost more than a merge does.
 template <class Body>
 QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 #ifdef __CUDA_ARCH__
@@ -39,8 +39,8 @@ QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 }
 
 #ifdef __CUDACC__
-// The same for a kernel whose threads share something of a row: which item is the thread's, all items in order, and
-// which rows its CTA works on.
+// The item of a thread, for kernels whose threads share data of a row. Items are dealt out in order, so that a CTA may
+// begin and end within a row. Its rows begin at cta_row.
 struct ItemOfThread {
   int64_t row, cta_row;
   int column, cta_rows;
@@ -59,8 +59,8 @@ struct ItemOfThread {
 };
 #endif
 
-// Calls body(begin, end, lane, lanes) for each `size` items of [0, n): lane l of them does items begin + l, then every
-// `lanes` further on.
+// Calls body(begin, end, lane, lanes) for each run of `size` items of [0, n). Lane l of a run does items begin + l,
+// begin + l + lanes, ...
 template <class Body>
 QUIRE_HD void parallel_chunks(int64_t n, int size, Body&& body) {
 #ifdef __CUDA_ARCH__

@@ -14,13 +14,14 @@ struct alignas(16) RowTile {
   int32_t kv_begin;   // KV tiles [kv_begin, kv_end), in units of Variant::kTileKv; may be empty
   int32_t kv_end;
   int32_t work_begin;  // work units of all earlier row tiles, of one KV head; see tile_units()
-  // Fixed splits: of KV head 0; KV head h has partial + h * num_parts and group + h. Else -1, 1 and -1.
+  // Fixed splits: number of the partial of KV head 0. KV head h has partial + h * num_parts and group + h. In other
+  // schedules partial is -1, num_parts is 1 and group is -1.
   union {
     int32_t partial;
     int32_t row_end;  // in a cascade: one past the last packed row
   };
   union {
-    int32_t num_parts;   // that the rows' KV tiles are divided into; this is one of them
+    int32_t num_parts;   // parts that the rows' KV tiles are divided into; this row tile is one of them
     int32_t num_groups;  // in a cascade: merge groups that take rows of this row tile
   };
   int32_t group;     // merge group; in a cascade the first one, see core/cascade.h
@@ -30,25 +31,25 @@ struct alignas(16) RowTile {
   int32_t qo_len;
 };
 
-// What one CTA computes: a contiguous run of work units. It carries the schedule's size, which may change between
-// replays of a CUDA graph while parameters do not.
+// What one CTA computes: a run of consecutive work units. The size of the schedule is stored here, because it may
+// change between replays of a CUDA graph while parameters do not.
 struct alignas(16) Partition {
   int32_t kv_head;
   int32_t tile;
   int32_t offset;  // units of the first row tile that earlier partitions compute
-  int32_t units;   // in all; the run may go on into the next row tiles and KV heads; 0: none
-  // Of the first work tile, if an earlier partition begins its row tile (offset > 0). The next partial and group are
-  // those of the last work tile, if a later partition ends its row tile.
-  // In a cascade `partial` is the first row of the first work tile's partial result.
+  int32_t units;   // length of the run, which may go on into the next row tiles and KV heads; may be 0
+  // Partial and merge group of the first work tile, if an earlier partition begins its row tile (offset > 0). The last
+  // work tile has the next partial and group, if a later partition ends its row tile. In a cascade `partial` is the
+  // first row of the first work tile's partial.
   int32_t partial;
   union {
     int32_t group;
     int32_t first_tile;  // in a cascade: row tiles [first_tile, num_tiles) are divided among these partitions
   };
   int32_t num_tiles;  // row tiles of the schedule
-  // Not 0: no units. CTAs take whole row tiles from the tile counter, so many KV heads at a time, as
-  // AttentionFa3Params::heads_per_l2_group says where there are no partitions. For CUDA graphs, where one plan may
-  // divide row tiles and the next may not.
+  // If not 0, the partition has no units: CTAs take whole row tiles from the tile counter, and this number replaces
+  // AttentionFa3Params::heads_per_l2_group. For CUDA graphs, in which one plan may divide row tiles and the next one
+  // not.
   union {
     int32_t heads_per_l2_group;
     int32_t next;  // in a cascade: the partition that the CTA computes after this one; 0: none
@@ -86,7 +87,7 @@ struct AttentionParams {
   // What else run() sets.
   float* lse;          // [nnz_qo, num_qo_heads] contiguous, base 2; or null
   const float* sinks;  // [num_qo_heads] natural-log logits that join each denominator; or null
-  // One number each that only a GPU knows, which multiply the logits and the output, with paged keys; or null.
+  // Device pointers to one number each, which multiply the logits and the output. With paged keys only; or null.
   const float* logits_scale_by;
   const float* o_scale_by;
 
@@ -112,15 +113,15 @@ struct AttentionParams {
   float tanh_scale;     // soft cap: makes q . k the argument of tanh: sm_scale / cap; a score's: sm_scale
   float logits_cap;     // soft cap in base 2: cap * log2(e)
   float o_scale;        // multiplies the output (v_scale)
-  // Tiles and partitions were copied to the device before the launch ahead of this one began: they may be read while
-  // that one runs. 0: a kernel ahead may have written them.
+  // 1: tiles and partitions were on the device before the preceding launch began, so that they may be read while that
+  // launch runs. 0: the preceding kernel may have written them.
   int32_t plan_is_resident;
-  // RoPE: [head_dim_qk / 2] turns a token of each pair of dims (core/rope.h); else null
+  // RoPE: [head_dim_qk / 2] the frequency of each pair of dims, in turns per token (core/rope.h); else null
   const uint64_t* rope_frequencies;
 };
 
-// What q . k, which becomes a logit or the argument of tanh or of a score, and the output are multiplied by. With
-// ragged keys there are no scales on the device: 128-row tiles of fa2 have no register left to ask for them.
+// The factors of q . k and of the output. The scaled q . k is a logit, or the argument of the soft cap's tanh or of a
+// score. Scales in device memory exist with paged keys only: 128-row tiles of fa2 have no register left to read them.
 template <class Variant>
 QUIRE_HD float logits_scale(const AttentionParams& p) {
   const float scale = Variant::kSoftCap != 0 || Variant::kScore != 0 ? p.tanh_scale : p.logits_scale;

@@ -22,11 +22,14 @@ struct AttentionFa3Params {
   // box [64; gcd(page_size, kTileKv); 1; 1]. Not read where pages are gathered.
   TensorMap tensor_k;
   TensorMap tensor_v;  // the same of v, with head_dim_vo
-  // Whole tiles: the next one to do, 0 between launches (it wraps by itself); null: CTA c does c, c + grid, ...
+  // Whole row tiles: the tile counter. It is 0 between launches, because it wraps by itself. If null, CTA c computes
+  // row tiles c, c + grid, ...
   uint32_t* tile_counter;
-  // Whole tiles: kv heads that are worked on at a time, a divisor of num_kv_heads: their keys and values stay in L2.
+  // Whole row tiles: number of KV heads that CTAs work on at a time, so that their keys and values stay in L2. It
+  // divides num_kv_heads.
   int32_t heads_per_l2_group;
-  // A custom mask's: [work units of one kv head] kBlockVisible and kBlockFull of each, a tile's from its work_begin on.
+  // Custom masks: [work units of one KV head] kBlockVisible and kBlockFull of each. Those of a row tile begin at
+  // work_begin.
   const uint8_t* block_mask;
 };
 

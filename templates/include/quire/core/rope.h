@@ -15,13 +15,14 @@ struct Rotation {
   float cos, sin;
 };
 
-// The angle of `position`, 2^32 to the turn, from -1/2 turn on. frequency: turns a token, 2^64 to the turn
-// (quire/kernels/rotation.py). A position may be negative.
+// The angle of `position` in [-1/2, 1/2) turns, with 2^32 to the turn. frequency: turns per token, with 2^64 to the
+// turn (quire/kernels/rotation.py). A position may be negative.
 QUIRE_HD int32_t rope_angle(int32_t position, uint64_t frequency) {
   return static_cast<int32_t>((static_cast<uint64_t>(static_cast<int64_t>(position)) * frequency) >> 32);
 }
 
-// Both within 1e-7: polynomials (Cephes' sinf and cosf) on an eighth of a turn to both sides of the nearest quarter.
+// Sine and cosine within 1e-7: polynomials (Cephes' sinf and cosf) on an eighth of a turn to both sides of the nearest
+// quarter.
 QUIRE_HD Rotation rotation_of(int32_t angle) {
   const uint32_t turned = static_cast<uint32_t>(angle) + (1u << 29), quarter = turned >> 30;
   const int32_t rest = static_cast<int32_t>(turned & 0x3fffffffu) - (1 << 29);
@@ -46,7 +47,7 @@ QUIRE_HD Rotation rope_rotation(int32_t position, uint64_t frequency) {
   return rotation_of(rope_angle(position, frequency));
 }
 
-// Rounded alike wherever it is compiled: which product is rounded before the sum is not left to the compiler.
+// Rotates a pair of dims. The fma says which product is rounded before the sum, so that all compilers round alike.
 QUIRE_HD void rotate(float& x0, float& x1, Rotation by) {
   const float first = x0;
   x0 = fused_multiply_add(first, by.cos, -(x1 * by.sin)), x1 = fused_multiply_add(x1, by.cos, first * by.sin);

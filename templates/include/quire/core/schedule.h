@@ -18,7 +18,8 @@ namespace quire {
 
 QUIRE_HD int tile_units(const RowTile& tile) { return max(1, tile.kv_end - tile.kv_begin); }
 
-// The KV tiles that a row tile's rows can see. p: the mask and the tile's size, as schedulers are given them.
+// Sets the KV tiles that the rows of a row tile can see. p: the scheduler's parameters, with the mask and the tile
+// size.
 template <class Params>
 QUIRE_HD void set_kv_range(const Params& p, RowTile& tile) {
   const int last_row = min(tile.row_begin + p.tile_rows, tile.qo_len * p.group_size) - 1;
@@ -28,26 +29,26 @@ QUIRE_HD void set_kv_range(const Params& p, RowTile& tile) {
   tile.kv_end = keys.empty() ? tile.kv_begin : (keys.end - 1) / p.tile_kv + 1;
 }
 
-// What a CTA computes at a time, and its request.
+// What a CTA computes in one go, with the request that it belongs to.
 struct WorkTile {
   RowTile tile;
   int32_t kv_head;
   int32_t kv_begin, kv_end;  // KV tiles
   int32_t kv_limit;          // first token that this work tile does not read
   int32_t row_end;           // one past the request's last packed row
-  int32_t partial;           // number of its partial result; -1: it covers its row tile; in a cascade its first row
-  int32_t group;             // merge group of that; in a cascade a bit for each group that this CTA merges
+  int32_t partial;           // number of its partial; -1: it covers its row tile; in a cascade the partial's first row
+  int32_t group;             // merge group of the partial; in a cascade a bit for each group that this CTA merges
 
   QUIRE_HD bool is_whole() const { return partial < 0; }
 
-  // Where its partial result begins.
+  // The first row of its partial result in partial_o and partial_md.
   template <class Variant>
   QUIRE_HD int64_t partial_row() const {
     if constexpr (Variant::kCascade != 0) return partial;
     return static_cast<int64_t>(partial) * Variant::kTileRows;
   }
 
-  // Where a packed row is in q, o and lse.
+  // Token and query head of a packed row, which index q, o and lse.
   struct Place {
     int64_t token;
     int32_t head;
@@ -66,7 +67,7 @@ struct WorkCursor {
 
   QUIRE_HD static WorkCursor of_row_tile(int tile, int kv_head) { return {{kv_head, tile, 0, kAllUnits, 0, 0, 0, 0}}; }
 
-  // CTA `cta`'s partition; where each CTA computes one row tile, CTA i has tile i / num_kv_heads.
+  // The partition of CTA `cta`. Without partitions each CTA computes one row tile: number cta / num_kv_heads.
   QUIRE_HD static WorkCursor of_cta(const AttentionParams& p, int cta) {
     if (p.partitions != nullptr) return {p.partitions[cta]};
     const int tile = cta / p.num_kv_heads;
@@ -119,9 +120,10 @@ struct WorkCursor {
   }
 };
 
-// How many partitions: the fewest that are no longer than max_partitions would be, because fewer leave fewer partials.
-// Where row tiles are divided at all, a partition has at least two units: merging costs more than a unit. Where one in
-// sixteen or less is lost, each row tile gets as many, so that row tiles that are alike end with a partition.
+// The number of partitions. It is the smallest for which no partition is longer than with max_partitions, because fewer
+// partitions have fewer partials. If row tiles are divided at all, a partition has at least two units: merging costs
+// more than a unit. If that loses at most one partition in sixteen, each row tile gets the same number of partitions,
+// so that equal row tiles end where partitions do.
 QUIRE_HD int num_partitions(int num_tiles, int work_per_head, int total_units, int max_partitions) {
   if (total_units == 0) return 1;
   const int longest = ceil_div(total_units, min(max_partitions, total_units));
@@ -130,9 +132,9 @@ QUIRE_HD int num_partitions(int num_tiles, int work_per_head, int total_units, i
   return 16 * (count - even) <= count ? even : count;
 }
 
-// All work units in order, and where partitions of equal cost begin among them. A work tile costs its units and a
-// start: queries, page numbers and an end with a merge come with each work tile, however short it is. Costs are in
-// sixteenths of a unit.
+// All work units in order, and the places among them where partitions of equal cost begin. The cost of a work tile is
+// its units and a start, for what each work tile needs however short it is: loading queries and page numbers, and a
+// merge at its end. Costs are in sixteenths of a unit.
 struct WorkLine {
   static constexpr int kUnitCost = 16;
 
@@ -141,7 +143,7 @@ struct WorkLine {
   int work_per_head;   // units of one KV head
   int start_cost;      // of a work tile, in sixteenths of a unit
   bool may_divide;     // false: a row tile belongs to one partition
-  int num_partitions;  // with work; those from there on are empty
+  int num_partitions;  // that have work; later ones are empty
   double partition_cost;
 
   QUIRE_HD static WorkLine of(const RowTile* tiles, int num_tiles, int num_kv_heads, int work_per_head, int start_cost,
@@ -155,7 +157,7 @@ struct WorkLine {
   // A place between two units.
   struct Place {
     int kv_head, tile;
-    int offset;  // units of the row tile that lie before
+    int offset;  // units of the row tile before this place
 
     QUIRE_HD bool is_in_tile_of(const Place& other) const { return kv_head == other.kv_head && tile == other.tile; }
   };
@@ -164,8 +166,8 @@ struct WorkLine {
     return static_cast<int64_t>(kUnitCost) * units + static_cast<int64_t>(start_cost) * tile;
   }
 
-  // Where partition `i` begins. A row tile that is divided costs each partition its part of the start. `near`: a place
-  // at or before that one, from where to walk.
+  // The place where partition `i` begins. If a row tile is divided, each partition pays for its part of the start.
+  // `near`: an earlier place or the same, from which to search forwards.
   QUIRE_HD Place begin_of(int i, const Place* near = nullptr) const {
     if (i >= num_partitions) return {num_kv_heads, 0, 0};
     const int64_t head_cost = cost_before(num_tiles, work_per_head), at = static_cast<int64_t>(i * partition_cost);
@@ -180,7 +182,7 @@ struct WorkLine {
     return tile + 1 < num_tiles ? Place{kv_head, tile + 1, 0} : Place{kv_head + 1, 0, 0};
   }
 
-  // Where a partition ends that begins at `at` and costs `budget` at most, if it pays a whole start for each work tile.
+  // The end of a partition that begins at `at` and costs at most `budget`, if it pays a whole start for each work tile.
   QUIRE_HD Place end_within(Place at, int64_t budget) const {
     const int least =
         static_cast<int>(min<int64_t>(start_cost, budget / 2)) / kUnitCost + 1;  // units worth a start of their own
@@ -197,7 +199,7 @@ struct WorkLine {
     return at;
   }
 
-  // The least budget with which `count` partitions hold all work, by bisection.
+  // The smallest budget with which `count` partitions hold all work, by bisection.
   QUIRE_HD int64_t budget_of(int count) const {
     const int64_t cost = cost_before(num_tiles, work_per_head) * num_kv_heads;
     int64_t low = max<int64_t>(cost / count, start_cost + 2 * kUnitCost) - 1, high = 2 * low + 4 * start_cost;
@@ -214,7 +216,7 @@ struct WorkLine {
     return at.kv_head >= num_kv_heads;
   }
 
-  // The last row tile whose cost begins at or before `cost`: by bisection, or row tile by row tile from `tile` on.
+  // The last row tile that begins at or before `cost`. find_tile() bisects; next_tile() searches forwards from `tile`.
   QUIRE_HD int find_tile(int64_t cost) const {
     int tile = 0;
     for (int step = 1 << 30; step > 0; step /= 2) {
@@ -230,8 +232,8 @@ struct WorkLine {
     return tile < num_tiles && cost_before(tile, tiles[tile].work_begin) <= cost;
   }
 
-  // A row tile is not divided where one side would cost less than the start that the division adds, or than half of a
-  // partition where those are shorter.
+  // Moves `offset` to an end of the row tile if dividing it there is no gain: if one side would cost less than the
+  // start that the division adds, or less than half of a partition where that is shorter.
   QUIRE_HD int nearest_end(int offset, int units) const {
     const int side = min(offset, units - offset);
     if (may_divide && side * kUnitCost > min(start_cost, static_cast<int>(partition_cost / 2))) return offset;
@@ -242,15 +244,15 @@ struct WorkLine {
     return work_per_head * at.kv_head + (at.kv_head < num_kv_heads ? tiles[at.tile].work_begin + at.offset : 0);
   }
 
-  // What lies between two places. Before it there are `partials` partial results, and `groups` merge groups have begun.
+  // The partition between two places, before which there are `partials` partials and `groups` merge groups.
   QUIRE_HD Partition between(const Place& begin, const Place& end, int partials, int groups) const {
     const int units = units_before(end) - units_before(begin);
     return {begin.kv_head, begin.tile, begin.offset, units, partials - (begin.offset == 0), groups - 1, num_tiles, 0};
   }
 };
 
-// What a partition adds to the merge table. Its first work tile goes on with a group if an earlier partition begins its
-// row tile; its last work tile begins a group if a later partition ends its row tile.
+// What a partition adds to the merge table. Its first work tile continues a group if an earlier partition begins that
+// row tile. Its last work tile begins a group if a later partition ends that row tile.
 struct PartialsOfPartition {
   bool continues, ends, begins;
 
@@ -263,7 +265,8 @@ struct PartialsOfPartition {
 
   QUIRE_HD int count() const { return continues + begins; }
 
-  // Writes what is known here of the groups: the first rows where a group begins, the end where one ends.
+  // Writes what this partition knows of its groups: the first rows of the group that it begins, the end of the one that
+  // it ends.
   QUIRE_HD void write(const WorkLine& line, const Partition& partition, const WorkLine::Place& end, int tile_rows,
                       int group_size, MergeGroup* groups) const {
     if (ends) groups[partition.group].row_end = (partition.partial + 1) * tile_rows;

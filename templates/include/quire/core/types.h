@@ -66,7 +66,7 @@ struct is_same<A, A> {
   static constexpr bool value = true;
 };
 
-// Of a type in decltype() only.
+// std::declval: an expression of type T, for use in decltype() only.
 template <class T>
 T declval();
 
@@ -80,7 +80,7 @@ struct conditional<false, A, B> {
 };
 
 // Division by a run-time divisor as one multiplication (Granlund and Montgomery, PLDI 1994), exact for 0 <= n < 2^31.
-// The multiplier and shift are computed in plan(): see quire.planner.fast_divisor.
+// FastDivisor.of() in quire/kernels/params.py computes the multiplier and the shift.
 struct FastDivisor {
   uint32_t divisor;
   uint32_t multiplier;
