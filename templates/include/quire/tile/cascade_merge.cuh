@@ -8,7 +8,7 @@
 
 namespace quire {
 
-// A group that a CTA arrives at: its entry of the merge table, and the KV head of that.
+// A merge group that a CTA arrives at: its entry of the merge table, and its KV head.
 struct ArrivalAt {
   int entry, kv_head;
 
@@ -30,7 +30,7 @@ struct GroupInfo {
             __shfl_sync(0xffffffffu, kv_head, lane)};
   }
 
-  // Where parts first .. first + 31 begin, one a lane.
+  // The first rows of parts first .. first + 31, one a lane.
   QUIRE_DEVICE int parts_from(const MergeGroup* groups, int first, int lane) const {
     const int* list = reinterpret_cast<const int*>(groups) + parts_begin;
     return first + lane < num_parts ? list[first + lane] : 0;
@@ -39,8 +39,8 @@ struct GroupInfo {
 
 // Deals the rows of groups out to warps in turn: four rows at a time where they have few parts, else two.
 struct DealtRows {
-  uint32_t groups;  // those that are left, by lane
-  int turn;         // this warp's next one, counted from the first of them; dealt() makes it one of that group
+  uint32_t groups;  // groups that are left: a bit for each lane
+  int turn;         // this warp's next turn, counted from the first group left; dealt() moves it into its own group
 
   QUIRE_DEVICE static int rows_of_turn(int num_parts) { return num_parts <= 4 ? 4 : 2; }
 
@@ -55,7 +55,8 @@ struct DealtRows {
   }
 };
 
-// The list of parts that a warp's first rows have if all groups are merged: read ahead of knowing that.
+// The first rows of the parts of the first group that a warp would merge. They are read before it is known whether the
+// CTA merges that group.
 struct FirstParts {
   int at, parts;  // the group, by lane; where its parts begin, one a lane
 
@@ -67,9 +68,9 @@ struct FirstParts {
   }
 };
 
-// Rows first .. first + kRows of a group by one warp, four columns a lane, kParts parts of each row on their way
-// together. `parts`: where the first 32 parts begin, one a lane. Reads go past L1, which may hold what another CTA has
-// written since.
+// Merges rows first .. first + kRows of a group: one warp, four columns a lane, with the loads of kParts partials of
+// each row in flight together. `parts`: the first rows of the first 32 parts, one a lane. Loads bypass L1, which may
+// hold what memory held before another CTA's stores.
 template <class V, int kRows, int kParts>
 QUIRE_DEVICE void merge_cascade_rows(const MergeParams& p, const MergeGroup* groups, const GroupInfo& group, int first,
                                      int parts, int lane) {
@@ -114,9 +115,9 @@ QUIRE_DEVICE void merge_cascade_rows(const MergeParams& p, const MergeGroup* gro
   }
 }
 
-// Rows of the groups that have a bit in `chosen`, dealt out to the warps in turn; lane i's `info` is group i. The list
-// of parts arrives while the rows before are merged. A function that is called, as call_merge_partials() is; whoever
-// calls it has read the parameters.
+// Merges the groups that have a bit in `chosen`; warps take their rows in turn. Lane i's `info` describes group i. The
+// list of parts is loaded while earlier rows are merged. This is a function call, as call_merge_partials() is; the
+// caller has read the parameters.
 template <class V, int kWarps>
 __device__ __noinline__ void merge_cascade_groups(const MergeParams& p, const MergeGroup* groups, GroupInfo info,
                                                   FirstParts first, uint32_t chosen, int thread) {
@@ -143,9 +144,9 @@ __device__ __noinline__ void merge_cascade_groups(const MergeParams& p, const Me
   }
 }
 
-// A request's own keys are done: the shared ones' partial results are awaited for a while, because their CTAs would
-// merge the rows of all requests one after another, where requests' CTAs merge a few rows each. Nobody has to come: the
-// last to arrive merges, whoever it is. Whether all are there.
+// Waits a while for the partials of shared levels, after those of a request's own keys. The CTAs of shared levels would
+// merge the rows of all requests one after another; each CTA of a request merges a few rows. Waiting is not needed for
+// correctness: the last CTA to arrive merges. Returns whether all partials are there.
 QUIRE_DEVICE bool await_shared_parts(const CascadeGroup& group, int num_shared_parts, int patience) {
   const long long begin = clock64();
   while (static_cast<int>(ptx::load_acquire(&group.num_arrived)) < num_shared_parts) {
@@ -154,16 +155,16 @@ QUIRE_DEVICE bool await_shared_parts(const CascadeGroup& group, int num_shared_p
   return true;
 }
 
-constexpr int kPatience = 1 << 15, kLatePatience = 1 << 18;  // clocks; the second: with nothing else to do
+constexpr int kPatience = 1 << 15, kLatePatience = 1 << 18;  // clocks; kLatePatience: the CTA has nothing else to do
 
 QUIRE_DEVICE bool arrives_last(CascadeGroup& group, int num_parts) {
   const uint32_t last = num_parts - 1;
   return ptx::atomic_inc_acq_rel(&group.num_arrived, last) == last;
 }
 
-// After the threads have stored a work tile's partial result: arrives at its groups, and merges those at which nobody
-// else is missing. `flags` is 32 bits of shared memory, `sync` a barrier of the threads. What the merge has to know is
-// read while the partial result is on its way to memory.
+// Arrives at the groups of a work tile whose partial the threads have stored, and merges those groups at which this CTA
+// is the last. `flags` is 32 bits of shared memory, `sync` a barrier of the threads. The description of the groups is
+// read while the stores are in flight.
 template <class V, int kWarps, class Flags, class Sync>
 QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, Flags& flags, int thread, Sync&& sync) {
   const int lane = thread % 32;
@@ -191,16 +192,17 @@ QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, 
   }
 }
 
-// Groups at which a CTA arrives when it has nothing else to do: neither stores on their way to memory nor waiting for
-// shared keys then hold up its other work tiles. It first arrives at all groups of shared keys, so that CTAs that wait
-// for one another's do not wait in vain. In shared memory; the threads that take part count the groups in step.
+// Groups at which a CTA arrives after all of its work tiles, so that neither stores in flight nor waiting for shared
+// keys delay its other work tiles. The CTA arrives at the groups of shared keys first: otherwise CTAs that wait for
+// each other's partials would wait in vain. Lies in shared memory; all threads that take part keep equal counts of the
+// groups.
 struct LateArrivals {
   static constexpr int kMost = 32;  // one for each lane of a warp
 
   struct Counts {
     int shared = 0, own = 0;
 
-    // Where the groups of a work tile stand; -1: they are too many.
+    // Index of a work tile's first group; -1 if the groups do not fit.
     QUIRE_DEVICE int reserve(const WorkTile& work) {
       int& count = work.tile.request < 0 ? shared : own;
       if (count + work.tile.num_groups > kMost) return -1;
@@ -209,7 +211,7 @@ struct LateArrivals {
   };
 
   struct List {
-    int4 fields[kMost];  // the first of CascadeGroup
+    int4 fields[kMost];  // the first four fields of CascadeGroup
     ArrivalAt at[kMost];
 
     QUIRE_DEVICE GroupInfo info(int i) const {
@@ -220,7 +222,7 @@ struct LateArrivals {
   int4 more_of_own[kMost];  // the other fields of CascadeGroup; the first, num_arrived, is not the present one
   uint32_t flags[2];
 
-  // Adds a work tile's groups; what is known of them arrives meanwhile.
+  // Adds the groups of a work tile, and starts to load their descriptions.
   QUIRE_DEVICE void put(const AttentionParams& p, const WorkTile& work, int place, int thread) {
     List& list = work.tile.request < 0 ? shared : own;
     if (thread < work.tile.num_groups) {
@@ -233,15 +235,16 @@ struct LateArrivals {
     ptx::cp_async_commit();
   }
 
-  // Arrives at the groups of shared keys, whose partial results are stored. One warp; those that it merges are merged
-  // by merge().
+  // Arrives at the groups of shared keys, whose partials are stored. Called by one warp. merge() merges the groups at
+  // which this CTA is the last.
   QUIRE_DEVICE void arrive_at_shared(const AttentionParams& p, const Counts& counts, int lane) {
     const bool is_last = lane < counts.shared && arrives_last(shared.at[lane].group(p), shared.fields[lane].w);
     const uint32_t chosen = __ballot_sync(0xffffffffu, is_last);
     if (lane == 0) flags[0] = chosen;
   }
 
-  // After the threads have stored all of their partial results. `has_arrived`: at the groups of shared keys.
+  // Called after the threads have stored all of their partials. `has_arrived`: the CTA has arrived at the groups of
+  // shared keys.
   template <class V, int kWarps, class Sync>
   QUIRE_DEVICE void merge(const AttentionParams& p, const Counts& counts, bool has_arrived, int thread, Sync&& sync) {
     ptx::cp_async_wait<0>();
@@ -265,14 +268,14 @@ struct LateArrivals {
   }
 
  private:
-  // One warp.
+  // Called by one warp.
   QUIRE_DEVICE void arrive_at_own(const AttentionParams& p, const Counts& counts, int lane) {
     bool is_last = false;
     if (lane < counts.own) {
       CascadeGroup& group = own.at[lane].group(p);
       const int num_parts = own.fields[lane].w, num_shared_parts = more_of_own[lane].y;
       if (await_shared_parts(group, num_shared_parts, kLatePatience) && num_parts == num_shared_parts + 1) {
-        group.num_arrived = 0, is_last = true;  // nobody else is missing
+        group.num_arrived = 0, is_last = true;  // no other CTA is missing
       } else {
         is_last = arrives_last(group, num_parts);
       }

@@ -1,8 +1,8 @@
 // Warps that own the same rows of a tile, where a row of o has more columns than one warp's registers hold.
 //
-// These warps divide the keys of a KV tile for q k^T, and the columns of o for p v. So what one warp finds out about
-// its keys the others read in shared memory: the maxima of rows, the weights p, and at the end the denominators. The
-// kernel's barriers stand between these steps. Source of the idea: FlashMLA's division of o.
+// For q k^T these warps divide the keys of a KV tile, and for p v the columns of o. Each warp therefore shares what it
+// computes of its keys through shared memory: row maxima, the weights p, and at the end denominators. The kernel's
+// barriers stand between these steps. FlashMLA divides o in this way.
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/core/params.h"
@@ -59,13 +59,13 @@ struct ColumnWarps {
 
   QUIRE_DEVICE int row_begin() const { return work.tile.row_begin + rows; }
   QUIRE_DEVICE Visible mask() const { return Visible::of(p, work.tile); }
-  // Whether the warp tells others about its keys. Where there are more warps than groups of keys, some do not.
+  // Whether the warp shares the maxima of its keys. If there are more warps than groups of keys, some need not.
   QUIRE_DEVICE bool tells() const { return kKeyGroups == kColGroups || columns < kKeyGroups; }
 
-  // Where the lane's row h of block m tells other warps what group g of keys has.
+  // The value in shared memory of key group g, for the lane's row h of block m.
   QUIRE_DEVICE float& told(int g, int m, int h) const { return of_rows[g][rows + 16 * m + 8 * h + lane / 4]; }
 
-  // Key tiles that some row of the warp sees, and those that each of its rows sees whole.
+  // The KV tiles of which some row of the warp sees a key (any), and those of which every row sees every key (all).
   QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
     any = all = {0, 0};
     if (row_begin() >= work.row_end) return;
@@ -76,7 +76,7 @@ struct ColumnWarps {
     if constexpr (V::kScoreMask == 0) all = {ceil_div(each.begin, kTileKv), each.end / kTileKv};
   }
 
-  // Scales s, and tells the maxima.
+  // Scales s, and shares the row maxima.
   QUIRE_DEVICE void tell_maxima(Scores& s, float scale) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -161,10 +161,10 @@ struct ColumnWarps {
     }
   }
 
-  // Every lane gets the whole denominators of its rows.
+  // Sums denominators, so that every lane has those of its rows.
   QUIRE_DEVICE void sum_denominators(Softmax& softmax) const {
     softmax.reduce();
-    __syncthreads();  // all have read the last maxima, and are done with q
+    __syncthreads();  // all warps have read the last maxima, and no longer read q
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
       if (tells() && lane % 4 == 0) told(columns, i / 2, i % 2) = softmax.d[i / 2][i % 2];
@@ -179,7 +179,7 @@ struct ColumnWarps {
     }
   }
 
-  // o and lse of a whole tile: rounded, gathered in shared memory, stored in rows.
+  // Stores o and lse of a whole row tile: o is rounded, gathered in shared memory and stored row by row.
   QUIRE_DEVICE void store(const Output& o, const Softmax& softmax, TileO tile) const {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
@@ -209,7 +209,7 @@ struct ColumnWarps {
     }
   }
 
-  // Rows of partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2] that exist.
+  // Stores the rows that exist to partial_o [num_partials, kTileRows, kVo] and partial_md [num_partials, kTileRows, 2].
   QUIRE_DEVICE void store_partial(const Output& o, const Softmax& softmax) const {
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {

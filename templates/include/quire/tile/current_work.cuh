@@ -4,12 +4,12 @@
 
 namespace quire {
 
-// It lives in shared memory: registers are short in the main loop.
+// CurrentWork lies in shared memory, because the main loop has no registers left for it.
 struct CurrentWork {
   WorkTile work;
-  WorkCursor cursor;  // what follows
+  WorkCursor cursor;  // the work tiles that follow
   bool exists;        // false: the CTA is done
-  bool is_last;       // of its merge group to arrive
+  bool is_last;       // the CTA is the last one to arrive at the merge group
 };
 
 }  // namespace quire

@@ -1,5 +1,5 @@
-// The functions that expressions (core/expression.h) are written with on a GPU. What is the same for all keys of a row
-// is one number; what depends on the key is a Four, or a Ramp where it follows from the key's number alone.
+// The functions with which expressions (core/expression.h) are written on a GPU. A value that is the same for all keys
+// of a row is one number. A value that depends on the key is a Four, or a Ramp if it is linear in the key's index.
 #pragma once
 #include "quire/core/expression.h"
 #include "quire/core/mask.h"
@@ -7,8 +7,8 @@
 
 namespace quire {
 
-// Numbers that grow evenly with the key: first + step * (at + 0, 1, 8 and 9), of which `at` is known to the compiler.
-// Of a row's integers only `first` is converted to float, and a multiple of a row's numbers is another Ramp: a key
+// Numbers that are linear in the key's index: first + step * (at + 0, 1, 8 and 9), where the compiler knows `at`. Only
+// `first` is converted from integer to float, and the product with a number of the row is another Ramp, so that a key
 // costs one multiply-add.
 template <class T>
 struct Ramp {
@@ -16,7 +16,7 @@ struct Ramp {
   int at;
 };
 
-// A value's number j of four, and whether they differ.
+// Number j of a value's four, and whether the four may differ.
 template <class T>
 struct OfKeys {
   static constexpr bool kVaries = false;
@@ -85,8 +85,8 @@ struct ExpressionMath {
     return of_keys([&](auto... i) { return tensor(i...); }, index...);
   }
 
-  // Reads a row of a tensor: what comes before the last index is the same for all keys. At::kInside: those of a whole
-  // KV tile are neighbours inside the tensor, so that a key costs one load.
+  // Reads a row of a tensor: only the last index depends on the key. At::kInside: the elements for all keys of the KV
+  // tile are neighbours inside the tensor, so that a key costs one load.
   template <class Tensor, class... Index>
   QUIRE_DEVICE static int32_t row_of(const Tensor& tensor, Index... index) {
     return tensor.row(index...);
@@ -101,7 +101,7 @@ struct ExpressionMath {
       return of_keys([&](int32_t key) { return tensor.in_row(row, key); }, keys);
     }
   }
-  // The keys whose neighbours are inside the tensor; `keys`: of all keys.
+  // The keys whose elements of the tensor, neighbours in memory, are inside the tensor. `keys`: the last index of each.
   template <class Tensor>
   QUIRE_DEVICE static KeyRange keys_inside(const Tensor& tensor, const Ramp<int32_t>& keys) {
     const int32_t size = tensor.row_size();
@@ -154,7 +154,7 @@ struct ExpressionMath {
   QUIRE_DEVICE static Ramp<T> mul(const T& a, const Ramp<T>& b) {
     return mul(b, a);
   }
-  // One reciprocal for all keys where the divisor is one.
+  // If the divisor is the same for all keys, they share one reciprocal.
   template <class A, class B>
   QUIRE_DEVICE static auto divide(const A& a, const B& b) {
     if constexpr (OfKeys<A>::kVaries && !OfKeys<B>::kVaries) {
@@ -248,7 +248,8 @@ struct ExpressionMath {
   QUIRE_DEVICE static auto compare(F f, const A& a, const B& b) {
     return of_keys(f, a, b);
   }
-  // Keys in order, or in reverse: each is compared, by its constant, with where the row's number stands among them.
+  // Compares a Ramp with a number of the row. Keys are in order or in reverse: each one's constant is compared with the
+  // position of the row's number among the keys.
   template <class F>
   QUIRE_DEVICE static Four<bool> compare(F f, const Ramp<int32_t>& a, const int32_t& b) {
     if (a.step == 1) {
@@ -332,7 +333,7 @@ struct ExpressionMath {
   }
   static constexpr float kLn2 = 0.6931471805599453f;
 
-  // Four logits, which may be the same for all keys.
+  // Converts a value to four logits, also where it is the same for all keys.
   template <class X>
   QUIRE_DEVICE static Four<float> as_logits(const X& x) {
     return {OfKeys<X>::get(x, 0), OfKeys<X>::get(x, 1), OfKeys<X>::get(x, 2), OfKeys<X>::get(x, 3)};

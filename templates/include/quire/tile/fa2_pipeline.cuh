@@ -1,4 +1,4 @@
-// Where in a key tile fa2 does what has no fixed place.
+// The order of instructions within a KV tile of fa2, where the algorithm leaves a choice.
 #pragma once
 #include "quire/core/mask.h"
 #include "quire/ptx/warp.cuh"
@@ -7,14 +7,14 @@
 namespace quire {
 
 struct Fa2Pipeline {
-  int keys_after;      // the step of o += p v after which the next copies start
-  int values_at_once;  // blocks of v that ptxas may hold ahead of their use; 0: a whole step's
-  bool end_late;       // whether this tile is the last is asked in the last step, not before the first
+  int keys_after;      // the step of o += p v after which the copies for the next KV tile start
+  int values_at_once;  // blocks of v that ptxas may load ahead of their use; 0: those of a whole step
+  bool end_late;       // the test for the last KV tile comes in the last step, not before the first
 };
 
-// A warp with 32 rows keeps 192 registers of o and s; ptxas fills the other 63 with fragments fetched ahead and, by one
-// or two values, overshoots. Below is what lets each such variant end without a spill. All of it is order: results
-// are the same, bit for bit. A variant's manifest tells its "spills": look there after any change to the loop.
+// Chooses an order for each variant so that none spills. A warp with 32 rows keeps 192 registers of o and s; ptxas
+// fills the other 63 with fragments that it loads ahead, and exceeds them by one or two. Only the order differs:
+// results are the same, bit for bit. After a change of the main loop, check "spills" in the manifests of variants.
 template <class V>
 constexpr Fa2Pipeline fa2_pipeline() {
   constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo);

@@ -1,4 +1,4 @@
-// Rows of bf16, whose range is wider than that of fp16, as rows of fp16 and a power of two each.
+// Converts rows of bf16, which has a wider range than fp16, to rows of fp16 with a power of two for each row.
 #pragma once
 #include "quire/core/types.h"
 
@@ -6,7 +6,7 @@ namespace quire {
 
 // Brings a row's largest magnitude, `top`, to 2^14..2^15. Numbers 2^28 times smaller than the largest lose bits.
 struct Fp16Range {
-  float scale, factor;  // what the row is multiplied by, and what makes up for it
+  float scale, factor;  // the row is multiplied by `scale`, and products of the row by `factor`, its inverse
 
   QUIRE_DEVICE explicit Fp16Range(float top) {
     const uint32_t exponent = max(__float_as_uint(top) >> 23, 27u);

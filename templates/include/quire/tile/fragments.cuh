@@ -36,8 +36,9 @@ struct QueryFragments {
     }
   }
 
-  // Rows past the request's last become zeros. `rows`: all rows of the row tile, if they are in shared memory. One of
-  // the KV splits `writes` the fragments in shared memory; a barrier must follow.
+  // Loads the fragments; rows past the request's last are zeros. `rows`: all rows of the row tile, if they are in
+  // shared memory. One KV split has `writes` set, and writes the fragments that lie in shared memory; a barrier must
+  // follow.
   QUIRE_DEVICE void load(const AttentionParams& p, const WorkTile& work, int row_begin, int lane, bool writes,
                          const Q* rows) {
     uint32_t x[kBlocks][kM][4];

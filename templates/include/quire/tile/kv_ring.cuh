@@ -1,5 +1,6 @@
-// Copies keys and values into shared memory for fa2. Tokens from kv_len on become zeros and are never read, whatever
-// their memory holds (0 * NaN is NaN): a copy of no bytes touches no address. Nor are dims behind a head's last.
+// Copies keys and values into shared memory for fa2. Tokens from kv_len on become zeros, because memory there may hold
+// NaN, and 0 * NaN is NaN. Their memory is never read: a copy of zero bytes touches no address. Dims that pad a head to
+// whole blocks are treated likewise.
 #pragma once
 #include "quire/tile/current_work.cuh"
 #include "quire/tile/smem.cuh"
@@ -23,7 +24,7 @@ QUIRE_DEVICE void for_each_chunk(int thread, Copy&& copy) {
   }
 }
 
-// Whether a chunk of a row of k (kOf: 0) or v (1) exists, and is not there only to make a tile of whole blocks.
+// Whether a chunk of a row of k (kOf: 0) or v (1) has data, and does not merely pad the tile to whole blocks.
 template <class V, int kOf, class Tile>
 QUIRE_DEVICE bool chunk_exists(int chunk) {
   constexpr int kChunks = (kOf == 0 ? V::kHeadDimQk : V::kHeadDimVo) * static_cast<int>(sizeof(typename V::Kv)) / 16;
@@ -89,14 +90,14 @@ class KvRows<V, kThreads, kTiles, true> {
  public:
   using T = typename V::Kv;
   struct Offset {
-    int64_t at[2];  // of k and of v, in elements; -1: no such token
+    int64_t at[2];  // offsets of the token in k and in v, in elements; -1: no such token
   };
   static constexpr int kTableBytes = kTiles * V::kTileKv * static_cast<int>(sizeof(Offset));
 
   QUIRE_DEVICE KvRows(const AttentionParams& p, const WorkTile& work, unsigned char* table, int thread)
       : p_(p), work_(work), table_(reinterpret_cast<Offset*>(table)), thread_(thread) {}
 
-  // Publishes the offsets of the first KV tiles, for all threads.
+  // Writes the offsets of the first KV tiles to shared memory, for all threads.
   QUIRE_DEVICE void begin(int tile) {
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) prefetch_pages(tile + i), publish_offsets(tile + i);
@@ -140,7 +141,7 @@ class KvRows<V, kThreads, kTiles, true> {
   }
 
  private:
-  static constexpr int kTokens = ceil_div(V::kTileKv, kThreads);  // whose pages a thread reads
+  static constexpr int kTokens = ceil_div(V::kTileKv, kThreads);  // tokens whose page numbers one thread reads
 
   QUIRE_DEVICE bool owns(int i) const {
     return (i + 1) * kThreads <= V::kTileKv || i * kThreads + thread_ < V::kTileKv;

@@ -1,6 +1,6 @@
-// The logits that a lane holds of a tile. One visitor goes through them, row by row, with what is known of each row and
-// key: the transform (core/logits.h) and the mask (core/mask.h) reach logits here and nowhere else.
-// mma.m16n8k16 and wgmma leave logits in the same places, so the visitor is the same for both.
+// The logits of a tile that a lane holds. One visitor goes through them row by row, with what is known of each row and
+// key. Only here do the transform (core/logits.h) and the mask (core/mask.h) reach logits. mma.m16n8k16 and wgmma leave
+// logits in the same places, so that both share the visitor.
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/tile/expression.cuh"
@@ -10,7 +10,7 @@
 
 namespace quire {
 
-// What a lane's logits belong to.
+// The request, rows and keys of a lane's logits.
 template <class V>
 struct LogitsTile {
   Mask<V::kMask, V::kWindow != 0> mask;  // of the request
@@ -20,11 +20,11 @@ struct LogitsTile {
   int key;  // the tile's first key
   int lane;
 
-  // The query of the lane's row i, which is 8 * i below its first.
+  // The query of the lane's row i. Rows of a lane are 8 rows apart.
   QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
 };
 
-// All keys of a request, and the query of a row.
+// The query of a row, with the numbers of queries and keys of its request: what expressions read of a row.
 template <class V>
 struct KeyPlace {
   const LogitsTile<V>& tile;
@@ -40,8 +40,8 @@ struct KeyPlace {
   QUIRE_DEVICE int kv_len() const { return tile.mask.kv_len; }
 };
 
-// Four logits of one row, for transforms and masks: those of the lane's keys at, at + 1, at + 8 and at + 9. kInside:
-// neighbours that a score reads are inside its tensors for all keys of the KV tile.
+// Where four logits of one row are, for transforms and masks: the logits of the lane's keys at, at + 1, at + 8 and at +
+// 9. kInside: for all keys of the KV tile, the neighbouring elements that a score reads are inside their tensors.
 template <class V, bool kInside_ = false>
 struct LogitsPlace {
   static constexpr bool kInside = kInside_;
@@ -54,9 +54,10 @@ struct LogitsPlace {
     const int key = first_key() + at;
     return {key, key + 1, key + 8, key + 9};
   }
-  // How far right of where the query stands the lane's first key of the tile is.
+  // The lane's first key of the tile minus the query's position.
   QUIRE_DEVICE int distance() const { return first_key() - (qo_idx + (tile.mask.kv_len - tile.mask.qo_len)); }
-  // One instruction a key: `at` is a constant, and the first key's distance is the same for all keys of a row.
+  // This takes one instruction a key: `at` is a constant, and the first key's distance is the same for all keys of a
+  // row.
   QUIRE_DEVICE Four<float> ramp(float step) const {
     const float first = step * static_cast<float>(distance()), after = static_cast<float>(at);
     return {fmaf(step, after, first), fmaf(step, after + 1.f, first), fmaf(step, after + 8.f, first),
@@ -71,7 +72,7 @@ struct LogitsPlace {
   QUIRE_DEVICE Ramp<int32_t> keys() const { return {first_key(), 1, at}; }
 };
 
-// Which of a tile's keys a row's query sees. Keys are counted from the lane's first.
+// Which keys of a tile the query of a row sees. Keys are counted from the lane's first key.
 template <class V>
 class VisibleKeys {
  public:
@@ -83,7 +84,7 @@ class VisibleKeys {
     keys_ = {keys.begin - first, keys.end - first};
   }
 
-  // The mask's bits of the tile's keys [at, at + 32), at a multiple of 32.
+  // Gives the mask bits of the tile's keys [at, at + 32); `at` is a multiple of 32.
   QUIRE_DEVICE void set_bits(uint32_t bits, int at) {
     bits &= low_bits(keys_.end - at);
     if constexpr (V::kWindow != 0) bits &= ~low_bits(keys_.begin - at);
@@ -95,13 +96,13 @@ class VisibleKeys {
     return at < keys_.end && (V::kWindow == 0 || at >= keys_.begin);
   }
 
-  // Without bits of a mask: a bit for each of the lane's keys, which are two of each 8.
+  // For masks without bits in memory: a bit for each of the lane's keys, two of each 8.
   QUIRE_DEVICE uint32_t lane_bits() const {
     const uint32_t ends = low_bits(count_before(keys_.end));
     return V::kWindow != 0 ? ends & ~low_bits(count_before(keys_.begin)) : ends;
   }
 
-  // `x` becomes `hidden` where the query does not see the key; the first key is `at`.
+  // Sets `x` to `hidden` where the query does not see the key. The first key is `at`.
   QUIRE_DEVICE void hide(Four<float>& x, int at, float hidden) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -117,7 +118,7 @@ class VisibleKeys {
   uint32_t bits_;
 };
 
-// A mask's bits for a lane's kRows rows of a tile, read ahead of their use.
+// The mask bits of a tile for a lane's kRows rows, read ahead of their use.
 template <class V, int kRows>
 struct TileBits {
   MaskBits<ceil_div(V::kTileKv, 32)> rows[kRows];
@@ -135,16 +136,16 @@ struct TileBits {
   static constexpr bool hides = true;
 };
 
-// Which of its keys a lane's kRows rows of a tile see, a variant's own mask included: found out ahead of the logits,
-// when registers are free and nobody waits for what the mask reads.
+// Which keys of a tile a lane's kRows rows see, including the mask of an expression. This is computed before the logits
+// are there: registers are then free, and loads of the mask delay nothing.
 template <class V, int kRows>
 struct SeenKeys {
   static_assert(V::kTileKv <= 128, "a lane has up to 32 keys of a row");
-  uint32_t words[kRows];  // a bit a key
-  bool hides;             // a key from a row of the warp
+  uint32_t words[kRows];  // a bit for each key
+  bool hides;             // whether some row of the warp does not see some key
 
-  // Four rows of one query divide its keys among them, unless the mask is of a head. All lanes take the same steps:
-  // what follows is not known to be the same in all lanes otherwise.
+  // If four rows belong to one query, they divide its keys among them, unless the mask depends on the head. All lanes
+  // take the same steps, because ptxas otherwise does not know that lanes are converged in what follows.
   QUIRE_DEVICE void read(const ExpressionOf<V>& expression, const LogitsTile<V>& tile) {
     const bool is_shared = V::kMaskOfHead == 0 && tile.group.divisor % 4 == 0;
     const int share = is_shared ? 4 : 1, part = is_shared ? tile.lane / 4 % 4 : 0;
@@ -176,7 +177,7 @@ struct SeenKeys {
   }
 
  private:
-  static constexpr int kFours = V::kTileKv / 16;  // of a row's keys that a lane has
+  static constexpr int kFours = V::kTileKv / 16;  // fours of a row's logits in a lane
 
   QUIRE_DEVICE static uint32_t four(const ExpressionOf<V>& expression, const LogitsPlace<V>& place) {
     auto sees = V::template mask<ExpressionMath>(expression.operands, place);
@@ -201,8 +202,8 @@ struct Fragment<float[size]> {
   QUIRE_DEVICE static float* block(float (&s)[size], int, int n) { return s + 4 * n; }
 };
 
-// Calls visit(x, visible, place, at) for each four logits x of a lane, rows first. bits(i, qo_idx, at): the mask's bits
-// of row i for the tile's keys [at, at + 32).
+// Calls visit(x, visible, place, at) for each four logits x of a lane, row by row. bits(i, qo_idx, at) returns the mask
+// bits of row i for the tile's keys [at, at + 32).
 template <bool kMasked, bool kInside = false, class V, class S, class Bits, class Visit>
 QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, Visit&& visit) {
   using F = Fragment<S>;
@@ -225,7 +226,7 @@ QUIRE_DEVICE void for_each_logit(S& s, const LogitsTile<V>& tile, Bits&& bits, V
   }
 }
 
-// The keys of a warp's rows for which the neighbours that a score reads are inside its tensors.
+// The keys for which the neighbouring elements that a score reads are inside their tensors, for all rows of a warp.
 template <int kRows, class V>
 QUIRE_DEVICE KeyRange keys_inside(const ExpressionOf<V>& expression, LogitsTile<V> tile) {
   KeyRange inside = {0, tile.mask.kv_len};
@@ -238,13 +239,13 @@ QUIRE_DEVICE KeyRange keys_inside(const ExpressionOf<V>& expression, LogitsTile<
   return inside;
 }
 
-// Whether a score adds something that does not depend on q . k, and nothing else happens.
+// Whether the only transform is a score that adds a bias, independent of q . k.
 template <class V>
 QUIRE_DEVICE constexpr bool has_bias() {
   return score_idiom<V>() == kIdiomBias;
 }
 
-// What a row's bias grows by, in base 2: of ALiBi, or of a score that adds a ramp.
+// The step of a row's bias from key to key, in base 2: of ALiBi, or of a score that adds a ramp.
 template <class V, class Math>
 QUIRE_DEVICE auto bias_of(const LogitsTransform<V, Math>& transform, const LogitsPlace<V>& at) {
   if constexpr (score_idiom<V>() == kIdiomBias) {
@@ -255,7 +256,7 @@ QUIRE_DEVICE auto bias_of(const LogitsTransform<V, Math>& transform, const Logit
   }
 }
 
-// Whether the bias of all rows grows evenly from key to key, and is all that happens.
+// Whether the only transform is a bias that grows by a constant step from key to key, in all rows.
 template <class V, class Math>
 QUIRE_DEVICE constexpr bool has_ramps() {
   if constexpr (score_idiom<V>() == kIdiomBias) {
@@ -266,7 +267,7 @@ QUIRE_DEVICE constexpr bool has_ramps() {
   return LogitsTransform<V, Math>::kIsRamp;
 }
 
-// What a score multiplies row i of a lane by.
+// The factor by which a score multiplies row i of a lane.
 template <class V, class Math>
 QUIRE_DEVICE float row_scale_of(const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, int i) {
   return V::template row_scale<Math>(transform.operands, LogitsPlace<V>{tile, i, tile.qo_idx(i), 0});
@@ -274,7 +275,7 @@ QUIRE_DEVICE float row_scale_of(const LogitsTransform<V, Math>& transform, const
 
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
-// A logit that the query does not see becomes `hidden`.
+// Sets logits of keys that the query does not see to `hidden`.
 template <class V, class Math, bool kInside, class Bits>
 QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>& transform, const VisibleKeys<V>& visible,
                               const LogitsPlace<V, kInside>& place, const Bits&, float hidden = kMinusInfinity) {
@@ -288,7 +289,7 @@ QUIRE_DEVICE void hide_unseen(Four<float>& x, const LogitsTransform<V, Math>&, c
   seen.hide(x, place.i, place.at, hidden);
 }
 
-// Logits that the query does not see become -infinity.
+// Sets logits of keys that the query does not see to -infinity.
 template <class V, class Math, class S, class Bits>
 QUIRE_DEVICE void hide_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, Bits&& bits) {
   for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int) {
@@ -320,10 +321,10 @@ QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, 
   });
 }
 
-// Below every logit that a query sees: marks, ahead of a soft cap, those that it does not see.
+// A mark, smaller than every visible logit, for hidden logits before a soft cap is applied.
 constexpr float kHiddenLogit = -3.0e38f, kLeastLogit = -2.9e38f;
 
-// q . k becomes kHiddenLogit where the query does not see the key.
+// Sets q . k to kHiddenLogit where the query does not see the key.
 template <class V, class Math, class S, class Bits>
 QUIRE_DEVICE void mark_unseen(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, Bits&& bits) {
   for_each_logit<true>(s, tile, bits, [&](Four<float>& x, const auto& visible, const auto& place, int at) {
@@ -333,17 +334,18 @@ QUIRE_DEVICE void mark_unseen(S& s, const LogitsTransform<V, Math>& transform, c
   });
 }
 
-// A bias of ramps (has_ramps) for a softmax that adds an offset to each row: what differs between a lane's keys of a
-// tile costs a multiply-add a logit, the rest is the offset. A tile needs nothing but registers: what is computed from
-// other sources, ptxas puts between matrix instructions, which then start later.
+// The bias of has_ramps(), for a softmax that adds an offset to each row. The differences between a lane's keys of a
+// tile cost a multiply-add a logit; the rest is the offset. Only registers are read for a tile: ptxas would move other
+// reads between matrix instructions, which then start later.
 template <class V, int kRows>
 struct RowRamps {
-  float step[kRows];    // from key to key, of q . k
+  float step[kRows];    // of the bias from key to key, in units of q . k
   float first[kRows];   // the bias of the key where the query stands, in base 2
-  int distance[kRows];  // from there to the lane's first key of the KV tile at key 0
-  float offset[kRows];  // of the KV tile that move() was told: the bias of the lane's first key
+  int distance[kRows];  // from the query to the lane's first key of the KV tile at key 0
+  float offset[kRows];  // the bias of the lane's first key of the KV tile that move() was given
 
-  // scale: of q . k, in base 2. What is known of a row follows from its own place alone, and so do its bits.
+  // scale: the factor of q . k, in base 2. A row's values depend on the row alone, not on the rows beside it, bit for
+  // bit.
   template <class Math>
   QUIRE_DEVICE void set(const LogitsTransform<V, Math>& transform, float scale, LogitsTile<V> tile) {
     const int column = 2 * (tile.lane & 3);
@@ -356,7 +358,7 @@ struct RowRamps {
     }
   }
 
-  // q . k becomes score(q . k) / scale, but for the offset of its row.
+  // Replaces q . k by score(q . k) / scale, less the offset of its row.
   template <bool kMasked, class Math, class S, class Bits>
   QUIRE_DEVICE void score(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile,
                           Bits&& bits) const {
@@ -367,7 +369,7 @@ struct RowRamps {
     });
   }
 
-  // q . k becomes score(q . k), where set() and move() were given a scale of 1. scale: of q . k.
+  // Replaces q . k by score(q . k), if set() and move() were given a scale of 1. scale: the factor of q . k.
   template <class S>
   QUIRE_DEVICE void add(S& s, float scale, const LogitsTile<V>& tile) const {
     for_each_logit<false>(s, tile, 0, [&](Four<float>& x, const auto&, const auto& place, int at) {
@@ -379,7 +381,7 @@ struct RowRamps {
     });
   }
 
-  // Where the KV tile begins that score() is called for next.
+  // Sets the first key of the KV tile for which score() is called next.
   QUIRE_DEVICE void move(float scale, int tile_key) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -388,7 +390,7 @@ struct RowRamps {
   }
 };
 
-// Some keys of a row: what a score needs besides what ScoreRows holds.
+// Some keys of a row, with what a score needs besides the values in ScoreRows.
 template <bool kInside_>
 struct ScoredKeys {
   static constexpr bool kInside = kInside_;
@@ -396,9 +398,9 @@ struct ScoredKeys {
   QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
 };
 
-// What a score computes once for each of a lane's rows. It is kept in shared memory, a
-// column of words for each lane: registers are short, and what came from registers ptxas would compute keys' numbers of
-// before the matrix instructions end, in more of them.
+// The values that a score computes once for each of a lane's rows. They lie in shared memory, in a column of words for
+// each lane, because registers are short. From values in registers, moreover, ptxas would compute numbers of keys
+// before the matrix instructions end, which takes more registers.
 template <class V, class Math>
 struct ScoreRows {
   struct Held {
@@ -466,14 +468,14 @@ struct ScoreRows {
   }
 };
 
-// score_logits() with bits that are read where they are used.
+// score_logits(), reading mask bits where they are used.
 template <bool kMasked, class V, class Math, class S>
 QUIRE_DEVICE void score_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
   score_logits<kMasked>(s, transform, tile,
                         [&](int, int qo_idx, int at) { return visible_word(tile.mask, qo_idx, tile.key + at); });
 }
 
-// hide_logits() likewise.
+// hide_logits(), reading mask bits where they are used.
 template <class V, class Math, class S>
 QUIRE_DEVICE void hide_logits(S& s, const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile) {
   hide_logits(s, transform, tile,

@@ -1,5 +1,5 @@
-// Partial results: what a CTA leaves of a row tile that its work tile does not cover, and their merging by the last CTA
-// to arrive at the merge group.
+// Partial results: a CTA stores one for each work tile that does not cover its row tile, and the last CTA to arrive at
+// a merge group merges them.
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/core/schedule.h"
@@ -20,8 +20,8 @@ QUIRE_DEVICE void scale_add(float4& o, float weight, float4 x) {
   o.z = fmaf(weight, x.z, o.z), o.w = fmaf(weight, x.w, o.w);
 }
 
-// Adds kParts partial results of a row, on their way together: lane i % kParts has the maximum and the sum of part i,
-// and adds its own weight alone to `sum.d`.
+// Adds kParts partials of a row, which are in flight together. Lane i % kParts has the maximum and denominator of part
+// i, and adds only the weight of that part to `sum.d`.
 template <int kParts>
 QUIRE_DEVICE void add_parts(RowQuad& sum, float2 md, const float4 (&o)[kParts]) {
   float top = md.x;
@@ -36,7 +36,7 @@ QUIRE_DEVICE void add_parts(RowQuad& sum, float2 md, const float4 (&o)[kParts]) 
   for (int i = 0; i < kParts; ++i) scale_add(x, __shfl_sync(0xffffffffu, weight, i), o[i]);
 }
 
-// Normalises and stores columns col .. col + 3 of a packed row, and with the first of them its lse.
+// Normalises and stores columns col .. col + 3 of a packed row. The lane with the first columns also stores the lse.
 template <class V, class Params>
 QUIRE_DEVICE void store_quad(const Params& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
   using O = typename V::O;
@@ -66,8 +66,8 @@ QUIRE_DEVICE bool arrives_last(MergeGroup* group, int num_parts, bool is_leader,
   return flag;
 }
 
-// Eight partials of a row on their way from L2: four columns a lane, and the states, one a lane, repeated. Reads go
-// past L1, which may hold what another CTA has written since.
+// Eight partials of a row in flight from L2: four columns a lane, and the maxima and denominators, one a lane,
+// repeated. Loads bypass L1, which may hold what memory held before another CTA's stores.
 template <class V>
 struct PartBatch {
   static constexpr int kParts = 8;
@@ -75,7 +75,7 @@ struct PartBatch {
   float2 md;
   float4 o[kParts];
 
-  // `row` of all partials is the first one's; parts from `count` on do not exist and weigh nothing.
+  // `row`: the row in the first of these partials. Parts from `count` on do not exist and have weight 0.
   template <class Params>
   QUIRE_DEVICE void load(const Params& p, int64_t row, int col, int count, int lane) {
     constexpr int kVo = V::kHeadDimVo;
@@ -99,8 +99,8 @@ struct PartBatch {
   }
 };
 
-// The last CTA of a group: a warp a row, four columns a lane. While a batch of parts is added the next one, of this row
-// or another, is under way: what an SM reads from L2 bounds a merge.
+// Merges a group, in the last CTA to arrive: one warp a row, four columns a lane. While one batch of parts is added,
+// the next batch (of this row or another) is in flight, because the rate at which an SM reads L2 bounds a merge.
 template <class V, int kWarps, class Params>
 QUIRE_DEVICE void merge_partials(const Params& p, const WorkTile& work, MergeGroup group, int thread) {
   constexpr int kVo = V::kHeadDimVo;
@@ -132,7 +132,7 @@ QUIRE_DEVICE void merge_partials(const Params& p, const WorkTile& work, MergeGro
   }
 }
 
-// What a merge reads of the parameters, under the same names.
+// The parameters that a merge reads, under the same names.
 struct MergeParams {
   void* o;
   int64_t o_token_stride, o_head_stride;
@@ -156,9 +156,9 @@ struct MergeParams {
         o_scale(output_scale(p)) {}
 };
 
-// The same as a function that is called: kernels whose registers are taken have none to spare beside their main loop.
-// kOnce: it reads the parameters once, where registers suffice. By a reference, each row waits for them again, one
-// after another.
+// merge_partials() as a function call, for kernels whose main loop leaves no registers to inline it. kOnce: all
+// parameters are read once, which takes registers. Without it they are read through a reference, and each row waits for
+// them again.
 template <class V, int kWarps, bool kOnce = false>
 __device__ __noinline__ void call_merge_partials(const AttentionParams& p, const WorkTile& work, MergeGroup group,
                                                  int thread) {

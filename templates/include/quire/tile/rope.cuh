@@ -1,5 +1,5 @@
-// Rotating what a GPU kernel holds of queries and keys: words of two neighbouring 16-bit dims, in registers or shared
-// memory. Each product and sum is in float32; what is rotated is rounded once.
+// Rotates queries and keys that a GPU kernel holds: words of two neighbouring 16-bit dims, in registers or shared
+// memory. Products and sums are float32; results are rounded once.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/rope.h"
@@ -9,7 +9,7 @@
 
 namespace quire {
 
-// The frequencies of kCount pairs from a multiple of two on.
+// The frequencies of kCount pairs; the first pair has an even number.
 template <int kCount>
 struct Frequencies {
   uint64_t at[kCount];
@@ -17,13 +17,13 @@ struct Frequencies {
   QUIRE_DEVICE explicit Frequencies(const uint64_t* from) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
-      // Not __ldg: it would be moved out of loops over KV tiles, where registers are short.
+      // Not __ldg: the compiler would move that load out of loops over KV tiles, where registers are short.
       asm volatile("ld.global.nc.v2.b64 {%0, %1}, [%2];" : "=l"(at[i]), "=l"(at[i + 1]) : "l"(from + i));
     }
   }
 };
 
-// To 2^-20, without a conversion from integer to float: those are as slow as cosines are.
+// The rotation by an angle, within 2^-20. No integer is converted to float: conversions are as slow as cosines.
 QUIRE_DEVICE Rotation fast_rotation(int32_t angle) {
   // 1.5 and the angle in turns: the exponent of 1 before the highest bits of the angle.
   const float turns = __uint_as_float(__funnelshift_r(static_cast<uint32_t>(angle) + 0x80000000u, 0x7f, 9));
@@ -33,8 +33,8 @@ QUIRE_DEVICE Rotation fast_rotation(int32_t angle) {
 
 constexpr int kTurnStep = 8;  // tokens
 
-// Rotations of kCount pairs for tokens of which each stands kTurnStep behind the one before: the first by sine and
-// cosine, of which an SM computes few, and each other one from the one before. An error grows by 2^-20 a step.
+// Rotations of kCount pairs for tokens at distances of kTurnStep. Only the first one takes sine and cosine, of which an
+// SM computes few per clock; each other rotation follows from the one before. The error grows by 2^-20 a step.
 template <int kCount>
 struct Turning {
   Rotation at[kCount], step[kCount];
@@ -57,8 +57,8 @@ struct Turning {
   }
 };
 
-// Rotations of a lane's first key of a block of keys, for kGroups groups of kCount pairs that stand kApart apart: of
-// `steps` alone, see Turning.
+// Rotations for a lane's first key of a block of keys, in kGroups groups of kCount pairs, kApart apart. They are
+// computed from `steps` alone (see Turning).
 struct KeyRotations {
   const uint64_t* frequencies;
   const Rotation* steps;
@@ -74,8 +74,8 @@ struct KeyRotations {
   QUIRE_DEVICE void end(int, int, const Turning<kCount>&) {}
 };
 
-// The same from those of the block before, if it stood kBlockStep ahead: without sines and cosines. They are computed
-// anew every kRenewed keys, so that errors stay small.
+// KeyRotations that are computed from those of the preceding block of keys, kBlockStep earlier, without sine and
+// cosine. Every kRenewed keys they are computed anew, so that errors stay small.
 template <int kGroups, int kBlockStep>
 struct RunningKeyRotations {
   static constexpr int kRenewed = 1024;
@@ -111,7 +111,7 @@ struct RunningKeyRotations {
   }
 };
 
-// Two dims and the two that they are paired with.
+// Rotates two dims and the two dims that they are paired with.
 template <class T>
 QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, const Rotation* by) {
   float x[2], y[2];
@@ -124,14 +124,15 @@ QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, const Rotation
   first = ptx::pack(T{}, x[0], x[1]), second = ptx::pack(T{}, y[0], y[1]);
 }
 
-// The same at a position; `at`: the frequencies of both pairs.
+// Rotates them for a position; `at`: the frequencies of both pairs.
 template <class T>
 QUIRE_DEVICE void rotate_words(uint32_t& first, uint32_t& second, int position, const uint64_t* at) {
   const Rotation by[2] = {fast_rotation(rope_angle(position, at[0])), fast_rotation(rope_angle(position, at[1]))};
   rotate_words<T>(first, second, by);
 }
 
-// All rows of a tile of 16-bit numbers, in place, by kThreads threads; position_of(row).
+// Rotates all rows of a tile of 16-bit numbers in place, with kThreads threads. position_of(row) gives a row's
+// position.
 template <class T, int kThreads, class Tile, class PositionOf>
 QUIRE_DEVICE void rotate_tile(Tile tile, const uint64_t* frequencies, int thread, PositionOf&& position_of) {
   constexpr int kPairs = Tile::kCols / 16;  // of chunks, eight dims each

@@ -1,15 +1,15 @@
-// Merging by all CTAs that are there: where a row tile has many partials, one CTA would merge for longer than all of
-// them computed. The CTAs of a merge group that have nothing else to do wait for each other, for a while, and then take
-// its rows in turn. The last to arrive always takes part, so that nobody has to come: a CTA may wait for others that
-// have not started yet only in vain, never forever.
+// A merge by several CTAs. If a row tile has many partials, merging them in one CTA takes longer than computing them.
+// So CTAs of the merge group that have nothing else to do wait a while for each other, and then take rows in turn. The
+// last CTA to arrive always takes part, so that no CTA's wait can be endless: it may wait in vain for CTAs that have
+// not started yet, but the merge does not depend on it.
 #pragma once
 #include "quire/ptx/barrier.cuh"
 #include "quire/tile/partial.cuh"
 
 namespace quire {
 
-// MergeGroup::num_arrived as three counters: of CTAs that arrived, of turns taken, and of CTAs that left. The last one
-// to leave makes it 0 again.
+// MergeGroup::num_arrived as three counters: CTAs that arrived, turns taken, and CTAs that left. The last CTA to leave
+// resets it to 0.
 struct MergeCounters {
   static constexpr int kBits = 10, kMost = (1 << kBits) - 1;
   static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeaving = 1 << 2 * kBits;
@@ -21,7 +21,7 @@ struct MergeCounters {
   QUIRE_DEVICE static int arrived(uint32_t x) { return x & kMost; }
   QUIRE_DEVICE int take_turn() const { return ptx::atomic_add_acq_rel(at, kTurn) >> kBits & kMost; }
 
-  // Whether all have arrived; waits for them if `may_wait`.
+  // Arrives. Returns whether all CTAs have arrived; waits a while for them if `may_wait`.
   QUIRE_DEVICE bool arrive(int num_arrivals, bool may_wait) const {
     uint32_t seen = ptx::atomic_add_acq_rel(at, kArrival) + kArrival;
     const long long begin = clock64();
@@ -49,11 +49,11 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   const auto* quads = reinterpret_cast<const float4*>(p.partial_o + int64_t{group.row_begin + first} * V::kHeadDimVo);
   const auto* states = reinterpret_cast<const float2*>(p.partial_md) + group.row_begin + row;
   quads += block * 32 + lane, states += lane % 4 * V::kTileRows;
-  float m[2] = {kNoLogit, kNoLogit}, d[2] = {0.f, 0.f};  // d: this lane's part
+  float m[2] = {kNoLogit, kNoLogit}, d[2] = {0.f, 0.f};  // d: the part of this lane
   float o[2][kBlocks][2];
 #pragma unroll
   for (int i = 0; i < 4 * kBlocks; ++i) o[i / 2 % 2][i / 4][i % 2] = 0.f;
-  // Of two partials there is one round, as the compiler then knows: it takes fewer registers.
+  // The compiler knows that two partials take one round, and uses fewer registers.
 #pragma unroll 1
   for (int left = group.num_parts<V::kTileRows>(), is_first = 1; is_first || (kParts > 2 && left > 0); left -= kParts) {
     is_first = 0;
@@ -118,8 +118,9 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   }
 }
 
-// One turn for each CTA is best: where a group has many partials, and so many CTAs, a turn takes fewer columns. Of two
-// partials, one is mostly of a CTA that has gone on to other work: the other one merges alone, all columns a turn.
+// Chooses the number of columns in a turn. One turn for each CTA is best: a group with many partials, and so many CTAs,
+// has turns of fewer columns. With two partials, one CTA has mostly gone on to other work: the other CTA merges alone,
+// all columns in one turn.
 template <class V>
 struct MergeTurns {
   int num_parts, count;
@@ -139,10 +140,10 @@ struct MergeTurns {
   }
 };
 
-// After the 256 threads have stored a partial result. `may_wait`: the CTA has nothing else to do. `shared_turn` is in
-// shared memory, kBarrier a named barrier of these threads. A function that is called: kernels whose registers are
-// taken have none to spare beside their main loop. A work tile has kCtasPerTile CTAs.
-// It reads the parameters once: by a reference, each row would wait for them again.
+// Arrives and merges, after the 256 threads have stored a partial. `may_wait`: the CTA has nothing else to do.
+// `shared_turn` lies in shared memory; kBarrier is a named barrier of these threads. A work tile has kCtasPerTile CTAs.
+// This is a function call, because the main loop leaves no registers to inline it. The parameters are read once:
+// through a reference each row would wait for them again.
 template <class V, int kBarrier, int kCtasPerTile>
 __device__ __noinline__ void merge_together(const AttentionParams& params, const WorkTile& work, bool may_wait,
                                             int& shared_turn, int thread) {

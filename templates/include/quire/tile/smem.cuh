@@ -11,7 +11,7 @@ namespace quire {
 // them and wgmma reads them. Such a tile begins at a multiple of 1024 bytes.
 enum class TileLayout { kRows, kAtoms };
 
-// Dims of a head as whole blocks.
+// A head's dims, rounded up to whole blocks of 16.
 QUIRE_HD constexpr int whole_blocks(int head_dim) { return ceil_div(head_dim, 16) * 16; }
 
 // kRows x kCols elements of kBits bits, in chunks of 16 bytes. An instruction reads eight neighbouring rows of a chunk
@@ -21,7 +21,7 @@ template <int kRows_, int kCols_, int kBits = 16, TileLayout kLayout = TileLayou
 struct SmemTile {
   static constexpr bool kInAtoms = kLayout == TileLayout::kAtoms;
   static constexpr int kRows = kRows_, kCols = kCols_;
-  static constexpr int kChunks = kCols * kBits / 128;  // of a row
+  static constexpr int kChunks = kCols * kBits / 128;  // in a row
   static constexpr bool kSwizzled = kInAtoms || kChunks % 8 == 0;
   static constexpr int kRowBytes = kInAtoms ? 128 : (kSwizzled ? kChunks : kChunks | 1) * 16;
   // Atoms side by side; columns from kCols on in the last one are never read.
@@ -62,7 +62,7 @@ struct BlockCursor {
     return lane_base + col + row;
   }
 
-  // Block k of the first kM blocks of rows, as operand A.
+  // Loads block k of columns of the first kM blocks of rows, as operand A.
   template <int kM>
   QUIRE_DEVICE void get(int k, uint32_t (&a)[kM][4]) const {
 #pragma unroll

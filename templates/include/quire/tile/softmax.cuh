@@ -1,4 +1,4 @@
-// Softmax over key tiles, one warp, rows spread over quads of lanes as the matrix instruction leaves them.
+// Softmax over KV tiles by one warp. A row is spread over four lanes, as the matrix instruction leaves it.
 #pragma once
 #include "quire/core/params.h"
 #include "quire/ptx/math.cuh"
@@ -24,7 +24,7 @@ QUIRE_DEVICE float quad_sum(float x) {
   return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
 
-// What the output of a row is multiplied by, and its lse (base 2).
+// The factor of a row's output, and its lse (base 2).
 struct RowResult {
   float scale, lse;
 };
@@ -42,7 +42,7 @@ QUIRE_DEVICE RowResult finish_row(float m, float d, const float* sink, float o_s
   return {weight * ptx::rcp(d) * o_scale, m + ptx::lg2(d)};
 }
 
-// kM * 16 rows; lane l keeps rows l / 4 and l / 4 + 8 of each block of 16.
+// The state of kM * 16 rows. Lane l keeps rows l / 4 and l / 4 + 8 of each block of 16.
 template <int kM>
 struct SoftmaxRows {
   float m[kM][2];  // reference maximum, base-2 exponent

@@ -5,7 +5,7 @@
 
 namespace quire {
 
-// By one thread of those that compute a work tile.
+// Called by one of the threads that compute a work tile.
 template <class V>
 QUIRE_DEVICE void stamp(const AttentionParams& p, const WorkTile& work, Moment moment, bool is_that_thread) {
   if constexpr (V::kTimed != 0) {

@@ -5,7 +5,7 @@
 
 namespace quire {
 
-// Of four logits of one row, as a lane holds them in two neighbouring blocks of 8 keys: keys first, + 1, + 8 and + 9.
+// Four logits of one row, as a lane holds them in two neighbouring blocks of 8 keys: keys first, + 1, + 8 and + 9.
 template <class T>
 struct Four {
   T at[4];
@@ -65,14 +65,15 @@ struct SmallTanh {
   }
 };
 
-// factor * tanh(x * scale) of any numbers. Each is computed in the way of its own scale, so that a logit's bits do
-// not depend on which others a warp holds. kPairs: see tanh_of_four; fewer special functions, and fewer registers.
+// factor * tanh(x * scale) of any numbers. The magnitude of each number alone decides how it is computed, so that a
+// logit's bits do not depend on the other logits of a warp. kPairs: see tanh_of_four; it takes fewer special functions
+// and fewer registers.
 template <bool kPairs>
 struct AnyTanh {
   const SmallTanh& small;
   float scale, factor;
 
-  // And y. Of large ones tanh is 1 - 2 / (1 + exp(2 * x * scale)).
+  // factor * tanh(x * scale) + y. For large numbers tanh is 1 - 2 / (1 + exp(2 * x * scale)).
   QUIRE_DEVICE float plus(float x, float y) const {
     const float part = ptx::rcp(1.f + ptx::ex2(x * (scale * (2.f * kLog2e))));
     const float large = fmaf(part, -2.f * factor, factor + y);

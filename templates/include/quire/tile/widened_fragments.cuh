@@ -1,13 +1,13 @@
-// Operand A of wgmma in fp16 from a tile of 8-bit numbers: bytes are widened on their way through registers, exactly.
+// Loads operand A of wgmma, in fp16, from a tile of 8-bit numbers. Bytes are widened in registers, without rounding.
 #pragma once
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/float8.cuh"
 
 namespace quire {
 
-// Two steps of 16 columns, of 16 rows: lane i gives the address of 16 bytes of row i % 16, of the first step's or, from
-// lane 16 on, the second one's. The columns of a step are in the order 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15, which
-// operand B must have too.
+// Loads 16 rows of two steps of 16 columns. Lane i gives the address of 16 bytes of row i % 16: lanes 0 to 15 those of
+// the first step, the others those of the second. The columns of a step are in the order 0 1 4 5 8 9 12 13 2 3 6 7 10
+// 11 14 15, which operand B must have, too.
 template <class Narrow>
 QUIRE_DEVICE void ldmatrix_widened(uint32_t (&a)[2][4], uint32_t src) {
   uint32_t x[4];  // four columns of a row
@@ -16,8 +16,8 @@ QUIRE_DEVICE void ldmatrix_widened(uint32_t (&a)[2][4], uint32_t src) {
   for (int i = 0; i < 4; ++i) ptx::widen(Narrow{}, x[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
 }
 
-// The transposed of two steps of 16 rows, of 16 columns: lane i gives the address of 16 bytes of row i of 32. Rows
-// lane / 4 and + 8 of a fragment are columns 2 * (lane / 4) and + 1.
+// Loads 16 columns of two steps of 16 rows, transposed. Lane i gives the address of 16 bytes of row i of 32. Rows lane
+// / 4 and lane / 4 + 8 of a fragment are columns 2 * (lane / 4) and 2 * (lane / 4) + 1.
 template <class Narrow>
 QUIRE_DEVICE void ldmatrix_widened_trans(uint32_t (&a)[2][4], uint32_t src) {
   uint32_t x[4];  // two columns of two neighbouring rows
