@@ -24,7 +24,7 @@ struct LogitsTile {
   QUIRE_DEVICE int qo_idx(int i) const { return min(group.div(row + 8 * i), mask.qo_len - 1); }
 };
 
-// The query of a row, with the numbers of queries and keys of its request: what expressions read of a row.
+// What an expression may read of a row: its query, and all keys of its request.
 template <class V>
 struct KeyPlace {
   const LogitsTile<V>& tile;

@@ -1,5 +1,4 @@
-// What the computing warpgroups of a CTA do about a cascade between and after their work tiles: at which merge groups
-// they arrive, and when.
+// Cascades, in the computing warpgroups of a CTA: at which merge groups they arrive, and when.
 #pragma once
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/wgmma.cuh"
@@ -7,22 +6,22 @@
 
 namespace quire {
 
-// One in each thread of kThreads, which begin behind the CTA's first 128. All count the same work tiles in step.
-// kShared: a named barrier of theirs.
+// Each of kThreads threads has a CascadeEnding. The first of them is the CTA's thread 128. All count the same work
+// tiles in step. kShared: a named barrier of these threads.
 template <class V, int kThreads, int kShared, bool kExists = V::kCascade != 0>
 class CascadeEnding {
  public:
   QUIRE_DEVICE explicit CascadeEnding(LateArrivals& late) : late_(late) {}
 
-  // A work tile begins. Where it stands among those whose groups the CTA arrives at when it has nothing else to do; -1:
-  // it arrives when it has been stored.
+  // Called when a work tile begins. Returns the index of the work tile's first group in LateArrivals; -1 if the CTA
+  // arrives at the groups as soon as the work tile is stored.
   QUIRE_DEVICE int begin(const WorkTile& work, int warpgroup) {
     const int at = counts_.reserve(work);
     announce_shared(work, warpgroup);
     return at;
   }
 
-  // This warpgroup has stored its rows of a work tile.
+  // Called when this warpgroup has stored its rows of a work tile.
   QUIRE_DEVICE void stored(const AttentionParams& p, int warpgroup) {
     if (state_ != State::kAnnounced) return;
     state_ = State::kArrived;
@@ -32,7 +31,7 @@ class CascadeEnding {
     if (ptx::thread_id() < 160) late_.arrive_at_shared(p, counts_, ptx::lane_id());
   }
 
-  // All work tiles are stored.
+  // Called when all work tiles are stored.
   template <class Sync>
   QUIRE_DEVICE void merge(const AttentionParams& p, int warpgroup, Sync&& sync) {
     stored(p, warpgroup);
@@ -40,9 +39,9 @@ class CascadeEnding {
   }
 
  private:
-  // A CTA that begins with shared keys arrives at their groups before it ends: others wait for that. All warpgroups
-  // announce that they have stored their rows; the first one arrives after its next work tile, when all of that has
-  // reached memory.
+  // A CTA that begins with shared keys arrives at their groups before its last work tile, because other CTAs wait for
+  // it. Each warpgroup announces that it has stored its rows. The first warpgroup arrives after its next work tile,
+  // when all of these stores have reached memory.
   enum class State { kWaiting, kAnnounced, kArrived };
 
   QUIRE_DEVICE void announce_shared(const WorkTile& work, int warpgroup) {

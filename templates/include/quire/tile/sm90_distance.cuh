@@ -8,7 +8,7 @@
 
 namespace quire {
 
-// Whether that is all that happens to a logit, and not cheaper as a ramp.
+// Whether the only transform is such a bias, and has_ramps() has no cheaper way for it.
 template <class V, class Math>
 QUIRE_DEVICE constexpr bool has_distance_bias() {
   if constexpr (score_idiom<V>() == kIdiomBias) return V::kIsOfDistance != 0 && !has_ramps<V, Math>();
@@ -44,7 +44,7 @@ class DistanceSlice {
  public:
   static constexpr int kMostHeads = 32;  // of a group; more would leave no shared memory for keys and values
   static constexpr int kBytes = ceil_div(most_words(kMostHeads), 4) * 16;
-  // What a lane computes at a time, so that its reads of memory travel together.
+  // Columns and heads that a lane computes at a time, so that their loads are in flight together.
   static constexpr int kColumns = V::kTileKv / 32, kHeads = 8 / kColumns;
   using Values = float[kHeads][kColumns];
 
@@ -74,7 +74,7 @@ class DistanceSlice {
     }
   }
 
-  // Writes them as S = Q K^T has them: times `unit`.
+  // Writes the biases to shared memory, in the scale of S = Q K^T: multiplied by `unit`.
   QUIRE_DEVICE void write(uint32_t to, const Values& values, float unit, int head, int column) const {
     const uint32_t at = to + (head * pitch_ + column) * 4;
 #pragma unroll
@@ -87,7 +87,8 @@ class DistanceSlice {
     }
   }
 
-  // The columns behind the first V::kTileKv: those that begin the slice of the KV tile to the right.
+  // Copies the columns behind the first V::kTileKv from the slice of the KV tile to the right, whose first columns they
+  // are.
   QUIRE_DEVICE void copy(uint32_t to, uint32_t right, int head, int lane) const {
     for (int column = lane; V::kTileKv + column < width_; column += V::kTileKv) {
       const uint32_t at = (head * pitch_ + column) * 4;
@@ -109,7 +110,7 @@ class DistanceSlice {
     }
   }
 
-  // The same columns, where there is no such slice.
+  // Computes the same columns, if there is no slice to the right.
   template <class Math>
   QUIRE_DEVICE void compute(uint32_t to, const LogitsTransform<V, Math>& transform, float unit, const WorkTile& work,
                             int first_key, int head, int lane) const {
@@ -121,14 +122,14 @@ class DistanceSlice {
     }
   }
 
-  // Where, in bytes, stands the bias of the lane's first key and of its row i.
+  // The offset in bytes of the bias of the lane's row i and first key.
   QUIRE_DEVICE uint32_t place(const LogitsTile<V>& tile, int i) const {
     const int head = tile.group.mod(tile.row + 8 * i), query = tile.qo_idx(i) - query_;
     return (head * pitch_ + last_query_ - query + 2 * (tile.lane & 3)) * 4;
   }
 
  private:
-  // A finite bias stays finite.
+  // A bias times `unit`. A finite bias stays finite.
   QUIRE_DEVICE static float in_units(float bias, float unit) {
     constexpr float kMost = 3.0e38f;
     const float x = bias * unit;
@@ -138,7 +139,7 @@ class DistanceSlice {
   int num_heads_, query_, last_query_, width_, pitch_;
 };
 
-// Where a lane's two rows stand in slices.
+// The offsets of a lane's two rows in slices.
 struct DistanceRows {
   uint32_t at[2];
 
@@ -149,7 +150,7 @@ struct DistanceRows {
     for (int i = 0; i < 2; ++i) at[i] = slice.place(tile, i);
   }
 
-  // s becomes the biases of the slice at `from`.
+  // Sets s to the biases of the slice at `from`.
   template <int n>
   QUIRE_DEVICE void read(float (&s)[n], uint32_t from) const {
     const uint32_t rows[2] = {from + at[0], from + at[1]};

@@ -1,18 +1,18 @@
-// Matrix products of a warpgroup: started here, waited for with wgmma_wait. One call is one group.
+// Matrix products of a warpgroup. A call starts one group of wgmma instructions; wgmma_wait waits for it.
 #pragma once
 #include "quire/ptx/wgmma.cuh"
 #include "quire/tile/sm90_tile.cuh"
 
 namespace quire {
 
-// How many steps of a product with N columns are one statement.
+// The number of steps in one asm statement, for a product with N columns.
 template <int N, int kSteps>
 QUIRE_DEVICE constexpr int steps_together() {
   return ptx::has_four_products<N>() && kSteps % 4 == 0 ? 4 : 1;
 }
 
-// s[64, TileB::kRows] = a * b^T, or += where kAdds; a is 64 rows of TileA, b a TileB, both in shared memory and given
-// by their descriptors.
+// s[64, TileB::kRows] = a * b^T, or += if kAdds. a is 64 rows of TileA, b a TileB; both are in shared memory and given
+// by descriptors.
 template <class T, class TileA, class TileB, bool kAdds = false>
 QUIRE_DEVICE void start_ABt(float (&s)[TileB::kRows / 2], TileDescriptor a, TileDescriptor b) {
   static_assert(TileA::kCols == TileB::kCols, "a b^T needs rows of equal length");

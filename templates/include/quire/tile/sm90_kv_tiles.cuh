@@ -1,5 +1,5 @@
 // Which KV tiles of a work tile are computed, and which of them need masking. KV tiles are computed from right to left,
-// so that those come first which a causal mask and kv_len cut.
+// so that the tiles which a causal mask or kv_len cuts come first.
 #pragma once
 #include "quire/tile/sm90_scheduler.cuh"
 #include "quire/ptx/wgmma.cuh"
@@ -7,15 +7,15 @@
 
 namespace quire {
 
-// A work tile as the scheduling warp hands it on.
+// A work tile as the scheduling warp passes it to the other warps.
 template <class V, bool kHasBlockMask = has_block_mask<V>()>
 struct WorkStage : CurrentWork {
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params&, int) {}
   QUIRE_DEVICE const uint8_t* bits() const { return nullptr; }
 };
 
-// With the bits of its request's mask and the block mask of its KV tiles, two bits each. The block mask of the first
-// kWords * 32 KV tiles is read once, by the scheduling warp: each of the other warps would wait for memory.
+// A work tile under a block mask, with the mask bits of its request and two bits for each KV tile. The scheduling warp
+// alone reads the block mask of the first kWords * 32 KV tiles, because each of the other warps would wait for memory.
 template <class V>
 struct WorkStage<V, true> : CurrentWork {
   static constexpr int kWords = 32;
@@ -25,7 +25,7 @@ struct WorkStage<V, true> : CurrentWork {
 
   QUIRE_DEVICE const uint8_t* bits() const { return mask_bits; }
 
-  // One warp.
+  // Called by one warp.
   QUIRE_DEVICE void read_block_mask(const AttentionFa3Params& p, int lane) {
     const uint8_t* first = p.block_mask + work.tile.work_begin + (work.kv_begin - work.tile.kv_begin);
     const int words = min(ceil_div(work.kv_end - work.kv_begin, 32), kWords);
@@ -41,7 +41,8 @@ struct WorkStage<V, true> : CurrentWork {
     }
   }
 
-  // The block mask of 32 KV tiles, from KV tile 32 * i of the work tile on. All lanes of a warp together.
+  // Reads the block mask of 32 KV tiles, from KV tile 32 * i of the work tile on. Called by all lanes of a warp
+  // together.
   QUIRE_DEVICE void vote(const uint8_t* first, int i, uint32_t& visible_bits, uint32_t& full_bits, int lane) const {
     const int at = 32 * i + lane;
     const int found = at < work.kv_end - work.kv_begin ? __ldg(first + at) : 0;
@@ -50,7 +51,8 @@ struct WorkStage<V, true> : CurrentWork {
   }
 };
 
-// Goes through the KV tiles of a work tile. All lanes of a warp together; all warps of the CTA take the same path.
+// Goes through the KV tiles of a work tile. All lanes of a warp call it together, and all warps of the CTA take the
+// same path.
 template <class V, bool kHasBlockMask = has_block_mask<V>()>
 class KvTileWalk {
  public:
@@ -65,8 +67,8 @@ class KvTileWalk {
   int begin_, tile_;
 };
 
-// Passes over KV tiles that no row sees. A word of the block mask serves 32 KV tiles, because reading shared memory for
-// each KV tile would delay its products.
+// Goes through the KV tiles that some row sees. A word of the block mask serves 32 KV tiles, because reading shared
+// memory for each KV tile would delay its products.
 template <class V>
 class KvTileWalk<V, true> {
  public:
@@ -102,10 +104,10 @@ class KvTileWalk<V, true> {
 
   const WorkStage<V>& stage_;
   int begin_, word_, bit_;
-  uint32_t visible_, full_;  // of this word; `visible_` loses the KV tiles that were visited
+  uint32_t visible_, full_;  // bits of this word; those of visited KV tiles are removed from `visible_`
 };
 
-// The KV tiles of which 64 rows from `row` on see every key: they need no masking.
+// The KV tiles of which the 64 rows from `row` on see every key, and which need no masking.
 template <class V>
 class FullTiles {
  public:

@@ -20,7 +20,7 @@ constexpr KvPath kv_path() {
 
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
-// What the warp copies from: k or v of a request.
+// The source of a warp's copies: k or v of a request.
 struct KvSource {
   const TensorMap* map;
   const void* base;
@@ -32,7 +32,7 @@ struct KvSource {
   QUIRE_DEVICE static KvSource v(const AttentionFa3Params& p) {
     return {&p.tensor_v, p.base.v, p.base.v_page_stride, p.base.v_token_stride, p.base.v_head_stride};
   }
-  // Of the tensors beside the cache; a map is all that the copy engine needs.
+  // k of the tensors beside the cache. The copy engine needs only their tensor map.
   QUIRE_DEVICE static KvSource k_prefix(const AttentionFa3Params& p) {
     return {&static_cast<const AttentionFa3PrefixParams&>(p).tensor_k_prefix, nullptr, 0, 0, 0};
   }
@@ -41,10 +41,10 @@ struct KvSource {
   }
 };
 
-// prefetch_pages(i) starts to read the page numbers of KV tile i, resolve_pages() waits for them, load() starts to
-// copy. All lanes call each. kArrivals threads arrive at the full barrier of a KV tile. Each instruction here counts:
-// two of the SM's four schedulers issue it in place of one of a computing warp, and all computing warps wait for the
-// slowest. kRows: of a KV tile, or of a part of it that is loaded by itself.
+// prefetch_pages(i) starts to read the page numbers of KV tile i, resolve_pages() waits for them, and load() starts to
+// copy. All lanes call each of them. kArrivals threads arrive at the full barrier of a KV tile. Each instruction
+// counts: two of the SM's four schedulers issue it in place of a computing warp's, and all computing warps wait for the
+// slowest. kRows: the rows of a KV tile, or of a part that is loaded separately.
 template <class V, KvPath kPath = kv_path<V>(), int kRows = V::kTileKv>
 class KvLoader {
  public:
@@ -73,7 +73,8 @@ class KvLoader {
   int lane_, token_;
 };
 
-// One lane a box of kBoxRows rows. Boxes beyond kv_len come from page -1: outside of the tensor, hence zeros.
+// Each lane copies a box of kBoxRows rows. Boxes beyond kv_len are copied from page -1, which is outside the tensor, so
+// that zeros arrive.
 template <class V, int kRows>
 class KvLoader<V, KvPath::kPages, kRows> {
  public:
@@ -112,8 +113,8 @@ class KvLoader<V, KvPath::kPages, kRows> {
   int lane_, row_, page_;
 };
 
-// Each lane finds the row of one token in 32. Rows are then copied four at a time by eight lanes each, to which
-// shuffles pass the row's place. Tokens from kv_len on arrive as zeros: a copy of no bytes reads no address.
+// Each lane finds the row of one token in 32. Four rows at a time are then copied, each by eight lanes, which get the
+// row's address by a shuffle. Tokens from kv_len on arrive as zeros: a copy of zero bytes reads no address.
 template <class V>
 class KvLoader<V, KvPath::kGather, V::kTileKv> {
  public:
@@ -135,7 +136,7 @@ class KvLoader<V, KvPath::kGather, V::kTileKv> {
     }
   }
 
-  // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
+  // Computes offsets in chunks of 16 bytes. The host refuses a cache of more than 2^32 chunks.
   QUIRE_DEVICE void resolve_pages() {
 #pragma unroll
     for (int j = 0; j < kTokensPerLane; ++j) {
@@ -155,8 +156,9 @@ class KvLoader<V, KvPath::kGather, V::kTileKv> {
     ptx::cp_async_commit();
   }
 
-  // Waits for the copies of all KV tiles but the latest kLater, and arrives at the full barrier of the last of those.
-  // The writer orders its copies before the tensor cores' reads, which costs the readers nothing.
+  // Waits for the copies of all KV tiles but the latest kLater, and arrives at the full barrier of the last KV tile
+  // that it waited for. The fence between these copies and the tensor cores' reads is executed here, so that it costs
+  // the readers nothing.
   template <int kLater>
   QUIRE_DEVICE static void arrive_copied(uint32_t barrier) {
     ptx::cp_async_wait<kLater>();

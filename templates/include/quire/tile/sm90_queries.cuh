@@ -1,4 +1,4 @@
-// Queries of bf16 for products with keys of fp16.
+// Converts queries of bf16 for products with keys of fp16.
 #pragma once
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/store.cuh"
@@ -8,9 +8,9 @@
 
 namespace quire {
 
-// Rounds a row of bf16 in shared memory to fp16, in place; four lanes together. Returns what makes up for its scale.
-// The row is read twice: registers are short. All lanes take the same number of steps: where they do not, ptxas leaves
-// out the point at which they meet again, and lanes exchange words with lanes that are elsewhere.
+// Rounds a row of bf16 in shared memory to fp16 in place, by four lanes together. Returns the factor that undoes the
+// row's scale. The row is read twice, because registers are short. All lanes take the same number of steps: otherwise
+// ptxas omits the point at which lanes converge, and shuffles mix up lanes.
 template <class Tile>
 QUIRE_DEVICE float round_query(Tile tile, int row, int quad_lane) {
   float top = 0.f;

@@ -1,22 +1,23 @@
 // Softmax of a warpgroup's logits under a soft cap.
 //
-// Where all logits of a warp are small, tanh is a polynomial and takes no special functions. Elsewhere each logit is
-// computed in the way of its own magnitude, so that a row's bits do not depend on the rows beside it.
+// If all logits of a warp are small, tanh is a polynomial without special functions. Otherwise the magnitude of each
+// logit alone decides how it is computed, so that a row's bits do not depend on the rows beside it.
 #pragma once
 #include "quire/tile/sm90_softmax.cuh"
 #include "quire/tile/tanh.cuh"
 
 namespace quire {
 
-// T: of the weights. Those of bf16 have the range of float: rows have one reference in place of their maximum, from
-// which that may be this far away. Then what is small exceeds none. Others have a reference of their own.
+// T: the type of weights. Weights of bf16 have the range of float, so that all rows can have the same reference in
+// place of their maximum, which may differ from it by kReach. No small logit exceeds that reference. Rows with weights
+// of other types have references of their own.
 template <class T, class Transform>
 struct SoftCapSoftmax {
   static constexpr bool kHasReference = is_same<T, bf16_t>::value;
   static constexpr float kReference = SmallTanh::kMostResult - kMaxLag, kReach = 80.f;
 
-  // s becomes weights. end(): what follows, in each way by itself, so that the two overlap. Logits of keys that a row
-  // does not see are kHiddenLogit.
+  // Replaces s by weights. end(): the code that follows, compiled into each branch so that both overlap. Logits of keys
+  // that a row does not see are kHiddenLogit.
   template <bool kMasked, int n, class End>
   QUIRE_DEVICE static void exponentiate(WarpgroupSoftmax& softmax, float (&s)[n], const Transform& transform,
                                         const SmallTanh& cap, const End& end) {
@@ -50,7 +51,8 @@ struct SoftCapSoftmax {
     }
   }
 
-  // The reference maximum, of logits whose magnitudes are at most `most`: mostly these say that no row exceeds it.
+  // Raises the reference maximum for logits with magnitudes of at most `most`, which mostly shows that no row exceeds
+  // the reference.
   template <int n>
   QUIRE_DEVICE static void raise_small(WarpgroupSoftmax& softmax, const float (&s)[n], const SmallTanh& cap,
                                        float most) {
@@ -77,7 +79,7 @@ struct SoftCapSoftmax {
         softmax.m);
   }
 
-  // Not where no logit can exceed the reference that all rows have.
+  // Raises the reference maximum, unless no logit can exceed the reference that all rows share.
   template <bool kMasked, int n>
   QUIRE_DEVICE static void raise_any(WarpgroupSoftmax& softmax, const float (&s)[n],
                                      const AnyTanh<!kHasReference>& any) {
@@ -95,7 +97,7 @@ struct SoftCapSoftmax {
     });
   }
 
-  // tanh is odd: a negative scale is a positive one of -q . k.
+  // A negative scale is applied as the positive one to -q . k, because tanh is odd.
   template <bool kMasked, int n>
   QUIRE_DEVICE static void flip(float (&s)[n]) {
 #pragma unroll

@@ -1,11 +1,11 @@
-// Softmax over key tiles of a warpgroup: 64 rows, two a lane, as wgmma leaves them.
+// Softmax over KV tiles by a warpgroup: 64 rows, two a lane, as wgmma leaves them.
 #pragma once
 #include "quire/tile/softmax.cuh"
 #include "quire/tile/tanh.cuh"
 
 namespace quire {
 
-// What is added to all logits of a row, in base 2: nothing, or an offset of its own in each lane.
+// The number added to all logits of a row, in base 2: none, or an offset in each lane.
 struct NoOffsets {
   QUIRE_DEVICE float plus(float x, int) const { return x; }
 };
@@ -14,20 +14,20 @@ struct RowOffsets {
   QUIRE_DEVICE float plus(float x, int h) const { return x + at[h]; }
 };
 
-// What logits are multiplied by: one number, or one for each of a lane's rows.
+// The factor of logits: one number, or one for each of a lane's rows.
 struct RowScales {
   float at[2];
 };
 QUIRE_DEVICE float scale_of(float scale, int) { return scale; }
 QUIRE_DEVICE float scale_of(const RowScales& scales, int h) { return scales.at[h]; }
 
-// The same for numbers of any sign: a negative one is a positive one of -q . k.
+// Factors of any sign, one for each of a lane's rows. A negative factor is applied as the positive one to -q . k.
 struct SignedScales {
   RowScales sizes;
   bool is_negative[2], flips;  // flips: a row of the warp
 
-  // scale: of q . k, positive. 0 becomes a number so small that it makes no difference, but to what is hidden: 0 * inf
-  // is NaN.
+  // scale: the positive factor of q . k. A factor of 0 becomes a number too small to make a difference, because a
+  // hidden logit times 0 would be NaN.
   QUIRE_DEVICE void set(int h, float scale, float by) {
     sizes.at[h] = ptx::max_nan(scale * fabsf(by), 1e-30f), is_negative[h] = by < 0.f;
     flips = __any_sync(0xffffffffu, is_negative[0] || is_negative[h]) != 0;
@@ -41,11 +41,11 @@ struct SignedScales {
   }
 };
 
-// This lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
+// The state of this lane's rows: lane / 4 and lane / 4 + 8 of its warp's 16.
 struct WarpgroupSoftmax {
   float m[2];       // reference maximum, base-2 exponent; lags behind the true one by at most kMaxLag
   float d[2];       // this lane's part of the denominator
-  float factor[2];  // what o has yet to be multiplied by, if is_raised
+  float factor[2];  // the factor that o still needs, if is_raised
   bool is_raised;   // the same in all lanes of a warp
 
   QUIRE_DEVICE void clear() {
@@ -62,7 +62,7 @@ struct WarpgroupSoftmax {
     raise_to(top);
   }
 
-  // The greatest of s of this lane's row h.
+  // The maximum of s in this lane's row h.
   template <int n>
   QUIRE_DEVICE static float row_max(const float (&s)[n], int h) {
     float x = fmaxf(s[2 * h], s[2 * h + 1]);
@@ -71,8 +71,8 @@ struct WarpgroupSoftmax {
     return x;
   }
 
-  // The greatest magnitude of s. Bits of numbers that are not negative are in order, and of three of them the greatest
-  // is one instruction.
+  // The largest magnitude in s. The bits of non-negative floats are ordered as integers, and one instruction gives the
+  // largest of three integers.
   template <int n>
   QUIRE_DEVICE static float most(const float (&s)[n]) {
     uint32_t x = 0;
@@ -84,11 +84,11 @@ struct WarpgroupSoftmax {
     return __uint_as_float(x);
   }
 
-  // Raises m where this lane's part of a row has a logit that exceeds it by more than kMaxLag: to the row's maximum.
+  // Raises m to the row's maximum, if this lane's part of a row has a logit that exceeds m by more than kMaxLag.
   QUIRE_DEVICE void raise_to(const float (&top)[2]) {
     raise_to(top, [](float x) { return x; });
   }
-  // Or to the reference that `choose` returns for the row's maximum.
+  // Raises m to the reference that `choose` returns for the row's maximum.
   template <class Choose>
   QUIRE_DEVICE void raise_to(const float (&top)[2], const Choose& choose) {
     is_raised = __any_sync(0xffffffffu, top[0] > m[0] + kMaxLag || top[1] > m[1] + kMaxLag);
@@ -132,7 +132,7 @@ struct WarpgroupSoftmax {
     }
   }
 
-  // Brings o up to m.
+  // Rescales o to the raised m.
   template <int n>
   QUIRE_DEVICE void rescale(float (&o)[n]) const {
     if (!is_raised) return;

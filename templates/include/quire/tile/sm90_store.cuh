@@ -1,5 +1,5 @@
-// Results of a warpgroup on their way out, 16 bytes a lane: by way of shared memory where that takes no stage away, and
-// otherwise straight from registers, where four lanes that share a row first exchange words.
+// Stores results of a warpgroup, 16 bytes a lane: through shared memory if that takes no stage away; otherwise from
+// registers, after the four lanes that share a row have exchanged words.
 #pragma once
 #include "quire/tile/partial.cuh"
 #include "quire/ptx/barrier.cuh"
@@ -7,14 +7,15 @@
 
 namespace quire {
 
-// 16 rows of one warp on their way out. 16 bytes between rows spread what a warp writes at once over all banks.
+// Stores 16 rows of one warp through shared memory. 16 bytes of padding between rows spread a warp's writes over all
+// banks.
 template <int kVo>
 struct StagedRows {
   static constexpr int kRowBytes = kVo * 2 + 16, kBytes = 16 * kRowBytes;
   uint32_t base;
 
-  // Scales and rounds o. `first`: where row lane % 16 begins, in units of 16 bytes from dst; `count` rows exist. All
-  // lanes of the warp together.
+  // Scales, rounds and stores o. `first`: offset of row lane % 16 from dst, in units of 16 bytes. `count` rows exist.
+  // All lanes of the warp call it together.
   template <class T, int n>
   QUIRE_DEVICE void store(T* dst, uint32_t first, int count, const float (&o)[n], const float (&scale)[2],
                           int lane) const {
@@ -41,7 +42,7 @@ struct StagedRows {
   }
 };
 
-// Transposes a 4 x 4 matrix of words of which each lane of a quad holds a row.
+// Transposes a 4 x 4 matrix of words; each lane of a quad holds a row.
 QUIRE_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
@@ -56,8 +57,8 @@ QUIRE_DEVICE void transpose_quad(uint32_t (&w)[4], int lane) {
   }
 }
 
-// One row's columns of o, scaled and rounded: dst [2 * n / 4 columns]; `half` 0 is the lane's upper row. All lanes of a
-// warp take part; only rows that exist are written.
+// Stores the columns of one row of o, scaled and rounded, to dst [2 * n / 4 columns]. `half` 0 is the lane's upper row.
+// All lanes of a warp take part; only rows that exist are written.
 template <class T, int n>
 QUIRE_DEVICE void store_row(T* dst, const float (&o)[n], int half, float scale, bool exists, int lane) {
   constexpr int kBlocks = n / 4;  // of 8 columns
@@ -81,8 +82,8 @@ QUIRE_DEVICE void store_row(T* dst, const float (&o)[n], int half, float scale, 
   }
 }
 
-// Rows of partial_o [num_partials, kRows, 2 * n / 4] and partial_md [num_partials, kRows, 2]: this lane's two, the
-// first being `row` of the row tile. `rows` of the row tile exist. In a cascade a partial is a row: kRows is 1.
+// Stores this lane's two rows to partial_o [num_partials, kRows, 2 * n / 4] and partial_md [num_partials, kRows, 2].
+// The first is row `row` of the row tile, of which `rows` rows exist. In a cascade a partial is a row: kRows is 1.
 template <int kRows, int n>
 QUIRE_DEVICE void store_partial_rows(const AttentionParams& p, int partial, const float (&o)[n], const float (&m)[2],
                                      const float (&d)[2], int row, int rows, int lane) {

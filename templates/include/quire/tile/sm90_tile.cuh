@@ -4,9 +4,9 @@
 
 namespace quire {
 
-// Of a SwizzledTile, or of a part of it. Only the lower word depends on addresses, and addresses are added up in that
-// word alone. The shuffle tells the compiler that the word is the same in all lanes: the word then lives in a uniform
-// register, where wgmma wants it, and is not moved there before each instruction.
+// The descriptor of a SwizzledTile or of a part of it. Only the lower word depends on addresses, so that addresses are
+// added in that word alone. The shuffle tells the compiler that the word is the same in all lanes. It then lives in a
+// uniform register, where wgmma wants it, instead of being moved there before each instruction.
 struct TileDescriptor {
   uint32_t low;
 

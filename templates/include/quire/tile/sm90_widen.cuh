@@ -1,11 +1,5 @@
-// Loads keys and values of 8 bits. The warps of the loading warpgroup bring them into shared memory, and widen them
-// there to fp16: the bytes of a row lie where its numbers of 16 bits come to lie, so that they take no memory of their
-// own.
-//
-// Bound: how many instructions an SM issues. Keys and values of 64 tokens of 128 dims take the tensor cores 1,536
-// clocks at 192 rows, in which the computing warps issue some 1,000 instructions on each of the SM's four schedulers.
-// On each, a loading warp issues 64 conversions, 8 loads, 16 stores and some 50 others, 100 where it gathers rows. To
-// bf16 it would be 192 conversions more.
+// Loads keys and values of 8 bits. The warps of the loading warpgroup copy them to shared memory, and widen them there
+// to fp16. The bytes of a row lie where its 16-bit numbers will lie, so that they take no memory of their own.
 #pragma once
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/store.cuh"
@@ -14,7 +8,7 @@
 
 namespace quire {
 
-// Heads of 128 dims, whose bytes fill rows of swizzle atoms, come by the copy engine.
+// Whether the copy engine loads the bytes: for heads of 128 dims, whose bytes fill rows of swizzle atoms.
 template <class V>
 constexpr KvPath narrow_path() {
   return V::kHeadDimQk == 128 && V::kHeadDimVo == 128 ? kv_path<V>() : KvPath::kGather;
@@ -39,14 +33,14 @@ class NarrowRows {
   QUIRE_DEVICE NarrowRows(uint32_t first, int lane)
       : row_(lane % kStep), lane_at_(first + lane % kStep * 128 + ((lane & 7) << 4)), part_(lane / kStep) {}
 
-  // Widens the bytes of a KV tile. Rows from `rest` on, which do not exist, become zeros.
+  // Widens the bytes of a KV tile. Rows from `rest` on have no token and become zeros.
   QUIRE_DEVICE void widen(int stage, int rest) const {
     if (rest < kRows) clear(stage, rest);
     const int tile = stage * Tile::kBytes;
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep) {
       if (row + kStep > kRows && row + row_ >= kRows) continue;
-      // Numbers of 16 bits of four chunks fill an atom, whose bytes have been read before.
+      // The 16-bit numbers of four chunks of bytes fill an atom, whose own bytes were read before.
 #pragma unroll
       for (int group = 0; group < kGroups; group += kSharers) {
         uint32_t x[4][4];
@@ -97,10 +91,10 @@ class NarrowRows {
 
   int row_;
   uint32_t lane_at_;  // this lane's first row of the first stage, with the row's permutation
-  int part_;          // of a row that several lanes share
+  int part_;          // this lane's part of a row that several lanes share
 };
 
-// Gathers the bytes of a warp's rows, as KvLoader does. Tokens from kv_len on arrive as the last one.
+// Gathers the bytes of a warp's rows, as KvLoader does. Rows of tokens from kv_len on get the last token's bytes.
 template <class V, class Tile, int kRows>
 class NarrowGather {
   // Lanes that share a row: rows of four chunks are copied in such an order that eight lanes have eight banks.
@@ -115,7 +109,7 @@ class NarrowGather {
     asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
   }
 
-  // i: of runs of kRows tokens.
+  // i: number of a run of kRows tokens.
   QUIRE_DEVICE void prefetch_pages(int i) {
 #pragma unroll
     for (int j = 0; j < kPlaces; ++j) {
@@ -125,7 +119,7 @@ class NarrowGather {
     }
   }
 
-  // In chunks of 16 bytes: the host refuses a cache of more than 2^32 of them.
+  // Computes offsets in chunks of 16 bytes. The host refuses a cache of more than 2^32 chunks.
   QUIRE_DEVICE void resolve_pages() {
 #pragma unroll
     for (int j = 0; j < kPlaces; ++j) {
@@ -166,12 +160,13 @@ class NarrowGather {
   int row_[kPlaces];
 };
 
-// One warp's half of the keys, or of the values, of each KV tile. Keys and values have warps of their own, because
-// values stay longer in their stages: keys would wait for them.
+// Loads one warp's half of the keys, or of the values, of each KV tile. Keys and values have warps of their own,
+// because values stay longer in their stages: keys would wait for them.
 template <class V, class Tile, int kStages>
 class KvWidener {
  public:
-  // `half`: of the rows. `tile`: the ring's first. `arrived`: an mbarrier a stage, on which this warp alone arrives.
+  // `half`: which half of the rows. `tile`: the address of the ring's first tile. `arrived`: an mbarrier for each
+  // stage, at which this warp alone arrives.
   QUIRE_DEVICE KvWidener(const AttentionParams& p, const KvSource& from, RingBarriers<kStages> ring, uint32_t tile,
                          uint32_t arrived, int half, int lane)
       : p_(p),
@@ -183,13 +178,13 @@ class KvWidener {
         half_(half),
         lane_(lane) {}
 
-  // The next KV tiles of a work tile, `most` of them or all that are left.
+  // Loads and widens the next KV tiles of a work tile: `most` of them, or all that are left.
   QUIRE_DEVICE void widen(const WorkTile& work, KvTileWalk<V>& walk, int most) {
     if (!walk.exists()) return;
     Bytes bytes(p_, from_, work, lane_);
     bytes.prefetch_pages(2 * walk.tile() + half_);
     int rest = work.tile.kv_len - (2 * walk.tile() + half_) * kRows;  // all later KV tiles are full
-    int ahead = 0;                                                    // KV tiles whose bytes are on their way
+    int ahead = 0;                                                    // KV tiles whose bytes are in flight
 #pragma unroll 1
     do {
       const bool starts = walk.exists() && most > 0;
@@ -211,11 +206,11 @@ class KvWidener {
   static constexpr bool kIsBoxed = kPath != KvPath::kGather;
   using Rows = NarrowRows<V, Tile, kRows>;
   using Bytes = typename conditional<kIsBoxed, KvLoader<V, kPath, kRows>, NarrowGather<V, Tile, kRows>>::type;
-  // Whether the copies of a tile start before the tile before it is widened. Of two stages they would wait for the
-  // tensor cores to be done with that tile's predecessor, which is when the tile is wanted.
+  // Whether the copies of a KV tile start before its predecessor is widened. With two stages they would wait until the
+  // tensor cores have read the tile before the predecessor, which is when the tile itself is needed.
   static constexpr int kAhead = kStages > 2;
 
-  // Starts to bring the bytes of a KV tile, and then to find those of the next one.
+  // Starts to copy the bytes of a KV tile, and then to find the bytes of the next one.
   QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk) {
     bytes.resolve_pages();
     ring_.wait_empty(copied_);
@@ -231,7 +226,7 @@ class KvWidener {
     if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);
   }
 
-  // Of the KV tile that is widened next; whether those of another are on their way.
+  // Waits for the bytes of the KV tile that is widened next. `is_ahead`: the copies of another KV tile are in flight.
   QUIRE_DEVICE void wait_bytes(bool is_ahead) const {
     if constexpr (kIsBoxed) {
       ptx::mbarrier_wait(arrived_ + 8 * next_.stage(), next_.parity());
@@ -248,7 +243,7 @@ class KvWidener {
   const AttentionParams& p_;
   KvSource from_;
   RingBarriers<kStages> ring_;
-  RingPosition<kStages> copied_, next_;  // to be copied into, and to be widened
+  RingPosition<kStages> copied_, next_;  // the stages that are copied into and widened next
   Rows rows_;
   uint32_t bytes_at_, arrived_;  // of the first stage
   int half_, lane_;
