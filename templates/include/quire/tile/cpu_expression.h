@@ -1,5 +1,5 @@
-// The functions that expressions (core/expression.h) are written with on a host: of numbers, where all lanes have the
-// same, and of vectors.
+// The functions with which expressions (core/expression.h) are written on a host. A value that is the same in all lanes
+// is one number, any other a vector.
 #pragma once
 #include <math.h>
 #include "quire/core/expression.h"
@@ -7,7 +7,7 @@
 
 namespace quire::cpu {
 
-// A bool for each lane: all bits of it, or none.
+// A bool for each lane: all bits of the lane are set, or none.
 struct Bools {
   Ints lanes;
 };
@@ -33,7 +33,7 @@ constexpr bool is_float = is_same<T, float>::value || is_same<T, Floats>::value;
 template <class T>
 constexpr bool is_bool = is_same<T, bool>::value || is_same<T, Bools>::value;
 
-// f of numbers, lane by lane where one of them is a vector.
+// f of numbers; lane by lane if an argument is a vector.
 template <class F, class... X>
 QUIRE_CPU auto each_lane(F&& f, X... x) {
   if constexpr ((is_number<X> && ...)) {
@@ -234,7 +234,7 @@ struct ExpressionMath {
       return as_vector(condition).lanes ? as_vector(a) : as_vector(b);
     }
   }
-  // NaN if one is.
+  // The minimum; NaN if an argument is NaN.
   template <class A, class B>
   QUIRE_CPU static auto minimum(A a, B b) {
     return where(bit_or(lt(a, b), ne(a, a)), a, b);
@@ -303,7 +303,7 @@ struct ExpressionMath {
       return cpu::tanh(x);
   }
 
-  // A vector of logits, which may be the same in all lanes.
+  // Converts a value to a vector of logits, also if it is the same in all lanes.
   template <class X>
   QUIRE_CPU static Floats as_logits(X x) {
     return as_vector(x);

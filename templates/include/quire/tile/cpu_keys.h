@@ -1,4 +1,4 @@
-// Where a request's keys and values lie, and copies of them widened to float.
+// Finds the keys and values of a request, and copies them widened to float.
 #pragma once
 #include "quire/core/cascade.h"
 #include "quire/core/mask.h"
@@ -33,7 +33,7 @@ struct Keys {
     if (pages == nullptr) k += tile.kv_first * k_stride, v += tile.kv_first * v_stride;
   }
 
-  // k_rows[i], v_rows[i]: the key and value of token keys.begin + i.
+  // Sets k_rows[i] and v_rows[i] to the key and value of token keys.begin + i.
   void resolve(KeyRange keys, const K** k_rows, const Kv** v_rows) const {
     if (V::kPaged == 0 || (V::kPrefix != 0 && pages == nullptr)) {
       run(k + keys.begin * k_stride, v + keys.begin * v_stride, keys.end - keys.begin, k_rows, v_rows);
@@ -58,7 +58,8 @@ struct Keys {
   }
 };
 
-// Into L2: of the few reads that a core may have on their way to L1, none is then taken by one from memory.
+// Prefetches a row into L2. A prefetch into L1 would occupy one of the few L1 fills in flight of a core until memory
+// answers.
 template <int kDim, class T>
 QUIRE_CPU void prefetch_row(const T* row) {
   constexpr int kLineElements = 64 / sizeof(T), kIntoL2 = 2;
@@ -66,7 +67,8 @@ QUIRE_CPU void prefetch_row(const T* row) {
   for (int i = 0; i < kDim; i += kLineElements) __builtin_prefetch(row + i, 0, kIntoL2);
 }
 
-// What row i of a copy waits for later: the rows of a strided cache are too far apart for the hardware's prefetcher.
+// Prefetches a row that a copy needs kAhead rows after row i: rows of a strided cache are too far apart for the
+// hardware's prefetcher.
 template <int kDim, class T>
 QUIRE_CPU void prefetch_ahead(const T* const* rows, int i, int count) {
   constexpr int kAhead = 6;
@@ -84,8 +86,8 @@ inline void widen_rows(float* to, const T* const* rows, int count) {
   }
 }
 
-// Whether all of the floats are neither infinite nor NaN. By their bits: GCC 12 folds a vector's x * 0 to 0 without
-// signed zeros, although x may be NaN.
+// Whether no float is infinite or NaN. The bits are tested, because GCC 12 folds a vector's x * 0 to 0 without signed
+// zeros, although x may be NaN.
 inline bool all_finite(const float* x, int64_t count) {
   Ints found = {};
   for (int64_t i = 0; i < count; i += kLanes) found |= (reinterpret_cast<Ints>(load(x + i)) & 0x7f800000) == 0x7f800000;

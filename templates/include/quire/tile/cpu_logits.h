@@ -1,5 +1,5 @@
-// A vector of logits: which rows and keys its lanes are, and what becomes of it. The transform (core/logits.h) and the
-// mask (core/mask.h) reach logits here and nowhere else.
+// A vector of logits: the rows and keys of its lanes. Only here do the transform (core/logits.h) and the mask
+// (core/mask.h) reach logits.
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/core/mask.h"
@@ -8,7 +8,7 @@
 
 namespace quire::cpu {
 
-// The functions that transforms are written with.
+// The functions with which transforms are written.
 struct Math : ExpressionMath {
   using ExpressionMath::tanh;
   using ExpressionMath::to_float;
@@ -20,7 +20,7 @@ struct Math : ExpressionMath {
   static Floats fma(Floats x, float scale, Floats y) { return x * scale + y; }
 };
 
-// What all logits of a row tile have in common.
+// The data that all logits of a row tile share.
 template <class V>
 struct LogitsTile {
   const Rows& rows;
@@ -28,14 +28,14 @@ struct LogitsTile {
   Mask<V::kMask, V::kWindow != 0> mask;
   LogitsTransform<V, Math> transform;
 
-  // The key at which query 0 stands.
+  // The position of query 0.
   int diagonal() const { return mask.kv_len - mask.qo_len; }
 
-  // What q is multiplied by: with no transform q . k is a base-2 exponent at once.
+  // The factor of q. Without a transform it makes q . k a base-2 exponent at once.
   float q_scale() const { return transform.kIsIdentity ? transform.factor : 1.0f; }
 };
 
-// Few rows: a vector is one row and the kLanes keys from `key` on, of which those from `end` on were not computed.
+// Few rows: a vector is one row and the kLanes keys from `key` on. Logits of keys from `end` on were not computed.
 template <class V>
 struct KeyLanes {
   const LogitsTile<V>& tile;
@@ -57,7 +57,7 @@ struct KeyLanes {
   }
 };
 
-// Of each row of a panel, for one kv tile.
+// The visible keys of each row of a panel, in one KV tile.
 template <int kRows, int kTileKv>
 struct PanelRows {
   int32_t q_idx[kRows], head[kRows];
@@ -65,7 +65,7 @@ struct PanelRows {
   uint32_t words[kTileKv / 32][kRows];
 };
 
-// Many rows: a vector is one key and kLanes rows of a panel, from row `lane` on.
+// Many rows: a vector is one key and kLanes rows of a panel, beginning with row `lane`.
 template <class V, class Panel>
 struct RowLanes {
   const LogitsTile<V>& tile;
@@ -87,7 +87,7 @@ struct RowLanes {
   }
 };
 
-// What becomes of q . k: a base-2 exponent, -infinity where kMasked and the query does not see the key.
+// Turns q . k into a base-2 exponent: -infinity if kMasked and the query does not see the key.
 template <bool kMasked, class V, class Lanes>
 QUIRE_CPU Floats score_logits(const LogitsTile<V>& tile, Floats x, const Lanes& lanes) {
   if constexpr (!LogitsTransform<V, Math>::kIsIdentity) x = tile.transform.score(x, lanes) * tile.transform.factor;
@@ -98,7 +98,7 @@ QUIRE_CPU Floats score_logits(const LogitsTile<V>& tile, Floats x, const Lanes& 
   return x;
 }
 
-// s[at * stride], a vector for each `step`-th `at` of `range`, becomes visit(it, at).
+// Replaces the vectors at s[at * stride] by visit(vector, at), for each `step`-th `at` of `range`.
 template <class Visit>
 QUIRE_CPU void for_each_logit(float* s, KeyRange range, int step, int stride, Visit&& visit) {
   for (int at = range.begin; at < range.end; at += step) store(s + at * stride, visit(load(s + at * stride), at));

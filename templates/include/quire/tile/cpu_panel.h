@@ -71,8 +71,8 @@ inline void value_block(float* o, const float* s, const float* v, const float* a
   }
 }
 
-// Softmax over keys [keys.begin, keys.end) of one vector of rows, in place: s becomes p. score(x, key): what becomes of
-// these rows' q . k. Returns the factor of what was summed before.
+// Softmax over keys [keys.begin, keys.end) of one vector of rows, in place: s becomes p. score(x, key) turns q . k into
+// a base-2 exponent. Returns the factor of earlier sums.
 template <class Score>
 inline Floats softmax_rows(float* s, KeyRange keys, Score&& score, float* m_at, float* d_at) {
   const Floats before = load(m_at);
@@ -111,7 +111,8 @@ inline void accumulate_values(float* o, const float* s, const float* v, const fl
   }
 }
 
-// The same where a value is infinite or NaN and some rows must not see it: 0 * NaN is NaN, so a weight of 0 is skipped.
+// o += p v if a value is infinite or NaN and some rows must not see it: a weight of 0 is skipped, because 0 * NaN is
+// NaN.
 template <int kDim>
 inline void accumulate_visible_values(float* o, const float* s, const float* v, const float* alpha, KeyRange keys,
                                       int count) {

@@ -1,10 +1,10 @@
-// Rotating rows of queries and keys that have been widened to float.
+// Rotates rows of queries and keys that have been widened to float.
 #pragma once
 #include "quire/core/rope.h"
 
 namespace quire::cpu {
 
-// Two loops, because g++ makes vectors of each.
+// There are two loops, because g++ vectorises each of them.
 template <int kDim>
 inline void rotate_row(float* x, int position, const uint64_t* frequencies) {
   float cos[kDim / 2], sin[kDim / 2];

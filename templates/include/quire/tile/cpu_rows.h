@@ -1,7 +1,5 @@
-// The rows of a work tile and their running softmax: what both ways of computing share, and how a work tile ends.
-//
-// o is [kTileRows, kHeadDimVo as whole vectors] floats, not normalised; m and d are each row's maximum and denominator,
-// base 2.
+// The rows of a work tile and their running softmax: what the code for few rows and for many rows shares, and the end
+// of a work tile.
 #pragma once
 #include <math.h>
 #include "quire/core/logits.h"
@@ -86,7 +84,7 @@ inline void merge_partials(const Rows& rows, const MergeGroup& group) {
   }
 }
 
-// Merges the rows of a cascade's group, whose partial results lie where the list of parts says.
+// Merges the rows of a cascade's merge group. The list of parts says where its partials begin.
 template <class V>
 inline void merge_cascade_group(const AttentionParams& p, const WorkTile& arrived, const CascadeGroup& group) {
   WorkTile work = arrived;
@@ -108,7 +106,7 @@ inline void merge_cascade_group(const AttentionParams& p, const WorkTile& arrive
   }
 }
 
-// A work tile of a cascade has left its partial result: the last one to arrive at a group merges it.
+// Ends a work tile of a cascade, whose partial is stored: the last CTA to arrive at a group merges it.
 template <class V>
 inline void arrive_at_cascade_groups(const AttentionParams& p, const WorkTile& work) {
   for (int i = 0; i < work.tile.num_groups; ++i) {
@@ -120,8 +118,8 @@ inline void arrive_at_cascade_groups(const AttentionParams& p, const WorkTile& w
   }
 }
 
-// Ends a work tile: one that covers its row tile is written; another leaves its partial, and the last one of a group to
-// arrive merges all.
+// Ends a work tile. If it covers its row tile, its rows are written; otherwise its partial is stored, and the last work
+// tile of the group to arrive merges all partials.
 template <class V>
 inline void finish_work_tile(const Rows& rows, const float* o, const float* m, const float* d) {
   constexpr int kStride = whole_vectors(V::kHeadDimVo);

@@ -1,6 +1,6 @@
 // Few rows: keys and values stream from memory once, straight into registers, and the head dimension lies across the
-// lanes. Bound by memory at decode, so what matters is that the next rows are on their way: while scores are computed
-// the values of the same kv tile are fetched, while values are summed the next kv tile's keys are.
+// lanes. Memory bounds decode, so that the next rows must always be in flight. While scores are computed, the values of
+// the same KV tile are prefetched; while values are summed, the keys of the next KV tile are.
 #pragma once
 #include "quire/tile/cpu_keys.h"
 #include "quire/tile/cpu_logits.h"
@@ -10,8 +10,8 @@ namespace quire::cpu {
 constexpr int kStreamRows = kVectorRegisters == 32 ? 4 : 2;  // rows at a time: kStreamRows * kStreamKeys accumulators
 constexpr int kStreamKeys = 4;
 
-// Rows of bf16 are read two vectors at a time, whose even and odd numbers a shift and a mask widen; one vector at a
-// time takes a shuffle too. Queries and outputs then have even and odd dims apart.
+// Rows of bf16 are read two vectors at a time: a shift and a mask widen the even and the odd numbers, where one vector
+// at a time would need a shuffle as well. Queries and outputs then have even and odd dims in separate vectors.
 template <int kDim, class Kv>
 constexpr bool kReadsPairs = is_same<Kv, bf16_t>::value && kDim % (2 * kLanes) == 0;
 
@@ -75,7 +75,7 @@ inline void stream_scores(float* s, const float* q, const Kv* const* k_rows, con
   }
 }
 
-// The rows that a pass over values brings in besides, for the next kv tile.
+// The rows that a pass over values prefetches for the next KV tile.
 template <class Kv>
 struct Prefetch {
   const Kv* const* rows;
@@ -128,7 +128,7 @@ inline void stream_all_values(float* o, const float* s, const float* alpha, cons
   }
 }
 
-// The same for one row that must not see every value: 0 * NaN is NaN, so a weight of 0 is skipped.
+// The sum over values for one row that must not see all of them: a weight of 0 is skipped, because 0 * NaN is NaN.
 template <int kDim, class Kv>
 inline void stream_visible_values(float* o, const float* s, float alpha, const Kv* const* v_rows, int count) {
   Floats sum[kDim / kLanes];
@@ -143,8 +143,8 @@ inline void stream_visible_values(float* o, const float* s, float alpha, const K
   for (int d = 0; d < kDim; d += kLanes) store(o + d, sum[d / kLanes]);
 }
 
-// Softmax over s[0, count) of one row, in place: s becomes p. score(x, at): what becomes of the row's q . k for the
-// keys from `at` on, a vector of them. Returns the factor of what was summed before.
+// Softmax over s[0, count) of one row, in place: s becomes p. score(x, at) turns q . k of a vector of keys from `at` on
+// into base-2 exponents. Returns the factor of earlier sums.
 template <class Score>
 inline float stream_softmax(float* s, int count, Score&& score, float& m, float& d) {
   Floats top = broadcast(m), sum = {};

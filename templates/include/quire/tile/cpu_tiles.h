@@ -26,11 +26,11 @@ constexpr int kTileDims = 2 * kTileSide;   // of a tile of queries or keys; keys
 constexpr int kTileNumbers = kTileSide * kTileDims;
 static_assert(!kHasTiles || kLanes == 16, "a row of a tile is a vector");
 
-// A row's maximum is raised only when a score exceeds it by so much: until then o needs no new scale. Weights are then
-// at most 2^kSlack, of which neither bf16 nor sums of floats take notice.
+// A row's maximum is raised only if a score exceeds it by this much: until then o needs no new scale. Weights are then
+// at most 2^kSlack, which costs neither bf16 nor sums of floats any precision.
 constexpr float kSlack = 8.0f;
 
-// Dims of a head as whole tiles.
+// A head's dims, rounded up to whole tiles.
 constexpr int whole_tiles(int head_dim) { return ceil_div(head_dim, kTileDims) * kTileDims; }
 
 // The whole tiles that hold these keys.
@@ -40,7 +40,7 @@ inline KeyRange whole_tiles(KeyRange keys) {
 
 // ---- rows become tiles ----
 
-// A row as bf16 numbers of whole tiles: the row itself if it is that, else a copy in `to`.
+// A row as bf16 numbers, padded to whole tiles: the row itself if it is stored so, else a copy in `to`.
 template <int kDim, class T>
 QUIRE_CPU const bf16_t* row_of_tiles(const T* row, bf16_t* to) {
   if constexpr (is_same<T, bf16_t>::value && kDim == whole_tiles(kDim)) {
@@ -71,7 +71,7 @@ QUIRE_CPU Floats dot_pairs(Floats sum, [[maybe_unused]] Words a, [[maybe_unused]
   return sum;
 }
 
-// Two numbers that are not negative as a word of bf16, the first in its lower half. Rounds to nearest. A NaN may become
+// Packs two non-negative numbers into a word of bf16, the first in the lower half. Rounds to nearest. A NaN may become
 // another number, but its row's denominator is NaN.
 QUIRE_CPU Words pair_of(Floats first, Floats second) {
   const Words a = reinterpret_cast<Words>(first) + 0x8000u, b = reinterpret_cast<Words>(second) + 0x8000u;
@@ -89,7 +89,7 @@ struct TileOperands {
 
   uint32_t* weights(int row_tile) { return p + row_tile * (kKv / 2 * kTileSide); }
 
-  // `count` rows, the first of which is row `row` of the row tile; those that are missing in the tile are 0.
+  // Copies `count` queries to rows `row` and following of the row tile. Rows of the last tile that have no query are 0.
   void pack_queries(int row, const bf16_t* const* rows, int count) {
     bf16_t* to = q + row * kQk;
     for (int d = 0; d < kQk; d += kTileDims, to += kTileNumbers) {
@@ -105,7 +105,7 @@ struct TileOperands {
     for (int d = 0; d < kQk; d += kTileDims, to += kTileNumbers) memcpy(to, row + d, sizeof(Floats));
   }
 
-  // The values `rows` of keys `at`, and zeros up to whole tiles.
+  // Copies the values `rows` of keys `at`, with zeros up to whole tiles.
   template <int kDim, class Kv>
   void pack_values(const Kv* const* rows, KeyRange at) {
     static const bf16_t zeros[whole_tiles(kDim)] = {};
@@ -120,7 +120,8 @@ struct TileOperands {
     }
   }
 
-  // kTileDims dims of as many keys. Even and odd dims are transposed apart: a word holds a dim of two keys.
+  // Transposes kTileDims dims of kTileDims keys. Even and odd dims are transposed separately, because a word holds one
+  // dim of two keys.
   void transpose_values(int key, int d, const bf16_t* const* rows) {
     Floats even[kTileSide], odd[kTileSide];
     for (int i = 0; i < kTileSide; ++i) {
@@ -267,7 +268,8 @@ struct TileOperands {
     }
   }
 
-  // The same for one tile of rows where a value is infinite or NaN and a row must not see it: a weight of 0 is skipped.
+  // o += V^T P^T for one tile of rows, if a value is infinite or NaN and a row must not see it: a weight of 0 is
+  // skipped.
   void accumulate_visible(float* o, int row_tile, KeyRange keys) {
     for (int key = keys.begin; key < keys.end; ++key) {
       const Words word = load(weights(row_tile) + key / 2 * kTileSide);
@@ -284,13 +286,15 @@ struct TileOperands {
 
 // ---- softmax ----
 
-// Of one tile of rows and a kv tile's scores, which become weights; o, of kVo dims, is scaled when a maximum is raised.
+// Softmax of one tile of rows and the scores of a KV tile, which become weights. If a maximum is raised, o (of kVo
+// dims) is rescaled.
 template <int kVo>
 struct SoftmaxTile {
   uint32_t* p;
   float *s, *m, *d, *o;
 
-  // score(x, key): what becomes of these rows' q . k. Weights are 0 for keys that are not in `keys`, up to whole tiles.
+  // score(x, key) turns q . k of these rows into base-2 exponents. Keys outside `keys`, up to whole tiles, get weights
+  // of 0.
   template <class Score>
   void of(KeyRange keys, Score&& score) {
     Floats top = broadcast(-kInfinity);
@@ -306,11 +310,11 @@ struct SoftmaxTile {
     weigh<false>(whole, 1.0f, base);
   }
 
-  // Whether of_all() takes a factor. It multiplies and subtracts at once, so that the greatest logit may exceed itself
-  // by its own rounding: too much for exp2 where logits are beyond 2^30.
+  // Whether of_all() may be called with this factor. Its multiply-add rounds once, so that the largest logit may exceed
+  // the maximum by a rounding error: too much for exp2 if logits exceed 2^30.
   static bool takes(float factor) { return factor <= 0x1p16f; }
 
-  // The same where all rows see all `keys`, whole tiles, and a logit is q . k times `factor`.
+  // Softmax if all rows see all `keys`, which are whole tiles, and a logit is q . k times `factor`.
   void of_all(KeyRange keys, float factor) {
     Floats top = broadcast(-kInfinity), top_odd = top;
     for (int key = keys.begin; key < keys.end; key += 2) {
@@ -322,7 +326,7 @@ struct SoftmaxTile {
   }
 
  private:
-  // What weights are relative to.
+  // Raises the maximum, and returns the reference that weights are relative to.
   Floats raise_maximum(Floats top) {
     const Floats before = load(m);
     const Ints raised = top > before + kSlack;

@@ -31,7 +31,7 @@ constexpr float kInfinity = __builtin_inff();
 
 #define QUIRE_CPU inline __attribute__((always_inline))
 
-// Dims of a head as whole vectors.
+// A head's dims, rounded up to whole vectors.
 constexpr int whole_vectors(int head_dim) { return ceil_div(head_dim, kLanes) * kLanes; }
 
 QUIRE_CPU Floats broadcast(float x) { return x - Floats{}; }
@@ -58,8 +58,9 @@ QUIRE_CPU Floats load(const bf16_t* from) {
   return reinterpret_cast<Floats>(__builtin_convertvector(load_as<Halves>(from), Words) << 16);
 }
 
-// From the bits of fp16 numbers. x86 has had an instruction since AVX2, which knows subnormal numbers; elsewhere
-// exponent and fraction are shifted into place and the bias difference multiplied in, which makes subnormals right too.
+// Widens fp16 numbers, given as bits. x86 has an instruction for it since AVX2, which handles subnormal numbers.
+// Elsewhere exponent and fraction are shifted into place and multiplied by the difference of biases, which is right for
+// subnormals, too.
 QUIRE_CPU Floats widen(Halves h) {
 #if defined(__AVX512F__)
   typedef short Shorts __attribute__((vector_size(32)));
@@ -110,7 +111,7 @@ QUIRE_CPU void store(fp16_t* to, Floats x) {
   memcpy(to, &halves, sizeof(halves));
 }
 
-// The first kCount numbers, and zeros behind them.
+// Loads the first kCount numbers, with zeros behind them.
 template <int kCount, class T>
 QUIRE_CPU Floats load_first(const T* from) {
   if constexpr (kCount >= kLanes) return load(from);
@@ -127,11 +128,12 @@ QUIRE_CPU void store_first(T* to, Floats x) {
   memcpy(to, numbers, sizeof(T) * kCount);
 }
 
-// A NaN in x is passed over.
+// The maximum of m and x; a NaN in x is ignored.
 QUIRE_CPU Floats maximum(Floats m, Floats x) { return x > m ? x : m; }
 
-// 2^(rounded x) and what was rounded off, [-1/2, 1/2]. The sum with a large number has the rounded x, and the
-// exponent's bias, in its last bits. Needs IEEE addition: -ffast-math would remove the rounding.
+// Returns 2^(rounded x), and in `rest` the remainder of x in [-1/2, 1/2]. The sum of x and a large number has the
+// rounded x, with the exponent's bias, in its last bits. This needs IEEE addition: -ffast-math would remove the
+// rounding.
 QUIRE_CPU Floats round_exponent(Floats x, Floats& rest) {
   constexpr float kShift = 0x1.8p23f + 127.0f;
   const Floats shifted = x + kShift;
@@ -152,7 +154,7 @@ QUIRE_CPU Floats exp2(Floats x) {
   return x < -126.0f ? Floats{} : y * power;
 }
 
-// The same with a relative error of 2.7e-6, for weights that are then rounded to bf16.
+// 2^x with a relative error of 2.7e-6, for weights that are then rounded to bf16.
 QUIRE_CPU Floats exp2_coarse(Floats x) {
   Floats f;
   const Floats power = round_exponent(x, f);
@@ -163,8 +165,8 @@ QUIRE_CPU Floats exp2_coarse(Floats x) {
   return x < -126.0f ? Floats{} : y * power;
 }
 
-// Near 0 an odd polynomial (relative error 6.8e-9, minimax on 0.65), elsewhere 1 - 2 / (e^2x + 1), which would lose
-// all digits near 0.
+// tanh: near 0 an odd polynomial (relative error 6.8e-9, minimax on 0.65). Elsewhere it is 1 - 2 / (e^2x + 1), which
+// near 0 would lose all digits.
 QUIRE_CPU Floats tanh(Floats x) {
   const Words sign = reinterpret_cast<Words>(x) & 0x80000000u;
   const Floats a = reinterpret_cast<Floats>(reinterpret_cast<Words>(x) ^ sign);
@@ -215,7 +217,7 @@ QUIRE_CPU float max_lanes(Floats x) {
   return m;
 }
 
-// Lanes of a and b in turn: from their first halves, from their second halves.
+// Interleaves the lanes of a and b: a gets those of their first halves, b those of their second halves.
 QUIRE_CPU void interleave(Floats& a, Floats& b) {
 #if defined(__AVX512F__)
   const Floats low = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -230,7 +232,7 @@ QUIRE_CPU void interleave(Floats& a, Floats& b) {
   a = low, b = high;
 }
 
-// A square of kLanes vectors becomes its transpose: log2(kLanes) rounds of perfect shuffles.
+// Transposes a square of kLanes vectors, in log2(kLanes) rounds of perfect shuffles.
 QUIRE_CPU void transpose(Floats (&rows)[kLanes]) {
 #pragma GCC unroll 4
   for (int width = kLanes; width > 1; width /= 2) {

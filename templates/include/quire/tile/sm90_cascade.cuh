@@ -39,9 +39,9 @@ class CascadeEnding {
   }
 
  private:
-  // A CTA that begins with shared keys arrives at their groups before its last work tile, because other CTAs wait for
-  // it. Each warpgroup announces that it has stored its rows. The first warpgroup arrives after its next work tile,
-  // when all of these stores have reached memory.
+  // A CTA that begins with shared keys arrives at their groups before all of its work tiles are done, because other
+  // CTAs wait for it. Each warpgroup announces that it has stored its rows. The first warpgroup arrives after its next
+  // work tile, when all of these stores have reached memory.
   enum class State { kWaiting, kAnnounced, kArrived };
 
   QUIRE_DEVICE void announce_shared(const WorkTile& work, int warpgroup) {
