@@ -1,14 +1,14 @@
-// The expression of a variant (quire.Variant): a score and a mask of the user's, rendered into Variant as
-//   struct Operands { ... };                       what they read: tensors and numbers, at the end of the parameters
-//   template <class M, class At> static auto row(const Operands&, const At& at);      what keys of a row have in common
-//   template <class M, class X, class At, class Row> static auto score(const Operands&, X score, const At&, const
-//   Row&); template <class M, class X, class At> static auto score(const Operands&, X score, const At& at); template
-//   <class M, class At> static auto mask(const Operands&, const At& at);
-// M: the backend's functions (tile/expression.cuh, tile/cpu_expression.h). at: which query and key (core/logits.h).
+// The expression of a variant (quire.Variant): a user's score and mask, rendered into struct Variant as
+//   struct Operands          the tensors and numbers that they read, which lie behind the parameters
+//   row(operands, at)        what all keys of a row have in common
+//   score(operands, score, at, row) or score(operands, score, at)
+//   mask(operands, at)
+// Their template parameter M has the backend's functions (tile/expression.cuh, tile/cpu_expression.h). `at` says which
+// query and key (core/logits.h).
 //
-// Semantics of all backends: integers are 32 bits and wrap; an integer division by 0 gives 0 and leaves the remainder
-// whole; // and % round towards minus infinity; shifts count bits modulo 32; a float becomes an integer towards 0, the
-// nearest there is, NaN 0.
+// Semantics of all backends: integers are 32 bits and wrap. Integer division by 0 gives 0, with the dividend as
+// remainder; // and % round towards minus infinity. Shifts count bits modulo 32. A float is converted to the nearest
+// integer towards 0 that exists, NaN to 0.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/params.h"

@@ -22,14 +22,11 @@ struct AttentionFa3Params {
   // box [64; gcd(page_size, kTileKv); 1; 1]. Not read where pages are gathered.
   TensorMap tensor_k;
   TensorMap tensor_v;  // the same of v, with head_dim_vo
-  // Whole row tiles: the tile counter. It is 0 between launches, because it wraps by itself. If null, CTA c computes
-  // row tiles c, c + grid, ...
+  // The tile counter for whole row tiles; 0 between launches. If null, CTA c computes row tiles c, c + grid, ...
   uint32_t* tile_counter;
-  // Whole row tiles: number of KV heads that CTAs work on at a time, so that their keys and values stay in L2. It
-  // divides num_kv_heads.
+  // For whole row tiles: a divisor of num_kv_heads. As many KV heads are computed at a time, to stay in L2.
   int32_t heads_per_l2_group;
-  // Custom masks: [work units of one KV head] kBlockVisible and kBlockFull of each. Those of a row tile begin at
-  // work_begin.
+  // Custom masks: [work units of one KV head] bits kBlockVisible and kBlockFull; see RowTile::work_begin.
   const uint8_t* block_mask;
 };
 

@@ -58,8 +58,7 @@ struct Keys {
   }
 };
 
-// Prefetches a row into L2. A prefetch into L1 would occupy one of the few L1 fills in flight of a core until memory
-// answers.
+// Prefetches a row into L2: a read from memory would occupy one of a core's few fill buffers of L1.
 template <int kDim, class T>
 QUIRE_CPU void prefetch_row(const T* row) {
   constexpr int kLineElements = 64 / sizeof(T), kIntoL2 = 2;
@@ -67,8 +66,7 @@ QUIRE_CPU void prefetch_row(const T* row) {
   for (int i = 0; i < kDim; i += kLineElements) __builtin_prefetch(row + i, 0, kIntoL2);
 }
 
-// Prefetches a row that a copy needs kAhead rows after row i: rows of a strided cache are too far apart for the
-// hardware's prefetcher.
+// Prefetches a later row of a copy: rows of a strided cache are too far apart for the hardware's prefetcher.
 template <int kDim, class T>
 QUIRE_CPU void prefetch_ahead(const T* const* rows, int i, int count) {
   constexpr int kAhead = 6;

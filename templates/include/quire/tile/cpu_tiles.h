@@ -8,10 +8,12 @@
 //
 // Everything lies in tiles of 1 KB, so that a load is 16 consecutive lines:
 //
-//   q  [rows / 16][dims / 32]   two dims of a row are a word     s  [2][keys][16]           floats
-//   k  [keys / 16][dims / 32]   16 keys of 32 dims               p  [2][keys / 32]          two keys of a row are a
-//   word v  [dims / 16][keys / 32]   16 dims of 32 keys               o  [rows / 16][dims / 16]  16 dims of 16 rows,
-//   floats
+//   q  [rows / 16][dims / 32]   words are two dims of a row
+//   k  [keys / 16][dims / 32]   16 keys of 32 dims
+//   v  [dims / 16][keys / 32]   16 dims of 32 keys
+//   s  [2][keys][16]            floats
+//   p  [2][keys / 32]           words are two keys of a row
+//   o  [rows / 16][dims / 16]   16 dims of 16 rows, floats
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/tile/cpu_amx.h"
