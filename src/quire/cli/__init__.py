@@ -1,12 +1,12 @@
-"""The command line: `quire warmup` fills the cache, `quire cache` manages it, `quire doctor` finds what is in the way.
+"""The command line: `quire warmup` fills the cache, `quire cache` manages it, `quire doctor` finds faults.
 
 Exit status, of every command:
 
-    0    done; what was asked for is there
+    0    success
     1    something failed or is wrong: a compile, an entry, this machine
-    2    refused before anything was done: a wrong command line, or what no kernel does
-    130  stopped by Ctrl-C; what was built by then is kept
-    141  whoever read the output stopped reading
+    2    refused before anything was done: a wrong command line, or a variant that no kernel supports
+    130  stopped by Ctrl-C; variants that were already built are kept
+    141  the reader of the output closed the pipe
 
 Nothing here imports torch.
 """
@@ -39,7 +39,7 @@ def new_parser() -> Parser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status, or leaves by SystemExit where arguments are wrong."""
+    """Run the command line; returns the exit status, or raises SystemExit if arguments are wrong."""
     try:
         options = new_parser().parse_args(arguments)
         status = int(options.run(options))
@@ -52,12 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("quire: stopped", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # discards buffered output
         return CLOSED_PIPE
 
 
 def run() -> None:
-    """The program `quire`. After Ctrl-C it ends at once: threads that wait for other builders are not waited for."""
+    """The program `quire`. After Ctrl-C it ends at once, without joining threads that wait for other builders."""
     status = main()
     if status == INTERRUPTED:
         sys.stdout.flush()

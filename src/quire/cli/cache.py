@@ -1,4 +1,4 @@
-"""`quire cache`: where the cache is, what it holds, whether it is sound, what may go, how it travels."""
+"""`quire cache` shows, verifies, cleans, exports and imports the cache."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _add(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParse
 
 
 def _tell(options: argparse.Namespace, text: str, **answer: Any) -> int:
-    """Print `text`, or what it says as JSON; the exit status of a command that did its work."""
+    """Print `text`, or `answer` as JSON; returns the exit status of success."""
     if options.json:
         print_json(answer)
     else:
@@ -70,7 +70,7 @@ def _path(options: argparse.Namespace) -> int:
     return _tell(options, root, path=root)
 
 
-# --- what there is ---------------------------------------------------------------------------------------------------
+# --- show and verify -------------------------------------------------------------------------------------------------
 
 
 def _entries() -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _expression_of(slug: str) -> str:
-    """The word of a slug that names a variant of one's own; "" if there is none."""
+    """The word of a slug that names a custom variant; "" if there is none."""
     return "".join(re.findall(r"expr[0-9a-f]{16}", slug))
 
 
@@ -122,7 +122,7 @@ def _verify(options: argparse.Namespace) -> int:
         (path, path.stat()) for kept in store.paths() if kept.is_dir() for path in kept.iterdir() if path.is_file()
     ]
     bad = [{"path": str(path), "error": error} for path, error in store.problems()]
-    for path, status in times:  # a check is no use: `gc --unused-for` must not count it
+    for path, status in times:  # verifying is not using: `gc --unused-for` must not count it
         if path.is_file() and os.access(path, os.W_OK):
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     count = len(list(store.paths()))
@@ -142,22 +142,22 @@ def _why(options: argparse.Namespace) -> int:
         f"made {spell_seconds(time.time() - m.created)} ago by {m.toolchain.get('toolchain', 'an unknown toolchain')}"
     )
     version = m.toolchain.get("version", "").partition("\n")[0]
-    seconds = f" in {m.seconds:.1f} s" if m.seconds else ""  # packages do not say
+    seconds = f" in {m.seconds:.1f} s" if m.seconds else ""  # unknown for packages
     text = f"it is there: {entry.path}\n{made} {version}{seconds}, {spell_bytes(m.size)}"
     return _tell(options, text, slug=options.slug, path=str(entry.path), reason=None)
 
 
-# --- what may go -----------------------------------------------------------------------------------------------------
+# --- remove ----------------------------------------------------------------------------------------------------------
 
 
 def _remove(options: argparse.Namespace, store: Store, paths: list[Path]) -> int:
-    """Remove entries, or say which would be."""
+    """Remove entries, or print which ones would be removed."""
     freed = sum(file.lstat().st_size for path in paths if path.is_dir() for file in path.iterdir())
     for path in () if options.dry_run else paths:
         try:
             store.remove(path)
         except OSError as error:
-            if path.exists():  # not another process's work
+            if path.exists():  # another process has not removed it
                 raise CacheError(f"{path} cannot be removed: {error}") from error
     verb = "would remove" if options.dry_run else "removed"
     text = [f"{verb} {path.relative_to(store.root)}" for path in paths]
@@ -178,7 +178,7 @@ def _gc(options: argparse.Namespace) -> int:
 def _is_current(manifest: Manifest) -> bool:
     try:
         if text := manifest.fields.get("expression"):
-            Variant.parse(text)  # the slug names it
+            Variant.parse(text)  # parses the custom variant that the slug names
         return manifest.request == request_parts(spec_of(manifest.slug))
     except QuireError:  # a variant that this version does not have
         return False
@@ -200,7 +200,7 @@ def _clear(options: argparse.Namespace) -> int:
     )
 
 
-# --- how it travels --------------------------------------------------------------------------------------------------
+# --- export and import -----------------------------------------------------------------------------------------------
 
 
 def _export(options: argparse.Namespace) -> int:

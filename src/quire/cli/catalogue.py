@@ -1,4 +1,4 @@
-"""`quire matrix` says which kernels run where, `quire show` what one variant is."""
+"""`quire matrix` prints which kernels run where, `quire show` describes one variant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
 from quire.types import dtype_of
 
-#: Where the variants of a target have run and been compared with the oracle; those of other targets only compile.
+#: GPUs and processors on which variants were compared with the oracle. Variants of other targets are only compiled.
 RAN_ON = {
     "sm90a": "H100, H200",
     "x86-64-v3": "x86-64 with AVX2",
@@ -57,7 +57,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A kernel, number types and a target; `reason` is None where the kernel takes all that is asked."""
+    """A cell for each kernel, number types and target; `reason` is None if the kernel accepts all options."""
     for kernel, (q, kv), target in product(KERNELS, _TYPES, options.arch or _TARGETS):
         if kernel.on_cuda == target.startswith("sm"):
             asked = product(options.head_dim, options.page_size, options.mask)

@@ -1,7 +1,7 @@
 """`quire completion bash|zsh|fish` prints what a shell needs to complete command lines of quire.
 
-The shell asks `quire __complete WORD...` for what may stand in place of the last word, so that it always knows the
-commands, options and variants of the Quire that is installed.
+The shell asks `quire __complete WORD...` for completions of the last word, so that it always knows the commands,
+options and variants of the installed Quire.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ complete -c quire -a '(quire __complete (commandline -opc)[2..] (commandline -ct
 
 
 def add_commands(commands: Any) -> None:
-    """Add `completion`, and `__complete`, which help does not show."""
+    """Add `completion`, and `__complete`, which --help does not list."""
     shell = commands.add_parser(
         "completion",
         help="print the completion script of a shell",
@@ -86,7 +86,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.Argument
 
 
 def _values(action: argparse.Action) -> list[str]:
-    """The values that an argument takes, where they can be listed."""
+    """The values that an argument takes, if they can be listed."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices if not str(choice).startswith("_")]
     listed: dict[str, Callable[[], list[str]]] = {

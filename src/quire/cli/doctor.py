@@ -1,4 +1,4 @@
-"""`quire doctor` says what is wrong with this machine, and what to do."""
+"""`quire doctor` reports faults of this machine, and what to do about them."""
 
 from __future__ import annotations
 

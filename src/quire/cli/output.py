@@ -1,4 +1,4 @@
-"""What commands print: plain text of one line a thing, or one JSON object. No colours, no boxes, no wrapping."""
+"""Prints results: plain text with one line per item, or one JSON object. No colours, no boxes, no wrapping."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Columns under `head`, padded with blanks; the first is what `grep` and `cut` look for."""
+    """Columns under `head`, padded with blanks; the first column suits `grep` and `cut`."""
     lines = [list(head), *(["" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     for line in lines:

@@ -1,4 +1,4 @@
-"""Arguments of the command line: values read and checked before anything is done, and names that were meant."""
+"""Parses and checks arguments of the command line, and suggests corrections of misspelt names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.types import DTYPES
 
 _T = TypeVar("_T")
 
-#: Exit status of a command line that is wrong, or asks for what no kernel does: nothing was done.
+#: Exit status of a wrong command line, or one that asks for a variant that no kernel supports: nothing was done.
 USAGE = 2
 
 
@@ -27,13 +27,13 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error in one line that says what was meant, without the usage before it."""
+    """Reports an error in one line with a suggestion, without the usage before it."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuses what is left over here, where the options of this command are known."""
+        """Refuses unknown arguments here, because this parser knows the options of its command."""
         namespace, left = super().parse_known_args(args, namespace)
         for word in left:
             name = word.partition("=")[0]
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def checked(read: Callable[[str], _T]) -> Callable[[str], _T]:
-    """`read`, whose errors argparse shows as they are."""
+    """`read`, with errors of which argparse prints the text unchanged."""
 
     def value(text: str) -> _T:
         try:
@@ -69,7 +69,7 @@ def split(text: str) -> tuple[str, ...]:
 
 
 def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list of which each word is one of `known`."""
+    """A function that parses a list of words, each one of `known`."""
 
     def read(text: str) -> tuple[str, ...]:
         for word in split(text):
@@ -83,7 +83,7 @@ def words(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 
 
 def dtypes(text: str) -> tuple[str, ...]:
-    """Number types by the names in slugs; torch's own are understood."""
+    """Number types by their names in slugs; torch's names are accepted, too."""
     slugs = {name: d.slug for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}
     return tuple(slugs.get(word) or words([d.slug for d in DTYPES])(word)[0] for word in split(text))
 

@@ -1,4 +1,4 @@
-"""`quire warmup` compiles variants ahead of time; `quire plan-for` says which ones a model needs."""
+"""`quire warmup` compiles variants ahead of time; `quire plan-for` prints which ones a model needs."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _add_plan_for(commands: Any) -> None:
 
 
 def _presets(text: str) -> tuple[Any, ...]:
-    """Names of presets, or the config of one model with its options."""
+    """Names of presets, or the config.json of one model with its options."""
     if Path(text.partition(",")[0]).suffix == ".json" or Path(text.partition(",")[0]).is_dir():
         return (parser.checked(presets.read_config)(text),)
     return parser.words(list(PRESETS))(text)
@@ -128,7 +128,7 @@ def _warmup(options: argparse.Namespace) -> int:
 
 
 def _is_complete(specs: list[Spec], store: Store | None) -> bool:
-    """Whether a store that cannot be written has everything; CacheError if not, as nothing built would stay."""
+    """Whether nothing is left to build for a read-only store; CacheError if variants are missing."""
     kept_in = store or user_store()
     if config.jit_denied() or not (reason := kept_in.prepare()):
         return False
@@ -141,7 +141,7 @@ def _is_complete(specs: list[Spec], store: Store | None) -> bool:
 
 
 def _wanted(options: argparse.Namespace) -> list[Spec]:
-    """Slugs and a manifest if given; else, or with options besides, the selection."""
+    """The variants of the given slugs and manifest; and those of the options, if any is given or nothing else is."""
     specs = [spec_of(slug) for slug in options.slugs] if options.exact else families(options.slugs)
     if options.manifest is not None:
         specs += read_manifest(options.manifest)
@@ -177,7 +177,7 @@ def _targets(arch: tuple[str, ...] | None, *, with_host: bool) -> tuple[str, ...
 
 
 def _build(specs: list[Spec], options: argparse.Namespace, store: Store | None, dry_run: bool) -> list[Built]:
-    """With a bar on a terminal; otherwise the log lines of the JIT tell enough."""
+    """Build, with a progress bar on a terminal; elsewhere the JIT logs its progress."""
     built: list[Built] = []
     with _progress_bar(len(specs), visible=not options.json and sys.stderr.isatty()) as advance:
 
@@ -195,7 +195,7 @@ def _build(specs: list[Spec], options: argparse.Namespace, store: Store | None, 
 
 @contextmanager
 def _progress_bar(total: int, *, visible: bool) -> Iterator[Callable[[], None]]:
-    """A bar on stderr that no log line breaks: progress lines are left out, warnings are printed above it."""
+    """A progress bar on stderr, which replaces progress lines; warnings are printed above it."""
     if not visible:
         yield lambda: None
         return

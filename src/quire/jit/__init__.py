@@ -2,14 +2,14 @@
 
 The path of `get_module(spec)`:
 
-    memory    this process has it                                                      a dictionary lookup
-    request   hash what the unit is made from, with its headers and target             request.py
-    stores    the user's cache, the machine's, installed packages                      store.py
-    lock      one builder for one entry; ask the store again                           lock.py
-    tier      a remote cache, if one is configured; what it has enters the user's      tier.py
-    build     a toolchain compiles in a private staging directory                      toolchain.py, builder.py
+    memory    return the module if this process has loaded it                          a dictionary lookup
+    request   hash what the source file is made from, with its headers and target      request.py
+    stores    look in the user's cache, the machine's cache, installed packages        store.py
+    lock      let one process build the entry; look in the store again                 lock.py
+    tier      copy the entry from the remote cache, if one is configured               tier.py
+    build     compile in a private staging directory                                   toolchain.py, builder.py
     publish   fsync, then one rename                                                   store.py
-    load      the bytes whose owner, modes, size and sha256 were checked               trust.py, module.py
+    load      check owner, modes, size and sha256, and load the checked bytes          trust.py, module.py
 
 A hit ends before the lock: it starts no process, takes no lock, writes nothing and needs no compiler.
 
@@ -18,20 +18,20 @@ The name of an entry has two halves, `<request>-<toolchain>`:
     request     what the artifact computes: SCHEMA, the unit's template and values, the content of every header that it
                 reaches, the target (for "native" with the processor's fingerprint). Known without a compiler, and must
                 match everywhere, always.
-    toolchain   who made it and how: the toolchain's name, its version, its flags. Flags stand here because they are in
-                the toolchain's own language: another toolchain compiles the same request with flags of its own, and
-                its entry serves the same callers. A changed flag or version is another entry.
+    toolchain   the compiler: its name, version and flags. Flags belong to this half because each toolchain spells them
+                differently: another toolchain compiles the same request with other flags, and its entry serves the
+                same callers. A changed flag or version gives another entry.
 
-Which toolchain's entries count depends on the store. Read-only stores are accepted whatever toolchain made them. In the
-user's cache, and in the remote cache behind it, an entry is accepted if
+The store decides which toolchains' entries are accepted. Read-only stores may have entries of any toolchain. An entry
+of the user's cache, or of the remote cache behind it, is accepted if
 
-  - its toolchain half is that of a build made now, as far as `compilers.json` remembers the compiler's version; or
+  - a build made now would have the same toolchain half, by the compiler's version in `compilers.json`; or
   - a toolchain of another name made it (NVRTC and nvcc serve each other), and the user did not name the toolchain; or
-  - no compiler is found, or compiling is denied: then nothing could be built, and every toolchain's work is as good; or
-  - the compiler that the search finds was never used with this cache, so that nothing says it differs.
+  - no compiler is found, or compiling is denied, so that nothing could be built instead; or
+  - the compiler that the search finds was never used with this cache, so that its version is unknown.
 
-A compiler that has changed since the cache met it, or that the user named (QUIRE_NVCC, QUIRE_CXX, CUDA_HOME,
-QUIRE_TOOLCHAIN) for the first time, is asked once for its version (`--version`, some 10 ms); its answer is remembered.
+A compiler whose files have changed since its last use with this cache, or that the user names (QUIRE_NVCC, QUIRE_CXX,
+CUDA_HOME, QUIRE_TOOLCHAIN) for the first time, is asked once for its version (`--version`); the answer is stored.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ __all__ = [
 Status = Literal["hit", "built"]
 
 _PREBUILT_PACKAGE = "quire_jit_cache"
-_GROUP = "quire.stores"  #: of entry points whose values are packages with a directory `store`
+_GROUP = "quire.stores"  #: entry points of this group name packages with a directory `store`
 _WRITABLE = "Set QUIRE_CACHE_DIR to a directory that you alone can write"
 
 _guard = threading.Lock()
@@ -135,10 +135,10 @@ def user_store() -> Store:
 
 
 def prebuilt_stores() -> tuple[Store, ...]:
-    """The read-only stores that exist: that of the machine (QUIRE_SYSTEM_CACHE), then those of installed packages.
+    """The read-only stores that exist: the machine's (QUIRE_SYSTEM_CACHE), then those of installed packages.
 
-    A package has a directory `store`, and is `quire_jit_cache` or the value of an entry point of the group
-    `quire.stores`. Finding it runs none of its code.
+    Such a package has a directory `store`, and is `quire_jit_cache` or named by an entry point of the group
+    `quire.stores`. The search runs no code of the packages.
     """
     system, packaged = config.system_cache(), _package_stores(tuple(sys.path))
     roots = [root for root in (system, *packaged) if os.path.isdir(root / "entries")]  # noqa: PTH112 - as in _find
@@ -159,7 +159,7 @@ def _places(package: str) -> list[Path]:
     """The directories of a package, which is not imported."""
     try:
         found = importlib.util.find_spec(package.partition(".")[0])
-    except (ImportError, ValueError):  # half-installed: as good as absent
+    except (ImportError, ValueError):  # an incomplete installation counts as absent
         found = None
     parents = list(found.submodule_search_locations or ()) if found is not None else []
     return [Path(parent, *package.split(".")[1:]) for parent in parents]
@@ -169,7 +169,7 @@ _private_store: Store | None = None
 
 
 def _temporary_store(instead_of: Store, reason: str) -> Store:
-    """A store that lives as long as this process, in place of a cache that cannot be written."""
+    """A temporary store, deleted when this process ends, in place of a cache that cannot be written."""
     global _private_store
     with _guard:
         if _private_store is None:
@@ -189,7 +189,7 @@ def _temporary_store(instead_of: Store, reason: str) -> Store:
 
 
 def _reading_stores(store: Store | None) -> Iterator[Store]:
-    """The stores that may hold an entry, in order. An explicit store is the only one: its caller wants it filled."""
+    """The stores to search, in order. An explicit store is the only one, because its caller wants it filled."""
     if store is not None:
         yield store
         return
@@ -203,7 +203,7 @@ def _reading_stores(store: Store | None) -> Iterator[Store]:
 
 
 def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | None:
-    """The digest that entries of `store` must end in, None if any will do: see the module's docstring."""
+    """The toolchain digest in which entries of `store` must end, or None for any: see the module's docstring."""
     toolchain = None if store.readonly or denied else find_toolchain(target)
     if toolchain is None:
         return None
@@ -220,18 +220,18 @@ def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | Non
 
 
 def _find(request: Request, stores: Iterator[Store], *, denied: bool, builds: bool = False) -> Entry | None:
-    """The entry of the first store that has one. With `builds` a miss is built, which tells of damaged entries."""
+    """The entry of the first store that has one. `builds`: the caller builds after a miss, and then reports damage."""
     spec, passed = request.spec, list[tuple[Store, str | None]]()
     for store in stores:
-        if not os.path.isdir(store.root / "entries" / spec.slug):  # noqa: PTH112 - False where we may not read
-            continue  # most misses end here, before any compiler is sought
+        if not os.path.isdir(store.root / "entries" / spec.slug):  # noqa: PTH112 - False if it is unreadable
+            continue  # most misses end here, before the search for a compiler
         accepted = _accepted_toolchain(spec.target, store, denied=denied)
         quiet = builds and not store.readonly
         entry = store.find(request, accepted, quiet=quiet)
         if entry is None and accepted is not None:
             entry = _of_another_kind(request, store, quiet=quiet)
         if entry is not None:
-            for earlier, toolchain in passed:  # nothing will be built, so nothing else tells of what is damaged there
+            for earlier, toolchain in passed:  # without a build, only this search reports damaged entries
                 earlier.find(request, toolchain)
             return entry
         if quiet:
@@ -240,7 +240,7 @@ def _find(request: Request, stores: Iterator[Store], *, denied: bool, builds: bo
 
 
 def _of_another_kind(request: Request, store: Store, *, quiet: bool) -> Entry | None:
-    """What NVRTC made for a machine that has nvcc, or the other way round; None where the user named the toolchain."""
+    """An entry by NVRTC on a machine with nvcc, or the other way round; None if the user named the toolchain."""
     toolchain = find_toolchain(request.spec.target)
     entry = None if toolchain is None or toolchain.named else store.find(request, None, quiet=quiet)
     if entry is None or toolchain is None or entry.manifest.toolchain.get("toolchain") == toolchain.name:
@@ -249,17 +249,17 @@ def _of_another_kind(request: Request, store: Store, *, quiet: bool) -> Entry | 
 
 
 def _request(spec: Spec, templates: Path | None) -> Request:
-    kinds_for(spec.target)  # UnsupportedError for a target that nothing builds
+    kinds_for(spec.target)  # UnsupportedError for a target of no toolchain
     return make_request(spec, templates or _templates.root())
 
 
 def request_parts(spec: Spec) -> Mapping[str, str]:
-    """What the entries of `spec` say under `request` if they are made from the templates of today."""
+    """The `request` of manifests of `spec`, for the templates as they are now."""
     return _request(spec, None).parts
 
 
 def render_unit(spec: Spec) -> str:
-    """The text of the unit of `spec`, as the compiler gets it."""
+    """The source file of `spec`, as the compiler reads it."""
     return _request(spec, None).source
 
 
@@ -269,14 +269,14 @@ def lookup(spec: Spec, *, store: Store | None = None, templates: Path | None = N
 
 
 def is_obtainable(spec: Spec) -> bool:
-    """Whether this process could load `spec`: it may compile and has a compiler, or a cache has it."""
+    """Whether this process could load `spec`: a cache has it, or compiling is allowed and there is a compiler."""
     if not denied() and find_toolchain(spec.target) is not None:
         return True
     return lookup(spec) is not None
 
 
 def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> str:
-    """Why `spec` is not in the cache: what differs from the nearest entry that is. If it is there: where."""
+    """Why `spec` is not in the cache: how it differs from the nearest entry. If the cache has it: where."""
     request = _request(spec, templates)
     entry = _find(request, _reading_stores(store), denied=denied())
     return _explain(request, store) if entry is None else f"it is in the cache: {entry.path}"
@@ -289,7 +289,7 @@ def _explain(request: Request, store: Store | None) -> str:
         slugs = {slug for one in stores for slug in one.slugs()}
         if not slugs:
             return "the cache is empty"
-        near = by_nearness(request.spec.slug, slugs)  # each miss comes here: not all of a thousand manifests are read
+        near = by_nearness(request.spec.slug, slugs)  # called by each miss, so only the nearest manifests are read
         found = ([manifest for one in stores for _, manifest in one.manifests(slug)] for slug in near)
         manifests = next(filter(None, found), [])
     except CacheError as error:
@@ -298,7 +298,7 @@ def _explain(request: Request, store: Store | None) -> str:
 
 
 def _known_toolchain(target: str, store: Store) -> Mapping[str, str] | None:
-    """The toolchain half of a build made now, as far as it is known without starting a process."""
+    """The toolchain half that a build made now would have; None if only a new process could tell."""
     toolchain = find_toolchain(target)
     version = None if toolchain is None else toolchain.known_version(store.memory)
     return None if toolchain is None or version is None else toolchain.parts(target, version)
@@ -313,7 +313,7 @@ def denied() -> bool:
 
 
 def seal() -> None:
-    """From now on a miss in this process raises CacheMissError. Call it when warmup() is over."""
+    """Make every later cache miss in this process raise CacheMissError. Call it when warmup() is over."""
     global _sealed
     _sealed = True
 
@@ -337,18 +337,18 @@ def _refusal(missing: Sequence[Request], store: Store | None) -> CacheMissError:
 
 
 def cache_miss(specs: Iterable[Spec]) -> CacheMissError:
-    """One error that names all of `specs` which no store has, for a call that was refused the first of them."""
+    """One error that names all of `specs` that no store has, instead of only the first."""
     requests = [_request(spec, None) for spec in specs]
     missing = [request for request in requests if _find(request, _reading_stores(None), denied=True) is None]
     return _refusal(missing or requests, None)
 
 
 class _WaitReporter:
-    """Tells of a wait when it begins, and again every HEARTBEAT_SECONDS."""
+    """Reports a wait for another process when it begins, and again every HEARTBEAT_SECONDS."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
-        self.told: float | None = None  #: seconds into the wait
+        self.told: float | None = None  #: length of the wait at the last report, in seconds
         self.holder = ""
 
     def __call__(self, holder: str, seconds: float) -> None:
@@ -360,7 +360,7 @@ class _WaitReporter:
 
 
 def _writable(store: Store, *, lasting: bool) -> Store:
-    """`store`, ready to be written; else, unless it has to be `lasting`, one that ends with this process."""
+    """`store`, if it can be written; else a temporary store, or CacheError if the store must be `lasting`."""
     if not (reason := store.prepare()):
         return store
     if lasting:
@@ -373,7 +373,7 @@ def _writable(store: Store, *, lasting: bool) -> Store:
 
 @contextmanager
 def _locked(request: Request, store: Store) -> Iterator[bool]:
-    """The entry's lock; False if it was not to be had, and the wait for it is told of."""
+    """Hold the entry's lock, and report the wait for it; yields False if others held it for too long."""
     spec, report, start = request.spec, _WaitReporter(request.spec), time.monotonic()
     with entry_lock(store.lock_path(request), report) as held:
         if report.told is not None:
@@ -391,7 +391,7 @@ def _shared_tier() -> Tier | None:
 
 
 def _from_tier(request: Request, store: Store, *, denied: bool, lasting: bool) -> Entry | None:
-    """What the remote cache has for `request`, now in `store`; or what another process has put there meanwhile."""
+    """The entry of `request`, copied from the remote cache to `store`, or put there by another process meanwhile."""
     if (tier := _shared_tier()) is None:
         return None
     target_store, toolchain = _writable(store, lasting=lasting), find_toolchain(request.spec.target)
@@ -410,7 +410,7 @@ def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tupl
     toolchain = require_toolchain(spec.target)
     target_store = _writable(store, lasting=lasting)
     parts = toolchain.parts(spec.target, toolchain.version(target_store.memory))
-    target_store.memory.save()  # what was learnt before the root existed
+    target_store.memory.save()  # compiler versions asked for before the root existed
     tier, digest = _shared_tier(), toolchain_digest(parts)
     with _locked(request, target_store) as held:
         entry = target_store.find(request, digest, repair=True)
@@ -432,9 +432,9 @@ def build(
 ) -> tuple[Status, Entry]:
     """Make sure that `spec` is in a store: ("hit", entry) or ("built", entry). Safe from many threads and processes.
 
-    With `store`, only that one is read and filled; also from the remote cache, if one is configured. Where a store
-    cannot be written, one that ends with this process takes its place; with `lasting`, CacheError is raised. Raises
-    CacheMissError where compiling is denied, CompileError where a compiler is missing or fails.
+    With `store`, only that store is read and filled, also from the remote cache, if one is configured. If a store
+    cannot be written, a temporary one replaces it; with `lasting`, CacheError is raised instead. Raises CacheMissError
+    if compiling is denied, and CompileError if the compiler is missing or fails.
     """
     start = time.monotonic()
     request, forbidden = _request(spec, templates), denied()
@@ -466,7 +466,7 @@ def get_module(spec: Spec, *, templates: Path | None = None) -> Module:
 
 
 def forget() -> None:
-    """Drop this process's modules, so that the next `get_module` reads the stores again. Plans keep theirs."""
+    """Forget loaded modules, so that the next `get_module` reads the stores again. Plans keep their modules."""
     with _guard:
         _modules.clear()
 
@@ -499,7 +499,7 @@ def is_recording() -> bool:
 
 
 def record_use(spec: Spec) -> None:
-    """Record a variant, if variants are recorded: one that is used, or that a call of the same kind may use."""
+    """Append a variant to the manifest, if recording: one that is used, or that a call of the same kind may use."""
     path = _record_to or config.record_path()
     if path is None:
         return
@@ -507,11 +507,11 @@ def record_use(spec: Spec) -> None:
         if (path, spec.slug) in _recorded:
             return
         _recorded.add((path, spec.slug))
-    texts = {name: value for name, value in spec.fields if name == "expression"}  # that a slug names by a digest
+    texts = {name: value for name, value in spec.fields if name == "expression"}  # the slug has only its digest
     line = json.dumps({"slug": spec.slug, "target": spec.target, "warmup": spec.warmup, **texts})
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")  # one short write: lines of several processes do not mix
+            file.write(line + "\n")  # one short write, so that lines of several processes do not mix
     except OSError as error:
         raise ValidationError(f"the record {path} cannot be written: {error}") from error

@@ -1,8 +1,8 @@
-"""Entries in a tar archive: what one machine compiled, carried to another.
+"""Tar archives of entries, to carry compiled variants from one machine to another.
 
-An archive is as good as its entries: the same entries make the same bytes, whoever packs them and when. Reading one
-trusts nothing: only plain files of known names and sizes are unpacked, into a private directory, and each entry must
-pass every check of the store before any is published.
+Archives are reproducible: the same entries give the same bytes. Reading an archive trusts nothing: only plain files of
+known names and sizes are unpacked, into a private directory, and each entry must pass every check of the store before
+any is published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 34  #: of all files
 
 
 def export_entries(entries: Iterable[Entry], path: Path) -> int:
-    """Write `entries` to the new file `path`, compressed if its name ends in .gz; the number of entries written."""
+    """Write `entries` to the new file `path`, compressed if its name ends in .gz; returns the number of entries."""
     ordered = sorted(entries, key=lambda entry: (entry.slug, entry.path.name))
     mode = "w:gz" if path.suffix in (".gz", ".tgz") else "w"
     unfinished = path.with_name(f".{path.name}.unfinished")
@@ -53,7 +53,7 @@ def pack(entry: Entry) -> bytes:
 
 
 def _add(archive: tarfile.TarFile, entry: Entry) -> None:
-    """The files of an entry, without owners and times."""
+    """Add the files of an entry, without owners and times."""
     for file in sorted(entry.path.iterdir()):
         data = file.read_bytes()
         member = tarfile.TarInfo(f"entries/{entry.slug}/{entry.path.name}/{file.name}")
@@ -62,10 +62,10 @@ def _add(archive: tarfile.TarFile, entry: Entry) -> None:
 
 
 def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | None = None) -> list[Entry]:
-    """Publish the entries of an archive in `store`; CacheError, and nothing published, if any of it is not sound.
+    """Publish the entries of an archive in `store`; CacheError, and nothing published, if any is invalid.
 
-    A stream must not be compressed, so that it holds no more than its size. With `only` an archive of anything but one
-    entry that answers this request is not sound.
+    A stream must not be compressed, so that it unpacks to no more than its size. With `only`, the archive must hold one
+    entry, of this request.
     """
     name = str(source) if isinstance(source, Path) else "(stream)"
     if reason := store.prepare():
@@ -86,7 +86,7 @@ def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | Non
 
 
 def _check(directory: Path) -> tuple[Path, Manifest]:
-    """An unpacked entry that is what its manifest and its name say."""
+    """Check that an unpacked entry agrees with its manifest and its name."""
     found = Store(directory.parents[2]).verify(directory)
     if found.slug != directory.parent.name:
         raise CacheError(f"an entry of {found.slug} lies under {directory.parent.name}")
@@ -99,7 +99,7 @@ def _is_only(found: list[tuple[Path, Manifest]], request: Request) -> bool:
 
 
 def _publish(store: Store, directory: Path, manifest: Manifest) -> Entry:
-    """Give an entry that was found sound its place in the store."""
+    """Rename a checked entry to its place in the store."""
     finished = store.new_staging()
     for file in directory.iterdir():
         file.rename(finished / file.name)
@@ -122,17 +122,17 @@ def _unpack(archive: tarfile.TarFile, path: str, staging: Path) -> None:
         if seen[name.parent] > _MOST_FILES or member.size > _LARGEST_FILE or total > _MOST_BYTES:
             raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
         source = archive.extractfile(member)
-        assert source is not None  # a plain file
+        assert source is not None  # because the member is a plain file
         target = staging / name
         for directory in reversed(name.parents[:-1]):
             (staging / directory).mkdir(exist_ok=True, mode=0o755)
-        with target.open("xb") as file:  # a name that comes twice is an error
+        with target.open("xb") as file:  # fails if the archive has a name twice
             shutil.copyfileobj(source, file)
         target.chmod(0o644)
 
 
 def _members(archive: tarfile.TarFile, path: str) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
-    """The files of an archive; CacheError at the first member that none of ours has."""
+    """The files of an archive; CacheError at the first member that no archive of ours would have."""
     for member in archive:
         parts = member.name.split("/")
         sane = len(parts) == 4 and parts[0] == "entries" and all(_PART.fullmatch(part) for part in parts)

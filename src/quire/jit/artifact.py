@@ -1,4 +1,4 @@
-"""What a compiler made, looked at before it is published. Cubins and host libraries are both ELF files."""
+"""Reads a compiled artifact before it is published. Cubins and host libraries are both ELF files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How many compilers may run at once, and where all processes of the machine agree on it.
 
-The permits are files of the user on this machine, whatever the cache: several caches on one machine then have one
-budget, and several machines on one cache have a budget each.
+Permits belong to the user and the machine, not to the cache: several caches on one machine share one budget, and
+several machines that share a cache have a budget each.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _MOST_READ = 32  #: manifests, for each compile
 
 
 def max_compilers(store: Store, *, device: bool) -> int:
-    """QUIRE_MAX_JOBS; else as many as processors and memory allow, by what compiles of that kind took in `store`."""
+    """QUIRE_MAX_JOBS; else as many as processors and memory allow, by the memory that earlier compiles took."""
     return config.max_jobs() or cpu.default_jobs(max(_peaks(store, device=device), default=None))
 
 
 def _peaks(store: Store, *, device: bool) -> Iterator[int]:
-    """Bytes that compilers of device or host code took, as far as it was measured, for some entries of the store."""
+    """Peak memory in bytes of compiles of device or host code, for some entries of the store, if measured."""
     for _, manifest in islice(store.manifests(), _MOST_READ):
         if manifest.target.startswith("sm") == device and manifest.peak_bytes:
             yield manifest.peak_bytes
 
 
 def permits_directory(store: Store) -> Path:
-    """Where the permits of this user lie on this machine; in the cache if nowhere else is private."""
+    """The directory of this user's permits on this machine; in the cache if no other directory is private."""
     name = f"quire-permits-{os.geteuid()}"
     try:
         root = config.runtime_directory()
@@ -41,12 +41,12 @@ def permits_directory(store: Store) -> Path:
             _make(at, name)
             with trust.directory(at, name) as own:
                 _make(own, "permits")
-    except (OSError, CacheError):  # none, a read-only or full file system, or others could write there
+    except (OSError, CacheError):  # missing, read-only, full, or others could write there
         return store.root / "permits"
     return root / name / "permits"
 
 
 def _make(at: int, name: str) -> None:
-    """Make a private directory. One that is there stays as it is, and is used only if it can be trusted."""
+    """Make a private directory. An existing one is not changed, and is used only if it can be trusted."""
     with suppress(FileExistsError):
         os.mkdir(name, 0o700, dir_fd=at)

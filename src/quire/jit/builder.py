@@ -1,4 +1,4 @@
-"""One request and one toolchain to one published entry: staging, build permit, report, manifest."""
+"""Builds one request with one toolchain and publishes the entry: staging, build permit, report, manifest."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire.jit.request import SCHEMA, Request
 from quire.jit.store import Entry, Store
 from quire.jit.toolchain import Outcome, Toolchain
 
-_LITTLE_SPACE = 4 << 20  #: bytes; less than what compilers write beside the artifact
+_LITTLE_SPACE = 4 << 20  #: bytes; compilers write more than this beside the artifact
 
 
 def _build(request: Request, toolchain: Toolchain, staging: Path, store: Store) -> Outcome:
-    """Build in `staging`; a compiler that was killed gets one more try with the machine to itself."""
+    """Build in `staging`; a compiler that was killed is run once more, alone on the machine."""
     spec = request.spec
     permits, directory = budget.max_compilers(store, device=spec.device), budget.permits_directory(store)
 
@@ -29,7 +29,7 @@ def _build(request: Request, toolchain: Toolchain, staging: Path, store: Store) 
         events.emit(events.Event("progress", spec.slug, spec.target, seconds))
         progress.info(f"still compiling {spec.slug} for {spec.target}, {seconds:.0f} s so far")
 
-    with progress.heartbeat(beat):  # around the wait for a permit as well
+    with progress.heartbeat(beat):  # the wait for a permit counts, too
         with build_permit(directory, permits):
             outcome = toolchain.build(request, staging)
         if outcome.failure is not None and outcome.failure.was_killed:
@@ -75,12 +75,12 @@ def _describe(request: Request, parts: Mapping[str, str], built: Path, outcome: 
 
 
 def _failure(request: Request, store: Store, outcome: Outcome, failure: diagnosis.Diagnosis) -> CompileError:
-    """Keep the log, and say what it says."""
+    """Keep the log, and make an error of it."""
     log = store.root / "logs" / f"{request.spec.slug}.{request.digest[:12]}.log"
     with trust.directory(store.root, "logs") as logs:
         trust.write(logs, log.name, outcome.log.encode())
     if failure.is_unknown and shutil.disk_usage(store.root).free < _LITTLE_SPACE:
-        failure = diagnosis.full_disk(failure)  # on which the log is cut too
+        failure = diagnosis.full_disk(failure)  # a full disk truncates the log, too
     return diagnosis.compile_error(request.spec.slug, failure, outcome.command, log)
 
 
@@ -98,14 +98,14 @@ def _compile(request: Request, toolchain: Toolchain, parts: Mapping[str, str], s
         keep = entry.path == staging
         return entry
     finally:
-        if not keep:  # failed, or another builder was first
+        if not keep:  # the build failed, or another builder was first
             shutil.rmtree(staging, ignore_errors=True)
 
 
 def compile_entry(request: Request, toolchain: Toolchain, parts: Mapping[str, str], store: Store, cause: str) -> Entry:
     """Compile and publish; `parts`: the toolchain's half of the entry's name. CompileError if the compiler fails.
 
-    The caller holds the entry's lock, or has given up on it.
+    The caller holds the entry's lock, or has waited for it too long.
     """
     spec = request.spec
     events.emit(events.Event("begin", spec.slug, spec.target, cause=cause, path=str(store.root)))

@@ -13,7 +13,7 @@ from pathlib import Path
 from quire import config
 from quire.errors import ValidationError
 
-#: What an x86-64 microarchitecture level adds, in the words of /proc/cpuinfo (psABI; lzcnt is called abm there).
+#: What an x86-64 microarchitecture level adds, in the names of /proc/cpuinfo (psABI; lzcnt is abm there).
 _LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v3": frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"}),
     "x86-64-v4": frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}),
@@ -21,13 +21,13 @@ _LEVELS: dict[str, frozenset[str]] = {
     "x86-64-v4-amx": frozenset({"amx_tile", "amx_bf16"}),
 }
 
-#: Targets with instructions that multiply bf16, and those of code that has no use for them.
+#: Targets with instructions that multiply bf16, and the targets of code that does not use these instructions.
 _WITHOUT_MATRIX_UNIT = {"x86-64-v4-amx": "x86-64-v4", "x86-64-v4-bf16": "x86-64-v4"}
 
 #: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA): its number on x86-64, and its arguments.
 _REQUEST_TILES = (158, 0x1023, 18)
 
-#: What a compile is taken to need before one was measured, and at least, in bytes.
+#: Bytes that a compile is assumed to need if none was measured, and at least.
 _BYTES_PER_JOB, _LEAST_PER_JOB = 1 << 30, 1 << 27
 
 
@@ -41,7 +41,7 @@ def _cpuinfo() -> Iterator[tuple[str, str]]:
 
 @cache
 def features() -> frozenset[str]:
-    """The instruction set extensions of processor 0, in /proc/cpuinfo's words; empty where that file has none."""
+    """The instruction set extensions of processor 0, in /proc/cpuinfo's names; empty if that file has none."""
     lists = (value for name, value in _cpuinfo() if name in ("flags", "Features"))
     return frozenset(next(lists, "").split())
 
@@ -56,7 +56,7 @@ def fingerprint() -> str:
 
 
 def supports(target: str) -> bool:
-    """Whether this processor runs artifacts of the host target `target`. Keys of native ones name their processor."""
+    """Whether this processor runs artifacts of the host target `target`. Entries of "native" name their processor."""
     machine = platform.machine()
     if target == "native":
         return "amx_tile" not in features() or may_use_tiles()
@@ -75,14 +75,14 @@ def _includes(target: str, level: str) -> bool:
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether Linux lets this process use AMX: asked once, for all of its threads. A sandbox may know no AMX."""
+    """Whether Linux lets this process use AMX: requested once, for all of its threads. A sandbox may refuse."""
     return platform.system() == "Linux" and ctypes.CDLL(None).syscall(*map(ctypes.c_long, _REQUEST_TILES)) == 0
 
 
 def host_target(*, matrix_unit: bool = False) -> str:
     """The target of host code: QUIRE_CPU_TARGET, or the best portable one of this machine.
 
-    `matrix_unit`: of code that multiplies matrices; all other code is the same with and without such a unit.
+    `matrix_unit`: the code uses the matrix unit. Other code is the same with and without one.
     """
     asked = config.cpu_target()
     if asked is not None and not supports(asked):
@@ -94,19 +94,19 @@ def host_target(*, matrix_unit: bool = False) -> str:
 
 
 def without_matrix_unit(target: str) -> str:
-    """The target of code that multiplies no matrices, where `target` is that of code that does."""
+    """The target, on the same processor, of code that does not use the matrix unit."""
     return _WITHOUT_MATRIX_UNIT.get(target, target)
 
 
 @cache
 def _best_target() -> str:
-    """x86-64-v4-amx, x86-64-v4-bf16, x86-64-v4, x86-64-v3 or aarch64; "native" where none runs."""
+    """x86-64-v4-amx, x86-64-v4-bf16, x86-64-v4, x86-64-v3 or aarch64; "native" if the processor runs none of them."""
     portable = ("x86-64-v4-amx", "x86-64-v4-bf16", "x86-64-v4", "x86-64-v3", "aarch64")
     return next((target for target in portable if supports(target)), "native")
 
 
 def available_bytes() -> int:
-    """Memory this process may still use: the machine's, or what its control group leaves."""
+    """Bytes of memory that this process may still use, by the machine and by its control group."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     for line in meminfo.read_text().splitlines() if meminfo.exists() else ():
@@ -126,7 +126,7 @@ def available_bytes() -> int:
 
 
 def _inactive_files(path: Path) -> int:
-    """Bytes of file cache in a control group's usage that the kernel frees under pressure."""
+    """Bytes of file cache in a control group's usage, which the kernel frees when memory is short."""
     for line in path.read_text().splitlines() if path.exists() else ():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file"):
@@ -135,7 +135,7 @@ def _inactive_files(path: Path) -> int:
 
 
 def _processors() -> int:
-    """Processors that this process may use: its affinity, or less where its control group has a quota."""
+    """Processors that this process may use: its affinity, or fewer if its control group has a quota."""
     count = len(os.sched_getaffinity(0))
     for file in (Path("/sys/fs/cgroup/cpu.max"), Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")):
         if not file.exists():
@@ -149,9 +149,9 @@ def _processors() -> int:
 
 
 def default_jobs(peak_bytes: int | None = None) -> int:
-    """How many compilers may run at once: one for each processor, or fewer where memory is short.
+    """How many compilers may run at once: one for each processor, or fewer if memory is short.
 
-    `peak_bytes`: what the largest compile so far took, to which half is added; None if none was measured.
+    `peak_bytes`: peak memory of the largest compile so far, or None. Half as much again is added as a margin.
     """
     each = _BYTES_PER_JOB if peak_bytes is None else max(peak_bytes * 3 // 2, _LEAST_PER_JOB)
     return max(1, min(_processors(), available_bytes() // each))

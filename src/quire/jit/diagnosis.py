@@ -96,13 +96,13 @@ _KILLED = re.compile(r"Killed signal|died due to signal 9|\bKilled\b|code=137|co
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a log says."""
+    """The cause of a failed build, read from its log."""
 
     kind: str
     line: str  #: the first line that reports an error
     remedy: str
-    was_killed: bool  #: a signal ended the compiler from outside: worth one more try, alone
-    is_unknown: bool = False  #: the log says nothing that the table knows
+    was_killed: bool  #: another process killed the compiler: worth one more try, alone
+    is_unknown: bool = False  #: no row of the table matches the log
 
 
 def diagnose(log: str, status: int) -> Diagnosis:
@@ -113,12 +113,12 @@ def diagnose(log: str, status: int) -> Diagnosis:
     text = log + (f"\ncode={status}" if status else "")
     unknown = ("error in the source" if first else "silent failure", "", "The full log has the context.")
     row = next((row for row in _KINDS if re.search(row[1], text)), unknown)
-    was_killed = row is not _KINDS[0] and _KILLED.search(text) is not None  # by somebody else than the time limit
+    was_killed = row is not _KINDS[0] and _KILLED.search(text) is not None  # not by the time limit
     return Diagnosis(row[0], shown, row[2], was_killed, is_unknown=row is unknown)
 
 
 def full_disk(found: Diagnosis) -> Diagnosis:
-    """The same failure, where the disk is known to be full."""
+    """The same failure, explained by the disk, which is known to be full."""
     kind, _, remedy = next(row for row in _KINDS if row[0] == "full disk")
     return replace(found, kind=kind, remedy=remedy, is_unknown=False)
 

@@ -1,4 +1,4 @@
-"""What is wrong with this machine, as far as compiling, caching and loading go, and what to do about it.
+"""Finds what keeps this machine from compiling, caching and loading, and says what to do about it.
 
 Each check is a function that yields findings. None compiles anything, writes anything or needs a GPU; compilers are
 asked for their versions only.
@@ -36,13 +36,13 @@ class Finding:
     """What one check found."""
 
     check: str
-    status: Status  #: note: fine unless something is wanted that needs it
+    status: Status  #: note: a fault only for those who need the feature
     text: str
     fix: str = ""
 
 
 def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
-    """All findings, in the order in which a first call would meet them."""
+    """All findings, in the order in which a first call would run into them."""
     checks: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
         ("variables", _variables),
         ("templates", _check_templates),
@@ -60,7 +60,7 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
     for name, check in checks:
         try:
             findings.extend(check())
-        except (QuireError, OSError) as error:  # a fault that keeps a check from its work
+        except (QuireError, OSError) as error:  # the check itself failed
             text = str(error).partition("\n")[0]
             if not any(finding.text == text for finding in findings):
                 findings.append(Finding(name, "fault", text, "Correct what it names."))
@@ -122,7 +122,7 @@ def _check_torch() -> Iterator[Finding]:
 
 
 def _wanted_targets() -> tuple[str, ...]:
-    """What this machine's GPUs run."""
+    """The targets of this machine's GPUs."""
     return gpu.present_targets()
 
 
@@ -154,7 +154,7 @@ def _check_gxx() -> Iterator[Finding]:
 
 
 def _passes(toolchain: Toolchain, name: str) -> bool:
-    """Whether g++ knows where one of its programs is; it repeats the name where it does not."""
+    """Whether g++ knows where one of its programs is; g++ repeats the name if it does not know."""
     return Path(_ask(toolchain.path, f"-print-prog-name={name}").strip()).is_absolute()
 
 
@@ -184,7 +184,7 @@ def _check_nvcc() -> Iterator[Finding]:
 
 def _nvcc_faults(toolchain: Toolchain, wanted: tuple[str, ...]) -> list[Finding]:
     directory = Path(os.path.realpath(toolchain.path)).parent
-    is_program = (directory / "nvcc.profile").exists()  # a wrapper script lies elsewhere
+    is_program = (directory / "nvcc.profile").exists()  # a wrapper script is in another directory
     missing = [name for name in ("ptxas", "../nvvm/bin/cicc") if is_program and not (directory / name).exists()]
     if missing:
         text, fix = (
@@ -240,7 +240,7 @@ def _check_root(store: Store) -> Iterator[Finding]:
 
 
 def _distrust(store: Store) -> str:
-    """Why what lies in the root is not loaded; "" if it is."""
+    """Why nothing is loaded from the root, or "" if it is trusted."""
     try:
         with trust.directory(store.root):
             return ""

@@ -18,7 +18,7 @@ _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
 
 class LaunchAttribute(ctypes.Structure):
-    """CUlaunchAttribute: an id and 64 bytes of value, of which we use one integer."""
+    """CUlaunchAttribute: an id and a value of 64 bytes, of which Quire uses one integer."""
 
     PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     _fields_ = (("id", c_int), ("pad", ctypes.c_char * 4), ("value", c_uint * 16))
@@ -58,7 +58,7 @@ _SIGNATURES: dict[str, tuple[Any, ...] | None] = {
     "cuLibraryGetKernel": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuKernelGetFunction": (POINTER(c_void_p), c_void_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    "cuLaunchKernelEx": None,  # its arguments are made once in a plan, so nothing is converted at a launch
+    "cuLaunchKernelEx": None,  # arguments are converted once in a plan, not at each launch
     "cuTensorMapEncodeTiled": (
         *(c_void_p, c_int, c_uint, c_void_p, POINTER(c_uint64), POINTER(c_uint64)),
         *(POINTER(c_uint), POINTER(c_uint), c_int, c_int, c_int, c_int),
@@ -68,7 +68,7 @@ _SIGNATURES: dict[str, tuple[Any, ...] | None] = {
 
 
 class Driver:
-    """The opened driver. Calls are attributes by their C names and return the CUresult; `call` checks it."""
+    """The opened driver. C functions are attributes of the same name and return the CUresult; `call` checks it."""
 
     def __init__(self, path: str = "libcuda.so.1") -> None:
         try:
@@ -103,7 +103,7 @@ class Driver:
         return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
     def describe(self, code: int) -> str:
-        """The driver's own name and words for an error code."""
+        """The driver's name and description of an error code."""
         words = []
         for name in ("cuGetErrorName", "cuGetErrorString"):
             text = c_char_p()
@@ -178,11 +178,11 @@ def available() -> bool:
     """Whether there is a driver with at least one device. Opens the driver but creates no context."""
     try:
         return driver().device_count() > 0
-    except DriverError:  # that is the answer
+    except DriverError:  # no driver
         return False
 
 
-#: CUtensorMapDataType: every element type that Hopper's copy engine knows. e4m3 and e5m2 travel as u8.
+#: CUtensorMapDataType: every element type of TMA. e4m3 and e5m2 are copied as u8.
 _ELEMENT_TYPES = {
     "u8": 0, "u16": 1, "u32": 2, "i32": 3, "u64": 4, "i64": 5, "f16": 6, "f32": 7, "f64": 8, "bf16": 9,
     "f32_ftz": 10, "tf32": 11, "tf32_ftz": 12,
@@ -213,8 +213,8 @@ def encode_tensor_map(
 
     `element`: the driver's element type, such as "bf16" or "u8". `dims`: elements, innermost first. `strides`: bytes,
     of every dimension but the innermost (which is contiguous). `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128
-    bytes. `promotion`: the bytes that a miss of the L2 brings, 64, 128 or 256. Reads beyond the tensor give zeros.
-    DriverError carries the arguments if the driver refuses.
+    bytes. `promotion`: the bytes that an L2 miss reads, 64, 128 or 256. Reads beyond the tensor give zeros.
+    DriverError, with the arguments in its text, if the driver refuses.
     """
     rank = len(dims)
     if not 1 <= rank <= 5 or len(strides) != rank - 1 or len(box) != rank:
@@ -231,7 +231,7 @@ def encode_tensor_map(
         rank,
         address,
         (c_uint64 * rank)(*dims),
-        (c_uint64 * rank)(*strides),  # rank - 1 are read; ctypes has no empty array pointer
+        (c_uint64 * rank)(*strides),  # the driver reads rank - 1; ctypes has no pointer to an empty array
         (c_uint * rank)(*box),
         (c_uint * rank)(*(1,) * rank),
         0,
@@ -247,7 +247,7 @@ def encode_tensor_map(
 
 
 def move_tensor_map(out: int, address: int) -> None:
-    """Let the descriptor at `out` describe a tensor of the same shape and strides at `address`."""
+    """Change the tensor address in the descriptor at `out`; shape and strides remain."""
     api = driver()
     if code := api.function("cuTensorMapReplaceAddress")(out, address):
         api.check(code, "cuTensorMapReplaceAddress", f"address={address:#x}")

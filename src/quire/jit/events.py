@@ -3,7 +3,7 @@
     unsubscribe = quire.events.subscribe(lambda event: print(event.kind, event.slug))
 
 Callbacks run on the thread that does the work, in the order of subscription. An exception of a callback is logged and
-does not disturb the build. What events tell is also counted: `quire.metrics()` gives the counters to Prometheus.
+does not disturb the build. Events are also counted: `quire.metrics()` gives the counters in Prometheus' format.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Kind = Literal["begin", "progress", "end", "hit", "wait", "waited"]
 class Event:
     """One event.
 
-    `hit`: the variant was found in a store. `wait`: another process builds it; `waited`: that is over. `begin`,
+    `hit`: the variant was found in a store. `wait`: another process builds it; `waited`: the wait is over. `begin`,
     `progress`, `end`: this process compiles it.
     """
 
     kind: Kind
     slug: str
     target: str
-    seconds: float = 0.0  #: since the compile, the wait or (hit) the search began
-    cause: str = ""  #: begin: why it was a miss; wait: who holds the lock
+    seconds: float = 0.0  #: since the compile, the wait or, for a hit, the search began
+    cause: str = ""  #: begin: why it was a miss; wait: which process holds the lock
     path: str = ""  #: hit, end: the entry's directory
     error: str = ""  #: end: the first line of the failure, empty on success
 
 
 Callback = Callable[[Event], None]
 
-#: Counters by name: what they count, and the events that add to them. Names in "_seconds_total" add up seconds.
+#: Counters by name: what they count, and the events that add to them. Names that end in "_seconds_total" count seconds.
 _COUNTERS: Mapping[str, tuple[str, Callable[[Event], bool]]] = {
     "quire_cache_hits_total": ("Variants found in a store.", lambda e: e.kind == "hit"),
     "quire_cache_lookup_seconds_total": ("Time of finding and checking them.", lambda e: e.kind == "hit"),
@@ -83,10 +83,10 @@ def emit(event: Event) -> None:
 
 
 def metrics() -> str:
-    """What this process has found, compiled and waited for so far, in Prometheus' text format, a line for each kernel.
+    """What this process has found, compiled and waited for so far, in Prometheus' text format, one line per kernel.
 
-    Serve it at /metrics beside the engine's own, or write it to a file for node_exporter. A variant that the process
-    already has in memory is not looked for again, so serving adds nothing to the counters.
+    Serve the text at /metrics beside the engine's own metrics, or write it to a file for node_exporter. A variant that
+    the process has loaded is not searched again, so requests served from memory do not count.
 
     >>> print(quire.metrics().splitlines()[0])
     # HELP quire_cache_hits_total Variants found in a store.

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, as targets: asked of the driver alone, without a CUDA context and without torch."""
+"""The compilation targets of this machine's GPUs, from the driver alone: no CUDA context, no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attrib
 
 
 def present_targets() -> tuple[str, ...]:
-    """What the GPUs of this machine run, each once."""
+    """The targets of this machine's GPUs, each once."""
     if not driver.available():
         return ()
     return tuple(dict.fromkeys(cuda_target(index) for index in range(driver.driver().device_count())))

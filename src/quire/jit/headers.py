@@ -1,4 +1,4 @@
-"""The transitive include closure of our own headers: a key hashes exactly these, and a compiler sees no others.
+"""The transitive closure of included headers: a key hashes exactly these, and a compiler sees no others.
 
 The parser is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers that come
 with the compiler. Any other include could change an artifact without changing its key, so it is an error. Sections
@@ -17,17 +17,17 @@ from pathlib import Path
 
 from quire.errors import CompileError
 
-#: System headers that a host unit may include: the C library's and intrinsics; C++ has none for it (-nostdinc++).
+#: System headers that a host unit may include: the C library's and intrinsics, none of C++ (-nostdinc++).
 SYSTEM_HEADERS = frozenset(
     (
         *("arm_neon.h", "arm_sve.h", "immintrin.h", "omp.h"),
         *("float.h", "limits.h", "math.h", "stddef.h", "stdint.h", "stdlib.h", "string.h"),
     )
 )
-#: The two that a device unit may include: fixed by the platform, and part of nvcc's implicit prelude anyway.
+#: The two that a device unit may include: the platform fixes them, and nvcc includes them in every unit anyway.
 DEVICE_SYSTEM_HEADERS = frozenset({"stddef.h", "stdint.h"})
 
-#: What nvcc includes before every unit: ours comes before the toolkit's on the search path.
+#: The header that nvcc includes in every unit. Ours comes before the toolkit's on the search path.
 _BEFORE_DEVICE_UNITS = "cuda_runtime.h"
 
 _TOKEN = re.compile(
@@ -121,7 +121,7 @@ def _header(name: str, text: bytes) -> Header:
 
 
 def closure(root: Path, header: str, *, device: bool) -> tuple[Header, ...]:
-    """`header` and every header of ours that it reaches under `root`, by name.
+    """`header` and every header under `root` that it includes, directly or not, sorted by name.
 
     Raises CompileError for a header that does not exist and for an include that a key cannot account for.
     """

@@ -1,6 +1,6 @@
-"""Host libraries, loaded from bytes in memory: whoever writes to the file that they came from changes nothing here.
+"""Loads host libraries from bytes in memory, so that later writes to the file have no effect.
 
-It does not matter either whether the cache's file system permits execution.
+The cache may therefore be on a file system that does not permit execution.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _loads = count()
 
 
 def load_library(name: str, image: bytes) -> ctypes.CDLL:
-    """The library whose file holds `image`; the same bytes are loaded once a process. OSError if it cannot be."""
+    """The library whose file holds `image`; the same bytes are loaded once a process. OSError if loading fails."""
     digest = hashlib.sha256(image).hexdigest()
     with _guard:
         if digest not in _libraries:
@@ -31,10 +31,10 @@ def load_library(name: str, image: bytes) -> ctypes.CDLL:
 def _load(name: str, image: bytes) -> ctypes.CDLL:
     try:
         descriptor = _memory_file(name, image)
-    except OSError:  # such files may be forbidden (vm.memfd_noexec, a sandbox)
+    except OSError:  # files in memory may be forbidden (vm.memfd_noexec, a sandbox)
         return _load_copy(image)
     try:
-        # Each library has a path of its own: the loader would take an equal path for the library that had it before.
+        # Each library gets a different path, because the loader takes an equal path for an earlier library.
         path = f"/proc/self/{'./' * next(_loads)}fd/{descriptor}"
         return ctypes.CDLL(path) if os.path.exists(path) else _load_copy(image)  # noqa: PTH110 - pathlib drops the dots
     finally:
@@ -42,7 +42,7 @@ def _load(name: str, image: bytes) -> ctypes.CDLL:
 
 
 def _memory_file(name: str, image: bytes) -> int:
-    """A descriptor of a file in memory that nobody can write to any more."""
+    """A descriptor of a file in memory that is sealed against writes."""
     descriptor = os.memfd_create(f"quire {name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -56,7 +56,7 @@ def _memory_file(name: str, image: bytes) -> int:
 
 
 def _load_copy(image: bytes) -> ctypes.CDLL:
-    """Load a copy in a directory of mode 0700, which is gone afterwards."""
+    """Load a copy in a directory of mode 0700, which is then deleted."""
     with tempfile.TemporaryDirectory(prefix="quire-") as directory:
         path = Path(directory) / "variant.so"
         path.write_bytes(image)

@@ -1,12 +1,11 @@
-"""One builder for an entry, and a limited number of compilers (build permits) for the machine: locks of `filelock`.
+"""Locks (of `filelock`): one builder for an entry, and a limited number of compilers (build permits) per machine.
 
-The kernel frees a lock when its holder dies, however it dies, so there is no stale lock to recover from. The files are
-opened here: without following links, in a directory that was checked, and close-on-exec, so that a compiler which
-outlives its parent holds nothing. They are never deleted, because deleting one while another process opens it makes two
-locks of one.
+The kernel frees a lock when its holder dies, so no lock becomes stale. Lock files are opened in a
+checked directory, without following links, and close-on-exec, so that a compiler which outlives its parent holds no
+lock. Lock files are never deleted: if one were deleted while another process opens it, both would hold the lock.
 
-No lock is needed for correctness, only to save work, because publishing is one rename. So a process that has waited too
-long builds the entry itself, and so does one that cannot lock at all.
+Locks only save work. Correctness does not need them, because publishing is one rename. A process that has waited too
+long, or cannot lock at all, therefore builds the entry itself.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from pathlib import Path
 from quire.errors import CacheError
 from quire.jit import progress, trust
 
-#: Longer than any compile. A holder that takes longer is presumed stuck (a stopped process, a lost NFS client).
+#: Longer than any compile. After that the holder is presumed stuck (a stopped process, a lost NFS client).
 PATIENCE_SECONDS = 900.0
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.05
 
 
 class _Lock:
-    """A lock file that is open, or none where there can be none."""
+    """An open lock file, or nothing if the file system allows none."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor = path, -1
@@ -46,8 +45,8 @@ class _Lock:
         )
 
     def take(self) -> bool:
-        """Whether the lock is ours, or there can be none."""
-        from filelock import lock_descriptor  # needed after a miss only
+        """Try to lock; True if this process holds the lock, or if locks are impossible."""
+        from filelock import lock_descriptor  # imported only after a miss
 
         try:
             return self._descriptor < 0 or lock_descriptor(self._descriptor, blocking=False)
@@ -56,23 +55,23 @@ class _Lock:
             return True
 
     def write_note(self) -> None:
-        """Say who holds the lock. On a full disk nobody learns it, and the lock holds nevertheless."""
+        """Write into the file which process holds the lock. On a full disk the note is missing, but the lock holds."""
         note = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(note).encode(), 0)
 
     def holder(self) -> str:
-        """Who holds the lock, and since when."""
+        """Which process holds the lock, and since when."""
         try:
             note = json.loads(os.pread(self._descriptor, 4096, 0))
             since = time.strftime("%H:%M:%S", time.localtime(note["since"]))
             return f"process {int(note['pid'])} on {str(note['host'])[:80]} since {since}"
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            return "another process"  # which has not written its note, or could not
+            return "another process"  # without a note
 
     def close(self) -> None:
-        """Release explicitly, because a forked child may share the descriptor. Closing releases a lock too."""
+        """Unlock explicitly: closing does not unlock while a forked child shares the descriptor."""
         from filelock import unlock_descriptor
 
         if self._descriptor >= 0:
@@ -106,7 +105,7 @@ def entry_lock(path: Path, on_wait: Callable[[str, float], None]) -> Iterator[bo
 
 @contextmanager
 def build_permit(directory: Path, permits: int, *, alone: bool = False) -> Iterator[None]:
-    """Hold one of the machine's build permits, or with `alone` every one of them: so many compilers run at once.
+    """Hold one of the machine's build permits, or with `alone` all of them. `permits` compilers may run at once.
 
     With `alone` permits are taken in ascending order, so two processes that want all of them cannot block each other.
     """

@@ -1,4 +1,4 @@
-"""What the cache knows about an entry: its manifest.json, each of whose bytes counts."""
+"""manifest.json, the description of a cache entry; a digest in it covers all of its bytes."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from quire.errors import CacheError
 from quire.jit.request import SCHEMA, Request, is_slug
 
 MANIFEST = "manifest.json"
-LARGEST_MANIFEST = 1 << 20  #: bytes; ours take a few thousand
+LARGEST_MANIFEST = 1 << 20  #: bytes; a manifest usually has a few thousand
 
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
-_NO_DIGEST = "0" * 64  #: stands in the digest's place while it is computed
+_NO_DIGEST = "0" * 64  #: takes the digest's place while the digest is computed
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What an entry is, who made it and how the compile went."""
+    """What an entry contains, which toolchain made it, and how the compile went."""
 
     schema: str
     slug: str
     target: str
-    fields: dict[str, str]  #: the variant as the user writes it: what a miss is explained with
+    fields: dict[str, str]  #: the variant as the user spells it, for explaining a miss
     request: dict[str, str]  #: the labelled parts of the first half of the entry's name
-    toolchain: dict[str, str]  #: those of the second half
+    toolchain: dict[str, str]  #: the labelled parts of the second half
     entry: str  #: exported symbol
     warmup: str  #: `quire warmup` arguments that build exactly this variant
     artifact: str  #: file name
@@ -46,7 +46,7 @@ class Manifest:
 
     @classmethod
     def read(cls, data: str | bytes) -> Manifest:
-        """From JSON; CacheError if it is not a manifest of this schema, or not as it was written."""
+        """Parse JSON; CacheError if it is not a manifest of this schema, or was changed."""
         try:
             text = data if isinstance(data, str) else data.decode()
             found = json.loads(text)
@@ -67,12 +67,12 @@ class Manifest:
         return manifest
 
     def describes(self, request: Request) -> bool:
-        """Whether the entry answers `request`, and is called as its spec says."""
+        """Whether the entry is of `request`, and exports the symbol of its spec."""
         spec = request.spec
         return (self.request, self.target, self.entry) == (dict(request.parts), spec.target, spec.entry)
 
     def write(self) -> str:
-        """As JSON, with a digest of all of it."""
+        """The manifest as JSON, with a digest of all of it."""
         text = json.dumps({**asdict(self), "digest": _NO_DIGEST}, indent=1, sort_keys=True) + "\n"
         return text.replace(_NO_DIGEST, _digest(text))
 
@@ -83,7 +83,7 @@ def _digest(text: str) -> str:
 
 @cache
 def _field_types() -> dict[str, Any]:
-    """What JSON must hold under each field of a manifest."""
+    """The JSON type of each field of a manifest."""
     return {
         name: get_origin(hint) if get_origin(hint) in (dict, list) else hint
         for name, hint in get_type_hints(Manifest).items()

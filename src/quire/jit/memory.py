@@ -1,7 +1,7 @@
-"""Which version a compiler answered before, for as long as its files stay as they were.
+"""Remembers the versions of compilers, as long as the compilers' files do not change.
 
-A hit must start no process, yet the version of the compiler is part of an entry's name. So an answer is kept in the
-cache (`compilers.json`) together with the path, size and time of each file that the compiler consists of.
+A hit must start no process, yet the version of the compiler is part of an entry's name. The compiler's answer is
+therefore kept in the cache (`compilers.json`), with the path, size and time of each file of the compiler.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, TypeAlias
 from quire.errors import CacheError
 from quire.jit import progress, trust
 
-_LARGEST = 1 << 20  #: bytes; an answer takes some hundred
+_LARGEST = 1 << 20  #: bytes; an answer takes a few hundred
 
 Stamp: TypeAlias = list[list[Any]]  #: [path, size in bytes, time in ns] of each file
 
 
 def stamp_of(files: list[str]) -> Stamp | None:
-    """The present state of `files`, or None if one is gone."""
+    """The present state of `files`, or None if one is missing."""
     stamp: Stamp = []
     for file in files:
-        if not os.path.exists(file):  # noqa: PTH110 - on every hit; pathlib doubles its cost
+        if not os.path.exists(file):  # noqa: PTH110 - runs on every hit; pathlib takes twice as long
             return None
         status = os.stat(file)  # noqa: PTH116 - as above
         stamp.append([os.path.realpath(file), status.st_size, status.st_mtime_ns])
@@ -54,7 +54,7 @@ class Memory:
         try:
             with trust.directory(self._path.parent) as at:
                 return self._parse(at, self._path)
-        except (CacheError, OSError):  # the store says what is wrong with its root
+        except (CacheError, OSError):  # the store reports what is wrong with its root
             return {}
 
     @staticmethod
@@ -76,12 +76,12 @@ class Memory:
         return self._answers
 
     def knows(self, path: str) -> bool:
-        """Whether a compiler at this path was ever asked, in whatever state it was."""
+        """Whether a compiler at this path was ever asked, even if its files have changed since."""
         with self._guard:
             return path in self._all()
 
     def version(self, path: str) -> str | None:
-        """What the compiler at `path` answered, if all its files are as they were then."""
+        """The version of the compiler at `path`, if none of its files has changed since it was asked."""
         with self._guard:
             answer = self._all().get(path)
         if answer is None:
@@ -93,18 +93,18 @@ class Memory:
         return str(answer["version"])
 
     def set(self, path: str, stamp: Stamp, version: str) -> None:
-        """Remember an answer, in this process and, if the cache can be written, for later ones."""
+        """Remember an answer in this process and, if the cache can be written, for later processes."""
         with self._guard:
             self._all()[path] = {"stamp": stamp, "version": version}
             self._unsaved = True
         self.save()
 
     def save(self) -> None:
-        """Write what is not yet written, if the directory exists by now and can be written."""
+        """Write new answers to the file, if its directory exists and can be written."""
         with self._guard:
             if not self._unsaved or self._path is None or not os.access(self._path.parent, os.W_OK):
                 return
-            self._answers = {**self._read(), **self._all()}  # others may have written meanwhile
+            self._answers = {**self._read(), **self._all()}  # other processes may have written
             try:
                 with trust.directory(self._path.parent) as at:
                     trust.write(at, self._path.name, json.dumps(self._answers, indent=1, sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""Why a variant is not in the cache: how the nearest entry differs, in the words that its user writes."""
+"""Why a variant is not in the cache: how the nearest entry differs, as the user spells it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.jit.request import Request
 
 
 def _changed(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """The labels under which two mappings differ, in order of the new one, then what only the old one has."""
+    """The labels under which two mappings differ: those of the new one in order, then those of the old one alone."""
     labels = [*new, *(label for label in old if label not in new)]
     return [label for label in labels if old.get(label) != new.get(label)]
 
@@ -21,7 +21,7 @@ def _common_prefix(one: str, other: str) -> int:
 
 
 def _name_part(label: str, old: str, new: str) -> str:
-    """How one part of an entry's name differs; "" where there is none."""
+    """How one part of an entry's name differs; "" if it does not."""
     if label.startswith("header "):
         return f"{label} {'changed' if old and new else 'was added' if new else 'was removed'}"
     if label == "source":
@@ -46,7 +46,7 @@ def _first(reasons: list[str]) -> str:
 
 
 def _same_variant(request: Request, manifest: Manifest, toolchain: Mapping[str, str] | None) -> str:
-    """Why the entry of the same slug does not serve."""
+    """Why the entry of the same slug cannot be used."""
     reasons = _name_parts(manifest.request, request.parts)
     if not reasons and toolchain is not None:
         reasons = _name_parts(manifest.toolchain, toolchain)
@@ -58,7 +58,7 @@ def _kernel(slug: str) -> str:
 
 
 def by_nearness(slug: str, slugs: Iterable[str]) -> list[str]:
-    """Those of `slugs` that are of the kernel of `slug`: itself, then those that differ in the fewest words."""
+    """Those of `slugs` with the same kernel as `slug`, those that differ in the fewest words first."""
 
     def distance(other: str) -> tuple[int, int, str]:
         words = zip_longest(slug.split("."), other.split("."))
@@ -68,12 +68,12 @@ def by_nearness(slug: str, slugs: Iterable[str]) -> list[str]:
 
 
 def _short(fields: Mapping[str, str]) -> dict[str, str]:
-    """Without texts of several lines, whose digest is a field too."""
+    """The fields without texts of several lines, whose digests are fields, too."""
     return {name: value for name, value in fields.items() if "\n" not in value}
 
 
 def explain(request: Request, manifests: Sequence[Manifest], toolchain: Mapping[str, str] | None) -> str:
-    """One line. `manifests`: of the nearest slug's entries; `toolchain`: the second half of a build's name."""
+    """One line. `manifests`: those of the nearest slug; `toolchain`: the second half of the name of a build."""
     spec = request.spec
     if not manifests:
         return f"the cache has no variant of {_kernel(spec.slug)}"

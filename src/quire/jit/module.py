@@ -16,11 +16,11 @@ from quire.jit.store import Entry
 
 _MAX_DYNAMIC_SMEM = 8
 _MOST_PLANNED = 1024  #: launch shapes that a thread keeps for a module
-_STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel must be told what it may ask for
+_STATIC_SMEM_LIMIT = 48 * 1024  #: beyond it a kernel needs permission (cuFuncSetAttribute)
 
 
 class _Base:
-    """What modules of either kind tell."""
+    """The common part of host and CUDA modules."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry.without_image()
@@ -62,16 +62,16 @@ class _Loaded:
     """A kernel on one device."""
 
     function: int  #: CUfunction
-    max_smem: int  #: bytes of dynamic shared memory allowed so far
+    max_smem: int  #: bytes of dynamic shared memory that it may use so far
 
 
 class _Call(LaunchConfig):
     """A launch as the driver takes it: its configuration, and the address of its parameters."""
 
-    _fields_ = (("params", c_void_p),)  # after those of its base
+    _fields_ = (("params", c_void_p),)  # after the base's fields
 
 
-#: Launches to copy, without and with programmatic dependent launch. The attribute lives as long as these do.
+#: Launches to copy, without and with programmatic dependent launch. They keep the attribute alive.
 _PLAIN = _Call(grid_y=1, grid_z=1, block_y=1, block_z=1)
 _PDL_ATTRIBUTE = (LaunchAttribute * 1)(LaunchAttribute(id=LaunchAttribute.PDL, value=(1,)))
 _WITH_PDL = _Call(grid_y=1, grid_z=1, block_y=1, block_z=1, attributes=_PDL_ATTRIBUTE, num_attributes=1)
@@ -96,11 +96,11 @@ class Launch:
     def start(self, stream: int) -> None:
         """Launch on `stream` (a raw CUstream of this launch's device; 0 is the legacy default stream)."""
         self._call.stream = stream
-        if self._launch(*self._arguments):  # perhaps because of the current context
+        if self._launch(*self._arguments):  # a failure, perhaps because of the current context
             self._start_in_context()
 
     def _start_in_context(self) -> None:
-        """Only on the default stream does it matter which context is current, and there the driver says so."""
+        """Launch again in the device's context: on the default stream the driver refuses any other."""
         driver, call = self._module.driver, self._call
         with driver.current(self._device):
             code = self._launch(*self._arguments)
@@ -108,7 +108,7 @@ class Launch:
         driver.check(code, "the launch", f"{self._module.slug} on device {self._device}, {shape}")
 
     def point_to(self, params_address: int) -> None:
-        """Read the parameters from another address from now on."""
+        """Change the address from which the kernel reads its parameters."""
         self._call.params = params_address
 
 
@@ -123,17 +123,17 @@ class CudaModule(_Base):
     """A cubin. Loaded when a device is first prepared: constructing one needs no driver.
 
     plan() calls `prepare`; then run() starts what `bind` made for the plan, or calls `launch`. Loading inside a stream
-    capture is refused, because it would end up in the graph or break it.
+    capture is refused, because it would become part of the graph or break the capture.
     """
 
     def __init__(self, entry: Entry) -> None:
         super().__init__(entry)
-        self._image = entry.image  # until it is loaded: a cache may be cleared meanwhile
+        self._image = entry.image  # kept until it is loaded, because the cache may be cleared before
         self._guard = threading.RLock()
         self._driver: Driver | None = None
         self._kernel: int | None = None
         self._loaded: dict[int, _Loaded] = {}
-        self._planned = _PerThread()  # the launches that launch() has made
+        self._planned = _PerThread()  # the launches that launch() planned
 
     @property
     def driver(self) -> Driver:
@@ -152,11 +152,11 @@ class CudaModule(_Base):
         return loaded
 
     def is_loaded(self, device: int) -> bool:
-        """Whether the kernel is loaded on `device`: a stream that is being captured may refuse to load it."""
+        """Whether the kernel is loaded on `device`; loading may fail while a stream is captured."""
         return device in self._loaded
 
     def prepare(self, device: int, smem: int = 0) -> None:
-        """Load the kernel on `device` and allow it `smem` bytes of dynamic shared memory. Cheap when already done."""
+        """Load the kernel on `device` and allow it `smem` bytes of dynamic shared memory. Repeated calls are cheap."""
         loaded = self._loaded.get(device)
         if loaded is not None and smem <= loaded.max_smem:
             return

@@ -1,9 +1,8 @@
-"""Run one build.ninja: within a time limit, with its peak memory, and with no compiler left behind if we die.
+"""Runs one build.ninja within a time limit, measures its peak memory, and leaves no compiler behind.
 
-The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies in whatever way, or
-closes the pipe at the time limit, the supervisor sends SIGTERM to ninja and its compilers, and a second later SIGKILL
-to what is left. A `preexec_fn` with PR_SET_PDEATHSIG would reach ninja only, and would run Python in the fork of a
-process full of threads.
+The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies, or closes the pipe at
+the time limit, the supervisor sends SIGTERM to ninja and its compilers, and SIGKILL a second later. A `preexec_fn` with
+PR_SET_PDEATHSIG would reach only ninja, and would run Python in the fork of a process with threads.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import NamedTuple
 from quire import config
 from quire.errors import CompileError
 
-#: Far beyond any compile, and below the time that others wait for this one (lock.PATIENCE_SECONDS).
+#: Much longer than any compile, and shorter than other processes wait for this one (lock.PATIENCE_SECONDS).
 TIME_LIMIT_SECONDS = 600.0
 
 # All processes of a build are in the supervisor's group. `kill -0` fails once the shell has reaped ninja.
@@ -45,7 +44,7 @@ _running: set[subprocess.Popen[bytes]] = set()  #: the supervisors of this proce
 
 
 def stop_compilers() -> None:
-    """End every build of this process: closing its pipe tells a supervisor to end what it started."""
+    """End every build of this process, by closing the pipes of their supervisors."""
     for process in tuple(_running):
         if process.stdin is not None:
             process.stdin.close()
@@ -55,15 +54,15 @@ class Run(NamedTuple):
     """How a run of ninja ended."""
 
     status: int  #: exit status, 0 on success
-    log: str  #: what the compiler said, then what ninja said if it failed
+    log: str  #: the compiler's output, then ninja's if it failed
     seconds: float
-    peak_bytes: int | None  #: resident set of the largest process of the build, where it can be told from our own
+    peak_bytes: int | None  #: resident set of the largest process of the build; None if it is below our own
 
 
 def find_ninja() -> str:
     """The ninja of the Python package, else the one on PATH; CompileError if there is none."""
     directories = [config.search_path()]
-    with suppress(ImportError):  # a distribution may split the package off: PATH is as good
+    with suppress(ImportError):  # distributions may package ninja without its Python module
         from ninja import BIN_DIR
 
         directories.insert(0, str(BIN_DIR))
@@ -74,7 +73,7 @@ def find_ninja() -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the supervisor and all that it started; it is given a moment to end the compilers first."""
+    """End the supervisor and its processes; the supervisor has a moment to end the compilers first."""
     if process.stdin is not None:
         process.stdin.close()
     if process.returncode is not None:
@@ -87,7 +86,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes]) -> resource.struct_rusage:
-    """Wait for the supervisor; at the time limit its pipe is closed, at which it ends the build."""
+    """Wait for the supervisor; at the time limit, close its pipe, so that it ends the build."""
     assert process.stdin is not None
     limit = threading.Timer(TIME_LIMIT_SECONDS, process.stdin.close)
     limit.daemon = True
@@ -130,7 +129,7 @@ def run(staging: Path, words: list[str]) -> Run:
         finally:
             _running.discard(process)
     seconds, failed = time.monotonic() - start, process.returncode != 0
-    # A new process starts with its parent's peak until it executes, so only what exceeds ours says something.
+    # A forked process starts with its parent's peak, so only a peak above ours is the build's.
     ours = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = usage.ru_maxrss * 1024 if usage.ru_maxrss > ours else None
     log = _log(staging, failed=failed, stopped=failed and seconds >= TIME_LIMIT_SECONDS)

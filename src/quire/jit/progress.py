@@ -20,7 +20,7 @@ HEARTBEAT_SECONDS = 10.0
 
 _logger = logging.getLogger("quire")
 _warned: set[str] = set()
-_MOST_WARNED = 1000  #: texts remembered; beyond it a text may be repeated
+_MOST_WARNED = 1000  #: texts remembered; with more, a text may be repeated
 _guard = threading.Lock()
 
 
@@ -38,7 +38,7 @@ def info(text: str) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Warn, unless this process has already warned with exactly this text."""
+    """Warn, unless this process has already warned with the same text."""
     with _guard:
         if text in _warned:
             return

@@ -2,7 +2,7 @@
 
 The templates stay readable as C++ and as ninja. Jinja's default delimiters clash with C++ (`}}`) and with raw PTX
 (`"{%3, %4}"`); `@{ name }` and lines that begin with `//%` occur in neither language. Jinja is imported on first use,
-because the import costs more than all the rest of a hit.
+because the import takes longer than the rest of a hit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def render_source(templates: Path, spec: Spec) -> str:
 
 
 def source_digest(templates: Path, spec: Spec) -> str:
-    """sha256 of all that decides the text of render_source(), without importing Jinja (30-130 ms)."""
+    """sha256 of everything that determines the text of render_source(), without importing Jinja."""
     unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup", "fields")}
     text = json.dumps(unit, sort_keys=True) + "\n" + _read(templates, "variant.jinja")
     return hashlib.sha256(text.encode()).hexdigest()

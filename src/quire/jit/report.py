@@ -1,4 +1,4 @@
-"""What a compiler reports about the code that it made: registers, spills, memory, and warnings."""
+"""Reads a compiler's report on the generated code: registers, spills, memory, and warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NOTABLE = re.compile(r"\bwarning\b|\bC75\d\d\b")
 class Report:
     """The figures of one artifact; None where the compiler does not say."""
 
-    registers: int | None = None  #: per thread, the most of all functions
+    registers: int | None = None  #: per thread, the maximum over all functions
     spill_stores: int | None = None  #: bytes per thread
     spill_loads: int | None = None  #: bytes per thread
     stack: int | None = None  #: bytes of stack frame per thread

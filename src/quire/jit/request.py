@@ -1,8 +1,8 @@
 """The request half of an entry's name: everything that decides what an artifact computes, each part under its label.
 
-All parts are known without running anything: the format of entries and launches, what the unit is rendered from, the
-content of every header it reaches, the target. Which toolchain compiled the unit, and with which flags, is the other
-half (`toolchain.py`), because another toolchain can serve the same request.
+All parts are known without running anything: the format of entries and launches, the template and values of the unit,
+the content of every header that it includes, the target. The toolchain and its flags are the other half
+(`toolchain.py`), because several toolchains can serve the same request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from quire.errors import ValidationError
 from quire.jit import cpu, headers, render
 from quire.jit.spec import Spec
 
-#: Version of the entry's format and of how artifacts are called. Raise it when either changes, and when a toolchain's
-#: flags change what code computes: hosts without a compiler take entries of any flags.
+#: Version of the entry's format and of the calls of artifacts. Raise it when either changes, and when flags change what
+#: the code computes, because hosts without a compiler accept entries with any flags.
 SCHEMA = "quire-entry-4"
 
 _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
@@ -27,17 +27,17 @@ _SLUG = re.compile(r"[a-z0-9][a-z0-9._-]{0,199}")
 
 @dataclass(frozen=True)
 class Request:
-    """One variant, as it would be built from the templates of today."""
+    """One variant, as it would be built from the templates as they are now."""
 
     spec: Spec
     templates: Path
     headers: tuple[headers.Header, ...]
-    parts: Mapping[str, str]  #: label -> the part itself or its sha256
+    parts: Mapping[str, str]  #: label -> the part, or its sha256
     digest: str  #: of `parts`: the first half of an entry's name
 
     @property
     def source(self) -> str:
-        """The text of the translation unit, rendered now."""
+        """The text of the translation unit, rendered on each access."""
         return render.render_source(self.templates, self.spec)
 
 
@@ -57,17 +57,17 @@ def toolchain_digest(parts: Mapping[str, str]) -> str:
 
 
 def entry_name(request: Mapping[str, str], toolchain: Mapping[str, str]) -> str:
-    """The directory name of the entry that a toolchain makes of a request."""
+    """The directory name of the entry of a request and a toolchain."""
     return f"{request_digest(request)}-{toolchain_digest(toolchain)}"
 
 
 def is_slug(text: str) -> bool:
-    """Whether `text` can name a variant, and thereby a directory."""
+    """Whether `text` can be the name of a variant and its directory."""
     return _SLUG.fullmatch(text) is not None
 
 
 def make_request(spec: Spec, templates: Path) -> Request:
-    """Hash the spec and what it reaches under `templates`. Starts no process."""
+    """Hash the spec and the headers under `templates` that it includes. Starts no process."""
     if not is_slug(spec.slug):
         raise ValidationError(f"slug: expected [a-z0-9._-]+ of at most 200 characters, got {spec.slug!r}")
     found = headers.closure(templates / "include", spec.header, device=spec.device)

@@ -1,7 +1,7 @@
-"""Which entries of a cache may go: those that nobody used for long, the oldest of too many, those of other sources.
+"""Chooses the entries of a cache to remove: unused, beyond a size, or of other versions of Quire.
 
-The time of an entry's last use is when its artifact was last read, which the file system notes (with "relatime", the
-default, once a day), or when it was made if that is later. A hit therefore writes nothing.
+The last use of an entry is the last read of its artifact, which the file system notes (with "relatime", the default,
+once a day), or its creation if that is later. A hit therefore writes nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from quire.errors import CacheError
 from quire.jit import Manifest, Store
 
-_STALE_SECONDS = 3600.0  #: after which no builder still works in a staging directory
+_STALE_SECONDS = 3600.0  #: age at which no builder still works in a staging directory
 
 
 @dataclass(frozen=True)
 class Kept:
-    """An entry, what it takes, and when it was last used."""
+    """An entry, its size, and its last use."""
 
     path: Path
     bytes: int
@@ -29,7 +29,7 @@ class Kept:
 
 
 def kept_entries(store: Store) -> list[Kept]:
-    """Every entry of `store`, sound or not, the least recently used first."""
+    """Every entry of `store`, valid or not, the least recently used first."""
     found = []
     for path in store.paths():
         files = [file.lstat() for file in path.iterdir()] if path.is_dir() and not path.is_symlink() else []
@@ -41,7 +41,7 @@ def kept_entries(store: Store) -> list[Kept]:
 def to_remove(
     entries: list[Kept], *, max_bytes: int | None = None, unused_for: float | None = None, now: float = 0.0
 ) -> list[Kept]:
-    """Those not used for `unused_for` seconds, and the least recently used beyond `max_bytes` in all."""
+    """The entries not used for `unused_for` seconds, and the least recently used ones beyond `max_bytes` in total."""
     left, chosen = sum(kept.bytes for kept in entries), []
     for kept in entries:
         if (unused_for is not None and now - kept.used > unused_for) or (max_bytes is not None and left > max_bytes):
@@ -54,20 +54,20 @@ def require_times_of_use(store: Store) -> None:
     """CacheError on a file system that does not note reads (mounted with noatime)."""
     if store.root.is_dir() and os.statvfs(store.root).f_flag & os.ST_NOATIME:
         raise CacheError(
-            f"{store.root} is on a file system mounted with noatime, which does not know what was used; "
-            "limit the cache by --max-size, which then removes what was made first."
+            f"{store.root} is on a file system mounted with noatime, which does not note when entries are used; "
+            "limit the cache with --max-size, which then removes the oldest entries first."
         )
 
 
 def outdated(store: Store, is_current: Callable[[Manifest], bool]) -> Iterator[Path]:
-    """The entries that this version of Quire would not make, and those whose manifest says nothing."""
+    """The entries that this version of Quire would not make, and those without a readable manifest."""
     manifests = store.manifests()
     current = {path for path, m in manifests if path.parent.name == m.slug and is_current(m)}
     yield from (path for path in store.paths() if path not in current)
 
 
 def sweep(store: Store) -> None:
-    """Remove logs of failed compiles, entries in quarantine, and what killed builders left an hour ago."""
+    """Remove logs of failed compiles, entries in quarantine, and staging directories of killed builders."""
     for name, oldest in (("logs", 0.0), ("quarantine", 0.0), ("staging", _STALE_SECONDS)):
         directory = store.root / name
         if directory.is_symlink() or not directory.is_dir():

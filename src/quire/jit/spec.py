@@ -1,4 +1,4 @@
-"""What one compiled variant is, in words that know nothing of attention."""
+"""The description of one compiled variant, independent of attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import cached_property
 class Struct:
     """The memory layout of a parameter struct, as its ctypes mirror sees it.
 
-    The rendered unit asserts it field by field, so a mirror that drifts from the C++ header stops the build.
+    The rendered unit asserts each field, so the build fails if the mirror differs from the C++ header.
     """
 
     name: str  #: the C++ type, e.g. "AttentionParams"
@@ -25,7 +25,7 @@ class Spec:
 
     The unit includes `header`, defines `struct Variant` from `types`, `constants` and `code`, checks `params`,
     `operands` and `asserts`, and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup`
-    and `fields` are for readers: they do not reach the unit, so they are not part of the key.
+    and `fields` are for readers: the unit does not contain them, so they are not part of the key.
     """
 
     slug: str  #: [a-z0-9._-]+, unique per variant and target; up to the first dot the kernel: "attention_fa2.sm90a...."
@@ -39,7 +39,7 @@ class Spec:
     constants: tuple[tuple[str, int], ...] = ()  #: static constexpr ints in Variant: (("kHeadDimQk", 128), ...)
     asserts: tuple[tuple[str, int], ...] = ()  #: constexpr members of kernel<Variant> that Python relies on
     code: str = ""  #: further members of Variant, in C++
-    operands: Struct | None = None  #: Variant::Operands, which lie behind the parameters; None: `code` has none
+    operands: Struct | None = None  #: Variant::Operands, which follows the parameters; None: `code` has none
     exports: tuple[str, ...] = ()  #: constexpr ints of kernel<Variant> that the builder reads back from the artifact
     warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
     fields: tuple[tuple[str, str], ...] = ()  #: (name, value) as the user writes them: (("mask", "custom"), ...)
@@ -49,7 +49,7 @@ class Spec:
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once for a spec, because each plan() finds its module by it."""
+        """Computed once per spec, because each plan() looks its module up by this hash."""
         return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @property

@@ -1,13 +1,12 @@
-"""The artifact directories: complete or absent, checked before use, never rewritten.
+"""Directories of cache entries. An entry is complete or absent, checked before use, and never rewritten.
 
     <root>/entries/<slug>/<request>-<toolchain>/   manifest.json, the artifact, its source, the compiler's log
     <root>/locks/ permits/ staging/ logs/ quarantine/ compilers.json
 
-An entry is published by one rename of a finished directory and is only ever read after that. Everything an entry's
-validity depends on is in its name and its manifest, nothing in its times or its path: a tree that was copied, archived
-or mounted elsewhere is as good as the original. Only what trusted users alone could have written is used, from the root
-down (trust.py). The bytes that are hashed are those that are loaded, so that a cache may be overwritten while processes
-use it.
+An entry is published by one rename of a finished directory, and then only read. Its validity depends on its name and
+manifest, not on times or paths, so a cache may be copied, archived or mounted elsewhere. Entries are used only if
+trusted users alone could have written them, from the root down (trust.py). The bytes that were hashed are loaded, so a
+cache may be overwritten while processes use it.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Entry:
 
     path: Path
     manifest: Manifest
-    image: bytes = field(default=b"", repr=False)  #: the cubin or host library as it was checked, until it is loaded
+    image: bytes = field(default=b"", repr=False)  #: the cubin or host library, as checked, until it is loaded
 
     @property
     def slug(self) -> str:
@@ -56,14 +55,14 @@ class Entry:
 
 
 class Store:
-    """A root directory of entries. Making one touches nothing; `prepare` creates it, and only for a build."""
+    """A root directory of entries. The constructor does not touch the disk; `prepare` creates the root for a build."""
 
     def __init__(
         self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False
     ) -> None:
         """`private`: the root is created with mode 0700 rather than 0755. `trusted_group`: group-writable entries pass.
 
-        `trusted_group` is for directories installed beside our own code, which the same group could rewrite anyway.
+        `trusted_group` is for directories installed beside Quire's code, which the same group could rewrite anyway.
         """
         self.root = root
         self.readonly = readonly
@@ -79,7 +78,7 @@ class Store:
         return trust.directory(self.root, *names, shared_group=self._trusted_group)
 
     def prepare(self) -> str:
-        """Make the root if need be. Returns why entries cannot be published in it, or an empty string if they can."""
+        """Make the root if need be. Returns why entries cannot be published in it, or "" if they can."""
         if self.readonly:
             return "it is read-only"
         try:
@@ -96,9 +95,9 @@ class Store:
     def find(
         self, request: Request, toolchain: str | None, *, repair: bool = False, quiet: bool = False
     ) -> Entry | None:
-        """The newest sound entry of `request` made by the toolchain of this digest (None: by any); None if none is.
+        """The newest valid entry of `request` by the toolchain of this digest (None: by any toolchain), or None.
 
-        A damaged or untrusted entry is passed over with one warning. With `repair` (under the entry's lock) it is moved
+        A damaged or untrusted entry is skipped with one warning. With `repair` (under the entry's lock) it is moved
         to the quarantine, so that a rebuild can take its place. `quiet` leaves the warning to the call with `repair`
         that follows if nothing is found.
         """
@@ -110,16 +109,16 @@ class Store:
                 for name in trust.names(at):
                     if name.startswith(prefix):
                         self._judge(at, request, name, sound, bad)
-        except OSError:  # the slug has no directory, or it is not for us to read
+        except OSError:  # the slug has no directory, or an unreadable one
             return None
-        except CacheError as error:  # about the slug's directory, or one above it
+        except CacheError as error:  # the slug's directory, or one above it, is not trusted
             bad.append(("", str(error)))
         for name, reason in bad if sound or not quiet else ():
             self._refuse(self.root / "entries" / slug / name, reason, repair=repair)
         return max(sound, key=lambda entry: (entry.manifest.created, entry.path.name), default=None)
 
     def _judge(self, at: int, request: Request, name: str, sound: list[Entry], bad: list[tuple[str, str]]) -> None:
-        """Verify one entry of the slug's directory `at`, and say in which list it belongs."""
+        """Verify one entry of the slug's directory `at`, and append it to one of the lists."""
         try:
             entry = self._verify(at, request.spec.slug, name)
             if not entry.manifest.describes(request):
@@ -129,7 +128,7 @@ class Store:
             bad.append((name, str(error)))
 
     def _refuse(self, path: Path, reason: str, *, repair: bool) -> None:
-        if not os.path.lexists(path):  # another process is just repairing it
+        if not os.path.lexists(path):  # another process has just moved it away
             return
         if self.readonly or not repair:
             progress.warn_once(f"ignored the cache entry {path}: {reason}")
@@ -142,7 +141,7 @@ class Store:
             progress.warn_once(f"moved the cache entry {path} to {moved}: {reason}")
 
     def _move_away(self, path: Path) -> Path:
-        """Move an entry, or what stands in the place of a slug's directory, to the quarantine."""
+        """Move an entry, or a file with the name of a slug's directory, to the quarantine."""
         *slug, name = path.relative_to(self.root / "entries").parts
         target = f"{time.time_ns()}.{'.'.join((*slug, name))}"[:255]
         with self._directory("entries", *slug) as source, self._directory("quarantine") as quarantine:
@@ -169,7 +168,7 @@ class Store:
             raise CacheError("it has no manifest") from error
 
     def _read_image(self, inside: int, manifest: Manifest) -> bytes:
-        """The artifact, if it is the one that the manifest describes."""
+        """The artifact; CacheError if it is not the one that the manifest describes."""
         try:
             image = trust.read(inside, manifest.artifact, manifest.size, shared_group=self._trusted_group)
         except FileNotFoundError as error:
@@ -189,7 +188,7 @@ class Store:
                 progress.warn_once(f"ignored the cache entry {path}: {error}")
 
     def manifests(self, slug: str | None = None) -> Iterator[tuple[Path, Manifest]]:
-        """(directory, manifest) of every entry, or of a slug's, whose manifest can be read; no artifact is read."""
+        """(directory, manifest) of every entry (of a slug) whose manifest can be read. Reads no artifact."""
         for path in self.paths(slug):
             try:
                 with self._directory("entries", path.parent.name, path.name) as inside:
@@ -199,17 +198,17 @@ class Store:
             yield path, manifest
 
     def slugs(self) -> list[str]:
-        """The slugs that have entries, sound or not; CacheError if others could have made them."""
+        """The slugs that have entries, valid or not; CacheError if other users could have made them."""
         try:
             with self._directory("entries") as at:
                 return sorted(trust.names(at))
-        except OSError:  # absent, or not for us to read
+        except OSError:  # missing or unreadable
             return []
 
     def paths(self, slug: str | None = None) -> Iterator[Path]:
-        """Every entry directory, or those of a slug, sound or not; CacheError if others could have made them."""
+        """Every entry directory (of a slug), valid or not; CacheError if other users could have made it."""
         for each in self.slugs() if slug is None else (slug,):
-            with suppress(OSError):  # no directory, or not for us to read
+            with suppress(OSError):  # missing or unreadable
                 yield from sorted((self.root / "entries" / each).iterdir())
 
     def total_bytes(self) -> int:
@@ -217,14 +216,14 @@ class Store:
         return sum(file.lstat().st_size for file in self.root.rglob("*") if file.is_file())
 
     def remove(self, path: Path) -> None:
-        """Remove one entry: one rename, then deletion. A process that has loaded the entry keeps its own copy."""
+        """Remove one entry: one rename, then deletion. Processes that have loaded the entry are not affected."""
         with self._directory("entries", path.parent.name) as at:
             self._discard(at, path.name)
         with suppress(OSError):  # it has other entries
             path.parent.rmdir()
 
     def _discard(self, at: int, name: str) -> None:
-        """Remove what has a name in the directory `at`, at once for all who look there."""
+        """Remove a name from the directory `at`, by one rename, so that no process sees it half deleted."""
         removed = f"removed-{time.time_ns()}-{os.getpid()}"
         with self._directory() as root:
             trust.make_directory(root, "staging")
@@ -241,7 +240,7 @@ class Store:
                 yield path, str(error)
 
     def clear(self) -> int:
-        """Remove every entry, log and leftover; the number of entries removed. Locks stay: they may be held."""
+        """Remove all but the locks, which may be held; returns the number of entries removed."""
         count = len(list(self.paths()))
         for name in ("entries", "logs", "quarantine"):
             with suppress(FileNotFoundError), self._directory(name) as at:
@@ -254,26 +253,26 @@ class Store:
         return self.root / "locks" / f"{request.spec.slug}.{request.digest[:24]}.lock"
 
     def new_staging(self) -> Path:
-        """A new private directory on the root's file system. Leftovers of killed builders are removed first."""
+        """A new private directory on the root's file system. First removes those of killed builders."""
         with self._directory("staging") as at:
             staging = trust.path_of(at, self.root / "staging")
             for leftover in staging.iterdir():
-                with suppress(FileNotFoundError):  # the leftover's own builder removed it first
+                with suppress(FileNotFoundError):  # its builder removed it first
                     if time.time() - leftover.lstat().st_mtime > _STALE_SECONDS:
                         _delete(leftover)
             return self.root / "staging" / Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=staging)).name
 
     @contextmanager
     def inside(self, staging: Path) -> Iterator[Path]:
-        """A path to the directory that `new_staging` made, which nobody can lead elsewhere while the block runs."""
+        """A path of the directory of `new_staging`, which nobody can redirect while the block runs."""
         with self._directory("staging", staging.name) as at:
             yield trust.path_of(at, staging)
 
     def publish(self, staging: Path, manifest: Manifest) -> Entry:
-        """Give the finished directory its name, at once and for good.
+        """Rename the finished directory to its final name, and return its entry.
 
-        If another builder was first, its entry is used. If the directory cannot be renamed at all, our own build serves
-        this process from where it lies.
+        If another builder was first, its entry is returned. If the directory cannot be renamed, this process uses it
+        where it is.
         """
         with self._directory("staging", staging.name) as at:
             image = self._read_image(at, manifest)
@@ -287,10 +286,10 @@ class Store:
             return Entry(staging, manifest, image)
 
     def _place(self, staging: Path, final: Path) -> Entry | None:
-        """Rename a finished directory to `final`; returns the sound entry that stands there already, if one does.
+        """Rename a finished directory to `final`; returns the valid entry that is already there, if any.
 
-        An entry that stands there but cannot be seen or is not sound (a network file system may show either) is moved
-        away. CacheError if even that fails.
+        An entry there that is invalid or cannot be seen (both happen on network file systems) is moved away.
+        CacheError if even that fails.
         """
         reason: OSError | None = None
         for _ in range(2):
@@ -307,7 +306,7 @@ class Store:
         raise CacheError(f"{final} could not be published: {reason}")
 
     def _make_slug_directory(self, path: Path) -> None:
-        """Make the directory of one slug, closed to other writers, in place of whatever else has its name."""
+        """Make the directory of one slug, writable by us alone, in place of anything else with its name."""
         with self._directory("entries") as entries:
             try:
                 trust.make_directory(entries, path.name)
@@ -316,7 +315,7 @@ class Store:
                 trust.make_directory(entries, path.name)
 
     def _sound_entry(self, path: Path) -> Entry | None:
-        """The entry at `path`, or None after moving away one that is not sound."""
+        """The entry at `path`, or None after moving an invalid one away."""
         try:
             return self.verify(path)
         except (CacheError, OSError) as error:

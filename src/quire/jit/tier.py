@@ -1,15 +1,15 @@
-"""The shared tier: a remote cache where hosts find what others have compiled, at an HTTP server or any fsspec URL.
+"""The remote cache (tier): hosts share compiled variants through an HTTP server or any fsspec URL.
 
-An object is one entry as an archive (archive.py), behind a line with its signature. It has two names, each a sha256 in
-hexadecimal as Bazel's servers want it: one of the request and the toolchain, and one of the request alone, for hosts
-that take any toolchain's work. Objects are added and never overwritten.
+An object is one entry as an archive (archive.py), behind a line with its signature. Its two names are sha256 digests in
+hexadecimal, as Bazel's servers require: of the request and the toolchain, and of the request alone, for hosts
+that accept any toolchain. Objects are added and never overwritten.
 
-The tier is asked after a miss in every local store, and never before. What it has goes through the checks of `quire
-cache import` into the user's cache, where the next process finds it. Each operation has a time limit. Any error is a
-miss; a server that has failed is left alone for a while.
+The tier is asked only after a miss in every local store. An object that passes the checks of `quire cache import` is
+published in the user's cache, where the next process finds it. Each operation has a time limit. Any error is a miss. A
+server that has failed is not asked again for a while.
 
-A host that is about to compile adds a claim. Another that finds a young claim waits a little for the object. This only
-saves work: who waits too long, or cannot claim, compiles, and whose object comes first keeps the name.
+A host that is about to compile adds a claim. Another host that finds a recent claim waits a little for it. Claims
+only save work: a host that has waited too long, or cannot claim, compiles, and the first object keeps the name.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from quire.jit.request import Request, request_digest, toolchain_digest
 from quire.jit.store import Entry, Store
 
 LIMIT_SECONDS = 5.0  #: of one operation
-RETRY_SECONDS = 60.0  #: until a server that has failed is asked again
-PATIENCE_SECONDS = 5.0  #: of waiting for another host's compile
-CLAIM_SECONDS = 60.0  #: age from which a claim counts no more
+RETRY_SECONDS = 60.0  #: before a server that has failed is asked again
+PATIENCE_SECONDS = 5.0  #: to wait for another host's compile
+CLAIM_SECONDS = 60.0  #: age at which a claim expires
 LARGEST_OBJECT = 1 << 26  #: bytes
 LEAST_KEY = 16  #: bytes
 
@@ -51,24 +51,24 @@ T = TypeVar("T")
 
 
 class _Remote(Protocol):
-    """Where objects lie."""
+    """Storage of objects."""
 
     def read(self, name: str) -> bytes | None:
         """The object; some other bytes if it is larger than LARGEST_OBJECT; None if there is none."""
 
     def add(self, name: str, data: bytes) -> bool:
-        """Write the object unless there is one; whether it was written."""
+        """Write the object unless the name exists; returns whether it was written."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A password goes to the server that it was given for, and nowhere else."""
+    """Refuses redirects, so that a password goes only to the server that it was given for."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
 class _HttpServer:
-    """GET, HEAD and PUT of one object, as Bazel's and sccache's servers and WebDAV understand them."""
+    """GET, HEAD and PUT of one object, as servers of Bazel, sccache and WebDAV accept them."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -93,7 +93,7 @@ class _HttpServer:
         return self._ask("GET", name)
 
     def add(self, name: str, data: bytes) -> bool:
-        if self._ask("HEAD", name) is not None:  # for servers that do not know the condition of the PUT
+        if self._ask("HEAD", name) is not None:  # for servers that ignore the condition of the PUT
             return False
         try:
             self._ask("PUT", name, data, If_None_Match="*", Content_Type="application/octet-stream")
@@ -134,12 +134,12 @@ class _FileSystem:
         return True
 
     def _create(self, path: str, data: bytes) -> None:
-        if self._files.exists(path):  # for implementations that do not know the mode
+        if self._files.exists(path):  # for implementations that ignore the mode
             raise FileExistsError(path)
         self._files.pipe_file(path, data, mode="create")
 
     def _link(self, path: str, data: bytes) -> None:
-        """In a directory: a whole file, or none."""
+        """Add a file to a directory by a link, so that no reader sees half of it."""
         unfinished = f"{path}.{uuid.uuid4().hex}"
         self._files.makedirs(self._root, exist_ok=True)
         try:
@@ -150,7 +150,7 @@ class _FileSystem:
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call`; TimeoutError if it takes longer. No implementation can hold up the caller, nor an exit."""
+    """The result of `call`; TimeoutError after `seconds`. It runs in a thread that does not delay an exit."""
     future: Future[T] = Future()
 
     def work() -> None:
@@ -164,18 +164,18 @@ def _within(seconds: float, call: Callable[[], T]) -> T:
 
 
 def object_name(request: str, toolchain: str | None, kind: str = "entry") -> str:
-    """The name of the object for these halves of an entry's name; of the request alone if `toolchain` is None."""
+    """The name of the object for these halves of an entry's name; without the toolchain if it is None."""
     return hashlib.sha256(f"{kind} {request} {toolchain or 'any'}".encode()).hexdigest()
 
 
 def without_login(url: str) -> str:
-    """A URL as it may be printed."""
+    """The URL without user name and password, for messages."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
 class Tier:
-    """One remote cache. With `secret` objects are signed and others refused; without one any object is taken."""
+    """One remote cache. With `secret`, objects are signed and others refused; without, any object is accepted."""
 
     def __init__(self, url: str, remote: _Remote, secret: bytes | None, *, readonly: bool = False) -> None:
         self.url = without_login(url)
@@ -186,7 +186,7 @@ class Tier:
     def import_into(self, store: Store, request: Request, toolchain: str | None) -> bool | None:
         """Publish in `store` the object of `request` and this toolchain digest (None: any).
 
-        True if it is there now, False if the object is not good, None if there is none.
+        True if it was published, False if the object is invalid, None if there is no object.
         """
         name = object_name(request.digest, toolchain)
         if (data := self._read(name)) is None:
@@ -200,19 +200,19 @@ class Tier:
         return True
 
     def claim(self, request: Request, toolchain: str) -> bool:
-        """Whether to compile now: False while another host says that it does."""
+        """Claim the compile; False while another host has a claim."""
         name = object_name(request.digest, toolchain, "claim")
         note = self._signed(name, f"{time.time():.3f}".encode())
         if self.readonly or self._ask("write", lambda: self._remote.add(name, note)) is not False:
             return True
         try:
             since = float(self._unsigned(name, self._read(name) or b""))
-        except (CacheError, ValueError):  # nobody's
+        except (CacheError, ValueError):  # an invalid claim
             return True
         return not abs(time.time() - since) < CLAIM_SECONDS
 
     def wait_for_object(self, store: Store, request: Request, toolchain: str) -> None:
-        """As `import_into`, once there is an object or PATIENCE_SECONDS are over."""
+        """Call `import_into` until there is an object or PATIENCE_SECONDS are over."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while time.monotonic() < deadline and not self._is_left_alone("read"):
             if self.import_into(store, request, toolchain) is not None:
@@ -220,7 +220,7 @@ class Tier:
             time.sleep(_POLL_SECONDS)
 
     def offer(self, entry: Entry) -> None:
-        """Add what was compiled here, under both names."""
+        """Add an entry that was compiled here, under both names."""
         if self.readonly:
             return
         request, toolchain = request_digest(entry.manifest.request), toolchain_digest(entry.manifest.toolchain)
@@ -244,7 +244,7 @@ class Tier:
         return self._ask("read", lambda: self._remote.read(name))
 
     def _is_left_alone(self, kind: Literal["read", "write"]) -> bool:
-        """Whether a failure is too recent to ask again. What cannot be read is not written either."""
+        """Whether a failure is too recent to ask again. A tier that cannot be read is not written either."""
         return time.monotonic() < max(self._retry["read"], self._retry[kind])
 
     def _ask(self, kind: Literal["read", "write"], call: Callable[[], T]) -> T | None:
@@ -270,7 +270,7 @@ class Tier:
         return _FORMAT + self._signature(name, body) + b"\n" + body
 
     def _unsigned(self, name: str, data: bytes) -> bytes:
-        """The body of an object; CacheError if nobody with the key has written it under this name."""
+        """The body of an object; CacheError unless it was signed with the key for this name."""
         head, newline, body = data.partition(b"\n")
         if len(data) > LARGEST_OBJECT or not newline or not head.startswith(_FORMAT):
             raise CacheError("it is no object of Quire, or not a whole one")
@@ -301,7 +301,7 @@ def _open_tier(url: str, key: Path | None, unsigned: bool, readonly: bool) -> Ti
     if (key is None) == (not unsigned):
         raise ValidationError(
             f"QUIRE_SHARED_CACHE={without_login(url)}: expected QUIRE_SHARED_CACHE_KEY (a file with a secret, which "
-            "signs what is loaded) or QUIRE_SHARED_CACHE_TRUST=unsigned (everybody who can write there can run code "
+            "signs what is loaded) or QUIRE_SHARED_CACHE_TRUST=unsigned (anybody who can write there can run code "
             f"here), got {'neither' if key is None else 'both'}. Set one of them"
         )
     remote: _Remote = _HttpServer(url) if url.startswith(("http://", "https://")) else _FileSystem(url)

@@ -1,8 +1,7 @@
-"""Directories and files that only trusted users could have written: to load an artifact is to run its code.
+"""Opens directories and files that only trusted users could have written, because loading an artifact runs its code.
 
-Below a root, each name is opened relative to the descriptor of the directory above it, without following links, and
-what was opened is what is checked. Nobody can therefore exchange a file between its check and its use, wherever the
-root lies.
+Below a root, each name is opened relative to the descriptor of the directory above it, without following links, and the
+open descriptor is checked. A file can therefore not be exchanged between its check and its use.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 from quire.errors import CacheError
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # the last: nobody waits for the other end of a pipe
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe does not wait for its other end
 
 
 @cache
@@ -30,9 +29,9 @@ def _owner_of_the_library() -> int:
 def _check(descriptor: int, name: str, *, shared_group: bool, sticky: bool = False) -> os.stat_result:
     """Refuse what another user could have written. With `sticky`, a directory like /tmp passes."""
     status = os.fstat(descriptor)
-    if status.st_uid not in (os.geteuid(), 0, _owner_of_the_library()):  # all of whom can run code here already
+    if status.st_uid not in (os.geteuid(), 0, _owner_of_the_library()):  # these users can run code here anyway
         raise CacheError(f"{name} belongs to user {status.st_uid}, expected {os.geteuid()} or root")
-    # A group of the owner's own number is theirs alone, the custom of systems whose umask is 002.
+    # A group with the owner's number has no other members on systems whose umask is 002.
     forbidden = stat.S_IWOTH if shared_group or status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP
     if status.st_mode & forbidden and not (sticky and status.st_mode & stat.S_ISVTX):
         raise CacheError(f"{name} may be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
@@ -52,8 +51,8 @@ def _open(directory: int, name: str, flags: int, mode: int = 0) -> int:
 def directory(root: Path | int, *names: str, shared_group: bool = False) -> Iterator[int]:
     """A descriptor of the directory `names` below `root`. CacheError if others could have written into one of them.
 
-    The path of a root may lead through links, since its user wrote it. A descriptor as root was checked before. With
-    `shared_group` directories may be writable by their group.
+    The path of a root may contain links, since the user chose it. A root that is a descriptor was checked before. With
+    `shared_group`, directories may be writable by their group.
     """
     at = os.dup(root) if isinstance(root, int) else os.open(root, _DIRECTORY)
     try:
@@ -70,13 +69,13 @@ def directory(root: Path | int, *names: str, shared_group: bool = False) -> Iter
 
 
 def make_directory(at: int, name: str) -> None:
-    """Make sure that `name` is a directory which only we can write; CacheError if it is anything else."""
+    """Make sure that `name` is a directory that only this user can write, or raise CacheError."""
     with suppress(FileExistsError):
         os.mkdir(name, 0o755, dir_fd=at)
     below = _open(at, name, _DIRECTORY | os.O_NOFOLLOW)
     try:
         if os.fstat(below).st_uid == os.geteuid() and os.fstat(below).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            os.fchmod(below, 0o755)  # made under a looser umask, or copied
+            os.fchmod(below, 0o755)  # created with another umask, or copied
         _check(below, name, shared_group=False)
     finally:
         os.close(below)
@@ -85,7 +84,7 @@ def make_directory(at: int, name: str) -> None:
 def read(at: int, name: str, limit: int, *, shared_group: bool = False) -> bytes:
     """The content of the plain file `name` of at most `limit` bytes; CacheError if others could have written it.
 
-    With `shared_group`, beside our own code, it may be a link, as in the Hugging Face Hub's cache.
+    With `shared_group` (directories installed beside Quire) it may be a link, as in the Hugging Face Hub's cache.
     """
     flags = os.O_RDONLY | (_FILE & ~os.O_NOFOLLOW if shared_group else _FILE)
     with open(_open(at, name, flags), "rb", buffering=0) as file:
@@ -98,7 +97,7 @@ def read(at: int, name: str, limit: int, *, shared_group: bool = False) -> bytes
 
 
 def write(at: int, name: str, data: bytes) -> None:
-    """Give the file `name` a new content, at once. What had the name before is replaced, and not written to."""
+    """Replace the file `name` by one rename. The old file is not written to."""
     unfinished = f"{name}.{os.getpid()}.{threading.get_ident()}"
     with suppress(FileNotFoundError):
         os.unlink(unfinished, dir_fd=at)
@@ -118,7 +117,7 @@ def names(at: int) -> list[str]:
 
 
 def finish(at: int) -> None:
-    """Make the files of a directory readable for all and final, on the disk as well."""
+    """Make the files of a directory readable for all and writable for their owner, and sync them to the disk."""
     for name in names(at):
         with open(_open(at, name, os.O_RDONLY | _FILE), "rb") as file:
             os.fchmod(file.fileno(), 0o644)
@@ -128,7 +127,7 @@ def finish(at: int) -> None:
 
 
 def open_lock(at: int, name: str) -> int:
-    """A descriptor of the plain file `name`, which is made if need be, to lock and to write a note into."""
+    """A descriptor of the lock file `name`, which is created if it is missing."""
     descriptor = _open(at, name, os.O_RDWR | os.O_CREAT | _FILE, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -137,9 +136,9 @@ def open_lock(at: int, name: str) -> int:
 
 
 def path_of(descriptor: int, name: Path) -> Path:
-    """A path of an open directory that leads there whatever becomes of its `name`; without a /proc, that name.
+    """A path of an open directory that stays valid if the directory is renamed; without /proc, its `name`.
 
-    It is good in this process, and as the directory in which a child starts.
+    The path is valid in this process, and as the working directory of a child that it starts.
     """
     path = Path(f"/proc/self/fd/{descriptor}")
     return path if path.exists() else name
