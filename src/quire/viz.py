@@ -33,8 +33,8 @@ from quire.runtime.wrapper import AttentionWrapper
 __all__ = ["Picture", "schedule", "timeline"]
 
 _WIDTH, _LEFT, _TOP, _BOTTOM = 960, 76, 10, 40
-_MOST_JOINED = 64  #: merge groups, and lines, that an eye can follow
-_MOST_TILES = 20000  #: that a browser draws without stuttering
+_MOST_JOINED = 64  #: merge groups, or lines, that a reader can follow
+_MOST_TILES = 20000  #: work tiles that a browser draws smoothly
 
 
 class Picture:
@@ -77,7 +77,7 @@ class Picture:
         return self.page()
 
     def page(self, *others: Picture) -> str:
-        """The same with further pictures below this one, such as the timeline."""
+        """A standalone page with further pictures below this one, such as the timeline."""
         pictures = "".join(f"<h2>{picture._title()}</h2>{picture._repr_html_()}" for picture in (self, *others))
         body = f"<h1>A plan</h1>{pictures}<h2>Which kernel, and why</h2>{self.explanation._repr_html_()}"
         return _PAGE.format(body=body + self._groups())
@@ -139,7 +139,7 @@ class Picture:
             yield "</g>"
 
     def _merges(self, height: float) -> Iterator[str]:
-        """A line from part to part of each merge group, where there are few enough to follow."""
+        """A line from part to part of each merge group, if there are few enough to follow."""
         groups = self._parts().values()
         for parts in groups if len(groups) <= _MOST_JOINED and self._lines <= _MOST_JOINED else ():
             points = [
@@ -221,7 +221,7 @@ def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: 
     twin._attention, twin._graph = attention, None
     for _ in range(2):
         notes.clear()
-        twin.run(*tensors, **options)  # type: ignore[attr-defined]  # each wrapper has its own
+        twin.run(*tensors, **options)  # type: ignore[attr-defined]  # run() of each wrapper differs
     work, names = notes.read()
     return Picture(attention.explain(), _few(work), unit, "µs", names)
 
@@ -237,14 +237,14 @@ def _wrapper_of(plan: Any) -> AttentionWrapper:
 
 
 def _few(work: Sequence[Placed]) -> Sequence[Placed]:
-    """`work`, if it is small enough for a browser."""
+    """`work`; ValidationError if it is too large for a browser."""
     if len(work) > _MOST_TILES:
         raise ValidationError(f"schedule: expected at most {_MOST_TILES} work tiles to draw, got {len(work)}.")
     return work
 
 
 def _owner(work: Work) -> str:
-    """Whose keys they are."""
+    """The request, or the shared level, to which the keys belong."""
     return f"request {work.request}" if work.request >= 0 else f"shared node {-1 - work.request}"
 
 

@@ -47,7 +47,7 @@ __all__ = [
     "same_rows",
 ]
 
-#: In order of preference: `auto` takes the first that accepts and does not yield.
+#: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
 KERNELS: tuple[AttentionKernel, ...] = (
     attention_decode.KERNEL,
     attention_fa3.KERNEL,
@@ -60,8 +60,8 @@ KERNELS: tuple[AttentionKernel, ...] = (
     attention_mla_cpu.KERNEL,
 )
 
-PIN = "quire:"  #: before a kernel's name in `backend=`: that kernel or an error
-#: FlashInfer's names of its implementations. Whoever names one wants the call to be fast, which `auto` is.
+PIN = "quire:"  #: `backend="quire:fa2"`: that kernel, or an error
+#: FlashInfer's names of its own implementations. They mean `auto`.
 WISHES = frozenset(
     {"cute-dsl", "cute-dsl-prims", "cutile", "cutlass", "cudnn", "fa2", "fa3", "fmha_v2"}
     | {"trtllm-fmha-v2", "trtllm-gen", "trtllm-native", "xqa"}
@@ -73,14 +73,14 @@ class Verdict:
     """The answer of one kernel to a problem."""
 
     kernel: AttentionKernel
-    reason: str | None  #: None: accepted
-    yields: str | None = None  #: why another that accepts goes before it
+    reason: str | None  #: why the kernel refuses; None: it accepts
+    yields: str | None = None  #: why another kernel that accepts is preferred
 
     def __str__(self) -> str:
         return f"{self.kernel.name:<16} {self.reason or self.yields or 'accepts'}"
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity: plans are looked up by it
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, as a key of plans
 class Decision:
     """The kernel that was chosen, and the answers of all kernels for the device."""
 
@@ -88,8 +88,8 @@ class Decision:
     kernel: AttentionKernel
     key: AttentionKey
     trace: tuple[Verdict, ...]
-    templates: dict[Any, Any] = field(default_factory=dict)  #: of plans, by what they depend on besides (planner.py)
-    checked: dict[Any, Any] = field(default_factory=dict)  #: tensors found right, by layout (runtime/attention.py)
+    templates: dict[Any, Any] = field(default_factory=dict)  #: plan templates (runtime/planner.py)
+    checked: dict[Any, Any] = field(default_factory=dict)  #: layouts that passed all checks (runtime/attention.py)
 
     @cached_property
     def spec(self) -> Spec:
@@ -156,7 +156,7 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
 def family(problem: AttentionProblem, backend: str) -> list[Spec]:
     """The variants that `backend` takes for `problem` with any number of rows."""
     decisions = []
-    for rows in (*range(0, 257, 16), 512, 1024, 2048, 4096):  # all that same_rows() tells apart
+    for rows in (*range(0, 257, 16), 512, 1024, 2048, 4096):  # all values of same_rows()
         with suppress(UnsupportedError, ValidationError):
             decisions.append(decide(replace(problem, rows=rows), backend))
     return list(dict.fromkeys(decision.spec for decision in decisions))
@@ -173,7 +173,7 @@ def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) ->
 
 
 def _rejection(kernel: AttentionKernel, problem: AttentionProblem) -> str | None:
-    """Why this kernel does not take the problem, whatever its splits."""
+    """Why this kernel does not take the problem, apart from its splits."""
     if problem.cascade and not kernel.has_cascades:
         return "it has no cascades"
     if problem.prefix and kernel.prefix_params is None:
@@ -190,7 +190,7 @@ def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | N
 
 
 def _refusal(problem: AttentionProblem, backend: str, trace: tuple[Verdict, ...]) -> QuireError:
-    """The error of a problem that no kernel takes."""
+    """The error for a problem that no kernel takes."""
     allowed = [verdict for verdict in trace if _allowed(verdict.kernel, backend)]
     if not allowed:
         names = ", ".join(PIN + verdict.kernel.backend for verdict in trace)

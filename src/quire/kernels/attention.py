@@ -1,4 +1,4 @@
-"""The attention family: the caller's request (problem), the compiled variant (key), and tile sizes."""
+"""Attention kernels: what a call needs (problem), what is compiled (key), and the rows of the catalogue."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from quire.types import MaskMode, PosEncodingMode
 
 @dataclass(frozen=True)
 class AttentionProblem(Features):
-    """Everything that decides which kernel runs, without tensors or device handles."""
+    """Everything on which the choice of a kernel depends. Holds no tensors and no device handles."""
 
-    rows: int  #: packed rows (qo_len * group_size) of a typical request, see same_rows()
+    rows: int  #: packed rows (qo_len * group_size) of a typical request, rounded by same_rows()
     group_size: int = 1  #: query heads of a KV head
-    uniform: bool = True  #: every request has as many rows, whatever else is in the batch
-    fixed_split_size: int = 0  #: tokens of a split; -1: never split (no request may influence another); 0: automatic
-    is_mla: bool = False  #: keys and values are one cache of latents, see MLA_OPERANDS
+    uniform: bool = True  #: all requests have the same number of rows
+    fixed_split_size: int = 0  #: tokens of a split; -1: never split (no request influences another); 0: automatic
+    is_mla: bool = False  #: latent attention: keys and values are one cache, see MLA_OPERANDS
 
     def __str__(self) -> str:
         """The target and the features of the problem; absent features are omitted, except for the mask."""
@@ -46,8 +46,10 @@ class AttentionProblem(Features):
 
 
 def same_rows(rows: int) -> int:
-    """`rows`, rounded up to a number that all kernels treat alike: the limits of kernels are multiples of 16 up to 256,
-    then powers of two. The different batches of a server thus become a few problems, each of which is decided once.
+    """`rows`, rounded up to a multiple of 16 up to 256, then to a power of two.
+
+    The limits of all kernels are such numbers, so rounding does not change the choice of a kernel. Different batches of
+    a server thus become a few problems, and each is decided once.
     """
     return -(-rows // 16) * 16 if rows <= 256 else min(1 << (rows - 1).bit_length(), 4096)
 
@@ -56,14 +58,14 @@ class TileShape(NamedTuple):
     """Tile sizes of a kernel."""
 
     rows: int  #: packed query rows of a row tile
-    kv: int  #: keys of a kv tile
+    kv: int  #: tokens of a KV tile
 
 
-#: Dims of a key and of a value in multi-head latent attention.
+#: Head dims of a key and of a value in latent attention (MLA).
 MLA_DIMS = (576, 512)
-#: The head dim that tensor-core kernels take beyond 256.
+#: The only head dim above 256 that tensor-core kernels take.
 WIDE_HEAD_DIM = 512
-#: What a GPU kernel exports: threads of a CTA, CTAs that share an SM, bytes of dynamic shared memory.
+#: The exports of a GPU kernel: threads of a CTA, CTAs per SM, bytes of dynamic shared memory.
 GPU_EXPORTS = ("kThreads", "kMinCtas", "kSmemBytes")
 
 
@@ -79,7 +81,7 @@ class AttentionKey(Features):
 
     @cached_property
     def _hash(self) -> int:
-        """Computed once per key, because every plan() uses keys in lookups."""
+        """Computed once per key, because every plan() looks modules up by key."""
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @cached_property
@@ -95,7 +97,7 @@ class AttentionKey(Features):
         return {cxx: of(getattr(self, name)) for name, row in rows for cxx, of in row.members.items()}
 
     def problem(self) -> AttentionProblem:
-        """A problem that this variant takes."""
+        """A problem that this variant solves."""
         page_size = 1 if self.page_size == ANY_PAGE_SIZE else self.page_size
         shared = {**shared_fields(self), "page_size": page_size}
         return AttentionProblem(**shared, rows=self.tile_rows, is_mla=self.kernel.startswith("attention_mla"))
@@ -126,47 +128,47 @@ class AttentionKernel:
     """One row of the catalogue: the problems that a kernel accepts, its tiles, and its parameters."""
 
     name: str  #: stem of its header: kernels/<name>.cuh or .h
-    backend: str  #: what the caller calls it
+    backend: str  #: its name in `backend=`
     header: str
     cxx: str  #: the class template
     on_cuda: bool  #: whether it runs on GPUs, or on the host
-    reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem of its device; None if it can
+    reject: Callable[[AttentionProblem], str | None]  #: why it cannot take a problem on its device; None if it can
     tiles: Callable[[AttentionProblem], tuple[TileShape, ...]]  #: the shapes it has for a problem, smallest first
     choose_rows: Callable[[AttentionProblem, tuple[TileShape, ...]], int]  #: tile rows for a problem
-    #: whether its code for row tiles of that height uses the matrix unit of a host
+    #: whether its code for row tiles of that height uses the CPU's matrix unit
     uses_matrix_unit: Callable[[AttentionProblem, int], bool] = lambda *_: False
-    yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why it takes a problem only if no other does
-    #: the page size that its code is made for
+    yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why other kernels are preferred
+    #: the page size for which its code is compiled
     page_size: Callable[[AttentionProblem], int] = lambda problem: ANY_PAGE_SIZE if problem.paged else 0
     operands: tuple[Operand, ...] = ATTENTION_OPERANDS
     #: its parameter struct: AttentionParams, or another that begins with it as `base`
     params: type[ctypes.Structure] = AttentionParams
-    #: its tensor maps
+    #: makes its tensor maps
     copies: Callable[[AttentionKey, TileShape, Mapping[str, View]], tuple[TensorCopy, ...]] | None = None
-    max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: of an operand, from end to end; 0: any
-    persistent: bool = False  #: its CTAs stay: never more of them are launched than run at the same time
-    ctas_per_tile: Callable[[AttentionKey], int] = lambda _: 1  #: neighbours that compute a work tile, some rows each
-    schedule_input: Callable[[AttentionKey], Mapping[str, int]] = lambda _: {}  #: what it asks of the scheduler
-    #: plan memory of its own, in bytes for each work unit of a kv head, and the operation that fills it in plan()
+    max_bytes: Callable[[AttentionKey, str], int] = lambda *_: 0  #: largest extent of an operand in memory; 0: any
+    persistent: bool = False  #: launches at most as many CTAs as run at the same time
+    ctas_per_tile: Callable[[AttentionKey], int] = lambda _: 1  #: CTAs that compute a work tile together (pair)
+    schedule_input: Callable[[AttentionKey], Mapping[str, int]] = lambda _: {}  #: fields of the scheduler's input
+    #: its own plan memory, in bytes per work unit of a KV head, and the operation that fills it in plan()
     unit_bytes: Callable[[AttentionKey], int] = lambda _: 0
     operation: Callable[[AttentionKey], OperationKey | None] = lambda _: None
-    #: fills the fields of `params` that only this kernel has, from the scheduler's input and output and where the
-    #: schedule and that memory lie; returns the parameters of the operation, and its CTAs
+    #: fills the fields of `params` that only this kernel has, from the scheduler's input and output and the addresses
+    #: of the schedule and of that memory; returns the parameters of the operation, and its number of CTAs
     fill: Callable[[Any, ScheduleInput, ScheduleOutput, int, int], tuple[ctypes.Structure | None, int]] | None = None
-    has_expression_blocks: bool = False  #: it passes over KV tiles that the mask of a variant hides
-    #: the same with PREFIX_OPERANDS; None: it finds keys of shared levels in the cache alone
+    has_expression_blocks: bool = False  #: skips KV tiles that the mask of a custom variant hides
+    #: `params` with PREFIX_OPERANDS; None: keys of shared levels must be in the cache
     prefix_params: type[ctypes.Structure] | None = None
-    has_cascades: bool = False  #: it merges partial results across the levels of a tree of shared keys
-    has_gaps: bool = False  #: in pages of one token it masks page numbers beyond params.num_pages, and reads none
-    notes_times: bool = False  #: it has timed variants
-    pdl: bool = False  #: it waits for its predecessor itself, so that it may be launched before that one ends
+    has_cascades: bool = False  #: merges partial results across the levels of a cascade
+    has_gaps: bool = False  #: with pages of one token, masks page numbers beyond params.num_pages
+    notes_times: bool = False  #: has timed variants (core/stamps.h)
+    pdl: bool = False  #: waits for its predecessor itself, and so may start early (programmatic dependent launch)
 
     def tensors(self, key: AttentionKey) -> tuple[Operand, ...]:
         """The operands and their scales, in the order of the parameter struct."""
         return tuple(operand for block in self._operand_blocks(key) for operand in block)
 
     def blocks(self, key: AttentionKey) -> tuple[OperandBlock, ...]:
-        """Where they lie in the parameter struct."""
+        """Their places in the parameter struct."""
         first, *others = self._operand_blocks(key)
         blocks, before = [OperandBlock(0, first)], first
         for block in others:
@@ -182,7 +184,7 @@ class AttentionKernel:
 
     @property
     def is_mla(self) -> bool:
-        """Whether this kernel computes multi-head latent attention, and nothing else."""
+        """Whether this kernel computes only latent attention (MLA)."""
         return self.operands[0].name == "q_pe"
 
     def is_for(self, problem: AttentionProblem) -> bool:
@@ -190,7 +192,7 @@ class AttentionKernel:
         return (self.on_cuda, self.is_mla) == (problem.on_cuda, problem.is_mla)
 
     def params_of(self, key: AttentionKey) -> type[ctypes.Structure]:
-        """Its parameter struct for `key`: `params`, with the operands of the variant behind it, if it has any."""
+        """Its parameter struct for `key`: `params`, followed by the operands of the variant, if it has any."""
         own, behind = self._own_params(key), operands_behind(key)
         return own if behind is None else with_operands(own, behind)
 
@@ -201,11 +203,11 @@ class AttentionKernel:
         return self.operation(key)
 
     def plan_bytes(self, key: AttentionKey) -> int:
-        """Plan memory of its own, in bytes for each work unit of a kv head."""
+        """Size of its own plan memory, in bytes per work unit of a KV head."""
         return int(self.planning(key) is not None) or self.unit_bytes(key)
 
     def refusal(self, problem: AttentionProblem) -> str | None:
-        """Why the kernel does not accept `problem`, whatever the device; None if it does."""
+        """Why the kernel does not accept `problem`, apart from the device; None if it does."""
         if self.on_cuda != problem.on_cuda:
             return f"target {problem.target} is another device"
         if self.is_mla != problem.is_mla:
@@ -213,7 +215,7 @@ class AttentionKernel:
         return self.lacks(problem) or self.reject(problem)
 
     def lacks(self, problem: AttentionProblem) -> str | None:
-        """A feature of `problem` that other kernels have and this one does not; None without one."""
+        """A feature of `problem` that other kernels support and this one does not, or None."""
         if problem.timed and not self.notes_times:
             return "it does not note when it computes what"
         if problem.timed and problem.variant is not None:
@@ -233,7 +235,7 @@ class AttentionKernel:
         return AttentionKey(**shared, kernel=self.name, tile_rows=rows)
 
     def keys(self, problem: AttentionProblem) -> list[AttentionKey]:
-        """The keys of all tile heights: which one a call takes depends on its lengths."""
+        """The keys of all tile heights. Calls choose one of them by their lengths."""
         return [self.key_with(problem, tile.rows) for tile in self.tiles(problem)]
 
     def tile(self, key: AttentionKey) -> TileShape:
@@ -248,7 +250,7 @@ class AttentionKernel:
 
     @lru_cache(maxsize=4096)  # rows of the catalogue live as long as the process  # noqa: B019
     def spec(self, key: AttentionKey) -> Spec:
-        """What the compiler is given for `key`."""
+        """The input of the compiler for `key`."""
         tile, members, own, behind = self.tile(key), key.members.items(), key.variant, operands_behind(key)
         text = () if own is None else (("expression", str(own)),)
         places = () if behind is None else (("kOperandsAt", ctypes.sizeof(self._own_params(key))),)
@@ -276,7 +278,7 @@ class AttentionKernel:
 
 
 def operands_behind(key: AttentionKey) -> type[ctypes.Structure] | None:
-    """The struct after the parameters of a variant: operands of its expression, or a list of stamps; None: none."""
+    """The struct after the parameters of a variant: operands of its expression, a list of stamps, or None."""
     if key.variant is None:
         return StampList if key.timed else None
     return operands_struct(key.variant.expression)
@@ -290,7 +292,7 @@ def with_operands(params: type[ctypes.Structure], operands: type[ctypes.Structur
 
 
 def cascade_reason(problem: AttentionProblem) -> str | None:
-    """Why no kernel can compute this cascade in one launch; None if kernels can, or if it is no cascade."""
+    """Why no kernel can compute this cascade in one launch; None if kernels can, or if `problem` is no cascade."""
     if problem.prefix and not problem.cascade:
         return "only a cascade has shared keys"
     if not problem.cascade:
@@ -309,12 +311,12 @@ def first_tile_that_holds(problem: AttentionProblem, shapes: tuple[TileShape, ..
 
 
 def first_tile_without_neighbours(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """first_tile_that_holds(), or the lowest row tile if other requests must have no influence."""
+    """first_tile_that_holds(), or the lowest row tile if requests must not influence each other."""
     return shapes[0].rows if problem.fixed_split_size else first_tile_that_holds(problem, shapes)
 
 
 def is_blackwell(problem: AttentionProblem) -> bool:
-    """Whether the target is a GPU from sm_100 on, where ptxas takes some ten registers more for the same code."""
+    """Whether the target is a GPU from sm_100 on, where ptxas uses about ten registers more for the same code."""
     return problem.on_cuda and int(problem.target[2:].rstrip("af")) >= 100
 
 

@@ -24,8 +24,8 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _multiplies_tiles(problem: AttentionProblem, rows: int = 32) -> bool:
-    """Whether row tiles of `rows` rows are multiplied on AMX: bf16 queries, more of them than in decode, which are not
-    rotated here (rotated floats would be rounded again).
+    """Whether row tiles of `rows` rows are multiplied on the matrix unit: bf16 queries, more rows than in decode, and
+    no RoPE in the kernel, because rotated floats would be rounded again.
     """
     if without_matrix_unit(problem.target) == problem.target:
         return False
@@ -33,9 +33,9 @@ def _multiplies_tiles(problem: AttentionProblem, rows: int = 32) -> bool:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows hold a decode batch's requests. 192 rows read each copied key tile cheaper than 96 do, up to where their
-    scratch (540 KB at head_dim 256) outgrows a small L2 cache. On a matrix unit 128 keys a tile halve what the outputs
-    cost that it loads and stores each time.
+    """16 rows hold a request of a decode batch. 192 rows share each copied KV tile among more rows than 96 do, as long
+    as their scratch memory (540 KB at head_dim 256) fits a small L2 cache. The matrix unit loads and stores the output
+    once per KV tile, so tiles of 128 keys halve this cost.
     """
     widest = max(problem.head_dim_qk, problem.head_dim_vo)
     if _multiplies_tiles(problem):

@@ -1,4 +1,4 @@
-"""attention_decode: few query rows over long keys, bound by memory; mma.sync and cp.async, any GPU from sm_80 on."""
+"""attention_decode: few query rows over long keys, limited by memory; mma.sync and cp.async, any GPU from sm_80 on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.attention import (
     whole_blocks,
 )
 
-_WARP_BYTES = 8192  #: of keys and values that a warp copies at a time, where 16 tokens are not more
+_WARP_BYTES = 8192  #: that a warp copies at a time, unless 16 tokens have more
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -27,9 +27,9 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows serve any group of up to 16 heads at one query: what the tensor cores waste costs no time here.
+    """16 rows serve one query of up to 16 heads per KV head: unused rows of the tensor cores cost no time here.
 
-    32 and 64 rows are for speculative queries, so that their keys are still read once.
+    32 and 64 rows serve several queries (speculative decoding), so that keys are still read once.
     """
     return tuple(
         TileShape(rows, _tile_kv(problem, rows))
@@ -39,7 +39,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _spills(problem: AttentionProblem, rows: int) -> bool:
-    """Whether registers would spill: on Blackwell with wide heads, sooner where shared memory is small."""
+    """Whether registers would spill: on Blackwell with wide heads, and with narrower ones if shared memory is small."""
     widest = _widest(problem)
     if widest <= 64 or not is_blackwell(problem):
         return False
@@ -52,8 +52,8 @@ def _widest(problem: AttentionProblem) -> int:
 
 
 def _yields(problem: AttentionProblem) -> str | None:
-    """More than 32 rows of wide heads are bound by the tensor cores as much as by memory, where fa3 is faster: not with
-    keys of 8 bits, which it has to widen for every 128 rows.
+    """More than 32 rows of wide heads are limited by tensor cores as much as by memory, and fa3 is faster; except with
+    8-bit keys, which fa3 has to convert for every 128 rows.
     """
     if problem.cascade:
         return "keys that rows of a cascade share are faster in tiles of more rows"
@@ -63,12 +63,13 @@ def _yields(problem: AttentionProblem) -> str | None:
 
 
 def _tile_kv(problem: AttentionProblem, rows: int) -> int:
-    """Four warps copy 32 or 16 tokens each: at most 8 KB. Two warps copy 16 tokens each where these are more than 8 KB.
+    """Four warps copy 32 or 16 tokens each, at most 8 KB. If 16 tokens have more than 8 KB, two warps copy 16 tokens
+    each.
 
     64 rows need the registers of four warps. tile/decode_shape.cuh derives warps and tokens from this number.
     """
     token_bytes = _token_bytes(problem)
-    # When a work tile ends, 16 rows of o of each warp take the place of its 16 tokens, where shared memory is small.
+    # If shared memory is small, each warp's 16 rows of o replace its 16 tokens at the end of a work tile.
     most = max(token_bytes, 4 * whole_blocks(problem.head_dim_vo)) if _has_small_smem(problem) else token_bytes
     if rows < 64 and 16 * most > _WARP_BYTES:
         return 32
@@ -98,7 +99,7 @@ KERNEL = AttentionKernel(
     on_cuda=True,
     reject=_reject,
     tiles=_tiles,
-    choose_rows=first_tile_that_holds,  # with fixed splits all requests, and so all batches, have as many rows
+    choose_rows=first_tile_that_holds,  # with fixed splits all batches have the same number of rows
     yields=_yields,
     has_cascades=True,
     schedule_input=lambda _: {"start_cost": 20},

@@ -16,10 +16,10 @@ from quire.types import MaskMode, PosEncodingMode
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows for decode (more of its warps only copy), 64, and 128 where registers and 99 KB of shared memory allow:
-    widening keys and values of 8 bits takes registers, too.
+    """16 rows for decode (where most warps only copy), 64, and 128 if registers and 99 KB of shared memory suffice.
+    Converting 8-bit keys and values needs registers, too.
 
-    All have the same kv tile, so that a row's result does not depend, bit for bit, on the height of its tile.
+    All heights have the same KV tile, so that the result of a row does not depend, bit for bit, on the height.
     """
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     kv = 128 if max(qk, vo) <= 64 and not _is_encoded(problem) else 64
@@ -29,7 +29,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _spills(problem: AttentionProblem) -> bool:
-    """Whether 128 rows leave too few registers, whatever the order (tile/fa2_pipeline.cuh)."""
+    """Whether 128 rows leave too few registers in every order of tile/fa2_pipeline.cuh."""
     is_sm86 = problem.target.rstrip("af") in ("sm86", "sm87", "sm88", "sm89")
     if is_blackwell(problem) or (is_sm86 and problem.mask is MaskMode.CUSTOM and problem.soft_cap):
         return True
@@ -37,15 +37,15 @@ def _spills(problem: AttentionProblem) -> bool:
 
 
 def _is_encoded(problem: AttentionProblem) -> bool:
-    """Whether logits depend on where keys stand, or on what the caller has written."""
+    """Whether logits depend on the positions of keys, or on a custom variant."""
     return problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None
 
 
 def _spills_encoded(problem: AttentionProblem) -> bool:
-    """Whether a position encoding, or a variant of the caller's own, is too much for 128 rows."""
+    """Whether a position encoding or a custom variant needs too many registers for 128 rows."""
     if problem.head_dim_qk > 128 or problem.mask is MaskMode.CUSTOM or (problem.window and problem.soft_cap):
         return True
-    if problem.variant is not None:  # what it needs is not known here
+    if problem.variant is not None:  # its registers are not known here
         return True
     is_before_sm90 = problem.target.startswith("sm8")
     has_alibi = problem.pos_encoding is PosEncodingMode.ALIBI and max(problem.head_dim_qk, problem.head_dim_vo) > 96

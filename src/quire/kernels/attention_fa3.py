@@ -1,4 +1,4 @@
-"""attention_fa3: warp-specialised wgmma and the bulk copy engine, sm_90a."""
+"""attention_fa3: warp-specialised, with wgmma and TMA, sm_90a."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from quire.kernels.params import (
 )
 from quire.types import MaskMode, PosEncodingMode
 
-_ATOM = 64  #: columns of a 128-byte swizzled row
+_ATOM = 64  #: columns of a swizzled row of 128 bytes
 
-#: Keys and values in flight at a time. Of an H200's 50 MB of L2, 17 MB (2 of 8 heads of 2 x 8192 keys, 128 dims) is
-#: faster than the keys of 1, 4 or all heads.
+#: Keys and values that CTAs read at the same time, of an H200's 50 MB of L2. 17 MB (2 of 8 heads of 2 x 8192 keys, 128
+#: dims) is faster than the keys of 1, 4 or all heads.
 _L2_BYTES = 17 << 20
 
 #: Query heads of a KV head whose biases fit into shared memory, see tile/sm90_distance.cuh.
@@ -52,24 +52,24 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """Of cascades the low tile, where two warpgroups take requests' rows in turns."""
+    """For cascades only the low tile, with which two warpgroups take rows of requests in turn."""
     return _all_tiles(problem)[:1] if problem.cascade else _all_tiles(problem)
 
 
 def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """What fills registers and shared memory best and does not spill: figures in benchmarks/results."""
+    """The tiles that use most of the registers and shared memory without spills; timings are in benchmarks/results."""
     qk, vo = problem.head_dim_qk, problem.head_dim_vo
     widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
     more = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant
     expression = problem.variant.expression if problem.variant else Expression("", None, None, ())
     has_score = expression.score is not None
-    plain = not (custom or more)  # anything else takes registers
-    if widest <= 64:  # three warpgroups; a gather needs registers of its own
+    plain = not (custom or more)  # everything else needs registers
+    if widest <= 64:  # three warpgroups; gathering rows needs more registers
         tall = plain and _page_size(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
     if widest <= 128 and problem.soft_cap and problem.pos_encoding:
         return (TileShape(128, 128),)
-    if widest <= 128 and problem.kv.bits == 8 and more:  # widening takes registers, too
+    if widest <= 128 and problem.kv.bits == 8 and more:  # conversion needs registers, too
         return (TileShape(128, 128),)
     has_scale = has_row_scale(expression) and problem.kv.bits == 16
     has_idiom_here = has_idiom(expression) or has_scale or _has_distance_bias(problem)
@@ -92,31 +92,31 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _has_distance_bias(problem: AttentionProblem) -> bool:
-    """Whether a loading warp computes what the score adds."""
+    """Whether a loading warp computes the bias that the score adds."""
     is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 128 and problem.kv.bits == 16
     return is_small and problem.variant is not None and has_distance_bias(problem.variant.expression)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    """Low tiles for chunks, whose ends waste less of them, and where neighbours must have no influence."""
+    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
     return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
 
 
 def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
-    """Whether the copy engine brings keys and values: 8-bit ones where a row is one of a swizzle atom."""
+    """Whether TMA copies keys and values. For 8-bit ones, a row must be one row of a swizzle atom."""
     return bits == 16 or head_dim_qk == head_dim_vo == 2 * _ATOM
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 8 tokens are copied as boxes, whose size is compiled in; others, and 8-bit numbers that
-    come in none, are gathered by row.
+    """Pages of a multiple of 8 tokens are copied as TMA boxes, whose size is compiled in. Other pages, and 8-bit rows
+    that TMA cannot copy, are gathered row by row.
     """
     has_boxes = _has_boxes(problem.kv.bits, problem.head_dim_qk, problem.head_dim_vo)
     return problem.page_size if problem.page_size % 8 == 0 and (has_boxes or not problem.paged) else ANY_PAGE_SIZE
 
 
 def _max_bytes(key: AttentionKey, operand: str) -> int:
-    """Rows that are gathered, and results, are found by 32-bit numbers of 16 bytes."""
+    """Addresses of gathered rows, and of results, are 32-bit offsets in units of 16 bytes."""
     has_boxes = key.page_size != ANY_PAGE_SIZE and _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo)
     gathered = operand in ("k", "v") and not has_boxes
     return 1 << 36 if operand == "o" or gathered else 0
@@ -131,7 +131,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
     if tile.rows % group == 0 and nnz_qo:
         dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
         copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
-    atom, rows = (_ATOM, tile.kv) if key.kv.bits == 16 else (2 * _ATOM, tile.kv // 2)  # of bytes, a warp's rows
+    atom, rows = (_ATOM, tile.kv) if key.kv.bits == 16 else (2 * _ATOM, tile.kv // 2)  # 8-bit: a warp's rows
     for name in ("k", "v") if _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo) else ():
         (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
         if not key.paged and tokens:
@@ -149,7 +149,7 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
 
 
 def _schedule_input(key: AttentionKey) -> Mapping[str, int]:
-    """CTAs may take tiles from a counter, those of a few kv heads at a time, whose keys and values stay in L2."""
+    """CTAs may take row tiles from a tile counter, a few KV heads at a time, so that keys and values stay in L2."""
     token_bits = (key.head_dim_qk + key.head_dim_vo) * key.kv.bits
     return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits), "arrives_late": 1}
 
@@ -160,14 +160,14 @@ def _unit_bytes(key: AttentionKey) -> int:
 
 
 def _operation(key: AttentionKey) -> OperationKey | None:
-    """Custom masks are classified while planning."""
+    """For custom masks, plan() computes the block mask."""
     return OperationKey("block_mask", key.target) if key.mask is MaskMode.CUSTOM else None
 
 
 def _fill(
     params: AttentionFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, block_mask: int
 ) -> tuple[BlockMaskParams | None, int]:
-    """For CUDA graphs and lengths on the device, partitions say how many kv heads are worked on at a time."""
+    """With CUDA graphs and lengths on the device, each partition has the number of KV heads per L2 group."""
     base = params.base
     params.tile_counter = at + s.tile_counter_offset
     params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group

@@ -1,4 +1,4 @@
-"""attention_mla_cpu: multi-head latent attention on host threads."""
+"""attention_mla_cpu: latent attention (MLA) on host threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""attention_mla_decode: few rows of latent attention (MLA), bound by memory; wgmma with heads as columns, sm_90a."""
+"""attention_mla_decode: few rows of latent attention (MLA), limited by memory; wgmma with heads as columns, sm_90a."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import SCALED_MLA_OPERANDS, TensorCopy, View
 from quire.kernels.params import AttentionMlaFa3Params
 
-_KEYS = 64  #: of a KV tile, which lies in one page
+_KEYS = 64  #: of a KV tile, all of them in one page
 
 
 def _reject(problem: AttentionProblem) -> str | None:

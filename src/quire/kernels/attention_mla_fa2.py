@@ -1,4 +1,4 @@
-"""attention_mla_fa2: multi-head latent attention, mma.sync and cp.async, any GPU from sm_80 on."""
+"""attention_mla_fa2: latent attention (MLA), mma.sync and cp.async, any GPU from sm_80 on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.kernels.attention import (
 from quire.kernels.operands import SCALED_MLA_OPERANDS
 from quire.kernels.params import AttentionMlaParams
 
-_KEYS = 64  #: of a tile where shared memory holds 227 KB a CTA; half as many elsewhere, so that two tiles fit
+_KEYS = 64  #: of a KV tile if a CTA may have 227 KB of shared memory; else half as many, so that two tiles fit
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:

@@ -1,4 +1,4 @@
-"""attention_mla_fa3: multi-head latent attention on wgmma and the bulk copy engine, sm_90a."""
+"""attention_mla_fa3: latent attention (MLA) with wgmma and TMA, sm_90a."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.kernels.params import AttentionMlaFa3Params, ScheduleInput, ScheduleO
 
 _ROWS = 64  #: of a CTA
 _ATOM_BITS = 1024  #: of a swizzled row
-_PARTS = 4  #: of the latents of a KV tile, each of which a box brings where pages hold whole KV tiles
+_PARTS = 4  #: of the latents of a KV tile; if pages hold whole KV tiles, each part is a TMA box
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -22,7 +22,7 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _yields(problem: AttentionProblem) -> str | None:
-    """With 64 rows a tile few rows pay for all of its products, and multiplying by scales is not hidden beside them."""
+    """Row tiles have 64 rows, so few rows pay for the products of all, and products do not hide the time of scaling."""
     if problem.tile_scales and problem.rows <= 16:
         return f"rows={problem.rows}: fa2 is as fast with scales of latents"
     return None
@@ -32,7 +32,7 @@ def latent_copies(
     key: AttentionKey, views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]]
 ) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params_mla_fa3.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box.
-    Columns of an atom that the operand lacks arrive as zeros.
+    TMA fills columns of an atom beyond the operand with zeros.
     """
     copies: list[TensorCopy] = []
     for field, name, type_name in (("tensor_k", "kpe_cache", "kpe"), ("tensor_v", "ckv_cache", "kv")):
@@ -42,7 +42,7 @@ def latent_copies(
             atoms, own = max(1, dims // columns), min(dims, columns)
             box = (columns, *box_of(tokens, atoms), 1)
             sizes, steps = (own, tokens, atoms, pages), (token, own, page)
-            copies.append(TensorCopy(field, name, sizes, steps, box, promotion=128))  # 2 to 5 % faster than 256
+            copies.append(TensorCopy(field, name, sizes, steps, box, promotion=128))  # faster than 256
     return tuple(copies)
 
 
@@ -55,22 +55,22 @@ def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tu
 
 
 def _page_size(problem: AttentionProblem) -> int:
-    """Pages of a multiple of 16 tokens are boxes, whose size is compiled in; tokens of others and latents of 8 bits are
-    gathered.
+    """Pages of a multiple of 16 tokens are copied as TMA boxes, whose size is compiled in. Tokens of other pages, and
+    8-bit latents, are gathered.
     """
     return ANY_PAGE_SIZE if problem.page_size % 16 or problem.kv.bits == 8 else problem.page_size
 
 
 def _choose_rows(problem: AttentionProblem, _: tuple[TileShape, ...]) -> int:
-    """Two CTAs that read the same keys at the same time read them once from memory: wherever no rows are missing."""
+    """Two CTAs that read the same keys at the same time read them from memory once, if rows fill both."""
     return _ROWS if problem.rows % (2 * _ROWS) else 2 * _ROWS
 
 
 def fill(
     params: AttentionMlaFa3Params, given: ScheduleInput, s: ScheduleOutput, _at: int, _unit_memory: int
 ) -> tuple[None, int]:
-    """Whole row tiles, where there are enough of them, are dealt out in turn. With a tile counter the scheduler would
-    leave tiles of up to `start_cost` units whole, however few there are.
+    """Whole row tiles, if there are enough, are assigned to CTAs in turn. With a tile counter, the scheduler would not
+    divide row tiles of up to `start_cost` units, even if there are few.
     """
     params.tile_counter, params.num_pages = None, 2**31 - 1
     params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group

@@ -22,8 +22,8 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """16 rows serve decode. 64 rows of queries fill half of the shared memory of an A100 beside 32 keys and values, of
-    an H100 beside 64; 99 KB do not hold them.
+    """16 rows serve decode. 64 rows of queries leave shared memory for 32 keys and values on an A100, and for 64 on an
+    H100; they do not fit 99 KB.
     """
     target = problem.target.rstrip("af")
     if target.startswith(("sm90", "sm100", "sm103")):

@@ -1,5 +1,6 @@
-"""A variant over lists of blocks. A row of blocks is a request of the kernel, which counts its queries and listed keys;
-the variant means those of the whole matrix, which it is rewritten to read from two tables.
+"""Rewrites a custom variant for lists of blocks. The kernel treats a row of blocks as a request, and numbers its
+queries and listed keys. The variant refers to queries and keys of the whole matrix, so it is rewritten to read their
+indices from two tables.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from quire.kernels.level_variant import with_places
 from quire.kernels.trace import Tracer, Value
 from quire.kernels.variant import Variant
 
-#: The tables, int32: of each row of blocks what COLUMNS say, and the pages of all lists.
+#: The two tables, int32: the columns COLUMNS for each row of blocks, and the page numbers of all lists.
 LISTS, PAGES = "rows_of_blocks", "pages_of_blocks"
-#: q_idx, head: what the row's first are in the matrix. first_page: of its list, in PAGES. first_key: of all keys, the
-#: first of the row's head. qo_len, kv_len: of the matrix.
+#: q_idx, head: those of the row's first query in the matrix. first_page: where its list begins in PAGES. first_key: the
+#: first key of the row's head among all keys. qo_len, kv_len: those of the matrix.
 COLUMNS = ("q_idx", "head", "first_page", "first_key", "qo_len", "kv_len")
 
 
 @lru_cache(maxsize=256)
 def variant_of_blocks(variant: Variant, page_size: int, of_heads: bool) -> Variant:
-    """The same variant over lists of pages. of_heads: a row of blocks is of one KV head."""
+    """The same variant over lists of pages. of_heads: each row of blocks belongs to one KV head."""
     expression = variant.expression
     reads = indices_in(expression.score) | indices_in(expression.mask)
     if not of_heads:
@@ -32,7 +33,7 @@ def variant_of_blocks(variant: Variant, page_size: int, of_heads: bool) -> Varia
 
 
 def _places(tracer: Tracer, reads: Collection[str], page_size: int) -> Mapping[str, Value]:
-    """What stands for each index of `reads`."""
+    """The expression that replaces each index of `reads`."""
     q_idx, head, kv_idx, row = (
         tracer.value("index", "int", value=name) for name in ("q_idx", "head", "kv_idx", "request")
     )

@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-#: Integers that a query, its key and their request say. q_idx and kv_idx are counted within the request.
+#: Integers that describe a query, its key and their request. q_idx and kv_idx are counted within the request.
 INDICES = ("q_idx", "kv_idx", "head", "request", "qo_len", "kv_len")
 #: Types of values. Numbers are float32; integers are int32 and wrap.
 FLOAT, INT, BOOL = "float", "int", "bool"
-#: Number types of operands, and the type of what is read from them.
+#: Number types of operands, and the types of values read from them.
 OPERAND_TYPES = {
     "float32": FLOAT, "float16": FLOAT, "bfloat16": FLOAT, "int32": INT, "int64": INT, "uint8": INT, "bool": BOOL,
 }  # fmt: skip
 SCALAR_TYPES = ("float32", "int32")
-#: Operators of Python that the tree keeps, by operation.
+#: Python's operators, by the name of the operation in the tree.
 BINARY = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%", "and": "&", "or": "|", "xor": "^",
     "shl": "<<", "shr": ">>", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
 }  # fmt: skip
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 UNARY = {"neg": "-", "not": "~"}
-#: Functions of one float that give one.
+#: Functions from float to float.
 FLOAT_FUNCTIONS = ("tanh", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sigmoid", "floor")
-#: All functions that texts call, and how many arguments each takes.
+#: All functions in texts, and their numbers of arguments.
 FUNCTIONS = {
     **dict.fromkeys(FLOAT_FUNCTIONS, 1), "abs": 1, "to_float": 1, "to_int": 1, "minimum": 2, "maximum": 2, "where": 3,
 }  # fmt: skip
 
 
-_DEEPEST = 8  #: parentheses inside one another in a line of text
+_DEEPEST = 8  #: levels of nested parentheses in a line of text
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Node:
     dim: int = 0  #: of "size"
 
     def walk(self) -> Iterator[Node]:
-        """Each operation below and this one, arguments first, each once; of any depth."""
+        """All operations of the tree below this one, and this one: arguments first, each once. Does not recurse."""
         seen, stack = set(), [(self, False)]
         while stack:
             node, is_done = stack.pop()
@@ -64,7 +64,7 @@ class Node:
 
 
 class Operand(NamedTuple):
-    """A tensor or a number that a call of the kernel takes."""
+    """A tensor or a number that a call passes to the kernel."""
 
     name: str
     type: str  #: of OPERAND_TYPES
@@ -75,14 +75,14 @@ class Operand(NamedTuple):
 
 
 class Tree:
-    """Makes nodes; equal ones are one."""
+    """Creates nodes, equal ones only once."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[object, ...], Node] = {}
 
     def node(self, op: str, type_: str, *args: Node, value: float | int | str | bool = 0, dim: int = 0) -> Node:
         """The node of this operation."""
-        bits = struct.pack("<f", value) if isinstance(value, float) else value  # tells -0.0 from 0.0, and NaN is NaN
+        bits = struct.pack("<f", value) if isinstance(value, float) else value  # -0.0 and 0.0 differ; NaN equals NaN
         key = (op, type_, tuple(map(id, args)), type(value), bits, dim)
         if key not in self._nodes:
             self._nodes[key] = Node(op, type_, args, value, dim)
@@ -106,7 +106,7 @@ class Expression:
 
     @cached_property
     def mask_operands(self) -> frozenset[str]:
-        """The operands that the mask reads: plan() needs them."""
+        """The operands that the mask reads, which plan() needs."""
         return frozenset(names_in(self.mask))
 
 
@@ -140,8 +140,8 @@ class _Printer:
     def __init__(self, roots: list[Node]) -> None:
         uses = Counter(id(arg) for node in _walk_all(roots) for arg in node.args)
         self._shared = {id(node) for node in _walk_all(roots) if uses[id(node)] > 1 and node.args}
-        self._texts: dict[int, str] = {}  # of each node: its name or what it is
-        self._depths: dict[int, int] = {}  # parentheses inside one another in that
+        self._texts: dict[int, str] = {}  # the name or text of each node
+        self._depths: dict[int, int] = {}  # the levels of parentheses in that text
         self._named: set[int] = set()
 
     def assignments(self, root: Node) -> Iterator[str]:
@@ -158,7 +158,7 @@ class _Printer:
             self._texts[id(node)], self._depths[id(node)] = text, depth
 
     def spell(self, root: Node) -> str:
-        """`root`, once its assignments are written."""
+        """The text of `root`, after its assignments."""
         return self._texts[id(root)]
 
     def _spell(self, node: Node) -> str:
@@ -187,7 +187,7 @@ def _number(value: float | int | str | bool) -> str:
 
 
 def as_float32(value: float) -> float:
-    """The nearest float32, infinite beyond the largest."""
+    """The nearest float32, infinite beyond float32's range."""
     try:
         found: float = struct.unpack("<f", struct.pack("<f", value))[0]
         return found

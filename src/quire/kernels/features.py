@@ -25,12 +25,12 @@ ANY_PAGE_SIZE = -1
 class Feature:
     """One row: how the values of a field are spelled."""
 
-    members: Mapping[str, Callable[[Any], int | str]]  #: of Variant: an int is a constant, a string names a type
+    members: Mapping[str, Callable[[Any], int | str]]  #: of Variant in C++: an int is a constant, a string a type
     words: Mapping[str, Any]  #: values by their words; slugs leave out the value whose word is ""
-    number: str = ""  #: how any other value, a number, is spelled: "d{}"; "" if there is none
-    separator: str = "-"  #: what stands before the word in a slug
-    planned: Callable[[Any], Any] | None = None  #: the value that plan options say; None: the option of the same name
-    name: str = ""  #: the field's
+    number: str = ""  #: format of any other value, a number: "d{}"; "" if there is none
+    separator: str = "-"  #: the character before the word in a slug
+    planned: Callable[[Any], Any] | None = None  #: value by plan options; None: the option of the same name
+    name: str = ""  #: the name of the field
 
     def word(self, value: Any) -> str:
         """The word of `value` in slugs, without the separator."""
@@ -38,13 +38,13 @@ class Feature:
         return by_value[value] if value in by_value else self.number.format(value)
 
     def spell(self, value: Any) -> str:
-        """What `value` adds to a slug."""
+        """The part of a slug for `value`, with its separator."""
         word = self.word(value)
         return self.separator + word if word else ""
 
     @property
     def pattern(self) -> str:
-        """A regular expression of what spell() gives; its group has the field's name."""
+        """A regular expression that matches the results of spell(); its group has the field's name."""
         words = [re.escape(word) for word in self.words if word] + [self.number.format(r"\d+")] * bool(self.number)
         return f"(?:{re.escape(self.separator)}(?P<{self.name}>{'|'.join(words)})){'?' * ('' in self.words)}"
 
@@ -61,7 +61,7 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class ExpressionFeature(Feature):
-    """The row of a custom variant, which is spelt as its digest."""
+    """The row of custom variants, which are spelled as their digests."""
 
     def word(self, value: Variant | None) -> str:
         """ "expr" and the digest."""
@@ -69,7 +69,7 @@ class ExpressionFeature(Feature):
 
     @property
     def pattern(self) -> str:
-        """As every row's."""
+        """A regular expression, as in other rows."""
         return f"(?:{self.separator}(?P<{self.name}>expr[0-9a-f]{{16}}))?"
 
     def read(self, word: str) -> Variant | None:
@@ -77,7 +77,7 @@ class ExpressionFeature(Feature):
         return find_variant(word.removeprefix("expr")) if word else None
 
     def describe(self, value: Variant | None) -> str:
-        """Its word."""
+        """The word of a slug, which names the custom variant in messages, too."""
         return self.word(value) or "none"
 
 
@@ -117,7 +117,7 @@ _VARIANT = ExpressionFeature(
 class Features:
     """The table. Fields from `mask` on are words of the command line's --mask."""
 
-    target: str  #: what the code is compiled for: "sm90a", "x86-64-v4", ...
+    target: str  #: the compilation target: "sm90a", "x86-64-v4", ...
     q: Annotated[DType, _number_type("Q", lambda options: options.types.q, ".")]
     kv: Annotated[DType, _number_type("Kv", lambda options: options.types.kv)]
     o: Annotated[DType, _number_type("O", lambda options: options.types.o)]
@@ -128,13 +128,13 @@ class Features:
     window: Annotated[bool, _flag("kWindow", "window", lambda options: options.logits.window_left >= 0)]
     soft_cap: Annotated[bool, _flag("kSoftCap", "cap", lambda options: options.logits.logits_soft_cap > 0)]
     pos_encoding: Annotated[PosEncodingMode, _POS_ENCODING] = field(default=PosEncodingMode.NONE, kw_only=True)
-    variant: Annotated[Variant | None, _VARIANT] = field(default=None, kw_only=True)  #: of the caller's own
+    variant: Annotated[Variant | None, _VARIANT] = field(default=None, kw_only=True)  #: a custom variant
     #: the batch is a tree of shared keys: core/cascade.h
     cascade: Annotated[bool, _flag("kCascade", "cascade", lambda options: options.cascade)] = field(
         default=False, kw_only=True
     )
 
-    #: keys of its shared levels lie in tensors of their own
+    #: keys of shared levels are in separate tensors
     prefix: Annotated[bool, _flag("kPrefix", "prefix", lambda options: options.prefix)] = field(
         default=False, kw_only=True
     )
@@ -144,7 +144,7 @@ class Features:
         default=False, kw_only=True
     )
 
-    #: it notes when each work tile was computed, and where: core/stamps.h
+    #: records when, and on which SM, each work tile was computed: core/stamps.h
     timed: Annotated[bool, _flag("kTimed", "timed", lambda options: options.timed)] = field(default=False, kw_only=True)
 
     @property
@@ -161,7 +161,7 @@ class Features:
         return self.pos_encoding is PosEncodingMode.ALIBI or (self.variant is not None and self.variant.has_score)
 
     def type_of(self, name: str) -> DType:
-        """The number type of an operand: one of the features, that of kpe, or a type's slug."""
+        """The number type of an operand: a feature, the type of kpe, or the slug of a type."""
         if name == "kpe":
             return self.q if self.tile_scales else self.kv
         return getattr(self, name) if name in ("q", "kv", "o") else dtype_of(name, "type")
@@ -200,13 +200,13 @@ def planned_features(options: Any) -> dict[str, Any]:
 
 
 def mask_words() -> str:
-    """What read_mask() takes, in words."""
+    """The words that read_mask() accepts, for messages."""
     first, *rest = ([word for word in row.words if word] for row in MASK_FEATURES)
     return f"of {', '.join(first)}, with {', '.join(f'+{word}' for words in rest for word in words)}"
 
 
 def read_mask(text: str) -> dict[str, Any]:
-    """The fields that the command line's "causal+window+cap" sets."""
+    """The fields set by words of the command line, such as "causal+window+cap"."""
     left, values = text.lower().split("+"), {}
     for row in MASK_FEATURES:
         word = next((word for word in left if word and word in row.words), "")

@@ -14,14 +14,14 @@ from quire.kernels.expression import FLOAT, Node, indices_in
 from quire.kernels.trace import Tracer, Value, call
 from quire.kernels.variant import Variant, variant_of_trees
 
-#: The tables, int32: of each entry of the level its first row of q, and of each row of q what COLUMNS say.
+#: The two tables, int32: the first row of q of each entry of the level, and the columns COLUMNS for each row of q.
 FIRST_ROWS, ROWS = "first_rows_of_level", "rows_of_level"
 #: first_key: how many keys of the row's request come before those of the level.
 COLUMNS = ("q_idx", "request", "qo_len", "kv_len", "first_key")
 
 
 def has_places(variant: Variant) -> bool:
-    """Whether the variant reads other indices than the head."""
+    """Whether the variant reads any index but the head."""
     expression = variant.expression
     return bool((indices_in(expression.score) | indices_in(expression.mask)) - {"head"})
 
@@ -34,7 +34,7 @@ def variant_of_level(variant: Variant) -> Variant:
 
 @lru_cache(maxsize=256)
 def variant_without_mask(variant: Variant) -> Variant:
-    """The variant as a score alone, -inf where its mask hides the key: for calls that plan no mask."""
+    """The variant with its mask in the score, -inf for hidden keys: for calls that plan no mask."""
     if not variant.has_mask:
         return variant
     tracer = _tracer_of(variant, ())
@@ -45,7 +45,7 @@ def variant_without_mask(variant: Variant) -> Variant:
 
 
 def _tracer_of(variant: Variant, tables: Collection[str]) -> Tracer:
-    """With the operands of the variant and `tables`, int32."""
+    """A tracer with the operands of the variant and the int32 tensors `tables`."""
     operands = variant.expression.operands
     tensors = {operand.name: operand.type for operand in operands if operand.rank}
     scalars = {operand.name: operand.type for operand in operands if not operand.rank}
@@ -57,7 +57,7 @@ def _tracer_of(variant: Variant, tables: Collection[str]) -> Tracer:
 def with_places(
     variant: Variant, tables: Collection[str], places_of: Callable[[Tracer], Mapping[str, Value]]
 ) -> Variant:
-    """The same variant, which finds its places by `places_of` and has the operands `tables`, int32, for that."""
+    """The same variant with its indices replaced by `places_of`, which may read the int32 operands `tables`."""
     if taken := {operand.name for operand in variant.expression.operands} & {*tables}:
         raise ValidationError(f"variant: an operand cannot be named {min(taken)!r} here; rename it.")
     tracer = _tracer_of(variant, tables)
@@ -67,7 +67,7 @@ def with_places(
 
 
 def _places(tracer: Tracer) -> dict[str, Value]:
-    """What stands for each index."""
+    """The expression that replaces each index."""
     q_idx, kv_idx, request = (tracer.value("index", "int", value=name) for name in ("q_idx", "kv_idx", "request"))
     row = tracer.read(FIRST_ROWS, request) + q_idx
     found = {name: tracer.read(ROWS, (row, number)) for number, name in enumerate(COLUMNS)}

@@ -13,7 +13,7 @@ from ctypes import Array, c_int64, c_uint64, c_void_p, memmove, sizeof
 from functools import cache
 from typing import Any, NamedTuple
 
-#: The stride over a dimension, by the dimension's size. Dimensions that are not here are contiguous.
+#: The name of the stride over a dimension, by the name of its size. Other dimensions are contiguous.
 _STRIDES = {
     "nnz_qo": "token", "nnz_prefix": "token", "num_qo_heads": "head", "num_pages": "page", "page_size": "token",
     "num_kv_heads": "head",
@@ -21,12 +21,12 @@ _STRIDES = {
 
 
 class Operand(NamedTuple):
-    """One tensor, of which the parameter struct has the address `<name>` and a `<name>_<dimension>_stride` each."""
+    """One tensor, with the fields `<name>` (address) and `<name>_<dimension>_stride` in the parameter struct."""
 
     name: str
-    dims: tuple[str, ...]  #: names of its sizes, in the order of NHD; a plan option where there is one
-    type: str  #: the feature that is its number type, or the slug of one: "q", "kv", "fp32"
-    scales: Operand | None = None  #: what its numbers are multiplied by, if the call has any
+    dims: tuple[str, ...]  #: names of its sizes in NHD order, those of plan options if there are any
+    type: str  #: the feature with its number type, or a type's slug: "q", "kv", "fp32"
+    scales: Operand | None = None  #: factors of its numbers, if the call has any
 
     @property
     def strides(self) -> tuple[str, ...]:
@@ -73,7 +73,7 @@ class TensorCopy(NamedTuple):
     dims: tuple[int, ...]
     strides: tuple[int, ...]  #: in elements, of all but the innermost dimension
     box: tuple[int, ...]
-    promotion: int = 256  #: bytes that a miss of the L2 brings: 64, 128 or 256
+    promotion: int = 256  #: bytes that an L2 miss reads: 64, 128 or 256
 
 
 #: Queries, keys, values and the result. Keys and values are pages; ragged ones are a single page.
@@ -84,14 +84,14 @@ ATTENTION_OPERANDS = (
     Operand("o", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "o"),
 )
 
-#: Behind the others where the keys of a cascade's shared levels lie in tensors of their own: their rows.
+#: Further operands if the keys of a cascade's shared levels are in separate tensors.
 PREFIX_OPERANDS = (
     Operand("k_prefix", ("nnz_prefix", "num_kv_heads", "head_dim_qk"), "kv"),
     Operand("v_prefix", ("nnz_prefix", "num_kv_heads", "head_dim_vo"), "kv"),
 )
 
-#: Multi-head latent attention (MLA): one head of keys, [ckv, kpe], whose first part, the latent, is the value too. The
-#: first four lie where ATTENTION_OPERANDS do: k is the part with positions, v the latent.
+#: Latent attention (MLA) has one head of keys, [ckv, kpe]; ckv, the latent, is also the value. The first four operands
+#: have the places of ATTENTION_OPERANDS: k is kpe, v is the latent.
 MLA_OPERANDS = (
     Operand("q_pe", ("nnz_qo", "num_qo_heads", "head_dim_kpe"), "q"),
     Operand("kpe_cache", ("num_pages", "page_size", "num_kv_heads", "head_dim_kpe"), "kpe"),
@@ -100,17 +100,17 @@ MLA_OPERANDS = (
     Operand("q_nope", ("nnz_qo", "num_qo_heads", "head_dim_vo"), "q"),
 )
 
-#: Dims of a latent that have a scale of their own in the rows of 656 bytes of FlashMLA.
+#: Dims of a latent with a common scale in FlashMLA's rows of 656 bytes.
 TILE_DIMS = 128
 _CKV_SCALES = Operand("ckv_scales", ("num_pages", "page_size", "num_kv_heads", "num_tile_scales"), "fp32")
-#: The same for a kernel that takes latents of 8 bits with such scales too.
+#: MLA_OPERANDS with such scales, for kernels that take 8-bit latents.
 SCALED_MLA_OPERANDS = tuple(
     operand._replace(scales=_CKV_SCALES) if operand.name == "ckv_cache" else operand for operand in MLA_OPERANDS
 )
 
 
 def blocks_of(operands: Sequence[Operand]) -> tuple[tuple[Operand, ...], ...]:
-    """Those of AttentionParams; the others, if any; and the scales of all of them, if any."""
+    """Divides operands into those of AttentionParams, the others, and the scales of all; empty blocks are left out."""
     scales = tuple(operand.scales for operand in operands if operand.scales is not None)
     count = len(ATTENTION_OPERANDS)
     return tuple(filter(None, (tuple(operands[:count]), tuple(operands[count:]), scales)))

@@ -28,27 +28,26 @@ from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
-#: Heads of a token that a thread of kernels/rope.h has, and turns whose tokens a CTA finds at a time: kHeads and
-#: kTurns there.
+#: kHeads and kTurns of kernels/rope.h: heads of a token per thread, and rounds of tokens that a CTA looks up at once.
 HEADS_OF_THREAD, TURNS_OF_TOKENS = 4, 8
-#: Threads of a token's latent in kernels/append_latents.h, and heads of another thread: kLatentThreads, kHeads there.
+#: kLatentThreads and kHeads of kernels/append_latents.h: threads per latent, and heads per other thread.
 LATENT_THREADS, LATENT_HEADS = 64, 2
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One row of the catalogue."""
+    """One operation: a row of the catalogue."""
 
     name: str
     header: str
     cxx: str
     params: type[ctypes.Structure]
-    #: elements that a thread moves at a time, by the slug of their type ("" if the code does not depend on one); calls
-    #: choose by addresses and strides
+    #: elements that a thread copies at a time, by the slug of their type ("": the code depends on no type); calls
+    #: choose one by addresses and strides
     widths: Mapping[str, tuple[int, ...]]
     on_cuda: bool = True
     on_host: bool = True
-    asserts: tuple[tuple[str, int], ...] = ()  #: constants of the kernel that Python knows too
+    asserts: tuple[tuple[str, int], ...] = ()  #: constants of the kernel that Python relies on
 
 
 def _header(name: str) -> str:
@@ -92,7 +91,7 @@ OPERATIONS: dict[str, Operation] = {
         Operation("packbits", _header("packbits.h"), "Packbits", PackbitsParams, _ONE),
     )
 }  # fmt: skip
-_OF_VARIANT = ("expression_blocks",)  #: operations that are made for a variant of one's own
+_OF_VARIANT = ("expression_blocks",)  #: operations that are compiled for a custom variant
 _CXX = {"fp32": "float", "fp16": "fp16_t", "bf16": "bf16_t", "u8": "uint8_t", "u16": "uint16_t", "u32": "uint32_t"}
 
 
@@ -102,9 +101,7 @@ class OperationKey:
 
     name: str
     target: str
-    type: str = (
-        ""  #: element type by slug, "" if none; of what is made for a variant of one's own "expr" and its digest
-    )
+    type: str = ""  #: slug of the element type, "" if none; for a custom variant "expr" and its digest
     vector: int = 1
 
     def __post_init__(self) -> None:
@@ -136,7 +133,7 @@ class OperationKey:
         """The keys of all widths that calls choose from."""
         return [replace(self, vector=width) for width in OPERATIONS[self.name].widths.get(self.type, (1,))]
 
-    @lru_cache(maxsize=1024)  # calls of these operations look their module up by it  # noqa: B019
+    @lru_cache(maxsize=1024)  # calls look their module up by spec  # noqa: B019
     def spec(self) -> Spec:
         """The input of the compiler."""
         op, own = OPERATIONS[self.name], find_variant(self.type[4:]) if self.name in _OF_VARIANT else None
@@ -158,7 +155,7 @@ class OperationKey:
 
 
 def _places(op: Operation, own: Variant | None) -> tuple[tuple[str, int], ...]:
-    """What core/expression.h knows of a variant: where its operands lie, and that it has a mask."""
+    """The constants for core/expression.h: where the operands of a variant begin, and that it has a mask."""
     if own is None:
         return ()
     return ("kOperandsAt", ctypes.sizeof(op.params)), ("kScore", int(own.has_score)), ("kScoreMask", 1)

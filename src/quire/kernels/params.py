@@ -24,7 +24,7 @@ from quire.kernels.operands import (
 
 _Struct = TypeVar("_Struct", bound=ctypes.Structure)
 
-#: Pairs of dims that turn by a table: kMaxTablePairs in kernels/rope.h.
+#: Largest number of pairs of dims that a table of angles rotates: kMaxTablePairs in kernels/rope.h.
 MAX_TABLE_PAIRS = 512
 #: Pairs of dims for which RopeParams holds frequencies: kMaxRotaryPairs in kernels/rope.h.
 MAX_ROTARY_PAIRS = 256
@@ -37,7 +37,7 @@ def struct_of(cls: type[ctypes.Structure]) -> Struct:
 
 
 def _offsets(cls: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
-    """Each field's name and offset; those of a struct inside by their path."""
+    """Each field's name and offset; those of nested structs by their path."""
     for name, kind, *_ in cls._fields_:
         offset = getattr(cls, name).offset
         if name.startswith("_"):  # padding
@@ -49,7 +49,7 @@ def _offsets(cls: type[ctypes.Structure]) -> Iterator[tuple[str, int]]:
 
 
 class FastDivisor(ctypes.Structure):
-    """Division by a run-time divisor as a multiplication; see core/types.h."""
+    """Division by a run-time number as a multiplication; see core/types.h."""
 
     _fields_ = (("divisor", c_uint32), ("multiplier", c_uint32), ("shift", c_uint32))
 
@@ -63,7 +63,7 @@ class FastDivisor(ctypes.Structure):
 
 
 class RowTile(ctypes.Structure):
-    """One row tile of one request, for every kv head alike. In a cascade `partial` and `num_parts` are row_end and
+    """One row tile of one request, the same for all KV heads. In a cascade `partial` and `num_parts` mean row_end and
     num_groups: see core/params.h.
     """
 
@@ -77,7 +77,7 @@ class RowTile(ctypes.Structure):
 
 
 class Partition(ctypes.Structure):
-    """What one CTA computes. In a cascade `group` and `heads_per_l2_group` are first_tile and next."""
+    """The work of one CTA. In a cascade `group` and `heads_per_l2_group` mean first_tile and next."""
 
     _fields_ = tuple(
         (name, c_int32)
@@ -115,10 +115,10 @@ def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure
     return type(name, (ctypes.Structure,), {"_fields_": (("base", AttentionParams), *more)})
 
 
-#: What a kernel of AttentionParams is given with shared keys in tensors of their own; see core/cascade.h.
+#: AttentionParams, followed by shared keys in separate tensors; see core/cascade.h.
 AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERANDS, *PREFIX_OPERANDS))
 
-#: What an MLA kernel is given; see core/params_mla.h.
+#: The parameters of MLA kernels; see core/params_mla.h.
 AttentionMlaParams = params_with("AttentionMlaParams", SCALED_MLA_OPERANDS)
 
 
@@ -129,7 +129,7 @@ class TensorMap(ctypes.Structure):
 
 
 class AttentionFa3Params(ctypes.Structure):
-    """What the fa3 kernels are given; see core/params_fa3.h. Allocate with `aligned_copy`."""
+    """The parameters of fa3; see core/params_fa3.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         ("base", AttentionParams),
@@ -144,7 +144,7 @@ class AttentionFa3Params(ctypes.Structure):
 
 
 class AttentionFa3PrefixParams(ctypes.Structure):
-    """The same with shared keys in tensors of their own; see core/params_fa3.h. Allocate with `aligned_copy`."""
+    """The same with shared keys in separate tensors; see core/params_fa3.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         *AttentionFa3Params._fields_,
@@ -167,7 +167,7 @@ class PodParams(ctypes.Structure):
 
 
 class AttentionMlaFa3Params(ctypes.Structure):
-    """What the MLA kernel of the bulk copy engine is given; see core/params_mla_fa3.h. Allocate with `aligned_copy`."""
+    """The parameters of MLA kernels with TMA; see core/params_mla_fa3.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         *AttentionFa3Params._fields_,
@@ -179,11 +179,11 @@ class AttentionMlaFa3Params(ctypes.Structure):
 
 
 def aligned_copy(params: _Struct) -> _Struct:
-    """A copy of a struct at a multiple of 64 bytes, as tensor maps need it."""
+    """A copy of a struct at a multiple of 64 bytes, which tensor maps require."""
     memory = bytes_type(ctypes.sizeof(params) + 64)()
     address = ctypes.addressof(memory)
-    copies = _array_of_one(type(params)).from_address(address + -address % 64)  # half the time of from_buffer()
-    copies.memory = memory  # type: ignore[attr-defined]  # which lives as long as what lies there
+    copies = _array_of_one(type(params)).from_address(address + -address % 64)  # twice as fast as from_buffer()
+    copies.memory = memory  # type: ignore[attr-defined]  # keeps the memory alive
     copies[0] = params
     copy: _Struct = copies[0]
     return copy
@@ -191,7 +191,7 @@ def aligned_copy(params: _Struct) -> _Struct:
 
 @cache
 def bytes_type(num_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
-    """The type of so many bytes; ctypes itself keeps each that was ever made."""
+    """The ctypes array type of this size, created once."""
     return ctypes.c_char * num_bytes
 
 
@@ -201,7 +201,7 @@ def _array_of_one(kind: type[_Struct]) -> type[ctypes.Array[_Struct]]:
 
 
 class ScheduleInput(ctypes.Structure):
-    """What the host's scheduler is given; see kernels/schedule_attention.h."""
+    """Input of the host's scheduler; see kernels/schedule_attention.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("qo_indptr", "kv_indptr", "kv_last_page_len", "kv_indices")),
@@ -215,7 +215,7 @@ class ScheduleInput(ctypes.Structure):
 
 
 class ScheduleOutput(ctypes.Structure):
-    """What the host's scheduler gives."""
+    """Output of the host's scheduler."""
 
     _fields_ = (
         *((name, c_int32) for name in ("error", "error_request", "has_kept", "num_tiles", "num_ctas")),
@@ -236,7 +236,7 @@ class ScheduleParams(ctypes.Structure):
 
 
 class ScheduleLengthsParams(ctypes.Structure):
-    """What the scheduler on the device is given; see kernels/schedule_lengths.cuh."""
+    """Parameters of the scheduler on the device; see kernels/schedule_lengths.cuh."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("kv_lens", "tiles", "partitions", "groups", "tile_counter")),
@@ -247,7 +247,7 @@ class ScheduleLengthsParams(ctypes.Structure):
 
 
 class BlockMaskParams(ctypes.Structure):
-    """What the classification of a custom mask's tiles is given; see kernels/block_mask.cuh."""
+    """Computing the block mask of a custom mask; see kernels/block_mask.cuh."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("mask", "mask_indptr", "tiles", "block_mask")),
@@ -256,7 +256,7 @@ class BlockMaskParams(ctypes.Structure):
 
 
 class ExpressionBlocksParams(ctypes.Structure):
-    """What the classification of a mask expression's tiles is given; see kernels/expression_blocks.h."""
+    """Computing the block mask of a custom variant; see kernels/expression_blocks.h."""
 
     _fields_ = (
         ("tiles", c_void_p),
@@ -266,13 +266,13 @@ class ExpressionBlocksParams(ctypes.Structure):
 
 
 class StampList(ctypes.Structure):
-    """Where a timed variant of attention notes when it computes what; see core/stamps.h."""
+    """Memory in which a timed variant records the times of work tiles; see core/stamps.h."""
 
     _fields_ = (("rows", c_void_p), ("capacity", c_int64))
 
 
 class MergeParams(ctypes.Structure):
-    """Merging attention states; shapes stand in kernels/merge.h."""
+    """Merging attention states; kernels/merge.h has the shapes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("v", "s", "v_out", "s_out", "mask")),
@@ -283,7 +283,7 @@ class MergeParams(ctypes.Structure):
 
 
 class AppendParams(ctypes.Structure):
-    """Appending to a paged cache; shapes stand in kernels/append.h."""
+    """Appending to a paged cache; kernels/append.h has the shapes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("key", "value", "k_cache", "v_cache")),
@@ -299,7 +299,7 @@ class AppendParams(ctypes.Structure):
 
 
 class WidenParams(ctypes.Structure):
-    """Widening pages of 8 bits; shapes stand in kernels/widen.h."""
+    """Converting 8-bit pages to 16 bits; kernels/widen.h has the shapes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("k", "v", "k_out", "v_out", "kv_indices")),
@@ -312,7 +312,7 @@ class WidenParams(ctypes.Structure):
 
 
 class HeadRows(ctypes.Structure):
-    """Dims of all heads of all tokens, by strides in elements."""
+    """A tensor [tokens, heads, dims]: its address, and strides in elements."""
 
     _fields_ = (("data", c_void_p), *((name, c_int64) for name in ("page_stride", "token_stride", "head_stride")))
 
@@ -347,7 +347,7 @@ class RopeParams(ctypes.Structure):
 
 
 class AppendLatentsParams(ctypes.Structure):
-    """Appending latents; shapes stand in kernels/append_latents.h."""
+    """Appending latents; kernels/append_latents.h has the shapes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q_pe", "k_pe", "ckv", "cache", "cache_rows", "kv_scale")),
@@ -361,7 +361,7 @@ class AppendLatentsParams(ctypes.Structure):
 
 
 class PageScoresParams(ctypes.Structure):
-    """Scores of pages; shapes stand in kernels/page_scores.h."""
+    """Scores of pages; kernels/page_scores.h has the shapes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("q", "bounds", "pages", "lens", "keys")),
@@ -374,7 +374,7 @@ class PageScoresParams(ctypes.Structure):
 
 
 class PackbitsParams(ctypes.Structure):
-    """Packing booleans into bits; shapes stand in kernels/packbits.h."""
+    """Packing booleans into bits; kernels/packbits.h has the shapes."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("x", "y", "segment_begin", "byte_begin")),

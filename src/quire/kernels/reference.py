@@ -30,7 +30,7 @@ def attention(
 ) -> Any:  # fmt: skip
     """Attention of q [nnz_qo, num_qo_heads, head_dim_qk] over k and v [nnz_kv, num_kv_heads, ...], on the CPU.
 
-    qo_indptr, kv_indptr: where requests begin, [batch_size + 1]; None: one request. Other options as those of plan()
+    qo_indptr, kv_indptr: offsets of requests, [batch_size + 1]; None: one request. Other options are those of plan()
     and run(). Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with lse in base 2.
     """
     qo = [0, q.shape[0]] if qo_indptr is None else [int(i) for i in qo_indptr]
@@ -98,7 +98,7 @@ def _value(root: Node, leaves: Mapping[str, torch.Tensor], values: Mapping[str, 
 
 
 def _wrapped(value: torch.Tensor, node: Node) -> torch.Tensor:
-    """Integers are 32 bits."""
+    """Wrap integers to 32 bits."""
     return value.double() if node.type == FLOAT else _int32(value) if node.type == INT else value
 
 
@@ -136,7 +136,7 @@ def _scalar(number: torch.Tensor) -> torch.Tensor:
 
 
 def _read(tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
-    """An index beyond the tensor reads its nearest element."""
+    """Read with indices clamped to the tensor."""
     element: torch.Tensor = tensor[tuple(i.clamp(0, size - 1) for i, size in zip(indices, tensor.shape, strict=True))]
     if element.dtype is torch.int64:
         element = torch.clamp(element, -(2**31), 2**31 - 1)
@@ -144,7 +144,7 @@ def _read(tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _divide(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Towards minus infinity; a division by 0 gives 0 and leaves the remainder whole."""
+    """Integer division rounds towards minus infinity. Division by 0 gives 0, and the remainder is then the dividend."""
     by = torch.where(b == 0, 1, b)
     quotient = torch.where(b == 0, 0, torch.div(a, by, rounding_mode="floor"))
     return quotient if op == "floordiv" else a - quotient * b

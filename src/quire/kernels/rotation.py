@@ -1,10 +1,10 @@
-"""The frequencies of rotary position embeddings, as templates/include/quire/core/rope.h takes them."""
+"""The frequencies of rotary position embeddings, in the format of templates/include/quire/core/rope.h."""
 
 from __future__ import annotations
 
 import math
 
-#: Units of a turn: multiples of a frequency wrap around in 64-bit integers.
+#: Units per turn, so that 64-bit integers wrap around where angles do.
 _TURN = 2**64
 
 
@@ -25,7 +25,7 @@ def llama31_frequencies(
     old_context_len: float,
 ) -> tuple[int, ...]:  # fmt: skip
     """The same for Llama 3.1: pairs with fewer than low_freq_factor rotations in old_context_len tokens are slowed down
-    by rope_scale, pairs with more than high_freq_factor rotations are not, and those in between are interpolated.
+    by rope_scale, pairs with more than high_freq_factor rotations are unchanged, and pairs in between are interpolated.
     """
 
     def scaled(radians: float) -> float:

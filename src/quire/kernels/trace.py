@@ -30,10 +30,10 @@ from quire.kernels.expression import (
 )
 
 _RANKS = {BOOL: 0, INT: 1, FLOAT: 2}  #: an operation takes the highest type of its arguments
-_MOST_NODES = 1000  #: of one function; more would take a compiler minutes
+_MOST_NODES = 1000  #: of one function; the compiler would need minutes for more
 _MOST_DIMS = 4
 _HERE = __name__.rpartition(".")[0]
-#: Instructions of Python that write something that outlives the call.
+#: Python's instructions whose effects outlive the call.
 _SIDE_EFFECTS = {
     **dict.fromkeys(("STORE_GLOBAL", "DELETE_GLOBAL"), "a global variable"),
     **dict.fromkeys(("STORE_ATTR", "DELETE_ATTR"), "an attribute"),
@@ -41,19 +41,19 @@ _SIDE_EFFECTS = {
 }  # fmt: skip
 
 
-#: Functions of Python whose calls are noticed outside of the function that is traced.
+#: Python's functions with effects outside of the traced function.
 _CALLS = ("print", "input", "open", "exec", "eval", "setattr", "delattr")
 
 
 class _Untraceable(ValidationError):
-    """Already says where."""
+    """An error that already names the line."""
 
 
-_failures: ContextVar[list[_Untraceable]] = ContextVar("failures")  # of the function that is being traced
+_failures: ContextVar[list[_Untraceable]] = ContextVar("failures")  # of the function that is traced
 
 
 def fail(text: str, frame: FrameType | None = None) -> NoReturn:
-    """ValidationError that begins with the line of the user's function that is being called."""
+    """ValidationError that begins with the current line of the user's function."""
     frame = sys._getframe(1) if frame is None else frame
     while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
@@ -67,7 +67,7 @@ def _is_own(module: str) -> bool:
 
 
 def _place(file: str, line: int) -> str:
-    import linecache  # of errors only
+    import linecache  # imported only for errors
 
     text = linecache.getline(file, line).strip()
     return f"{file}:{line}" + (f": `{text}`" if text else "")
@@ -79,17 +79,17 @@ class Tracer:
     def __init__(self, tensors: Mapping[str, str], scalars: Mapping[str, str]) -> None:
         self.tree, self.tensors, self.scalars = Tree(), dict(tensors), dict(scalars)
         self.ranks: dict[str, int] = {}
-        self.sizes: dict[str, int] = {}  # of each tensor the last dimension whose size is asked for
+        self.sizes: dict[str, int] = {}  # for each tensor, the last dimension whose size is read
         self.num_nodes = 0
 
     def operand(self, name: str) -> Value | TensorValue | None:
-        """What stands for a declared operand."""
+        """The value that records reads of a declared operand; None if it is not declared."""
         if name in self.scalars:
             return self.value("scalar", OPERAND_TYPES[self.scalars[name]], value=name)
         return TensorValue(self, name) if name in self.tensors else None
 
     def operands(self) -> tuple[Operand, ...]:
-        """What was declared, tensors first; each must have been read."""
+        """The declared operands, tensors first. ValidationError if one is never read."""
         for name in self.tensors:
             if name not in self.ranks:
                 raise ValidationError(f"tensors: {name!r} is declared but never read; remove it, or read it.")
@@ -102,14 +102,14 @@ class Tracer:
         return (*tensors, *(Operand(name, kind, 0) for name, kind in self.scalars.items()))
 
     def value(self, op: str, type_: str, *args: Value, value: Any = 0, dim: int = 0) -> Value:
-        """A new operation."""
+        """Record an operation."""
         self.num_nodes += 1
         if self.num_nodes > _MOST_NODES:
             fail(f"expected at most {_MOST_NODES} operations; write it with fewer, or read a table.")
         return Value(self, self.tree.node(op, type_, *(arg.node for arg in args), value=value, dim=dim))
 
     def constant(self, value: Any) -> Value:
-        """A number or a bool of Python."""
+        """Record a number or a bool of Python."""
         if isinstance(value, bool):
             return self.value("const", BOOL, value=value)
         if isinstance(value, int):
@@ -121,10 +121,10 @@ class Tracer:
         fail(f"expected a number or a value of the kernel, got {type(value).__name__}.")
 
     def lift(self, value: Any) -> Value:
-        """`value` as a value of the kernel."""
+        """`value` as a Value; numbers become constants."""
         if isinstance(value, Value):
             return value
-        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # a number of numpy, or a captured torch scalar
+        if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # numpy's numbers, torch's scalars
             return self.constant(value.item())
         return self.constant(value)
 
@@ -147,7 +147,7 @@ class Tracer:
 
 
 class TensorValue:
-    """A declared tensor while a function is traced: it can be read, and asked for its sizes."""
+    """A declared tensor while a function is traced: records reads of elements and sizes."""
 
     def __init__(self, tracer: Tracer, name: str) -> None:
         self._tracer, self._name = tracer, name
@@ -157,7 +157,7 @@ class TensorValue:
 
     @property
     def shape(self) -> _Shape:
-        """Its sizes, which are known when a kernel is launched."""
+        """Its sizes, which only the launched kernel knows."""
         return _Shape(self._tracer, self._name)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -187,7 +187,7 @@ def _binary(op: str) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], An
 
 
 class Value:
-    """A number that only the kernel knows."""
+    """A number that only the kernel knows. Operations on it are recorded."""
 
     __slots__ = ("node", "tracer")
     __array_priority__ = 1000  # numpy's numbers leave operators to this class
@@ -237,7 +237,7 @@ class Value:
         return power
 
     def to(self, dtype: Any) -> Value:
-        """As torch's: to a float or an integer type."""
+        """As torch's to(), for float and integer types."""
         name = str(dtype).removeprefix("torch.")
         if name not in OPERAND_TYPES:
             fail(f"to(): expected one of {', '.join(OPERAND_TYPES)}, got {dtype}.")
@@ -247,19 +247,19 @@ class Value:
         return call("to_float" if kind == FLOAT else "to_int", self)
 
     def float(self) -> Value:
-        """As torch's."""
+        """As torch's float()."""
         return call("to_float", self)
 
     def int(self) -> Value:
-        """As torch's: towards 0."""
+        """As torch's int(): rounds towards 0."""
         return call("to_int", self)
 
     def new_ones(self, size: Any, *, dtype: Any, device: Any = None) -> Value:
-        """As torch's, of no dimensions: and_masks() begins with it."""
+        """As torch's, without dimensions; torch's and_masks() calls it."""
         return self._filled(1, size, dtype, device)
 
     def new_zeros(self, size: Any, *, dtype: Any, device: Any = None) -> Value:
-        """As torch's, of no dimensions: or_masks() begins with it."""
+        """As torch's, without dimensions; torch's or_masks() calls it."""
         return self._filled(0, size, dtype, device)
 
     def _filled(self, number: Any, size: Any, dtype: Any, device: Any) -> Value:
@@ -295,7 +295,7 @@ class Value:
 
 
 def operate(op: str, a: Any, b: Any) -> Value:
-    """A binary operation of which at least one side is a value."""
+    """Record a binary operation with at least one Value."""
     tracer = a.tracer if isinstance(a, Value) else b.tracer
     left, right = tracer.lift(a), tracer.lift(b)
     kind = _common(left, right)
@@ -319,7 +319,7 @@ def _common(*values: Value) -> str:
 
 
 def convert(value: Value, kind: str) -> Value:
-    """`value` as FLOAT or INT; FLOAT becomes INT towards 0."""
+    """`value` as FLOAT or INT. FLOAT is rounded towards 0."""
     if value.node.type == kind or kind == BOOL:
         return value
     if value.node.op == "const" and kind == FLOAT:
@@ -328,7 +328,7 @@ def convert(value: Value, kind: str) -> Value:
 
 
 def call(name: str, *args: Any) -> Value:
-    """A function of values; of numbers of Python where no argument is a value."""
+    """Record a function call; or compute it, if all arguments are Python's numbers."""
     tracer = next((arg.tracer for arg in args if isinstance(arg, Value)), None)
     if tracer is None:
         fail(f"{name}: expected a value of the kernel, got {', '.join(type(arg).__name__ for arg in args)}.")
@@ -347,7 +347,7 @@ def call(name: str, *args: Any) -> Value:
     return tracer.value(name, kind, *(convert(value, kind) for value in values))
 
 
-#: Names of torch's functions and methods, and what they are here.
+#: Torch's functions and methods, and the operations that they record.
 _TORCH = {
     **{name: name for name in (*FLOAT_FUNCTIONS, "abs", "minimum", "maximum", "where")}, "absolute": "abs",
 }  # fmt: skip
@@ -365,7 +365,7 @@ _REFLECTED = {"__radd__": "add", "__rmul__": "mul", "__rsub__": "sub", "__rtrued
 
 
 def call_torch(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What torch's function `name` is here."""
+    """Record a call of torch's function `name`."""
     if not kwargs and name in _TORCH:
         return call(_TORCH[name], *args)
     if not kwargs and name in _TORCH_OPERATORS and len(args) == 2:
@@ -399,8 +399,8 @@ def parameters_of(function: Any, name: str) -> list[str]:
 
 
 def refuse_side_effects(function: FunctionType) -> None:
-    """ValidationError if the function writes what outlives a call of it."""
-    import dis  # where a variant is made only
+    """ValidationError if the function has effects that outlive its call."""
+    import dis  # imported only for new variants
 
     code, line = function.__code__, function.__code__.co_firstlineno
     for instruction in dis.get_instructions(code):
@@ -418,10 +418,10 @@ def refuse_side_effects(function: FunctionType) -> None:
 
 
 def _contents(function: FunctionType) -> dict[str, list[int]]:
-    """Of each list, dict and set that the function can change: its name, and which elements it has."""
+    """The names of lists, dicts and sets that the function can change, and the identities of their elements."""
     names = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # of a variable that has no value yet
+        with suppress(ValueError):  # a variable without a value
             names[name] = cell.cell_contents
     return {
         name: [id(x) for x in (*value, *(value.values() if isinstance(value, dict) else ()))]
@@ -465,7 +465,7 @@ def _argument(tracer: Tracer, parameter: str, name: str, function: Any) -> Any:
 
 
 def call_traced(function: Any, args: tuple[Any, ...], arguments: Mapping[str, Any], name: str) -> Any:
-    """function(*args, **arguments), whose errors name its line."""
+    """Call function(*args, **arguments). Errors name the line of the function."""
     is_plain = isinstance(function, FunctionType)
     if is_plain:
         refuse_side_effects(function)
@@ -486,7 +486,7 @@ def call_traced(function: Any, args: tuple[Any, ...], arguments: Mapping[str, An
         raise ValidationError(f"{name}: {found or _place_of(function)}: {type(error).__name__}: {error}") from error
     finally:
         _failures.reset(token)
-    if failures:  # which the function caught
+    if failures:  # an error that the function caught
         raise ValidationError(f"{name}: {failures[0]}")
     place = _place_of(function)
     for changed in (key for key, ids in (_contents(function) if is_plain else {}).items() if before[key] != ids):

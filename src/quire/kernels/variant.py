@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-_known: dict[str, Variant] = {}  # by digest: what slugs may name
+_known: dict[str, Variant] = {}  # by digest, for slugs that name one
 
 
 class Variant:
@@ -52,9 +52,9 @@ class Variant:
     ...     ),
     ...     tensors={"slopes": torch.float32},
     ... )
-    >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
-    >>> o = quire.single_prefill_with_kv_cache(q, k, v, causal=True, variant=alibi, slopes=torch.rand(8))
-    >>> bool((o.double() - alibi.reference(q, k, v, causal=True, slopes=torch.rand(8))).abs().max() < 10)
+    >>> q, k, v, slopes = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64), torch.rand(8)
+    >>> o = quire.single_prefill_with_kv_cache(q, k, v, causal=True, variant=alibi, slopes=slopes)
+    >>> bool((o.double() - alibi.reference(q, k, v, causal=True, slopes=slopes)).abs().max() < 1e-4)
     True
     """
 
@@ -133,7 +133,7 @@ def find_variant(digest: str) -> Variant:
 
 
 def _types(given: Mapping[str, Any] | None, name: str, known: tuple[str, ...]) -> dict[str, str]:
-    """Declared operands and their data types, by torch's names."""
+    """The declared operands, and torch's names of their data types."""
     found = {}
     if given is not None and not isinstance(given, Mapping):
         raise ValidationError(f"{name}: expected names and types, as a dict, got {type(given).__name__}.")
@@ -166,7 +166,7 @@ def _traced(score: Any, mask: Any, tensors: dict[str, str], scalars: dict[str, s
 
 
 def _checked(score: Node | None, mask: Node | None, tracer: Tracer) -> Expression:
-    """The expression of two trees of the right types."""
+    """The expression of two trees, after checks of their types."""
     for node, name in ((score, "score"), (mask, "mask")):
         if node is not None:
             check_type(node, name)
@@ -180,7 +180,7 @@ def _checked(score: Node | None, mask: Node | None, tracer: Tracer) -> Expressio
 
 # --- texts -----------------------------------------------------------------------------------------------------------
 
-#: Parts of Python that texts are made of.
+#: Python's syntax nodes that may occur in texts.
 _NODES = frozenset(
     (
         *("Module", "Assign", "AnnAssign", "BinOp", "UnaryOp", "Compare", "Call", "Subscript", "Name", "Constant"),
@@ -193,7 +193,7 @@ _NODES = frozenset(
 @lru_cache(maxsize=1024)
 def read_text(text: str) -> Expression:
     """The expression that to_text() wrote."""
-    import ast  # reading texts is rare
+    import ast  # texts are rarely read
 
     try:
         module = ast.parse(text)
@@ -225,13 +225,13 @@ def _read(module: ast.Module) -> Expression:
     for line in module.body:
         if isinstance(line, ast.Assign):
             code = compile(ast.Expression(line.value), "variant", "eval")
-            names[ast.unparse(line.targets[0])] = eval(code, {"__builtins__": {}}, names)  # of _NODES only
+            names[ast.unparse(line.targets[0])] = eval(code, {"__builtins__": {}}, names)  # only _NODES
     roots = {name: tracer.lift(names[f"_{name}_"]).node for name in ("score", "mask") if f"_{name}_" in names}
     return _checked(roots.get("score"), roots.get("mask"), tracer)
 
 
 def _names(tracer: Tracer) -> dict[str, Any]:
-    """What the names of a text mean."""
+    """The values of names in a text."""
     functions = {name: (lambda *args, name=name: call(name, *args)) for name in FUNCTIONS}
     operands = {name: tracer.operand(name) for name in (*tracer.tensors, *tracer.scalars)}
     return {
