@@ -1,10 +1,9 @@
-// What nvcc includes before a unit of its own accord: this file in place of the toolkit's of the same name. It is what
-// device code uses, and is parsed in a third of the time. The toolkit's also declares the host's runtime, and functions
-// in double precision. NVRTC has all of this built in and does not read it.
+// nvcc includes a header of this name in every unit. This file replaces the toolkit's, and is parsed in a third of the
+// time: it declares only what device code here uses, not the host's runtime and not double precision. NVRTC has all of
+// this built in and does not read the file.
 #pragma once
 #define __CUDA_INCLUDE_COMPILER_INTERNAL_HEADERS__
-// What crt/device_functions.h would include and nothing here uses: the host's runtime, textures, atomics of other
-// types.
+// Headers that crt/device_functions.h would include and nothing here uses: the host's runtime, textures, atomics.
 #define __CUDA_DEVICE_RUNTIME_API_H__
 #define __CUDA_RUNTIME_API_H__
 #define __DEVICE_DOUBLE_FUNCTIONS_H__
@@ -60,7 +59,7 @@ QUIRE_BUILTIN tanhf(float);
 QUIRE_BUILTIN truncf(float);
 #undef QUIRE_BUILTIN
 
-// What the intrinsics below are written with.
+// Functions on which the intrinsics below depend.
 extern "C" __device__ __device_builtin__ void* memcpy(void*, const void*, size_t);
 __device__ __forceinline__ int max(int a, int b) { return a > b ? a : b; }
 __device__ __forceinline__ int min(int a, int b) { return a < b ? a : b; }

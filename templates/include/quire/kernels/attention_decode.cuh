@@ -74,8 +74,8 @@ class AttentionDecode {
     kFinish,   // the last KV tile of a work tile has been computed
   };
 
-  // Each turn of the loop loads one KV tile and computes the one that was loaded kStages turns ago. Every step stands
-  // here once, because a launch in which a CTA computes one work tile spends much of its time on fetching instructions.
+  // Each turn of the loop loads one KV tile and computes the one that was loaded kStages turns ago. Each step
+  // occurs once in the code, because a CTA with one work tile spends much of its time on fetching instructions.
   QUIRE_DEVICE void compute_partition() {
     Phase phase = Phase::kFill;
     int stage = -1;  // to load: an empty stage, later the one computed last; -1: the first load has no KV tile yet
@@ -108,7 +108,7 @@ class AttentionDecode {
     ptx::cp_async_commit();
   }
 
-  // Copies the queries of the CTA's first work tile ahead of its keys: behind them they would arrive last.
+  // Copies the queries of the CTA's first work tile before its keys; otherwise they would arrive last.
   QUIRE_DEVICE void load_first_query() {
     using Q = typename V::Q;
     constexpr int kChunks = V::kHeadDimQk / 8;  // of 16 bytes, in a row
@@ -125,7 +125,7 @@ class AttentionDecode {
 
   // Starts the next work tile: its request, its queries, the keys that they see.
   QUIRE_DEVICE void start(bool is_first) {
-    // Not sooner: CTAs of the next launch beside this one would delay its first copies.
+    // Not earlier, because CTAs of the next launch would delay the first copies of this one.
     if (is_first) ptx::launch_dependents();
     if constexpr (kHasRope) {
       if (is_first) compute_steps();
@@ -153,7 +153,7 @@ class AttentionDecode {
     if constexpr (kHasRamps) ramps_.set(LogitsTransform<V, Math>(p_), 1.f, logits_tile(0));
   }
 
-  // What a pair of dims turns from a key to the next one that a lane has.
+  // The rotation of a pair of dims from one key of a lane to its next one.
   QUIRE_DEVICE void compute_steps() {
 #pragma unroll 1
     for (int i = static_cast<int>(Cta::thread()); i < kQk / 2; i += kThreads) {
@@ -223,7 +223,7 @@ class AttentionDecode {
     reset();
   }
 
-  // Nothing of a work tile outlives it: finish() and start() have these registers to themselves.
+  // No register keeps a value of the work tile, so finish() and start() can use them.
   QUIRE_DEVICE void reset() {
     q_.clear();
     o_.clear();
@@ -253,7 +253,7 @@ class AttentionDecode {
     return work.tile.row_begin + warp_ % Shape::kSplitWarps * kM * 16;
   }
   QUIRE_DEVICE int kv_split() const { return warp_ / Shape::kSplitWarps; }
-  // The work tile at hand, a copy for each warp.
+  // The current work tile, a copy for each warp.
   QUIRE_DEVICE WorkTile& work() const { return smem_.fixed.work[warp_]; }
 
   QUIRE_DEVICE uint32_t stage_at(int stage) const { return ptx::smem_address(smem_.ring[kv_split()][stage]); }
@@ -288,8 +288,8 @@ class AttentionDecode {
 
   Rotations rotations_;  // of keys
 
-  // The work tile at hand: KV tiles [tile_, kv_end_) are still to be computed. One without keys computes one KV tile of
-  // which no row sees anything.
+  // The current work tile: KV tiles [tile_, kv_end_) are still to be computed. A work tile without keys computes one KV
+  // tile that no row sees.
   int tile_, kv_end_;
   Visible keys_;
   Query q_;

@@ -45,8 +45,8 @@ struct AttentionFa2 {
   static constexpr int kM = kTileRows == 128 ? 2 : 1;  // blocks of 16 rows a warp
   static constexpr int kWarpRows = kM * 16;
   static constexpr int kWarps = kTileRows / kWarpRows;  // that own rows
-  // One warp alone cannot both copy and compute at memory's pace: others then do nothing but copy with it (few where o
-  // leaves them no registers).
+  // One warp cannot both copy and compute as fast as memory delivers, so other warps only copy (few of them if o leaves
+  // them no registers).
   static constexpr int kThreads = max(kWarps, kVo <= 128 ? 4 : 2) * 32;
   // Two tiles of k and v in flight where 99 KB of shared memory (sm_86, sm_89, sm_120) hold them, else one.
   static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
@@ -61,8 +61,8 @@ struct AttentionFa2 {
   using Query = QueryFragments<Q, kNarrow, kM, kQk, 0, kHasRope>;  // in place of TileQ, for keys of 8 bits
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
-  // Few rows: memory sets the pace, so that k and v are each refilled as soon as they have been read. Many rows: they
-  // are refilled together, one barrier a tile.
+  // Few rows: memory is the limit, so k and v are each refilled as soon as they have been read. Many rows: k and v are
+  // refilled together, with one barrier per tile.
   static constexpr bool kEager = kM == 1 && kStages == 2;
   static constexpr int kTableStages = kEager ? 3 : 2;
   using Rows = KvRows<V, kThreads, kTableStages>;
@@ -77,7 +77,7 @@ struct AttentionFa2 {
   static constexpr int kTableAt = kRingAt + kStages * kStageBytes;
   static constexpr int kCurrentAt = kTableAt + Rows::kTableBytes;
 
-  // Key tiles that some row of a warp sees, and those that each of its rows sees whole. Kept in shared memory too.
+  // KV tiles that some row of a warp sees, and those that all its rows see in full. In shared memory, too.
   struct WarpTiles {
     KeyRange any, all;
   };
@@ -93,7 +93,7 @@ struct AttentionFa2 {
     CurrentWork& current = *reinterpret_cast<CurrentWork*>(smem + kCurrentAt);
     if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
     for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work tile before
+      __syncthreads();  // the previous work tile may still use shared memory
       if (threadIdx.x == 0) current.exists = current.cursor.next<V::kCascade != 0>(p, kTileKv, current.work);
       __syncthreads();
       if (!current.exists) return;
@@ -139,7 +139,7 @@ struct AttentionFa2 {
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
     Query query;
     load_q(query);
-    if constexpr (kHasRope) ptx::cp_async_commit();  // a group of its own
+    if constexpr (kHasRope) ptx::cp_async_commit();  // a separate group
     rows.begin(kv_begin);
     copy_keys(rows, kv_begin);
     if constexpr (kStages == 2) copy_values(rows, kv_begin);
@@ -160,7 +160,7 @@ struct AttentionFa2 {
     bool more = kv_begin < work_.kv_end;
 #pragma unroll 1
     for (int i = kv_begin; more; ++i) {
-      // Asked before the barrier: behind it each answer from shared memory would be waited for.
+      // Read before the barrier: after it, the code would wait for each read from shared memory.
       const WarpTiles tiles = warp_tiles();
       bool some = tiles.any.contains(i), every = tiles.all.contains(i);
       if constexpr (V::kScoreMask != 0) {
@@ -179,7 +179,7 @@ struct AttentionFa2 {
       Accumulator<kM, kTileKv> s;
       if (some) {
         const CursorK k(k_tile(i), lane_);
-        if constexpr (kNarrow && kHasRope) {  // 8-bit keys have no place for what is rotated: each warp does it anew
+        if constexpr (kNarrow && kHasRope) {  // rotated 8-bit keys have no space in memory, so each warp rotates them
           KeyRotations rotations{p_.rope_frequencies, nullptr};
           mma_rotated_keys<T, Kv, kM, kTileKv, kQk>(s, query, k_tile(i), 0, lane_, i * kTileKv, rotations);
         } else if constexpr (kNarrow) {
@@ -245,7 +245,7 @@ struct AttentionFa2 {
     }
   }
 
-  // One group of asynchronous copies each.
+  // Each is one group of asynchronous copies.
   QUIRE_DEVICE void copy_keys(const Rows& rows, int i) const {
     rows.template copy<0>(k_tile(i), i);
     ptx::cp_async_commit();
@@ -269,7 +269,7 @@ struct AttentionFa2 {
     return tiles;
   }
 
-  // Each warp its own rows of q; rows that do not exist become zeros.
+  // Each warp copies its own rows of q. Missing rows become zeros.
   QUIRE_DEVICE void load_q(Query& query) const {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
@@ -296,7 +296,7 @@ struct AttentionFa2 {
     }
   }
 
-  // Each warp its own rows.
+  // Each warp stores its own rows.
   QUIRE_DEVICE void rotate_q() const {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;

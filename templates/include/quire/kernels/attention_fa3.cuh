@@ -1,18 +1,19 @@
-// Attention with the warpgroup matrix instruction and the bulk copy engine: sm_90a, head dims that are multiples of 16.
+// Attention with wgmma and TMA: sm_90a, head dims that are multiples of 16.
 //
-// Bound: tensor cores, and through them the card's power. Softmax takes 64 / head_dim of the tensor cores' time, so it
-// has to run beside them. A warpgroup starts S = Q K^T of the next KV tile together with O += P V of the last one, and
-// computes the softmax of S while O += P V still runs. Warpgroups take turns at the tensor cores, by named barriers.
-// Schedule: persistent CTAs, one an SM. The warps of the first warpgroup load keys, values and queries, and schedule
+// The kernel is limited by the tensor cores, and through them by the GPU's power. Softmax takes 64 / head_dim of the
+// tensor cores' time, so it has to run beside them. A warpgroup starts S = Q K^T of the next KV tile together with
+// O += P V of the last one, and computes the softmax of S while O += P V still runs. Warpgroups take turns at the
+// tensor cores, by named barriers.
+// Schedule: persistent CTAs, one per SM. The warps of the first warpgroup load keys, values and queries, and schedule
 // one work tile ahead: the first KV tiles of a work tile are loaded while the work tile before it ends. Each of the
 // other warpgroups owns 64 rows, and starts the first S of a work tile before it stores the results of the one before.
-// Variants come in at apply_softmax(): logits_tile() says which queries and keys a lane's logits belong to, and
-// score_logits() applies the variant's transform and mask (core/logits.h, core/mask.h).
+// Masks and transforms of logits: apply_softmax() applies them. logits_tile() says which queries and keys a lane's
+// logits belong to, and score_logits() calls the variant's transform and mask (core/logits.h, core/mask.h).
 // Keys and values of 8 bits: the loading warps widen them to fp16 in shared memory (tile/sm90_widen.cuh). The computing
 // warps round their queries to fp16 there, a row with its own power of two (tile/sm90_queries.cuh).
-// Registers: what a warp decides (which KV tile, masked or not) comes from uniform values, so that ring positions and
-// descriptors stay in uniform registers. Otherwise turns take longer, which costs 7 to 14 %.
-// What was tried without success: benchmarks/results/notes-kernels.md.
+// Registers: a warp decides which KV tile to compute, and whether to mask it, from uniform values, so that ring
+// positions and descriptors stay in uniform registers. Otherwise turns at the tensor cores take longer.
+// Unsuccessful attempts: benchmarks/results/notes-kernels.md.
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
 // has grown.
@@ -70,15 +71,15 @@ struct AttentionFa3 {
   using Math = FragmentMath<kVo <= 128>;
   using Transform = LogitsTransform<V, Math>;
   static constexpr bool kIsRamp = has_ramps<V, Math>();
-  // What is known of a mask ahead of a KV tile's logits.
+  // What is known of a mask before the logits of a KV tile.
   using Bits = typename conditional<V::kScoreMask != 0, SeenKeys<V, 2>, TileBits<V, 2>>::type;
-  // A soft cap that softmax knows. Wide heads, and widening, leave no registers for it.
+  // The softmax itself applies a soft cap. Wide heads and conversion leave no registers for this.
   static constexpr bool kIsCap = Transform::kIsSoftCap && max(kQk, kVo) <= 128 && !kNarrow;
 
-  // What scores add is computed by a loading warp. Wide heads, and widening, leave no memory or no warp for it.
+  // A loading warp computes the bias of the score. Wide heads and conversion leave no memory or no warp for this.
   static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kNarrow;
 
-  // What a score multiplies a row by is part of the softmax's scale.
+  // The factor of a row in a score is part of the softmax's scale.
   static constexpr bool kIsRowScale = score_idiom<V>() == kIdiomRowScale && !kNarrow;
 
   static constexpr int kWorkStages = 4;
@@ -102,7 +103,7 @@ struct AttentionFa3 {
   static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>)) +
                                      kPreparedBytes + kQueryFactorsBytes + kLateArrivalsBytes;
   static constexpr int kTilesCapacity = kCapacity - kOtherBytes;
-  // Two tiles of queries where two stages of keys and values still fit: short work tiles then overlap.
+  // Two tiles of queries, if two stages of keys and values still fit, so that short work tiles overlap.
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kTilesCapacity ? 2 : 1;
   static constexpr int kStages = max(2, min(kMaxStages, (kTilesCapacity - kQStages * TileQ::kBytes) / kStageBytes));
   // A work tile starts before the one ahead of it is stored. Not where ptxas then keeps ring positions in registers
@@ -226,7 +227,7 @@ struct AttentionFa3 {
     if (warp == kSchedule) schedule(lane);
   }
 
-  // What the scheduling warp knows between work tiles.
+  // State of the scheduling warp between work tiles.
   struct Schedule {
     RingPosition<kWorkStages> at;
     int number = 0;
@@ -241,7 +242,7 @@ struct AttentionFa3 {
 
   QUIRE_DEVICE void schedule_next(Schedule& s, int lane) const {
     work_.wait_empty(s.at);
-    // Of long work tiles only one is taken ahead: were two, CTAs would end at less equal times.
+    // Only one long work tile is taken ahead, because with two, CTAs would end at less equal times.
     const auto two_before = s.at.before().before();
     if constexpr (kIsLate) {
       if (!s.is_short) ptx::named_barrier_sync(kKeysLoaded, 64);
@@ -455,7 +456,7 @@ struct AttentionFa3 {
     }
   }
 
-  // A computing warpgroup's next stages. Values are one KV tile behind keys.
+  // The next stages of a computing warpgroup. Values are one KV tile behind keys.
   struct Rings {
     RingPosition<kQStages> q;
     RingPosition<kStages> k;
@@ -524,10 +525,10 @@ struct AttentionFa3 {
     return warpgroup() == (kAlternate ? ptx::uniform(rings.q.stage()) : 0);
   }
 
-  // Which 64 rows of the row tile this warpgroup computes.
+  // Index of this warpgroup's 64 rows in the row tile.
   QUIRE_DEVICE static int part_of(const WorkTile& work) { return is_alone(work) ? 0 : warpgroup(); }
 
-  // The first warpgroup of those that compute it stands for all.
+  // Of the warpgroups that compute the work tile, the first acts for all.
   QUIRE_DEVICE void note(const WorkTile& work, Moment moment) const {
     if constexpr (V::kTimed != 0) stamp<V>(p_.base, work, moment, part_of(work) == 0 && is_leader());
   }
@@ -606,7 +607,7 @@ struct AttentionFa3 {
     }
   }
 
-  // What is added to the first S of a work tile.
+  // The bias of the first S of a work tile.
   QUIRE_DEVICE void begin_scores(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, const Rings& rings) const {
     if constexpr (kIsDistance) {
       rows.distances.set(logits_tile(stage, 0), stage.work.tile.row_begin);
@@ -618,13 +619,13 @@ struct AttentionFa3 {
     return {q_tile(at.stage()).base + turn * 64 * 128, 16};
   }
 
-  // What ScoreRows keeps of this lane's rows.
+  // Values of this lane's rows for ScoreRows.
   QUIRE_DEVICE uint32_t score_rows_at() const {
     static_assert(ScoreRows<V, Math>::kBytes <= StagedRows<kVo>::kBytes, "what rows have in common takes their place");
     return smem_ + kResultsAt + (ptx::thread_id() / 32 - 4) * StagedRows<kVo>::kBytes + ptx::lane_id() * 4;
   }
 
-  // Until the queries and first keys of a work tile are loaded.
+  // Waits until the queries and first keys of a work tile are loaded.
   QUIRE_DEVICE void wait_work_tile(const Stage& current, const Rings& rings) const {
     if (q_by_tma()) {
       q_.wait_full(rings.q);
@@ -645,7 +646,7 @@ struct AttentionFa3 {
     k_.wait_full(rings.k);
   }
 
-  // Where stands what makes up for the scale of this lane's row h.
+  // The factor that undoes the scale of this lane's row h.
   QUIRE_DEVICE uint32_t query_factor_at(int h) const {
     return smem_ + kQueryFactorsAt + (lane_row(ptx::lane_id()) + 8 * h) * 4;
   }
@@ -686,7 +687,7 @@ struct AttentionFa3 {
     rings.q.advance();
   }
 
-  // Read anew each time: registers are short.
+  // Reads again on each call, to save registers.
   QUIRE_DEVICE static int warpgroup() { return ptx::thread_id() / 128 - 1; }
   QUIRE_DEVICE static bool is_leader() { return ptx::thread_id() % 128 == 0; }
 
@@ -755,7 +756,7 @@ struct AttentionFa3 {
     }
   }
 
-  // The weights of S, once those before it are of no more use.
+  // Computes the weights of S, after the last use of the previous ones.
   QUIRE_DEVICE void end_tile(Rows& rows, float (&s)[kTileKv / 2], const Rings& rings) const {
     ptx::wgmma_wait<0>();
     ptx::pin(rows.o);
@@ -792,7 +793,7 @@ struct AttentionFa3 {
     return fmaxf(p.logits_scale * *p.logits_scale_by, 1e-20f);
   }
 
-  // From q . k to weights. Here a variant's transform and mask come in.
+  // Turns q . k into weights, with the variant's transform and mask.
   template <bool kMasked>
   QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
                                   const Bits& bits) const {
@@ -839,7 +840,7 @@ struct AttentionFa3 {
     }
   }
 
-  // The same under a soft cap. end(): what follows.
+  // The same with a soft cap. end(): the rest of the step.
   template <bool kMasked, class End>
   QUIRE_DEVICE void apply_soft_cap(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile, const Bits& bits,
                                    const End& end) const {

@@ -1,5 +1,5 @@
-// Waiting for one another: mbarriers, which also count bytes that travel; named barriers of some of a CTA's warps; and
-// the fences between ordinary accesses and those of the copy engine and the tensor cores (the async proxy).
+// Barriers and fences: mbarriers, which also count bytes of asynchronous copies; named barriers of some warps of a CTA;
+// fences between ordinary accesses and those of TMA and the tensor cores (the async proxy).
 #pragma once
 #include "quire/core/types.h"
 
@@ -51,12 +51,12 @@ QUIRE_DEVICE bool mbarrier_test(uint32_t barrier, int parity) {
   return done != 0;
 }
 
-// Named barriers: `threads` is how many arrive in all, by either of the two.
+// Named barriers: `threads` is the number of threads that arrive, by either of the two functions.
 QUIRE_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same, and whether any thread comes with a condition that holds.
+// The same; returns whether any thread passes a true condition.
 QUIRE_DEVICE bool named_barrier_any(int id, int threads, bool condition) {
   int any;
   asm volatile(

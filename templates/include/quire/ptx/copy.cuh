@@ -1,4 +1,4 @@
-// Moving bytes: asynchronous copies from global to shared memory, and shared memory to matrix fragments.
+// Copies: asynchronously from global to shared memory, and from shared memory to matrix fragments.
 #pragma once
 #include "quire/core/types.h"
 
@@ -19,7 +19,7 @@ QUIRE_DEVICE void cp_async_16(uint32_t dst, const void* src) {
 
 QUIRE_DEVICE void prefetch_l2(const void* src) { asm volatile("prefetch.global.L2 [%0];" ::"l"(src)); }
 
-// Of what nobody writes meanwhile; it leaves where it stands, not where its result is wanted.
+// For memory that nobody writes meanwhile. The compiler does not move the load towards the use of its result.
 QUIRE_DEVICE uint32_t ld_global_constant(const uint32_t* src) {
   uint32_t x;
   asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(x) : "l"(src));
@@ -28,14 +28,14 @@ QUIRE_DEVICE uint32_t ld_global_constant(const uint32_t* src) {
 
 QUIRE_DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's latest groups are still under way.
+// Waits until at most kPending of this thread's latest groups are incomplete.
 template <int kPending>
 QUIRE_DEVICE void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Arrives at the mbarrier, which counts on it, when this thread's copies up to here have arrived. Readers of the async
-// proxy then need a fence of their own.
+// Arrives at the mbarrier when this thread's earlier copies are complete; the barrier's count includes this arrival.
+// Readers through the async proxy need another fence.
 QUIRE_DEVICE void cp_async_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -93,8 +93,8 @@ QUIRE_DEVICE uint4 ld_shared_16(uint32_t src) {
   return d;
 }
 
-// Adds one to *p, or sets it to 0 when it has reached `last`; what this thread wrote before is visible to whoever sees
-// the new value, and the other way round. Returns the old value.
+// Adds one to *p, or sets it to 0 when it has reached `last`; acquire and release: this thread's earlier writes are
+// visible to threads that see the new value, and the other way round. Returns the old value.
 QUIRE_DEVICE uint32_t atomic_inc_acq_rel(uint32_t* p, uint32_t last) {
   uint32_t old;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(last) : "memory");

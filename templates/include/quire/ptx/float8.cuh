@@ -23,7 +23,7 @@ QUIRE_DEVICE void widen(e4m3_t, uint32_t x, uint32_t& low, uint32_t& high) {
 }
 #else
 // Two e4m3 in the upper bytes of x's halves. Their seven low bits, moved to the top of fp16's exponent and mantissa,
-// are the number times 2^-8, subnormals included; only NaN (all seven bits set) has to be put right.
+// are the number times 2^-8, subnormals included; only NaN (all seven bits set) needs a correction.
 QUIRE_DEVICE uint32_t widen_upper_bytes(e4m3_t, uint32_t x) {
   const uint32_t magnitude = (x >> 1) & 0x3f803f80u, sign = x & 0x80008000u;
   const uint32_t nan = (magnitude + 0x00800080u) & 0x40004000u;
@@ -38,7 +38,7 @@ QUIRE_DEVICE void widen(e4m3_t kind, uint32_t x, uint32_t& low, uint32_t& high) 
 }
 #endif
 
-// Two fp16 numbers that were 8-bit floats, as fp16 or, exactly too, as bf16.
+// Converts two fp16 numbers that were 8-bit floats to fp16 or bf16, exactly.
 QUIRE_DEVICE uint32_t widened_to(fp16_t, uint32_t x) { return x; }
 QUIRE_DEVICE uint32_t widened_to(bf16_t, uint32_t x) {
   uint32_t y;

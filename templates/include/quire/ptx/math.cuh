@@ -22,7 +22,7 @@ QUIRE_DEVICE float rcp(float x) {
   return y;
 }
 
-// Of an angle in radians within half a turn, within 1e-6.
+// For an angle in radians within half a turn. Error: 1e-6.
 QUIRE_DEVICE float sin(float x) {
   float y;
   asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -49,7 +49,7 @@ QUIRE_DEVICE float max_nan(float a, float b) {
   return y;
 }
 
-// Within two units in the last place, of any numbers.
+// For any numbers. Error: two units in the last place.
 QUIRE_DEVICE float divide(float a, float b) {
   float y;
   asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
@@ -74,14 +74,14 @@ QUIRE_DEVICE float floor(float x) {
   return y;
 }
 
-// Towards 0, to the nearest integer there is; NaN to 0.
+// Rounds towards 0 and clamps to int32. NaN becomes 0.
 QUIRE_DEVICE int32_t to_int(float x) {
   int32_t y;
   asm("cvt.rzi.s32.f32 %0, %1;" : "=r"(y) : "f"(x));
   return y;
 }
 
-// a - b, or the nearest integer there is.
+// a - b, clamped to int32.
 QUIRE_DEVICE int32_t subtract_saturated(int32_t a, int32_t b) {
   int32_t y;
   asm("sub.sat.s32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));

@@ -1,5 +1,5 @@
-// Registers to memory, 8 and 16 bytes a lane: the compiler takes wide stores apart where that saves it moves, and four
-// narrow ones are four times the traffic.
+// Stores of 8 and 16 bytes per lane. In assembly, because the compiler splits wide stores where this saves moves, and
+// four narrow stores cause four times the traffic.
 #pragma once
 #include "quire/core/types.h"
 
@@ -16,7 +16,7 @@ QUIRE_DEVICE void st_shared_16(uint32_t dst, const uint32_t (&x)[4]) {
                : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements: lane 8 * i + r says where row r of matrix i goes, 16 bytes; lane l holds
+// Four 8 x 8 matrices of 16-bit elements: lane 8 * i + r has the address of row r of matrix i, 16 bytes; lane l holds
 // elements 2 * (l % 4) and + 1 of row l / 4 of each.
 QUIRE_DEVICE void st_matrix(uint32_t dst, const uint32_t (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x[0]), "r"(x[1]),

@@ -1,10 +1,10 @@
-// What a thread knows about its place.
+// Indices of a thread, and clocks.
 #pragma once
 #include "quire/core/types.h"
 
 namespace quire::ptx {
 
-// For what differs in registers and scheduling only.
+// For code that differs only in registers and scheduling.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool kBeforeSm90 = true;
 #else
@@ -16,7 +16,7 @@ constexpr bool kFromSm100 = true;
 constexpr bool kFromSm100 = false;
 #endif
 
-// Read anew each time: an epilogue that asks again holds no register through the main loop.
+// Volatile, so that each call reads the index again: an epilogue then needs no register during the main loop.
 QUIRE_DEVICE int lane_id() {
   int lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
@@ -29,7 +29,7 @@ QUIRE_DEVICE int sm_id() {
   return sm;
 }
 
-// Of a clock that all SMs share.
+// The time of a clock that all SMs share, in ns.
 QUIRE_DEVICE int64_t nanoseconds() {
   int64_t now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
