@@ -208,6 +208,7 @@ TAKEN = {
     "attention_chunk_size": (48, lambda o: o.logits.attention_chunk_size),
 }
 WRONG = {
+    "uniform_q_len": 0,
     "num_qo_heads": 5, "num_kv_heads": 0, "head_dim_qk": -1, "head_dim_vo": 0, "page_size": -2, "head_dim": 0,
     "o_data_type": "f17", "q_data_type": "f18", "data_type": "f19", "pos_encoding_mode": "ROPE", "q_len_per_req": -3,
     "use_fp16_qk_reduction": "no", "allow_fp16_qk_reduction": "no", "non_blocking": 1, "disable_split_kv": 2,

@@ -64,6 +64,7 @@ def test_every_line_is_one_that_the_command_line_knows() -> None:
                 assert new_parser().parse_args(shlex.split(line)).run
 
 
+@pytest.mark.slow
 def test_shell_recipes_in_order(place: Path) -> None:
     """Record, warm up elsewhere, run sealed, move, keep small: one after the other, as a reader would."""
     for kind, block in BLOCKS:

@@ -49,6 +49,7 @@ def joint(case, device):
     return {name: x for part in case.on(device) for name, x in part.items()}
 
 
+@pytest.mark.slow
 def test_levels_without_queries_and_keys(device, backend):
     """A request without queries, and one whose own level has no keys."""
     case, (p, columns, cache) = CASES["alibi"], levels(device, (3, 0, 4, 6), (7, 5, 0, 6))
@@ -128,6 +129,7 @@ def test_levels_of_a_cuda_graph(name, device, backend):
     again.check(wrapper.run(again.q, cache.kv, **of_run), **case.expected())
 
 
+@pytest.mark.slow
 def test_operands_are_checked_against_whole_requests():
     """What a level would read inside its tables, a request may not have."""
     p, columns, cache = levels("cpu")

@@ -278,6 +278,7 @@ def test_biases_of_distances(options, heads, kv_heads, rows, dim, device, backen
     check(p, case, wrapper.run(p.q, p.k, p.v, return_lse=True, **case.on(device)[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_biases_of_distances_under_a_mask(page_size, device, backend):
     """Tiles that a mask of blocks passes over share no distances; pages are gathered, or come in boxes."""
@@ -320,6 +321,7 @@ ROW_SCALES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROW_SCALES)
 def test_row_scales_of_any_sign(name, device, backend):
     """In KV tiles that need a mask, and in others; a row times zero sees all of its keys alike."""
@@ -1185,6 +1187,7 @@ def test_pod(name, device):
     check(d, case, decoded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["alibi", "document_mask"])
 def test_batch_pod(name, device):
     case, dtype = CASES[name], any_dtype(device)
