@@ -209,6 +209,7 @@ def test_prefill_over_shared_tensors_and_pages(device, backend, dtype, page_size
         assert is_joined(wrapper, backend), wrapper.explain()
 
 
+@pytest.mark.slow
 def test_shared_tensors_that_are_a_launch_of_their_own(device):
     """Where they cannot be one launch, the result is that of two; explain() says why."""
     dtype = torch.float16

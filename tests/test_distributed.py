@@ -110,6 +110,7 @@ def test_decode(ranks: Processes, kv_lens: tuple[int, ...], interleave_size: int
     ranks.run(check_decode, kv_lens, interleave_size, exchange, torch.float32)
 
 
+@pytest.mark.slow
 def test_decode_in_bfloat16(ranks: Processes) -> None:
     ranks.run(check_decode, KV_LENS[0], 16, "all_to_all", torch.bfloat16)
 

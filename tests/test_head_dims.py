@@ -79,7 +79,7 @@ def test_wide_heads_of_long_prompts(device, backend, dtype):
     p.check(*prefill_paged(p, p.paged(16, "HND", "sliced"), backend))
 
 
-@pytest.mark.parametrize("num_qo_heads", [2, pytest.param(16, marks=pytest.mark.slow), 40])
+@pytest.mark.parametrize("num_qo_heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 40))])
 def test_wide_heads_in_decode(device, backend, dtype, num_qo_heads):
     p = Problem((1,) * 5, (1, 0, 64, 5000, 77), num_qo_heads, 2, 512, dtype=dtype, device=device)
     p.check(*decode(p, p.paged(16), backend))

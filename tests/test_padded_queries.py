@@ -108,6 +108,7 @@ def test_xqa_and_trtllm_take_them_too(device, dtype):
     p.check(got, lse)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_drafts(device, dtype, data):

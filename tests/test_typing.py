@@ -53,6 +53,7 @@ def test_pyright_accepts_a_typed_user(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_typed_user_runs() -> None:
     done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -537,6 +537,7 @@ def test_an_unknown_protocol_is_refused(fake: FakeCompiler, use: Callable[..., N
         host("one")
 
 
+@pytest.mark.slow
 def test_the_s3_server_of_moto(fake: FakeCompiler, use: Callable[..., None], host: Host, monkeypatch):
     """Objects that are added once, by the client that users have."""
     threaded = pytest.importorskip("moto.server", reason="moto[server] is not installed").ThreadedMotoServer
