@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from quire.distributed.ranks import Ranks, all_gather, check_divisible, ranks_of
+from quire.distributed.ranks import Ranks, all_gather, check_divisible, peer_memory, ranks_of
 from quire.errors import UnsupportedError, ValidationError
 from quire.merge import merge_state, merge_states
 from quire.runtime.checks import check_shape, check_tensor
@@ -121,7 +121,7 @@ class PeerMemory(Exchange):
     """Attention writes into memory that the other GPUs of this host can read; the merge reads it over NVLink.
 
     There are no messages, but two barriers between the GPUs: one before the merge, and one after it, so that the next
-    layer may write again. Uses torch's symmetric memory, without multicast.
+    layer may write again.
     """
 
     def __init__(
@@ -130,12 +130,8 @@ class PeerMemory(Exchange):
         super().__init__(ranks, rows, heads, head_dim, dtype, device)
         if device.type != "cuda":
             raise UnsupportedError(f"exchange: 'peer_memory' is for GPUs, got {device}; use 'all_to_all'.")
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        num_bytes = self._message.num_bytes
-        self._memory = symmetric_memory.empty(1, num_bytes, dtype=torch.uint8, device=device)
-        self._handle = symmetric_memory.rendezvous(self._memory, ranks.group)
-        peers = [self._handle.get_buffer(rank, (1, num_bytes), torch.uint8) for rank in range(ranks.size)]
+        shape = 1, self._message.num_bytes
+        self._memory, self._handle, peers = peer_memory(ranks, shape, torch.uint8, device)
         own = heads // ranks.size
         mine = slice(own * ranks.rank, own * (ranks.rank + 1))
         views = [self._message.views(peer) for peer in peers]

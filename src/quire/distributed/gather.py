@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.distributed.ranks import Ranks, all_gather
+from quire.distributed.ranks import Ranks, all_gather, peer_memory
 from quire.errors import UnsupportedError, ValidationError
 
 __all__ = ["Gather", "Wait", "gather_of"]
@@ -38,7 +38,7 @@ class PeerMemory(Gather):
     """Copies out of memory of the other GPUs of this host, which take none of the SMs that attention needs.
 
     Two barriers between the GPUs order the copies: the first one says that all ranks have read what the last call sent,
-    the second one that all ranks have written. Uses torch's symmetric memory, without multicast.
+    the second one that all ranks have written.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -47,18 +47,10 @@ class PeerMemory(Gather):
 
     def sent(self, shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         if self._memory is None or (self._memory.shape, self._memory.dtype) != (torch.Size(shape), like.dtype):
-            self._allocate(shape, like)
-        assert self._memory is not None
+            self._memory, self._handle, self._peers = peer_memory(self._ranks, shape, like.dtype, like.device)
+            self._stream = torch.cuda.Stream(like.device, priority=-1)  # type: ignore[no-untyped-call]
         self._handle.barrier(channel=0)
         return self._memory
-
-    def _allocate(self, shape: tuple[int, ...], like: torch.Tensor) -> None:
-        from torch.distributed import _symmetric_memory as symmetric_memory
-
-        self._memory = symmetric_memory.empty(*shape, dtype=like.dtype, device=like.device)
-        self._handle = symmetric_memory.rendezvous(self._memory, self._ranks.group)
-        self._peers = [self._handle.get_buffer(rank, shape, like.dtype) for rank in range(self._ranks.size)]
-        self._stream = torch.cuda.Stream(like.device, priority=-1)  # type: ignore[no-untyped-call]
 
     def start(self, sent: torch.Tensor, received: torch.Tensor) -> Wait:
         self._handle.barrier(channel=1)

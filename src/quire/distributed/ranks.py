@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from quire.errors import PlanError, UnsupportedError, ValidationError
 
-__all__ = ["Ranks", "all_gather", "check_agreement", "check_divisible", "ranks_of", "refuse_positions"]
+__all__ = ["Ranks", "all_gather", "check_agreement", "check_divisible", "peer_memory", "ranks_of", "refuse_positions"]
 
 #: Arguments of plan() that count from where a token stands in its request, which a rank's part does not say.
 _POSITIONS = {
@@ -38,6 +39,19 @@ def ranks_of(group: Any) -> Ranks:
     if rank < 0:
         raise ValidationError("group: expected a group that this process is a member of.")
     return Ranks(group if group is not None else dist.group.WORLD, rank, dist.get_world_size(group))
+
+
+def peer_memory(
+    ranks: Ranks, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, Any, list[torch.Tensor]]:
+    """Memory of this GPU that the other ranks of the host can read, torch's handle with its barriers, and the memory of
+    each rank. A collective. Uses torch's symmetric memory, without multicast.
+    """
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    own = symmetric_memory.empty(*shape, dtype=dtype, device=device)
+    handle = symmetric_memory.rendezvous(own, ranks.group)
+    return own, handle, [handle.get_buffer(rank, shape, dtype) for rank in range(ranks.size)]
 
 
 def check_divisible(num_heads: int, ranks: Ranks, name: str, instead: str) -> None:
