@@ -12,7 +12,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
-from quire.runtime.lse_layout import LN2
+from quire.runtime.lse_layout import to_base_e
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
@@ -112,7 +112,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
     )  # fmt: skip
     if return_lse_base == "basee" and (return_lse or statistics is not None):
-        (result[1] if statistics is None else statistics).mul_(LN2)
+        to_base_e(result[1] if statistics is None else statistics)
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
     return (o, statistics if lse is None else lse) if return_lse else o

@@ -8,7 +8,6 @@ sm_scale.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -27,6 +26,7 @@ from quire.runtime.checks import check_flags, check_positive, check_tensor, refu
 from quire.runtime.engine_attributes import MlaModule
 from quire.runtime.keywords import LatentKeywords, Pair
 from quire.runtime.layout import cached_parts, latent_parts
+from quire.runtime.lse_layout import to_base_e
 from quire.runtime.options import PlanOptions, Types, logits_options, memoised, split_size
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -42,7 +42,6 @@ __all__ = [
     "xqa_batch_decode_with_kv_cache_mla",
 ]
 
-_LN2 = math.log(2)
 _NO_KPE = 64  #: dims of zeros that a kernel reads as q_pe where there is none
 _LSE_MODES = {"none": None, "base2": False, "basee": True}  #: what return_lse_base_on_e must be
 
@@ -248,7 +247,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
             )  # fmt: skip
         statistics = result[1] if return_lse else lse
         if return_lse_base_on_e and statistics is not None:
-            statistics.mul_(_LN2)
+            to_base_e(statistics)
         return result
 
     def _with_token_scales(self, ckv_scale: Any, kv_len: Any, page_table: Any, is_packed: bool) -> Attention:

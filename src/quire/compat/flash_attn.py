@@ -39,6 +39,7 @@ from quire.runtime.attention import AttentionSpec
 from quire.runtime.bits import kv_lens, qo_lens
 from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, to_int32
 from quire.runtime.graph import refuse_capture
+from quire.runtime.lse_layout import to_base_e
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.runtime.schedule import Indices, Lengths
@@ -273,7 +274,7 @@ def flash_attn_varlen_func(
         _check_longest(offsets, most, name)
     out, lse = _new_results(q, v, return_attn_probs)
     _launch(q, k, v, out, lse, s_aux, cu_seqlens_q, cu_seqlens_k, None, block_table, 0, *scoring)
-    return (out, _natural(lse).t().contiguous(), None) if lse is not None else out
+    return (out, to_base_e(lse).t().contiguous(), None) if lse is not None else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -378,18 +379,13 @@ def _attend_equal(
     out, lse = _new_results(flat, v, return_lse)
     _launch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
     out = out.view(*q.shape[:3], out.shape[2])
-    return out, None if lse is None else _natural(lse).view(q.shape[:3]).transpose(1, 2).contiguous()
+    return out, None if lse is None else to_base_e(lse).view(q.shape[:3]).transpose(1, 2).contiguous()
 
 
 def _new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     check_flags(return_lse=return_lse)
     out = q.new_empty((*q.shape[:2], v.shape[-1]))
     return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
-
-
-def _natural(lse: torch.Tensor) -> torch.Tensor:
-    """The natural logarithm of an lse in base 2, in place."""
-    return lse.mul_(math.log(2))
 
 
 def _attend(

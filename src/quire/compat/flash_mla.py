@@ -12,7 +12,6 @@ are multiplied by exp(lse) / (exp(lse) + exp(attn_sink)), and the lse is that wi
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.checks import check_flags, check_output, check_same_device, check_shape, check_tensor, refuse, scalar
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.runtime.lse_layout import to_base_e
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import OwnWorkspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
-_LN2 = math.log(2)
 _KEY_DIM = LATENT_DIM + 64
 
 
@@ -149,7 +148,7 @@ def _attend(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
         Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
     )  # fmt: skip
-    lse.mul_(_LN2)
+    to_base_e(lse)
     if sink is not None:
         result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])
     return result, lse

@@ -11,7 +11,12 @@ import torch
 from quire.errors import ValidationError
 from quire.runtime.checks import check_output, check_shape
 
-LN2 = math.log(2)
+_LN2 = math.log(2)
+
+
+def to_base_e(lse: torch.Tensor) -> torch.Tensor:
+    """Converts an lse of base 2 to base e, in place."""
+    return lse.mul_(_LN2)
 
 
 def converted(run: Callable[..., Any], lse: torch.Tensor | None, return_lse: bool, base: Any, layout: Any) -> Any:
@@ -26,7 +31,7 @@ def converted(run: Callable[..., Any], lse: torch.Tensor | None, return_lse: boo
         return run(lse=None, return_lse=False)
     o, found = run(lse=lse if layout == "NH" else None, return_lse=True)
     if base == "ln":
-        found.mul_(LN2)
+        to_base_e(found)
     if layout == "HN":
         found = found.t()
         if lse is not None:
