@@ -6,8 +6,11 @@ import re
 
 #: The limits that a backend has and others have not, in the words of its refusal.
 LIMITS = {
-    "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests)",
-    "fa3": r"attention_fa3 +(keys go from memory to the tensor cores as they are|biases of \d+ query heads)",
+    "decode": r"attention_decode +(\d+ rows \(qo_len \* group_size\) are more than|rows differ between requests"
+    r"|head_dim_qk=512: expected at most 256)",
+    "fa2": r"attention_fa2 +head_dim_qk=512: expected at most 256",
+    "fa3": r"attention_fa3 +(keys go from memory to the tensor cores as they are|biases of \d+ query heads"
+    r"|head_dim_qk=512: expected at most 256|head_dim_qk=40: its matrix instruction takes multiples of 16)",
 }
 
 #: The tests that have cases beyond a backend's limits.
@@ -38,6 +41,7 @@ BEYOND = {
             "test_draft_trees",
             "test_group_sizes",
             "test_groups_that_straddle_row_tiles",
+            "test_head_dims_of_variants",
             "test_host_index_arrays_plan_without_synchronising",
             "test_lengths",
             "test_long_chunks",
@@ -54,6 +58,8 @@ BEYOND = {
             "test_prefill_over_shared_tensors_and_pages",
             "test_ragged_plan",
             "test_ragged_prefill",
+            "test_row_scales_of_any_sign",
+            "test_row_scales_of_head_dims",
             "test_slopes_of_heads",
             "test_soft_caps_of_long_requests",
             "test_splits_do_not_change_the_answer",
@@ -63,11 +69,14 @@ BEYOND = {
             "test_workspace_that_is_too_small",
         }
     ),
+    "fa2": frozenset({"test_head_dims_of_variants"}),
     "fa3": frozenset(
         {
+            "test_beside_other_options",
             "test_biases_of_distances",
             "test_causal_and_rotation_are_of_each_row_of_blocks",
             "test_forward_takes_a_mode",
+            "test_head_dims_of_variants",
             "test_long_positions",
             "test_plans_of_a_graph",
             "test_positions_in_decode",

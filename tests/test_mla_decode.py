@@ -138,7 +138,7 @@ def test_rows_of_656_bytes(device, backend, q_len, num_heads, page_size):
     p = Rows((q_len,) * 6, (0, 1, 65, 192, 700, 2100), num_heads, torch.bfloat16, device, q_len > 1)
     scales = torch.tensor([1.0, 0.5, -1.0, 2.0**-20]).repeat(p.keys.shape[0], 1)
     scales[::2, 3], scales[1::3, 1] = 2.0**-50, 2.0**-8
-    p.rows = packed(p.keys.float(), torch.full_like(scales, 0.02).to(device))  # none of a million is beyond 448 of them
+    p.rows = packed(p.keys.float(), torch.full_like(scales, 0.03).to(device))  # no key is beyond 448 of them
     p.rows[:, 512:528] = (scales / 64).contiguous().view(torch.uint8).to(device)
     p.keys = unpacked(p.rows)
     p.check(*attend_to_rows(p, *p.pages_of(page_size, gap=page_size % 3), backend))
