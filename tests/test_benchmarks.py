@@ -119,6 +119,19 @@ def test_cascade(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_joined(modules: ModuleType) -> None:
+    """Prefill beside decode, and new tokens after a prefix: each provider that runs here is right."""
+    import joined
+
+    rows = joined.Row("pod", 2, 40, 70, 3, (4, 2)), joined.Row("mla", 2, 9, 130, heads=(2, 2), head_dims=(192, 128))
+    for row in rows:
+        ours, one, two, flashinfer = joined.measure(row, list(joined.PROVIDERS), CPU, 1)
+        assert ours.timing is not None and two.timing is not None and not (ours.is_bad or two.is_bad)
+        assert (one.reason is None) == (row.name == "mla") and flashinfer.reason
+        assert (ours.tflops is None) == (row.name == "pod")
+
+
+@pytest.mark.slow
 def test_rope(tmp_path: Path) -> None:
     file = tmp_path / "rope.json"
     run("rope.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
