@@ -1,7 +1,7 @@
 """Work of two kinds in one launch: prefill beside decode (POD), and new tokens beside their prefix (MLA prefill).
 
-Providers: "quire" plans as it does by default, "one" must take one launch, "two" runs the parts one after the other (and
-merges prefixes), "flashinfer" is its POD wrapper. Results are compared with float64 on sampled rows before
+Providers: "quire" plans as it does by default, "one" must take one launch, "two" runs the parts one after the other
+(and merges prefixes), "flashinfer" is its POD wrapper. Results are compared with float64 on sampled rows before
 anything is timed. Then the providers of a row take turns, launched one by one out of a flushed L2; MLA's rows are
 reported as TFLOP/s, too.
 
