@@ -3,7 +3,8 @@
 Each result is compared with float64 on some queries before anything is timed. Then the providers of a row take turns,
 each call in a CUDA graph of its own, timed by events, out of a cold L2. Reported are the median with the least and the
 most, TFLOP/s, and GB/s of the latents that are named, counted once a query. FlashMLA decodes rows of 656 bytes, which
-have 8-bit latents, as `quire-656` does; the 16-bit latents are what such rows mean.
+have 8-bit latents, as `quire-656` does; the 16-bit latents are what such rows mean. Both plan ahead, by
+get_mla_metadata(), what depends on shapes alone.
 
     python benchmarks/sparse_mla.py --rows prefill --json results/sparse_mla.json
 
@@ -21,7 +22,7 @@ import torch
 
 import quire
 from latent_rows import meant_by, measure_rows, rows_of_656_bytes
-from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache
+from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from timing import Timing, cuda_times, estimate_us, flusher
 
 __all__ = ["ROWS", "Row", "main"]
@@ -104,8 +105,9 @@ def _quire(x: Inputs) -> Launch:
     if x.row.is_prefill:
         kv = x.cache.view(-1, 1, 576)
         return lambda _: flash_mla_sparse_fwd(x.query[0], kv, x.indices.view(-1, 1, x.row.top_k), SCALE)[0]
+    metadata = get_mla_metadata()
     return lambda _: flash_mla_with_kvcache(
-        x.query, x.cache, None, None, 512, softmax_scale=SCALE, indices=x.indices
+        x.query, x.cache, None, None, 512, *metadata, SCALE, indices=x.indices
     )[0].flatten(0, 1)  # fmt: skip
 
 
@@ -139,9 +141,9 @@ def _flashmla(x: Inputs) -> Launch:
 def _quire_656(x: Inputs) -> Launch:
     if x.row.is_prefill:
         raise ValueError("prefill reads 16-bit latents")
-    cache = rows_of_656_bytes(x.cache)
+    cache, metadata = rows_of_656_bytes(x.cache), get_mla_metadata()
     return lambda _: flash_mla_with_kvcache(
-        x.query, cache, None, None, 512, softmax_scale=SCALE, is_fp8_kvcache=True, indices=x.indices
+        x.query, cache, None, None, 512, *metadata, SCALE, is_fp8_kvcache=True, indices=x.indices
     )[0].flatten(0, 1)  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from latents import Latents
 from problems import ints
 from quire.compat import flash_mla
 from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from quire.runtime import planner
+from quire.runtime.launch import launch
 from test_mla import SCALE, joined, sparse
 
 
@@ -64,6 +66,65 @@ def test_sparse_decode_again(device):
                     )  # fmt: skip
                     _wait(device)
                     check(p, out.squeeze(1), lse.squeeze(2))
+
+
+def all_used(p: Latents, page_size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cache, and indices of which each one counts; in the place of tokens that a request does not have are -1."""
+    cache, indices, lens = sparse(p, 64, 8, page_size)
+    beyond = torch.arange(indices.shape[-1], device=indices.device) >= lens.to(indices.device)[:, None]
+    return cache, indices.masked_fill(beyond, -1)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_metadata_of_several_calls(device, num_heads, monkeypatch):
+    """Layers and steps of one shape plan once, those of another shape again; a length of its own is always read."""
+    plans = []
+    monkeypatch.setattr(planner, "launch", lambda *args, **options: (plans.append(1), launch(*args, **options)))
+    metadata, _ = get_mla_metadata()
+    for seed, kv_lens in enumerate([(64, 10, 0), (0, 64, 1), (64, 10, 0, 1), (3, 3, 3)]):
+        p = Latents((1,) * len(kv_lens), kv_lens, num_heads, torch.bfloat16, device, seed=seed)
+        cache, indices = all_used(p)
+        call = p.query.unsqueeze(1), cache.unsqueeze(2), None, None, 512, metadata, None, SCALE
+        out, lse = flash_mla_with_kvcache(*call, indices=indices.unsqueeze(1))
+        check(p, out.squeeze(1), lse.squeeze(2))
+    assert len(plans) == (0 if device == "cpu" else 2)
+    _, indices, lens = sparse(p, 64, 8, 64)
+    for used in (lens, lens.clone()):
+        out, _ = flash_mla_with_kvcache(*call, indices=indices.unsqueeze(1), topk_length=used)
+        check(p, out.squeeze(1))
+    assert len(plans) == (0 if device == "cpu" else 4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("is_known", [False, True])
+def test_metadata_in_a_graph(is_known, monkeypatch):
+    """A graph plans if nobody did before it, and later calls do not rely on what only a replay would make."""
+    device, metadata = "cuda:0", get_mla_metadata()[0]
+    p = Latents((1,) * 3, (64, 10, 33), 16, torch.bfloat16, device)
+    cache, indices = all_used(p)
+    call = p.query.unsqueeze(1), cache.unsqueeze(2), None, None, 512
+
+    def decode(metadata):
+        return flash_mla_with_kvcache(*call, metadata, None, SCALE, indices=indices.unsqueeze(1))
+
+    decode(metadata if is_known else None)
+    plans = []
+    monkeypatch.setattr(planner, "launch", lambda *args, **options: (plans.append(1), launch(*args, **options)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = decode(metadata)
+    assert len(plans) == (0 if is_known else 1)
+    again = Latents((1,) * 3, (1, 0, 64), 16, torch.bfloat16, device, seed=1)
+    other_cache, other_indices = all_used(again)
+    check(p, decode(metadata)[0].squeeze(1))  # before the graph has run
+    for q, keys in ((p, (cache, indices)), (again, (other_cache, other_indices)), (p, (cache, indices))):
+        keys = tuple(tensor.clone() for tensor in keys)
+        p.query.copy_(q.query.clone())
+        cache.copy_(keys[0]), indices.copy_(keys[1])
+        graph.replay()
+        torch.cuda.synchronize()
+        check(q, out.squeeze(1), lse.squeeze(2))
 
 
 def _wait(device: str) -> None:

@@ -12,19 +12,19 @@ import torch
 from quire.errors import ValidationError
 from quire.runtime.checks import check_contiguous_last, check_same_device, check_shape, check_tensor, to_int32
 from quire.runtime.indices import without_gaps
-from quire.runtime.schedule import Lengths
+from quire.runtime.schedule import KeptSchedules, Lengths
 
 
 def selected_keys(
-    indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
+    indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int, kept: KeptSchedules | None = None
 ) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
     """block_tables and seq_lens for decode_latents() over pages of one token, from int32 indices [rows, top_k] of
     tokens, of which the first `most` [rows] of each row, or all, are used. Indices below 0 or from num_tokens on are
-    ignored; a token that is listed twice counts twice.
+    ignored; a token that is listed twice counts twice. kept: where the schedule is kept if all are used.
     """
     if indices.is_cpu:
         return without_gaps(indices, most, num_tokens)
-    return Lengths(None if most is None else most.contiguous(), indices, 1, 1, num_tokens), None
+    return Lengths(None if most is None else most.contiguous(), indices, 1, 1, num_tokens, kept), None
 
 
 def tokens_of(kv_cache: torch.Tensor) -> torch.Tensor:

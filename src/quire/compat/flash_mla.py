@@ -22,7 +22,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.checks import check_flags, check_output, check_same_device, check_shape, check_tensor, refuse, scalar
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.lse_layout import to_base_e
-from quire.runtime.schedule import Lengths
+from quire.runtime.schedule import KeptSchedules, Lengths
 from quire.runtime.workspace import OwnWorkspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 
@@ -31,9 +31,19 @@ __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 _KEY_DIM = LATENT_DIM + 64
 
 
-def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[None, None]:
-    """What flash_mla_with_kvcache() takes as tile_scheduler_metadata and num_splits: nothing: calls plan themselves."""
-    return None, None
+class MLAMetadata(KeptSchedules):
+    """The tile_scheduler_metadata of get_mla_metadata(). It keeps the schedules of sparse calls."""
+
+
+def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[MLAMetadata, None]:
+    """The tile_scheduler_metadata and num_splits of flash_mla_with_kvcache(), for the layers and steps of a model.
+
+    On a GPU the first call with `indices` and without topk_length keeps its schedule in the object, and calls of the
+    same shapes use it. Other calls plan anew, because tensors whose values may change decide. Calls that share the
+    object must not overlap on different streams, and it must live as long as CUDA graphs that were captured with it.
+    FlashMLA's arguments are accepted and not needed.
+    """
+    return MLAMetadata(), None
 
 
 def flash_mla_with_kvcache(
@@ -50,8 +60,8 @@ def flash_mla_with_kvcache(
     tokens are the queries if causal=True; otherwise queries see all tokens. Or indices [batch, seqlen_q, topk] int32:
     the tokens that each query attends to, page * page_size + index in the page; indices below 0 and beyond the cache
     are ignored. topk_length [batch]: how many of the indices are used. softmax_scale: None is 1 / sqrt(576).
-    head_dim_v: 512. is_fp8_kvcache: whether k_cache has 8 bits. tile_scheduler_metadata and num_splits are not needed.
-    An extra cache is refused.
+    head_dim_v: 512. is_fp8_kvcache: whether k_cache has 8 bits. tile_scheduler_metadata: get_mla_metadata()'s object,
+    which saves sparse calls the plan, or None; others, and num_splits, have no effect. An extra cache is refused.
 
     Returns (out [batch, seqlen_q, num_heads, 512], softmax_lse float32 [batch, num_heads, seqlen_q]). Raises
     ValidationError naming the argument, or UnsupportedError.
@@ -62,7 +72,8 @@ def flash_mla_with_kvcache(
     >>> out.shape, lse.shape
     (torch.Size([2, 1, 16, 512]), torch.Size([2, 16, 1]))
     """
-    del tile_scheduler_metadata, num_splits
+    del num_splits
+    kept = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, MLAMetadata) else None
     refuse(
         extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
         extra_topk_length=extra_topk_length,
@@ -75,7 +86,7 @@ def flash_mla_with_kvcache(
         if causal or block_table is not None or cache_seqlens is not None:
             raise ValidationError("indices: expected neither block_table, cache_seqlens nor causal=True beside them.")
         out, lse = _attend_selected(
-            rows, cache, indices, q.shape[:2], "indices", topk_length, head_dim_v, softmax_scale, attn_sink
+            rows, cache, indices, q.shape[:2], "indices", topk_length, head_dim_v, softmax_scale, attn_sink, kept=kept
         )
     else:
         refuse(topk_length=topk_length)
@@ -123,13 +134,13 @@ def _latents(k_cache: torch.Tensor, name: str, is_fp8: bool) -> torch.Tensor:
 
 def _attend_selected(
     q: torch.Tensor, kv: torch.Tensor, indices: Any, rows: tuple[int, ...], name: str, lengths: Any, head_dim_v: int,
-    scale: float | None, sink: torch.Tensor | None, out: torch.Tensor | None = None,
+    scale: float | None, sink: torch.Tensor | None, out: torch.Tensor | None = None, kept: MLAMetadata | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Each row of q over the tokens that indices [*rows, topk] name."""
     table = row_indices(indices, rows, name, q.device)
     most = row_lengths(lengths, "topk_length", q.shape[0], rows[1], None)
     tokens = tokens_of(kv)
-    keys = selected_keys(table, None if most is None else most.to(q.device), tokens.shape[0])
+    keys = selected_keys(table, None if most is None else most.to(q.device), tokens.shape[0], kept)
     return _attend(q, tokens, *keys, table.shape[1], 1, head_dim_v, scale, sink, out)
 
 

@@ -394,13 +394,16 @@ class _DeviceSchedule:
             tile_kv=template.tile.kv, mask_mode=int(decision.key.mask), window_left=options.logits.window_left,
             start_cost=template.schedule.start_cost, max_ctas=ctas,
         )  # fmt: skip
+        self._shape = self._device, bytes(self._params)  # what a schedule for lengths that are all alike depends on
 
     def make(self, params: Any, lengths: Lengths, workspace: Workspace) -> tuple[torch.Tensor | None, ...]:
         """Launch the kernel, for lengths of that shape, and set `params` to where its schedule will lie; returns the
-        tensors that both hold.
+        tensors that both hold. Nothing is launched for a schedule that was kept.
         """
         lengths = lengths if self._kernel.has_gaps else lengths.without_gaps()
-        buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        kept, shape = lengths.kept if lengths.kv_lens is None else None, (self._shape, lengths.page_table.stride(0))
+        known = None if kept is None else kept.get(shape)
+        buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device) if known is None else known
         at, base, p = buffer.data_ptr(), base_of(params), self._params
         base.kv_indices, base.groups = lengths.page_table.data_ptr(), at + 16
         base.partitions = partitions = at + 16 + self._groups_bytes
@@ -413,7 +416,10 @@ class _DeviceSchedule:
         partials = self.template.set_partials(base, workspace, 2 * self.ctas)
         p.kv_lens, p.pages_per_request = address_of(lengths.kv_lens), lengths.page_table.stride(0)
         p.tiles, p.partitions, p.groups, p.tile_counter = tiles, partitions, at + 16, at
-        launch(self._planner, ctypes.addressof(p), self._device, grid=1, block=PARALLEL_THREADS)
+        if known is None:
+            launch(self._planner, ctypes.addressof(p), self._device, grid=1, block=PARALLEL_THREADS)
+            if kept is not None and not is_capturing(self._device):
+                kept.keep(shape, buffer)
         return buffer, lengths.kv_lens, lengths.page_table, partials
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Hashable
 from functools import cache
 from typing import NamedTuple
 
@@ -37,6 +38,25 @@ class Indices(NamedTuple):
     prefix_indptr: torch.Tensor | None = None
 
 
+class KeptSchedules:
+    """Schedules that a GPU made for batches without lengths of their own, which depend on shapes alone.
+
+    Later calls of the same shapes read them, also in CUDA graphs, so that the object has to live as long as these.
+    Launches that share a schedule count arrivals in it, and must not overlap.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[Hashable, torch.Tensor] = {}
+
+    def get(self, shape: Hashable) -> torch.Tensor | None:
+        """The schedule for batches of this shape, if one was kept."""
+        return self._buffers.get(shape)
+
+    def keep(self, shape: Hashable, buffer: torch.Tensor) -> None:
+        """Keep a schedule that was made outside of captures: a graph would make it only when it is replayed."""
+        self._buffers[shape] = buffer
+
+
 class Lengths(NamedTuple):
     """A batch whose lengths only the device knows: qo_len rows each, keys in pages."""
 
@@ -45,6 +65,7 @@ class Lengths(NamedTuple):
     qo_len: int
     page_size: int
     num_pages: int | None = None  #: of a cache of one-token pages, where others than 0..num_pages - 1 name no token
+    kept: KeptSchedules | None = None  #: where the schedule is kept if kv_lens is None
 
     @property
     def batch_size(self) -> int:
@@ -53,12 +74,12 @@ class Lengths(NamedTuple):
     @property
     def kind(self) -> tuple[object, ...]:
         """Everything but the tensors, and their shapes."""
-        return self.kv_lens is None, *self.page_table.shape, *self[2:]
+        return self.kv_lens is None, *self.page_table.shape, self.qo_len, self.page_size, self.num_pages
 
     def shapes(self) -> Lengths:
         """The same without memory."""
         lens = None if self.kv_lens is None else self.kv_lens.to("meta")
-        return self._replace(kv_lens=lens, page_table=self.page_table.to("meta"))
+        return self._replace(kv_lens=lens, page_table=self.page_table.to("meta"), kept=None)
 
     def without_gaps(self) -> Lengths:
         """The same tokens with valid page numbers first, for kernels that read every listed page."""
