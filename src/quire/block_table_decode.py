@@ -156,12 +156,13 @@ def decode_block_tables(
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
     ckv_scales: torch.Tensor | None = None, variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
+    lse_unit: float = 1.0,
 ) -> Any:  # fmt: skip
     """The common part of the decode calls with block tables; takes their checked arguments.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
     `query` and the cache's keys are then the parts with positions. ckv_scales: of latents, one for each 128 dims.
-    block_tables: or both tables and lengths, checked.
+    block_tables: or both tables and lengths, checked. lse_unit: LN2 for an lse in base e, in place of base 2.
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
@@ -175,7 +176,7 @@ def decode_block_tables(
     others = tuple(tensor for tensor in (q_nope, ckv_scales) if tensor is not None)
     more: dict[str, Any] = {
         "sinks": sinks, "v_scale": v_scale.number, "enable_pdl": enable_pdl, "logits_scale_by": logits_scale.tensor,
-        "o_scale_by": v_scale.tensor,
+        "o_scale_by": v_scale.tensor, "lse_unit": lse_unit,
     }  # fmt: skip
     numbers = window_left, o_scale, logits_scale.number
     words = layout, backend, out_dtype, pos_encoding, len(others)

@@ -12,7 +12,7 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Result
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
-from quire.runtime.lse_layout import to_base_e
+from quire.runtime.lse_layout import LN2
 from quire.runtime.schedule import Lengths
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
@@ -110,9 +110,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
+        lse_unit=LN2 if return_lse_base == "basee" else 1.0,
     )  # fmt: skip
-    if return_lse_base == "basee" and (return_lse or statistics is not None):
-        to_base_e(result[1] if statistics is None else statistics)
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
     return (o, statistics if lse is None else lse) if return_lse else o
@@ -142,7 +141,7 @@ def decode_latents(
     block_tables: torch.Tensor | Lengths, seq_lens: Any, max_seq_len: int, logits_scale: Scale, v_scale: Scale, *,
     q_len: int = 1, q_cu_seq_lens: torch.Tensor | None = None, out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None, return_lse: bool = False, sinks: torch.Tensor | None = None,
-    enable_pdl: bool | None = None, backend: str = "auto",
+    enable_pdl: bool | None = None, backend: str = "auto", lse_unit: float = 1.0,
 ) -> Any:  # fmt: skip
     """decode_block_tables() for the parts of queries [rows, num_heads, dims] and of latents [num_pages, page_size,
     dims], that which is the value first, and the scales of latents [num_pages, page_size, scales] if they have any.
@@ -154,7 +153,7 @@ def decode_latents(
         q_pe, cache, workspace, block_tables, seq_lens, max_seq_len, logits_scale, v_scale, KVLayout.NHD,
         q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=-1, out=out, sinks=sinks, enable_pdl=enable_pdl,
         o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope,
-        ckv_scales=scales[0].unsqueeze(2) if scales else None,
+        ckv_scales=scales[0].unsqueeze(2) if scales else None, lse_unit=lse_unit,
     )  # fmt: skip
 
 

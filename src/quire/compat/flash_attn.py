@@ -39,7 +39,7 @@ from quire.runtime.attention import AttentionSpec
 from quire.runtime.bits import kv_lens, qo_lens
 from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, to_int32
 from quire.runtime.graph import refuse_capture
-from quire.runtime.lse_layout import to_base_e
+from quire.runtime.lse_layout import LN2
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.runtime.schedule import Indices, Lengths
@@ -274,7 +274,7 @@ def flash_attn_varlen_func(
         _check_longest(offsets, most, name)
     out, lse = _new_results(q, v, return_attn_probs)
     _launch(q, k, v, out, lse, s_aux, cu_seqlens_q, cu_seqlens_k, None, block_table, 0, *scoring)
-    return (out, to_base_e(lse).t().contiguous(), None) if lse is not None else out
+    return (out, lse.t().contiguous(), None) if lse is not None else out
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -379,7 +379,7 @@ def _attend_equal(
     out, lse = _new_results(flat, v, return_lse)
     _launch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
     out = out.view(*q.shape[:3], out.shape[2])
-    return out, None if lse is None else to_base_e(lse).view(q.shape[:3]).transpose(1, 2).contiguous()
+    return out, None if lse is None else lse.view(q.shape[:3]).transpose(1, 2).contiguous()
 
 
 def _new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -395,7 +395,7 @@ def _attend(
     causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int, *,
     plans: RecentPlans = _none,
 ) -> None:  # fmt: skip
-    """Writes out, and lse in base 2. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
+    """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
     seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
     """
     page_size = 0 if block_table is None else k.shape[1]
@@ -420,7 +420,7 @@ def _attend(
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     attention.run(
         q[:rows], (k, v), out=out[:rows], lse=None if lse is None else lse[:rows], return_lse=False, sinks=sinks,
-        q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None,
+        q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None, lse_unit=LN2,
     )  # fmt: skip
     out[rows:].zero_()
     if lse is not None:

@@ -21,7 +21,7 @@ from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.checks import check_flags, check_output, check_same_device, check_shape, check_tensor, refuse, scalar
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
-from quire.runtime.lse_layout import to_base_e
+from quire.runtime.lse_layout import LN2
 from quire.runtime.schedule import KeptSchedules, Lengths
 from quire.runtime.workspace import OwnWorkspace
 from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
@@ -157,9 +157,8 @@ def _attend(
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
     result, lse = decode_latents(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
-        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True,
+        Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, lse_unit=LN2,
     )  # fmt: skip
-    to_base_e(lse)
     if sink is not None:
         result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])
     return result, lse

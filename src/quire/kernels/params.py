@@ -103,7 +103,7 @@ class AttentionParams(ctypes.Structure):
         ("page", FastDivisor),
         *((name, c_int32) for name in ("num_qo_heads", "num_kv_heads", "num_tiles", "num_ctas")),
         ("window_left", c_int32),
-        *((name, c_float) for name in ("logits_scale", "tanh_scale", "logits_cap", "o_scale")),
+        *((name, c_float) for name in ("logits_scale", "tanh_scale", "logits_cap", "o_scale", "lse_unit")),
         ("plan_is_resident", c_int32),
         ("rope_frequencies", c_void_p),
     )

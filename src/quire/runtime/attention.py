@@ -357,20 +357,22 @@ class Attention:
         self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
         sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
-        others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
+        lse_unit: float = 1.0, others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
     ) -> Result:  # fmt: skip
         """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
 
         kv: a paged cache, or ragged (k, v). `*_by`: further factors of the logits and of the output, each one float32
-        on a GPU; for paged keys only. others: tensors for the operands that the kernel declares in addition to q, k, v
-        and o, followed by scales. operands: tensors and numbers that the score of a variant reads.
+        on a GPU; for paged keys only. lse_unit: LN2 for an lse in base e, in place of base 2. others: tensors for the
+        operands that the kernel declares in addition to q, k, v and o, followed by scales. operands: tensors and
+        numbers that the score of a variant reads.
         Runs of one plan from several threads are serialised.
         """
         if self._given is not None and getattr(q, "dtype", None) is self._given.torch:
             return run_widened(
                 self.run, self._plan_options, q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
                 q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
-                logits_scale_by=logits_scale_by, o_scale_by=o_scale_by, others=others, operands=operands,
+                logits_scale_by=logits_scale_by, o_scale_by=o_scale_by, lse_unit=lse_unit, others=others,
+                operands=operands,
             )  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         cache, known = cache_tensors(kv), self._signature
@@ -381,7 +383,7 @@ class Attention:
             return narrowed.run(
                 q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
                 v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, logits_scale_by=logits_scale_by,
-                o_scale_by=o_scale_by, others=others, operands=operands,
+                o_scale_by=o_scale_by, lse_unit=lse_unit, others=others, operands=operands,
             )  # fmt: skip
         nnz_qo = self._nnz_qo
         if self.graph is not None:
@@ -426,7 +428,7 @@ class Attention:
                 None if sinks is None else self._check_sinks(sinks).data_ptr(),
                 logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale"),
                 None if logits_scale_by is None else logits_scale_by.data_ptr(),
-                None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
+                None if o_scale_by is None else o_scale_by.data_ptr(), lse_unit, enable_pdl,
             )  # fmt: skip
         finally:
             self._lock.release()
@@ -436,7 +438,7 @@ class Attention:
         self, lengths: Lengths, workspace: Workspace, q: torch.Tensor, kv: tuple[torch.Tensor, ...], *,
         out: torch.Tensor | None, lse: torch.Tensor | None, sinks: torch.Tensor | None, v_scale: float,
         enable_pdl: bool | None, logits_scale_by: torch.Tensor | None, o_scale_by: torch.Tensor | None,
-        others: tuple[torch.Tensor, ...],
+        lse_unit: float, others: tuple[torch.Tensor, ...],
     ) -> torch.Tensor | None:  # fmt: skip
         """run() with other lengths but the shapes of the last run, planned on the GPU. Returns None and does nothing if
         the tensors are not like those of the last run.
@@ -457,7 +459,7 @@ class Attention:
         self._plan.run(
             current_stream(self._device), pointers, statistics, sink, 1.0, v_scale,
             None if logits_scale_by is None else logits_scale_by.data_ptr(),
-            None if o_scale_by is None else o_scale_by.data_ptr(), enable_pdl,
+            None if o_scale_by is None else o_scale_by.data_ptr(), lse_unit, enable_pdl,
         )  # fmt: skip
         self._plan.release()
         return out

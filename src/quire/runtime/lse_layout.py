@@ -11,12 +11,12 @@ import torch
 from quire.errors import ValidationError
 from quire.runtime.checks import check_output, check_shape
 
-_LN2 = math.log(2)
+LN2 = math.log(2)  #: an lse in base 2 times this is in base e
 
 
 def to_base_e(lse: torch.Tensor) -> torch.Tensor:
     """Converts an lse of base 2 to base e, in place."""
-    return lse.mul_(_LN2)
+    return lse.mul_(LN2)
 
 
 def converted(run: Callable[..., Any], lse: torch.Tensor | None, return_lse: bool, base: Any, layout: Any) -> Any:

@@ -129,11 +129,12 @@ class AttentionPlan:
 
     def run(
         self, stream: int, pointers: list[int], lse: int | None, sinks: int | None, logits_scale: float,
-        o_scale: float, logits_scale_by: int | None, o_scale_by: int | None, enable_pdl: bool | None,
+        o_scale: float, logits_scale_by: int | None, o_scale_by: int | None, lse_unit: float, enable_pdl: bool | None,
     ) -> None:  # fmt: skip
         """Launch on `stream`, torch's current one, with operands at `pointers` that have set_signature()'s signature.
 
-        `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only.
+        `*_by`: address on the GPU of a float32 that multiplies the scale; for paged keys only. lse_unit: what an lse of
+        base 2 is multiplied by.
         """
         if self._more:  # operands beside q, k, v and o
             end = 0
@@ -142,7 +143,7 @@ class AttentionPlan:
                 block[:] = pointers[begin:end]  # type: ignore[assignment]  # mypy: no slices of ctypes arrays
         else:
             self._pointers[:] = pointers  # type: ignore[assignment]
-        extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by
+        extras = lse, sinks, logits_scale, o_scale, logits_scale_by, o_scale_by, lse_unit
         if extras != self._extras:
             self._set(*extras)
             self._extras = extras
@@ -184,10 +185,10 @@ class AttentionPlan:
 
     def _set(
         self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,
-        o_scale_by: int | None,
+        o_scale_by: int | None, lse_unit: float,
     ) -> None:  # fmt: skip
         p = self._params
-        p.lse, p.sinks, p.logits_scale_by, p.o_scale_by = lse, sinks, logits_scale_by, o_scale_by
+        p.lse, p.sinks, p.logits_scale_by, p.o_scale_by, p.lse_unit = lse, sinks, logits_scale_by, o_scale_by, lse_unit
         scale, cap = self._logits.sm_scale * logits_scale, self._logits.logits_soft_cap
         p.logits_scale = max(scale * LOG2E, _LEAST_SCALE if self._decision.key.has_bias else 0.0)
         p.tanh_scale, p.o_scale = scale / cap if cap else scale, o_scale

@@ -95,9 +95,9 @@ struct LogitsTransform : ExpressionOf<V> {
 // constant: there the lse is not adjusted.
 template <class V, class Params>
 QUIRE_HD float returned_lse(float lse, const Params& p, const RowTile& tile, int head) {
-  if constexpr (V::kPosEncoding != kPosEncodingAlibi || V::kSoftCap != 0) return lse;
+  if constexpr (V::kPosEncoding != kPosEncodingAlibi || V::kSoftCap != 0) return lse * p.lse_unit;
   const float slope = exp2f(alibi_exponent(static_cast<float>(head), p.num_qo_heads));
-  return lse + slope * kLog2e * static_cast<float>(tile.kv_len - tile.qo_len);
+  return (lse + slope * kLog2e * static_cast<float>(tile.kv_len - tile.qo_len)) * p.lse_unit;
 }
 
 }  // namespace quire

@@ -85,7 +85,7 @@ struct AttentionParams {
   int64_t o_token_stride, o_head_stride;
 
   // What else run() sets.
-  float* lse;          // [nnz_qo, num_qo_heads] contiguous, base 2; or null
+  float* lse;          // [nnz_qo, num_qo_heads] contiguous; or null
   const float* sinks;  // [num_qo_heads] natural-log logits that join each denominator; or null
   // Device pointers to one number each, which multiply the logits and the output. With paged keys only; or null.
   const float* logits_scale_by;
@@ -113,6 +113,7 @@ struct AttentionParams {
   float tanh_scale;     // soft cap: makes q . k the argument of tanh: sm_scale / cap; a score's: sm_scale
   float logits_cap;     // soft cap in base 2: cap * log2(e)
   float o_scale;        // multiplies the output (v_scale)
+  float lse_unit;       // multiplies the lse, whose base is 2: 1, or ln(2) for base e
   // 1: tiles and partitions were on the device before the preceding launch began, so that they may be read while that
   // launch runs. 0: the preceding kernel may have written them.
   int32_t plan_is_resident;
