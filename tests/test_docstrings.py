@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import inspect
+import re
 
 import pytest
 import torch
@@ -16,8 +17,16 @@ PUBLIC = {name: getattr(getattr(quire, name), name, getattr(quire, name)) for na
 SHOWN = [
     name
     for name, value in PUBLIC.items()
-    if (inspect.isclass(value) and not issubclass(value, BaseException)) or inspect.isfunction(value)
+    if callable(value) and not (inspect.isclass(value) and issubclass(value, BaseException))
 ]
+#: Functions of tensors, and what their docstrings say.
+OF_TENSORS = [
+    name
+    for name in SHOWN
+    if not inspect.isclass(PUBLIC[name])
+    and (name.endswith("_return_lse") or "Tensor" in str(inspect.signature(PUBLIC[name])))
+]
+SHAPES, ERRORS, SOURCE = r"\[[a-z_0-9][a-z_0-9 ,*+/().]*\]", r"\bRaises\b", r"https?://|FlashInfer|TensorRT|vLLM|SGLang"
 
 
 def examples(name: str) -> list[doctest.DocTest]:
@@ -41,3 +50,20 @@ def test_every_public_name_has_an_example(name: str) -> None:
     if not examples(name):
         doc = inspect.getdoc(PUBLIC[name]) or ""
         assert any(other in doc and examples(other) for other in SHOWN if other != name), f"{name} shows no example"
+
+
+def says(name: str, pattern: str, before: tuple[str, ...] = ()) -> bool:
+    """Whether the text of a function says it, or that of a function or wrapper to which the text refers."""
+    text = (inspect.getdoc(PUBLIC[name]) or "").partition(">>>")[0]
+    others = [other for other in SHOWN if other not in (name, *before) and re.search(rf"\b{other}\b", text)]
+    if re.search(pattern, text) or any(says(other, pattern, (*before, name)) for other in others):
+        return True
+    plan = getattr(PUBLIC[name], "plan", None)
+    return plan is not None and bool(re.search(pattern, inspect.getdoc(plan) or ""))
+
+
+@pytest.mark.parametrize("name", OF_TENSORS)
+def test_docstrings_say_shapes_errors_and_source(name: str) -> None:
+    assert says(name, SHAPES), "no shape"
+    assert says(name, ERRORS), "no error"
+    assert says(name, SOURCE) or re.search(SOURCE, inspect.getdoc(inspect.getmodule(PUBLIC[name])) or ""), "no source"

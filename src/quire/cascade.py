@@ -484,7 +484,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
 ) -> torch.Tensor:  # fmt: skip
     """Decode attention with a shared prefix and padded suffixes: q [batch_size, num_qo_heads, head_dim], k_shared,
     v_shared [shared_len, num_kv_heads, head_dim], k_unique, v_unique [batch_size, unique_len, num_kv_heads, head_dim]
-    (HND: heads before tokens). Returns o like q.
+    (HND: heads before tokens). Returns o like q. Raises ValidationError naming the argument, or UnsupportedError.
 
     >>> q, k, v = torch.randn(2, 8, 64), torch.randn(100, 2, 64), torch.randn(100, 2, 64)
     >>> k_unique, v_unique = torch.randn(2, 2, 5, 2, 64)

@@ -1,6 +1,6 @@
 """torch's FlexAttention with Quire's kernels: its score and mask functions are traced like those of a quire.Variant.
 
-The API is that of torch.nn.attention.flex_attention.
+The API is that of torch.nn.attention.flex_attention (Dong et al., 2024, https://arxiv.org/abs/2412.05496).
 """
 
 from __future__ import annotations

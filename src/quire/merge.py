@@ -35,6 +35,11 @@ def merge_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged (v, s) of two states. A state with s = -inf had no keys and is ignored.
 
+    v_a, v_b: [num_tokens, num_heads, head_dim] in float32, float16 or bfloat16, normalised outputs over disjoint sets
+    of keys. s_a, s_b: float32 [num_tokens, num_heads], their log-sum-exp, base 2.
+
+    Returns v like v_a, and s like s_a. Raises ValidationError naming the argument.
+
     >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
     >>> first = quire.single_prefill_with_kv_cache(q, k[:4], v[:4], return_lse=True)
     >>> rest = quire.single_prefill_with_kv_cache(q, k[4:], v[4:], return_lse=True)
@@ -58,7 +63,8 @@ def merge_state_in_place(
 ) -> None:
     """Merge (v_other, s_other) into (v, s), which are contiguous; both are written, or in case of an error neither.
 
-    mask: bool or uint8 [num_tokens]; tokens with 0 stay as they are. See merge_state() for an example.
+    v, v_other, s, s_other: as in merge_state(), which shows an example. mask: bool or uint8 [num_tokens]; tokens with 0
+    stay as they are. Raises ValidationError naming the argument.
     """
     _check_state(v, s, "v", "s")
     _check_state(v_other, s_other, "v_other", "s_other", v)
@@ -84,6 +90,9 @@ def merge_state_in_place(
 )
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads].
+
+    dtypes and units are those of merge_state(). Returns v [num_tokens, num_heads, head_dim] and s [num_tokens,
+    num_heads]. Raises ValidationError naming the argument.
 
     >>> v, s = quire.merge_states(torch.randn(3, 5, 8, 64), torch.randn(3, 5, 8))
     >>> v.shape, s.shape

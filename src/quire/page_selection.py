@@ -1,8 +1,8 @@
 """Page-sparse decode: each KV head of each request attends only to the pages with the largest possible logits.
 
-As in Quest (Tang et al., 2024), a page is summarised by the smallest and the largest value of its keys in each dim,
-which give an upper bound on its logits. Everything runs on the device of the tensors without synchronisation, so the
-calls may be captured in a CUDA graph.
+As in Quest (Tang et al., 2024, https://arxiv.org/abs/2406.10774), a page is summarised by the smallest and the largest
+value of its keys in each dim, which give an upper bound on its logits. Everything runs on the device of the tensors
+without synchronisation, so the calls may be captured in a CUDA graph.
 """
 
 from __future__ import annotations

@@ -529,6 +529,7 @@ def _either_scale(of: str, number: Any, tensor: Any) -> Any:
     return number if tensor is None else tensor
 
 
-single_prefill_with_kv_cache_return_lse: Callable[..., Pair] = partial(  # type: ignore[assignment]
-    single_prefill_with_kv_cache, return_lse=True
-)
+def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> Pair:
+    """(o, lse) of single_prefill_with_kv_cache(), which shows an example, with return_lse=True."""
+    result: Any = single_prefill_with_kv_cache(*args, **{"return_lse": True, **options})
+    return result  # type: ignore[no-any-return]

@@ -53,10 +53,13 @@ def apply_rope(
 ) -> Pair:  # fmt: skip
     """q and k, rotated: token i of request b, row indptr[b] + i, is at position offsets[b] + i.
 
+    q [nnz, num_qo_heads, head_dim], k [nnz, num_kv_heads, head_dim]: float16, bfloat16 or float32.
     indptr [batch_size + 1], offsets [batch_size]: int32 or int64, on the tensors' device.
     rotary_dim: how many dims of a head are rotated, from the first on; an even number; None: all.
     interleave: True: dims 2 i and 2 i + 1 are a pair; False: dims i and i + rotary_dim / 2.
     rope_scale, rope_theta: pair i rotates by rope_theta ** (-2 i / rotary_dim) / rope_scale radians per token.
+
+    Raises ValidationError naming the argument. Positions on a device are not checked: an invalid one gives NaN.
 
     >>> q, k = torch.ones(3, 8, 64), torch.ones(3, 2, 64)
     >>> indptr, offsets = torch.tensor([0, 1, 3]), torch.tensor([0, 7])
@@ -169,6 +172,8 @@ def apply_rope_with_cos_sin_cache(
     positions: int32 or int64 [nnz], rows of the table.
     cos_sin_cache: float32 [max_seq_len, rotary_dim]: cosines of the pairs' angles, then their sines.
     is_neox: True: dims i and i + rotary_dim / 2 are a pair; False: dims 2 i and 2 i + 1.
+
+    Raises ValidationError naming the argument. Positions on a device are not checked: an invalid one gives NaN.
 
     >>> angles = torch.arange(100)[:, None] * 1e4 ** (-torch.arange(32) / 32)
     >>> cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=1)

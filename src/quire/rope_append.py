@@ -68,7 +68,7 @@ def rope_append_paged_kv_cache(
     quant_scale_q, quant_scale_k, quant_scale_v: factors of q, k and v where they are written as 8 bits.
     out: [nnz, num_qo_heads, head_dim], in q's dtype or an 8-bit one; may be q. None: a new tensor in q's dtype.
 
-    Returns the rotated q.
+    Returns the rotated q. Raises ValidationError naming the argument, before anything is written.
 
     >>> q, k, v = torch.randn(3, 8, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
     >>> cache = torch.zeros(4, 2, 16, 2, 64, dtype=torch.float8_e4m3fn)
@@ -112,7 +112,8 @@ def rope_quantize_fp8(
     *_out: tensors that results are written into; None: new tensors. enable_pdl: a permission. backend: "cuda" or
         "cutile", which run the same kernel of Quire.
 
-    Returns (q_rope_out, k_rope_out, q_nope_out, k_nope_out); the outputs for arguments that are None are empty.
+    Returns (q_rope_out, k_rope_out, q_nope_out, k_nope_out); the outputs for arguments that are None are empty. Raises
+    ValidationError naming the argument, before anything is written.
 
     >>> q, k, positions = torch.randn(2, 8, 64), torch.randn(2, 2, 64), torch.tensor([0, 7])
     >>> angles = torch.arange(8)[:, None] * 1e4 ** (-torch.arange(32) / 32)

@@ -1,5 +1,7 @@
 """Chooses the tokens that each query of sparse MLA attends to: those with the largest scores of an indexer.
 
+This is the choice in DeepSeek's sparse attention (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp).
+
 The choice is exact and the same each time. It runs on the device of the scores without a synchronisation, so the call
 may be captured in a CUDA graph.
 """
