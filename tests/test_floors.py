@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import quire
+from quire.kernels import KERNELS
 
 ROOT = Path(quire.__file__).parent
 SURFACE = ("prefill", "decode", "cascade", "merge", "page", "quantization", "rope", "rope_append")
@@ -81,6 +82,21 @@ def test_the_jit_knows_no_attention_and_no_torch() -> None:
         names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         assert not any(name.split(".")[0] == "torch" for name in names | modules), path.name
+
+
+def test_no_module_above_the_catalogue_names_a_backend() -> None:
+    """They ask the row of a kernel for what it can do, and compare it with no name."""
+    for path in MODULES:
+        if path.relative_to(ROOT).parts[0] == "kernels":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Compare):
+                continue
+            sides = (node.left, *node.comparators)
+            asks = any(isinstance(side, ast.Attribute) and side.attr in ("backend", "name") for side in sides)
+            names = {value.value for side in sides for value in ast.walk(side) if isinstance(value, ast.Constant)}
+            of_kernels = {kernel.backend for kernel in KERNELS} | {kernel.name for kernel in KERNELS}
+            assert not (asks and names & of_kernels), f"{path.name}:{node.lineno} names a backend"
 
 
 def test_only_config_reads_the_environment() -> None:

@@ -203,4 +203,5 @@ KERNEL = AttentionKernel(
     operation=_operation,
     fill=_fill,
     notes_times=True,
+    is_slower_over_8_bits=True,
 )

@@ -25,7 +25,7 @@ from quire.runtime.workspace import OwnWorkspace, Workspace
 from quire.types import MaskMode
 
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
-#: of memory for each number, against the sixth by which fa3 is slower over 8-bit keys.
+#: of memory for each number, against the sixth by which such a kernel is slower over 8-bit keys.
 _LEAST_ROWS = 1400
 _BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
 
@@ -44,7 +44,7 @@ def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
         types.q == types.o
         and types.q.bits == 16
         and not backend.startswith(PIN)
-        and decision.kernel.backend == "fa3"
+        and decision.kernel.is_slower_over_8_bits
         and problem.rows >= _LEAST_ROWS
         and problem.mask in (MaskMode.NONE, MaskMode.CAUSAL)
         and options.page_size > 0
