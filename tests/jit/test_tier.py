@@ -298,13 +298,17 @@ def test_a_server_that_has_failed_is_asked_again_after_a_minute(
     assert host("four")[0] == "hit"
 
 
-def test_a_dead_server_costs_nothing_but_the_compile(fake: FakeCompiler, use: Callable[..., None], host: Host):
+def test_a_dead_server_costs_nothing_but_the_compile(
+    fake: FakeCompiler, use: Callable[..., None], host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Server() as server:
         server.shutdown()
     use(server.url)
+    for limit in ("LIMIT_SECONDS", "PATIENCE_SECONDS"):
+        monkeypatch.setattr(tier, limit, 60.0)
     start = time.monotonic()
     assert host("one")[0] == "built"
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < 60.0, "it waited for the server"
 
 
 def test_a_slow_server_is_given_up(
@@ -315,7 +319,7 @@ def test_a_slow_server_is_given_up(
     monkeypatch.setattr(tier, "LIMIT_SECONDS", 0.2)
     start = time.monotonic()
     assert host("one")[0] == "built"
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < server.delay, "it waited for the server"
 
 
 def test_a_process_ends_while_an_operation_hangs(server: Server) -> None:
@@ -603,7 +607,7 @@ def test_a_claim_of_a_host_that_died_costs_a_short_wait(
         del server.objects[path]
     start = time.monotonic()
     assert host("two")[0] == "built"
-    assert 0.3 <= time.monotonic() - start < 3.0
+    assert 0.3 <= time.monotonic() - start < tier.CLAIM_SECONDS, "it waited until the claim was too old"
     monkeypatch.setattr(tier, "CLAIM_SECONDS", 0.0)
     monkeypatch.setattr(tier, "PATIENCE_SECONDS", 60.0)
     for path in entries(server):
