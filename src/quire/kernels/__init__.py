@@ -185,7 +185,7 @@ def _split_reason(kernel: AttentionKernel, problem: AttentionProblem) -> str | N
     """Why splits of the fixed size are not a whole number of this kernel's KV tiles."""
     step, size = kernel.tile(kernel.key(problem)).kv, problem.fixed_split_size
     if size > 0 and size % step:
-        return f"its kv tile has {step} keys: pass fixed_split_size={-(-size // step) * step}"
+        return f"its kv tile has {step} keys: pass fixed_split_size={min(-(-size // step) * step, 2**31 - step)}"
     return None
 
 

@@ -50,7 +50,8 @@ def _refuse_tensor(value: Any, name: str) -> None:
     if value.numel():
         raise ValidationError(
             f"{name}: expected a tensor with memory of its own, got {type(value).__name__} {list(value.shape)} without "
-            f"any: its storage was freed, or it is a stand-in that torch traces with (fake, functional, vmap)."
+            f"any. If its storage was freed (resize_(0), FSDP), restore it before the call. If it is a stand-in that "
+            f"torch traces with (fake, functional, vmap), call outside of tracing, with the tensor itself."
         )
 
 
