@@ -140,7 +140,7 @@ struct MergeParams {
   const float* sinks;
   FastDivisor group;
   int32_t num_qo_heads;
-  float o_scale;
+  float o_scale, lse_unit;
   static constexpr const float* o_scale_by = nullptr;  // is part of o_scale
 
   QUIRE_DEVICE explicit MergeParams(const AttentionParams& p)
@@ -153,7 +153,8 @@ struct MergeParams {
         sinks(p.sinks),
         group(p.group),
         num_qo_heads(p.num_qo_heads),
-        o_scale(output_scale(p)) {}
+        o_scale(output_scale(p)),
+        lse_unit(p.lse_unit) {}
 };
 
 // merge_partials() as a function call, for kernels whose main loop leaves no registers to inline it. kOnce: all
