@@ -227,3 +227,27 @@ def test_wrong_arguments():
         with pytest.raises(quire.ValidationError, match=f"^{name}"):
             call()
     assert len(FORMS) == 4, "all forms of caches are tried above"
+
+
+def test_page_numbers_outside_of_the_cache_are_refused():
+    """They were read: a signal, or, where their product with the heads of a page left 32 bits, another page."""
+    cache, q, seq_lens = torch.randn(6, 2, 16, 2, 64), torch.randn(1, 8, 64), ints([60], "cpu")
+    bounds = quire.page_key_bounds(cache)
+    for number in (-1, 6, 2**29, 2**31 - 1, -(2**31)):
+        with pytest.raises(quire.ValidationError, match=rf"^block_tables: .*below 6, got {number}"):
+            quire.select_pages(q, bounds, ints([4, number, 2, 5], "cpu")[None], seq_lens, 16, top_k=2)
+        selected = quire.SelectedPages(torch.full((1, 2, 1), number, dtype=torch.int32), ints([16, 16], "cpu")[None])
+        with pytest.raises(quire.ValidationError, match=rf"^block_tables: .*below 6, got {number}"):
+            quire.batch_decode_with_selected_pages(q, cache, workspace("cpu"), selected)
+        with pytest.raises(quire.ValidationError, match=rf"^pages: .*got .*{number}"):
+            quire.page_key_bounds(cache, pages=ints([number], "cpu"), out=bounds)
+    unread = quire.select_pages(q, bounds, ints([4, 2, -1, 2**30], "cpu")[None], ints([20], "cpu"), 16, top_k=2)
+    assert unread.block_tables.tolist() == [[[4, 2]] * 2]
+
+
+def test_a_cache_with_distances_between_numbers_is_refused():
+    """It was read as if there were none."""
+    cache = torch.randn(6, 2, 16, 2, 2 * 64)[..., ::2]
+    selected = quire.SelectedPages(ints([1, 1], "cpu").view(1, 2, 1), ints([16, 16], "cpu")[None])
+    with pytest.raises(quire.ValidationError, match=r"^paged_kv_cache: expected a contiguous last dimension"):
+        quire.batch_decode_with_selected_pages(torch.randn(1, 8, 64), cache, workspace("cpu"), selected)

@@ -105,6 +105,14 @@ def check_lengths(seq_lens: torch.Tensor, num_pages: int, page_size: int, most: 
         )
 
 
+def check_page_numbers(pages: torch.Tensor, seq_lens: torch.Tensor, page_size: int, num_pages: int) -> None:
+    """Tables [..., pages] on the host name pages of the cache, as far as lengths [...] reach."""
+    used = torch.arange(pages.shape[-1], device="cpu") < ((seq_lens + (page_size - 1)) // page_size)[..., None]
+    outside = pages[used & ((pages < 0) | (pages >= num_pages))]
+    if outside.numel():
+        raise ValidationError(f"block_tables: expected page numbers below {num_pages}, got {int(outside[0])}.")
+
+
 def indices_of(
     pages: torch.Tensor, seq_lens: torch.Tensor, qo_indptr: torch.Tensor | None, q_len: int, page_size: int
 ) -> Indices:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.block_table_decode import decode_block_tables
-from quire.block_tables import BlockTables, CacheParts, Scale, check_lengths
+from quire.block_tables import BlockTables, CacheParts, Scale, check_lengths, check_page_numbers
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.expression import indices_in
@@ -26,7 +26,15 @@ from quire.kernels.params import PageScoresParams
 from quire.kernels.trace import Tracer, Value
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Result
-from quire.runtime.checks import check_output, check_positive, check_same_device, check_shape, check_tensor
+from quire.runtime.checks import (
+    check_contiguous_last,
+    check_output,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from quire.runtime.indices import check_range
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.target import target_of
@@ -64,6 +72,7 @@ def page_key_bounds(
     torch.Size([6, 2, 2, 64])
     """
     keys = _keys_and_values(paged_kv_cache, KVLayout.of(kv_layout))[0]
+    check_positive(keys.shape[1], "paged_kv_cache: page_size")
     dtype = torch.float16 if keys.dtype.itemsize == 1 else keys.dtype
     shape = {"num_pages": keys.shape[0], "num_kv_heads": keys.shape[2], "low and high": 2, "head_dim": keys.shape[3]}
     if out is None and pages is not None:
@@ -73,18 +82,22 @@ def page_key_bounds(
         check_same_device(out, "out", keys.device)
         if out.dtype is not dtype:
             raise ValidationError(f"out: expected dtype {dtype}, got {out.dtype}.")
-    chosen = keys if pages is None else keys[_page_numbers(pages, keys.device)]
+    chosen = keys if pages is None else keys[_page_numbers(pages, keys)]
     bounds: torch.Tensor = torch.stack(torch.aminmax(chosen.to(dtype), dim=1), dim=2)
     if out is None:
         return bounds
-    out[slice(None) if pages is None else _page_numbers(pages, keys.device)] = bounds
+    out[slice(None) if pages is None else _page_numbers(pages, keys)] = bounds
     return out
 
 
-def _page_numbers(pages: Any, device: torch.device) -> torch.Tensor:
+def _page_numbers(pages: Any, keys: torch.Tensor) -> torch.Tensor:
     numbers = check_tensor(pages, "pages")
     check_shape(numbers, "pages", {"pages": None})
-    check_same_device(numbers, "pages", device)
+    check_same_device(numbers, "pages", keys.device)
+    if numbers.dtype not in (torch.int32, torch.int64):
+        raise ValidationError(f"pages: expected dtype torch.int32 or torch.int64, got {numbers.dtype}.")
+    if numbers.is_cpu:
+        check_range(numbers, "pages", 0, keys.shape[0] - 1, "page numbers")
     return numbers.long()
 
 
@@ -119,6 +132,7 @@ def select_pages(
     size, most = check_positive(page_size, "page_size"), min(check_positive(top_k, "top_k"), tables.pages.shape[1])
     if tables.seq_lens.is_cpu:
         check_lengths(tables.seq_lens, tables.pages.shape[1], size, 2**31 - 1, "page_size")
+        check_page_numbers(tables.pages, tables.seq_lens, size, bounds.shape[0])
     last = ((tables.seq_lens + (size - 1)) // size - 1)[:, None, None]  # its number in the table; -1: no page
     num_columns = tables.pages.shape[1]
     order = torch.topk(_keys(q, bounds, tables, size), most - 1, dim=2, sorted=False).indices
@@ -146,7 +160,7 @@ def _keys(q: torch.Tensor, bounds: torch.Tensor, tables: BlockTables, page_size:
         q=queries.data_ptr(), bounds=bounds.data_ptr(), pages=tables.pages.data_ptr(), lens=tables.seq_lens.data_ptr(),
         keys=keys.data_ptr(), page_stride=tables.pages.stride(0), batch_size=tables.batch_size,
         num_kv_heads=num_kv_heads, group_size=q.shape[1] // num_kv_heads, head_dim=head_dim, num_columns=num_columns,
-        page_size=page_size,
+        page_size=page_size, num_pages=bounds.shape[0],
     )  # fmt: skip
     if keys.numel():
         module = get_module(OperationKey("page_scores", target_of(q.device), slug, vector).spec())
@@ -183,13 +197,18 @@ def batch_decode_with_selected_pages(
     """
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     keys, values = _keys_and_values(paged_kv_cache, layout)
+    for part in (keys, values):
+        check_contiguous_last(part, "paged_kv_cache")
     steps = {_step(keys, "keys"), _step(values, "values")}
     if len(steps) > 1:
         raise ValidationError(f"paged_kv_cache: expected keys and values with the same strides, got {sorted(steps)}.")
-    heads, page_size, top_k = keys.shape[2], keys.shape[1], selected.block_tables.shape[2]
+    (num_pages, page_size, heads, _), step = keys.shape, steps.pop()
+    check_positive(page_size, "paged_kv_cache: page_size"), check_positive(heads, "paged_kv_cache: num_kv_heads")
     _check_queries(q, None, heads, keys.shape[3], workspace.device)
-    _check_selected(selected, q.shape[0], heads)
-    numbers = selected.block_tables * steps.pop() + torch.arange(heads, device=q.device, dtype=torch.int32)[:, None]
+    top_k = _check_selected(selected, q.shape[0], heads, page_size, num_pages)
+    # Page numbers outside of the cache stay outside: their products would exceed 32 bits.
+    pages = selected.block_tables.clamp(-1, num_pages)
+    numbers = pages * step + torch.arange(heads, device=q.device, dtype=torch.int32)[:, None]
     own_scale = 1 / math.sqrt(keys.shape[3]) if sm_scale is None else sm_scale
     scale = Scale.of(own_scale, "sm_scale", workspace.device, positive=True)
     rows = q.reshape(q.shape[0] * heads, -1, q.shape[2])
@@ -200,8 +219,8 @@ def batch_decode_with_selected_pages(
         selected.seq_lens.flatten(), top_k * page_size,
         scale.times(Scale.of(k_scale, "k_scale", workspace.device, positive=True)),
         Scale.of(v_scale, "v_scale", workspace.device), KVLayout.NHD, q_len_per_req=1, q_cu_seq_lens=None,
-        window_left=-1, out=_rows_of(out, "out", heads), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
-        lse=_rows_of(lse, "lse", heads), return_lse=return_lse, backend=backend, variant=variant, operands=operands,
+        window_left=-1, out=_rows_of(out, "out", q, heads), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
+        lse=_rows_of(lse, "lse", q, heads), return_lse=return_lse, backend=backend, variant=variant, operands=operands,
     )  # fmt: skip
     o = (result[0] if return_lse else result).view(*q.shape[:2], -1) if out is None else out
     return (o, result[1].view(q.shape[:2]) if lse is None else lse) if return_lse else o
@@ -248,14 +267,23 @@ def _keys_and_values(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor,
 def _check_queries(q: Any, batch_size: int | None, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
     check_shape(check_tensor(q, "q"), "q", {"batch_size": batch_size, "num_qo_heads": None, "head_dim": head_dim})
     check_same_device(q, "q", device)
-    if q.shape[1] % num_kv_heads:
+    if q.shape[1] % check_positive(num_kv_heads, "num_kv_heads"):
         raise ValidationError(f"q: expected a multiple of {num_kv_heads} KV heads, got {q.shape[1]} heads.")
 
 
-def _check_selected(selected: SelectedPages, batch_size: int, num_kv_heads: int) -> None:
-    shape = {"batch_size": batch_size, "num_kv_heads": num_kv_heads}
-    check_shape(check_tensor(selected.block_tables, "block_tables"), "block_tables", {**shape, "top_k": None})
-    check_shape(check_tensor(selected.seq_lens, "seq_lens"), "seq_lens", shape)
+def _check_selected(
+    selected: SelectedPages, batch_size: int, num_kv_heads: int, page_size: int, num_pages: int
+) -> int:  # fmt: skip
+    """The number of pages per request and KV head."""
+    shape, (tables, lens) = {"batch_size": batch_size, "num_kv_heads": num_kv_heads}, selected
+    check_shape(check_tensor(tables, "block_tables"), "block_tables", {**shape, "top_k": None})
+    check_shape(check_tensor(lens, "seq_lens"), "seq_lens", shape)
+    for tensor, name in ((tables, "block_tables"), (lens, "seq_lens")):
+        if tensor.dtype is not torch.int32:
+            raise ValidationError(f"{name}: expected dtype torch.int32, as of select_pages(), got {tensor.dtype}.")
+    if tables.is_cpu and lens.is_cpu:
+        check_page_numbers(tables, lens, page_size, num_pages)
+    return int(tables.shape[2])
 
 
 def _step(pages: torch.Tensor, name: str) -> int:
@@ -277,10 +305,12 @@ def _by_heads(pages: torch.Tensor) -> torch.Tensor:
     return pages.as_strided((max(0, most), page_size, 1, head_dim), (step, token, step, 1))
 
 
-def _rows_of(tensor: torch.Tensor | None, name: str, num_kv_heads: int) -> torch.Tensor | None:
+def _rows_of(tensor: torch.Tensor | None, name: str, q: torch.Tensor, num_kv_heads: int) -> torch.Tensor | None:
     """A result [batch_size, num_qo_heads, ...] as rows [batch_size * num_kv_heads, heads of a group, ...]."""
     if tensor is None:
         return None
-    if not check_output(tensor, name).is_contiguous():
+    sizes = {"batch_size": q.shape[0], "num_qo_heads": q.shape[1]}
+    check_shape(check_output(tensor, name), name, sizes | ({"head_dim": None} if name == "out" else {}))
+    if not tensor.is_contiguous():
         raise ValidationError(f"{name}: expected a contiguous tensor, got strides {tensor.stride()}.")
-    return tensor.view(-1, tensor.shape[1] // num_kv_heads, *tensor.shape[2:])
+    return tensor.view(q.shape[0] * num_kv_heads, q.shape[1] // num_kv_heads, *tensor.shape[2:])

@@ -366,10 +366,8 @@ class PageScoresParams(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "bounds", "pages", "lens", "keys")),
         ("page_stride", c_int64),
-        *(
-            (name, c_int32)
-            for name in ("batch_size", "num_kv_heads", "group_size", "head_dim", "num_columns", "page_size")
-        ),
+        *((name, c_int32) for name in ("batch_size", "num_kv_heads", "group_size", "head_dim")),
+        *((name, c_int32) for name in ("num_columns", "page_size", "num_pages")),
     )
 
 

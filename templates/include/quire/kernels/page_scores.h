@@ -22,6 +22,7 @@ struct PageScoresParams {
   int32_t head_dim;
   int32_t num_columns;
   int32_t page_size;
+  int32_t num_pages;
 };
 
 template <class Variant>
@@ -43,7 +44,8 @@ struct PageScores {
       int64_t key = -0x7fffffffffffffff - 1;
       if (column < last) {
         const int64_t page = p.pages[request * p.page_stride + column];
-        key = key_of(score(p, row, page * p.num_kv_heads + head), column);
+        const bool exists = page >= 0 && page < p.num_pages;  // others are chosen last, and not read
+        key = key_of(exists ? score(p, row, page * p.num_kv_heads + head) : -3.4e38f, column);
       }
       p.keys[row * p.num_columns + column] = key;
     });
