@@ -74,6 +74,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )  # fmt: skip
     _check_choices(is_var_seq, cute_dsl_impl, kv_scale_format, return_lse_base, multi_ctas_kv_counter_buffer)
     check_positive(qk_nope_head_dim, "qk_nope_head_dim")
+    check_positive(kv_lora_rank, "kv_lora_rank"), check_positive(qk_rope_head_dim, "qk_rope_head_dim")
     if (kv_lora_rank, qk_rope_head_dim) != (LATENT_DIM, 64):
         raise UnsupportedError(
             f"kv_lora_rank, qk_rope_head_dim: expected {LATENT_DIM} and 64, got {kv_lora_rank} and {qk_rope_head_dim}."

@@ -217,6 +217,9 @@ def _logits(
     head_dim: int, scale: float, soft_cap: float | None, pos_encoding_mode: str | None, mask_mode: str,
     window_left: int, chunk: int,
 ) -> LogitsOptions:  # fmt: skip
+    for value, name in ((window_left, "window_left"), (chunk, "chunked_attention_size")):
+        if not isinstance(value, int):
+            raise ValidationError(f"{name}: expected an integer, got {value!r}.")
     mask = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
     if mask not in _MASKS:
         raise ValidationError(f"mask_mode: expected one of {', '.join(_MASKS)}, got {mask_mode!r}.")

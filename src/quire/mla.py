@@ -27,6 +27,7 @@ from quire.runtime.engine_attributes import MlaModule
 from quire.runtime.keywords import LatentKeywords, Pair
 from quire.runtime.layout import cached_parts, latent_parts
 from quire.runtime.lse_layout import to_base_e
+from quire.runtime.ops import is_tracing
 from quire.runtime.options import PlanOptions, Types, logits_options, memoised, split_size
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -58,7 +59,9 @@ def _plan_options(
     has_rows = kv_data_type in (torch.uint8, "uint8")
     types = Types.of(q_data_type, "float8_e4m3fn" if has_rows else kv_data_type, output_dtype)
     vo = check_positive(head_dim_ckv, "head_dim_ckv")
-    qk = vo + (_NO_KPE if head_dim_kpe == 0 else check_positive(head_dim_kpe, "head_dim_kpe"))
+    qk = vo + (
+        _NO_KPE if type(head_dim_kpe) is int and head_dim_kpe == 0 else check_positive(head_dim_kpe, "head_dim_kpe")
+    )
     return PlanOptions(
         check_positive(num_heads, "num_heads"), 1, qk, vo, types,
         logits_options(qk, sm_scale, -1, None, "NONE"), causal, check_positive(page_size, "page_size"),
@@ -224,6 +227,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         nope, pe = latent_parts(pair, "query", "q_nope", "q_pe")
         pair = _either("kv_cache", kv_cache, "ckv_cache", ckv_cache, "kpe_cache", kpe_cache)
         ckv, kpe, *scales = cached_parts(pair, "kv_cache", "ckv_cache", "kpe_cache")
+        if not is_tracing():
+            check_tensor(ckv, "ckv_cache"), check_tensor(kpe, "kpe_cache")
         if not self._has_kpe:
             pe, kpe = _without_kpe(nope, pe, ckv)
         elif ckv_scale != kpe_scale and ckv_scale_arr is None:

@@ -135,6 +135,8 @@ def _without_surplus(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Offsets and page numbers without surplus pages, which the lengths do not use."""
     check_offsets(kv_indptr, "kv_indptr")
+    if page_size > 1:
+        used = lens // page_size + (lens % page_size > 0)  # without a sum beyond 32 bits
     check_range(lens, "kv_len_arr", 0, 2**31 - 1, "lengths from 0 on")
     if bool((used > kv_indptr.diff()).any()) or int(kv_indptr[-1]) > pages.numel():
         raise ValidationError(

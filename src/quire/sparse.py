@@ -179,7 +179,7 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
     def _pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Keys or values as pages [num_pages, page_size, num_kv_heads, head_dim]."""
         _check(tensor, name, {"N": self._num_keys, "num_kv_heads": None, "head_dim": None})
-        return tensor.view(-1, self._page_size, *tensor.shape[1:])
+        return tensor.view(tensor.shape[0] // self._page_size, self._page_size, *tensor.shape[1:])
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
         """run() with return_lse=True."""
@@ -316,12 +316,13 @@ class _Shape(NamedTuple):
         """[num_qo_heads, qo_len, ...] as [num_qo_heads / group * qo_len, group, ...]."""
         more: dict[str, int | None] = {} if name == "lse" else {"head_dim": None}
         _check(tensor, name, {"num_qo_heads": self.num_qo_heads, "qo_len": self.qo_len, **more})
-        return tensor.view(-1, self.group, *tensor.shape[1:]).transpose(1, 2).flatten(0, 1)
+        return tensor.view(self.num_qo_heads // self.group, self.group, *tensor.shape[1:]).transpose(1, 2).flatten(0, 1)
 
     def pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Keys or values as pages [num_pages, page_size, 1, head_dim], head after head."""
         _check(tensor, name, {"num_kv_heads": self.num_kv_heads, "kv_len": self.kv_len, "head_dim": None})
-        return tensor.flatten(0, 1).unsqueeze(1).view(-1, self.page_size, 1, tensor.shape[2])
+        num_pages = self.num_kv_heads * self.kv_len // self.page_size
+        return tensor.flatten(0, 1).unsqueeze(1).view(num_pages, self.page_size, 1, tensor.shape[2])
 
     def written(self, tensor: torch.Tensor | None, name: str) -> torch.Tensor | None:
         """What the kernel writes for the caller's `tensor`: its rows, or a new tensor of such rows."""
@@ -334,7 +335,7 @@ class _Shape(NamedTuple):
 
     def finish(self, rows: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
         """Rows with heads first, in `given` if there is one."""
-        by_heads = rows.view(-1, self.qo_len, *rows.shape[1:]).transpose(1, 2)
+        by_heads = rows.view(self.num_qo_heads // self.group, self.qo_len, *rows.shape[1:]).transpose(1, 2)
         if given is None:
             return by_heads.flatten(0, 1)
         if not self._is_in_place(given):

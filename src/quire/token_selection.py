@@ -18,6 +18,7 @@ from quire.runtime.checks import check_positive, check_same_device, check_shape,
 __all__ = ["select_tokens"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of scores
+_MOST = 1 << 16  #: tokens of a row that has fewer: the rest of the result is -1
 _NOTHING = -(2**63)  #: less than what any score sorts as
 
 
@@ -42,6 +43,8 @@ def select_tokens(
     if scores.dtype not in _DTYPES:
         raise ValidationError(f"scores: expected dtype {', '.join(map(str, _DTYPES))}, got {scores.dtype}.")
     (rows, num_tokens), most = scores.shape, check_positive(top_k, "top_k")
+    if most > max(num_tokens, _MOST):
+        raise ValidationError(f"top_k: expected at most {max(num_tokens, _MOST)}, got {top_k}.")
     size = check_positive(page_size, "page_size")
     keys = _keys(scores)
     if lens is not None:

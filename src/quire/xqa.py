@@ -85,12 +85,12 @@ def xqa(
     if head_dim is not None and check_positive(head_dim, "head_dim") != rows.shape[-1]:
         raise ValidationError(f"head_dim: expected {rows.shape[-1]}, q's last dimension, got {head_dim}.")
     cache = _cache(k_cache, v_cache, page_size, num_kv_heads, layout)
-    workspace = _workspace(workspace_buffer, semaphores, q.device)
+    workspace, most = _workspace(workspace_buffer, semaphores, q.device), _most_tokens(page_table, cache.page_size)
     q_factor, kv_factor = (
         Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
     )
     result: torch.Tensor = decode_block_tables(
-        rows, cache, workspace, page_table, _lengths(seq_lens), page_table.shape[-1] * cache.page_size,
+        rows, cache, workspace, page_table, _lengths(seq_lens), most,
         q_factor.times(kv_factor).times(Scale(1 / math.sqrt(rows.shape[-1]))),
         kv_factor.times(_output_scale(rcp_out_scale, output)), layout, q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens,
         window_left=_window(sliding_win_size, sliding_window_size), out=_output_rows(output, q, cache.head_dim_vo),
@@ -132,18 +132,18 @@ def xqa_mla(
             workspace_buffer=workspace_buffer, semaphores=semaphores, q_scale=q_scale, kv_scale=kv_scale,
             sm_count=sm_count, enable_pdl=enable_pdl, backend=backend,
         )  # fmt: skip
+    rows, _ = _query_rows(q, 1, False)
     for name, value, expected in (("head_dim", head_dim, q.shape[-1]), ("num_kv_heads", num_kv_heads, 1)):
         if value not in (None, expected):
             raise ValidationError(f"{name}: expected {expected}, got {value}.")
     _layout("NHD", sm_count)
-    rows, _ = _query_rows(q, 1, False)
     cache = _latents(k_cache, v_cache, page_size)
     q_factor, kv_factor = (
         Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
     )
     result: torch.Tensor = decode_latents(
         latent_parts(rows, "q"), latent_parts(cache, "k_cache"), _workspace(workspace_buffer, semaphores, q.device),
-        page_table, _lengths(seq_lens), page_table.shape[-1] * cache.shape[1], q_factor.times(kv_factor), kv_factor,
+        page_table, _lengths(seq_lens), _most_tokens(page_table, cache.shape[1]), q_factor.times(kv_factor), kv_factor,
         out=_output_rows(output, q, LATENT_DIM), enable_pdl=enable_pdl, backend=backend,
     )  # fmt: skip
     return result.view(*q.shape[:-1], LATENT_DIM) if output is None else output
@@ -200,6 +200,13 @@ def _layout(kv_layout: Any, sm_count: Any) -> KVLayout:
     return KVLayout.of(kv_layout)
 
 
+def _most_tokens(page_table: Any, page_size: int) -> int:
+    """As many tokens as the pages of a request hold."""
+    pages = check_tensor(page_table, "page_table")
+    check_shape(pages, "page_table", {"batch_size": None, "pages": None})
+    return int(pages.shape[1]) * page_size
+
+
 def _query_rows(q: Any, q_seq_len: Any, is_ragged: bool) -> tuple[torch.Tensor, int]:
     """q as [rows, num_qo_heads, head_dim], and the rows of a request, or the most of one."""
     q_len, dims = check_positive(q_seq_len, "q_seq_len"), check_tensor(q, "q").dim()
@@ -212,8 +219,9 @@ def _query_rows(q: Any, q_seq_len: Any, is_ragged: bool) -> tuple[torch.Tensor, 
         return q, q_len
     if is_ragged:
         raise ValidationError(f"q: expected [rows, num_qo_heads, head_dim] with q_cu_seq_lens, got {list(q.shape)}.")
+    check_positive(q.shape[-1], "q: head_dim")
     check_shape(q, "q", {**beams, **({} if dims == 4 and q_len == 1 else {"q_seq_len": q_len}), **sizes})
-    return q.reshape(-1, *q.shape[-2:]), q_len
+    return q.flatten(0, -3), q_len
 
 
 def _output_rows(output: Any, q: torch.Tensor, head_dim_vo: int) -> torch.Tensor | None:

@@ -37,7 +37,7 @@ from quire.compat.rows import equal_lengths, token_pages
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import AttentionSpec
 from quire.runtime.bits import kv_lens, qo_lens
-from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, to_int32
+from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, scalar, to_int32
 from quire.runtime.graph import refuse_capture
 from quire.runtime.lse_layout import LN2
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
@@ -375,7 +375,7 @@ def _attend_equal(
     sinks: torch.Tensor | None, return_lse: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """out [batch, seqlen_q, num_heads, head_dim], and the lse as FlashAttention has it. `where` is as in _attend()."""
-    flat = q.reshape(-1, *q.shape[2:])
+    flat = q.flatten(0, 1)
     out, lse = _new_results(flat, v, return_lse)
     _launch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
     out = out.view(*q.shape[:3], out.shape[2])
@@ -498,10 +498,16 @@ def _unpacked(tensor: Any, name: str, dims: int, count: int) -> tuple[torch.Tens
 
 def _check_longest(offsets: Any, most: int | torch.Tensor, name: str) -> None:
     """max_seqlen only repeats what offsets say: it is compared with them where both lie on the host."""
-    if is_tracing() or not isinstance(offsets, torch.Tensor) or not offsets.is_cpu or offsets.numel() < 2:
+    if is_tracing():
+        return
+    if (
+        not check_tensor(offsets, name.replace("max_seqlen", "cu_seqlens")).is_cpu
+        or offsets.dim() != 1
+        or offsets.numel() < 2
+    ):
         return
     if isinstance(most, torch.Tensor) and not most.is_cpu:
         return
     longest = int(offsets.diff().max())
-    if longest > int(most):
-        raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {int(most)}.")
+    if longest > (given := scalar(most, name)):
+        raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {given:g}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,8 @@ class Cache(NamedTuple):
         most = pages.shape[1] * size
         lens = most if cache_seqlens is None else cache_seqlens
         if not isinstance(lens, torch.Tensor):
+            if not isinstance(lens, Integral):
+                raise ValidationError(f"cache_seqlens: expected a number of tokens or a tensor, got {lens!r}.")
             lens = equal_lengths(batch, int(lens)).lens
         lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
         if cache_leftpad is not None and not (row_step(k_cache) and row_step(k_cache) == row_step(v_cache)):

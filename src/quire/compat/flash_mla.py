@@ -19,7 +19,16 @@ import torch
 from quire.block_table_mla import decode_latents
 from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.checks import check_flags, check_output, check_same_device, check_shape, check_tensor, refuse, scalar
+from quire.runtime.checks import (
+    check_flags,
+    check_output,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    refuse,
+    scalar,
+)
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.lse_layout import LN2
 from quire.runtime.schedule import KeptSchedules, Lengths
@@ -150,7 +159,7 @@ def _attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """(out, lse in natural logarithms) of rows of q."""
     _check_sink(sink, q)
-    if head_dim_v != LATENT_DIM:
+    if check_positive(head_dim_v, "head_dim_v") != LATENT_DIM:
         raise UnsupportedError(f"head_dim_v: expected {LATENT_DIM}, got {head_dim_v}.")
     if out is not None:
         check_output(out, "out")

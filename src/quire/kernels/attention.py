@@ -340,7 +340,7 @@ def head_dim_reason(problem: AttentionProblem, most: int = 256) -> str | None:
 
 
 def _to_pad(name: str, dim: int, expected: str, padded: int) -> str:
-    scale = f" and pass sm_scale={1 / math.sqrt(dim):.4f}" if name == "head_dim_qk" else ""
+    scale = f" and pass sm_scale={1 / math.sqrt(dim):.4f}" if name == "head_dim_qk" and dim > 0 else ""
     return f"{name}={dim}: expected {expected}; pad with zeros to {padded}{scale}"
 
 

@@ -82,6 +82,8 @@ def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tup
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
     pair = next((part for part in value if isinstance(part, (tuple, list))), value)
+    if len(pair) != 2:
+        raise ValidationError(f"{latent}: expected a tensor of 3 dimensions, got {type(value[0]).__name__}.")
     for tensor, part in zip(pair, (latent, rest), strict=True):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
             got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
