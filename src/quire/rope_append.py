@@ -368,7 +368,7 @@ def _rope_quantize(
     angles = _check_split(q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, interleave)
     inputs = _named(q_rope=q_rope, k_rope=k_rope, q_nope=q_nope, k_nope=k_nope)
     outputs = _named(q_rope_out=q_rope_out, k_rope_out=k_rope_out, q_nope_out=q_nope_out, k_nope_out=k_nope_out)
-    _check_outputs(outputs, inputs, q_rope_out.dtype)
+    _check_outputs(outputs, inputs, check_output(q_rope_out, "q_rope_out").dtype)
     queries = Heads(q_rope, q_nope, q_rope_out, q_nope_out, None, scalar(quant_scale_q, "quant_scale_q"))
     rope, nope, rope_out, nope_out = (
         None if t is None else _with_heads(t) for t in (k_rope, k_nope, k_rope_out, k_nope_out)

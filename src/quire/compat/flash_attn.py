@@ -508,6 +508,8 @@ def _check_longest(offsets: Any, most: int | torch.Tensor, name: str) -> None:
         return
     if isinstance(most, torch.Tensor) and not most.is_cpu:
         return
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValidationError(f"{name.replace('max_seqlen', 'cu_seqlens')}: expected int32, got {offsets.dtype}.")
     longest = int(offsets.diff().max())
     if longest > (given := scalar(most, name)):
         raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {given:g}.")

@@ -151,7 +151,7 @@ def logits_options(
 ) -> LogitsOptions:  # fmt: skip
     """The options of logits given to plan(); sm_scale defaults to 1 / sqrt(head_dim_qk)."""
     pos_encoding = PosEncodingMode.of(pos_encoding_mode)
-    scale = 1.0 / math.sqrt(head_dim_qk) if sm_scale is None else scalar(sm_scale, "sm_scale", positive=True)
+    scale = 1.0 / math.sqrt(max(1, head_dim_qk)) if sm_scale is None else scalar(sm_scale, "sm_scale", positive=True)
     cap = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
     if cap < 0:
         raise ValidationError(f"logits_soft_cap: expected a positive number, or None or 0 for none, got {cap}.")
