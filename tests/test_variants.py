@@ -24,7 +24,7 @@ from problems import PagedCache, Problem, ints, workspace
 from quire import jit, variants
 from quire.expression import tanh, where
 from quire.kernels import AttentionKey, decide, kernel_of
-from quire.kernels.expression_cxx import has_distance_bias, has_idiom, has_row_scale, render
+from quire.kernels.expression_cxx import has_distance_bias, has_pattern, has_row_scale, render
 from quire.runtime import planner
 from quire.types import dtype_of
 
@@ -171,18 +171,18 @@ def test_reference(name):
     torch.testing.assert_close(lse, truth.lse, rtol=1e-6, atol=1e-6)
 
 
-IDIOMS = {
-    "soft_cap": "kIdiomSoftCap", "alibi": "kIdiomBias", "relative_bias": "kIdiomBias", "temperature": "kIdiomRowScale",
-    "sink_score": "0",
+PATTERNS = {
+    "soft_cap": "kPatternSoftCap", "alibi": "kPatternBias", "relative_bias": "kPatternBias",
+    "temperature": "kPatternRowScale", "sink_score": "0",
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", IDIOMS)
-def test_idioms(name):
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(name):
     """Scores that fa3 has code for are known by what they do, and get its high tiles; the others take registers."""
     expression = getattr(variants, name).expression
-    assert f"kIdiom = {IDIOMS[name]};" in render(expression)
-    assert has_idiom(expression) == (name in ("soft_cap", "alibi"))
+    assert f"kPattern = {PATTERNS[name]};" in render(expression)
+    assert has_pattern(expression) == (name in ("soft_cap", "alibi"))
     assert has_distance_bias(expression) == (name == "relative_bias")
     assert has_row_scale(expression) == (name == "temperature")
     problem = replace(FA3.problem(), variant=getattr(variants, name), rows=4096)
@@ -519,7 +519,7 @@ def test_masks_of_long_variants(device, backend):
 
 
 def test_a_soft_cap_with_a_mask(device, backend):
-    """The idiom of a score beside a mask of one's own."""
+    """The pattern of a score beside a mask of one's own."""
     cap, mask = CASES["soft_cap"], CASES["document_mask"]
     variant = quire.Variant(
         lambda score, cap: cap * tanh(score / cap),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, tensor_core_reason
 from quire.kernels.expression import Expression
-from quire.kernels.expression_cxx import has_distance_bias, has_idiom, has_row_scale, takes_registers
+from quire.kernels.expression_cxx import has_distance_bias, has_pattern, has_row_scale, takes_registers
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
 from quire.kernels.operation import OperationKey
@@ -72,8 +72,8 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     if widest <= 128 and problem.kv.bits == 8 and more:  # conversion needs registers, too
         return (TileShape(128, 128),)
     has_scale = has_row_scale(expression) and problem.kv.bits == 16
-    has_idiom_here = has_idiom(expression) or has_scale or _has_distance_bias(problem)
-    if widest <= 192 and has_score and not has_idiom_here:
+    has_pattern_here = has_pattern(expression) or has_scale or _has_distance_bias(problem)
+    if widest <= 192 and has_score and not has_pattern_here:
         return (TileShape(128, 64 if takes_registers(expression) else 128 if widest <= 128 else 96),)
     if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
         return (TileShape(128, 128), TileShape(192, 64))

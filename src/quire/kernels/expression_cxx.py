@@ -48,7 +48,7 @@ def _score(score: Node, expression: Expression) -> list[str]:
         *_function("class M, class X, class At, class Row", "score", ", X score_, const At& at, const Row& row",
                    body.returns(score)),
         *_function("class M, class X, class At", "score", ", X score_, const At& at", whole),
-        *linear, *_idiom(score, expression),
+        *linear, *_pattern(score, expression),
     ]  # fmt: skip
 
 
@@ -57,8 +57,8 @@ def _function(parameters: str, name: str, more: str, body: list[str]) -> list[st
     return [f"template <{parameters}>", head, *(f"  {line}" for line in body), "}"]
 
 
-def _idiom(score: Node, expression: Expression) -> list[str]:
-    """Idioms of scores, which kernels compute more cheaply than operation by operation: `cap()` gives a and b of
+def _pattern(score: Node, expression: Expression) -> list[str]:
+    """Patterns of scores, which kernels compute more cheaply than operation by operation: `cap()` gives a and b of
     a * tanh(b * score), `bias()` what is added to the score, `row_scale()` what it is multiplied by.
     """
     if (cap := _soft_cap(score)) is not None:
@@ -66,11 +66,11 @@ def _idiom(score: Node, expression: Expression) -> list[str]:
         values = [_spell(node, [], _places(expression)) for node in (outer, inner)]
         inner_value = f"M::divide(1.f, {values[1]})" if is_divided else values[1]
         body = [f"return SoftCap{{{values[0]}, {inner_value}}};"]
-        return ["static constexpr int kIdiom = kIdiomSoftCap;", *_function("class M", "cap", "", body)]
+        return ["static constexpr int kPattern = kPatternSoftCap;", *_function("class M", "cap", "", body)]
     if (bias := _bias(score)) is not None:
         body = _Body(expression).returns(bias)
         return [
-            "static constexpr int kIdiom = kIdiomBias;",
+            "static constexpr int kPattern = kPatternBias;",
             f"static constexpr int kIsOfDistance = {int(_is_of_distance(bias))};",
             *_function("class M, class At", "bias", ", const At& at", body),
         ]
@@ -80,10 +80,10 @@ def _idiom(score: Node, expression: Expression) -> list[str]:
         value = row.value(scale)
         body = [*row.lines, f"return {f'M::divide(1.f, {value})' if divides else value};"]
         return [
-            "static constexpr int kIdiom = kIdiomRowScale;",
+            "static constexpr int kPattern = kPatternRowScale;",
             *_function("class M, class At", "row_scale", ", const At& at", body),
         ]
-    return ["static constexpr int kIdiom = 0;"]
+    return ["static constexpr int kPattern = 0;"]
 
 
 def _soft_cap(score: Node) -> tuple[Node, Node, bool] | None:
@@ -122,7 +122,7 @@ def has_row_scale(expression: Expression) -> bool:
     return expression.score is not None and _row_scale(expression.score) is not None
 
 
-def has_idiom(expression: Expression) -> bool:
+def has_pattern(expression: Expression) -> bool:
     """Whether a score, if there is one, costs a few instructions a key: a soft cap, or a bias that grows evenly."""
     score = expression.score
     if score is None or _soft_cap(score) is not None:
@@ -132,9 +132,9 @@ def has_idiom(expression: Expression) -> bool:
 
 
 def has_distance_bias(expression: Expression) -> bool:
-    """Whether a score adds what follows from the head and the distance from query to key, and is no other idiom."""
+    """Whether a score adds what follows from the head and the distance from query to key, and is no other pattern."""
     bias = None if expression.score is None else _bias(expression.score)
-    return bias is not None and _is_of_distance(bias) and not has_idiom(expression)
+    return bias is not None and _is_of_distance(bias) and not has_pattern(expression)
 
 
 def _is_of_distance(bias: Node) -> bool:

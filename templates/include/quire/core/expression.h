@@ -125,16 +125,16 @@ QUIRE_HD constexpr bool has_linear_reads() {
   return false;
 }
 
-// Variant::kIdiom: patterns of scores for which kernels have faster code.
-constexpr int kIdiomSoftCap = 1;   // Variant::cap(): outer * tanh(inner * score)
-constexpr int kIdiomBias = 2;      // Variant::bias(): score + bias; Variant::kIsOfDistance: of head and distance alone
-constexpr int kIdiomRowScale = 3;  // Variant::row_scale(): score * row_scale, which is the same for all keys
+// Variant::kPattern: patterns of scores for which kernels have faster code.
+constexpr int kPatternSoftCap = 1;  // Variant::cap(): outer * tanh(inner * score)
+constexpr int kPatternBias = 2;     // Variant::bias(): score + bias; Variant::kIsOfDistance: of head and distance alone
+constexpr int kPatternRowScale = 3;  // Variant::row_scale(): score * row_scale, which is the same for all keys
 struct SoftCap {
   float outer, inner;
 };
 template <class V>
-QUIRE_HD constexpr int score_idiom() {
-  if constexpr (V::kScore != 0) return V::kIdiom;
+QUIRE_HD constexpr int score_pattern() {
+  if constexpr (V::kScore != 0) return V::kPattern;
   return 0;
 }
 

@@ -6,8 +6,9 @@
 //   score:    the expression of a user (core/expression.h) takes the scaled logit, natural, and gives another
 //
 // Another transform is a line of score() behind a constant of the variant, and a field for each number that it takes
-// from AttentionParams. A backend calls score() from its visitor of logits (tile/logits.cuh,
-// tile/cpu_logits.h) and does not know which transforms there are.
+// from AttentionParams. A backend calls score() from its visitor of logits (tile/logits.cuh, tile/cpu_logits.h), and
+// need not know which transforms there are. fa3 has faster code of its own for soft caps and for scores of a pattern
+// (core/expression.h).
 #pragma once
 #ifndef __CUDACC__
 #include <math.h>
@@ -35,7 +36,7 @@ template <class V, class Math>
 struct LogitsTransform : ExpressionOf<V> {
   static constexpr bool kHasAlibi = V::kPosEncoding == kPosEncodingAlibi, kHasScore = V::kScore != 0;
   // The only transform is a soft cap: the built-in one, or a score that computes one.
-  static constexpr bool kIsCapScore = score_idiom<V>() == kIdiomSoftCap;
+  static constexpr bool kIsCapScore = score_pattern<V>() == kPatternSoftCap;
   static constexpr bool kIsSoftCap = (V::kSoftCap != 0 && !kHasAlibi) || kIsCapScore;
   // There is no transform, only the scaling, which softmax does anyway.
   static constexpr bool kIsIdentity = V::kSoftCap == 0 && !kHasAlibi && !kHasScore;

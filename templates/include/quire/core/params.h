@@ -63,7 +63,7 @@ struct alignas(16) MergeGroup {
   int32_t row_begin;
   int32_t row_end;       // row_begin + parts * kTileRows
   int32_t num_rows;      // of each part; these are the output's rows
-  uint32_t num_arrived;  // 0 between launches: the last CTA to arrive resets it
+  uint32_t num_arrived;  // 0 between launches: the last CTA resets it. In MLA three counters: tile/shared_merge.cuh
 
   template <int kTileRows>
   QUIRE_HD int num_parts() const {

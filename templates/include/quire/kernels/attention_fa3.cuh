@@ -80,7 +80,7 @@ struct AttentionFa3 {
   static constexpr bool kIsDistance = has_distance_bias<V, Math>() && max(kQk, kVo) <= 128 && !kNarrow;
 
   // The factor of a row in a score is part of the softmax's scale.
-  static constexpr bool kIsRowScale = score_idiom<V>() == kIdiomRowScale && !kNarrow;
+  static constexpr bool kIsRowScale = score_pattern<V>() == kPatternRowScale && !kNarrow;
 
   static constexpr int kWorkStages = 4;
   static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once

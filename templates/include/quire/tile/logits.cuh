@@ -242,13 +242,13 @@ QUIRE_DEVICE KeyRange keys_inside(const ExpressionOf<V>& expression, LogitsTile<
 // Whether the only transform is a score that adds a bias, independent of q . k.
 template <class V>
 QUIRE_DEVICE constexpr bool has_bias() {
-  return score_idiom<V>() == kIdiomBias;
+  return score_pattern<V>() == kPatternBias;
 }
 
 // The step of a row's bias from key to key, in base 2: of ALiBi, or of a score that adds a ramp.
 template <class V, class Math>
 QUIRE_DEVICE auto bias_of(const LogitsTransform<V, Math>& transform, const LogitsPlace<V>& at) {
-  if constexpr (score_idiom<V>() == kIdiomBias) {
+  if constexpr (score_pattern<V>() == kPatternBias) {
     return Math::mul(V::template bias<Math>(transform.operands, at), float{kLog2e});
   } else {
     const float step = transform.bias_step(at);
@@ -259,7 +259,7 @@ QUIRE_DEVICE auto bias_of(const LogitsTransform<V, Math>& transform, const Logit
 // Whether the only transform is a bias that grows by a constant step from key to key, in all rows.
 template <class V, class Math>
 QUIRE_DEVICE constexpr bool has_ramps() {
-  if constexpr (score_idiom<V>() == kIdiomBias) {
+  if constexpr (score_pattern<V>() == kPatternBias) {
     using Bias =
         decltype(V::template bias<Math>(declval<const typename V::Operands&>(), declval<const LogitsPlace<V>&>()));
     return is_same<Bias, Ramp<float>>::value;

@@ -11,7 +11,7 @@ namespace quire {
 // Whether the only transform is such a bias, and has_ramps() has no cheaper way for it.
 template <class V, class Math>
 QUIRE_DEVICE constexpr bool has_distance_bias() {
-  if constexpr (score_idiom<V>() == kIdiomBias) return V::kIsOfDistance != 0 && !has_ramps<V, Math>();
+  if constexpr (score_pattern<V>() == kPatternBias) return V::kIsOfDistance != 0 && !has_ramps<V, Math>();
   return false;
 }
 
