@@ -93,6 +93,11 @@ CASES = {
         variants.relative_bias, {"bias": BIAS},
         lambda s, at: s + BIAS.double()[at.head, (at.distance + 15).clamp(0, 30)],
     ),
+    "kerple": Case(
+        variants.kerple, {"r": SLOPES.abs().repeat(2, 1) + 0.1},
+        lambda s, at: s - (SLOPES.abs() + 0.1).double()[at.head]
+        * torch.log1p((SLOPES.abs() + 0.1).double()[at.head] * at.distance.abs()),
+    ),
     "temperature": Case(
         variants.temperature, {"scale": SCALE}, lambda s, at: s * SCALE.double()[at.q_idx + at.kv_len - at.qo_len]
     ),

@@ -24,6 +24,7 @@ __all__ = [
     "alibi",
     "dilated_window",
     "document_mask",
+    "kerple",
     "noise",
     "prefix_lm",
     "relative_bias",
@@ -82,6 +83,16 @@ def _relative_bias(score: Any, q_idx: Any, kv_idx: Any, head: Any, qo_len: Any, 
 #: A bias for each head and distance. bias: float32 [num_qo_heads, 2 n - 1], distance 0 in the middle; distances beyond
 #: n - 1 have the bias of n - 1.
 relative_bias = Variant(_relative_bias, tensors={"bias": "float32"})
+
+
+def _kerple(score: Any, q_idx: Any, kv_idx: Any, head: Any, qo_len: Any, kv_len: Any, r: Any) -> Any:
+    far = to_float(abs(_distance(q_idx, kv_idx, qo_len, kv_len)))
+    return score - r[0, head] * log(1.0 + r[1, head] * far)
+
+
+#: A bias that falls with the logarithm of the distance (KERPLE, Chi et al., 2022): -r1 log(1 + r2 |distance|), for
+#: lengths beyond those of training. r: float32 [2, num_qo_heads], r1 and r2 of each head, both positive.
+kerple = Variant(_kerple, tensors={"r": "float32"})
 
 
 def _temperature(score: Any, q_idx: Any, qo_len: Any, kv_len: Any, scale: Any) -> Any:
