@@ -201,7 +201,7 @@ def _captured(launch: Launch) -> Launch:
     with torch.cuda.graph(graph):
         result = launch(0)
 
-    def replay(_: int) -> torch.Tensor:
+    def replay(_: int, _plans: Launch = launch) -> torch.Tensor:  # `launch` owns what the graph reads
         graph.replay()
         return result
 

@@ -402,7 +402,7 @@ class _DeviceSchedule:
         """
         lengths = lengths if self._kernel.has_gaps else lengths.without_gaps()
         kept, shape = lengths.kept if lengths.kv_lens is None else None, (self._shape, lengths.page_table.stride(0))
-        known = None if kept is None else kept.get(shape)
+        known = None if kept is None else kept.get(shape, for_graph=is_capturing(self._device))
         buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device) if known is None else known
         at, base, p = buffer.data_ptr(), base_of(params), self._params
         base.kv_indices, base.groups = lengths.page_table.data_ptr(), at + 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Hashable
 from functools import cache
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -41,16 +41,20 @@ class Indices(NamedTuple):
 class KeptSchedules:
     """Schedules that a GPU made for batches without lengths of their own, which depend on shapes alone.
 
-    Later calls of the same shapes read them, also in CUDA graphs, so that the object has to live as long as these.
-    Launches that share a schedule count arrivals in it, and must not overlap.
+    Later calls of the same shapes read them. Launches that share a schedule count arrivals in it, and must not overlap.
     """
+
+    _of_graphs: ClassVar[set[torch.Tensor]] = set()  # nobody tells when a graph is gone: some 20 KB each
 
     def __init__(self) -> None:
         self._buffers: dict[Hashable, torch.Tensor] = {}
 
-    def get(self, shape: Hashable) -> torch.Tensor | None:
-        """The schedule for batches of this shape, if one was kept."""
-        return self._buffers.get(shape)
+    def get(self, shape: Hashable, for_graph: bool) -> torch.Tensor | None:
+        """The schedule for batches of this shape, if one was kept. One that a graph reads is never deleted."""
+        buffer = self._buffers.get(shape)
+        if for_graph and buffer is not None:
+            self._of_graphs.add(buffer)
+        return buffer
 
     def keep(self, shape: Hashable, buffer: torch.Tensor) -> None:
         """Keep a schedule that was made outside of captures: a graph would make it only when it is replayed."""
