@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from quire.block_tables import BlockTables, CacheParts, Scale, Target
 from quire.errors import ValidationError
 from quire.kernels.level_variant import variant_without_mask
 from quire.kernels.variant import Variant
-from quire.padded_queries import PaddedQueries
 from quire.runtime.attention import Attention, AttentionSpec, Result
+from quire.runtime.block_tables import BlockTables, CacheParts, Scale, Target
 from quire.runtime.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor, refuse
 from quire.runtime.device_calls import keep_call, repeat_call
 from quire.runtime.graph import is_capturing
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
+from quire.runtime.padded_queries import PaddedQueries
 from quire.runtime.planner import NO_OPERANDS
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.target import current_stream

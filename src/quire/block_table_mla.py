@@ -7,15 +7,15 @@ from typing import Any
 import torch
 
 from quire.block_table_decode import decode_block_tables
-from quire.block_tables import CacheParts, Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Result
+from quire.runtime.block_tables import CacheParts, Scale
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.lse_layout import LN2
 from quire.runtime.schedule import Lengths
+from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 from quire.runtime.workspace import UserWorkspace, Workspace
-from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 from quire.types import KVLayout
 
 

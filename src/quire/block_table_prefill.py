@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from quire.block_tables import CacheParts, Scale, Target, check_lengths, indices_of
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result
+from quire.runtime.block_tables import CacheParts, Scale, Target, check_lengths, indices_of
 from quire.runtime.checks import (
     check_flags,
     check_positive,

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.block_table_prefill import host_batch
-from quire.block_tables import Target
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import Attention, AttentionSpec
+from quire.runtime.block_tables import Target
 from quire.runtime.checks import (
     check_flags,
     check_positive,

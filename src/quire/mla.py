@@ -17,11 +17,11 @@ from quire.block_table_mla import (
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
-from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
 from quire.latent_append import concat_and_cache_mla, concat_and_cache_mla_rope_fused
 from quire.mla_metadata import MLAPlanMetadata
 from quire.runtime.attention import Attention, AttentionSpec, Result, planned
+from quire.runtime.block_tables import Scale
 from quire.runtime.checks import check_flags, check_positive, check_tensor, refuse, scalar
 from quire.runtime.engine_attributes import MlaModule
 from quire.runtime.keywords import LatentKeywords, Pair

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from quire.block_tables import check_lengths, indices_of
 from quire.errors import ValidationError
 from quire.runtime.attention import page_indices
+from quire.runtime.block_tables import check_lengths, indices_of
 from quire.runtime.checks import batch_size_of, check_shape, check_tensor, host_indices, to_int32
 from quire.runtime.indices import check_offsets, check_range
 from quire.runtime.repeated import check_repeated

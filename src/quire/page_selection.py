@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.block_table_decode import decode_block_tables
-from quire.block_tables import BlockTables, CacheParts, Scale, check_lengths, check_page_numbers
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import get_module
 from quire.kernels.expression import indices_in
@@ -26,6 +25,7 @@ from quire.kernels.params import PageScoresParams
 from quire.kernels.trace import Tracer, Value
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Result
+from quire.runtime.block_tables import BlockTables, CacheParts, Scale, check_lengths, check_page_numbers
 from quire.runtime.checks import (
     check_contiguous_last,
     check_output,

@@ -1,7 +1,7 @@
 """Block-sparse attention: computes only the blocks of keys that a block-sparse matrix lists.
 
 The API is FlashInfer's (https://docs.flashinfer.ai/api/sparse.html). A row of blocks is planned as a request whose
-pages are the listed blocks (quire.block_lists), so the kernels are those for paged caches.
+pages are the listed blocks (quire.runtime.block_lists), so the kernels are those for paged caches.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
-from quire.block_lists import BlockLists, BlockMatrix, lists_of_heads
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.runtime.attention import AttentionSpec, Result
+from quire.runtime.block_lists import BlockLists, BlockMatrix, lists_of_heads
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.keywords import Pair, SparseKeywords
 from quire.runtime.ops import is_tracing

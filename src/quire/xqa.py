@@ -16,9 +16,9 @@ import torch
 
 from quire.block_table_decode import decode_block_tables
 from quire.block_table_mla import decode_latents
-from quire.block_tables import CacheParts, Scale
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
+from quire.runtime.block_tables import CacheParts, Scale
 from quire.runtime.checks import (
     check_output,
     check_positive,

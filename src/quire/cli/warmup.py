@@ -13,9 +13,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire import config, presets
+from quire import config
 from quire.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
-from quire.cli import parser
+from quire.cli import parser, presets
 from quire.cli.output import print_json, print_table, spell_bytes
 from quire.errors import CacheError, ValidationError
 from quire.estimates import Estimate, estimate

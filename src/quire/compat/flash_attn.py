@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 
-from quire.block_tables import check_lengths, indices_of
 from quire.compat.flash_attn_cache import Cache, rotated, sizes, tensor_of
 from quire.compat.recent_plans import RecentPlans, Source
 from quire.compat.rows import equal_lengths, token_pages
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import AttentionSpec
 from quire.runtime.bits import kv_lens, qo_lens
+from quire.runtime.block_tables import check_lengths, indices_of
 from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, scalar, to_int32
 from quire.runtime.graph import refuse_capture
 from quire.runtime.lse_layout import LN2

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from quire.block_table_mla import decode_latents
-from quire.block_tables import Scale
 from quire.errors import UnsupportedError, ValidationError
+from quire.runtime.block_tables import Scale
 from quire.runtime.checks import (
     check_flags,
     check_output,
@@ -32,8 +32,8 @@ from quire.runtime.checks import (
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.lse_layout import LN2
 from quire.runtime.schedule import KeptSchedules, Lengths
+from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 from quire.runtime.workspace import OwnWorkspace
-from quire.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
