@@ -27,8 +27,9 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import first_call
@@ -63,7 +64,7 @@ async def read(http: Http) -> dict[str, Any]:
         if len(data) > MOST_BODY:
             raise Refused(f"body: expected at most {MOST_BODY} bytes", status=413)
     try:
-        body = json.loads(data)
+        json.dumps(body := json.loads(data), ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
         raise Refused(f"body: expected JSON: {error}") from error
     if not isinstance(body, dict):
@@ -129,7 +130,6 @@ class Api:
             yield
             await asyncio.to_thread(self.engine.stop)
 
-        page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
         models = {"object": "list", "data": [{"id": NAME, "object": "model", "owned_by": "quire"}]}
         routes = [
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -137,9 +137,9 @@ class Api:
             Route("/v1/models", lambda _: JSONResponse(models)),
             Route("/state", lambda _: JSONResponse(self.engine.state())),
             Route("/schedule.svg", lambda _: Response(self.engine.schedule(), media_type="image/svg+xml")),
-            Route("/", lambda _: HTMLResponse(page)),
+            Route("/", lambda _: FileResponse(Path(__file__).with_suffix(".html"))),
         ]
-        handlers = {HTTPException: error_of, Exception: error_of}
+        handlers = {HTTPException: error_of, Exception: error_of, ClientDisconnect: lambda *_: Response(None, 499)}
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=lifespan)
 
     async def complete(self, http: Http) -> Response:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import logging
 import math
+import socket
 import sys
 import threading
 import time
@@ -180,8 +182,13 @@ def test_a_client_that_hangs_up_frees_its_pages(url, api):
     assert api.engine.generated - before < 900  # neither ran to its end
 
 
-def test_answers_have_the_shapes_of_the_api(url, model):
-    client = httpx.Client(base_url=url, timeout=60)
+@pytest.fixture
+def client(url):
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+def test_answers_have_the_shapes_of_the_api(client, model):
     one = client.post(
         "/v1/completions", json={"model": "tiny", "prompt": "The quick brown fox", "max_tokens": 5}
     ).json()
@@ -200,8 +207,7 @@ def test_answers_have_the_shapes_of_the_api(url, model):
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
 
 
-def test_what_the_page_shows(url):
-    client = httpx.Client(base_url=url, timeout=60)
+def test_what_the_page_shows(client):
     assert "<title>" in client.get("/").text
     client.get("/schedule.svg")
     client.post("/v1/completions", json={"prompt": prompt(50, 5), "max_tokens": 2})
@@ -224,6 +230,7 @@ OK = {"prompt": "a", "max_tokens": 1}
         ({**OK, "max_tokens": "3"}, 400, "max_tokens"), ({**OK, "max_tokens": 1e300}, 400, "max_tokens"),
         ({**OK, "max_tokens": 10**9}, 400, "max_tokens"), ({**OK, "temperature": 0.7}, 400, "temperature"),
         ({**OK, "n": 2}, 400, "n"), ({**OK, "stream": "yes"}, 400, "stream"), ({**OK, "tools": [1]}, 400, "tools"),
+        ({**OK, "prompt": "\ud800"}, 400, None), ({**OK, "\udfff": 1}, 400, None),
         ({**OK, "model": "gpt"}, 404, "model"), ({**OK, "stop": None, "user": "me", "temperature": 0.0}, 200, None),
     ],
 )  # fmt: skip
@@ -233,6 +240,17 @@ def test_malformed_requests_are_refused_by_name(url, body, status, param):
     assert response.status_code == status, response.text
     if status != 200:
         assert response.json()["error"]["param"] == param and response.json()["error"]["message"]
+
+
+def test_a_client_that_hangs_up_within_its_body_is_no_error(url, caplog, monkeypatch):
+    address = httpx.URL(url)
+    monkeypatch.setattr(logging.getLogger("uvicorn"), "propagate", True)
+    with caplog.at_level("ERROR", "uvicorn.error"):
+        with socket.create_connection((address.host, address.port)) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.3)
+        assert httpx.get(f"{url}/v1/models").status_code == 200
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("messages", [None, 3, [], "hi", [{"role": "user"}], [3], [{"role": "user", "content": [1]}]])
