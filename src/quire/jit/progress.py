@@ -28,7 +28,7 @@ def _write(level: int, text: str) -> None:
     if _logger.hasHandlers():
         _logger.log(level, text)
     elif level >= config.log_level():
-        print(f"quire: {text}", file=sys.stderr, flush=True)
+        print(f"quire: {text}\n", end="", file=sys.stderr, flush=True)  # one write: threads report at the same time
 
 
 def info(text: str) -> None:
