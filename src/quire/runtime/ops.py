@@ -11,7 +11,7 @@ inputs at each call, unless they are marked: torch._dynamo.mark_static_address(p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import count
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -120,9 +120,9 @@ def new_results(
 #: Operands of a variant in a graph, by name: tensors, then floats, then integers; None without any.
 OPERANDS = "Tensor[]? tensors=None, float[]? floats=None, SymInt[]? ints=None, str[]? names=None"
 #: `v` is None where one tensor `k` is the cache of keys and values.
-_RUN = f"""(SymInt wrapper, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
-            float? q_scale, float? k_scale, float? v_scale, int? window_left, bool? enable_pdl, Tensor[] others,
-            {OPERANDS}) -> ()"""
+_TENSORS = "SymInt wrapper, Tensor q, Tensor k, Tensor? v, Tensor(a!) out, Tensor(b!)? lse"
+_OPTIONS = f"""Tensor? sinks=None, float? q_scale=None, float? k_scale=None, float? v_scale=None, int? window_left=None,
+               bool? enable_pdl=None, Tensor[]? others=None, {OPERANDS}"""
 
 
 class TracedOperands(NamedTuple):
@@ -152,22 +152,28 @@ class TracedOperands(NamedTuple):
 
 def _run(
     wrapper: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, out: torch.Tensor,
-    lse: torch.Tensor | None, sinks: torch.Tensor | None, q_scale: float | None, k_scale: float | None,
-    v_scale: float | None, window_left: int | None, enable_pdl: bool | None, others: list[torch.Tensor],
-    *operands: Any,
+    lse: torch.Tensor | None, sinks: torch.Tensor | None = None, q_scale: float | None = None,
+    k_scale: float | None = None, v_scale: float | None = None, window_left: int | None = None,
+    enable_pdl: bool | None = None, others: Sequence[torch.Tensor] | None = None, *operands: Any, **more_operands: Any,
 ) -> None:  # fmt: skip
     found = _wrappers.get(wrapper)
     if found is None:
         raise PlanError("run(): the wrapper that was traced is gone; keep it for as long as the graph is used.")
     planned(found._attention).run(
         q, k if v is None else (k, v), out=out, lse=lse, return_lse=False, sinks=sinks, q_scale=q_scale,
-        k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, others=tuple(others),
-        operands=TracedOperands(*operands).by_name(),
+        k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, others=tuple(others or ()),
+        operands=TracedOperands(*operands, **more_operands).by_name() if operands or more_operands else NO_OPERANDS,
     )  # fmt: skip
 
 
-_run_eagerly = operator("run" + _RUN, tags=NOT_CAPTURABLE)(_run)
-_run_captured = operator("run_captured" + _RUN)(_run)  # of a wrapper with use_cuda_graph=True
+def _operators(name: str, tags: tuple[torch.Tag, ...] = ()) -> tuple[Callable[..., None], Callable[..., None]]:
+    """run() as an operator without options and with them: a graph passes each argument of an operator in each call."""
+    plain = operator(f"{name}({_TENSORS}) -> ()", tags=tags)(_run)
+    return plain, operator(f"{name}_with_options({_TENSORS}, {_OPTIONS}) -> ()", tags=tags)(_run)
+
+
+_run_eagerly = _operators("run", NOT_CAPTURABLE)
+_run_captured = _operators("run_captured")  # of a wrapper with use_cuda_graph=True
 
 
 class TracedRun:
@@ -184,10 +190,12 @@ class TracedRun:
         """run() of the plan that the wrapper has when the graph runs."""
         wrapper, tensors = self._wrapper, cache_tensors(kv)
         out, lse = new_results(q, tensors[-1], planned(wrapper._attention).o_dtype, out, lse, return_lse)
-        call = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly
+        plain, with_options = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly
+        given = {
+            "sinks": sinks, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "window_left": window_left,
+            "enable_pdl": enable_pdl, "others": list(others) or None, **TracedOperands.of(operands)._asdict(),
+        }  # fmt: skip
+        given = {name: value for name, value in given.items() if value is not None}
         v = tensors[1] if len(tensors) == 2 else None
-        call(
-            wrapper._handle, q, tensors[0], v, out, lse, sinks, q_scale, k_scale, v_scale, window_left, enable_pdl,
-            list(others), *TracedOperands.of(operands),
-        )  # fmt: skip
+        (with_options if given else plain)(wrapper._handle, q, tensors[0], v, out, lse, **given)
         return (out, lse) if return_lse and lse is not None else out
