@@ -7,7 +7,7 @@ latents, counted once.
     python benchmarks/mla.py --rows b64 --json results/mla.json
 
 The exit status is 1 if a result of quire is wrong, or `quire` fails. Peers that are not installed are named with the
-reason: FlashMLA (`sgl_kernel.flash_mla`) and FlashInfer.
+reason: FlashMLA (`sgl_kernel.flash_mla`), FlashInfer, and FlashAttention-3 with `qv` (`fa3_fwd_interface`).
 """
 
 from __future__ import annotations
@@ -194,10 +194,28 @@ def _flashmla(x: Inputs) -> Launch:
     )[0].view(-1, row.num_heads, 512)  # fmt: skip
 
 
+def _fa3_qv(x: Inputs) -> Launch:
+    """FlashAttention-3 with `qv`: the wheel has no pages, so it reads a copy of each request's latents in one piece."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    _check_latents(x)
+    row, batch, longest = x.row, len(x.row.kv_lens), max(x.row.kv_lens)
+    cache = torch.zeros(batch, longest, 1, 576, dtype=x.cache.dtype, device=x.cache.device)
+    for request, length in enumerate(row.kv_lens):
+        cache[request, :length, 0] = x.keys(request).to(cache.dtype)
+    lens = torch.tensor(row.kv_lens, dtype=torch.int32, device=cache.device)
+    query = x.query.view(batch, row.q_len, row.num_heads, 576)
+    parts = {"q": query[..., 512:], "qv": query[..., :512], "k_cache": cache[..., 512:], "v_cache": cache[..., :512]}
+    return lambda _: flash_attn_with_kvcache(
+        **parts, cache_seqlens=lens, softmax_scale=SCALE, causal=row.q_len > 1
+    ).view(-1, row.num_heads, 512)
+
+
 PROVIDERS: dict[str, Callable[[Inputs], Launch]] = {
     "quire": lambda x: _quire("auto", x),
     "quire-fa2": lambda x: _quire("quire:fa2", x),
     "flashmla": _flashmla,
+    "fa3-qv": _fa3_qv,
     "fi-fa3": lambda x: _flashinfer("fa3", x),
     "fi-fa2": lambda x: _flashinfer("fa2", x),
 }
