@@ -35,6 +35,7 @@ PROVIDERS = {
     "fi-fa3": ("FlashInfer fa3", "C3", "^"),
     "fi-fa2": ("FlashInfer fa2", "C3", "v"),
     "fi-decode-tc": ("FlashInfer decode", "C3", "D"),
+    "fi-xqa": ("FlashInfer xqa", "C3", "X"),
     "torch-cudnn": ("cuDNN", "C4", "P"),
 }
 WITHOUT_PAGES = ("fa3", "torch-cudnn")  #: run on a copy without pages where a row has pages, which is less work
