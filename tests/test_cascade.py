@@ -241,13 +241,15 @@ def test_prefill_with_shared_prefix(device, backend, dtype, kv_layout, causal):
     wrapper.end_forward()
 
 
-def test_prefill_with_shared_prefix_without_page_size(device, backend):
-    """The first release took the page size from the cache, and float16 for granted."""
-    dtype = torch.float16
-    p, tables, cache, k, v = shared_prefix((4, 1, 7), dtype, device, "NHD", True)
+@pytest.mark.parametrize("page_size", [(), (8,)], ids=["from the cache", "given"])
+def test_prefill_with_shared_prefix_in_the_words_of_its_page(device, backend, dtype, page_size):
+    """The first release took the data type from q, and the page size from the cache; a batch after another, too."""
     wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device), "NHD", backend=backend)
-    wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim)
-    p.check(wrapper.forward(p.q, k, v, torch.stack(cache.kv, 1), causal=True))
+    for qo_lens, causal in (((4, 1, 7), True), ((2, 3, 1), False)):
+        p, tables, cache, k, v = shared_prefix(qo_lens, dtype, device, "NHD", causal)
+        wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim, *page_size)
+        for _layer in range(2):
+            p.check(wrapper.forward(p.q, k, v, torch.stack(cache.kv, 1), causal=causal))
 
 
 def test_a_shared_prefix_plan_keeps_its_own_copy_of_the_tables(device, backend):
@@ -290,6 +292,14 @@ def test_positions_of_a_shared_prefix_are_refused(name):
             call(q, q, q, kv, **{name: 2.0})
     with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
         quire.batch_decode_with_shared_prefix_padded_kv_cache(q, q, q, kv[0], kv[0], **{name: 2.0})
+
+
+def test_the_usual_positions_of_a_shared_prefix_are_taken(device, dtype):
+    """Those that the manual names for None: without a rotation they say nothing."""
+    p, tables, cache, k, v = shared_prefix((4, 1, 7), dtype, device, "NHD", True)
+    wrapper = quire.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace(device))
+    wrapper.begin_forward(*tables, p.num_qo_heads, p.num_kv_heads, p.head_dim)
+    p.check(wrapper.forward(p.q, k, v, cache.kv, rope_scale=1.0, rope_theta=1e4))
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])

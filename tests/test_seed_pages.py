@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 import oracle
 import quire as flashinfer
+from problems import Problem, ints, workspace
 
 NUM_LAYERS = 2
 
@@ -309,3 +311,31 @@ def test_xqa_pages_by_keyword(device):
         q, mla_kv_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size, num_kv_heads=num_kv_heads
     )
     oracle.assert_close(output, oracle.attention(q, k, k, *indptrs).o, oracle.torch_error(q, k, k, *indptrs))
+
+
+@pytest.mark.parametrize("kind", ["paged", "ragged"])
+@pytest.mark.parametrize("mode", ["NONE", "ROPE_LLAMA"])
+def test_prefill_page_by_position(device, dtype, kind, mode):
+    """All arguments of plan() and run() in the page's order, with the values that it says are used for None."""
+    p = Problem((3, 20), (9, 300), dtype=dtype, device=device, causal=True)
+    p.window_left, p.soft_cap, p.sm_scale, p.pos_encoding_mode = 30, 20.0, 0.1, mode
+    qo_indptr, kv_indptr = (ints(i, device) for i in (p.qo_indptr, p.kv_indptr))
+    if kind == "paged":
+        cache = p.paged(8)
+        p.sm_scale, p.v_scale = 0.1 * 0.5, 2.0
+        wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace(device), "NHD")
+        wrapper.plan(
+            qo_indptr, cache.indptr, cache.indices, cache.last_page_len, p.num_qo_heads, p.num_kv_heads, p.head_dim, 8,
+            None, None, True, mode, False, 0.1, 30, 20.0, 1.0, 1e4, dtype, dtype, False,
+        )  # fmt: skip
+        call = partial(wrapper.run, p.q, cache.kv, 0.5, 2.0)
+    else:
+        wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD")
+        wrapper.plan(
+            qo_indptr, kv_indptr, p.num_qo_heads, p.num_kv_heads, p.head_dim, None, None, True, mode, False, 30, 20.0,
+            0.1, 1.0, 1e4, dtype, dtype,
+        )  # fmt: skip
+        call = partial(wrapper.run, p.q, p.k, p.v)
+    p.check(call())
+    p.check(*call(True))
+    assert torch.equal(call(False), call())

@@ -115,6 +115,13 @@ def test_scales_of_ragged_keys(device, backend, dtype):
     p.check(*attend(p, "ragged", {"sm_scale": 0.05}, {"q_scale": 3.0, "k_scale": 0.5, "v_scale": 2.0}, backend))
 
 
+@pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flag_is_no_scale(kind, name):
+    with pytest.raises(quire.ValidationError, match=f"{name}: expected a number, got True"):
+        attend(problem(), kind, run={name: True})
+
+
 @pytest.mark.parametrize("plan", [{"fixed_split_size": 128}, {"disable_split_kv": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_fixed_splits(device, dtype, kind, plan):

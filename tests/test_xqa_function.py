@@ -236,7 +236,7 @@ WRONG = {
     "mask": ({"mask": torch.zeros(2, 1, 2)}, "mask: expected dtype torch.uint16"),
     "enable_pdl": ({"enable_pdl": 1}, "enable_pdl: expected a bool"),
     "rope_scale": ({"rope_scale": 2.0}, "rope_scale: expected None without pos_encoding_mode"),
-    "rope_theta": ({"rope_theta": 1e4}, "rope_theta: expected None without pos_encoding_mode"),
+    "rope_theta": ({"rope_theta": 1e5}, "rope_theta: expected None without pos_encoding_mode"),
     "pos_encoding_mode": ({"pos_encoding_mode": "ROPE"}, "pos_encoding_mode: expected 'NONE'"),
 }  # fmt: skip
 

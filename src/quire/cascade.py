@@ -33,7 +33,7 @@ from quire.runtime.checks import check_flags, check_positive, check_tensor, host
 from quire.runtime.layout import PagedCache, page_size_of
 from quire.runtime.level_operands import Level, operands_of_levels
 from quire.runtime.ops import is_tracing
-from quire.runtime.options import logits_options
+from quire.runtime.options import logits_options, unusual_positions
 from quire.runtime.schedule import Indices
 from quire.runtime.variant_operands import PlacedOperands, unexpected, variant_of
 from quire.runtime.workspace import OwnWorkspace, Workspace
@@ -423,7 +423,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         constructor's variant reads. Returns o like q.
         """
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
-        refuse(rope_scale=rope_scale, rope_theta=rope_theta)
+        refuse(**unusual_positions(rope_scale, rope_theta))
         return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, operands)
 
 
@@ -436,26 +436,30 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
     _kind = BatchPrefillWithPagedKVCacheWrapper
     _unique: BatchPrefillWithPagedKVCacheWrapper
-    _planned: partial[None] | None = None  # plan() less the page size, until that is known
+    _planned: partial[None] | None = None  # plan() less what only forward() knows, until then
 
     def begin_forward(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim: int,
-        page_size: int | None = None, *, q_data_type: str | torch.dtype = "float16",
+        page_size: int | None = None, *, q_data_type: str | torch.dtype | None = None,
     ) -> None:  # fmt: skip
         """Plan the keys that are not shared; arguments as in the prefill wrapper's plan().
 
-        Without `page_size`, forward() takes it from the cache.
+        Without `page_size`, forward() takes it from the cache. Without `q_data_type` the first forward() takes q's: it
+        plans again unless that is float16.
         """
         plan = partial(
             self._unique.plan, host_indices(qo_indptr, "qo_indptr").clone(),
             host_indices(paged_kv_indptr, "paged_kv_indptr").clone(), page_indices(paged_kv_indices).clone(),
             host_indices(paged_kv_last_page_len, "paged_kv_last_page_len").clone(),
-            num_qo_heads, num_kv_heads, head_dim, q_data_type=q_data_type,
+            num_qo_heads, num_kv_heads, head_dim,
         )  # fmt: skip
+        if q_data_type is not None:
+            plan = partial(plan, q_data_type=q_data_type)
         if page_size is not None:
-            plan(page_size=page_size, causal=True)
-        self._planned = plan if page_size is None else None
+            plan = partial(plan, page_size=page_size)
+            plan(causal=True)
+        self._planned = plan if page_size is None or q_data_type is None else None
 
     @also_named(unique_kv_cache="unique_kv_data")
     def forward(
@@ -470,11 +474,19 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         `causal` defaults to True, as in the version of FlashInfer that documents this class (later ones: False).
         """
         check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction, use_fp16_qk_reduction=use_fp16_qk_reduction)
-        refuse(rope_scale=rope_scale, rope_theta=rope_theta)
+        refuse(**unusual_positions(rope_scale, rope_theta))
         if self._planned is not None:
-            self._planned(page_size=page_size_of(unique_kv_cache, KVLayout.of(self._kv_layout)), causal=causal)
+            self._complete_plan(self._planned, q, unique_kv_cache, causal)
             self._planned = None
         return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, operands, causal=causal)
+
+    def _complete_plan(self, plan: partial[None], q: torch.Tensor, cache: PagedCache, causal: bool) -> None:
+        known = {"q_data_type": check_tensor(q, "q").dtype} | plan.keywords
+        if "page_size" not in known:
+            known["page_size"] = page_size_of(cache, KVLayout.of(self._kv_layout))
+        elif known["q_data_type"] is torch.float16:  # as begin_forward() planned
+            return
+        plan(causal=causal, **known)
 
 
 def batch_decode_with_shared_prefix_padded_kv_cache(
@@ -492,7 +504,7 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     torch.Size([2, 8, 64])
     """
     check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
-    refuse(rope_scale=rope_scale, rope_theta=rope_theta)
+    refuse(**unusual_positions(rope_scale, rope_theta))
     for tensor, name in ((k_unique, "k_unique"), (v_unique, "v_unique")):
         if check_tensor(tensor, name).dim() != 4 or tensor.shape[:3] != k_unique.shape[:3]:
             raise ValidationError(f"{name}: expected 4 dimensions, those of k_unique first, got {list(tensor.shape)}.")

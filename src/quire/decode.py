@@ -186,6 +186,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Options as in BatchPrefillWithPagedKVCacheWrapper.run().
         """
+        if scales and isinstance(scales[-1], bool):
+            *scales, return_lse = scales  # type: ignore[assignment]
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):

@@ -9,7 +9,7 @@ Quire does not need: logits are always accumulated in float32, and plan() does n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
@@ -262,8 +262,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND swaps page_size and num_kv_heads), or a
             pair of such tensors without the second dimension; only the last one must be contiguous.
         q_scale, k_scale: multiply the logits; their product must be positive. v_scale multiplies the result. With 8-bit
-            queries each may be float32 [heads], for the heads of q or of keys and values; run() also takes the three
-            by position.
+            queries each may be float32 [heads], for the heads of q or of keys and values; run() also takes the three,
+            or k_scale and v_scale, by position, and return_lse after them.
         out, lse: tensors that results are written into, with the shapes of what is returned; None: new tensors.
         enable_pdl: whether the kernel may be launched before the previous kernel ends (programmatic dependent launch);
             None: if that is faster.
@@ -276,6 +276,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         float32, base 2. Raises PlanError if plan() was not called, and ValidationError for tensors that do not fit the
         plan or that require grad.
         """
+        if scales and isinstance(scales[-1], bool):
+            *scales, return_lse = scales  # type: ignore[assignment]
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if use_fp16_softmax or uses_spcompress:
@@ -423,6 +425,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run(), such as
         lse_base and lse_layout.
         """
+        if scales and isinstance(scales[-1], bool):
+            *scales, return_lse = scales  # type: ignore[assignment]
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         if lse_base != "log2" or lse_layout != "NH":
             run = partial(
@@ -460,12 +464,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         return o, lse
 
 
-def positional_scales(scales: tuple[Any, ...], q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
+def positional_scales(scales: Sequence[Any], q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
     """run() takes k_scale and v_scale by position, or all three."""
     keywords = q_scale, k_scale, v_scale
     first = 0 if len(scales) == 3 else 1
     if len(scales) > 3 or any(value is not None for value in keywords[first : first + len(scales)]):
-        raise ValidationError(f"k_scale, v_scale: expected each once, got {scales} by position besides keywords.")
+        raise ValidationError(f"k_scale, v_scale: expected each once, got {(*scales,)} by position besides keywords.")
     return (*keywords[:first], *scales, *keywords[first + len(scales) :])
 
 

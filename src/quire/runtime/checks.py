@@ -218,7 +218,7 @@ def _number(value: Any, name: str) -> float:
             raise ValidationError(
                 f"{name}: expected a number or a tensor of one element, got shape {list(value.shape)}."
             )
-    elif not isinstance(value, Real):
+    elif isinstance(value, bool) or not isinstance(value, Real):
         raise ValidationError(f"{name}: expected a number, got {value!r}.")
     try:
         return float(value)

@@ -16,7 +16,7 @@ from quire.runtime.checks import check_positive, scalar
 from quire.types import DType, PosEncodingMode, dtype_of
 
 _Returned = TypeVar("_Returned")
-_ROPE_THETA = 1e4  #: unless the caller says another
+_ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  #: unless the caller says others
 _PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 
 
@@ -182,7 +182,13 @@ def _rope(mode: PosEncodingMode, rope_scale: float | None, rope_theta: float | N
     if mode is PosEncodingMode.ROPE_LLAMA:
         theta = _ROPE_THETA if rope_theta is None else scalar(rope_theta, "rope_theta", positive=True)
         return scalar(rope_scale, "rope_scale", positive=True), theta
-    for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+    for name, value in unusual_positions(rope_scale, rope_theta).items():
         if value is not None:
             raise ValidationError(f"{name}: expected None without pos_encoding_mode='ROPE_LLAMA', got {value!r}.")
     return 0.0, 0.0
+
+
+def unusual_positions(rope_scale: Any, rope_theta: Any) -> dict[str, Any]:
+    """Both by name, None where they are what None stands for: a call that rotates nothing may say so."""
+    given = ("rope_scale", rope_scale, _ROPE_SCALE), ("rope_theta", rope_theta, _ROPE_THETA)
+    return {name: None if value is None or scalar(value, name) == usual else value for name, value, usual in given}
