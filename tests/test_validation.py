@@ -104,7 +104,7 @@ OPTION_TABLE = [
     ("causal", "NONE", "causal"),
     ("fixed_split_size", -7, "fixed_split_size"),
     ("fixed_split_size", 1000, "fixed_split_size"),
-    ("rope_theta", 1e4, "rope_theta"),
+    ("rope_theta", 5e5, "rope_theta"),
 ]
 
 MASK_TABLE = [
