@@ -14,7 +14,7 @@ from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batc
 from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.variant import Variant
-from quire.prefill import positional_scales
+from quire.prefill import positional_scales, without_flag
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.cascade import check_kernel_for_levels
 from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
@@ -186,8 +186,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
 
         Options as in BatchPrefillWithPagedKVCacheWrapper.run().
         """
-        if scales and isinstance(scales[-1], bool):
-            *scales, return_lse = scales  # type: ignore[assignment]
+        if scales:
+            scales, return_lse = without_flag(scales, return_lse)
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if q_len_per_req is not None and q_len_per_req != (qo_len := planned(self._attention).spec.indices.qo_len):

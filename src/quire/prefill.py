@@ -9,7 +9,7 @@ Quire does not need: logits are always accumulated in float32, and plan() does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
@@ -276,8 +276,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         float32, base 2. Raises PlanError if plan() was not called, and ValidationError for tensors that do not fit the
         plan or that require grad.
         """
-        if scales and isinstance(scales[-1], bool):
-            *scales, return_lse = scales  # type: ignore[assignment]
+        if scales:
+            scales, return_lse = without_flag(scales, return_lse)
         if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
             refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
         if use_fp16_softmax or uses_spcompress:
@@ -425,8 +425,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         (o, lse) with lse [nnz_qo, num_qo_heads] float32, base 2. Options as in the paged wrapper's run(), such as
         lse_base and lse_layout.
         """
-        if scales and isinstance(scales[-1], bool):
-            *scales, return_lse = scales  # type: ignore[assignment]
+        if scales:
+            scales, return_lse = without_flag(scales, return_lse)
         refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         if lse_base != "log2" or lse_layout != "NH":
             run = partial(
@@ -464,12 +464,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         return o, lse
 
 
-def positional_scales(scales: Sequence[Any], q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
+def without_flag(scales: tuple[Any, ...], return_lse: bool) -> tuple[tuple[Any, ...], bool]:
+    """Scales by position without the return_lse that may follow them, and return_lse."""
+    return (scales[:-1], scales[-1]) if isinstance(scales[-1], bool) else (scales, return_lse)
+
+
+def positional_scales(scales: tuple[Any, ...], q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any, Any]:
     """run() takes k_scale and v_scale by position, or all three."""
     keywords = q_scale, k_scale, v_scale
     first = 0 if len(scales) == 3 else 1
     if len(scales) > 3 or any(value is not None for value in keywords[first : first + len(scales)]):
-        raise ValidationError(f"k_scale, v_scale: expected each once, got {(*scales,)} by position besides keywords.")
+        raise ValidationError(f"k_scale, v_scale: expected each once, got {scales} by position besides keywords.")
     return (*keywords[:first], *scales, *keywords[first + len(scales) :])
 
 
