@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import quire
-from latent_rows import measure_rows
+from latent_rows import measure_rows, tried
 from timing import Timing, cpu_times, cuda_times, estimate_us, flusher
 
 __all__ = ["ROWS", "Row", "main"]
@@ -220,14 +220,14 @@ class Result:
 def measure(row: Row, names: Sequence[str], device: torch.device, rounds: int) -> list[Result]:
     """All providers on one row; with no rounds, results are checked and nothing is timed."""
     x: Pod | Prefix = Pod(row, device) if row.decodes else Prefix(row, device)
-    results, launches = [Result(name) for name in names], []
-    for result in results:
-        try:
-            launch = PROVIDERS[result.provider](x)
-            result.error = x.error(launch())
-            launches.append((result, launch))
-        except Exception as error:  # a provider that does not take a row is a reason in the report
-            result.reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    results = [Result(name) for name in names]
+
+    def launch_of(result: Result) -> Launch:
+        launch = PROVIDERS[result.provider](x)
+        result.error = x.error(launch())
+        return launch
+
+    launches = tried(results, launch_of)
     for (result, _), timing in zip(launches, _times([call for _, call in launches], device, rounds), strict=True):
         result.timing = timing
         if timing is not None and not row.decodes:

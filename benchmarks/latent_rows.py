@@ -1,4 +1,4 @@
-"""What mla.py and sparse_mla.py, the benchmarks of latent attention, share: the command line, and rows of 656 bytes."""
+"""What mla.py, sparse_mla.py and joined.py share: the command line, the trial of providers, and rows of 656 bytes."""
 
 from __future__ import annotations
 
@@ -38,6 +38,19 @@ def measure_rows(
         write_report(args.json, {"machine": describe(device), "rows": report})
         is_bad |= any(result.is_bad for result in results)
     return int(is_bad or not rows)
+
+
+def tried(results: Sequence[Any], launch_of: Callable[[Any], Any]) -> list[tuple[Any, Any]]:
+    """Each result with its launch. launch_of(result) checks the provider's first call, and sets the result's error; a
+    provider that does not take the row has a reason in place of a launch.
+    """
+    launches = []
+    for result in results:
+        try:
+            launches.append((result, launch_of(result)))
+        except Exception as error:  # whatever a peer raises is its reason in the report
+            result.reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return launches
 
 
 def rows_of_656_bytes(cache: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 import quire
-from latent_rows import meant_by, measure_rows, rows_of_656_bytes
+from latent_rows import meant_by, measure_rows, rows_of_656_bytes, tried
 from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from timing import Timing, cuda_times, estimate_us, flusher
 
@@ -177,14 +177,14 @@ class Result:
 
 def measure(row: Row, names: Sequence[str], device: torch.device, rounds: int) -> list[Result]:
     """All providers on one row; with no rounds, results are checked and nothing is timed."""
-    x, results, launches = Inputs.of(row, device), [Result(name) for name in names], []
-    for result in results:
-        try:
-            launch = PROVIDERS[result.provider](x)
-            result.error = x.error(launch(0))
-            launches.append((result, _captured(launch) if rounds else launch))
-        except Exception as error:  # a provider that does not take a row is a reason in the report
-            result.reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    x, results = Inputs.of(row, device), [Result(name) for name in names]
+
+    def launch_of(result: Result) -> Launch:
+        launch = PROVIDERS[result.provider](x)
+        result.error = x.error(launch(0))
+        return _captured(launch) if rounds else launch
+
+    launches = tried(results, launch_of)
     if not rounds:
         return results
     estimates = [estimate_us(launch, 1) for _, launch in launches]
