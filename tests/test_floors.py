@@ -19,6 +19,7 @@ FLOORS = [
     {"distributed", "estimates", "viz"},
     {"aot"},
     {
+        "alibi",
         "attention",
         "block_table_decode",
         "block_table_mla",

@@ -45,6 +45,24 @@ def test_slopes_of_heads(device, backend, dtype, mode, heads):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.parametrize("heads", [1, 2, 3, 12, 40, 71])
+def test_slopes_that_a_variant_reads(device, backend, heads):
+    """get_alibi_slopes() has the numbers that kernels compute."""
+    slopes = quire.get_alibi_slopes(heads, device)
+    assert slopes.dtype is torch.float32 and slopes.device.type == torch.device(device).type
+    torch.testing.assert_close(slopes.cpu().double(), oracle.alibi_slopes(heads), rtol=1e-7, atol=0)
+    p = Problem((9,), (20,), num_qo_heads=heads, num_kv_heads=1, causal=True, device=device, pos_encoding_mode="ALIBI")
+    options = {"causal": True, "backend": backend}
+    p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, variant=quire.variants.alibi, slopes=slopes, **options))
+    p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, pos_encoding_mode="ALIBI", **options))
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "8"])
+def test_slopes_of_no_heads(wrong):
+    with pytest.raises(quire.ValidationError, match="^n_heads: expected a positive integer"):
+        quire.get_alibi_slopes(wrong)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_long_positions(device, backend, dtype, mode):

@@ -21,6 +21,7 @@ from quire import (
     viz,
     xqa,
 )
+from quire.alibi import get_alibi_slopes
 from quire.aot import warmup
 from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
 from quire.cascade import (
@@ -140,6 +141,7 @@ __all__: list[str] = [
     "expression",
     "fast_decode_plan",
     "flex_attention",
+    "get_alibi_slopes",
     "get_batch_indices_positions",
     "get_seq_lens",
     "is_supported",

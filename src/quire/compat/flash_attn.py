@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 
+from quire.alibi import get_alibi_slopes
 from quire.compat.flash_attn_cache import Cache, rotated, sizes, tensor_of
 from quire.compat.recent_plans import RecentPlans, Source
 from quire.compat.rows import equal_lengths, token_pages
@@ -144,9 +145,7 @@ def _check_slopes(slopes: Any, num_heads: int) -> None:
         raise ValidationError(
             f"alibi_slopes: expected [num_heads={num_heads}] or [batch, num_heads], got {list(given.shape)}."
         )
-    n = 2 ** math.floor(math.log2(num_heads))
-    powers = [8 / n * (i + 1) for i in range(n)] + [4 / n * (2 * i + 1) for i in range(num_heads - n)]
-    known = torch.tensor([2.0**-power for power in powers], dtype=torch.float64, device="cpu")
+    known = get_alibi_slopes(num_heads, "cpu").double()
     if not torch.allclose(given.cpu().double(), known.expand(given.shape), rtol=1e-5, atol=0):
         raise UnsupportedError(
             f"alibi_slopes: expected those of the ALiBi paper for {num_heads} heads, which the kernels compute "
