@@ -144,6 +144,20 @@ xqa_batch_decode_with_kv_cache
   kv_cache_sf: refused test_xqa.py::test_wrong_arguments
   variant: used test_variants.py::test_decode_on_tables_of_pages
   backend: used test_xqa.py::test_page_sizes
+cudnn_batch_decode_with_kv_cache
+  q k_cache v_cache scale actual_seq_lens_kv block_tables out return_lse lse: used test_cudnn.py::test_decode
+  q_len_per_req window_left sinks backend: used test_cudnn.py::test_decode
+  workspace_buffer max_sequence_kv: checked test_cudnn.py::test_wrong_arguments_of_decode
+  is_cuda_graph_compatible batch_offsets_q batch_offsets_o: checked test_cudnn.py::test_lengths_and_offsets_of_decode
+  batch_offsets_k batch_offsets_v: refused test_cudnn.py::test_wrong_arguments_of_decode
+cudnn.cudnn_batch_prefill_with_kv_cache
+  q k_cache v_cache scale actual_seq_lens_q actual_seq_lens_kv block_tables: used test_cudnn.py::test_prefill
+  causal return_lse out lse lse_base backend: used test_cudnn.py::test_prefill
+  q_scale k_scale v_scale o_data_type: used test_cudnn.py::test_eight_bits_and_their_scales
+  batch_offsets_stats batch_offsets_units: used test_cudnn.py::test_offsets
+  batch_offsets_q batch_offsets_k batch_offsets_v batch_offsets_o: checked test_cudnn.py::test_offsets
+  workspace_buffer max_token_per_sequence max_sequence_kv: checked test_cudnn.py::test_wrong_arguments_of_prefill
+  is_cuda_graph_compatible: checked test_cudnn.py::test_wrong_arguments_of_prefill
 single_prefill_with_kv_cache
   shown q k v
   q k v causal: used test_single.py::test_prefill_lengths

@@ -28,7 +28,40 @@ INSTALLED = {
     "cascade.py": "from .decode import BatchDecodeWithPagedKVCacheWrapper as Base\nclass Own(Base): pass\n"
     "def merge_state(): return 'theirs'\n",
     "norm.py": "def rmsnorm(): return 'theirs'\n",
-    "prefill.py": "def single_prefill_with_kv_cache(): return 'theirs'\n",
+    "prefill.py": "def single_prefill_with_kv_cache(): return 'theirs'\n"
+    "def single_prefill_with_kv_cache_with_jit_module(): return 'theirs'\n",
+}
+
+#: FlashInfer's public names for attention, by the module that has them; "": the package.
+NAMES = {
+    "": "BatchAttention BatchAttentionWithAttentionSinkWrapper BatchDecodeWithPagedKVCacheWrapper "
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper BatchMLAPagedAttentionWrapper BatchPODWithPagedKVCacheWrapper "
+    "BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper BlockSparseAttentionWrapper "
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper CUDAGraphBatchDecodeWithPagedKVCacheWrapper "
+    "MultiLevelCascadeAttentionWrapper PODWithPagedKVCacheWrapper VariableBlockSparseAttentionWrapper "
+    "append_paged_kv_cache append_paged_mla_kv_cache apply_llama31_rope apply_llama31_rope_inplace "
+    "apply_llama31_rope_pos_ids apply_llama31_rope_pos_ids_inplace apply_rope apply_rope_inplace apply_rope_pos_ids "
+    "apply_rope_pos_ids_inplace apply_rope_with_cos_sin_cache apply_rope_with_cos_sin_cache_inplace "
+    "cudnn_batch_decode_with_kv_cache fast_decode_plan get_batch_indices_positions get_seq_lens merge_state "
+    "merge_state_in_place merge_states packbits segment_packbits single_decode_with_kv_cache "
+    "single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse trtllm_fmha_v2_prefill xqa xqa_mla",
+    "cascade": "MultiLevelCascadeAttentionWrapper merge_state merge_state_in_place merge_states",
+    "cudnn": "cudnn_batch_decode_with_kv_cache cudnn_batch_prefill_with_kv_cache",
+    "decode": "BatchDecodeWithPagedKVCacheWrapper CUDAGraphBatchDecodeWithPagedKVCacheWrapper fast_decode_plan "
+    "cudnn_batch_decode_with_kv_cache get_seq_lens single_decode_with_kv_cache "
+    "single_decode_with_kv_cache_with_jit_module trtllm_batch_decode_with_kv_cache "
+    "trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache xqa_batch_decode_with_kv_cache_mla",
+    "mla": "BatchMLAPagedAttentionWrapper trtllm_batch_decode_with_kv_cache_mla xqa_batch_decode_with_kv_cache_mla",
+    "page": "append_paged_kv_cache append_paged_mla_kv_cache get_batch_indices_positions get_seq_lens",
+    "pod": "BatchPODWithPagedKVCacheWrapper PODWithPagedKVCacheWrapper",
+    "prefill": "BatchPrefillWithPagedKVCacheWrapper BatchPrefillWithRaggedKVCacheWrapper "
+    "cudnn_batch_prefill_with_kv_cache single_prefill_with_kv_cache single_prefill_with_kv_cache_return_lse "
+    "single_prefill_with_kv_cache_with_jit_module trtllm_batch_context_with_kv_cache trtllm_fmha_v2_prefill",
+    "quantization": "packbits segment_packbits",
+    "rope": "mla_rope_quantize_fp8 rope_quantize_fp8 rope_quantize_fp8_append_paged_kv_cache",
+    "sparse": "BlockSparseAttentionWrapper VariableBlockSparseAttentionWrapper",
+    "utils": "get_alibi_slopes get_compute_capability determine_attention_backend",
+    "xqa": "xqa xqa_mla",
 }
 
 
@@ -101,6 +134,21 @@ class TestStandIn:
         with pytest.raises(quire.UnsupportedError, match=rf"{path}\.layout_128x4"):
             value.layout_128x4()
         assert f"refused  {path}  1 x" in compat.report()
+
+    @pytest.mark.parametrize("name", ["decode", "prefill"])
+    def test_functions_that_take_a_jit_module_point_to_variants(self, name: str) -> None:
+        compat.activate()
+        call = getattr(import_module(f"flashinfer.{name}"), f"single_{name}_with_kv_cache_with_jit_module")
+        text = rf"^single_{name}_with_kv_cache_with_jit_module\(\): .*quire\.Variant\(.*docs/variants\.md"
+        with pytest.raises(quire.UnsupportedError, match=text):
+            call(object(), *torch.zeros(3, 4, 64), 30.0, window_left=3)
+
+    @pytest.mark.parametrize(("path", "theirs"), NAMES.items())
+    def test_names(self, path: str, theirs: str) -> None:
+        """What programs import from FlashInfer, and from where."""
+        compat.activate()
+        module = import_module(f"flashinfer.{path}".rstrip("."))
+        assert [name for name in theirs.split() if not callable(getattr(module, name, None))] == []
 
     def test_what_is_no_kernel(self) -> None:
         compat.activate()
@@ -198,6 +246,7 @@ class TestOverlay:
         assert flashinfer.cascade.Own.__mro__[1].__module__ == "flashinfer.decode", "their own classes are whole"
         late = import_module("flashinfer.prefill")  # imported after the package
         assert late.single_prefill_with_kv_cache is quire.single_prefill_with_kv_cache
+        assert late.single_prefill_with_kv_cache_with_jit_module() == "theirs", "their modules run there"
         attend_one()
         assert compat.report().startswith("served   single_prefill_with_kv_cache  1 x  attention_")
 
@@ -224,7 +273,8 @@ def test_reports_count_from_activation_on() -> None:
 
 def test_served_names_are_those_of_the_public_modules() -> None:
     names = served()
-    assert names["prefill"].keys() == set(quire.prefill.__all__) and "BatchAttention" in names[""]
+    of_jit_modules = {"single_prefill_with_kv_cache_with_jit_module"}
+    assert names["prefill"].keys() == set(quire.prefill.__all__) - of_jit_modules and "BatchAttention" in names[""]
     assert names["mla"].keys() == set(quire.mla.__all__)
 
 

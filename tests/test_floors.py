@@ -25,6 +25,7 @@ FLOORS = [
         "block_table_mla",
         "block_table_prefill",
         "chunked_prefill",
+        "cudnn",
         "latent_append",
         "fmha_v2",
         "mla",

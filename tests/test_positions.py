@@ -59,7 +59,7 @@ def test_slopes_that_a_variant_reads(device, backend, heads):
 
 @pytest.mark.parametrize("wrong", [0, -1, 2.5, True, "8"])
 def test_slopes_of_no_heads(wrong):
-    with pytest.raises(quire.ValidationError, match="^n_heads: expected a positive integer"):
+    with pytest.raises(quire.ValidationError, match=r"^n_heads: expected a positive integer"):
         quire.get_alibi_slopes(wrong)
 
 

@@ -6,14 +6,16 @@ The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html); fast_de
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 import torch
 
 from quire.block_table_decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
-from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla
+from quire.block_table_mla import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
+from quire.cudnn import cudnn_batch_decode_with_kv_cache
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.variant import Variant
+from quire.page import get_seq_lens
 from quire.prefill import positional_scales, without_flag
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices, planned
 from quire.runtime.cascade import check_kernel_for_levels
@@ -25,7 +27,7 @@ from quire.runtime.options import PlanOptions, Types, heads, logits_options, mem
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.shared_prefixes import with_shared_prefixes
-from quire.runtime.variant_operands import variant_of
+from quire.runtime.variant_operands import refuse_jit_module, variant_of
 from quire.runtime.wrapper import AttentionWrapper
 
 if TYPE_CHECKING:
@@ -34,11 +36,15 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchDecodeWithPagedKVCacheWrapper",
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache",
     "fast_decode_plan",
+    "get_seq_lens",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
+    "xqa_batch_decode_with_kv_cache_mla",
 ]
 
 
@@ -317,3 +323,12 @@ def single_decode_with_kv_cache(
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         variant=variant, operands=operands,
     )  # fmt: skip
+
+
+def single_decode_with_kv_cache_with_jit_module(jit_module: Any, *arguments: Any, **options: Any) -> NoReturn:
+    """Always raises UnsupportedError: FlashInfer's function runs a module that its JIT compiled from C++ text.
+
+    Pass a quire.Variant to single_decode_with_kv_cache() instead.
+    """
+    del jit_module, arguments, options
+    refuse_jit_module("single_decode_with_kv_cache")

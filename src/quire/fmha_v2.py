@@ -127,7 +127,7 @@ def trtllm_fmha_v2_prefill(
         max_q_len,
         max_kv_len,
     )
-    query = _wide(inputs.query, out, out_dtype)
+    query = wide_query(inputs.query, out, out_dtype)
     target = Target.of(out, query, inputs.v.shape[-1], 1.0, out_dtype)
     logits = _logits(
         query.shape[2], bmm1_scale, logits_soft_cap_scale, pos_encoding_mode, mask_mode, window_left,
@@ -205,7 +205,7 @@ def _indices(
     return Indices(batch_size, qo_indptr, 0, kv_indptr, None, None, 1)
 
 
-def _wide(query: torch.Tensor, out: torch.Tensor | None, out_dtype: Any) -> torch.Tensor:
+def wide_query(query: torch.Tensor, out: torch.Tensor | None, out_dtype: Any) -> torch.Tensor:
     """Queries of 8 bits in the type of the result, which holds each of their values."""
     if query.element_size() > 1:
         return query

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, overload
 
 import torch
 
 from quire.block_table_prefill import trtllm_batch_context_with_kv_cache
+from quire.cudnn import cudnn_batch_prefill_with_kv_cache
 from quire.errors import ValidationError
 from quire.fmha_v2 import trtllm_fmha_v2_prefill
 from quire.kernels.variant import Variant
@@ -29,7 +30,7 @@ from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import takes_sinks, variant_of
+from quire.runtime.variant_operands import refuse_jit_module, takes_sinks, variant_of
 from quire.runtime.widened_queries import check_scales
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BatchPrefillWithPagedKVCacheWrapper",
     "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
 ]
@@ -542,3 +545,12 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> Pair:
     """(o, lse) of single_prefill_with_kv_cache(), which shows an example, with return_lse=True."""
     result: Any = single_prefill_with_kv_cache(*args, **{"return_lse": True, **options})
     return result  # type: ignore[no-any-return]
+
+
+def single_prefill_with_kv_cache_with_jit_module(jit_module: Any, *arguments: Any, **options: Any) -> NoReturn:
+    """Always raises UnsupportedError: FlashInfer's function runs a module that its JIT compiled from C++ text.
+
+    Pass a quire.Variant to single_prefill_with_kv_cache() instead.
+    """
+    del jit_module, arguments, options
+    refuse_jit_module("single_prefill_with_kv_cache")

@@ -6,6 +6,7 @@ from quire import (
     aot,
     attention,
     cascade,
+    cudnn,
     decode,
     errors,
     expression,
@@ -37,6 +38,7 @@ from quire.chunked_prefill import BatchPrefillWithPrefixWrapper
 from quire.decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
+    cudnn_batch_decode_with_kv_cache,
     fast_decode_plan,
     single_decode_with_kv_cache,
     trtllm_batch_decode_with_kv_cache,
@@ -68,6 +70,7 @@ from quire.prefill import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
     trtllm_batch_context_with_kv_cache,
+    trtllm_fmha_v2_prefill,
 )
 from quire.quantization import packbits, segment_packbits
 from quire.rope import (
@@ -134,6 +137,8 @@ __all__: list[str] = [
     "batch_decode_with_selected_pages",
     "batch_decode_with_shared_prefix_padded_kv_cache",
     "cascade",
+    "cudnn",
+    "cudnn_batch_decode_with_kv_cache",
     "decode",
     "errors",
     "estimate",
@@ -173,6 +178,7 @@ __all__: list[str] = [
     "sparse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
     "variants",
     "viz",
     "warmup",

@@ -95,12 +95,16 @@ class BlockTables(NamedTuple):
         return indices_of(self.pages, self.seq_lens, None, q_len, page_size)
 
 
-def check_lengths(seq_lens: torch.Tensor, num_pages: int, page_size: int, most: int, name: str) -> None:
-    """Lengths on the host fit the tables of `num_pages` pages a request, and the caller's bound."""
+def check_lengths(
+    seq_lens: torch.Tensor, num_pages: int, page_size: int, most: int, name: str, of_lens: str = "seq_lens"
+) -> None:
+    """Lengths on the host fit the tables of `num_pages` pages a request, and the caller's bound. name, of_lens: of the
+    caller's arguments.
+    """
     longest = min(most, num_pages * page_size)
     if seq_lens.shape[0] and not 0 <= int(seq_lens.min()) <= int(seq_lens.max()) <= longest:
         raise ValidationError(
-            f"seq_lens: expected 0..{longest} ({name}={most}, and {num_pages} pages of {page_size} tokens in "
+            f"{of_lens}: expected 0..{longest} ({name}={most}, and {num_pages} pages of {page_size} tokens in "
             f"block_tables), got {int(seq_lens.min())}..{int(seq_lens.max())}."
         )
 

@@ -235,6 +235,7 @@ _REASONS = {
     "softmax is in float32": ("use_fp16_softmax",),
     "keys and values share a table of pages": ("separate_page_tables",),
     "values lie where keys do, and results where queries do": ("v_indptr", "o_indptr"),
+    "block_tables says where keys and values are": ("batch_offsets_k", "batch_offsets_v"),
     "a cache over several ranks is for quire.distributed": (
         "enable_dcp", "cp_world", "cp_rank", "causal_seqlens_kv_global",
     ),

@@ -8,11 +8,11 @@ import operator
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expression import Expression, Operand, as_float32
 from quire.kernels.expression_cxx import operands_struct
 from quire.kernels.variant import Variant
@@ -22,6 +22,14 @@ from quire.runtime.layout import span_bytes
 #: In jit_args: FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position.
 ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
 _FLASHINFER = "jit_args takes a quire.Variant: docs/variants.md shows what FlashInfer's C++ text is in Python"
+
+
+def refuse_jit_module(call: str) -> NoReturn:
+    """Refuse a module that FlashInfer's JIT compiled. call: the function that takes a variant in its place."""
+    raise UnsupportedError(
+        f"{call}_with_jit_module(): modules that FlashInfer compiled from C++ text are not supported; pass "
+        f"variant=quire.Variant(...) to {call}(): docs/variants.md shows what FlashInfer's C++ text is in Python."
+    )
 
 
 def takes_sinks(jit_args: Any) -> bool:

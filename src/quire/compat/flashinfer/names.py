@@ -20,7 +20,12 @@ from quire.types import DTYPES
 VERSION = "0.7.2"
 
 #: Modules of both libraries.
-MODULES = ("attention", "cascade", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "sparse", "xqa")
+MODULES = (
+    "attention", "cascade", "cudnn", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "sparse", "xqa",
+)  # fmt: skip
+
+#: Names that take modules of FlashInfer's JIT. An installed FlashInfer keeps its own, which run them; Quire's refuse.
+_OF_JIT_MODULES = "_with_jit_module"
 
 
 @cache
@@ -30,7 +35,8 @@ def served() -> Mapping[str, Mapping[str, Any]]:
     for module in MODULES:
         if importlib.util.find_spec(f"quire.{module}") is not None:
             namespace = importlib.import_module(f"quire.{module}")
-            table[module] = {name: getattr(namespace, name) for name in namespace.__all__}
+            names = [name for name in namespace.__all__ if not name.endswith(_OF_JIT_MODULES)]
+            table[module] = {name: getattr(namespace, name) for name in names}
     # What run() then takes is built in.
     table["jit.attention.variants"] = {"attention_sink_decl": dict.fromkeys(("fa2", "fa3"), ATTENTION_SINK)}
     of_modules = {name for names in table.values() for name in names}
@@ -95,14 +101,21 @@ OWN: Mapping[str, Mapping[str, Any]] = {
         "__version__": VERSION, "autotune": _nothing_to_tune, "autotune_v2": _nothing_to_tune,
     },
     "autotuner": {"autotune": _nothing_to_tune},
+    "decode": {
+        "single_decode_with_kv_cache_with_jit_module": quire.decode.single_decode_with_kv_cache_with_jit_module,
+    },
     "jit": {},
     "jit.attention": {},
     "jit.utils": {"filename_safe_dtype_map": {dtype.torch: dtype.slug for dtype in DTYPES}},
     "jit.core": {"logger": logging.getLogger("flashinfer.jit")},
+    "prefill": {
+        "single_prefill_with_kv_cache_with_jit_module": quire.prefill.single_prefill_with_kv_cache_with_jit_module,
+    },
     "utils": {
         name: value for name, value in vars(devices).items() if getattr(value, "__module__", "") == devices.__name__
     } | {
         "GPUArchitectureError": devices.GPUArchitectureError,
+        "get_alibi_slopes": quire.get_alibi_slopes,
         "get_trtllm_gen_multi_ctas_kv_counter_bytes": _counter_bytes,
     },
 }  # fmt: skip
