@@ -86,6 +86,7 @@ def xqa_batch_decode_with_kv_cache(
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len_per_req=q_len_per_req,
         q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
         o_scale=o_scale, mask=mask, backend=backend, variant=variant, operands=operands,
+        call="xqa_batch_decode_with_kv_cache",
     )  # fmt: skip
     return result
 
@@ -145,6 +146,7 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
         window_left=window_left, out=out, out_dtype=out_dtype, sinks=sinks, enable_pdl=enable_pdl, o_scale=o_scale,
         mask=mask, lse=lse, return_lse=return_lse, backend=backend, variant=variant, operands=operands,
+        call="trtllm_batch_decode_with_kv_cache",
     )  # fmt: skip
 
 
@@ -156,18 +158,19 @@ def decode_block_tables(
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
     ckv_scales: torch.Tensor | None = None, variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
-    lse_unit: float = 1.0,
+    lse_unit: float = 1.0, call: str = "decode_block_tables",
 ) -> Any:  # fmt: skip
     """The common part of the decode calls with block tables; takes their checked arguments.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
     `query` and the cache's keys are then the parts with positions. ckv_scales: of latents, one for each 128 dims.
     block_tables: or both tables and lengths, checked. lse_unit: LN2 for an lse in base e, in place of base 2.
+    call: the public function, for messages.
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
     if variant is not None or operands:
-        of_plan_and_run(variant_of(variant), operands)
+        of_plan_and_run(call, variant_of(variant), operands)
     q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
     most = check_positive(max_seq_len, "max_seq_len")
     tables, device = _tables(block_tables, seq_lens, workspace.device), workspace.device

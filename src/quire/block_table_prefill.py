@@ -92,7 +92,7 @@ def trtllm_batch_context_with_kv_cache(
         logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), causal, cache.page_size,
         variant=variant_of(variant),
     )  # fmt: skip
-    of_mask, of_score = of_plan_and_run(options.variant, operands)
+    of_mask, of_score = of_plan_and_run("trtllm_batch_context_with_kv_cache", options.variant, operands)
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
     Attention(AttentionSpec(indices, options, operands=of_mask), layout, workspace, backend).run(

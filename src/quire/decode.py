@@ -25,7 +25,7 @@ from quire.runtime.options import PlanOptions, Types, heads, logits_options, mem
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.shared_prefixes import with_shared_prefixes
-from quire.runtime.variant_operands import variant_of
+from quire.runtime.variant_operands import by_position, variant_of
 from quire.runtime.wrapper import AttentionWrapper
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = [
     "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
     "fast_decode_plan",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "xqa_batch_decode_with_kv_cache",
@@ -109,7 +110,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
         q_len_per_req: int = 1, *, attention_chunk_size: int | None = None, shared_prefix: str | None = None,
-        **operands: Any,
+        window_right: int = 0, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -126,10 +127,16 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             if an estimate says that this is faster. explain() then names a variant with `cascade` in its slug. This
             needs page numbers on the host, a large enough workspace, and on GPUs before Hopper backend="quire:fa2". It
             does not happen with windows, position encodings, fixed splits or custom variants.
+        window_right: 0, because a request's queries are its last tokens: no key is to their right.
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
+        if window_right != 0:
+            raise UnsupportedError(
+                f"window_right: expected 0, got {window_right!r}: for queries that see keys to their right plan a "
+                f"prefill wrapper with causal=False."
+            )
         options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
@@ -299,3 +306,26 @@ def single_decode_with_kv_cache(
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, rope_scale=rope_scale, rope_theta=rope_theta,
         variant=variant, operands=operands,
     )  # fmt: skip
+
+
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, kv_layout: str = "NHD",
+    window_left: int = -1,
+) -> torch.Tensor:  # fmt: skip
+    """single_decode_with_kv_cache() with a custom variant, as FlashInfer's function of this name.
+
+    jit_module: a quire.Variant; docs/variants.md shows what FlashInfer's C++ text is in Python. args: the variant's
+    tensors and numbers, in the order in which it declares them. Returns o [num_qo_heads, head_dim]. Raises
+    ValidationError naming the argument, or UnsupportedError with each kernel's reason.
+
+    >>> q, k, v = torch.randn(8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> variant = quire.variants.soft_cap
+    >>> quire.single_decode_with_kv_cache_with_jit_module(variant, q, k, v, 30.0).shape
+    torch.Size([8, 64])
+    """
+    variant = variant_of(None, jit_module)
+    if variant is None:
+        raise ValidationError("jit_module: expected a quire.Variant, got None.")
+    return single_decode_with_kv_cache(
+        q, k, v, kv_layout=kv_layout, window_left=window_left, variant=variant, **by_position(variant, args)
+    )

@@ -82,7 +82,7 @@ def flex_attention(
     _check_shapes(query, key, value, enable_gqa)
     mask_mod = _mask_of(block_mask, (query, key))
     variant, tensors = (None, {}) if score_mod is mask_mod is None else _traced(score_mod, mask_mod)
-    of_mask, of_score = of_plan_and_run(variant, tensors)
+    of_mask, of_score = of_plan_and_run("flex_attention", variant, tensors)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     attention = _planned(block_mask, (query, key, value), scale, variant, of_mask)
     o, lse = attention.run(

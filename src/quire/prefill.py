@@ -29,7 +29,7 @@ from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import takes_sinks, variant_of
+from quire.runtime.variant_operands import by_position, takes_sinks, variant_of
 from quire.runtime.widened_queries import check_scales
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -41,6 +41,7 @@ __all__ = [
     "BatchPrefillWithRaggedKVCacheWrapper",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_fmha_v2_prefill",
 ]
@@ -542,3 +543,32 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> Pair:
     """(o, lse) of single_prefill_with_kv_cache(), which shows an example, with return_lse=True."""
     result: Any = single_prefill_with_kv_cache(*args, **{"return_lse": True, **options})
     return result  # type: ignore[no-any-return]
+
+
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, kv_layout: str = "NHD",
+    mask_mode: int = 0, window_left: int = -1, return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """single_prefill_with_kv_cache() with a custom variant, as FlashInfer's function of this name.
+
+    jit_module: a quire.Variant; docs/variants.md shows what FlashInfer's C++ text is in Python. args: the variant's
+    tensors and numbers, in the order in which it declares them. mask_mode: FlashInfer's number of a mask, 0 (none) or 1
+    (causal); other masks are the variant's. Returns o [qo_len, num_qo_heads, head_dim_vo], or (o, lse) with
+    return_lse=True. Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
+
+    >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> variant = quire.variants.soft_cap
+    >>> quire.single_prefill_with_kv_cache_with_jit_module(variant, q, k, v, 30.0, mask_mode=1).shape
+    torch.Size([3, 8, 64])
+    """
+    variant = variant_of(None, jit_module)
+    if variant is None:
+        raise ValidationError("jit_module: expected a quire.Variant, got None.")
+    if mask_mode not in (0, 1):
+        raise ValidationError(
+            f"mask_mode: expected 0 (none) or 1 (causal), got {mask_mode!r}: write another mask into the variant."
+        )
+    return single_prefill_with_kv_cache(
+        q, k, v, causal=mask_mode == 1, kv_layout=kv_layout, window_left=window_left, return_lse=return_lse,
+        variant=variant, **by_position(variant, args),
+    )  # fmt: skip

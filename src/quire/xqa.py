@@ -96,6 +96,7 @@ def xqa(
         window_left=_window(sliding_win_size, sliding_window_size), out=_output_rows(output, q, cache.head_dim_vo),
         sinks=_sinks(sinks, cache.num_kv_heads, rows.shape[1]), enable_pdl=enable_pdl, o_scale=1.0, mask=mask,
         backend=backend, pos_encoding=(pos_encoding_mode, rope_scale, rope_theta), variant=variant, operands=operands,
+        call="xqa",
     )  # fmt: skip
     return result.view(*q.shape[:-1], cache.head_dim_vo) if output is None else output
 

@@ -46,7 +46,8 @@ def _attend_one(
     check_shape(check_tensor(q, "q"), "q", {**rows, "num_qo_heads": None, "head_dim_qk": None})
     if decode:
         q, out, lse = (tensor if tensor is None else tensor.unsqueeze(0) for tensor in (q, out, lse))  # type: ignore[assignment]
-    of_mask, of_score = of_plan_and_run(variant, operands)
+    call = "single_decode_with_kv_cache" if decode else "single_prefill_with_kv_cache"
+    of_mask, of_score = of_plan_and_run(call, variant, operands)
     spec = spec_of_one(
         q, k, v, KVLayout.of(kv_layout), o_dtype if out is None else out.dtype, sm_scale=sm_scale,
         window_left=window_left, logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, causal=causal,

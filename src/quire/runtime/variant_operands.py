@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -48,15 +48,25 @@ def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Va
 
 
 def of_plan_and_run(
-    variant: Variant | None, operands: Mapping[str, Any]
+    call: str, variant: Variant | None, operands: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The operands of a call that plans and runs: those that the mask reads, and the others."""
+    """The operands of a function `call` that plans and runs: those that the mask reads, and the others."""
     if not operands or variant is None:
-        unexpected("call", operands)
+        unexpected(call, operands)
         return {}, {}
     names = variant.expression.mask_operands
     of_mask = {name: value for name, value in operands.items() if name in names}
     return of_mask, {name: value for name, value in operands.items() if name not in names}
+
+
+def by_position(variant: Variant, values: Sequence[Any]) -> dict[str, Any]:
+    """Operands by name, of values in the order in which the variant declares them."""
+    names = [operand.name for operand in variant.expression.operands]
+    if len(values) != len(names):
+        raise ValidationError(
+            f"args: expected the variant's {len(names)} operands ({', '.join(names) or 'none'}), got {len(values)}."
+        )
+    return dict(zip(names, values, strict=True))
 
 
 def unexpected(call: str, tensors: Mapping[str, Any]) -> None:
