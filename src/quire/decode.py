@@ -133,7 +133,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
         if window_right != 0:
-            raise UnsupportedError(
+            raise ValidationError(
                 f"window_right: expected 0, got {window_right!r}: for queries that see keys to their right plan a "
                 f"prefill wrapper with causal=False."
             )
