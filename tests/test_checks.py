@@ -214,7 +214,8 @@ WRONG = {
     "use_fp16_qk_reduction": "no", "allow_fp16_qk_reduction": "no", "non_blocking": 1, "disable_split_kv": 2,
     "custom_mask": "mask", "packed_custom_mask": "mask", "seq_lens": 3, "seq_lens_q": 3, "block_tables": 3,
     "max_token_per_sequence": 0, "max_sequence_kv": -1, "prefix_len_ptr": 3, "token_pos_in_items_ptr": 3,
-    "token_pos_in_items_len": -1, "max_item_len_ptr": 3, "shared_prefix": "always", "window_right": 1,
+    "token_pos_in_items_len": -1, "max_item_len_ptr": 3, "shared_prefix": "always",
+    "window_right": 1, "is_causal": True,
 }  # fmt: skip
 
 

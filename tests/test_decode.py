@@ -114,6 +114,19 @@ def test_several_queries_per_request(device, backend, dtype, q_len):
     p.check(*decode(p, p.paged(16), backend, plan={"q_len_per_req": q_len}))
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_what_is_said_of_the_right_side(device, backend, dtype, q_len):
+    """FlashInfer 0.7 has arguments that repeat what decode is: none is to the right, and several queries are causal."""
+    p = Problem((q_len,) * 3, (40, 7, 65), causal=q_len > 1, device=device, dtype=dtype)
+    cache, said = p.paged(16), {"q_len_per_req": q_len, "window_right": 0}
+    for is_causal in (None, q_len > 1):
+        p.check(*decode(p, cache, backend, plan={**said, "is_causal": is_causal}))
+    for wrong in ({"window_right": -1}, {"window_right": None}, {"is_causal": q_len == 1}, {"is_causal": 0}):
+        (name,) = wrong
+        with pytest.raises(quire.ValidationError, match=f"^{name}: expected "):
+            decode(p, cache, backend, plan={**said, **wrong})
+
+
 def test_sinks(device, backend, dtype):
     p = batch(dtype, device)
     cache = p.paged()

@@ -158,14 +158,14 @@ def decode_block_tables(
     lse: torch.Tensor | None = None, return_lse: bool = False,
     pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
     ckv_scales: torch.Tensor | None = None, variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
-    lse_unit: float = 1.0, call: str = "decode_block_tables",
+    lse_unit: float = 1.0, call: str = "",
 ) -> Any:  # fmt: skip
     """The common part of the decode calls with block tables; takes their checked arguments.
 
     q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
     `query` and the cache's keys are then the parts with positions. ckv_scales: of latents, one for each 128 dims.
-    block_tables: or both tables and lengths, checked. lse_unit: LN2 for an lse in base e, in place of base 2.
-    call: the public function, for messages.
+    block_tables: or both tables and lengths, checked. lse_unit: LN2 for an lse in base e, in place of base 2. call: the
+    public function that has `variant` and `operands`, for errors.
     """
     refuse_make_fx("decode on block tables")
     check_flags(enable_pdl=enable_pdl, return_lse=return_lse)

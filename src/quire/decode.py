@@ -63,6 +63,20 @@ def _plan_options(
     )  # fmt: skip
 
 
+def _check_right_side(window_right: Any, is_causal: Any, q_len_per_req: int) -> None:
+    """Queries are the last tokens of their request, and causal."""
+    if window_right != 0:
+        raise ValidationError(
+            f"window_right: expected 0, as no query sees keys to the right of its own, got {window_right!r}; "
+            f"BatchPrefillWithPagedKVCacheWrapper.plan() with causal=False shows all keys to each query."
+        )
+    check_flags(is_causal=is_causal)
+    if is_causal is not None and is_causal != (q_len_per_req > 1):
+        raise ValidationError(
+            f"is_causal: expected None or {q_len_per_req > 1}, as q_len_per_req={q_len_per_req} says, got {is_causal}."
+        )
+
+
 class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     """Decode attention of a batch of requests over a paged cache.
 
@@ -109,8 +123,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         data_type: str | torch.dtype | None = None, sm_scale: float | None = None, rope_scale: float | None = None,
         rope_theta: float | None = None, non_blocking: bool = True, block_tables: torch.Tensor | None = None,
         seq_lens: torch.Tensor | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
-        q_len_per_req: int = 1, *, attention_chunk_size: int | None = None, shared_prefix: str | None = None,
-        window_right: int = 0, **operands: Any,
+        q_len_per_req: int = 1, *, window_right: int = 0, is_causal: bool | None = None,
+        attention_chunk_size: int | None = None, shared_prefix: str | None = None, **operands: Any,
     ) -> None:  # fmt: skip
         """Plan a batch.
 
@@ -123,20 +137,18 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         q_len_per_req: queries per request, which are its last tokens; if more than one, the mask is causal.
         block_tables int32 [batch_size, pages], seq_lens int32 [batch_size]: redundant, and compared with the other
             index arrays if they are on the host.
+        window_right, is_causal: repeat that a query sees no key to the right of its own, and that the mask is causal if
+            q_len_per_req is more than one; other values than 0, and than None or this, are refused.
         shared_prefix: with "auto", pages with which several neighbouring requests begin are read once for all of them,
             if an estimate says that this is faster. explain() then names a variant with `cascade` in its slug. This
             needs page numbers on the host, a large enough workspace, and on GPUs before Hopper backend="quire:fa2". It
             does not happen with windows, position encodings, fixed splits or custom variants.
-        window_right: 0, because a request's queries are its last tokens: no key is to their right.
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan().
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        if window_right != 0:
-            raise ValidationError(
-                f"window_right: expected 0, got {window_right!r}: for queries that see keys to their right plan a "
-                f"prefill wrapper with causal=False."
-            )
+        if window_right != 0 or is_causal is not None:
+            _check_right_side(window_right, is_causal, q_len_per_req)
         options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
             q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,

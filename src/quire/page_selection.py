@@ -38,7 +38,7 @@ from quire.runtime.indices import check_range
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.target import target_of
-from quire.runtime.variant_operands import PlacedOperands, int32_table, variant_of
+from quire.runtime.variant_operands import PlacedOperands, int32_table, of_plan_and_run, variant_of
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout, dtype_of
 
@@ -212,7 +212,9 @@ def batch_decode_with_selected_pages(
     own_scale = 1 / math.sqrt(keys.shape[3]) if sm_scale is None else sm_scale
     scale = Scale.of(own_scale, "sm_scale", workspace.device, positive=True)
     rows = q.reshape(q.shape[0] * heads, -1, q.shape[2])
-    if (given := variant_of(variant)) is not None:
+    given = variant_of(variant)
+    of_plan_and_run("batch_decode_with_selected_pages", given, operands)
+    if given is not None:
         variant, operands = _placed(given, operands, q, heads)
     result: Any = decode_block_tables(
         rows, CacheParts.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),

@@ -50,10 +50,11 @@ def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Va
 def of_plan_and_run(
     call: str, variant: Variant | None, operands: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The operands of a function `call` that plans and runs: those that the mask reads, and the others."""
-    if not operands or variant is None:
+    """The operands of `call`, which plans and runs: those that the mask reads, and the others. All must be given."""
+    if variant is None:
         unexpected(call, operands)
         return {}, {}
+    check_names(call, operands, {operand.name for operand in variant.expression.operands}, (), "")
     names = variant.expression.mask_operands
     of_mask = {name: value for name, value in operands.items() if name in names}
     return of_mask, {name: value for name, value in operands.items() if name not in names}
