@@ -592,7 +592,7 @@ def test_single_calls(device, backend):
     check(p, BOTH, (o[None], lse[None]))
 
 
-@pytest.mark.parametrize("backend_of_torch", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend_of_torch", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ragged", "paged", "decode"])
 def test_under_torch_compile(kind, backend_of_torch, device, backend):
     """run() with tensors and numbers that change between calls of one graph."""
