@@ -69,7 +69,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             rows["-".join(str(v).removeprefix("torch.") for v in row)] = row
     params = []
     for slug, row in rows.items():
-        marks = [pytest.mark.gpu] if any(str(v).startswith("cuda") or v in GPU_PINS for v in row) else []
+        on_gpu = any(str(v).startswith("cuda") or v in GPU_PINS for v in row)
+        # On the CPU float16 is bfloat16 with another conversion.
+        marks = [pytest.mark.gpu] if on_gpu else [pytest.mark.slow] if torch.float16 in row else []
         params.append(pytest.param(*row, id=slug, marks=marks))
     metafunc.parametrize(names, params)
 

@@ -59,6 +59,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_pages(tiles: None, name: str) -> None:
     p = PROBLEMS[name]

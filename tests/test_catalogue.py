@@ -28,6 +28,7 @@ def answer(problem: AttentionProblem) -> object:
         return type(error).__name__
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm90a", "sm80", "x86-64-v4"])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 def test_plans_are_looked_up_by_rows_that_kernels_tell_apart(target, dims):

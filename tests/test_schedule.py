@@ -229,7 +229,7 @@ def check_merge_table(batch, schedule, tiles, work):
         group = table[parts[0].group]
         numbers = [w.partial for w in parts]
         assert numbers == list(range(numbers[0], numbers[0] + len(parts)))
-        assert (group.row_begin, group.row_end) == (numbers[0] * batch.tile_rows, (numbers[-1] + 1) * batch.tile_rows)
+        assert (group.parts_begin, group.parts_end) == (numbers[0], numbers[-1] + 1)
         assert group.num_rows == min(batch.tile_rows, batch.qo_lens[request] * batch.group_size - row_begin)
         assert group.num_arrived == 0
         assert not partials & set(numbers)

@@ -592,7 +592,7 @@ def test_single_calls(device, backend):
     check(p, BOTH, (o[None], lse[None]))
 
 
-@pytest.mark.parametrize("backend_of_torch", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend_of_torch", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["ragged", "paged", "decode"])
 def test_under_torch_compile(kind, backend_of_torch, device, backend):
     """run() with tensors and numbers that change between calls of one graph."""
@@ -959,8 +959,10 @@ def test_arguments_that_are_none():
     plan_ragged(wrapper, p)
     with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
         wrapper.run(p.q, p.k, p.v, slopes=SLOPES)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'slopes'"):
+    with pytest.raises(TypeError, match=r"single_prefill_with_kv_cache\(\) got .* 'slopes'"):
         quire.single_prefill_with_kv_cache(p.q, p.k, p.v, slopes=SLOPES)
+    with pytest.raises(TypeError, match=r"single_decode_with_kv_cache\(\) got .* 'slopes'"):
+        quire.single_decode_with_kv_cache(p.q[0], p.k, p.v, slopes=SLOPES)
 
 
 def single_calls(p: Problem) -> dict[str, Callable[..., object]]:
@@ -1013,6 +1015,31 @@ def test_jit_args():
         quire.BatchPrefillWithPagedKVCacheWrapper(space, jit_args=source)
     with pytest.raises(quire.ValidationError, match="expected it once"):
         quire.BatchDecodeWithPagedKVCacheWrapper(space, jit_args=variants.alibi, variant=variants.alibi)
+
+
+def test_functions_of_a_jit_module():
+    p = problem("cpu")
+    q, k, v = p.q[:5], p.k[:60], p.v[:60]
+    single = quire.single_prefill_with_kv_cache
+    by_module = quire.single_prefill_with_kv_cache_with_jit_module
+    biased = single(q, k, v, causal=True, variant=variants.alibi, slopes=SLOPES)
+    assert torch.equal(by_module(variants.alibi, q, k, v, SLOPES, mask_mode=1), biased)
+    out, lse = by_module(variants.soft_cap, q, k, v, 2.0, window_left=9, return_lse=True)
+    expected = single(q, k, v, variant=variants.soft_cap, cap=2.0, window_left=9, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    one = quire.single_decode_with_kv_cache_with_jit_module(variants.alibi, q[0], k, v, SLOPES)
+    assert torch.equal(one, quire.single_decode_with_kv_cache(q[0], k, v, variant=variants.alibi, slopes=SLOPES))
+    with pytest.raises(quire.ValidationError, match=r"args: expected the variant's 1 operands \(slopes\), got 2"):
+        by_module(variants.alibi, q, k, v, SLOPES, 1.0)
+    with pytest.raises(quire.ValidationError, match=r"mask_mode: expected 0 \(none\) or 1"):
+        by_module(variants.alibi, q, k, v, SLOPES, mask_mode=2)
+    with pytest.raises(quire.ValidationError, match="return_lse: expected False"):
+        quire.single_decode_with_kv_cache_with_jit_module(variants.alibi, q[0], k, v, SLOPES, return_lse=True)
+    for module in ("struct FlashSigmoid {};", None):
+        with pytest.raises(quire.ValidationError, match=r"^jit_module: expected a quire\.Variant"):
+            by_module(module, q, k, v)
+        with pytest.raises(quire.ValidationError, match=r"^jit_module: expected a quire\.Variant"):
+            quire.single_decode_with_kv_cache_with_jit_module(module, q[0], k, v)
 
 
 # --- tracing ---------------------------------------------------------------------------------------------------------

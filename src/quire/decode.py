@@ -6,7 +6,7 @@ The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html); fast_de
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
@@ -27,7 +27,7 @@ from quire.runtime.options import PlanOptions, Types, heads, logits_options, mem
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
 from quire.runtime.shared_prefixes import with_shared_prefixes
-from quire.runtime.variant_operands import refuse_jit_module, variant_of
+from quire.runtime.variant_operands import by_position, variant_of, variant_of_module
 from quire.runtime.wrapper import AttentionWrapper
 
 if TYPE_CHECKING:
@@ -325,10 +325,28 @@ def single_decode_with_kv_cache(
     )  # fmt: skip
 
 
-def single_decode_with_kv_cache_with_jit_module(jit_module: Any, *arguments: Any, **options: Any) -> NoReturn:
-    """Always raises UnsupportedError: FlashInfer's function runs a module that its JIT compiled from C++ text.
+def single_decode_with_kv_cache_with_jit_module(
+    jit_module: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, kv_layout: str = "NHD",
+    window_left: int = -1, return_lse: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    """single_decode_with_kv_cache() with a custom variant, as FlashInfer's function of this name.
 
-    Pass a quire.Variant to single_decode_with_kv_cache() instead.
+    jit_module: a quire.Variant; docs/variants.md shows what FlashInfer's C++ text is in Python. args: the variant's
+    tensors and numbers, in the order in which it declares them. Returns o [num_qo_heads, head_dim]; FlashInfer's
+    function never returns an lse, and return_lse=True is refused. Raises ValidationError naming the argument, or
+    UnsupportedError with each kernel's reason.
+
+    >>> q, k, v = torch.randn(8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> variant = quire.variants.soft_cap
+    >>> quire.single_decode_with_kv_cache_with_jit_module(variant, q, k, v, 30.0).shape
+    torch.Size([8, 64])
     """
-    del jit_module, arguments, options
-    refuse_jit_module("single_decode_with_kv_cache")
+    variant = variant_of_module(jit_module)
+    if return_lse is not False:
+        raise ValidationError(
+            f"return_lse: expected False, as FlashInfer's function returns o alone, got {return_lse!r}; call "
+            f"single_decode_with_kv_cache() with variant= and return_lse=True."
+        )
+    return single_decode_with_kv_cache(
+        q, k, v, kv_layout=kv_layout, window_left=window_left, variant=variant, **by_position(variant, args)
+    )

@@ -223,6 +223,7 @@ def batch_decode_with_selected_pages(
         Scale.of(v_scale, "v_scale", workspace.device), KVLayout.NHD, q_len_per_req=1, q_cu_seq_lens=None,
         window_left=-1, out=_rows_of(out, "out", q, heads), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
         lse=_rows_of(lse, "lse", q, heads), return_lse=return_lse, backend=backend, variant=variant, operands=operands,
+        call="batch_decode_with_selected_pages",
     )  # fmt: skip
     o = (result[0] if return_lse else result).view(*q.shape[:2], -1) if out is None else out
     return (o, result[1].view(q.shape[:2]) if lse is None else lse) if return_lse else o

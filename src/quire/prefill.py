@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, ParamSpec, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
 import torch
 
@@ -30,7 +30,7 @@ from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
 from quire.runtime.schedule import Indices
-from quire.runtime.variant_operands import refuse_jit_module, takes_sinks, variant_of
+from quire.runtime.variant_operands import by_position, takes_sinks, variant_of, variant_of_module
 from quire.runtime.widened_queries import check_scales
 from quire.runtime.wrapper import AttentionWrapper
 
@@ -547,10 +547,28 @@ def single_prefill_with_kv_cache_return_lse(*args: Any, **options: Any) -> Pair:
     return result  # type: ignore[no-any-return]
 
 
-def single_prefill_with_kv_cache_with_jit_module(jit_module: Any, *arguments: Any, **options: Any) -> NoReturn:
-    """Always raises UnsupportedError: FlashInfer's function runs a module that its JIT compiled from C++ text.
+def single_prefill_with_kv_cache_with_jit_module(
+    jit_module: Variant, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, kv_layout: str = "NHD",
+    mask_mode: int = 0, window_left: int = -1, return_lse: bool = False,
+) -> Result:  # fmt: skip
+    """single_prefill_with_kv_cache() with a custom variant, as FlashInfer's function of this name.
 
-    Pass a quire.Variant to single_prefill_with_kv_cache() instead.
+    jit_module: a quire.Variant; docs/variants.md shows what FlashInfer's C++ text is in Python. args: the variant's
+    tensors and numbers, in the order in which it declares them. mask_mode: FlashInfer's number of a mask, 0 (none) or 1
+    (causal); other masks are the variant's. Returns o [qo_len, num_qo_heads, head_dim_vo], or (o, lse) with
+    return_lse=True. Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
+
+    >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)
+    >>> variant = quire.variants.soft_cap
+    >>> quire.single_prefill_with_kv_cache_with_jit_module(variant, q, k, v, 30.0, mask_mode=1).shape
+    torch.Size([3, 8, 64])
     """
-    del jit_module, arguments, options
-    refuse_jit_module("single_prefill_with_kv_cache")
+    variant = variant_of_module(jit_module)
+    if mask_mode not in (0, 1):
+        raise ValidationError(
+            f"mask_mode: expected 0 (none) or 1 (causal), got {mask_mode!r}: write another mask into the variant."
+        )
+    return single_prefill_with_kv_cache(
+        q, k, v, causal=mask_mode == 1, kv_layout=kv_layout, window_left=window_left, return_lse=return_lse,
+        variant=variant, **by_position(variant, args),
+    )  # fmt: skip

@@ -41,6 +41,7 @@ from quire.decode import (
     cudnn_batch_decode_with_kv_cache,
     fast_decode_plan,
     single_decode_with_kv_cache,
+    single_decode_with_kv_cache_with_jit_module,
     trtllm_batch_decode_with_kv_cache,
     xqa_batch_decode_with_kv_cache,
 )
@@ -69,6 +70,7 @@ from quire.prefill import (
     BatchPrefillWithRaggedKVCacheWrapper,
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
+    single_prefill_with_kv_cache_with_jit_module,
     trtllm_batch_context_with_kv_cache,
     trtllm_fmha_v2_prefill,
 )
@@ -173,8 +175,10 @@ __all__: list[str] = [
     "select_pages",
     "select_tokens",
     "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module",
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
     "sparse",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",

@@ -86,9 +86,9 @@ class Partition(ctypes.Structure):
 
 
 class MergeGroup(ctypes.Structure):
-    """The partials of one row tile and KV head, counted in rows."""
+    """An entry of the merge table: partials of the same rows."""
 
-    _fields_ = (*((name, c_int32) for name in ("row_begin", "row_end", "num_rows")), ("num_arrived", c_uint32))
+    _fields_ = (*((name, c_int32) for name in ("parts_begin", "parts_end", "num_rows")), ("num_arrived", c_uint32))
 
 
 class AttentionParams(ctypes.Structure):

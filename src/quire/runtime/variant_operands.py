@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import math
 import operator
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from quire.errors import UnsupportedError, ValidationError
+from quire.errors import ValidationError
 from quire.kernels.expression import Expression, Operand, as_float32
 from quire.kernels.expression_cxx import operands_struct
 from quire.kernels.variant import Variant
@@ -22,14 +22,6 @@ from quire.runtime.layout import span_bytes
 #: In jit_args: FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position.
 ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
 _FLASHINFER = "jit_args takes a quire.Variant: docs/variants.md shows what FlashInfer's C++ text is in Python"
-
-
-def refuse_jit_module(call: str) -> NoReturn:
-    """Refuse a module that FlashInfer's JIT compiled. call: the function that takes a variant in its place."""
-    raise UnsupportedError(
-        f"{call}_with_jit_module(): modules that FlashInfer compiled from C++ text are not supported; pass "
-        f"variant=quire.Variant(...) to {call}(): docs/variants.md shows what FlashInfer's C++ text is in Python."
-    )
 
 
 def takes_sinks(jit_args: Any) -> bool:
@@ -55,6 +47,16 @@ def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Va
     return given[0] if given else None
 
 
+def variant_of_module(jit_module: Any) -> Variant:
+    """The variant in the place of a module that FlashInfer's JIT compiled."""
+    if not isinstance(jit_module, Variant):
+        raise ValidationError(
+            f"jit_module: expected a quire.Variant (docs/variants.md shows what FlashInfer's C++ text is in Python), "
+            f"got {type(jit_module).__name__}."
+        )
+    return jit_module
+
+
 def of_plan_and_run(
     call: str, variant: Variant | None, operands: Mapping[str, Any]
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
@@ -66,6 +68,16 @@ def of_plan_and_run(
     names = variant.expression.mask_operands
     of_mask = {name: value for name, value in operands.items() if name in names}
     return of_mask, {name: value for name, value in operands.items() if name not in names}
+
+
+def by_position(variant: Variant, values: Sequence[Any]) -> dict[str, Any]:
+    """Operands by name, of values in the order in which the variant declares them."""
+    names = [operand.name for operand in variant.expression.operands]
+    if len(values) != len(names):
+        raise ValidationError(
+            f"args: expected the variant's {len(names)} operands ({', '.join(names) or 'none'}), got {len(values)}."
+        )
+    return dict(zip(names, values, strict=True))
 
 
 def unexpected(call: str, tensors: Mapping[str, Any]) -> None:

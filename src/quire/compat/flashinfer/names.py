@@ -24,7 +24,8 @@ MODULES = (
     "attention", "cascade", "cudnn", "decode", "mla", "page", "pod", "prefill", "quantization", "rope", "sparse", "xqa",
 )  # fmt: skip
 
-#: Names that take modules of FlashInfer's JIT. An installed FlashInfer keeps its own, which run them; Quire's refuse.
+#: Names that take modules of FlashInfer's JIT. An installed FlashInfer keeps its own, which run them; Quire's take a
+#: quire.Variant.
 _OF_JIT_MODULES = "_with_jit_module"
 
 

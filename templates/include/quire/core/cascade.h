@@ -31,18 +31,17 @@ QUIRE_HD bool is_in_prefix(const RowTile& tile) {
 
 // An entry of a cascade's merge table: one merge group of one KV head. Group i of KV head h is entry i * num_kv_heads +
 // h.
-struct alignas(16) CascadeGroup {
-  int32_t row;           // first packed row of the batch: token * group_size + head in group
-  int32_t num_rows;      // at most a row tile's
-  int32_t parts_begin;   // index in the list of parts, which follows the merge table: in int32 from the table's begin
-  int32_t num_parts;     // work tiles that arrive; those of shared levels come first
-  uint32_t num_arrived;  // 0 between launches: the last CTA to arrive resets it
-  int32_t num_shared_parts;
+struct CascadeGroup : MergeGroup {  // places in the list of parts are counted in int32 from the merge table's begin
+  int32_t row;                      // first packed row of the batch: token * group_size + head in group
+  int32_t num_shared_parts;         // parts of shared levels, which come first
 };
 
-// The first row of part `part` of a group, in partial_o and partial_md.
-QUIRE_HD int32_t part_row(const AttentionParams& p, const CascadeGroup& group, int part) {
-  return reinterpret_cast<const int32_t*>(p.groups)[group.parts_begin + part];
+// The first row of a part in partial_o and partial_md. In a cascade the list of parts gives it, which follows the merge
+// table `groups`.
+template <class Variant>
+QUIRE_HD int64_t part_row(const MergeGroup* groups, int parts_begin, int part) {
+  if constexpr (Variant::kCascade != 0) return reinterpret_cast<const int32_t*>(groups)[parts_begin + part];
+  return static_cast<int64_t>(parts_begin + part) * Variant::kTileRows;
 }
 
 // Merge group i of the groups that take rows of this row tile.

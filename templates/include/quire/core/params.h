@@ -56,19 +56,15 @@ struct alignas(16) Partition {
   };
 };
 
-// One entry of the merge table: the partials of one row tile and KV head, and how many have arrived. Partials are
-// counted in rows here, so that a group may take some rows of a partial. Part i of the group begins at row
-// row_begin + i * kTileRows.
+// One entry of the merge table: which partials have results of the same rows, and how many of them have arrived. Partitions
+// of a row tile and fixed splits have adjacent partials: numbers parts_begin .. parts_end - 1, each of kTileRows rows.
+// In a cascade parts_begin .. parts_end - 1 are places in a list of partials (core/cascade.h).
 struct alignas(16) MergeGroup {
-  int32_t row_begin;
-  int32_t row_end;       // row_begin + parts * kTileRows
+  int32_t parts_begin, parts_end;
   int32_t num_rows;      // of each part; these are the output's rows
   uint32_t num_arrived;  // 0 between launches: the last CTA resets it. In MLA three counters: tile/shared_merge.cuh
 
-  template <int kTileRows>
-  QUIRE_HD int num_parts() const {
-    return (row_end - row_begin) / kTileRows;
-  }
+  QUIRE_HD int num_parts() const { return parts_end - parts_begin; }
 };
 
 struct AttentionParams {

@@ -265,15 +265,15 @@ struct PartialsOfPartition {
 
   QUIRE_HD int count() const { return continues + begins; }
 
-  // Writes what this partition knows of its groups: the first rows of the group that it begins, the end of the one that
-  // it ends.
+  // Writes what this partition knows of its groups: the first part and the rows of the group that it begins, the end of
+  // the one that it ends.
   QUIRE_HD void write(const WorkLine& line, const Partition& partition, const WorkLine::Place& end, int tile_rows,
                       int group_size, MergeGroup* groups) const {
-    if (ends) groups[partition.group].row_end = (partition.partial + 1) * tile_rows;
+    if (ends) groups[partition.group].parts_end = partition.partial + 1;
     if (!begins) return;
     MergeGroup& group = groups[partition.group + 1];
     const RowTile& tile = line.tiles[end.tile];
-    group.row_begin = (partition.partial + 1) * tile_rows;
+    group.parts_begin = partition.partial + 1;
     group.num_rows = min(tile_rows, tile.qo_len * group_size - tile.row_begin);
     group.num_arrived = 0;
   }

@@ -238,7 +238,7 @@ struct AttentionFa2 {
     } else {
       const MergeGroup group = p_.groups[work_.group];
       store_partial(o, softmax);
-      if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, current_.is_last,
+      if (arrives_last(p_.groups + work_.group, group.num_parts(), thread_ == 0, current_.is_last,
                        [] { __syncthreads(); })) {
         call_merge_partials<V, kThreads / 32>(p_, work_, group, thread_);
       }

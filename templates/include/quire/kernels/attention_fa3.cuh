@@ -925,28 +925,23 @@ struct AttentionFa3 {
   QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane, int late_at) const {
     const AttentionParams& p = p_.base;
     const WorkTile& work = stage.work;
-    if constexpr (V::kCascade != 0) {
-      const int thread = ptx::thread_id() - 128;
-      store_partial_rows<V::kCascade != 0 ? 1 : kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d,
-                                                           tile_row, work.row_end - work.tile.row_begin, lane);
-      if (late_at >= 0) {
-        if (is_alone(work) || warpgroup() == 0) late_arrivals().put(p, work, late_at, ptx::thread_id() % 128);
-      } else if (is_alone(work)) {
-        merge_cascade<V, 4>(p, work, stage.work.group, ptx::thread_id() % 128,
-                            [] { ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128); });
-      } else {
-        merge_cascade<V, kConsumers / 32>(p, work, stage.work.group, thread,
-                                          [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); });
-      }
-      return;
-    }
-    const MergeGroup group = p.groups[work.group];
     const int thread = ptx::thread_id() - 128;
+    MergeGroup group = {};
+    if constexpr (V::kCascade == 0) group = p.groups[work.group];
     store_partial_rows<V::kCascade != 0 ? 1 : kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d,
                                                          tile_row, work.row_end - work.tile.row_begin, lane);
-    if (arrives_last(p.groups + work.group, group.num_parts<kTileRows>(), thread == 0, stage.is_last,
-                     [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); })) {
-      call_merge_partials<V, kConsumers / 32, kVo <= 128>(p, work, group, thread);
+    const auto sync_all = [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); };
+    if constexpr (V::kCascade == 0) {
+      if (arrives_last(p.groups + work.group, group.num_parts(), thread == 0, stage.is_last, sync_all)) {
+        call_merge_partials<V, kConsumers / 32, kVo <= 128>(p, work, group, thread);
+      }
+    } else if (late_at >= 0) {
+      if (is_alone(work) || warpgroup() == 0) late_arrivals().put(p, work, late_at, ptx::thread_id() % 128);
+    } else if (is_alone(work)) {
+      merge_cascade<V, 4>(p, work, stage.work.group, ptx::thread_id() % 128,
+                          [] { ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128); });
+    } else {
+      merge_cascade<V, kConsumers / 32>(p, work, stage.work.group, thread, sync_all);
     }
   }
 };

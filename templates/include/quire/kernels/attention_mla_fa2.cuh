@@ -235,7 +235,7 @@ struct AttentionMlaFa2 {
     }
     const MergeGroup group = p_.groups[work_.group];
     warp_.store_partial(o, softmax);
-    if (arrives_last(p_.groups + work_.group, group.num_parts<kTileRows>(), thread_ == 0, shared_.current.is_last,
+    if (arrives_last(p_.groups + work_.group, group.num_parts(), thread_ == 0, shared_.current.is_last,
                      [] { __syncthreads(); })) {
       call_merge_partials<V, kWarps>(p_, work_, group, thread_);
     }

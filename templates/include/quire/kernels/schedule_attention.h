@@ -272,8 +272,8 @@ struct ScheduleAttention {
       const RowTile& t = tiles[i];
       const int num_rows = min(in_.tile_rows, t.qo_len * in_.group_size - t.row_begin);
       for (int head = 0; t.partial >= 0 && head < in_.num_kv_heads; ++head) {
-        const int begin = (t.partial + head * t.num_parts) * in_.tile_rows;
-        groups[t.group + head] = {begin, begin + t.num_parts * in_.tile_rows, num_rows, 0};
+        const int begin = t.partial + head * t.num_parts;
+        groups[t.group + head] = {begin, begin + t.num_parts, num_rows, 0};
       }
     }
   }

@@ -236,7 +236,7 @@ class CascadeSchedule {
 
   bool list_parts() {
     for_each_part([&](CascadeGroup& group, const RowTile& tile, int32_t) {
-      ++group.num_parts, ++num_parts_;
+      ++group.parts_end, ++num_parts_;
       group.num_shared_parts += tile.request < 0;
     });
     const int64_t begin = num_groups_ * static_cast<int64_t>(sizeof(CascadeGroup) / sizeof(int32_t));
@@ -246,13 +246,13 @@ class CascadeSchedule {
     } else {
       return false;
     }
-    int64_t at = begin;
-    for (int64_t i = 0; i < num_groups_; ++i)
-      groups_[i].parts_begin = static_cast<int32_t>(at), at += groups_[i].num_parts;
+    int32_t at = static_cast<int32_t>(begin);
+    for (int64_t i = 0; i < num_groups_; ++i) {
+      const int32_t count = groups_[i].parts_end;
+      groups_[i].parts_begin = groups_[i].parts_end = at, at += count;
+    }
     int32_t* list = reinterpret_cast<int32_t*>(groups_);
-    for_each_part(
-        [&](CascadeGroup& group, const RowTile&, int32_t row) { list[group.parts_begin + group.num_arrived++] = row; });
-    for (int64_t i = 0; i < num_groups_; ++i) groups_[i].num_arrived = 0;
+    for_each_part([&](CascadeGroup& group, const RowTile&, int32_t row) { list[group.parts_end++] = row; });
     return true;
   }
 };

@@ -20,34 +20,35 @@ struct ArrivalAt {
   }
 };
 
-// What a lane knows of a group: the first four fields of CascadeGroup, which a launch does not change, and its KV head.
+// What a lane knows of a group: the fields of CascadeGroup that a launch does not change, and its KV head.
 struct GroupInfo {
   int row, num_rows, parts_begin, num_parts, kv_head;
 
+  // `fields`: the fields of MergeGroup.
+  QUIRE_DEVICE static GroupInfo of(const int4& fields, int row, int kv_head) {
+    return {row, fields.z, fields.x, fields.y - fields.x, kv_head};
+  }
   QUIRE_DEVICE GroupInfo of_lane(int lane) const {
     return {__shfl_sync(0xffffffffu, row, lane), __shfl_sync(0xffffffffu, num_rows, lane),
             __shfl_sync(0xffffffffu, parts_begin, lane), __shfl_sync(0xffffffffu, num_parts, lane),
             __shfl_sync(0xffffffffu, kv_head, lane)};
   }
-
-  // The first rows of parts first .. first + 31, one a lane.
-  QUIRE_DEVICE int parts_from(const MergeGroup* groups, int first, int lane) const {
-    const int* list = reinterpret_cast<const int*>(groups) + parts_begin;
-    return first + lane < num_parts ? list[first + lane] : 0;
+  template <class V>
+  QUIRE_DEVICE PartRows<V> parts(const MergeGroup* groups, int lane) const {
+    return PartRows<V>::of(groups, parts_begin, num_parts, lane);
   }
 };
 
-// Deals the rows of groups out to warps in turn: four rows at a time where they have few parts, else two.
+// Deals the rows of groups out to warps in turn.
+template <int kRowsOfTurn>
 struct DealtRows {
   uint32_t groups;  // groups that are left: a bit for each lane
   int turn;         // this warp's next turn, counted from the first group left; dealt() moves it into its own group
 
-  QUIRE_DEVICE static int rows_of_turn(int num_parts) { return num_parts <= 4 ? 4 : 2; }
-
   QUIRE_DEVICE int at() const { return __ffs(groups) - 1; }
   QUIRE_DEVICE bool dealt(const GroupInfo& info) {
     for (; groups != 0; groups &= groups - 1) {
-      const int num_turns = __shfl_sync(0xffffffffu, ceil_div(info.num_rows, rows_of_turn(info.num_parts)), at());
+      const int num_turns = __shfl_sync(0xffffffffu, ceil_div(info.num_rows, kRowsOfTurn), at());
       if (turn < num_turns) return true;
       turn -= num_turns;
     }
@@ -55,93 +56,71 @@ struct DealtRows {
   }
 };
 
-// The first rows of the parts of the first group that a warp would merge. They are read before it is known whether the
-// CTA merges that group.
+// The parts of the first group that a warp would merge. They are read before it is known whether the CTA merges that
+// group.
+template <class V>
 struct FirstParts {
-  int at, parts;  // the group, by lane; where its parts begin, one a lane
+  int at;  // the group, by lane; -1: none
+  PartRows<V> parts;
 
-  template <int kWarps>
   QUIRE_DEVICE static FirstParts of(const MergeGroup* groups, const GroupInfo& info, int count, int thread) {
-    DealtRows rows = {count >= 32 ? 0xffffffffu : (1u << count) - 1, thread / 32};
-    if (!rows.dealt(info)) return {-1, 0};
-    return {rows.at(), info.of_lane(rows.at()).parts_from(groups, 0, thread % 32)};
+    DealtRows<PartBatch<V>::kRows> rows = {count >= 32 ? 0xffffffffu : (1u << count) - 1, thread / 32};
+    if (!rows.dealt(info)) return {-1, {}};
+    return {rows.at(), info.of_lane(rows.at()).template parts<V>(groups, thread % 32)};
   }
 };
 
-// Merges rows first .. first + kRows of a group: one warp, four columns a lane, with the loads of kParts partials of
-// each row in flight together. `parts`: the first rows of the first 32 parts, one a lane. Loads bypass L1, which may
-// hold what memory held before another CTA's stores.
-template <class V, int kRows, int kParts>
-QUIRE_DEVICE void merge_cascade_rows(const MergeParams& p, const MergeGroup* groups, const GroupInfo& group, int first,
-                                     int parts, int lane) {
-  constexpr int kVo = V::kHeadDimVo;
-  WorkTile work = {};
-  work.kv_head = group.kv_head;  // rows of groups are counted from the batch's first: qo_begin is 0
-#pragma unroll 1
-  for (int begin = 0; begin < kVo; begin += 128) {
-    const int col = begin + lane * 4;
-    const float* columns = p.partial_o + min(col, kVo - 4);
-    RowQuad sum[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) sum[r] = kNoKeys;
-#pragma unroll 1
-    for (int part = 0; part < group.num_parts; part += kParts) {
-      if (group.num_parts > 32 && part % 32 == 0) parts = group.parts_from(groups, part, lane);
-      const int mine = __shfl_sync(0xffffffffu, parts, (part + lane % kParts) % 32);
-      float2 md[kRows];
-      float4 o[kRows][kParts];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int row = min(first + r, group.num_rows - 1);
-        md[r] = {kNoLogit, 0.f};
-        if (part + lane % kParts < group.num_parts)
-          md[r] = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + mine + row);
-#pragma unroll
-        for (int i = 0; i < kParts; ++i) {
-          const int64_t at = __shfl_sync(0xffffffffu, parts, (part + i) % 32) + row;
-          o[r][i] = {0.f, 0.f, 0.f, 0.f};
-          if (part + i < group.num_parts) o[r][i] = __ldcg(reinterpret_cast<const float4*>(columns + at * kVo));
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) add_parts<kParts>(sum[r], md[r], o[r]);
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int i = 1; i < kParts; i *= 2) sum[r].d += __shfl_xor_sync(0xffffffffu, sum[r].d, i);
-      if (first + r < group.num_rows && col < kVo) store_quad<V>(p, work, group.row + first + r, col, sum[r]);
-    }
-  }
-}
+// The rows of several groups that a warp merges, as RowsOfGroup are those of one. Lane i's `info` describes group i;
+// groups with a bit in `chosen` are merged. The list of parts is read a turn ahead.
+template <class V, int kWarps>
+class RowsOfGroups {
+  using Dealt = DealtRows<PartBatch<V>::kRows>;
 
-// Merges the groups that have a bit in `chosen`; warps take their rows in turn. Lane i's `info` describes group i. The
-// list of parts is loaded while earlier rows are merged. This is a function call, as call_merge_partials() is; the
-// caller has read the parameters.
+ public:
+  int row;
+
+  QUIRE_DEVICE RowsOfGroups(const MergeGroup* groups, const GroupInfo& info, const FirstParts<V>& first,
+                            uint32_t chosen, int thread)
+      : groups_(groups), info_(info), later_({chosen, thread / 32}), lane_(thread % 32) {
+    has_later_ = later_.dealt(info);
+    if (has_later_) parts_later_ = later_.at() == first.at ? first.parts : read_parts();
+    advance();
+  }
+  QUIRE_DEVICE bool exists() const { return exists_; }
+  QUIRE_DEVICE int num_rows() const { return group_.num_rows; }
+  QUIRE_DEVICE PartRows<V> parts() const { return parts_; }
+  QUIRE_DEVICE WorkTile work_tile() const {  // rows of groups are counted from the batch's first: qo_begin is 0
+    WorkTile work = {};
+    work.kv_head = group_.kv_head, work.tile.row_begin = group_.row;
+    return work;
+  }
+  QUIRE_DEVICE void advance() {
+    exists_ = has_later_;
+    if (!exists_) return;
+    const int at = later_.at();
+    group_ = info_.of_lane(at), parts_ = parts_later_, row = later_.turn * PartBatch<V>::kRows;
+    later_.turn += kWarps;
+    has_later_ = later_.dealt(info_);
+    if (has_later_ && later_.at() != at) parts_later_ = read_parts();
+  }
+
+ private:
+  QUIRE_DEVICE PartRows<V> read_parts() const { return info_.of_lane(later_.at()).template parts<V>(groups_, lane_); }
+
+  const MergeGroup* groups_;
+  GroupInfo info_, group_;
+  Dealt later_;  // the next turn
+  PartRows<V> parts_, parts_later_;
+  bool exists_, has_later_;
+  int lane_;
+};
+
+// This is a function call, as call_merge_partials() is; the caller has read the parameters.
 template <class V, int kWarps>
 __device__ __noinline__ void merge_cascade_groups(const MergeParams& p, const MergeGroup* groups, GroupInfo info,
-                                                  FirstParts first, uint32_t chosen, int thread) {
+                                                  FirstParts<V> first, uint32_t chosen, int thread) {
   const MergeParams params = p;
-  const int lane = thread % 32;
-  DealtRows rows = {chosen, thread / 32};
-  const auto parts_of_turn = [&] {
-    return rows.at() == first.at ? first.parts : info.of_lane(rows.at()).parts_from(groups, 0, lane);
-  };
-  bool exists = rows.dealt(info);
-  int next_parts = exists ? parts_of_turn() : 0;
-#pragma unroll 1
-  while (exists) {
-    const GroupInfo group = info.of_lane(rows.at());
-    const int turn = rows.turn, parts = next_parts;
-    rows.turn += kWarps;
-    exists = rows.dealt(info);
-    if (exists) next_parts = parts_of_turn();
-    if (DealtRows::rows_of_turn(group.num_parts) == 4) {
-      merge_cascade_rows<V, 4, 4>(params, groups, group, turn * 4, parts, lane);
-    } else {
-      merge_cascade_rows<V, 2, 8>(params, groups, group, turn * 2, parts, lane);
-    }
-  }
+  merge_rows<V>(params, RowsOfGroups<V, kWarps>(groups, info, first, chosen, thread), thread % 32);
 }
 
 // Waits a while for the partials of shared levels, after those of a request's own keys. The CTAs of shared levels would
@@ -157,11 +136,6 @@ QUIRE_DEVICE bool await_shared_parts(const CascadeGroup& group, int num_shared_p
 
 constexpr int kPatience = 1 << 15, kLatePatience = 1 << 18;  // clocks; kLatePatience: the CTA has nothing else to do
 
-QUIRE_DEVICE bool arrives_last(CascadeGroup& group, int num_parts) {
-  const uint32_t last = num_parts - 1;
-  return ptx::atomic_inc_acq_rel(&group.num_arrived, last) == last;
-}
-
 // Arrives at the groups of a work tile whose partial the threads have stored, and merges those groups at which this CTA
 // is the last. `flags` is 32 bits of shared memory, `sync` a barrier of the threads. The description of the groups is
 // read while the stores are in flight.
@@ -172,9 +146,8 @@ QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, 
   for (int first = 0; first < work.tile.num_groups; first += 32) {
     const int count = min(32, work.tile.num_groups - first);
     CascadeGroup& mine = ArrivalAt::of(p, work, first + min(lane, count - 1)).group(p);
-    const int4 fields = *reinterpret_cast<const int4*>(&mine);
-    const GroupInfo info = {fields.x, fields.y, fields.z, fields.w, work.kv_head};
-    const FirstParts parts = FirstParts::of<kWarps>(p.groups, info, count, thread);
+    const GroupInfo info = GroupInfo::of(*reinterpret_cast<const int4*>(&mine), mine.row, work.kv_head);
+    const auto parts = FirstParts<V>::of(p.groups, info, count, thread);
     sync();
     if (thread < 32) {
       bool is_last = false;
@@ -211,15 +184,14 @@ struct LateArrivals {
   };
 
   struct List {
-    int4 fields[kMost];  // the first four fields of CascadeGroup
+    int4 fields[kMost];  // of MergeGroup; num_arrived is not the present one
     ArrivalAt at[kMost];
 
-    QUIRE_DEVICE GroupInfo info(int i) const {
-      return {fields[i].x, fields[i].y, fields[i].z, fields[i].w, at[i].kv_head};
-    }
+    QUIRE_DEVICE int num_parts(int i) const { return fields[i].y - fields[i].x; }
+    QUIRE_DEVICE GroupInfo info(int i, int row) const { return GroupInfo::of(fields[i], row, at[i].kv_head); }
   };
   List shared, own;
-  int4 more_of_own[kMost];  // the other fields of CascadeGroup; the first, num_arrived, is not the present one
+  int4 more_of_own[kMost];  // the other fields of CascadeGroup: row, num_shared_parts
   uint32_t flags[2];
 
   // Adds the groups of a work tile, and starts to load their descriptions.
@@ -238,7 +210,7 @@ struct LateArrivals {
   // Arrives at the groups of shared keys, whose partials are stored. Called by one warp. merge() merges the groups at
   // which this CTA is the last.
   QUIRE_DEVICE void arrive_at_shared(const AttentionParams& p, const Counts& counts, int lane) {
-    const bool is_last = lane < counts.shared && arrives_last(shared.at[lane].group(p), shared.fields[lane].w);
+    const bool is_last = lane < counts.shared && arrives_last(shared.at[lane].group(p), shared.num_parts(lane));
     const uint32_t chosen = __ballot_sync(0xffffffffu, is_last);
     if (lane == 0) flags[0] = chosen;
   }
@@ -250,8 +222,9 @@ struct LateArrivals {
     ptx::cp_async_wait<0>();
     sync();
     const int lane = thread % 32;
-    const GroupInfo mine = own.info(min(lane, max(counts.own, 1) - 1));
-    const FirstParts parts = FirstParts::of<kWarps>(p.groups, mine, counts.own, thread);
+    const int i = min(lane, max(counts.own, 1) - 1);
+    const GroupInfo mine = own.info(i, more_of_own[i].x);
+    const auto parts = FirstParts<V>::of(p.groups, mine, counts.own, thread);
     const MergeParams params(p);
     if (thread < 32) {
       if (!has_arrived) arrive_at_shared(p, counts, lane);
@@ -259,8 +232,9 @@ struct LateArrivals {
     }
     sync();
     if (const uint32_t chosen = flags[0]; chosen != 0) {
-      const GroupInfo info = shared.info(min(lane, counts.shared - 1));
-      merge_cascade_groups<V, kWarps>(params, p.groups, info, {-1, 0}, chosen, thread);
+      const int at = min(lane, counts.shared - 1);
+      const GroupInfo info = shared.info(at, shared.at[at].group(p).row);
+      merge_cascade_groups<V, kWarps>(params, p.groups, info, {-1, {}}, chosen, thread);
     }
     if (const uint32_t chosen = flags[1]; chosen != 0) {
       merge_cascade_groups<V, kWarps>(params, p.groups, mine, parts, chosen, thread);
@@ -273,7 +247,7 @@ struct LateArrivals {
     bool is_last = false;
     if (lane < counts.own) {
       CascadeGroup& group = own.at[lane].group(p);
-      const int num_parts = own.fields[lane].w, num_shared_parts = more_of_own[lane].y;
+      const int num_parts = own.num_parts(lane), num_shared_parts = more_of_own[lane].y;
       if (await_shared_parts(group, num_shared_parts, kLatePatience) && num_parts == num_shared_parts + 1) {
         group.num_arrived = 0, is_last = true;  // no other CTA is missing
       } else {

@@ -69,52 +69,38 @@ template <class V>
 inline void merge_partials(const Rows& rows, const MergeGroup& group) {
   const AttentionParams& p = rows.p;
   for (int row = 0; row < group.num_rows; ++row) {
-    const auto md = [&](int64_t part_begin) { return p.partial_md + (part_begin + row) * 2; };
-    float m = -kInfinity, d = 0.0f;
-    for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) m = max(m, md(at)[0]);
-    const float base = m == -kInfinity ? 0.0f : m;
-    float o[whole_vectors(V::kHeadDimVo)] = {};
-    for (int64_t at = group.row_begin; at < group.row_end; at += V::kTileRows) {
-      const float weight = exp2(md(at)[0] - base);
-      if (md(at)[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
-      d += weight * md(at)[1];
-      add_partial<V>(o, p.partial_o + (at + row) * V::kHeadDimVo, weight);
-    }
-    finish_row<V>(rows, row, o, m, d);
-  }
-}
-
-// Merges the rows of a cascade's merge group. The list of parts says where its partials begin.
-template <class V>
-inline void merge_cascade_group(const AttentionParams& p, const WorkTile& arrived, const CascadeGroup& group) {
-  WorkTile work = arrived;
-  work.tile.qo_begin = 0, work.tile.row_begin = group.row, work.row_end = group.row + group.num_rows;
-  const Rows rows(p, work, group.num_rows);
-  for (int row = 0; row < group.num_rows; ++row) {
+    const auto at = [&](int part) { return part_row<V>(p.groups, group.parts_begin, part) + row; };
     float m = -kInfinity, d = 0.0f, o[whole_vectors(V::kHeadDimVo)] = {};
-    for (int i = 0; i < group.num_parts; ++i) m = max(m, p.partial_md[(int64_t{part_row(p, group, i)} + row) * 2]);
+    for (int i = 0; i < group.num_parts(); ++i) m = max(m, p.partial_md[at(i) * 2]);
     const float base = m == -kInfinity ? 0.0f : m;
-    for (int i = 0; i < group.num_parts; ++i) {
-      const int64_t at = int64_t{part_row(p, group, i)} + row;
-      const float* md = p.partial_md + at * 2;
+    for (int i = 0; i < group.num_parts(); ++i) {
+      const float* md = p.partial_md + at(i) * 2;
       if (md[1] == 0.0f) continue;  // saw no key; a NaN goes on, whatever its part's maximum
       const float weight = exp2(md[0] - base);
       d += weight * md[1];
-      add_partial<V>(o, p.partial_o + at * V::kHeadDimVo, weight);
+      add_partial<V>(o, p.partial_o + at(i) * V::kHeadDimVo, weight);
     }
     finish_row<V>(rows, row, o, m, d);
   }
 }
 
-// Ends a work tile of a cascade, whose partial is stored: the last CTA to arrive at a group merges it.
+// Whether this is the last work tile to arrive at a group. Its counter is then 0 again.
+inline bool arrives_last(MergeGroup& group) {
+  const uint32_t before = __atomic_fetch_add(&group.num_arrived, 1u, __ATOMIC_ACQ_REL);
+  if (static_cast<int>(before) + 1 != group.num_parts()) return false;
+  __atomic_store_n(&group.num_arrived, 0u, __ATOMIC_RELAXED);
+  return true;
+}
+
+// Ends a work tile of a cascade, whose partial is stored. Rows of its groups are counted from the batch's first.
 template <class V>
 inline void arrive_at_cascade_groups(const AttentionParams& p, const WorkTile& work) {
   for (int i = 0; i < work.tile.num_groups; ++i) {
     CascadeGroup& group = cascade_group(p, work.tile, i, work.kv_head);
-    const uint32_t before = __atomic_fetch_add(&group.num_arrived, 1u, __ATOMIC_ACQ_REL);
-    if (static_cast<int>(before) + 1 != group.num_parts) continue;
-    __atomic_store_n(&group.num_arrived, 0u, __ATOMIC_RELAXED);
-    merge_cascade_group<V>(p, work, group);
+    if (!arrives_last(group)) continue;
+    WorkTile merged = work;
+    merged.tile.qo_begin = 0, merged.tile.row_begin = group.row, merged.row_end = group.row + group.num_rows;
+    merge_partials<V>(Rows(p, merged, group.num_rows), group);
   }
 }
 
@@ -137,10 +123,7 @@ inline void finish_work_tile(const Rows& rows, const float* o, const float* m, c
   }
   if constexpr (V::kCascade != 0) return arrive_at_cascade_groups<V>(p, work);
   MergeGroup& group = p.groups[work.group];
-  const uint32_t before = __atomic_fetch_add(&group.num_arrived, 1u, __ATOMIC_ACQ_REL);
-  if (static_cast<int>(before) + 1 != group.num_parts<V::kTileRows>()) return;
-  __atomic_store_n(&group.num_arrived, 0u, __ATOMIC_RELAXED);
-  merge_partials<V>(rows, group);
+  if (arrives_last(group)) merge_partials<V>(rows, group);
 }
 
 }  // namespace quire::cpu

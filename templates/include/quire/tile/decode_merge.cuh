@@ -68,8 +68,8 @@ class DecodeEnding {
       end_cascade(work);
     } else if (work.is_whole()) {
       Cta::sync();
-    } else if (arrives_last(p_.groups + work.group, group.num_parts<V::kTileRows>(), Cta::thread() == 0,
-                            smem_.fixed.is_last, [] { Cta::sync(); })) {
+    } else if (arrives_last(p_.groups + work.group, group.num_parts(), Cta::thread() == 0, smem_.fixed.is_last,
+                            [] { Cta::sync(); })) {
       merge_partials<V, Shape::kWarps>(p_, work, group, static_cast<int>(Cta::thread()));
     }
   }

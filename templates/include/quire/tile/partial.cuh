@@ -52,46 +52,92 @@ QUIRE_DEVICE void store_quad(const Params& p, const WorkTile& work, int row, int
   }
 }
 
-// True in every thread of the CTA that arrives last at a group of `num_parts`: all partials are then visible to it, and
-// the group's counter is 0 again. `sync` is a barrier of all threads that have stored partials and will merge: it hands
-// their writes to the leader, whose atomic releases them.
+// Arrives at a merge group of `num_parts`. True for the last: all partials are then visible to it, and the group's
+// counter is 0 again.
+QUIRE_DEVICE bool arrives_last(MergeGroup& group, int num_parts) {
+  const uint32_t last = num_parts - 1;
+  return ptx::atomic_inc_acq_rel(&group.num_arrived, last) == last;
+}
+
+// The same for a CTA, in every thread. `sync` is a barrier of all threads that have stored partials and will merge: it
+// hands their writes to the leader, whose atomic releases them.
 template <class Flag, class Sync>
 QUIRE_DEVICE bool arrives_last(MergeGroup* group, int num_parts, bool is_leader, Flag& flag, Sync&& sync) {
   sync();
-  if (is_leader) {
-    const uint32_t last = num_parts - 1;
-    flag = ptx::atomic_inc_acq_rel(&group->num_arrived, last) == last;
-  }
+  if (is_leader) flag = arrives_last(*group, num_parts);
   sync();
   return flag;
 }
 
-// Eight partials of a row in flight from L2: four columns a lane, and the maxima and denominators, one a lane,
-// repeated. Loads bypass L1, which may hold what memory held before another CTA's stores.
+// Where the parts of a group begin, in rows of partial_o and partial_md. In a cascade a list gives the rows: each lane
+// has one of 32 parts.
+template <class V>
+struct PartRows {
+  const MergeGroup* groups;
+  int parts_begin, num_parts;
+  int listed;  // the row of this lane's part
+
+  QUIRE_DEVICE static PartRows of(const MergeGroup* groups, int parts_begin, int num_parts, int lane) {
+    PartRows rows = {groups, parts_begin, num_parts, 0};
+    rows.read(0, lane);
+    return rows;
+  }
+  // Reads the rows of part `first` and of the 31 after it.
+  QUIRE_DEVICE void read(int first, int lane) {
+    if constexpr (V::kCascade != 0) {
+      listed = first + lane < num_parts ? static_cast<int>(part_row<V>(groups, parts_begin, first + lane)) : 0;
+    }
+  }
+  // Called by all lanes with the same `part`, in the order of parts.
+  QUIRE_DEVICE void reach(int part, int lane) {
+    if (V::kCascade != 0 && num_parts > 32 && part % 32 == 0) read(part, lane);
+  }
+  QUIRE_DEVICE int64_t row(int part) const {
+    if constexpr (V::kCascade != 0) return __shfl_sync(0xffffffffu, listed, part % 32);
+    return part_row<V>(groups, parts_begin, part);
+  }
+};
+
+// What a warp has in flight from L2: kParts partials of kRows rows, four columns a lane, and their maxima and
+// denominators, those of one part a lane, repeated. A cascade's groups have few parts and many rows. Loads bypass L1,
+// which may hold what memory held before another CTA's stores.
 template <class V>
 struct PartBatch {
-  static constexpr int kParts = 8;
+  static constexpr int kRows = V::kCascade != 0 ? 2 : 1, kParts = 8 / kRows;
 
-  float2 md;
-  float4 o[kParts];
+  float2 md[kRows];
+  float4 o[kRows][kParts];
 
-  // `row`: the row in the first of these partials. Parts from `count` on do not exist and have weight 0.
+  // `row`: the first row in each part; rows from num_rows on are read as the last one. `part`: the first part. Parts
+  // that do not exist have weight 0.
   template <class Params>
-  QUIRE_DEVICE void load(const Params& p, int64_t row, int col, int count, int lane) {
-    constexpr int kVo = V::kHeadDimVo;
-    const int part = lane % kParts;
-    md = {kNoLogit, 0.f};
-    if (part < count) md = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + row + part * V::kTileRows);
-    const float* columns = p.partial_o + row * kVo + col;
+  QUIRE_DEVICE void load(const Params& p, const PartRows<V>& parts, int part, int row, int num_rows, int col,
+                         int lane) {
+    const float* columns = p.partial_o + col;
+    const int64_t mine = parts.row(part + lane % kParts);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      md[r] = {kNoLogit, 0.f};
+      if (part + lane % kParts < parts.num_parts)
+        md[r] = __ldcg(reinterpret_cast<const float2*>(p.partial_md) + mine + min(row + r, num_rows - 1));
+    }
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      o[i] = {0.f, 0.f, 0.f, 0.f};
-      if (i < count) o[i] = __ldcg(reinterpret_cast<const float4*>(columns + i * V::kTileRows * kVo));
+      const int64_t begin = parts.row(part + i);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float* at = columns + (begin + min(row + r, num_rows - 1)) * V::kHeadDimVo;
+        o[r][i] = {0.f, 0.f, 0.f, 0.f};
+        if (part + i < parts.num_parts) o[r][i] = __ldcg(reinterpret_cast<const float4*>(at));
+      }
     }
   }
 
-  // d is the sum over this lane's parts until finish().
-  QUIRE_DEVICE void add_to(RowQuad& sum) const { add_parts(sum, md, o); }
+  // The sums' d are sums over this lane's parts until finish().
+  QUIRE_DEVICE void add_to(RowQuad (&sum)[kRows]) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) add_parts(sum[r], md[r], o[r]);
+  }
 
   QUIRE_DEVICE static void finish(RowQuad& sum) {
 #pragma unroll
@@ -99,37 +145,68 @@ struct PartBatch {
   }
 };
 
-// Merges a group, in the last CTA to arrive: one warp a row, four columns a lane. While one batch of parts is added,
-// the next batch (of this row or another) is in flight, because the rate at which an SM reads L2 bounds a merge.
-template <class V, int kWarps, class Params>
-QUIRE_DEVICE void merge_partials(const Params& p, const WorkTile& work, MergeGroup group, int thread) {
+// The rows of one group that a warp merges: each kWarps-th turn of PartBatch::kRows rows.
+template <class V, int kWarps>
+struct RowsOfGroup {
+  const WorkTile& work;
+  MergeGroup group;
+  int row;
+
+  QUIRE_DEVICE RowsOfGroup(const WorkTile& work, const MergeGroup& group, int thread)
+      : work(work), group(group), row(thread / 32 * PartBatch<V>::kRows) {}
+  QUIRE_DEVICE bool exists() const { return row < group.num_rows; }
+  QUIRE_DEVICE int num_rows() const { return group.num_rows; }
+  QUIRE_DEVICE void advance() { row += kWarps * PartBatch<V>::kRows; }
+  QUIRE_DEVICE PartRows<V> parts() const { return {nullptr, group.parts_begin, group.num_parts(), 0}; }
+  QUIRE_DEVICE const WorkTile& work_tile() const { return work; }  // whose rows those of the group are
+};
+
+// Merges rows, in the last CTA to arrive: a warp's turns, four columns a lane. While one batch of parts is added, the
+// next batch (of these rows or of others) is in flight, because the rate at which an SM reads L2 bounds a merge.
+template <class V, class Params, class Turns>
+QUIRE_DEVICE void merge_rows(const Params& p, Turns next, int lane) {
   constexpr int kVo = V::kHeadDimVo;
-  const int lane = thread % 32, num_parts = group.num_parts<V::kTileRows>();
-  struct Place {
-    int row, col, part;
-  } next = {thread / 32, 0, 0};
-  if (next.row >= group.num_rows) return;
-  RowQuad sum = kNoKeys;
-  PartBatch<V> batch, ahead;
+  using Batch = PartBatch<V>;
+  if (!next.exists()) return;
+  int next_col = 0, next_part = 0;
+  PartRows<V> parts = next.parts();
+  Batch batch, ahead;
   const auto load_ahead = [&] {
-    ahead.load(p, group.row_begin + next.part * V::kTileRows + next.row, min(next.col + lane * 4, kVo - 4),
-               num_parts - next.part, lane);
+    parts.reach(next_part, lane);
+    ahead.load(p, parts, next_part, next.row, next.num_rows(), min(next_col + lane * 4, kVo - 4), lane);
   };
+  RowQuad sum[Batch::kRows];
+#pragma unroll
+  for (int r = 0; r < Batch::kRows; ++r) sum[r] = kNoKeys;
   load_ahead();
 #pragma unroll 1
-  while (next.row < group.num_rows) {
-    const Place at = next;
+  while (next.exists()) {
+    const int row = next.row, num_rows = next.num_rows(), col = next_col + lane * 4;
+    decltype(auto) work = next.work_tile();
     batch = ahead;
-    if ((next.part += batch.kParts) >= num_parts) next.part = 0, next.col += 128;
-    if (next.col >= kVo) next.col = 0, next.row += kWarps;
-    if (next.row < group.num_rows) load_ahead();
+    if ((next_part += Batch::kParts) >= parts.num_parts) next_part = 0, next_col += 128;
+    if (next_col >= kVo) {
+      next_col = 0;
+      next.advance();
+      if (next.exists()) parts = next.parts();
+    }
+    if (next.exists()) load_ahead();
     batch.add_to(sum);
-    if (next.part > 0) continue;
-    batch.finish(sum);
-    const int col = at.col + lane * 4;
-    if (col < kVo) store_quad<V>(p, work, work.tile.row_begin + at.row, col, sum);
-    sum = kNoKeys;
+    if (next_part > 0) continue;
+#pragma unroll
+    for (int r = 0; r < Batch::kRows; ++r) {
+      Batch::finish(sum[r]);
+      if (row + r < num_rows && col < kVo) store_quad<V>(p, work, work.tile.row_begin + row + r, col, sum[r]);
+      sum[r] = kNoKeys;
+    }
   }
+}
+
+// Merges the group of a work tile.
+template <class V, int kWarps, class Params>
+QUIRE_DEVICE void merge_partials(const Params& p, const WorkTile& work, const MergeGroup& group, int thread) {
+  static_assert(V::kCascade == 0, "a cascade's work tile arrives at several groups: cascade_merge.cuh");
+  merge_rows<V>(p, RowsOfGroup<V, kWarps>(work, group, thread), thread % 32);
 }
 
 // The parameters that a merge reads, under the same names.

@@ -46,8 +46,9 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   static_assert(V::kHeadDimVo == 512 && (kParts % 4 == 0 || kParts < 4), "64 blocks of columns; four lanes share rows");
   const int lane = thread % 32, first = turn / kSlices * 16, row = first + lane / 4;
   const int block = turn % kSlices * 8 * kBlocks + thread / 32;
-  const auto* quads = reinterpret_cast<const float4*>(p.partial_o + int64_t{group.row_begin + first} * V::kHeadDimVo);
-  const auto* states = reinterpret_cast<const float2*>(p.partial_md) + group.row_begin + row;
+  const int64_t begin = int64_t{group.parts_begin} * V::kTileRows;
+  const auto* quads = reinterpret_cast<const float4*>(p.partial_o + (begin + first) * V::kHeadDimVo);
+  const auto* states = reinterpret_cast<const float2*>(p.partial_md) + begin + row;
   quads += block * 32 + lane, states += lane % 4 * V::kTileRows;
   float m[2] = {kNoLogit, kNoLogit}, d[2] = {0.f, 0.f};  // d: the part of this lane
   float o[2][kBlocks][2];
@@ -55,7 +56,7 @@ QUIRE_DEVICE void merge_turn(const MergeParams& p, const WorkTile& work, const M
   for (int i = 0; i < 4 * kBlocks; ++i) o[i / 2 % 2][i / 4][i % 2] = 0.f;
   // The compiler knows that two partials take one round, and uses fewer registers.
 #pragma unroll 1
-  for (int left = group.num_parts<V::kTileRows>(), is_first = 1; is_first || (kParts > 2 && left > 0); left -= kParts) {
+  for (int left = group.num_parts(), is_first = 1; is_first || (kParts > 2 && left > 0); left -= kParts) {
     is_first = 0;
     float2 state[2][kStates];
     float4 part[kParts][kBlocks];
@@ -125,7 +126,7 @@ template <class V>
 struct MergeTurns {
   int num_parts, count;
 
-  QUIRE_DEVICE explicit MergeTurns(const MergeGroup& group) : num_parts(group.num_parts<V::kTileRows>()) {
+  QUIRE_DEVICE explicit MergeTurns(const MergeGroup& group) : num_parts(group.num_parts()) {
     count = ceil_div(group.num_rows, 16) * (num_parts <= 2 ? 1 : num_parts <= 8 ? 2 : 8);
   }
   QUIRE_DEVICE void take(const MergeParams& p, const WorkTile& work, const MergeGroup& group, int turn,
