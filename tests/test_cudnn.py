@@ -16,15 +16,19 @@ QO_LENS, PREFILL_KV_LENS = (3, 0, 1, 20), (40, 5, 7, 65)
 LN2 = math.log(2)
 
 
-def decode(p: Problem, cache: PagedCache, **more: object) -> object:
-    """The call that a problem describes; `more` overrides its arguments."""
+def decode_arguments(p: Problem, cache: PagedCache, **more: object) -> dict[str, object]:
+    """Those of the call that a problem describes; `more` overrides them."""
     arguments: dict[str, object] = {
         "q": p.q, "k_cache": cache.kv[0], "v_cache": cache.kv[1],
         "scale": p.head_dim**-0.5 if p.sm_scale is None else p.sm_scale, "workspace_buffer": workspace(p.device),
         "max_sequence_kv": max(p.kv_lens), "actual_seq_lens_kv": ints(p.kv_lens, p.device),
         "block_tables": block_tables(cache), "q_len_per_req": p.qo_lens[0], "window_left": p.window_left,
     }  # fmt: skip
-    return quire.cudnn_batch_decode_with_kv_cache(**{**arguments, **more})
+    return {**arguments, **more}
+
+
+def decode(p: Problem, cache: PagedCache, **more: object) -> object:
+    return quire.cudnn_batch_decode_with_kv_cache(**decode_arguments(p, cache, **more))
 
 
 def decodes(device: str, dtype: torch.dtype, q_len: int = 1, **more: object) -> Problem:
@@ -60,11 +64,12 @@ def test_lengths_and_offsets_of_decode(device, dtype):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs")
 def test_decode_in_a_cuda_graph():
     p = decodes("cuda", torch.bfloat16)
-    cache, lens, out = p.paged(16, "HND", "tuple"), ints(p.kv_lens, "cuda"), torch.empty_like(p.q)
-    decode(p, cache, actual_seq_lens_kv=lens, out=out)
+    out = torch.empty_like(p.q)
+    arguments = decode_arguments(p, p.paged(16, "HND", "tuple"), out=out)
+    quire.cudnn_batch_decode_with_kv_cache(**arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decode(p, cache, actual_seq_lens_kv=lens, out=out)
+        quire.cudnn_batch_decode_with_kv_cache(**arguments)
     out.fill_(math.nan)
     graph.replay()
     p.check(out)
