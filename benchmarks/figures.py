@@ -80,7 +80,8 @@ def attention_rows() -> list[Row]:
     """The rows that Quire and a peer computed."""
     rows = []
     for row in latest("*-h200-attention.json")["rows"]:
-        rates = {result["provider"]: result["rate"] for result in row["results"] if result["timing"]}
+        measured = [result for result in row["results"] if result["timing"]]
+        rates = {r["provider"]: r["rate"] for r in measured if r["peer"] or r["provider"] == "quire"}
         if {"quire"} < rates.keys():
             paged = row["problem"]["page_size"] > 0
             rows.append(Row(row["row"], row["flops"], row["bytes"], row["unit"], paged, rates))

@@ -51,7 +51,7 @@ def test_slopes_that_a_variant_reads(device, backend, dtype, heads):
     slopes = quire.get_alibi_slopes(heads, device)
     assert slopes.dtype is torch.float32 and slopes.device.type == torch.device(device).type
     torch.testing.assert_close(slopes.cpu().double(), oracle.alibi_slopes(heads), rtol=1e-7, atol=0)
-    p = Problem((9,), (20,), heads, 1, dtype=dtype, device=device, causal=True, pos_encoding_mode="ALIBI")
+    p = Problem((9,), (20,), heads, heads, dtype=dtype, device=device, causal=True, pos_encoding_mode="ALIBI")
     options = {"causal": True, "backend": backend}
     p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, variant=quire.variants.alibi, slopes=slopes, **options))
     p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v, pos_encoding_mode="ALIBI", **options))
