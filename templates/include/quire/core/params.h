@@ -56,9 +56,9 @@ struct alignas(16) Partition {
   };
 };
 
-// One entry of the merge table: which partials have results of the same rows, and how many of them have arrived. Partitions
-// of a row tile and fixed splits have adjacent partials: numbers parts_begin .. parts_end - 1, each of kTileRows rows.
-// In a cascade parts_begin .. parts_end - 1 are places in a list of partials (core/cascade.h).
+// One entry of the merge table: which partials have results of the same rows, and how many of them have arrived.
+// Partitions of a row tile and fixed splits have adjacent partials: numbers parts_begin .. parts_end - 1, each of
+// kTileRows rows. In a cascade parts_begin .. parts_end - 1 are places in a list of partials (core/cascade.h).
 struct alignas(16) MergeGroup {
   int32_t parts_begin, parts_end;
   int32_t num_rows;      // of each part; these are the output's rows

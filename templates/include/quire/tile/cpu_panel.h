@@ -43,15 +43,11 @@ inline void score_block(float* s, const float* k, const float* qt, int key_begin
   }
 }
 
-// o[kRowBlock rows][kVectors * kLanes] = alpha[row] * o + sum over keys of s[key][row] v[key], v rows of kDim.
+// o[kRowBlock rows][kVectors * kLanes] = alpha[row] * o + sum over keys of s[key][row] v[key], v rows of kDim. The keys
+// have a sum of their own: o is large after many keys, and adding each product to it would round away more.
 template <int kDim, int kVectors>
 inline void value_block(float* o, const float* s, const float* v, const float* alpha, int key_begin, int key_end) {
-  Floats sum[kRowBlock][kVectors];
-#pragma GCC unroll 8
-  for (int i = 0; i < kRowBlock; ++i) {
-#pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) sum[i][j] = load(o + i * kDim + j * kLanes) * alpha[i];
-  }
+  Floats sum[kRowBlock][kVectors] = {};
 #pragma GCC unroll 1
   for (int key = key_begin; key < key_end; ++key) {
     Floats x[kVectors];
@@ -67,7 +63,10 @@ inline void value_block(float* o, const float* s, const float* v, const float* a
 #pragma GCC unroll 8
   for (int i = 0; i < kRowBlock; ++i) {
 #pragma GCC unroll 8
-    for (int j = 0; j < kVectors; ++j) store(o + i * kDim + j * kLanes, sum[i][j]);
+    for (int j = 0; j < kVectors; ++j) {
+      float* at = o + i * kDim + j * kLanes;
+      store(at, load(at) * alpha[i] + sum[i][j]);
+    }
   }
 }
 
