@@ -32,7 +32,7 @@ HERE = Path(__file__).parent / "upstream"
 
 def outcome(report):
     """One of: passed, skipped (by the test itself), refused (Quire says that it has no such kernel), failed."""
-    words = ("UnsupportedError", "not supported by this call", "jit_args takes a quire.Variant")
+    words = ("UnsupportedError", "not supported by this call", "expected a quire.Variant (docs/variants.md")
     refused = report["outcome"] == "failed" and any(word in report["reason"][:160] for word in words)
     return "refused" if refused else report["outcome"]
 

@@ -110,7 +110,7 @@ def test_tiles_whose_registers_would_spill_are_left_out(target, head_dim, more, 
 def test_decode_says_where_wide_heads_leave_it_no_registers():
     wide = replace(_DECODE, target="sm120a", head_dim_qk=256, head_dim_vo=256)
     assert chosen(target="sm120a", head_dim_qk=256, head_dim_vo=256) == "fa2"
-    with pytest.raises(UnsupportedError, match="heads of 256 dims leave too few registers on sm120a"):
+    with pytest.raises(UnsupportedError, match="heads of 256 dims leave too few registers or shared memory on sm120a"):
         decide(wide, "quire:decode")
 
 

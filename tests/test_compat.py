@@ -201,7 +201,7 @@ class TestStandIn:
         plan_paged(paged, p, cache, plan={"sm_scale": None})
         p.check(ragged.run(p.q, p.k, p.v, sinks, 0.2), sinks=sinks)
         p.check(paged.run(p.q, cache.kv, sinks, 0.2), sinks=sinks)
-        with pytest.raises(quire.ValidationError, match=r"jit_args takes a quire\.Variant"):
+        with pytest.raises(quire.ValidationError, match=r"jit_args: expected a quire\.Variant"):
             quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"), jit_args=(*jit_args, "struct Mine {};"))
 
     @pytest.mark.slow

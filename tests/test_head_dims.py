@@ -14,7 +14,7 @@ from quire.errors import UnsupportedError
 from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide
 from quire.types import MaskMode, PosEncodingMode, dtype_of
 
-CUDA_BACKENDS = {"auto": (8, 0)}  #: decode for few rows, fa2 for more, wide for 512 dims
+CUDA_BACKENDS = {"auto": (8, 0)}  #: decode for few rows, fa2 or fa3 for more, wide for more of 512 dims
 #: (dims of a key, of a value)
 HALF_BLOCKS = ((72, 72), (40, 120), (128, 88), (248, 200))
 QO_LENS, KV_LENS = (5, 1, 0, 17, 1, 3, 9), (37, 130, 4, 17, 1, 0, 4)
@@ -58,6 +58,11 @@ def test_half_blocks_are_not_for_wgmma():
         decide(problem, "quire:fa3")
 
 
+def kernels_of_wide_heads(backend):
+    """Backends for few rows of 512 dims: `decode`, which auto chooses on some GPUs, and `wide` on all."""
+    return ("auto", "quire:wide") if backend == "auto" else (backend,)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("window_left", "soft_cap"), [(-1, None), (7, None), (-1, 5.0), pytest.param(7, 5.0, marks=pytest.mark.slow)]
@@ -82,7 +87,8 @@ def test_wide_heads_of_long_prompts(device, backend, dtype):
 @pytest.mark.parametrize("num_qo_heads", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 40))])
 def test_wide_heads_in_decode(device, backend, dtype, num_qo_heads):
     p = Problem((1,) * 5, (1, 0, 64, 5000, 77), num_qo_heads, 2, 512, dtype=dtype, device=device)
-    p.check(*decode(p, p.paged(16), backend))
+    for each in kernels_of_wide_heads(backend):
+        p.check(*decode(p, p.paged(16), each))
 
 
 def test_wide_heads_with_sinks_and_alibi(device, backend, dtype):
@@ -108,11 +114,31 @@ def test_wide_heads_over_8_bits_and_rotated(device, backend, dtype, kv_dtype, ro
         {name: options.get(name, 1.0) for name in ("k_scale", "v_scale")},
     )
     p = Problem((1,) * 4, (1, 0, 77, 1000), 6, 2, 512, **options)
-    p.check(*decode(p, p.paged(16, "HND"), backend, plan=plan, run=scales))
+    for each in kernels_of_wide_heads(backend):
+        p.check(*decode(p, p.paged(16, "HND"), each, plan=plan, run=scales))
     p = Problem(QO_LENS, KV_LENS, 6, 2, 512, causal=True, **options)
     p.check(*prefill_paged(p, p.paged(8), backend, plan=plan, run=scales))
     p = Problem((150, 70), (400, 70), 4, 2, 512, causal=True, **options)
     p.check(*prefill_ragged(p, backend, plan=plan, run=scales))
+
+
+@pytest.mark.parametrize(
+    ("target", "kv", "rows", "expected"),
+    [
+        ("sm90a", BF16, 16, "decode"),
+        ("sm90a", BF16, 17, "wide"),
+        ("sm90a", E4M3, 2, "decode"),
+        ("sm80", BF16, 2, "decode"),
+        ("sm80", E4M3, 2, "wide"),
+        ("sm89", BF16, 2, "wide"),
+        ("sm100a", BF16, 2, "wide"),
+    ],
+)
+def test_which_kernel_decodes_wide_heads(target, kv, rows, expected):
+    problem = AttentionProblem(target, BF16, kv, BF16, 512, 512, 16, MaskMode.NONE, False, False, rows=rows)
+    assert decide(problem).kernel.backend == expected
+    rotated = replace(problem, pos_encoding=PosEncodingMode.ROPE_LLAMA)
+    assert decide(rotated).kernel.backend == "wide"
 
 
 @pytest.mark.parametrize(

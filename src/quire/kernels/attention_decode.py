@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from quire.kernels.attention import (
+    WIDE_HEAD_DIM,
     AttentionKernel,
     AttentionProblem,
     TileShape,
     first_tile_that_holds,
     is_blackwell,
+    number_types_reason,
     tensor_core_reason,
     whole_blocks,
 )
+from quire.types import PosEncodingMode
 
 _WARP_BYTES = 8192  #: that a warp copies at a time, unless 16 tokens have more
 
@@ -18,29 +21,49 @@ _WARP_BYTES = 8192  #: that a warp copies at a time, unless 16 tokens have more
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.fixed_split_size and not problem.uniform:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
-    if reason := tensor_core_reason(problem, takes_8_bit_kv=True):
+    if reason := _wide_reason(problem) if _is_wide(problem) else tensor_core_reason(problem, takes_8_bit_kv=True):
         return reason
     if not (tiles := _tiles(problem)):
-        return f"heads of {_widest(problem)} dims leave too few registers on {problem.target}"
+        return f"heads of {_widest(problem)} dims leave too few registers or shared memory on {problem.target}"
     most = tiles[-1].rows
     return f"{problem.rows} rows (qo_len * group_size) are more than {most}" if problem.rows > most else None
+
+
+def _is_wide(problem: AttentionProblem) -> bool:
+    return (problem.head_dim_qk, problem.head_dim_vo) == (WIDE_HEAD_DIM, WIDE_HEAD_DIM)
+
+
+def _wide_reason(problem: AttentionProblem) -> str | None:
+    """Two warps divide the dims of such a head: neither has both dims of a pair that RoPE rotates."""
+    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
+        return f"heads of {WIDE_HEAD_DIM} dims are not rotated"
+    if problem.cascade:
+        return f"heads of {WIDE_HEAD_DIM} dims have no cascades"
+    return number_types_reason(problem, takes_8_bit_kv=True)
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """16 rows serve one query of up to 16 heads per KV head: unused rows of the tensor cores cost no time here.
 
-    32 and 64 rows serve several queries (speculative decoding), so that keys are still read once.
+    32 and 64 rows serve several queries (speculative decoding), so that keys are still read once. They leave too few
+    registers for heads of 512 dims.
     """
+    rows_of_tiles = (16,) if _is_wide(problem) else (16, 32, 64)
     return tuple(
         TileShape(rows, _tile_kv(problem, rows))
-        for rows in (16, 32, 64)
+        for rows in rows_of_tiles
         if _fits(problem, rows) and not _spills(problem, rows)
     )
 
 
 def _spills(problem: AttentionProblem, rows: int) -> bool:
-    """Whether registers would spill: on Blackwell with wide heads, and with narrower ones if shared memory is small."""
+    """Whether registers would spill: on Blackwell with wide heads, and with narrower ones if shared memory is small.
+
+    8-bit keys of 512 dims spill everywhere but on Hopper.
+    """
     widest = _widest(problem)
+    if _is_wide(problem):
+        return is_blackwell(problem) or (problem.kv.bits == 8 and problem.target != "sm90a")
     if widest <= 64 or not is_blackwell(problem):
         return False
     most = 16 if widest > 192 or problem.kv.bits == 8 or _has_small_smem(problem) else 32
@@ -66,7 +89,8 @@ def _tile_kv(problem: AttentionProblem, rows: int) -> int:
     """Four warps copy 32 or 16 tokens each, at most 8 KB. If 16 tokens have more than 8 KB, two warps copy 16 tokens
     each.
 
-    64 rows need the registers of four warps. tile/decode_shape.cuh derives warps and tokens from this number.
+    64 rows need the registers of four warps. tile/decode_shape.cuh derives warps and tokens from this number: of heads
+    of 512 dims, four warps copy 8 tokens each.
     """
     token_bytes = _token_bytes(problem)
     # If shared memory is small, each warp's 16 rows of o replace its 16 tokens at the end of a work tile.

@@ -21,7 +21,6 @@ from quire.runtime.layout import span_bytes
 
 #: In jit_args: FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position.
 ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
-_FLASHINFER = "jit_args takes a quire.Variant: docs/variants.md shows what FlashInfer's C++ text is in Python"
 
 
 def takes_sinks(jit_args: Any) -> bool:
@@ -41,7 +40,7 @@ def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Va
         if not isinstance(value, Variant):
             if value is variant:
                 raise ValidationError(f"variant: expected a quire.Variant, got {type(value).__name__}.")
-            raise ValidationError(f"{_FLASHINFER}; got {type(value).__name__}.")
+            raise _not_a_variant("jit_args", value)
     if len(given) > 1:
         raise ValidationError("variant: expected it once, of variant, jit_args and jit_kwargs.")
     return given[0] if given else None
@@ -50,11 +49,15 @@ def variant_of(variant: Any, jit_args: Any = None, jit_kwargs: Any = None) -> Va
 def variant_of_module(jit_module: Any) -> Variant:
     """The variant in the place of a module that FlashInfer's JIT compiled."""
     if not isinstance(jit_module, Variant):
-        raise ValidationError(
-            f"jit_module: expected a quire.Variant (docs/variants.md shows what FlashInfer's C++ text is in Python), "
-            f"got {type(jit_module).__name__}."
-        )
+        raise _not_a_variant("jit_module", jit_module)
     return jit_module
+
+
+def _not_a_variant(name: str, value: Any) -> ValidationError:
+    return ValidationError(
+        f"{name}: expected a quire.Variant (docs/variants.md shows what FlashInfer's C++ text is in Python), got "
+        f"{type(value).__name__}."
+    )
 
 
 def of_plan_and_run(

@@ -39,8 +39,9 @@ class AttentionDecode {
 
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
   static_assert(Shape::kNarrow || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
-  static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 256,
-                "head dims are multiples of 8 up to 256");
+  static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 512,
+                "head dims are multiples of 8 up to 512");
+  static_assert(Shape::kDimWarps == 1 || V::kPosEncoding != kPosEncodingRope, "a warp has both dims of a pair");
   static_assert((!Shape::kNarrow && V::kPosEncoding != kPosEncodingRope) ||
                     (Shape::kQk == V::kHeadDimQk && Shape::kVo == V::kHeadDimVo),
                 "8-bit and rotated heads are whole blocks");
@@ -51,7 +52,7 @@ class AttentionDecode {
   }
 
  private:
-  static constexpr int kM = Shape::kM, kVo = Shape::kVo, kQk = Shape::kQk, kBlock = Shape::kBlock;
+  static constexpr int kM = Shape::kM, kVo = Shape::kWarpVo, kQk = Shape::kWarpQk, kBlock = Shape::kBlock;
   static constexpr int kStages = Shape::kStages;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope, kCascade = V::kCascade != 0;
   using Math = FragmentMath<false>;
@@ -60,7 +61,10 @@ class AttentionDecode {
   static constexpr bool kHasRamps = LogitsTransform<V, Math>::kIsRamp && kHasRegisters;
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
-  using Query = QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk, Shape::kHeldQ, kHasRope>;
+  using Query =
+      QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
+  using WarpK = TileColumns<typename Shape::TileK, kQk>;
+  using WarpV = TileColumns<typename Shape::TileV, kVo>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
   struct Visible {
@@ -139,7 +143,8 @@ class AttentionDecode {
     stamp<V>(p_, next, Moment::kBegin, Cta::thread() == 0);
     if constexpr (Shape::kQueryBytes > 0)
       q_.shared = ptx::smem_address(smem_.fixed.query[warp_ % Shape::kSplitWarps]) + lane_ * 16;
-    q_.load(p_, next, row_begin(next), lane_, kv_split() == 0, has_query ? smem_.first_query() : nullptr);
+    q_.template load<V::kHeadDimQk>(p_, next, row_begin(next), lane_, kv_split() == 0,
+                                    has_query ? smem_.first_query() : nullptr, dim_warp() * kQk);
     __syncwarp();  // every lane is done with the work tile before
     if (lane_ == 0) work() = next;
     keys_ = visible(next);
@@ -174,8 +179,9 @@ class AttentionDecode {
 
   // The online softmax: S = Q K^T, P = exp2(S - m), O = O + P V, for the keys [key, key + kSplitTokens) in `stage`.
   QUIRE_DEVICE void attend(int stage, int key) {
-    const BlockCursor<typename Shape::TileK, Quarters::kTopFirst> k(k_tile(stage), lane_);
-    const BlockCursor<typename Shape::TileV> v(v_tile(stage), lane_);
+    const BlockCursor<WarpK, Quarters::kTopFirst> k({k_tile(stage).base + dim_warp() * (kQk * Shape::kKvBits / 8)},
+                                                    lane_);
+    const BlockCursor<WarpV> v({v_tile(stage).base + dim_warp() * (kVo * Shape::kKvBits / 8)}, lane_);
 #pragma unroll 1
     for (int b = 0; b < Shape::kSplitTokens / kBlock; ++b, key += kBlock) {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;
@@ -188,6 +194,7 @@ class AttentionDecode {
       } else {
         mma_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k, b, lane_);
       }
+      if constexpr (Shape::kDimWarps > 1) add_other_dims(s, smem_.fixed.sums);
       const LogitsTransform<V, Math> transform(p_);
       const float scale = transform.factor;
       if constexpr (Bias::kExists) {
@@ -211,6 +218,24 @@ class AttentionDecode {
         softmax_.template exponentiate<T>(s, scale, i, weights);
         mma_values<T, typename V::Kv>(o_, weights, v, b * (kBlock / 16) + i, lane_);
       }
+    }
+  }
+
+  // Adds q k^T over the dims of the other warp with the same rows and keys. Both warps get the same bits.
+  template <class Sums>
+  QUIRE_DEVICE void add_other_dims(Accumulator<kM, kBlock>& s, Sums& sums) const {
+    static_assert(kM == 1 && Shape::kSplitWarps == 2, "the warps of a KV split are two, of the same rows");
+#pragma unroll
+    for (int n = 0; n < kBlock / 8; ++n) {
+      float (&x)[4] = s.at[0][n];
+      sums[warp_][n][lane_] = {x[0], x[1], x[2], x[3]};
+    }
+    sync_split();
+#pragma unroll
+    for (int n = 0; n < kBlock / 8; ++n) {
+      float (&x)[4] = s.at[0][n];
+      const float4 y = sums[warp_ ^ 1][n][lane_];
+      x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
     }
   }
 
@@ -250,8 +275,10 @@ class AttentionDecode {
 
   // This warp's first packed row.
   QUIRE_DEVICE int row_begin(const WorkTile& work) const {
-    return work.tile.row_begin + warp_ % Shape::kSplitWarps * kM * 16;
+    return work.tile.row_begin + warp_ % Shape::kRowWarps * kM * 16;
   }
+  // Which half of the dims is this warp's, where warps divide them.
+  QUIRE_DEVICE int dim_warp() const { return warp_ % Shape::kSplitWarps / Shape::kRowWarps; }
   QUIRE_DEVICE int kv_split() const { return warp_ / Shape::kSplitWarps; }
   // The current work tile, a copy for each warp.
   QUIRE_DEVICE WorkTile& work() const { return smem_.fixed.work[warp_]; }

@@ -45,7 +45,7 @@ QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m
 template <class V, class Cta>
 class DecodeEnding {
   using Shape = DecodeShape<V>;
-  static constexpr int kVo = Shape::kVo, kM = Shape::kM, kQuads = V::kHeadDimVo / 4;
+  static constexpr int kVo = Shape::kWarpVo, kM = Shape::kM, kQuads = V::kHeadDimVo / 4;
 
  public:
   const AttentionParams& p_;
@@ -102,11 +102,12 @@ class DecodeEnding {
   QUIRE_DEVICE void merge_splits(const WorkTile& work, int m) const {
     const int row_begin = work.tile.row_begin;
     const int64_t partial_row = static_cast<int64_t>(work.partial) * (V::kCascade != 0 ? 1 : V::kTileRows);
-    for (int i = static_cast<int>(Cta::thread()); i < Shape::kSplitWarps * 16 * kQuads; i += Shape::kThreads) {
-      const int r = i / kQuads, quad = i - r * kQuads, member = r / 16;
-      const int row = (member * kM + m) * 16 + r % 16;
+    for (int i = static_cast<int>(Cta::thread()); i < Shape::kRowWarps * 16 * kQuads; i += Shape::kThreads) {
+      const int r = i / kQuads, quad = i - r * kQuads, row_warp = r / 16;
+      const int row = (row_warp * kM + m) * 16 + r % 16;
       if (row_begin + row >= work.row_end) continue;
-      const RowQuad sum = merge_row(member, m, r % 16, quad);
+      const int dim_warp = Shape::kDimWarps == 1 ? 0 : quad / (kVo / 4);
+      const RowQuad sum = merge_row(row_warp + dim_warp * Shape::kRowWarps, m, r % 16, quad - dim_warp * (kVo / 4));
       if (V::kCascade == 0 && work.is_whole()) {
         store_quad<V>(p_, work, row_begin + row, quad * 4, sum);
       } else {
@@ -116,6 +117,7 @@ class DecodeEnding {
     }
   }
 
+  // Warp `member` of a KV split has the row and the columns.
   QUIRE_DEVICE RowQuad merge_row(int member, int m, int row, int quad) const {
     float2 md[Shape::kKvSplits];
     RowQuad sum = kNoKeys;

@@ -1,8 +1,9 @@
 // How a CTA of decode is divided into warps, and what lies in its shared memory.
 //
 // The warps of a CTA are KV splits: each KV split computes some of the keys of a KV tile, with a ring of stages and a
-// softmax of its own. A KV split is one warp, unless the rows are too many for the registers of one warp. Then the
-// warps of a KV split share its keys, and each computes some of the rows.
+// softmax of its own. A KV split is one warp, unless the registers of one warp do not suffice. Then the warps of a KV
+// split share its keys. If the rows are too many, each warp computes some of the rows. If a head has more than 256
+// dims, two warps have the same rows: each computes half of the dims of q k^T and half of the columns of o.
 #pragma once
 #include "quire/core/rope.h"
 #include "quire/ptx/barrier.cuh"
@@ -36,6 +37,13 @@ struct QueryArea {
 };
 template <int kWarps>
 struct QueryArea<kWarps, 0> {};
+
+template <int kWarps, int kFragments>
+struct SumsArea {
+  float4 sums[kWarps][kFragments][32];  // of q k^T over the dims of each warp
+};
+template <int kFragments>
+struct SumsArea<0, kFragments> {};
 
 template <int kPairs>
 struct StepArea {
@@ -71,42 +79,49 @@ struct DecodeShape {
   static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
   static constexpr bool kNarrow = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
 
+  // Warps that divide the dims of a head, and the dims of each.
+  static constexpr int kDimWarps = max(kQk, kVo) > 256 ? 2 : 1, kWarpQk = kQk / kDimWarps, kWarpVo = kVo / kDimWarps;
   // Blocks of 16 rows in a warp: two where o and q then take at most 192 registers, or 96 if widening needs some too.
   // Heads of more than 512 bytes have one: their KV tiles are made for one (kernels/attention_decode.py).
   static constexpr int kM =
       kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
-  static constexpr int kSplitWarps = kRows / (16 * kM);           // warps of a KV split
-  static constexpr int kWarps = V::kTileKv == 32 ? 2 : 4;         // of a CTA
-  static constexpr int kWarpTokens = V::kTileKv / kWarps;         // tokens of a KV tile that a warp copies
+  static constexpr int kRowWarps = kRows / (16 * kM);                        // warps that divide the rows of a row tile
+  static constexpr int kSplitWarps = kRowWarps * kDimWarps;                  // warps of a KV split
+  static constexpr int kWarps = V::kTileKv == 32 && kDimWarps == 1 ? 2 : 4;  // of a CTA
+  static constexpr int kWarpTokens = V::kTileKv / kWarps;                    // tokens of a KV tile that a warp copies
   static constexpr int kSplitTokens = kSplitWarps * kWarpTokens;  // tokens of a KV tile that a KV split computes
   static constexpr int kKvSplits = kWarps / kSplitWarps, kThreads = kWarps * 32;
   static constexpr int kBlock = kM == 1 && kVo <= 192 ? min(kSplitTokens, 32) : 16;  // tokens of one softmax step
+  static_assert(kDimWarps == 1 || (kRowWarps == 1 && kQk == kVo && kQk % 128 == 0 && kSplitTokens == kBlock),
+                "two warps divide the dims of 16 rows and of one block of keys");
   static_assert(kWarps % kSplitWarps == 0, "the KV tile has too few warps for the rows");
-  static_assert(kWarpTokens == 16 || kWarpTokens == 32, "a warp copies 16 or 32 tokens of a KV tile");
+  static_assert(kWarpTokens >= 8 && kWarpTokens <= 32, "a warp copies 8, 16 or 32 tokens of a KV tile");
 
   // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
-  static constexpr int kRegisters = kM * (kVo / 2 + kQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
+  static constexpr int kRegisters = kM * (kWarpVo / 2 + kWarpQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
   // A tree mask with a window, and rotated keys, take registers, too.
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr bool kIsCrowded = (V::kMask == kMaskTree && V::kWindow != 0) || kHasRope;
-  static constexpr int kHeldQ = kQk / (kRegisters <= 160        ? 16
-                                       : kRegisters <= 176      ? 32
-                                       : kM == 2 && !kIsCrowded ? 64
-                                                                : 128);
+  static constexpr int kHeldQ = kDimWarps > 1 ? 0
+                                              : kQk / (kRegisters <= 160        ? 16
+                                                       : kRegisters <= 176      ? 32
+                                                       : kM == 2 && !kIsCrowded ? 64
+                                                                                : 128);
   // Whether a lane keeps the rotations of its first key from one KV tile to the next.
   static constexpr bool kRotationsRun =
       kHasRope && !kNarrow && kM == 1 && kQk <= 128 && kHeldQ == kQk / 16 && kBlock == kSplitTokens;
-  static constexpr int kQueryBytes = (kQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows
+  static constexpr int kQueryBytes = (kWarpQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows and dims
 
   using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;
   using TileV = SmemTile<kSplitTokens, kVo, kKvBits>;
   static constexpr int kTileBytes = TileK::kBytes + TileV::kBytes;
-  static constexpr int kSpillBytes = 16 * kVo * 4;  // 16 rows of o of one warp
+  static constexpr int kSpillBytes = 16 * kWarpVo * 4;  // 16 rows of o of one warp
 
   // Shared memory beside the ring and the first queries.
   template <bool kHasSpill>
   struct Fixed : SpillArea<kHasSpill ? kWarps : 0, kSpillBytes>,
                  QueryArea<kSplitWarps, kQueryBytes>,
+                 SumsArea<kDimWarps == 1 ? 0 : kWarps, kBlock / 8>,
                  StepArea<kHasRope ? kQk / (kRotationsRun ? 1 : 2) : 0> {
     float2 states[kWarps][kM * 16];  // maximum and denominator of each row
     WorkTile work[kWarps];
@@ -127,8 +142,9 @@ struct DecodeShape {
   static constexpr bool kTwoFit = 2 * kKvTileBytes <= kRingTarget && 2 * kKvTileBytes + kFixedBytes <= kBudgetOfTwo;
   static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
   static constexpr int kBudget = kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kBudgetOfTwo;
+  static constexpr int kFewestStages = kDimWarps == 1 ? 2 : 3;  // wide heads: an SM has no other CTA that loads
   static constexpr int kStages =
-      min((kBudget - kFixedBytes) / kKvTileBytes, min(8, max(2, kRingTarget / kKvTileBytes)));
+      min((kBudget - kFixedBytes) / kKvTileBytes, min(8, max(kFewestStages, kRingTarget / kKvTileBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
   // Whether the first work tile's queries are copied to shared memory ahead of its keys.
   static constexpr bool kHasFirstQuery =

@@ -36,11 +36,12 @@ struct QueryFragments {
     }
   }
 
-  // Loads the fragments; rows past the request's last are zeros. `rows`: all rows of the row tile, if they are in
-  // shared memory. One KV split has `writes` set, and writes the fragments that lie in shared memory; a barrier must
-  // follow.
+  // Loads the fragments of dims from first_dim on; rows past the request's last are zeros. `rows`: all rows of the row
+  // tile, of kRowDims each, if they are in shared memory. One KV split has `writes` set, and writes the fragments that
+  // lie in shared memory; a barrier must follow.
+  template <int kRowDims = kQk>
   QUIRE_DEVICE void load(const AttentionParams& p, const WorkTile& work, int row_begin, int lane, bool writes,
-                         const Q* rows) {
+                         const Q* rows, int first_dim = 0) {
     uint32_t x[kBlocks][kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -50,8 +51,8 @@ struct QueryFragments {
         if (row < work.row_end) {
           const WorkTile::Place at = work.place(p.group, row);
           const Q* src = static_cast<const Q*>(p.q) + at.token * p.q_token_stride + at.head * p.q_head_stride;
-          if (rows != nullptr) src = rows + (row - work.tile.row_begin) * kQk;
-          load_row(x, m, h, src, lane % 4);
+          if (rows != nullptr) src = rows + (row - work.tile.row_begin) * kRowDims;
+          load_row(x, m, h, src + first_dim, lane % 4);
           if constexpr (kHasRope) {
             const int position = p.group.div(row) + (work.tile.kv_len - work.tile.qo_len);
             rotate_row(x, m, h, p.rope_frequencies, position, lane % 4);

@@ -40,6 +40,13 @@ struct SmemTile {
 template <int kRows, int kCols, int kBits = 16>
 using SwizzledTile = SmemTile<kRows, kCols, kBits, TileLayout::kAtoms>;
 
+// Neighbouring columns of a tile; `base` is that of the tile plus the bytes of the columns before them, a multiple of
+// 128.
+template <class Tile, int kCols_>
+struct TileColumns : Tile {
+  static constexpr int kCols = kCols_;
+};
+
 // The order in which ldmatrix visits the 8 x 8 quarters of a 16 x 16 block. Left half first: as operand A wants them,
 // and operand B from a transposed block. Top half first: as operand B wants them from rows of b^T. The registers of one
 // instruction's operand are then neighbours; otherwise each would cost a move.
