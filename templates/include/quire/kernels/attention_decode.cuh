@@ -63,8 +63,8 @@ class AttentionDecode {
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query =
       QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
-  using WarpK = TileColumns<typename Shape::TileK, kQk>;
-  using WarpV = TileColumns<typename Shape::TileV, kVo>;
+  using WarpK = TileSlice<typename Shape::TileK, kQk>;
+  using WarpV = TileSlice<typename Shape::TileV, kVo>;
 
   // Keys that some row of a warp sees, and keys that each row sees.
   struct Visible {

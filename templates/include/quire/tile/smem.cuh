@@ -40,10 +40,10 @@ struct SmemTile {
 template <int kRows, int kCols, int kBits = 16>
 using SwizzledTile = SmemTile<kRows, kCols, kBits, TileLayout::kAtoms>;
 
-// Neighbouring columns of a tile; `base` is that of the tile plus the bytes of the columns before them, a multiple of
-// 128.
+// kCols neighbouring columns of a tile, whose `base` is moved by the bytes of the columns before them: a multiple of
+// 128, so that rows are permuted as in the whole tile.
 template <class Tile, int kCols_>
-struct TileColumns : Tile {
+struct TileSlice : Tile {
   static constexpr int kCols = kCols_;
 };
 
