@@ -474,19 +474,40 @@ def graph_decode(rng: random.Random) -> Case:
     return Case("CUDAGraphBatchDecodeWithPagedKVCacheWrapper", args, invoke, check, frozenset(buffers))
 
 
+def block_table(pages: Any, batch_size: int, rng: random.Random) -> Tensor:
+    """[batch_size, pages] of a cache, now and then wider than any request needs."""
+    counts = oracle.lengths(pages.indptr)
+    table = torch.zeros(batch_size, max([*counts, 0]) + rng.choice((0, 2)), dtype=torch.int32)
+    for row, begin, count in zip(table, pages.indptr.tolist(), counts, strict=False):
+        row[:count] = pages.indices[begin : begin + count]
+    return table
+
+
+def tabled_tokens(args: Args, lens: Sequence[int], most: Any, layout: str) -> tuple[Tensor, Tensor, list[int]]:
+    """Keys and values of the requests whose pages a block table names, ragged, and their offsets."""
+    size, table = args["k_cache"].shape[1 if layout == "NHD" else 2], args["block_tables"]
+    require(table.dim() == 2 and table.shape[0] == len(lens), "a table of another batch")
+    require(all(0 <= n <= whole(most) for n in lens), "lengths that cannot be")
+    counts = [-(-n // size) for n in lens]
+    require(all(c <= table.shape[1] for c in counts), "pages that are missing")
+    tables = {
+        "kv_indptr": oracle.indptr_of(counts), "k_cache": args["k_cache"], "v_cache": args["v_cache"],
+        "kv_indices": [int(i) for row, c in zip(table.tolist(), counts, strict=True) for i in row[:c]],
+        "kv_last_page_len": [(n - 1) % size + 1 if n else 0 for n in lens],
+    }  # fmt: skip
+    return paged_tokens(tables, size, layout)
+
+
 def xqa(rng: random.Random) -> Case:
     queries, layout = rng.choice((1, 1, 2)), rng.choice(("NHD", "HND"))
     p = any_problem(rng, decode=True, queries=queries)
     page_size = rng.choice((1, 4, 16))
     pages = p.paged(page_size, layout, "tuple")
-    counts = oracle.lengths(pages.indptr)
-    table = torch.zeros(len(p.qo_lens), max([*counts, 0]) + rng.choice((0, 2)), dtype=torch.int32)
-    for row, begin, count in zip(table, pages.indptr.tolist(), counts, strict=False):
-        row[:count] = pages.indices[begin : begin + count]
     k_cache, v_cache = numbers(pages.kv)
     args: Args = {
         "query": p.q, "k_cache": k_cache, "v_cache": v_cache, "workspace_buffer": workspace(),
-        "block_tables": table, "seq_lens": ints(list(p.kv_lens), "cpu"), "max_seq_len": max([1, *p.kv_lens]),
+        "block_tables": block_table(pages, len(p.qo_lens), rng), "seq_lens": ints(list(p.kv_lens), "cpu"),
+        "max_seq_len": max([1, *p.kv_lens]),
         "bmm1_scale": 0.125, "bmm2_scale": rng.choice((1.0, 2.0)), "kv_layout": layout, "q_len_per_req": queries,
         "window_left": logits_options(rng)["window_left"], "enable_pdl": None, "o_scale": 1.0,
     }  # fmt: skip
@@ -500,19 +521,7 @@ def xqa(rng: random.Random) -> Case:
         return as_results(quire.xqa_batch_decode_with_kv_cache(kv_cache=(a["k_cache"], a["v_cache"]), **rest))
 
     def check(a: Args, results: Results) -> None:
-        lens = integers(a["seq_lens"])
-        token = 1 if a["kv_layout"] == "NHD" else 2
-        size, table = a["k_cache"].shape[token], a["block_tables"]
-        require(table.dim() == 2 and table.shape[0] == len(lens), "a table of another batch")
-        require(all(0 <= n <= whole(a["max_seq_len"]) for n in lens), "lengths that cannot be")
-        counts = [-(-n // size) for n in lens]
-        require(all(c <= table.shape[1] for c in counts), "pages that are missing")
-        tables = {
-            "kv_indptr": oracle.indptr_of(counts), "k_cache": a["k_cache"], "v_cache": a["v_cache"],
-            "kv_indices": [int(i) for row, c in zip(table.tolist(), counts, strict=True) for i in row[:c]],
-            "kv_last_page_len": [(n - 1) % size + 1 if n else 0 for n in lens],
-        }  # fmt: skip
-        k, v, kv = paged_tokens(tables, size, a["kv_layout"])
+        k, v, kv = tabled_tokens(a, integers(a["seq_lens"]), a["max_seq_len"], a["kv_layout"])
         rows = 1 if a["q_len_per_req"] is None else whole(a["q_len_per_req"])
         o = results[0]
         if o.dtype is torch.float8_e4m3fn:
@@ -525,6 +534,74 @@ def xqa(rng: random.Random) -> Case:
         )  # fmt: skip
 
     return Case("xqa_batch_decode_with_kv_cache", args, invoke, check, frozenset({"out", "workspace_buffer"}))
+
+
+def cudnn_decode(rng: random.Random) -> Case:
+    queries = rng.choice((1, 1, 2))
+    p = any_problem(rng, decode=True, queries=queries)
+    pages = p.paged(rng.choice((1, 4, 16)), "HND", "tuple")
+    k_cache, v_cache = numbers(pages.kv)
+    args: Args = {
+        "q": p.q, "k_cache": k_cache, "v_cache": v_cache, "scale": 0.125, "workspace_buffer": workspace(),
+        "max_sequence_kv": max([1, *p.kv_lens]), "actual_seq_lens_kv": ints(list(p.kv_lens), "cpu"),
+        "block_tables": block_table(pages, len(p.qo_lens), rng), "q_len_per_req": queries,
+        "window_left": logits_options(rng)["window_left"], "return_lse": rng.random() < 0.5, "backend": "auto",
+    }  # fmt: skip
+    if rng.random() < OPTION_CHANCE:
+        args["batch_offsets_q"] = torch.arange(len(p.qo_lens)) * queries * p.num_qo_heads * 64
+    if rng.random() < OPTION_CHANCE:
+        args["sinks"] = torch.randn(p.num_qo_heads)
+
+    def check(a: Args, results: Results) -> None:
+        k, v, kv = tabled_tokens(a, integers(a["actual_seq_lens_kv"].reshape(-1)), a["max_sequence_kv"], "HND")
+        rows = whole(a["q_len_per_req"])
+        check_attention(
+            results, a["q"], k, v, [rows * b for b in range(len(kv))], kv, causal=rows > 1,
+            window_left=a["window_left"], sm_scale=number(a["scale"]), sinks=a.get("sinks"),
+        )  # fmt: skip
+
+    return Case(
+        "cudnn_batch_decode_with_kv_cache", args,
+        lambda a: as_results(quire.cudnn_batch_decode_with_kv_cache(**a)), check, frozenset({"workspace_buffer"}),
+    )  # fmt: skip
+
+
+def cudnn_prefill(rng: random.Random) -> Case:
+    p, is_paged = any_problem(rng), rng.random() < 0.5
+    args: Args = {
+        "q": p.q, "k_cache": p.k, "v_cache": p.v, "scale": 0.125, "workspace_buffer": workspace(),
+        "max_token_per_sequence": max([1, *p.qo_lens]), "max_sequence_kv": max([1, *p.kv_lens]),
+        "actual_seq_lens_q": ints(list(p.qo_lens), "cpu"), "actual_seq_lens_kv": ints(list(p.kv_lens), "cpu"),
+        "causal": rng.random() < 0.5, "return_lse": rng.random() < 0.5,
+    }  # fmt: skip
+    if is_paged:
+        pages = p.paged(rng.choice((1, 4, 16)), "HND", "tuple")
+        args["k_cache"], args["v_cache"] = numbers(pages.kv)
+        args["block_tables"] = block_table(pages, len(p.qo_lens), rng)
+
+    def check(a: Args, results: Results) -> None:
+        qo_lens, kv_lens = (integers(a[f"actual_seq_lens_{of}"].reshape(-1)) for of in ("q", "kv"))
+        require(len(qo_lens) == len(kv_lens), "as many lengths of queries as of keys")
+        require(all(0 <= n <= whole(a["max_token_per_sequence"]) for n in qo_lens), "lengths that cannot be")
+        if is_paged:
+            k, v, kv = tabled_tokens(a, kv_lens, a["max_sequence_kv"], "HND")
+        else:
+            require(all(0 <= n <= whole(a["max_sequence_kv"]) for n in kv_lens), "lengths that cannot be")
+            k, v, kv = a["k_cache"], a["v_cache"], oracle.indptr_of(kv_lens)
+        o, *lse = results
+        if lse:
+            rows = [x[:n] for x, n in zip(lse[0], qo_lens, strict=True)]
+            lse = [torch.cat([torch.empty(0, a["q"].shape[1]), *rows])]
+        check_attention(
+            (o, *lse), a["q"], k, v, oracle.indptr_of(qo_lens), kv, causal=bool(a["causal"]),
+            sm_scale=number(a["scale"]),
+        )  # fmt: skip
+
+    return Case(
+        "cudnn_batch_prefill_with_kv_cache", args,
+        lambda a: tuple(x for x in quire.cudnn.cudnn_batch_prefill_with_kv_cache(**a) if x is not None), check,
+        frozenset({"workspace_buffer"}),
+    )  # fmt: skip
 
 
 def cascade(rng: random.Random) -> Case:
@@ -1062,7 +1139,8 @@ def segment_packbits(rng: random.Random) -> Case:
 
 
 GENERATORS: tuple[Callable[[random.Random], Case], ...] = (
-    single_prefill, single_decode, ragged, paged, paged, decode, decode, graph_decode, xqa, cascade, decode_shared,
+    single_prefill, single_decode, ragged, paged, paged, decode, decode, graph_decode, xqa, cudnn_decode,
+    cudnn_prefill, cascade, decode_shared,
     prefill_shared, padded, merge_state, merge_state_in_place, merge_states, append, append, rope, rope,
     rope_requests, rope_table, rope_append, rope_append, seq_lens, batch_positions,
     packbits, segment_packbits,

@@ -208,6 +208,7 @@ WRONG_PREFILL = {
     "actual_seq_lens_kv: expected it, or batch_offsets_k with batch_offsets_units='tokens'": {
         "actual_seq_lens_kv": None, "batch_offsets_k": torch.tensor([0, 40, 45, 52, 117]),
     },
+    "max_token_per_sequence: expected an lse of at most": {"max_token_per_sequence": 2**30},
     "actual_seq_lens_q: expected 0..19 .max_token_per_sequence=19": {"max_token_per_sequence": 19},
     "actual_seq_lens_kv: expected 0..64 .max_sequence_kv=64": {"max_sequence_kv": 64},
     "actual_seq_lens_kv: expected .batch_size=4., got .3.": {"actual_seq_lens_kv": torch.ones(3).int()},

@@ -33,6 +33,9 @@ from quire.types import KVLayout, dtype_of
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 
+#: Numbers of an lse that a call makes: 4 GiB.
+_MOST_LSE = 2**30
+
 
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float | torch.Tensor,
@@ -330,6 +333,11 @@ def _lse(lse: Any, lens: _Lengths, most: int, q: torch.Tensor, is_packed: bool) 
     """The caller's lse, or a new one [batch_size, max_token_per_sequence, num_qo_heads]."""
     shape = lens.batch_size, most, q.shape[1]
     if lse is None:
+        if math.prod(shape) > _MOST_LSE:
+            raise ValidationError(
+                f"max_token_per_sequence: expected an lse of at most {_MOST_LSE} numbers, got {list(shape)}; pass the "
+                f"longest of actual_seq_lens_q, {int(lens.qo.max())}."
+            )
         return torch.empty(shape, dtype=torch.float32, device=q.device)
     names = ("batch_size", "max_token_per_sequence", "num_qo_heads")
     if not (is_packed and check_tensor(lse, "lse").shape == q.shape[:2]):
