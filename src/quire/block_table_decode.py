@@ -226,6 +226,8 @@ def decode_block_tables(
             padded.unpad((o, target.result), (statistics, lse))
         if key is not None and o is target.caller:
             keep_call(key, attention)
+    elif sinks is not None:
+        check_tensor(sinks, "sinks")
     result = target.finish()
     return (result, lse) if return_lse else result
 
