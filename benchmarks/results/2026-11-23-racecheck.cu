@@ -4,7 +4,7 @@
 //     for i in 0 1 2 3; do compute-sanitizer --tool racecheck ./racecheck $i; done
 //
 //   0  eight warps share an int between two named barriers                                    0 hazards
-//   1  the same, and in turns one half of them passes a barrier of its own (bar.red) before    2 hazards
+//   1  the same, and in turns one half of them passes a barrier of its own (bar.red) before    2 or 3
 //   2  lanes read a stage, __syncwarp(), and lane 0 alone hands it back through an mbarrier    4 hazards
 //   3  the same, and each lane hands it back                                                   0 hazards
 //
