@@ -142,8 +142,9 @@ struct DecodeShape {
   static constexpr bool kTwoFit = 2 * kKvTileBytes <= kRingTarget && 2 * kKvTileBytes + kFixedBytes <= kBudgetOfTwo;
   static constexpr int kMinCtas = kSmemOfSm >= 160 * 1024 && kTwoFit ? 2 : 1;
   static constexpr int kBudget = kMinCtas == 1 ? kSmemOfSm - kSmemReservedOfCta : kBudgetOfTwo;
+  static constexpr int kFewestStages = kDimWarps == 1 ? 2 : 3;  // wide heads: an SM has no other CTA that loads
   static constexpr int kStages =
-      min((kBudget - kFixedBytes) / kKvTileBytes, min(8, max(2, kRingTarget / kKvTileBytes)));
+      min((kBudget - kFixedBytes) / kKvTileBytes, min(8, max(kFewestStages, kRingTarget / kKvTileBytes)));
   static_assert(kStages >= 2, "a ring needs two stages");
   // Whether the first work tile's queries are copied to shared memory ahead of its keys.
   static constexpr bool kHasFirstQuery =
