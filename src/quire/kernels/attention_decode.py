@@ -21,7 +21,7 @@ _WARP_BYTES = 8192  #: that a warp copies at a time, unless 16 tokens have more
 def _reject(problem: AttentionProblem) -> str | None:
     if problem.fixed_split_size and not problem.uniform:
         return "rows differ between requests, and with fixed or no splits they may not decide the kernel"
-    if reason := _wide_reason(problem) if _is_wide(problem) else tensor_core_reason(problem, takes_8_bit_kv=True):
+    if reason := _head_reason(problem):
         return reason
     if not (tiles := _tiles(problem)):
         return f"heads of {_widest(problem)} dims leave too few registers or shared memory on {problem.target}"
@@ -29,12 +29,15 @@ def _reject(problem: AttentionProblem) -> str | None:
     return f"{problem.rows} rows (qo_len * group_size) are more than {most}" if problem.rows > most else None
 
 
-def _is_wide(problem: AttentionProblem) -> bool:
+def _divides_dims(problem: AttentionProblem) -> bool:
+    """Whether two warps divide the dims of a head."""
     return (problem.head_dim_qk, problem.head_dim_vo) == (WIDE_HEAD_DIM, WIDE_HEAD_DIM)
 
 
-def _wide_reason(problem: AttentionProblem) -> str | None:
-    """Two warps divide the dims of such a head: neither has both dims of a pair that RoPE rotates."""
+def _head_reason(problem: AttentionProblem) -> str | None:
+    """Why number types and heads are refused. Of warps that divide dims, none has both of a pair that RoPE rotates."""
+    if not _divides_dims(problem):
+        return tensor_core_reason(problem, takes_8_bit_kv=True)
     if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
         return f"heads of {WIDE_HEAD_DIM} dims are not rotated"
     if problem.cascade:
@@ -48,7 +51,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     32 and 64 rows serve several queries (speculative decoding), so that keys are still read once. They leave too few
     registers for heads of 512 dims.
     """
-    rows_of_tiles = (16,) if _is_wide(problem) else (16, 32, 64)
+    rows_of_tiles = (16,) if _divides_dims(problem) else (16, 32, 64)
     return tuple(
         TileShape(rows, _tile_kv(problem, rows))
         for rows in rows_of_tiles
@@ -62,7 +65,7 @@ def _spills(problem: AttentionProblem, rows: int) -> bool:
     8-bit keys of 512 dims spill everywhere but on Hopper.
     """
     widest = _widest(problem)
-    if _is_wide(problem):
+    if _divides_dims(problem):
         return is_blackwell(problem) or (problem.kv.bits == 8 and problem.target != "sm90a")
     if widest <= 64 or not is_blackwell(problem):
         return False
