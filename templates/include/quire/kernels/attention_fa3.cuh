@@ -676,11 +676,12 @@ struct AttentionFa3 {
     }
     if constexpr (kHoldsRows) ScoreRows<V, Math>::set(score_rows_at(), Transform(p_.base), logits_tile(current, 0));
     first_tile(rows, s, bits, current, rings, walk.tile());
-    for (walk.advance(); walk.exists(); walk.advance()) {
+    walk.advance();
+    while (walk.exists()) {
       if (full.contains(walk)) {
-        next_tile<false>(rows, current, rings, q, turn, takes_turns, walk.tile());
+        next_tile<false>(rows, current, rings, q, turn, takes_turns, walk);
       } else {
-        next_tile<true>(rows, current, rings, q, turn, takes_turns, walk.tile());
+        next_tile<true>(rows, current, rings, q, turn, takes_turns, walk);
       }
     }
     if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
@@ -721,12 +722,13 @@ struct AttentionFa3 {
     if (!kHasZeros && valid < kTileKv) clear_values(rings.k.before(), valid);
   }
 
-  // Starts S = Q K^T of this KV tile and O += P V of the one before it, and computes the softmax of S while O += P V
-  // runs.
+  // Starts S = Q K^T of this KV tile and O += P V of the one before it, goes on to the next KV tile, and computes the
+  // softmax of S while O += P V runs.
   template <bool kMasked>
   QUIRE_DEVICE void next_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn,
-                              bool takes_turns, int tile) const {
+                              bool takes_turns, KvTileWalk<V>& walk) const {
     float s[kTileKv / 2];
+    const int tile = walk.tile();
     // All waiting and reading comes before the turn: tensor cores are idle from when a turn is handed over to the
     // products.
     // In a cascade ptxas would keep twelve descriptors of queries, and not in uniform registers.
@@ -744,6 +746,7 @@ struct AttentionFa3 {
     start_ABt<T, TileQ, TileK, kIsDistance>(s, q, k);
     start_AB<T, TileV>(rows.o, rows.p, v);
     if (takes_turns) ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
+    walk.advance();  // while products run
     ptx::wgmma_wait<1>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
