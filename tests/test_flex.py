@@ -117,6 +117,42 @@ def test_a_plan_is_kept_with_its_block_mask():
     assert quire.flex._plans[mask] is not plan
 
 
+def parts(device: str) -> dict[str, tuple[object, tuple[bool, int, bool]]]:
+    """Masks, and what of them kernels have built in: causal, the window's width; and whether an expression is left."""
+    document, last = DOCUMENT.to(device), KV_LEN - Q_LEN
+    return {
+        "causal": (causal, (True, -1, False)),
+        "its negative": (lambda b, h, i, j: -j >= -i - last, (True, -1, False)),
+        "strictly": (lambda b, h, i, j: j < i + (last + 1), (True, -1, False)),
+        "sliding": (lambda b, h, i, j: (i + last >= j) & (i + last - j <= 9), (True, 9, False)),
+        "two windows": (lambda b, h, i, j: (i - j < -20) & (i - j <= -25) & (j <= i + last), (True, 5, False)),
+        "window alone": (lambda b, h, i, j: j > i, (False, 29, False)),
+        "documents": (and_masks(causal, lambda b, h, i, j: document[b, i] == document[b, j]), (True, -1, True)),
+        "nobody": (lambda b, h, i, j: j >= i + KV_LEN, (False, -1, True)),
+        "one key late": (lambda b, h, i, j: i + last > j, (False, -1, True)),
+        "either": (lambda b, h, i, j: (i + last >= j) | (j < 5), (False, -1, True)),
+        "not": (lambda b, h, i, j: ~(i + last < j), (False, -1, True)),
+        "twice": (lambda b, h, i, j: 2 * i + last >= i + j, (False, -1, True)),
+        "large numbers": (lambda b, h, i, j: j + 2**30 >= i, (False, -1, True)),
+        "floats": (lambda b, h, i, j: i + last >= j * 1.0, (False, -1, True)),
+    }
+
+
+@pytest.mark.parametrize("name", parts("cpu"))
+def test_parts_of_masks_that_kernels_have(name, device):
+    function, expected = parts(device)[name]
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = draw(device, HEADS, Q_LEN, dtype), *(draw(device, HEADS, KV_LEN, dtype) for _ in range(2))
+    mask = create_block_mask(function, BATCH, None, Q_LEN, KV_LEN, device=device)
+    o, lse = quire.flex_attention(q, k, v, block_mask=mask, return_lse=True)
+    truth, of_rows = reference(q, k, v, None, function)
+    assert (o - truth).abs().max() < (1e-5 if device == "cpu" else 2e-2)
+    assert torch.equal(lse.isinf(), of_rows.isinf())
+    assert (lse - of_rows).nan_to_num(0.0).abs().max() < 1e-4
+    options = quire.flex._plans[mask][1].spec.options
+    assert (options.causal, options.logits.window_left, options.variant is not None) == expected
+
+
 def branches(score, b, h, q_idx, kv_idx):
     if q_idx > kv_idx:
         return score

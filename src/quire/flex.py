@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expression import BOOL, FLOAT, OPERAND_TYPES
+from quire.kernels.mask_terms import MaskTerms, split_mask
 from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail
 from quire.kernels.variant import Variant, variant_of_trees
 from quire.runtime.attention import Attention, AttentionSpec
@@ -55,7 +56,8 @@ def flex_attention(
     score_mod(score, batch, head, q_idx, kv_idx): returns the new score. block_mask: the result of torch's
         create_block_mask(), of which the function mask_mod(batch, head, q_idx, kv_idx) is used. Both functions are
         traced, so they cannot contain an `if` on a value. They may read tensors of the enclosing scope, as in
-        x[head, q_idx]; new values of these tensors do not compile again. Python numbers are constants.
+        x[head, q_idx]; new values of these tensors do not compile again. Python numbers are constants. Comparisons of
+        q_idx and kv_idx that mean causal or a sliding window run as kernels' own masks, also beside others (`&`).
     scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options is refused.
 
     Tensors that are views of [batch, length, heads, head_dim] are read in place; others are copied. The plan of a block
@@ -81,10 +83,10 @@ def flex_attention(
         )
     _check_shapes(query, key, value, enable_gqa)
     mask_mod = _mask_of(block_mask, (query, key))
-    variant, tensors = (None, {}) if score_mod is mask_mod is None else _traced(score_mod, mask_mod)
+    variant, terms, tensors = _traced(score_mod, mask_mod, (query.shape[2], key.shape[2]))
     of_mask, of_score = of_plan_and_run("flex_attention", variant, tensors)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    attention = _planned(block_mask, (query, key, value), scale, variant, of_mask)
+    attention = _planned(block_mask, (query, key, value), scale, variant, terms, of_mask)
     o, lse = attention.run(
         q, (k, v), out=None, lse=None, return_lse=True, sinks=None, q_scale=None, k_scale=None, v_scale=None,
         window_left=None, enable_pdl=None, operands=of_score,
@@ -136,11 +138,12 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
 
 def _planned(
     block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | None, variant: Variant | None,
-    of_mask: Mapping[str, Any],
+    terms: MaskTerms, of_mask: Mapping[str, Any],
 ) -> Attention:  # fmt: skip
     """A plan: the last one of the same block mask, if the mask reads the same tensors, or a new one."""
     query, key, value = tensors
-    told: tuple[Any, ...] = (*(t.shape for t in tensors), query.dtype, query.device, scale, variant)
+    built_in = terms.causal, terms.window_left
+    told: tuple[Any, ...] = (*(t.shape for t in tensors), query.dtype, query.device, scale, variant, built_in)
     told += tuple((name, x.data_ptr(), x._version) for name, x in of_mask.items())
     known = None if block_mask is None else _plans.get(block_mask)
     if known is not None and known[0] == told:
@@ -148,7 +151,8 @@ def _planned(
     (batch, qo_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
     options = PlanOptions(
         *heads(qo_heads, kv_heads), head_dim, value.shape[3], Types.of(query.dtype, None, None),
-        logits_options(head_dim, scale, -1, None, "NONE"), causal=False, page_size=0, variant=variant,
+        logits_options(head_dim, scale, terms.window_left, None, "NONE"), causal=terms.causal, page_size=0,
+        variant=variant,
     )  # fmt: skip
     kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * kv_len
     indices = Indices(batch, None, q_len, kv_indptr, None, None, 1)
@@ -219,8 +223,12 @@ class _Captures(TorchFunctionMode):
         return call_torch(func.__name__, args, kwargs or {})
 
 
-def _traced(score_mod: Any, mask_mod: Any) -> tuple[Variant, dict[str, Any]]:
-    """The variant of both functions, and the tensors that it reads."""
+def _traced(
+    score_mod: Any, mask_mod: Any, lengths: tuple[int, int]
+) -> tuple[Variant | None, MaskTerms, dict[str, Any]]:
+    """The variant of both functions, less the terms of the mask that kernels have built in; these terms; and the
+    tensors that the variant reads.
+    """
     tracer = _Capturing()
     index = {name: tracer.value("index", "int", value=name) for name in ("request", "head", "q_idx", "kv_idx")}
     places = tuple(index.values())
@@ -232,7 +240,10 @@ def _traced(score_mod: Any, mask_mod: Any) -> tuple[Variant, dict[str, Any]]:
             with _Captures(tracer):
                 result = call_traced(function, (*first, *places), {}, name)
             trees[name] = tracer.lift(result).node
-    mask = trees.get("block_mask")
+    score, mask = trees.get("score_mod"), trees.get("block_mask")
     if mask is not None and mask.type != BOOL:
         raise ValidationError(f"block_mask: expected a function that returns a bool, got a {mask.type}.")
-    return variant_of_trees(trees.get("score_mod"), mask, tracer), dict(tracer.captured)
+    terms = split_mask(mask, tracer.tree, *lengths)
+    if score is terms.rest is None:
+        return None, terms, {}
+    return variant_of_trees(score, terms.rest, tracer), terms, dict(tracer.captured)
