@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expression import BOOL, FLOAT, OPERAND_TYPES
-from quire.kernels.mask_terms import MaskTerms, split_mask
+from quire.kernels.mask_parts import MaskParts, split_mask
 from quire.kernels.trace import Tracer, Value, call_torch, call_traced, fail
 from quire.kernels.variant import Variant, variant_of_trees
 from quire.runtime.attention import Attention, AttentionSpec
@@ -83,10 +83,10 @@ def flex_attention(
         )
     _check_shapes(query, key, value, enable_gqa)
     mask_mod = _mask_of(block_mask, (query, key))
-    variant, terms, tensors = _traced(score_mod, mask_mod, (query.shape[2], key.shape[2]))
+    variant, parts, tensors = _traced(score_mod, mask_mod, (query.shape[2], key.shape[2]))
     of_mask, of_score = of_plan_and_run("flex_attention", variant, tensors)
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
-    attention = _planned(block_mask, (query, key, value), scale, variant, terms, of_mask)
+    attention = _planned(block_mask, (query, key, value), scale, variant, parts, of_mask)
     o, lse = attention.run(
         q, (k, v), out=None, lse=None, return_lse=True, sinks=None, q_scale=None, k_scale=None, v_scale=None,
         window_left=None, enable_pdl=None, operands=of_score,
@@ -138,11 +138,11 @@ def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, e
 
 def _planned(
     block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | None, variant: Variant | None,
-    terms: MaskTerms, of_mask: Mapping[str, Any],
+    parts: MaskParts, of_mask: Mapping[str, Any],
 ) -> Attention:  # fmt: skip
     """A plan: the last one of the same block mask, if the mask reads the same tensors, or a new one."""
     query, key, value = tensors
-    built_in = terms.causal, terms.window_left
+    built_in = parts.causal, parts.window_left
     told: tuple[Any, ...] = (*(t.shape for t in tensors), query.dtype, query.device, scale, variant, built_in)
     told += tuple((name, x.data_ptr(), x._version) for name, x in of_mask.items())
     known = None if block_mask is None else _plans.get(block_mask)
@@ -151,7 +151,7 @@ def _planned(
     (batch, qo_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = query.shape, key.shape
     options = PlanOptions(
         *heads(qo_heads, kv_heads), head_dim, value.shape[3], Types.of(query.dtype, None, None),
-        logits_options(head_dim, scale, terms.window_left, None, "NONE"), causal=terms.causal, page_size=0,
+        logits_options(head_dim, scale, parts.window_left, None, "NONE"), causal=parts.causal, page_size=0,
         variant=variant,
     )  # fmt: skip
     kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * kv_len
@@ -225,8 +225,8 @@ class _Captures(TorchFunctionMode):
 
 def _traced(
     score_mod: Any, mask_mod: Any, lengths: tuple[int, int]
-) -> tuple[Variant | None, MaskTerms, dict[str, Any]]:
-    """The variant of both functions, less the terms of the mask that kernels have built in; these terms; and the
+) -> tuple[Variant | None, MaskParts, dict[str, Any]]:
+    """The variant of both functions, without the parts of the mask that kernels have built in; these parts; and the
     tensors that the variant reads.
     """
     tracer = _Capturing()
@@ -243,7 +243,7 @@ def _traced(
     score, mask = trees.get("score_mod"), trees.get("block_mask")
     if mask is not None and mask.type != BOOL:
         raise ValidationError(f"block_mask: expected a function that returns a bool, got a {mask.type}.")
-    terms = split_mask(mask, tracer.tree, *lengths)
-    if score is terms.rest is None:
-        return None, terms, {}
-    return variant_of_trees(score, terms.rest, tracer), terms, dict(tracer.captured)
+    parts = split_mask(mask, tracer.tree, *lengths)
+    if score is parts.rest is None:
+        return None, parts, {}
+    return variant_of_trees(score, parts.rest, tracer), parts, dict(tracer.captured)

@@ -13,7 +13,7 @@ from quire.kernels.expression import BOOL, INT, Node, Tree
 _MOST = 1 << 29  #: of lengths and constants; sums of four do not wrap in 32 bits
 
 
-class MaskTerms(NamedTuple):
+class MaskParts(NamedTuple):
     """A mask in parts, all of which a key must pass."""
 
     causal: bool
@@ -37,22 +37,22 @@ class _Linear(NamedTuple):
         return max(abs(self.of_query), abs(self.of_key)) <= 1 and abs(self.constant) < _MOST
 
 
-def split_mask(mask: Node | None, tree: Tree, q_len: int, kv_len: int) -> MaskTerms:
+def split_mask(mask: Node | None, tree: Tree, q_len: int, kv_len: int) -> MaskParts:
     """The parts of a mask for requests of q_len queries and kv_len keys, of which the last ones stand side by side."""
     causal, window_left, rest = False, -1, None
-    for term in _terms(mask):
-        found = _built_in(term, kv_len - q_len) if max(q_len, kv_len) < _MOST else None
+    for condition in _conditions(mask):
+        found = _built_in(condition, kv_len - q_len) if max(q_len, kv_len) < _MOST else None
         if found is None:
-            rest = term if rest is None else tree.node("and", BOOL, rest, term)
+            rest = condition if rest is None else tree.node("and", BOOL, rest, condition)
         elif found.causal:
             causal = True
         else:
             window_left = found.window_left if window_left < 0 else min(window_left, found.window_left)
-    return MaskTerms(causal, window_left, rest)
+    return MaskParts(causal, window_left, rest)
 
 
-def _terms(mask: Node | None) -> list[Node]:
-    """The terms of the outermost `&`, without those that are always true."""
+def _conditions(mask: Node | None) -> list[Node]:
+    """The conditions of the outermost `&`, without those that are always true."""
     found: list[Node] = []
     left = [] if mask is None else [mask]
     while left:
@@ -64,21 +64,21 @@ def _terms(mask: Node | None) -> list[Node]:
     return found
 
 
-def _built_in(term: Node, offset: int) -> MaskTerms | None:
-    """A comparison of q_idx and kv_idx as an option of the plan; None if it is none. offset: the first query's place."""
-    if term.op not in ("lt", "le", "gt", "ge"):
+def _built_in(condition: Node, offset: int) -> MaskParts | None:
+    """A comparison of q_idx and kv_idx as an option of the plan, or None. offset: the position of the first query."""
+    if condition.op not in ("lt", "le", "gt", "ge"):
         return None
-    left, right = (_linear(arg) for arg in term.args)
+    left, right = (_linear(arg) for arg in condition.args)
     if left is None or right is None or not (left.is_exact and right.is_exact):
         return None
-    greater, less = (left, right) if term.op in ("gt", "ge") else (right, left)
-    slack = greater.plus(less, -1)  # not negative where the term holds, or positive
-    slack = slack._replace(constant=slack.constant - (term.op in ("lt", "gt")))
+    greater, less = (left, right) if condition.op in ("gt", "ge") else (right, left)
+    slack = greater.plus(less, -1)  # not negative where the condition holds, or positive
+    slack = slack._replace(constant=slack.constant - (condition.op in ("lt", "gt")))
     if slack == (1, -1, offset):
-        return MaskTerms(causal=True, window_left=-1, rest=None)
+        return MaskParts(causal=True, window_left=-1, rest=None)
     width = slack.constant + offset
     is_window = slack[:2] == (-1, 1) and width >= 0
-    return MaskTerms(causal=False, window_left=width, rest=None) if is_window else None
+    return MaskParts(causal=False, window_left=width, rest=None) if is_window else None
 
 
 def _linear(node: Node) -> _Linear | None:
