@@ -10,7 +10,7 @@ from quire.kernels.expression import Expression
 from quire.kernels.expression_cxx import has_distance_bias, has_pattern, has_row_scale, takes_registers
 from quire.kernels.features import ANY_PAGE_SIZE
 from quire.kernels.operands import TensorCopy, View
-from quire.kernels.operation import OperationKey
+from quire.kernels.operation import CTAS_PER_ROW_TILE, OperationKey
 from quire.kernels.params import (
     AttentionFa3Params,
     AttentionFa3PrefixParams,
@@ -28,8 +28,6 @@ _L2_BYTES = 17 << 20
 
 #: Query heads of a KV head whose biases fit into shared memory, see tile/sm90_distance.cuh.
 _MOST_BIASED_HEADS = 32
-
-_BLOCK_MASK_CTAS = 4  #: of each row tile
 
 
 def _reject(problem: AttentionProblem) -> str | None:
@@ -178,7 +176,7 @@ def _fill(
         mask=base.mask, mask_indptr=base.mask_indptr, tiles=base.tiles, block_mask=block_mask, num_tiles=s.num_tiles,
         tile_rows=given.tile_rows, tile_kv=given.tile_kv, group_size=given.group_size, window_left=given.window_left,
     )  # fmt: skip
-    return mask, _BLOCK_MASK_CTAS * s.num_tiles
+    return mask, CTAS_PER_ROW_TILE * s.num_tiles
 
 
 KERNEL = AttentionKernel(

@@ -28,6 +28,8 @@ from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
+#: CTAs of an operation that finds out what a row tile sees of its KV tiles.
+CTAS_PER_ROW_TILE = 4
 #: kHeads and kTurns of kernels/rope.h: heads of a token per thread, and rounds of tokens that a CTA looks up at once.
 HEADS_OF_THREAD, TURNS_OF_TOKENS = 4, 8
 #: kLatentThreads and kHeads of kernels/append_latents.h: threads per latent, and heads per other thread.

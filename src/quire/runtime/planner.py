@@ -17,7 +17,7 @@ from quire.kernels import Decision, TileShape
 from quire.kernels.attention import with_operands
 from quire.kernels.expression import indices_in
 from quire.kernels.expression_cxx import operands_struct
-from quire.kernels.operation import PARALLEL_THREADS, OperationKey
+from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import (
     AttentionParams,
     ExpressionBlocksParams,
@@ -54,7 +54,7 @@ from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
 from quire.types import MaskMode, PosEncodingMode
 
 NO_OPERANDS: Mapping[str, Any] = {}
-_BLOCKS_CTAS = 4  #: of each row tile that are classified under the mask of a variant
+_ALIGNED = 16  #: bytes, of row tiles
 
 
 def load(spec: Spec, device: torch.device) -> tuple[Module, int]:
@@ -207,7 +207,8 @@ def make_plan(
     partials = template.set_partials(base, workspace, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
-    own_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
+    mask_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
+    own_bytes = mask_bytes and mask_bytes + _order_bytes(template, s, device)
     at, sent, pages = _send(schedule, indices, device, uploader, graph, own_bytes, for_one_call)
     if bits is not None:
         base.mask = bits.data_ptr()
@@ -223,7 +224,11 @@ def make_plan(
         if own and uploader is None and graph is None:
             memory = torch.empty(own_bytes, dtype=torch.uint8, device=device)
             own, tensors = memory.data_ptr(), (*tensors, memory)
-        _fill(decision, template, params, s, at, own, operation, device)
+        todo, ctas = _fill(decision, template, params, s, at, own)
+        if operation is not None and todo is not None and ctas:
+            if _sorts_tiles(decision, s):
+                todo.scratch, todo.ticket = -(-(own + mask_bytes) // _ALIGNED) * _ALIGNED, at + s.tile_counter_offset
+            launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity
         graph.keep(decision, partials, params)
@@ -236,18 +241,29 @@ def make_plan(
 
 
 def _fill(
-    decision: Decision, template: _PlanTemplate, params: Any, s: ScheduleOutput, at: int, own: int,
-    operation: Module | None, device: torch.device,
-) -> None:  # fmt: skip
-    """Fill what only this kernel has: parameters, and its plan memory at address `own`, which `operation` writes."""
+    decision: Decision, template: _PlanTemplate, params: Any, s: ScheduleOutput, at: int, own: int
+) -> tuple[Any, int]:
+    """Fill what only this kernel has: parameters, and the address `own` of its plan memory. Returns the parameters of
+    the operation that writes there, if any, and its number of CTAs.
+    """
     todo, ctas, variant = None, 0, decision.key.variant
     if decision.kernel.fill is not None:
         todo, ctas = decision.kernel.fill(params, template.schedule, s, at, own)
     if own and variant is not None and variant.has_mask:
         params.operands.block_mask = own
-        todo, ctas = _expression_blocks(params, variant, template, s.num_tiles), _BLOCKS_CTAS * s.num_tiles
-    if operation is not None and todo is not None and ctas:
-        launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
+        todo, ctas = _expression_blocks(params, variant, template, s.num_tiles), CTAS_PER_ROW_TILE * s.num_tiles
+    return todo, ctas
+
+
+def _sorts_tiles(decision: Decision, s: ScheduleOutput) -> bool:
+    """Whether a GPU puts row tiles in the order of what a mask leaves of them: if no partition refers to them."""
+    return decision.problem.on_cuda and not decision.key.cascade and bool(not s.is_partitioned or s.is_dynamic)
+
+
+def _order_bytes(template: _PlanTemplate, s: ScheduleOutput, device: torch.device) -> int:
+    """Memory in which row tiles are put in order: see tile/tile_order.cuh."""
+    tiles = template.schedule.tile_capacity or s.num_tiles
+    return 0 if device.type == "cpu" else _ALIGNED + tiles * (ctypes.sizeof(RowTile) + 4 * CTAS_PER_ROW_TILE)
 
 
 def _write_mask_operands(

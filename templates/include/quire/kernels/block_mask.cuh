@@ -4,14 +4,17 @@
 #include "quire/core/parallel.h"
 #include "quire/ptx/grid.cuh"
 #include "quire/tile/mask_bits.cuh"
+#include "quire/tile/tile_order.cuh"
 
 namespace quire {
 
 struct BlockMaskParams {
   const uint8_t* mask;  // as AttentionParams has them
   const int64_t* mask_indptr;
-  const RowTile* tiles;  // [num_tiles], in any order
-  uint8_t* block_mask;   // [work units of one kv head], a tile's from its work_begin on
+  RowTile* tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
+  void* scratch;
+  uint32_t* ticket;
+  uint8_t* block_mask;  // [work units of one kv head], a tile's from its work_begin on
   int32_t num_tiles;     // a divisor of the grid
   int32_t tile_rows;
   int32_t tile_kv;
@@ -29,13 +32,18 @@ struct BuildBlockMask {
     ptx::wait_for_predecessor();
     const int parts = static_cast<int>(gridDim.x) / p.num_tiles, part = static_cast<int>(blockIdx.x) / p.num_tiles;
     const RowTile tile = p.tiles[static_cast<int>(blockIdx.x) - part * p.num_tiles];
-    for (int first = tile.kv_begin + 32 * part; first < tile.kv_end; first += 32 * parts) classify(p, tile, first);
+    uint32_t cost = 0;
+    for (int first = tile.kv_begin + 32 * part; first < tile.kv_end; first += 32 * parts) {
+      cost += classify(p, tile, first);
+    }
+    TileOrder(p.tiles, p.num_tiles, p.scratch, p.ticket).sort_after(cost);
   }
 
  private:
   static constexpr int kWarps = kThreads / 32;
 
-  QUIRE_DEVICE static void classify(const BlockMaskParams& p, const RowTile& tile, int first) {
+  // Returns this thread's part of the cost.
+  QUIRE_DEVICE static uint32_t classify(const BlockMaskParams& p, const RowTile& tile, int first) {
     __shared__ uint32_t visible[kWarps], full[kWarps];
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     bool is_visible = false, is_full = true;
@@ -44,13 +52,16 @@ struct BuildBlockMask {
     const uint32_t full_lanes = __ballot_sync(0xffffffffu, is_full);
     if (lane == 0) visible[warp] = visible_lanes, full[warp] = full_lanes;
     __syncthreads();
+    uint32_t cost = 0;
     if (warp == 0 && first + lane < tile.kv_end) {
       uint32_t any = 0, all = 0xffffffffu;
       for (int i = 0; i < kWarps; ++i) any |= visible[i], all &= full[i];
       const int visible_bit = (any >> lane & 1) * kBlockVisible, full_bit = (all >> lane & 1) * kBlockFull;
       p.block_mask[tile.work_begin + first + lane - tile.kv_begin] = static_cast<uint8_t>(visible_bit | full_bit);
+      if (visible_bit != 0) cost = full_bit != 0 ? TileOrder::kFullCost : TileOrder::kMaskedCost;
     }
     __syncthreads();  // the votes have been read
+    return cost;
   }
 
   // Whether each kWarps-th query, from the warp's first on, sees some or all keys of one KV tile.

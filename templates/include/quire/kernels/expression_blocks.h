@@ -5,6 +5,7 @@
 #ifdef __CUDACC__
 #include "quire/ptx/grid.cuh"
 #include "quire/tile/expression.cuh"
+#include "quire/tile/tile_order.cuh"
 #else
 #include "quire/tile/cpu_expression.h"
 #endif
@@ -14,7 +15,9 @@
 namespace quire {
 
 struct ExpressionBlocksParams {
-  const RowTile* tiles;  // [num_tiles], in any order
+  RowTile* tiles;      // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
+  void* scratch;
+  uint32_t* ticket;
   int32_t num_tiles;     // a divisor of the grid
   int32_t tile_rows;
   int32_t tile_kv;
@@ -59,10 +62,14 @@ struct BuildExpressionBlocks {
     const int parts = static_cast<int>(gridDim.x) / p.num_tiles, part = static_cast<int>(blockIdx.x) / p.num_tiles;
     const int warp = part * (kThreads / 32) + static_cast<int>(threadIdx.x) / 32;
     const RowTile tile = p.tiles[static_cast<int>(blockIdx.x) - part * p.num_tiles];
+    uint32_t cost = 0;
     for (int kv = tile.kv_begin + warp; kv < tile.kv_end; kv += parts * (kThreads / 32)) {
       const BlockSeen seen = classify(p, tile, kv, static_cast<int>(threadIdx.x) % 32);
-      if (threadIdx.x % 32 == 0) store(p, tile, kv, seen);
+      if (threadIdx.x % 32 != 0) continue;
+      store(p, tile, kv, seen);
+      if (seen.is_visible) cost += seen.is_full ? TileOrder::kFullCost : TileOrder::kMaskedCost;
     }
+    TileOrder(p.tiles, p.num_tiles, p.scratch, p.ticket).sort_after(cost);
   }
 
   struct Place {
