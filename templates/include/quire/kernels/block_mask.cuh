@@ -15,7 +15,7 @@ struct BlockMaskParams {
   void* scratch;
   uint32_t* ticket;
   uint8_t* block_mask;  // [work units of one kv head], a tile's from its work_begin on
-  int32_t num_tiles;     // a divisor of the grid
+  int32_t num_tiles;    // a divisor of the grid
   int32_t tile_rows;
   int32_t tile_kv;
   int32_t group_size;

@@ -15,10 +15,10 @@
 namespace quire {
 
 struct ExpressionBlocksParams {
-  RowTile* tiles;      // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
+  RowTile* tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
   void* scratch;
   uint32_t* ticket;
-  int32_t num_tiles;     // a divisor of the grid
+  int32_t num_tiles;  // a divisor of the grid
   int32_t tile_rows;
   int32_t tile_kv;
   int32_t group_size;

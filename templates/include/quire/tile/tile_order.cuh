@@ -1,5 +1,6 @@
-// The order of row tiles by what a block mask leaves of them. The host has put them in order by what they could see, and
-// a launch ends as late as the last of them: long row tiles come first. Only for row tiles that no partition counts on.
+// The order of row tiles by what a block mask leaves of them. The host has put them in order by what they could see,
+// and a launch ends as late as the last of them: long row tiles come first. Only for row tiles that no partition counts
+// on.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
@@ -12,7 +13,8 @@ class TileOrder {
  public:
   static constexpr int kFullCost = 3, kMaskedCost = 5;  // of a KV tile
 
-  // scratch: [num_tiles] row tiles, then a number for each CTA. ticket: 0 between launches. Either may be null: no order.
+  // scratch: [num_tiles] row tiles, then a number for each CTA. ticket: 0 between launches. Either may be null: no
+  // order.
   QUIRE_DEVICE TileOrder(RowTile* tiles, int num_tiles, void* scratch, uint32_t* ticket)
       : tiles_(tiles),
         sorted_(static_cast<RowTile*>(scratch)),
