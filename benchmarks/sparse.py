@@ -5,6 +5,8 @@ that of dense attention without a mask over the same tokens. All rows of a kind 
 anything is timed, queries of one row of blocks are compared with float64.
 
     python benchmarks/sparse.py --json results/sparse.json
+
+`--pause 2` rests two milliseconds before each launch: see variants.py.
 """
 
 from __future__ import annotations
@@ -163,11 +165,11 @@ class Pages:
         )
 
 
-def measure(kind: str, prepared: list[Prepared], rounds: int, launches: int = 1) -> list[Result]:
-    """Time the calls in turn."""
+def measure(kind: str, prepared: list[Prepared], rounds: int, pause: float, launches: int) -> list[Result]:
+    """Time the calls in turn. pause: seconds before each."""
     calls = [(call, launches) for call, _, _ in prepared]
     estimates = [timing.estimate_us(call, 1) / launches for call, _, _ in prepared]
-    times = timing.cuda_times(calls, estimates, 1, rounds, timing.flusher("write"))
+    times = timing.cuda_times(calls, estimates, 1, rounds, timing.flusher("write"), pause)
     results = []
     for (_, result, work), taken in zip(prepared, times, strict=True):
         result.us, result.name = taken.median, f"{kind}: {result.name}"
@@ -216,6 +218,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds before each launch")
     options = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -225,9 +228,12 @@ def main() -> int:
         ("blocks, 8/8 heads", lambda: [few().dense(), few().of_heads(64, 0.1), few().of_heads(128, 0.1)], 1),
         ("pages", lambda: Pages(device).rows(), timing.LAUNCHES_PER_GRAPH),
     )
-    results = [row for kind, rows, launches in kinds for row in show(measure(kind, rows(), options.rounds, launches))]
+    results = []
+    for kind, rows, launches in kinds:
+        results += show(measure(kind, rows(), options.rounds, options.pause / 1e3, launches))
     if options.json is not None:
-        machine.write_report(options.json, {**machine.describe(device), "rows": [asdict(result) for result in results]})
+        report = {**machine.describe(device), "pause_ms": options.pause, "rows": [asdict(row) for row in results]}
+        machine.write_report(options.json, report)
     return 0
 
 

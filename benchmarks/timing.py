@@ -18,6 +18,7 @@ COLD_BYTES = 256 << 20
 LAUNCHES_PER_GRAPH = 20
 _SLICE_US = 20_000.0  #: of one provider in one round
 _MOST_SAMPLES = 30  #: of one provider in one round
+_AHEAD_CLOCKS = 200_000  #: that the device waits, so that the host is ahead when a launch begins
 
 Call = Callable[[int], object]
 
@@ -52,7 +53,7 @@ def estimate_us(call: Call, num_sets: int) -> float:
     times = []
     for i in range(5):
         begin, end = _event(), _event()
-        torch.cuda._sleep(200_000)  # so that the host is ahead when the launch begins
+        torch.cuda._sleep(_AHEAD_CLOCKS)
         begin.record()
         call(i % num_sets)
         end.record()
@@ -87,28 +88,40 @@ def flusher(kind: str) -> Call:
 
 
 def cuda_times(
-    calls: list[tuple[Call, int]], estimates_us: list[float], num_sets: int, rounds: int, flush: Call
+    calls: list[tuple[Call, int]],
+    estimates_us: list[float],
+    num_sets: int,
+    rounds: int,
+    flush: Call,
+    pause: float = 0.0,
 ) -> list[Timing]:
     """Each call (and how many launches it makes), A B C B C A ...: `rounds` slices of each, timed by events.
 
     Each round has an order of its own, because a launch is up to 3 % faster after others that leave power unused.
     A call of a single launch comes out of a flushed L2; a graph rotates through more than the L2 holds by itself.
+
+    pause: seconds in which the device rests before each launch. Without them launches follow one another, and long
+    ones run at the clock that the card's power limit leaves; with a few milliseconds each has the highest clock.
     """
     times: list[list[float]] = [[] for _ in calls]
     for number in range(rounds):
         order = list(zip(calls, estimates_us, times, strict=True))
         for (call, launches), estimate, taken in Random(number).sample(order, len(order)):
             count = max(3, min(_MOST_SAMPLES, int(_SLICE_US / (estimate * launches))))
-            taken.extend(_slice(call, launches, count, num_sets, flush if launches == 1 else None))
+            taken.extend(_slice(call, launches, count, num_sets, flush if launches == 1 else None, pause))
     return [Timing.of(taken) for taken in times]
 
 
-def _slice(call: Call, launches: int, count: int, num_sets: int, flush: Call | None) -> list[float]:
-    """Microseconds of a launch, `count` times; the host waits for the device at the end only."""
+def _slice(call: Call, launches: int, count: int, num_sets: int, flush: Call | None, pause: float) -> list[float]:
+    """Microseconds of a launch, `count` times; without a pause the host waits for the device at the end only."""
     events = [(_event(), _event()) for _ in range(count)]
     call(0)  # clocks and caches of the previous provider are not this one's
     torch.cuda._sleep(1_000_000)
     for i, (begin, end) in enumerate(events):
+        if pause:
+            torch.cuda.synchronize()
+            time.sleep(pause)
+            torch.cuda._sleep(_AHEAD_CLOCKS)
         if flush is not None:
             flush(i)
         begin.record()

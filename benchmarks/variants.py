@@ -6,6 +6,9 @@ with the variant's float64 reference.
 
     python benchmarks/variants.py --json results/variants.json
 
+Launches follow one another, at the clock that the card's power limit leaves. `--pause 2` rests two milliseconds before
+each, as a model's other layers may; each then runs at the highest clock.
+
 How long the first call of a new variant takes, from its functions to its result, on two cores:
 
     QUIRE_CACHE_DIR=$(mktemp -d) taskset -c 0,1 python benchmarks/variants.py --first-calls cuda
@@ -44,6 +47,7 @@ class Row:
     plan: Mapping[str, Any] = field(default_factory=dict)
     causal: bool = True
     target: float | None = None
+    of_requests: bool = False  #: each document is a request, in place of the mask
 
 
 def slopes(device: torch.device, *_: int) -> Mapping[str, Any]:
@@ -83,6 +87,7 @@ PREFILL = (
     Row("soft cap below logits", variants.soft_cap, lambda *_: {"cap": 1.0}),
     Row("table bias", variants.relative_bias, bias, target=0.92),
     Row("12 documents", variants.document_mask, documents),
+    Row("12 documents, each a request", variants.document_mask, documents, of_requests=True),
     Row("window 1024", window, lambda *_: {"width": 1024}),
     Row("window 1024, built in", plan={"window_left": 1024}),
     Row("prefix-lm 1024", variants.prefix_lm, prefix, causal=False),
@@ -120,11 +125,15 @@ class Prefill:
     def prepare(self, row: Row) -> tuple[timing.Call, Result]:
         """A launch of a row, which has been checked."""
         operands = dict(row.operands(self.device, self.batch, self.length))
+        variant, indptr = row.variant, torch.arange(self.batch + 1, dtype=torch.int32) * self.length
+        if row.of_requests:
+            variant, indptr = None, self._document_indptr(operands["documents"])
         of_mask = row.variant.expression.mask_operands if row.variant else frozenset()
         planned = {name: x for name, x in operands.items() if name in of_mask}
         given = {name: x for name, x in operands.items() if name not in of_mask}
-        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, variant=row.variant)
-        indptr = torch.arange(self.batch + 1, dtype=torch.int32) * self.length
+        if variant is None:
+            planned.clear()
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, variant=variant)
         wrapper.plan(
             indptr, indptr, *self.heads, 128, causal=row.causal, q_data_type=torch.bfloat16, **row.plan, **planned
         )
@@ -135,6 +144,13 @@ class Prefill:
         result = Result(row.name, math.nan, target=row.target, error=error)
         result.tflops = 4 * 128 * self.heads[0] * self._pairs(row, operands) / 1e6  # operations, until times are known
         return call, result
+
+    def _document_indptr(self, number: torch.Tensor) -> torch.Tensor:
+        """Where documents begin, and the end of the last."""
+        new = torch.ones_like(number, dtype=torch.bool)
+        new[:, 1:] = number[:, 1:] != number[:, :-1]
+        begins = new.flatten().nonzero()[:, 0]
+        return torch.cat([begins, begins.new_tensor([number.numel()])]).int().cpu()
 
     def _error(self, row: Row, out: torch.Tensor, operands: Mapping[str, Any]) -> float:
         variant = row.variant or identity
@@ -164,35 +180,46 @@ class Prefill:
         return int(shown.sum()) * self.batch
 
     def flex(self) -> list[tuple[str, timing.Call, int]]:
-        """FlexAttention on the same tensors: its launch, and the pairs that it shows."""
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        attend = torch.compile(flex_attention)
+        """FlexAttention on the same tensors: its launches, and the pairs that each shows."""
         q, k, v = (
             t.view(self.batch, self.length, -1, 128).transpose(1, 2).contiguous() for t in (self.q, self.k, self.v)
         )
-        slope, number = slopes(self.device)["slopes"], documents(self.device, 1, self.length)["documents"][0]
-
-        def alibi(score: Any, _b: Any, h: Any, i: Any, j: Any) -> Any:
-            return score + slope[h] * (j - i)
-
-        def causal(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-            return i >= j
-
-        def document(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-            return (i >= j) & (number[i] == number[j])
-
-        masks = [
-            create_block_mask(m, None, None, self.length, self.length, device=str(self.device))
-            for m in (causal, document)
-        ]
-        rows = (("flex: alibi", alibi, masks[0], PREFILL[2]), ("flex: 12 documents", None, masks[1], PREFILL[8]))
+        number = documents(self.device, 1, self.length)["documents"][0]
+        shown = {
+            "plain": lambda _b, _h, i, j: i >= j,
+            "12 documents": lambda _b, _h, i, j: (i >= j) & (number[i] == number[j]),
+            "window 1024": lambda _b, _h, i, j: (i >= j) & (i - j <= 1024),
+            "prefix-lm 1024": lambda _b, _h, i, j: (j < 1024) | (i >= j),
+        }
         found = []
-        for name, score, mask, row in rows:
-            call = lambda _, s=score, m=mask: attend(q, k, v, score_mod=s, block_mask=m, enable_gqa=True)  # noqa: E731
-            call(0)
-            found.append((name, call, self._pairs(row, row.operands(self.device, self.batch, self.length))))
+        for row in PREFILL:
+            score = flex_scores(self.device).get(row.name)
+            if row.name in shown or score is not None:
+                call = flex_call(q, k, v, score, shown.get(row.name, shown["plain"]))
+                operands = row.operands(self.device, self.batch, self.length)
+                found.append((row.name, call, self._pairs(row, operands)))
         return found
+
+
+def flex_scores(device: torch.device) -> Mapping[str, Callable[..., Any]]:
+    """What FlexAttention takes for rows with a score."""
+    slope = slopes(device)["slopes"]
+    return {
+        "alibi": lambda score, _b, h, i, j: score + slope[h] * (j - i),
+        "soft cap": lambda score, _b, _h, _i, _j: 30.0 * torch.tanh(score / 30.0),
+    }
+
+
+def flex_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Any, mask: Any) -> timing.Call:
+    """A launch of FlexAttention, compiled. mask: of batch, head, query and key, or None."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch._dynamo.config.recompile_limit = 64  # of one function: each row compiles it anew
+    attend = torch.compile(flex_attention, dynamic=False)
+    blocks = mask and create_block_mask(mask, None, None, q.shape[2], k.shape[2], device=str(q.device))
+    call = lambda _: attend(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=True)  # noqa: E731
+    call(0)
+    return call
 
 
 class Decode:
@@ -226,12 +253,20 @@ class Decode:
             raise SystemExit(f"{row.name}: off by {error}")
         return call, Result(row.name, math.nan, target=row.target, error=error)
 
+    def flex(self) -> list[tuple[str, timing.Call]]:
+        """FlexAttention on as many keys, which lie contiguously."""
+        q = self.q.unsqueeze(2)
+        k, v = (self.cache[:, i].reshape(self.batch, self.heads[1], self.length, 128) for i in (0, 1))
+        slope = slopes(self.device)["slopes"]
+        scores = {"plain": None, "alibi": lambda score, _b, h, _i, j: score + slope[h] * (j - self.length + 1)}
+        return [(name, flex_call(q, k, v, score, None)) for name, score in scores.items()]
 
-def measure(kind: str, prepared: list[tuple[timing.Call, Result]], rounds: int) -> list[Result]:
-    """Time the launches in turn."""
+
+def measure(kind: str, prepared: list[tuple[timing.Call, Result]], rounds: int, pause: float) -> list[Result]:
+    """Time the launches in turn. pause: seconds before each."""
     calls = [(call, 1) for call, _ in prepared]
     times = timing.cuda_times(
-        calls, [timing.estimate_us(call, 1) for call, _ in calls], 1, rounds, timing.flusher("write")
+        calls, [timing.estimate_us(call, 1) for call, _ in calls], 1, rounds, timing.flusher("write"), pause
     )
     results = [result for _, result in prepared]
     for result, taken in zip(results, times, strict=True):
@@ -286,6 +321,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pause", type=float, default=0.0, help="milliseconds before each launch")
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--first-calls", choices=("cuda", "cpu"))
     options = parser.parse_args()
@@ -295,13 +331,18 @@ def main() -> int:
     device = torch.device("cuda")
     prefill = Prefill(device)
     prepared = [prefill.prepare(row) for row in PREFILL]
-    for name, call, pairs in [] if options.no_flex else prefill.flex():
-        prepared.append((call, Result(name, math.nan, 4 * 128 * 32 * pairs / 1e6)))
     decode = Decode(device)
-    results = show(measure("prefill", prepared, options.rounds))
-    results += show(measure("decode", [decode.prepare(row) for row in DECODE], options.rounds))
+    steps = [decode.prepare(row) for row in DECODE]
+    if not options.no_flex:
+        for name, call, pairs in prefill.flex():
+            prepared.append((call, Result(f"flex: {name}", math.nan, 4 * 128 * 32 * pairs / 1e6)))
+        steps += [(call, Result(f"flex: {name}", math.nan)) for name, call in decode.flex()]
+    pause = options.pause / 1e3
+    results = show(measure("prefill", prepared, options.rounds, pause))
+    results += show(measure("decode", steps, options.rounds, pause))
     if options.json is not None:
-        machine.write_report(options.json, {**machine.describe(device), "rows": [asdict(result) for result in results]})
+        rows = [asdict(result) for result in results]
+        machine.write_report(options.json, {**machine.describe(device), "pause_ms": options.pause, "rows": rows})
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from calls import (
     ragged_wrapper,
 )
 from problems import Problem, workspace
+from quire import variants
+from quire.kernels.params import RowTile
 from quire.runtime import launch
+from quire.runtime.plan import base_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -126,6 +130,64 @@ def test_masks_of_long_chunks(device, backend, head_dim, more):
     plan = {"custom_mask": None, "packed_custom_mask": odd}
     p.check(*prefill_ragged(p, backend, plan=plan))
     p.check(*prefill_paged(p, p.paged(16), backend, plan=plan))
+
+
+class Memory:
+    """Bytes of a GPU, as torch takes them."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, True), "version": 3}
+
+    def read(self) -> bytes:
+        return torch.as_tensor(self, device="cuda").cpu().numpy().tobytes()
+
+
+def costs_of(tiles: list[RowTile], block_mask: bytes) -> list[int]:
+    """3 for each KV tile that all rows see, and 5 for each that some see."""
+    cost = (0, 5, 0, 3)
+    units = [block_mask[tile.work_begin :][: tile.kv_end - tile.kv_begin] for tile in tiles]
+    return [sum(cost[found] for found in own) for own in units]
+
+
+@pytest.mark.parametrize(
+    ("name", "of_variant", "in_graph"),
+    [("quire:fa2", True, False), *(("quire:fa3", *both) for both in itertools.product((True, False), repeat=2))],
+)
+def test_row_tiles_that_see_most_come_first(name, of_variant, in_graph):
+    """Request i has i^2 documents: what a mask leaves has another order than the lengths."""
+    n, length = 10, 2048
+    p = Problem((length,) * n, (length,) * n, 32, 8, 128, dtype=torch.bfloat16, device="cuda", causal=True)
+    documents = torch.stack([torch.arange(length) * (1 + i * i) // length for i in range(n)]).int()
+    mask = torch.cat([(d[:, None] == d).tril().flatten() for d in documents]).cuda()
+    variant = variants.document_mask if of_variant else None
+    plan = {"documents": documents.cuda()} if of_variant else {"custom_mask": mask, "causal": False}
+    size = {"use_cuda_graph": True, "qo_indptr_buf": torch.zeros(n + 1, dtype=torch.int32, device="cuda")}
+    size["kv_indptr_buf"] = size["qo_indptr_buf"].clone()
+    if not of_variant:
+        size["custom_mask_buf"] = torch.zeros(-(-mask.numel() // 8), dtype=torch.uint8, device="cuda")
+        size["mask_indptr_buf"] = size["qo_indptr_buf"].clone()
+    wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(
+        workspace("cuda"), backend=name, variant=variant, **(size if in_graph else {})
+    )
+    plan_ragged(wrapper, p, plan=plan)
+    planned = wrapper._attention._plan
+    params, sizes = planned.params, planned.schedule.sizes
+    assert sizes.is_dynamic or not sizes.is_partitioned, "partitions count on the order of row tiles"
+    at, tile_bytes = base_of(params).tiles, ctypes.sizeof(RowTile)
+    copied = Memory(at, sizes.num_tiles * tile_bytes).read()
+    tiles = [RowTile.from_buffer_copy(copied, i * tile_bytes) for i in range(sizes.num_tiles)]
+    places = {(tile.request, tile.row_begin) for tile in tiles}
+    assert len(places) == sizes.num_tiles == n * (length * 4 // wrapper._attention.decision.key.tile_rows)
+    units = max(tile.work_begin + tile.kv_end - tile.kv_begin for tile in tiles)
+    costs = costs_of(tiles, Memory(params.operands.block_mask if of_variant else params.block_mask, units).read())
+    buckets = [cost * 255 // max(costs) for cost in costs]
+    assert buckets == sorted(buckets, reverse=True) and len(set(buckets)) > 10
+    spans = [tile.kv_end - tile.kv_begin for tile in tiles]
+    assert spans != sorted(spans, reverse=True), "the host's order"
+    out = wrapper.run(p.q, p.k, p.v)
+    alone = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cuda"), backend="quire:fa2")
+    plan_ragged(alone, p, plan={"custom_mask": mask, "causal": False})
+    torch.testing.assert_close(out, alone.run(p.q, p.k, p.v), atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)

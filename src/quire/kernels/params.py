@@ -250,7 +250,7 @@ class BlockMaskParams(ctypes.Structure):
     """Computing the block mask of a custom mask; see kernels/block_mask.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("mask", "mask_indptr", "tiles", "scratch", "ticket", "block_mask")),
+        *((name, c_void_p) for name in ("mask", "mask_indptr", "tiles", "scratch", "arrivals", "block_mask")),
         *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "window_left")),
     )
 
@@ -259,7 +259,7 @@ class ExpressionBlocksParams(ctypes.Structure):
     """Computing the block mask of a custom variant; see kernels/expression_blocks.h."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("tiles", "scratch", "ticket")),
+        *((name, c_void_p) for name in ("tiles", "scratch", "arrivals")),
         *((name, c_int32) for name in ("num_tiles", "tile_rows", "tile_kv", "group_size", "num_qo_heads")),
         *((name, c_int32) for name in ("mask_mode", "window_left", "has_heads")),
     )

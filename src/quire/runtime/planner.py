@@ -227,7 +227,7 @@ def make_plan(
         todo, ctas = _fill(decision, template, params, s, at, own)
         if operation is not None and todo is not None and ctas:
             if _sorts_tiles(decision, s):
-                todo.scratch, todo.ticket = -(-(own + mask_bytes) // _ALIGNED) * _ALIGNED, at + s.tile_counter_offset
+                todo.scratch, todo.arrivals = -(-(own + mask_bytes) // _ALIGNED) * _ALIGNED, at + s.tile_counter_offset
             launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity

@@ -13,7 +13,7 @@ struct BlockMaskParams {
   const int64_t* mask_indptr;
   RowTile* tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
   void* scratch;
-  uint32_t* ticket;
+  uint32_t* arrivals;
   uint8_t* block_mask;  // [work units of one kv head], a tile's from its work_begin on
   int32_t num_tiles;    // a divisor of the grid
   int32_t tile_rows;
@@ -36,7 +36,7 @@ struct BuildBlockMask {
     for (int first = tile.kv_begin + 32 * part; first < tile.kv_end; first += 32 * parts) {
       cost += classify(p, tile, first);
     }
-    TileOrder(p.tiles, p.num_tiles, p.scratch, p.ticket).sort_after(cost);
+    TileOrder(p.tiles, p.num_tiles, p.scratch, p.arrivals).sort_after(cost);
   }
 
  private:

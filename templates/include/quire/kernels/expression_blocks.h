@@ -17,7 +17,7 @@ namespace quire {
 struct ExpressionBlocksParams {
   RowTile* tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
   void* scratch;
-  uint32_t* ticket;
+  uint32_t* arrivals;
   int32_t num_tiles;  // a divisor of the grid
   int32_t tile_rows;
   int32_t tile_kv;
@@ -69,7 +69,7 @@ struct BuildExpressionBlocks {
       store(p, tile, kv, seen);
       if (seen.is_visible) cost += seen.is_full ? TileOrder::kFullCost : TileOrder::kMaskedCost;
     }
-    TileOrder(p.tiles, p.num_tiles, p.scratch, p.ticket).sort_after(cost);
+    TileOrder(p.tiles, p.num_tiles, p.scratch, p.arrivals).sort_after(cost);
   }
 
   struct Place {

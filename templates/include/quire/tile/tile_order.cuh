@@ -13,13 +13,13 @@ class TileOrder {
  public:
   static constexpr int kFullCost = 3, kMaskedCost = 5;  // of a KV tile
 
-  // scratch: [num_tiles] row tiles, then a number for each CTA. ticket: 0 between launches. Either may be null: no
-  // order.
-  QUIRE_DEVICE TileOrder(RowTile* tiles, int num_tiles, void* scratch, uint32_t* ticket)
+  // scratch: [num_tiles] row tiles, then a number for each CTA; null: no order. arrivals: counts CTAs, 0 between
+  // launches.
+  QUIRE_DEVICE TileOrder(RowTile* tiles, int num_tiles, void* scratch, uint32_t* arrivals)
       : tiles_(tiles),
         sorted_(static_cast<RowTile*>(scratch)),
         costs_(reinterpret_cast<uint32_t*>(sorted_ + num_tiles)),
-        ticket_(ticket),
+        arrivals_(arrivals),
         num_tiles_(num_tiles),
         num_ctas_(static_cast<int>(gridDim.x)) {}
 
@@ -35,7 +35,7 @@ class TileOrder {
     if (thread == 0) {
       costs_[blockIdx.x] = total;
       __threadfence();
-      is_last = atomicInc(ticket_, gridDim.x - 1) == gridDim.x - 1;
+      is_last = atomicInc(arrivals_, gridDim.x - 1) == gridDim.x - 1;
       __threadfence();
     }
     __syncthreads();
@@ -80,7 +80,7 @@ class TileOrder {
   }
 
   RowTile *tiles_, *sorted_;
-  uint32_t *costs_, *ticket_;
+  uint32_t *costs_, *arrivals_;
   int num_tiles_, num_ctas_;
 };
 
