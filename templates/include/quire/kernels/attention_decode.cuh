@@ -171,9 +171,11 @@ class AttentionDecode {
 
   // Computes the KV split's keys of KV tile tile_, which are loaded or still on their way to `stage`.
   QUIRE_DEVICE void compute(int stage) {
+    // Not behind the products: the next load waits for all reads, and would for one that has just begun.
+    take_bias(0);
     ptx::cp_async_wait<kStages - 1>();
     sync_split();  // the copies of every lane have arrived
-    attend(stage, tile_ * kTileKv + kv_split() * Shape::kSplitTokens);
+    attend(stage, first_key());
     sync_split();  // every lane has read them: the stage can be loaded
   }
 
@@ -186,9 +188,7 @@ class AttentionDecode {
     for (int b = 0; b < Shape::kSplitTokens / kBlock; ++b, key += kBlock) {
       if (key >= keys_.any.end || key + kBlock <= keys_.any.begin) continue;
       Accumulator<kM, kBlock> s;
-      if constexpr (Bias::kExists) {
-        if (bias_.key != key) bias_.read(LogitsTransform<V, Math>(p_), logits_tile(key), has_low_rows());
-      }
+      if (b > 0) take_bias(b);
       if constexpr (kHasRope) {
         mma_rotated_keys<T, typename V::Kv, kM, kBlock, kQk>(s, q_, k_tile(stage), b, lane_, key, rotations_);
       } else {
@@ -200,8 +200,6 @@ class AttentionDecode {
       if constexpr (Bias::kExists) {
         bias_.add(s, transform.scale);
         if (!keys_.all.covers({key, key + kBlock})) hide_logits(s, transform, logits_tile(key));
-        const bool is_last = b + 1 == Shape::kSplitTokens / kBlock;
-        bias_.read(transform, logits_tile(is_last ? key - b * kBlock + kTileKv : key + kBlock), has_low_rows());
       } else if constexpr (kHasRamps) {
         ramps_.move(1.f, key);
         ramps_.add(s, transform.scale, logits_tile(key));
@@ -218,6 +216,21 @@ class AttentionDecode {
         softmax_.template exponentiate<T>(s, scale, i, weights);
         mma_values<T, typename V::Kv>(o_, weights, v, b * (kBlock / 16) + i, lane_);
       }
+    }
+  }
+
+  // The first key of the KV split in KV tile tile_.
+  QUIRE_DEVICE int first_key() const { return tile_ * kTileKv + kv_split() * Shape::kSplitTokens; }
+
+  // The biases of block b of the KV split's keys, and a start on those of the next block.
+  QUIRE_DEVICE void take_bias(int b) {
+    if constexpr (Bias::kExists) {
+      const LogitsTransform<V, Math> transform(p_);
+      const bool is_last = b + 1 == Shape::kSplitTokens / kBlock;
+      const int key = first_key() + b * kBlock, next_key = is_last ? first_key() + kTileKv : key + kBlock;
+      if (!bias_.has_next(key)) bias_.read(transform, logits_tile(key), has_low_rows());
+      bias_.advance();
+      bias_.read(transform, logits_tile(next_key), has_low_rows());
     }
   }
 

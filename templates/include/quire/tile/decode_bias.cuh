@@ -1,5 +1,5 @@
-// A score that adds a bias, in decode: the biases of a warp's next block of keys are read from memory while the block
-// before it is computed.
+// A score that adds a bias, in decode: the biases of a warp's next block of keys are on their way from memory while a
+// block is computed.
 #pragma once
 #include "quire/tile/logits.cuh"
 
@@ -15,17 +15,22 @@ struct BiasAhead {
 template <class V, class Math, int kN, bool kFits>
 struct BiasAhead<V, Math, kN, kFits, true> {
   static constexpr bool kExists = true;
-  Accumulator<1, kN> bias;
-  int key;  // of the block
+  Accumulator<1, kN> bias, next;
+  int next_key;  // -1: none
 
   QUIRE_DEVICE void clear() {
-    key = -1;
-    bias.clear();
+    next_key = -1;
+    bias.clear(), next.clear();
   }
 
-  // has_low_rows: whether some of the lower eight rows exist. Groups of up to eight heads have none.
+  QUIRE_DEVICE bool has_next(int key) const { return next_key == key; }
+  // To the block that was read last.
+  QUIRE_DEVICE void advance() { bias = next; }
+
+  // Starts to read a block. has_low_rows: whether some of the lower eight rows exist. Groups of up to eight heads have
+  // none.
   QUIRE_DEVICE void read(const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, bool has_low_rows) {
-    key = tile.key;
+    next_key = tile.key;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (i == 1 && !has_low_rows) continue;
@@ -34,7 +39,7 @@ struct BiasAhead<V, Math, kN, kFits, true> {
       for (int n = 0; n < kN / 8; n += 2) {
         const LogitsPlace<V> place = {tile, i, qo_idx, 8 * n};
         const Four<float> x = Math::as_logits(V::template bias<Math>(transform.operands, place));
-        float *left = bias.at[0][n] + 2 * i, *right = bias.at[0][n + 1] + 2 * i;
+        float *left = next.at[0][n] + 2 * i, *right = next.at[0][n + 1] + 2 * i;
         left[0] = x.at[0], left[1] = x.at[1], right[0] = x.at[2], right[1] = x.at[3];
       }
     }
