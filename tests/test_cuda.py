@@ -136,7 +136,7 @@ class Memory:
     """Bytes of a GPU, as torch takes them."""
 
     def __init__(self, address: int, size: int) -> None:
-        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, True), "version": 3}
+        self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
     def read(self) -> bytes:
         return torch.as_tensor(self, device="cuda").cpu().numpy().tobytes()
@@ -177,13 +177,13 @@ def test_row_tiles_that_see_most_come_first(name, of_variant, in_graph):
     copied = Memory(at, sizes.num_tiles * tile_bytes).read()
     tiles = [RowTile.from_buffer_copy(copied, i * tile_bytes) for i in range(sizes.num_tiles)]
     places = {(tile.request, tile.row_begin) for tile in tiles}
-    assert len(places) == sizes.num_tiles == n * (length * 4 // wrapper._attention.decision.key.tile_rows)
+    assert len(places) == sizes.num_tiles == n * -(-length * 4 // wrapper._attention.decision.key.tile_rows)
     units = max(tile.work_begin + tile.kv_end - tile.kv_begin for tile in tiles)
     costs = costs_of(tiles, Memory(params.operands.block_mask if of_variant else params.block_mask, units).read())
     buckets = [cost * 255 // max(costs) for cost in costs]
     assert buckets == sorted(buckets, reverse=True) and len(set(buckets)) > 10
     spans = [tile.kv_end - tile.kv_begin for tile in tiles]
-    assert spans != sorted(spans, reverse=True), "the host's order"
+    assert not of_variant or spans != sorted(spans, reverse=True), "the host's order"
     out = wrapper.run(p.q, p.k, p.v)
     alone = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cuda"), backend="quire:fa2")
     plan_ragged(alone, p, plan={"custom_mask": mask, "causal": False})
