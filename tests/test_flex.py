@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import operator
+import random
 import warnings
 
 import pytest
@@ -138,9 +140,8 @@ def parts(device: str) -> dict[str, tuple[object, tuple[bool, int, bool]]]:
     }
 
 
-@pytest.mark.parametrize("name", parts("cpu"))
-def test_parts_of_masks_that_kernels_have(name, device):
-    function, expected = parts(device)[name]
+def check_mask(function: object, device: str) -> BlockMask:
+    """One layer under the mask, with its lse."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = draw(device, HEADS, Q_LEN, dtype), *(draw(device, HEADS, KV_LEN, dtype) for _ in range(2))
     mask = create_block_mask(function, BATCH, None, Q_LEN, KV_LEN, device=device)
@@ -149,8 +150,39 @@ def test_parts_of_masks_that_kernels_have(name, device):
     assert (o - truth).abs().max() < (1e-5 if device == "cpu" else 2e-2)
     assert torch.equal(lse.isinf(), of_rows.isinf())
     assert (lse - of_rows).nan_to_num(0.0).abs().max() < 1e-4
-    options = quire.flex._plans[mask][1].spec.options
+    return mask
+
+
+@pytest.mark.parametrize("name", parts("cpu"))
+def test_parts_of_masks_that_kernels_have(name, device):
+    function, expected = parts(device)[name]
+    options = quire.flex._plans[check_mask(function, device)][1].spec.options
     assert (options.causal, options.logits.window_left, options.variant is not None) == expected
+
+
+#: Sides of a comparison; the first ones depend on a query or a key.
+SIDES = (
+    lambda i, j, c: i + c, lambda i, j, c: j - c, lambda i, j, c: i - j, lambda i, j, c: j + c - i,
+    lambda i, j, c: -(j - i), lambda i, j, c: c - j, lambda i, j, c: -i, lambda i, j, c: c,
+)  # fmt: skip
+OPERATORS = (operator.lt, operator.le, operator.gt, operator.ge)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(12))
+def test_random_comparisons_of_indices(seed, device):
+    """One to three, also of which none or all keys pass."""
+    rng = random.Random(seed)
+    drawn = [(rng.choice(OPERATORS), rng.choice(SIDES[:-1]), rng.choice(SIDES)) for _ in range(rng.randint(1, 3))]
+    numbers = [rng.choice((0, 1, 5, -7, KV_LEN - Q_LEN)) for _ in drawn]
+
+    def mask(b, h, i, j):
+        shown = j >= 0
+        for (compare, left, right), c in zip(drawn, numbers, strict=True):
+            shown = shown & compare(left(i, j, c), right(i, j, -c))
+        return shown
+
+    check_mask(mask, device)
 
 
 def branches(score, b, h, q_idx, kv_idx):
