@@ -68,6 +68,14 @@ def documents(device: torch.device, batch: int, length: int, count: int = 12) ->
     return {"documents": number.expand(batch, length).contiguous().to(device)}
 
 
+def document_indptr(number: torch.Tensor) -> torch.Tensor:
+    """Where documents begin, and the end of the last. number: [requests, length], of each token's document."""
+    new = torch.ones_like(number, dtype=torch.bool)
+    new[:, 1:] = number[:, 1:] != number[:, :-1]
+    begins = new.flatten().nonzero()[:, 0]
+    return torch.cat([begins, begins.new_tensor([number.numel()])]).int().cpu()
+
+
 def prefix(device: torch.device, batch: int, _: int) -> Mapping[str, Any]:
     """1024 tokens."""
     return {"prefix": torch.full((batch,), 1024, dtype=torch.int32, device=device)}
@@ -125,14 +133,12 @@ class Prefill:
     def prepare(self, row: Row) -> tuple[timing.Call, Result]:
         """A launch of a row, which has been checked."""
         operands = dict(row.operands(self.device, self.batch, self.length))
-        variant, indptr = row.variant, torch.arange(self.batch + 1, dtype=torch.int32) * self.length
-        if row.of_requests:
-            variant, indptr = None, self._document_indptr(operands["documents"])
         of_mask = row.variant.expression.mask_operands if row.variant else frozenset()
         planned = {name: x for name, x in operands.items() if name in of_mask}
         given = {name: x for name, x in operands.items() if name not in of_mask}
-        if variant is None:
-            planned.clear()
+        variant, indptr = row.variant, torch.arange(self.batch + 1, dtype=torch.int32) * self.length
+        if row.of_requests:
+            variant, indptr, planned = None, document_indptr(operands["documents"]), {}
         wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(self.workspace, variant=variant)
         wrapper.plan(
             indptr, indptr, *self.heads, 128, causal=row.causal, q_data_type=torch.bfloat16, **row.plan, **planned
@@ -144,13 +150,6 @@ class Prefill:
         result = Result(row.name, math.nan, target=row.target, error=error)
         result.tflops = 4 * 128 * self.heads[0] * self._pairs(row, operands) / 1e6  # operations, until times are known
         return call, result
-
-    def _document_indptr(self, number: torch.Tensor) -> torch.Tensor:
-        """Where documents begin, and the end of the last."""
-        new = torch.ones_like(number, dtype=torch.bool)
-        new[:, 1:] = number[:, 1:] != number[:, :-1]
-        begins = new.flatten().nonzero()[:, 0]
-        return torch.cat([begins, begins.new_tensor([number.numel()])]).int().cpu()
 
     def _error(self, row: Row, out: torch.Tensor, operands: Mapping[str, Any]) -> float:
         variant = row.variant or identity
@@ -217,7 +216,10 @@ def flex_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, score: Any, mas
     torch._dynamo.config.recompile_limit = 64  # of one function: each row compiles it anew
     attend = torch.compile(flex_attention, dynamic=False)
     blocks = mask and create_block_mask(mask, None, None, q.shape[2], k.shape[2], device=str(q.device))
-    call = lambda _: attend(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=True)  # noqa: E731
+
+    def call(_: int) -> Any:
+        return attend(q, k, v, score_mod=score, block_mask=blocks, enable_gqa=True)
+
     call(0)
     return call
 

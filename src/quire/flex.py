@@ -229,6 +229,8 @@ def _traced(
     """The variant of both functions, without the parts of the mask that kernels have built in; these parts; and the
     tensors that the variant reads.
     """
+    if score_mod is mask_mod is None:
+        return None, MaskParts(), {}
     tracer = _Capturing()
     index = {name: tracer.value("index", "int", value=name) for name in ("request", "head", "q_idx", "kv_idx")}
     places = tuple(index.values())

@@ -16,9 +16,9 @@ _MOST = 1 << 29  #: of lengths and constants; sums of four do not wrap in 32 bit
 class MaskParts(NamedTuple):
     """A mask in parts, all of which a key must pass."""
 
-    causal: bool
-    window_left: int  #: -1: none
-    rest: Node | None  #: the expression that is left
+    causal: bool = False
+    window_left: int = -1  #: -1: none
+    rest: Node | None = None  #: the expression that is left
 
 
 class _Linear(NamedTuple):
@@ -75,10 +75,10 @@ def _built_in(condition: Node, offset: int) -> MaskParts | None:
     slack = greater.plus(less, -1)  # not negative where the condition holds, or positive
     slack = slack._replace(constant=slack.constant - (condition.op in ("lt", "gt")))
     if slack == (1, -1, offset):
-        return MaskParts(causal=True, window_left=-1, rest=None)
+        return MaskParts(causal=True)
     width = slack.constant + offset
     is_window = slack[:2] == (-1, 1) and width >= 0
-    return MaskParts(causal=False, window_left=width, rest=None) if is_window else None
+    return MaskParts(window_left=width) if is_window else None
 
 
 def _linear(node: Node) -> _Linear | None:

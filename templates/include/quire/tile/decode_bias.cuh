@@ -24,7 +24,7 @@ struct BiasAhead<V, Math, kN, kFits, true> {
   }
 
   QUIRE_DEVICE bool has_next(int key) const { return next_key == key; }
-  // To the block that was read last.
+  // The block that was read last becomes the present one.
   QUIRE_DEVICE void advance() { bias = next; }
 
   // Starts to read a block. has_low_rows: whether some of the lower eight rows exist. Groups of up to eight heads have

@@ -1,6 +1,6 @@
 // The order of row tiles by what a block mask leaves of them. The host has put them in order by what they could see,
-// and a launch ends as late as the last of them: long row tiles come first. Only for row tiles that no partition counts
-// on.
+// and a launch ends as late as the last of them: long row tiles come first. Not for a schedule with partitions, which
+// refer to row tiles by their places.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
