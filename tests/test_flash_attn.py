@@ -13,7 +13,7 @@ import oracle
 import quire
 from calls import capture
 from problems import ints
-from quire.compat import flash_attn, recent_plans
+from quire.compat import flash_attn
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
@@ -259,29 +259,30 @@ def test_one_graph_for_a_cache_of_any_lengths():
         graph.replay()
         k, v = (torch.cat([part[:n] for part, n in zip(old, now, strict=True)]) for old in c.old)
         check(out[:, 0], None, q[:, 0], k, v, (1,) * 4, now)
-    cu = offsets((1,) * 4, device), offsets(now, device)  # no capture copies them to the GPU
+    cu = offsets((1,) * 4, device), offsets(now, device)
+    wide = {"causal": False, "window_size": (-1, 3)}  # whose mask the host makes
     with capture(), pytest.raises(quire.PlanError, match="captured"):
-        flash_attn_varlen_func(q[:, 0], k, v, *cu, 1, 9)
+        flash_attn_varlen_func(q[:, 0], k, v, *cu, 1, 9, **wide)
 
 
-def test_layers_of_one_batch_plan_once(monkeypatch):
-    plans = []
-    made = recent_plans._plan
+def test_layers_of_one_batch_plan_twice(monkeypatch):
+    """The second call is recorded, and the others repeat it."""
+    plans, made = [], flash_attn.Attention
 
     def count(*arguments):
         plans.append(arguments)
         return made(*arguments)
 
-    monkeypatch.setattr(recent_plans, "_plan", count)
+    monkeypatch.setattr(flash_attn, "Attention", count)
     q, k, v = ragged(torch.float32, "cpu")
     cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")
-    for layer in range(3):
+    for layer in range(5):
         out = flash_attn_varlen_func(q + layer, k, v, *cu, 17, 20)
         check(out, None, q + layer, k, v)
-    assert len(plans) == 1
-    cu[1][1] -= 1  # in place: another batch, whose plan is another
-    check(flash_attn_varlen_func(q, k, v, *cu, 17, 20), None, q, k, v, kv_lens=(19, 10, 17, 0))
     assert len(plans) == 2
+    cu[1].numpy()[1] -= 1  # in place, which torch does not notice: another batch, whose plan is another
+    check(flash_attn_varlen_func(q, k, v, *cu, 17, 20), None, q, k, v, kv_lens=(19, 10, 17, 0))
+    assert len(plans) == 3
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, noop_mask
 
 import quire
+from quire.runtime import plan_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 70
 SOURCE = torch.Generator().manual_seed(11)
@@ -111,12 +112,13 @@ def reference_of_equal_lengths(q: Tensor, k: Tensor, v: Tensor, cap: float) -> T
 def test_a_plan_is_kept_with_its_block_mask():
     q, k, v = draw("cpu", HEADS, Q_LEN, torch.float32), *(draw("cpu", HEADS, KV_LEN, torch.float32) for _ in range(2))
     mask = create_block_mask(causal, None, None, Q_LEN, KV_LEN, device="cpu")
-    first = quire.flex_attention(q, k, v, block_mask=mask)
-    plan = quire.flex._plans[mask]
-    assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), first)
-    assert quire.flex._plans[mask] is plan
-    quire.flex_attention(q[:1], k[:1], v[:1], block_mask=mask)
-    assert quire.flex._plans[mask] is not plan
+    first, plans = quire.flex_attention(q, k, v, block_mask=mask), plan_cache._plans.entries
+    known = [*plans]
+    for _ in range(3):
+        assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask), first)
+    assert [*plans] == known
+    assert torch.equal(quire.flex_attention(q[:1], k[:1], v[:1], block_mask=mask), first[:1])
+    assert len({*plans} - {*known}) == 1
 
 
 def parts(device: str) -> dict[str, tuple[object, tuple[bool, int, bool]]]:
@@ -156,8 +158,9 @@ def check_mask(function: object, device: str) -> BlockMask:
 @pytest.mark.parametrize("name", parts("cpu"))
 def test_parts_of_masks_that_kernels_have(name, device):
     function, expected = parts(device)[name]
-    options = quire.flex._plans[check_mask(function, device)][1].spec.options
-    assert (options.causal, options.logits.window_left, options.variant is not None) == expected
+    mask = check_mask(function, device)
+    options = [*plan_cache._plans.entries.values()][-1].plan.spec.options
+    assert (options.causal, options.logits.window_left, options.variant is not None) == expected, mask  # which keeps it
 
 
 #: Sides of a comparison of i - j with a number.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import weakref
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 
+import quire
 from quire.kernels import AttentionProblem, decide
 from quire.kernels.params import AttentionFa3Params, aligned_copy
 from quire.runtime import plan as plan_module
@@ -54,18 +54,25 @@ def test_what_a_kernel_plans_may_not(problem):
 
 
 def test_a_kernel_plans_again_for_other_lengths(problem):
-    """Of the same shapes; nothing of a call's tensors is kept."""
+    """Of the same shapes, in other memory."""
     made = [Lengths(torch.tensor([n]), torch.arange(128, dtype=torch.int32)[None] + n, 1, 16) for n in (2048, 7)]
     workspace = OwnWorkspace(torch.device("cpu"))
     plan = planner.make_plan_on_device(problem[0], made[0], problem[1], workspace, None)
-    first, tensors = bytes(plan._struct), [weakref.ref(tensor) for tensor in plan._made]
+    first = bytes(plan._struct)
     plan.plan_again(made[1], workspace)
     assert plan._params.kv_indices == made[1].page_table.data_ptr() != made[0].page_table.data_ptr()
     assert plan._params.tiles and plan._params.partial_o and bytes(plan._struct) != first
-    tensors += [weakref.ref(tensor) for tensor in plan._made]
-    plan.release()
-    del made
-    assert [ref() for ref in tensors] == [None] * 8
+
+
+def test_a_table_of_pages_that_32_bits_cannot_number_is_copied():
+    table = torch.empty(3 << 30, dtype=torch.int32, device="meta").view(3, 1 << 30)[:, :4]
+    lengths = Lengths(torch.empty(3, device="meta"), table, 1, 16)
+    assert lengths.with_near_pages().page_table.stride() == (4, 1)
+    near = Lengths(torch.empty(3, device="meta"), table.contiguous(), 1, 16)
+    assert near.with_near_pages() is near
+    rows = Lengths(None, torch.empty(1 << 20, 2048, dtype=torch.int32, device="meta"), 1, 1)
+    with pytest.raises(quire.ValidationError, match="fewer requests"):
+        rows.with_near_pages()
 
 
 def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch):
@@ -83,8 +90,8 @@ def test_another_stream_that_reads_a_plan_is_told_to_torch(problem, monkeypatch)
     plan.copy_signature(b"", None)
     for stream in (0, 5, 5, 0):
         plan.run(stream, [0, 0, 0, 0], None, None, 1.0, 1.0, None, None, 1.0, None)
-    assert [stream for _, stream in told] == ["another stream"] * 2
-    assert {pointer for pointer, _ in told} == {bits.data_ptr(), plan._params.partial_o}
+    assert [stream for _, stream in told] == ["another stream"]  # the bits: each run has partial results of its own
+    assert {pointer for pointer, _ in told} == {bits.data_ptr()}
 
 
 def test_parameters_with_tensor_maps_are_copied_to_where_these_may_lie():

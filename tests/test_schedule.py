@@ -22,7 +22,7 @@ from quire.errors import ValidationError
 from quire.kernels import TileShape
 from quire.kernels.params import MergeGroup, Partition, RowTile
 from quire.runtime.graph import GraphState
-from quire.runtime.schedule import Indices, Lengths, make_schedule, num_row_tiles, schedule_input
+from quire.runtime.schedule import Indices, Lengths, check_fits_on_device, make_schedule, schedule_input
 from quire.types import MaskMode
 
 
@@ -557,14 +557,14 @@ def test_a_batch_that_is_too_large(indices, changes, words):
 def test_a_batch_that_is_too_large_on_a_gpu():
     """Only shapes are known there."""
     lengths = Lengths(torch.zeros(2, dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32), 1 << 20, 64)
-    assert num_row_tiles(lengths, template()) == 2 << 13
+    check_fits_on_device(lengths, template())
     for changes in (
         {"group_size": 1 << 10},
         {"num_kv_heads": 1 << 10},
         {"tile": TileShape(16, 16), "num_kv_heads": 65},
     ):
         with pytest.raises(ValidationError, match="2 requests of 1048576 query tokens"):
-            num_row_tiles(lengths, template(**changes))
+            check_fits_on_device(lengths, template(**changes))
 
 
 def test_an_empty_batch_begins_with_0():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,20 +13,19 @@ from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.block_tables import BlockTables, CacheParts, Scale, Target
 from quire.runtime.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor, refuse
-from quire.runtime.device_calls import keep_call, repeat_call
-from quire.runtime.graph import is_capturing
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.padded_queries import PaddedQueries
 from quire.runtime.planner import NO_OPERANDS
-from quire.runtime.schedule import Indices, Lengths
-from quire.runtime.target import current_stream
+from quire.runtime.replay import replayed
+from quire.runtime.schedule import Lengths
 from quire.runtime.variant_operands import of_plan_and_run, variant_of
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
 
 
+@replayed
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: float | torch.Tensor = 1.0,
@@ -91,6 +90,7 @@ def xqa_batch_decode_with_kv_cache(
     return result
 
 
+@replayed
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: float | torch.Tensor = 1.0,
@@ -181,17 +181,6 @@ def decode_block_tables(
         "sinks": sinks, "v_scale": v_scale.number, "enable_pdl": enable_pdl, "logits_scale_by": logits_scale.tensor,
         "o_scale_by": v_scale.tensor, "lse_unit": lse_unit,
     }  # fmt: skip
-    numbers = window_left, o_scale, logits_scale.number
-    words = layout, backend, out_dtype, pos_encoding, len(others)
-    is_plain = num_rows and mask is None and q_cu_seq_lens is None and variant is None
-    key = _kind(query, cache, indices, workspace, numbers, words) if is_plain else None
-    if key is not None:
-        statistics = _new_lse(query) if return_lse and lse is None else lse
-        again = repeat_call(
-            key, indices, workspace, query, cache.tensors, out=out, lse=statistics, others=others, **more
-        )
-        if again is not None:
-            return (again, statistics) if return_lse else again
     rows = {"batch_size * q_len_per_req": batch_size * q_len} if q_cu_seq_lens is None else {"q_cu_seq_lens[-1]": None}
     check_shape(query, "query", {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk})
     check_same_device(query, "query", device)
@@ -217,31 +206,16 @@ def decode_block_tables(
         q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
         if padded is not None and q_nope is not None:
             others = (padded.rows(q_nope), *others[1:])
-        attention = Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend)
-        attention.run(
+        Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend).run(
             q, cache.as_given, out=o, lse=statistics, return_lse=False, q_scale=None, k_scale=None, window_left=None,
             others=others, operands=operands, **more,
         )  # fmt: skip
         if padded is not None:
             padded.unpad((o, target.result), (statistics, lse))
-        if key is not None and o is target.caller:
-            keep_call(key, attention)
     elif sinks is not None:
         check_tensor(sinks, "sinks")
     result = target.finish()
     return (result, lse) if return_lse else result
-
-
-def _kind(
-    query: torch.Tensor, cache: CacheParts, indices: Indices | Lengths, workspace: Workspace, numbers: tuple[Any, ...],
-    words: tuple[Any, ...],
-) -> Hashable | None:  # fmt: skip
-    """A key by which later calls of the same kind are recognised; None if the host plans, or in a capture."""
-    device = workspace.device
-    if not isinstance(indices, Lengths) or is_capturing(device):
-        return None
-    place = device, current_stream(device), workspace.most_bytes
-    return numbers, *map(type, numbers), words, indices.kind, cache[1:], query.shape, query.dtype, place
 
 
 def _new_lse(query: torch.Tensor) -> torch.Tensor:

@@ -13,12 +13,14 @@ from quire.runtime.block_tables import CacheParts, Scale
 from quire.runtime.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.lse_layout import LN2
+from quire.runtime.replay import replayed
 from quire.runtime.schedule import Lengths
 from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 from quire.runtime.workspace import UserWorkspace, Workspace
 from quire.types import KVLayout
 
 
+@replayed
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
     kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor | None,
@@ -118,6 +120,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     return (o, statistics if lse is None else lse) if return_lse else o
 
 
+@replayed
 def xqa_batch_decode_with_kv_cache_mla(
     query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
     kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,

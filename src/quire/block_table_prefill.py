@@ -9,25 +9,28 @@ import torch
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result
-from quire.runtime.block_tables import CacheParts, Scale, Target, check_lengths, indices_of
+from quire.runtime.block_tables import BlockTables, CacheParts, Scale, Target, check_lengths, indices_of
 from quire.runtime.checks import (
     check_flags,
     check_positive,
     check_same_device,
     check_shape,
     check_tensor,
+    device_indices,
     host_indices,
     last_entry,
     refuse,
 )
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
-from quire.runtime.schedule import Indices
+from quire.runtime.replay import replayed
+from quire.runtime.schedule import LEAST_TILE, Indices, Lengths
 from quire.runtime.variant_operands import of_plan_and_run, variant_of
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout
 
 
+@replayed
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_q_len: int, max_kv_len: int, bmm1_scale: float | torch.Tensor,
@@ -50,8 +53,10 @@ def trtllm_batch_context_with_kv_cache(
 
     bmm1_scale is the whole factor of q . k, bmm2_scale the factor of the result: numbers, or tensors of one element,
     which are read on their device. window_left, sinks, causal, lse: as in a paged wrapper's plan() and run().
-    out_dtype: query's, or float8_e4m3fn. The scheduler runs on the host: if lengths are on a GPU, the call waits for
-    it. variant: a quire.Variant of the caller's own, whose operands are keywords.
+    out_dtype: query's, or float8_e4m3fn. If seq_lens and cum_seq_lens_q are on a GPU, only the GPU reads them: the host
+    does not wait, and the call may be captured in a CUDA graph; longer requests are then cut off at the end of the page
+    of token max_kv_len - 1. Caches of 8 bits and variants with a mask are planned on the host, which waits. variant: a
+    quire.Variant of the caller's own, whose operands are keywords.
 
     Returns [nnz_qo, num_qo_heads, head_dim], or with return_lse=True (result, lse), lse [nnz_qo, num_qo_heads] float32,
     base 2. Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
@@ -77,20 +82,26 @@ def trtllm_batch_context_with_kv_cache(
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     cache = CacheParts.of(kv_cache, layout)
     batch = (check_positive(batch_size, "batch_size"), block_tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv)
-    indices = host_batch(*batch, cache.page_size, max_q_len, max_kv_len)
-    nnz_qo = last_entry(indices.qo_indptr) if indices.qo_indptr is not None else 0
-    check_shape(
-        check_tensor(query, "query"), "query", {"nnz_qo": nnz_qo, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
-    )
+    rows: dict[str, int | None] = {"nnz_qo": None, "num_qo_heads": None, "head_dim": cache.head_dim_qk}
+    check_shape(check_tensor(query, "query"), "query", rows)
     check_same_device(query, "query", workspace.device)
     target = Target.of(out, query, cache.head_dim_vo, 1.0, out_dtype)
+    own = variant_of(variant)
+    needs_host = (own is not None and own.has_mask) or cache.tensors[0].itemsize == 1
+    indices: Indices | Lengths | None = None
+    if not needs_host:
+        indices = _device_batch(*batch, cache, query, target.result, max_q_len, max_kv_len)
+    if indices is None:
+        indices = host_batch(*batch, cache.page_size, max_q_len, max_kv_len)
+        assert indices.qo_indptr is not None
+        check_shape(query, "query", {**rows, "nnz_qo": last_entry(indices.qo_indptr)})
     logits_scale = Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True)
     v_scale = Scale.of(bmm2_scale, "bmm2_scale", workspace.device)
     options = PlanOptions(
         *heads(query.shape[1], cache.num_kv_heads), cache.head_dim_qk, cache.head_dim_vo,
         Types.of(query.dtype, cache.tensors[0].dtype, target.result.dtype),
         logits_options(cache.head_dim_qk, logits_scale.number, window_left, None, "NONE"), causal, cache.page_size,
-        variant=variant_of(variant),
+        variant=own,
     )  # fmt: skip
     of_mask, of_score = of_plan_and_run("trtllm_batch_context_with_kv_cache", options.variant, operands)
     if return_lse and lse is None:
@@ -102,6 +113,30 @@ def trtllm_batch_context_with_kv_cache(
     )  # fmt: skip
     result = target.finish()
     return (result, lse) if return_lse else result
+
+
+def _device_batch(
+    batch_size: int, block_tables: Any, seq_lens: Any, cum_seq_lens_q: Any, cum_seq_lens_kv: Any, cache: CacheParts,
+    query: torch.Tensor, out: torch.Tensor, max_q_len: int, max_kv_len: int,
+) -> Lengths | None:  # fmt: skip
+    """The batch for a plan on the GPU; None if the host has to plan."""
+    arrays = (check_tensor(seq_lens, "seq_lens"), check_tensor(cum_seq_lens_q, "cum_seq_lens_q"))
+    if not query.is_cuda or any(tensor.is_cpu for tensor in arrays):
+        return None
+    check_positive(max_q_len, "max_q_len")
+    check_shape(check_tensor(cum_seq_lens_kv, "cum_seq_lens_kv"), "cum_seq_lens_kv", {"batch_size + 1": batch_size + 1})
+    check_shape(arrays[1], "cum_seq_lens_q", {"batch_size + 1": batch_size + 1})
+    tables = BlockTables.of(block_tables, seq_lens, query.device)
+    check_shape(tables.seq_lens, "seq_lens", {"batch_size": batch_size})
+    lengths = tables.indices(0, cache.page_size, check_positive(max_kv_len, "max_kv_len"))
+    assert isinstance(lengths, Lengths)
+    check_same_device(arrays[1], "cum_seq_lens_q", query.device)
+    lengths = lengths._replace(
+        qo_indptr=device_indices(arrays[1], "cum_seq_lens_q"), num_rows=query.shape[0],
+        results=(out if out.is_contiguous() else None, None),
+    )  # fmt: skip
+    heads_of_one = query.shape[1] // cache.num_kv_heads
+    return lengths if lengths.can_be_counted(*LEAST_TILE, cache.num_kv_heads, heads_of_one) else None
 
 
 def host_batch(

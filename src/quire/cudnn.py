@@ -27,6 +27,7 @@ from quire.runtime.checks import (
 from quire.runtime.graph import refuse_capture
 from quire.runtime.lse_layout import LN2
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
+from quire.runtime.replay import replayed
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout, dtype_of
@@ -37,6 +38,7 @@ __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cach
 _MOST_LSE = 2**30
 
 
+@replayed
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float | torch.Tensor,
     workspace_buffer: torch.Tensor, *, max_sequence_kv: int, actual_seq_lens_kv: torch.Tensor | None = None,
@@ -89,6 +91,7 @@ def cudnn_batch_decode_with_kv_cache(
     )  # fmt: skip
 
 
+@replayed
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, workspace_buffer: torch.Tensor, *,
     max_token_per_sequence: int, max_sequence_kv: int, actual_seq_lens_q: torch.Tensor | None = None,

@@ -25,6 +25,7 @@ from quire.runtime.layout import PagedCache
 from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
+from quire.runtime.replay import replayed
 from quire.runtime.schedule import Indices
 from quire.runtime.shared_prefixes import with_shared_prefixes
 from quire.runtime.variant_operands import by_position, variant_of, variant_of_module
@@ -298,6 +299,7 @@ def single_decode_with_kv_cache(
 def single_decode_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
 ) -> Result: ...
+@replayed
 def single_decode_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,

@@ -22,6 +22,7 @@ from quire.runtime.checks import (
 )
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import LogitsOptions, PlanOptions, Types, heads, logits_options
+from quire.runtime.replay import replayed
 from quire.runtime.schedule import Indices
 from quire.runtime.workspace import UserWorkspace
 from quire.types import KVLayout
@@ -75,6 +76,7 @@ class _Inputs(NamedTuple):
         return self.k, self.v
 
 
+@replayed
 def trtllm_fmha_v2_prefill(
     qkv: Any, input_layout: str, workspace_buffer: torch.Tensor, seq_lens: torch.Tensor, max_q_len: int,
     max_kv_len: int, bmm1_scale: float, bmm2_scale: float, batch_size: int, cum_seq_lens_q: torch.Tensor,
@@ -221,7 +223,7 @@ def _logits(
         if not isinstance(value, int):
             raise ValidationError(f"{name}: expected an integer, got {value!r}.")
     mask = mask_mode.lower() if isinstance(mask_mode, str) else mask_mode
-    if mask not in _MASKS:
+    if not isinstance(mask, str) or mask not in _MASKS:
         raise ValidationError(f"mask_mode: expected one of {', '.join(_MASKS)}, got {mask_mode!r}.")
     if (chunk > 0) != (mask == "chunked"):
         raise ValidationError(f"chunked_attention_size: expected it with mask_mode='chunked' alone, got {chunk}.")

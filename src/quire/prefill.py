@@ -29,6 +29,7 @@ from quire.runtime.multi_item import with_items
 from quire.runtime.one_request import attend_one
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, memoised, split_size
 from quire.runtime.repeated import check_repeated, host_lens
+from quire.runtime.replay import replayed
 from quire.runtime.schedule import Indices
 from quire.runtime.variant_operands import by_position, takes_sinks, variant_of, variant_of_module
 from quire.runtime.widened_queries import check_scales
@@ -495,6 +496,7 @@ def single_prefill_with_kv_cache(
 def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
 ) -> Result: ...
+@replayed
 def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
     scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: torch.dtype | None = None,
@@ -564,7 +566,7 @@ def single_prefill_with_kv_cache_with_jit_module(
     torch.Size([3, 8, 64])
     """
     variant = variant_of_module(jit_module)
-    if mask_mode not in (0, 1):
+    if not is_choice(mask_mode, (0, 1)):
         raise ValidationError(
             f"mask_mode: expected 0 (none) or 1 (causal), got {mask_mode!r}: write another mask into the variant."
         )

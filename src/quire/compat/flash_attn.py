@@ -32,18 +32,29 @@ import torch
 
 from quire.alibi import get_alibi_slopes
 from quire.compat.flash_attn_cache import Cache, rotated, sizes, tensor_of
-from quire.compat.recent_plans import RecentPlans, Source
 from quire.compat.rows import equal_lengths, token_pages
 from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.attention import AttentionSpec
+from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.bits import kv_lens, qo_lens
 from quire.runtime.block_tables import check_lengths, indices_of
-from quire.runtime.checks import batch_size_of, check_flags, check_shape, check_tensor, host_indices, scalar, to_int32
+from quire.runtime.checks import (
+    batch_size_of,
+    check_flags,
+    check_shape,
+    check_tensor,
+    device_indices,
+    host_indices,
+    scalar,
+    to_int32,
+)
 from quire.runtime.graph import refuse_capture
 from quire.runtime.lse_layout import LN2
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options, split_size
-from quire.runtime.schedule import Indices, Lengths
+from quire.runtime.replay import replayed
+from quire.runtime.schedule import LEAST_TILE, Indices, Lengths
+from quire.runtime.workspace import OwnWorkspace
+from quire.types import KVLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -94,7 +105,7 @@ class _CacheKeywords(_Scores, total=False):
     num_splits: int
 
 
-_recent, _none = RecentPlans(), RecentPlans(most=0)
+Source = torch.Tensor | None  #: a tensor that describes a batch
 
 
 class _Scoring(NamedTuple):
@@ -165,6 +176,7 @@ def flash_attn_func(
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 @overload
 def flash_attn_func(*args: Any, **options: Any) -> Result: ...
+@replayed
 def flash_attn_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
@@ -196,6 +208,7 @@ def flash_attn_func(
     return (out, lse, None) if return_attn_probs else out
 
 
+@replayed
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
@@ -208,6 +221,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@replayed
 def flash_attn_qkvpacked_func(
     qkv: torch.Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: Window = _ALL, softcap: float = 0.0, alibi_slopes: torch.Tensor | None = None,
@@ -235,6 +249,7 @@ def flash_attn_varlen_func(
 ) -> tuple[torch.Tensor, torch.Tensor, None]: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(*args: Any, **options: Any) -> Result: ...
+@replayed
 def flash_attn_varlen_func(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int | torch.Tensor, max_seqlen_k: int | torch.Tensor, dropout_p: float = 0.0,
@@ -276,6 +291,7 @@ def flash_attn_varlen_func(
     return (out, lse.t().contiguous(), None) if lse is not None else out
 
 
+@replayed
 def flash_attn_varlen_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
@@ -290,6 +306,7 @@ def flash_attn_varlen_kvpacked_func(
     )  # fmt: skip
 
 
+@replayed
 def flash_attn_varlen_qkvpacked_func(
     qkv: torch.Tensor, cu_seqlens: torch.Tensor, max_seqlen: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False, window_size: Window = _ALL, softcap: float = 0.0,
@@ -315,6 +332,7 @@ def flash_attn_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(*args: Any, **options: Any) -> Result: ...
+@replayed
 def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor | None = None,
     v: torch.Tensor | None = None, rotary_cos: torch.Tensor | None = None, rotary_sin: torch.Tensor | None = None,
@@ -363,7 +381,7 @@ def flash_attn_with_kvcache(
         cache = cache.append(k, v)
     elif rotary_cos is not None:
         raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
-    lens, pages = (cache.lens.clamp(min=0), cache.pages) if cache.leftpad is None else cache.without_padding()
+    lens, pages = (cache.lens, cache.pages) if cache.leftpad is None else cache.without_padding()
     page_k, page_v = cache.tensors if cache.leftpad is None else (token_pages(t) for t in cache.tensors)
     out, lse = _attend_equal(q, page_k, page_v, (None, None, lens, pages), scoring, s_aux, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
@@ -391,39 +409,38 @@ def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
     sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
     seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
-    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int, *,
-    plans: RecentPlans = _none,
+    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int,
 ) -> None:  # fmt: skip
     """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
     seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
     """
+    if not q.shape[0]:
+        return
     page_size = 0 if block_table is None else k.shape[1]
     options = PlanOptions(
         *heads(q.shape[1], k.shape[-2]), q.shape[2], v.shape[-1], Types.of(q.dtype, k.dtype, None),
         logits_options(q.shape[2], softmax_scale, left, softcap, "ALIBI" if has_alibi else "NONE"), causal, page_size,
         split_size(None, num_splits == 1),
     )  # fmt: skip
-
-    def spec() -> AttentionSpec:
-        indices = _indices(q, cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size, right > 0)
-        mask = _right_window(indices, right, q.device) if isinstance(indices, Indices) and right > 0 else None
-        return AttentionSpec(indices, options, mask)
-
-    sources = cu_seqlens_q, cu_seqlens_k, seq_lens, block_table
-    if not q.shape[0]:
-        return
-    attention = plans.get((options, qo_len, right), sources, q.device, spec)
-    rows = attention.spec.nnz_qo
+    batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
+    lengths = None if right > 0 else batch.on_device(q, k, (out, lse), options)
+    if lengths is not None:
+        spec = AttentionSpec(lengths, options)
+    else:
+        indices = batch.on_host(q.device)
+        spec = AttentionSpec(indices, options, _right_window(indices, right, q.device) if right > 0 else None)
+    rows = spec.nnz_qo
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
-    sinks = None if sinks is None else sinks.detach().float().contiguous()
-    attention.run(
-        q[:rows], (k, v), out=out[:rows], lse=None if lse is None else lse[:rows], return_lse=False, sinks=sinks,
-        q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None, lse_unit=LN2,
+    Attention(spec, KVLayout.NHD, OwnWorkspace(q.device), "auto").run(
+        q[:rows], (k, v), out=out[:rows], lse=None if lse is None else lse[:rows], return_lse=False,
+        sinks=None if sinks is None else sinks.detach().float().contiguous(), q_scale=None, k_scale=None, v_scale=None,
+        window_left=None, enable_pdl=None, lse_unit=LN2,
     )  # fmt: skip
-    out[rows:].zero_()
-    if lse is not None:
-        lse[rows:].fill_(-math.inf)
+    if rows < q.shape[0]:
+        out[rows:].zero_()
+        if lse is not None:
+            lse[rows:].fill_(-math.inf)
 
 
 _record = operator(
@@ -436,34 +453,73 @@ _record = operator(
 
 def _launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    if is_tracing():
-        _record(q, k, v, *rest)  # a graph may write other numbers into the same index tensors
-    else:
-        _attend(q, k, v, *rest, plans=_recent)
+    (_record if is_tracing() else _attend)(q, k, v, *rest)
 
 
-def _indices(
-    q: torch.Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, seq_lens: torch.Tensor | None,
-    block_table: torch.Tensor | None, qo_len: int, page_size: int, needs_host: bool,
-) -> Indices | Lengths:  # fmt: skip
-    """Index arrays for the planner. Lengths on a GPU stay there if all requests have equally many queries."""
-    if seq_lens is None or needs_host:
-        refuse_capture("a call whose lengths are planned on the host", q.device)
-    indptr = None if cu_seqlens_q is None else host_indices(cu_seqlens_q, "cu_seqlens_q")
-    if block_table is None:
-        assert indptr is not None
-        batch = batch_size_of(indptr, "cu_seqlens_q")
-        return Indices(batch, indptr, 0, host_indices(cu_seqlens_k, "cu_seqlens_k", batch + 1), None, None, 1)
-    if seq_lens is None:
-        seq_lens = host_indices(cu_seqlens_k, "cu_seqlens_k").diff()
-    if indptr is not None:
-        check_shape(indptr, "cu_seqlens_q", {"batch + 1": seq_lens.shape[0] + 1})
-    check_shape(block_table, "block_table", {"batch": seq_lens.shape[0], "pages": None})
-    if not (seq_lens.is_cpu or needs_host):
-        return Lengths(seq_lens.contiguous(), _rows(block_table.to(q.device)), qo_len, page_size)
-    lens = seq_lens.cpu()
-    check_lengths(lens, block_table.shape[1], page_size, 2**31 - 1, "2^31 - 1")
-    return indices_of(_rows(block_table), lens, indptr, qo_len, page_size)
+class _Batch(NamedTuple):
+    """What describes a batch: see _attend()."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    qo_len: int
+    page_size: int
+
+    def on_device(
+        self, q: torch.Tensor, k: torch.Tensor, results: tuple[torch.Tensor, torch.Tensor | None], options: PlanOptions
+    ) -> Lengths | None:
+        """The batch for a plan on the GPU, which the host does not wait for; None if the host has to plan."""
+        arrays = self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens
+        if not q.is_cuda or any(t is not None and t.is_cpu for t in arrays):
+            return None
+        cu_q, cu_k, lens = (
+            t if t is None else device_indices(t, name)
+            for t, name in zip(arrays, ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens"), strict=True)
+        )
+        table = None if self.block_table is None else _rows(self.block_table.to(q.device))
+        batch = self._batch_size(cu_q, cu_k, lens, table)
+        lengths = Lengths(
+            lens, table, self.qo_len, self.page_size, qo_indptr=cu_q, kv_indptr=None if lens is not None else cu_k,
+            num_rows=0 if cu_q is None else q.shape[0], num_tokens=0 if table is not None else k.shape[0],
+            results=results,
+        )  # fmt: skip
+        return (
+            lengths if batch and lengths.can_be_counted(*LEAST_TILE, options.num_kv_heads, options.group_size) else None
+        )
+
+    @staticmethod
+    def _batch_size(*arrays: torch.Tensor | None) -> int:
+        """The batch size, in which offsets, lengths and tables must agree."""
+        names, batch = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table"), None
+        for i, (name, tensor) in enumerate(zip(names, arrays, strict=True)):
+            if tensor is None:
+                continue
+            size = tensor.shape[0] - (i < 2)
+            if batch is not None and size != batch:
+                raise ValidationError(f"{name}: expected {batch + (i < 2)} entries, got {list(tensor.shape)}.")
+            batch = size
+        return batch or 0
+
+    def on_host(self, device: torch.device) -> Indices:
+        """Its index arrays; those of a GPU are copied, which waits for it."""
+        if any(t is not None and not t.is_cpu for t in self[:3]):
+            refuse_capture("a call whose lengths the host must know", device)
+        indptr = None if self.cu_seqlens_q is None else host_indices(self.cu_seqlens_q, "cu_seqlens_q")
+        if self.block_table is None:
+            assert indptr is not None and self.cu_seqlens_k is not None
+            batch = batch_size_of(indptr, "cu_seqlens_q")
+            return Indices(batch, indptr, 0, host_indices(self.cu_seqlens_k, "cu_seqlens_k", batch + 1), None, None, 1)
+        if self.seq_lens is None:
+            assert self.cu_seqlens_k is not None
+            lens = host_indices(self.cu_seqlens_k, "cu_seqlens_k").diff()
+        else:
+            lens = self.seq_lens.cpu().clamp(min=0)
+        if indptr is not None:
+            check_shape(indptr, "cu_seqlens_q", {"batch + 1": lens.shape[0] + 1})
+        check_shape(self.block_table, "block_table", {"batch": lens.shape[0], "pages": None})
+        check_lengths(lens, self.block_table.shape[1], self.page_size, 2**31 - 1, "2^31 - 1")
+        return indices_of(_rows(self.block_table), lens, indptr, self.qo_len, self.page_size)
 
 
 def _rows(table: torch.Tensor) -> torch.Tensor:

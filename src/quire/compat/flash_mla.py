@@ -31,6 +31,7 @@ from quire.runtime.checks import (
 )
 from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.runtime.lse_layout import LN2
+from quire.runtime.replay import replayed
 from quire.runtime.schedule import KeptSchedules, Lengths
 from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
 from quire.runtime.workspace import OwnWorkspace
@@ -55,6 +56,7 @@ def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[MLAMetadata, None]:
     return MLAMetadata(), None
 
 
+@replayed
 def flash_mla_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None, cache_seqlens: torch.Tensor | None,
     head_dim_v: int, tile_scheduler_metadata: Any = None, num_splits: Any = None, softmax_scale: float | None = None,
@@ -107,6 +109,7 @@ def flash_mla_with_kvcache(
     return out.view(*q.shape[:-1], LATENT_DIM), lse.view(q.shape[:-1]).transpose(1, 2)
 
 
+@replayed
 def flash_mla_sparse_fwd(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = LATENT_DIM,
     attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, indexer_topk: int = 0,

@@ -239,10 +239,12 @@ class ScheduleLengthsParams(ctypes.Structure):
     """Parameters of the scheduler on the device; see kernels/schedule_lengths.cuh."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("kv_lens", "tiles", "partitions", "groups", "tile_counter")),
+        *((name, c_void_p) for name in ("kv_lens", "qo_indptr", "kv_indptr", "tiles", "first_tiles", "partitions")),
+        *((name, c_void_p) for name in ("groups", "tile_counter", "o", "lse")),
         *((name, c_int32) for name in ("batch_size", "qo_len", "max_kv_len", "pages_per_request", "num_kv_heads")),
         *((name, c_int32) for name in ("group_size", "tile_rows", "tile_kv", "mask_mode", "window_left")),
-        *((name, c_int32) for name in ("start_cost", "max_ctas")),
+        *((name, c_int32) for name in ("start_cost", "max_ctas", "num_rows", "max_tiles", "is_ragged", "l2_tokens")),
+        *((name, c_int32) for name in ("row_vectors", "may_divide")),
     )
 
 

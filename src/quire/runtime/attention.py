@@ -28,10 +28,12 @@ from quire.runtime.checks import (
     host_indices,
     last_entry,
     scalar,
+    shape_of,
 )
 from quire.runtime.expected import Expected, check_floats, view_of
 from quire.runtime.explanation import Explanation, figures_of
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
+from quire.runtime.launch import recorded
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, ragged_view
 from quire.runtime.options import LogitsOptions, PlanOptions
 from quire.runtime.plan import AttentionPlan
@@ -46,9 +48,16 @@ from quire.runtime.planner import (
 from quire.runtime.schedule import Indices, Lengths
 from quire.runtime.signature import Signature, pointers_of
 from quire.runtime.stamps import Stamps
-from quire.runtime.target import current_stream, on_cuda, target_of
+from quire.runtime.target import on_cuda, target_of
 from quire.runtime.tensor_maps import EncodedMaps
-from quire.runtime.variant_operands import check_names, describe, refuse_beside, unexpected, write_operands
+from quire.runtime.variant_operands import (
+    addresses_of,
+    check_names,
+    describe,
+    refuse_beside,
+    unexpected,
+    write_operands,
+)
 from quire.runtime.widened_queries import run_widened
 from quire.runtime.work import Placed, place_work
 from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
@@ -97,7 +106,9 @@ class AttentionSpec(NamedTuple):
     @property
     def nnz_qo(self) -> int:
         """The rows of q: the last entry of qo_indptr, which the scheduler checks later."""
-        qo_indptr = None if isinstance(self.indices, Lengths) else self.indices.qo_indptr
+        if isinstance(self.indices, Lengths):
+            return self.indices.nnz_qo
+        qo_indptr = self.indices.qo_indptr
         nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else last_entry(qo_indptr)
         if nnz < 0:
             raise ValidationError(f"qo_indptr: expected to ascend from 0, got {nnz} as its last offset.")
@@ -106,9 +117,9 @@ class AttentionSpec(NamedTuple):
     def _typical_rows(self) -> int:
         """Rows of q of a typical request: the mean; in a cascade, the mean of the rows that attend to a page."""
         indices, batch_size = self.indices, self.indices.batch_size
-        if isinstance(indices, Lengths) or indices.qo_indptr is None:
+        if indices.qo_indptr is None:
             return indices.qo_len if batch_size else 0
-        if not indices.num_shared_nodes:
+        if isinstance(indices, Lengths) or not indices.num_shared_nodes:
             return -(-self.nnz_qo // batch_size) if batch_size else 0
         begin, end = indices.qo_indptr.view(-1, 2).long().unbind(1)
         tokens = indices.kv_indptr.diff().long() * indices.page_size
@@ -124,7 +135,7 @@ class AttentionSpec(NamedTuple):
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
         rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
-        uniform = isinstance(self.indices, Lengths) or self.indices.qo_indptr is None
+        uniform = self.indices.qo_indptr is None
         return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 
 
@@ -336,7 +347,7 @@ class Attention:
 
     def _of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
         """The plan for a layer with fewer heads than planned; None if q does not have fewer."""
-        if not all(isinstance(t, torch.Tensor) and t.dim() >= 3 for t in (q, cache[0])):
+        if not all(isinstance(t, torch.Tensor) and t.dim() >= 3 and not t.is_nested for t in (q, cache[0])):
             return None
         has_pages = not self._plan_options.page_size or cache[0].dim() == 6 - len(cache)
         heads = q.shape[1], cache[0].shape[-3 if has_pages and self._layout is KVLayout.HND else -2]
@@ -378,7 +389,7 @@ class Attention:
         cache, known = cache_tensors(kv), self._signature
         tensors: list[Any] = [q, *cache, out, *others]
         is_known = out is not None and known is not None and len(tensors) == known.count and known.fits(*tensors)
-        q_shape = self._q_shape if is_known else getattr(q, "shape", None)
+        q_shape = self._q_shape if is_known else shape_of(q)
         if q_shape != self._q_shape and (narrowed := self._of_fewer_heads(q, cache)) is not None:
             return narrowed.run(
                 q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
@@ -430,45 +441,30 @@ class Attention:
                 None if logits_scale_by is None else logits_scale_by.data_ptr(),
                 None if o_scale_by is None else o_scale_by.data_ptr(), lse_unit, enable_pdl,
             )  # fmt: skip
+            if recorded.call is not None:
+                scales = logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale")
+                self._report(
+                    tensors, len(cache), operands, lse=lse, sinks=sinks, scales=scales,
+                    scales_by=(logits_scale_by, o_scale_by), lse_unit=lse_unit, enable_pdl=enable_pdl,
+                )  # fmt: skip
         finally:
             self._lock.release()
         return (out, lse) if return_lse and lse is not None else out
 
-    def run_again(
-        self, lengths: Lengths, workspace: Workspace, q: torch.Tensor, kv: tuple[torch.Tensor, ...], *,
-        out: torch.Tensor | None, lse: torch.Tensor | None, sinks: torch.Tensor | None, v_scale: float,
-        enable_pdl: bool | None, logits_scale_by: torch.Tensor | None, o_scale_by: torch.Tensor | None,
-        lse_unit: float, others: tuple[torch.Tensor, ...],
-    ) -> torch.Tensor | None:  # fmt: skip
-        """run() with other lengths but the shapes of the last run, planned on the GPU. Returns None and does nothing if
-        the tensors are not like those of the last run.
-        """
-        if out is None:
-            shape = (*self._q_shape[:2], self._plan_options.head_dim_vo)
-            out = torch.empty(shape, dtype=self.o_dtype, device=self._device)
-        tensors = [q, *kv, out, *others]
-        pointers, known = pointers_of(tensors), self._signature
-        if known is None or len(tensors) != known.count or not known.fits(*tensors) or self._unusual(pointers):
-            return None
-        statistics = None if lse is None else self._lse(lse, self._nnz_qo).data_ptr()
-        sink = None if sinks is None else self._check_sinks(sinks).data_ptr()
-        if len(kv) == 1:
-            pointers.insert(2, pointers[1] + self._v_offset)
-        pointers.extend([0] * (self._num_operands - len(pointers)))
-        self._plan.plan_again(lengths, workspace)
-        self._plan.run(
-            current_stream(self._device), pointers, statistics, sink, 1.0, v_scale,
-            None if logits_scale_by is None else logits_scale_by.data_ptr(),
-            None if o_scale_by is None else o_scale_by.data_ptr(), lse_unit, enable_pdl,
-        )  # fmt: skip
-        self._plan.release()
-        return out
-
-    def release(self) -> None:
-        """Release the tensors of a call, until the next run_again()."""
-        assert isinstance(self.spec.indices, Lengths)
-        self._plan.release()
-        self.spec = self.spec._replace(indices=self.spec.indices.shapes())
+    def _report(
+        self, tensors: list[torch.Tensor], num_cache_tensors: int, operands: Mapping[str, Any], **options: Any
+    ) -> None:
+        """Tell the recording of a call what was launched for it (replay.py)."""
+        if self._ahead is not None:
+            return
+        places: list[tuple[torch.Tensor | None, int]] = [(tensor, 0) for tensor in tensors]
+        if num_cache_tensors == 1:
+            places.insert(2, (tensors[1], self._v_offset))
+        places += [(None, 0)] * (self._num_operands - len(places))
+        variant, captured = self._plan_options.variant, []
+        if variant is not None:
+            captured = addresses_of(self._plan.operands, variant.expression, operands)
+        recorded.call.add_run(self._plan, places, captured=captured, **options)
 
     def _write_operands(self, given: Mapping[str, Any]) -> None:
         """Write the tensors and numbers that the score of the variant reads from this run on."""

@@ -55,6 +55,14 @@ def _refuse_tensor(value: Any, name: str) -> None:
         )
 
 
+def shape_of(value: Any) -> torch.Size | None:
+    """The shape of a tensor; None of anything else, and of a nested tensor, which has none."""
+    try:
+        return value.shape  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def check_no_grad(tensors: Sequence[torch.Tensor], name: str) -> None:
     """Check that no tensor requires grad: Quire has no backward pass, and training would silently do nothing."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
@@ -121,6 +129,21 @@ def check_contiguous_last(tensor: torch.Tensor, name: str) -> None:
             f"{name}: expected a contiguous last dimension, got strides {tuple(tensor.stride())}; "
             f"call .contiguous() on it."
         )
+
+
+def device_of(device: Any, name: str = "device") -> torch.device:
+    """The device that an argument names."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+        raise ValidationError(
+            f"{name}: expected a torch.device or its name, such as 'cuda:0' or 'cpu', got {device!r}."
+        ) from error
+
+
+def is_choice(value: Any, choices: tuple[Any, ...]) -> bool:
+    """Whether `value` is one of the numbers or words `choices`; whatever else it is, a tensor for example, it is not."""
+    return isinstance(value, (str, int, float)) and value in choices
 
 
 def check_positive(value: Any, name: str) -> int:

@@ -20,6 +20,15 @@ _STATUSES = {1: "out of memory: no thread got memory to compute with; nothing wa
 _thread: ThreadPoolExecutor | None = None  # in a forked process: calls kernels of the host for the thread that forked
 
 
+class _Recorded(threading.local):
+    """The call that a thread records, see replay.py."""
+
+    call: Any = None
+
+
+recorded = _Recorded()
+
+
 def _after_fork() -> None:
     global _thread
     _thread = ThreadPoolExecutor(1, "quire")
@@ -30,6 +39,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 def launch(module: Module, params: int, device: torch.device, *, grid: int, block: int, smem: int = 0) -> None:
     """Run `module` on the parameter struct at address `params`."""
+    if recorded.call is not None:
+        recorded.call.launches.append(module)
     if is_profiling():
         profiled(module, _launch, module, params, device, grid, block, smem)
     else:

@@ -23,6 +23,7 @@ from torch.compiler import is_dynamo_compiling
 
 from quire.errors import PlanError, ValidationError
 from quire.runtime.attention import planned
+from quire.runtime.launch import recorded
 from quire.runtime.layout import PagedCache, cache_tensors
 from quire.runtime.planner import NO_OPERANDS
 
@@ -47,7 +48,10 @@ def handle_of(wrapper: Any) -> int:
 
 def is_tracing() -> bool:
     """Whether calls are recorded or transformed by torch, so that tensors may have no memory."""
-    return is_dynamo_compiling() or _len_torch_dispatch_stack() > 0 or _functorch.peek_interpreter_stack() is not None
+    if is_dynamo_compiling():
+        return True
+    has_mode = _len_torch_dispatch_stack() > (recorded.call is not None)  # a recording is a mode, too
+    return has_mode or _functorch.peek_interpreter_stack() is not None
 
 
 def operator(

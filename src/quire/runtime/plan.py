@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import profiler
@@ -27,6 +27,34 @@ LOG2E = math.log2(math.e)
 _LEAST_SCALE = 1e-20  #: of q . k in base 2, where kernels divide a bias by it
 
 
+class OwnPartials(NamedTuple):
+    """Memory for partial results that each run of a plan allocates: torch gives it to the next run on the stream."""
+
+    num_bytes: int
+    maxima_offset: int  #: of the maxima and sums of rows
+
+
+class ScheduleMaker(Protocol):
+    """Makes schedules on the device: DeviceSchedule in planner.py."""
+
+    made: Any
+    planner: Any
+    num_bytes: int
+    partials_bytes: int
+    maxima_offset: int
+
+    def make(self, lengths: Lengths, workspace: Workspace) -> tuple[torch.Tensor | None, ...]:
+        """Enqueue it; returns the tensors that the schedule lies in and is made from."""
+
+    def place(self, at: int, partials: int, table: int | None) -> None:
+        """Set the parameters of the plan to a schedule at an address."""
+
+    def launch(
+        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None
+    ) -> None:
+        """Enqueue what writes the schedule there."""
+
+
 class AttentionPlan:
     """Everything that a call needs except its tensors. A plan owns its index arrays and can run any number of times.
 
@@ -41,21 +69,23 @@ class AttentionPlan:
         grid: int, tensors: tuple[torch.Tensor | None, ...], *, stream: int, uses_pdl: bool,
         schedule: Schedule | None = None, sent: DeviceBuffer | None = None, pages: torch.Tensor | None = None,
         note: str = "", schedule_input: ScheduleInput | None = None,
-        on_device: Callable[[Lengths, Workspace], tuple[torch.Tensor | None, ...]] | None = None,
+        on_device: ScheduleMaker | None = None, own_partials: OwnPartials | None = None,
     ) -> None:  # fmt: skip
         self.note = note  #: what explain() adds about this plan
         self.schedule = schedule  #: None where only the device knows the lengths
         self.schedule_input = schedule_input  #: what it was made with, beside the batch
         self._sent = sent  # where the schedule lies on a GPU, if not in a graph's buffer
         self._pages = pages  # page numbers that do not lie behind the schedule
-        self._module, self._device, self._grid = module, device, grid
+        self._module, self.device, self._grid = module, device, grid
         self._may_use_pdl = decision.may_use_pdl
         self._uses_pdl = uses_pdl  # programmatic dependent launch, if the caller has no wish
         self._struct = params
         self._decision = decision
         self._logits = logits
         self._tensors = tensors  # what the parameter struct points into
-        self._on_device = on_device  # makes the schedule where only the device knows the lengths
+        self.on_device = on_device  #: makes the schedule where only the device knows the lengths
+        self._own_partials = own_partials
+        self._held: torch.Tensor | None = None  # partial results of a launch that is still to come
         self._streams: tuple[int, ...] = (stream,)  # that torch's allocator knows to use the tensors
         self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
         self._instead: Callable[[int], None] | None = None
@@ -86,12 +116,8 @@ class AttentionPlan:
 
     def plan_again(self, lengths: Lengths, workspace: Workspace) -> None:
         """Plan for other lengths of the same shapes, on the device, from the next run() on."""
-        assert self._on_device is not None
-        self._made = self._on_device(lengths, workspace)
-
-    def release(self) -> None:
-        """Release the tensors of plan_again(), which precedes the next run()."""
-        self._made = ()
+        assert self.on_device is not None
+        self._made = self.on_device.make(lengths, workspace)
 
     def set_logits(self, logits: LogitsOptions) -> None:
         """Use another scale and cap of logits from the next run() on, without compiling or planning."""
@@ -151,6 +177,9 @@ class AttentionPlan:
             self._maps.move(pointers)
         if stream not in self._streams:
             self._use_on(stream)
+        if self._own_partials is not None:
+            partials = self._take_partials(self._own_partials)  # which must live until the launch is enqueued
+            self._held = None if self._instead is None else partials
         if self._instead is not None:
             self._instead(stream)
         elif self._grid:
@@ -160,6 +189,19 @@ class AttentionPlan:
                 profiled(self._module, launch, stream)
             else:
                 launch(stream)
+
+    def _take_partials(self, own: OwnPartials) -> torch.Tensor:
+        partials = torch.empty(own.num_bytes, dtype=torch.uint8, device=self.device)
+        base, at = self._params, partials.data_ptr()
+        if base.partial_o != at:
+            base.partial_o, base.partial_md = at, at + own.maxima_offset
+        return partials
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the plan keeps on its device."""
+        sent = 0 if self._sent is None else self._sent.tensor.nbytes
+        return sent + sum(tensor.nbytes for tensor in (*self._tensors, *self._made) if tensor is not None)
 
     @property
     def params(self) -> Any:
@@ -181,7 +223,7 @@ class AttentionPlan:
         try:
             yield
         finally:
-            self._instead = None
+            self._instead = self._held = None
 
     def _set(
         self, lse: int | None, sinks: int | None, logits_scale: float, o_scale: float, logits_scale_by: int | None,
@@ -197,7 +239,7 @@ class AttentionPlan:
         """Tell torch's allocator that the current stream reads the tensors of this plan, so that their memory is not
         reused before that stream has finished.
         """
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         if self._sent is not None:
             self._sent.used_on(current)
         for tensor in (*self._tensors, *self._made):
@@ -207,7 +249,7 @@ class AttentionPlan:
 
     def _bind(self, pdl: bool) -> Callable[[int], None]:
         params = ctypes.addressof(self._struct)
-        launch = self._launches[pdl] = bind(self._module, params, self._device, self._grid, pdl=pdl)
+        launch = self._launches[pdl] = bind(self._module, params, self.device, self._grid, pdl=pdl)
         return launch
 
 

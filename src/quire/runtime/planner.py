@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache, partial
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +37,15 @@ from quire.runtime.checks import check_same_device, check_shape, check_tensor
 from quire.runtime.graph import GraphState, is_capturing, refuse_capture
 from quire.runtime.launch import launch
 from quire.runtime.options import LogitsOptions, PlanOptions
-from quire.runtime.plan import LOG2E, AttentionPlan, base_of
+from quire.runtime.plan import LOG2E, AttentionPlan, OwnPartials, base_of
 from quire.runtime.schedule import (
     Indices,
     Lengths,
     Schedule,
     address_of,
+    check_fits_on_device,
     make_schedule,
     measure_schedule,
-    num_row_tiles,
     schedule_input,
 )
 from quire.runtime.target import current_stream, max_ctas
@@ -103,6 +104,11 @@ class _PlanTemplate(NamedTuple):
     def partials_bytes(self, num_partials: int) -> int:
         """Bytes of the workspace that a schedule takes."""
         return num_partials * self.partial_bytes
+
+    def own_partials(self, num_partials: int) -> OwnPartials | None:
+        """The memory that each run takes for partial results, in place of a workspace."""
+        num_bytes = num_partials * self.partial_bytes
+        return OwnPartials(num_bytes, num_bytes - num_partials * self.tile.rows * 8) if num_bytes else None
 
     def set_partials(self, p: AttentionParams, workspace: Workspace, num_partials: int) -> torch.Tensor:
         """Reserve the workspace."""
@@ -204,7 +210,9 @@ def make_plan(
     params = template.new_params()
     base, stream = base_of(params), 0 if uploader is None else uploader.stream
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
-    partials = template.set_partials(base, workspace, s.num_partials)
+    partials = None
+    if not for_one_call:
+        partials = template.set_partials(base, workspace, s.num_partials)
     if graph is not None and bits is not None:
         bits = graph.bits(bits)
     mask_bytes = template.unit_bytes and template.unit_bytes * _most_units(template, s, graph)
@@ -231,12 +239,13 @@ def make_plan(
             launch(operation, ctypes.addressof(todo), device, grid=ctas, block=PARALLEL_THREADS)
     if graph is not None:
         base.num_tiles = template.schedule.tile_capacity
+        assert partials is not None
         graph.keep(decision, partials, params)
     grid = (min(s.num_ctas, template.ctas) if kernel.persistent else s.num_ctas) * decision.ctas_per_tile
     return AttentionPlan(
         decision, module, params, options.logits, device, grid, tensors, stream=stream,
         uses_pdl=bool(s.is_partitioned), schedule=schedule, sent=sent, pages=pages, note=note,
-        schedule_input=template.schedule,
+        schedule_input=template.schedule, own_partials=template.own_partials(s.num_partials) if for_one_call else None,
     )  # fmt: skip
 
 
@@ -377,21 +386,34 @@ def make_plan_on_device(
     """Plan on the current stream of a GPU, from lengths that the host does not know. May be captured in a CUDA graph if
     both kernels have been used before; each replay then plans again.
     """
-    device = workspace.device
-    schedule = _DeviceSchedule(decision, lengths, options, workspace)
-    params = schedule.template.new_params()
-    base_of(params).mask = address_of(mask_bits)
+    schedule = DeviceSchedule(decision, lengths, options, workspace)
+    base_of(schedule.params).mask = address_of(mask_bits)
     plan = AttentionPlan(
-        decision, schedule.module, params, options.logits, device, schedule.ctas * decision.ctas_per_tile,
-        (mask_bits, schedule.template.frequencies), stream=current_stream(device), uses_pdl=True,
-        on_device=partial(schedule.make, params),
+        decision, schedule.module, schedule.params, options.logits, workspace.device,
+        schedule.ctas * decision.ctas_per_tile, (mask_bits, schedule.template.frequencies),
+        stream=current_stream(workspace.device), uses_pdl=True, on_device=schedule,
     )  # fmt: skip
     plan.plan_again(lengths, workspace)
     return plan
 
 
-class _DeviceSchedule:
-    """Schedules for batches of one shape, made by a kernel on the GPU from lengths that only the GPU knows."""
+class Made(NamedTuple):
+    """What a schedule on the device was made with."""
+
+    arrays: tuple[torch.Tensor | None, ...]  #: of DeviceSchedule.launch()
+    table: torch.Tensor | None
+    partials: torch.Tensor
+    kept: torch.Tensor | None  #: the memory of a schedule that was there already
+
+
+class DeviceSchedule:
+    """Schedules for batches of one shape, made by a kernel on the GPU from lengths that only the GPU knows.
+
+    It writes them into memory of each call, so that calls do not share any.
+    """
+
+    #: CTAs that fill rows of the results without a request.
+    _FILLING_CTAS = 32
 
     def __init__(self, decision: Decision, lengths: Lengths, options: PlanOptions, workspace: Workspace) -> None:
         self._kernel, self._device = decision.kernel, workspace.device
@@ -399,44 +421,89 @@ class _DeviceSchedule:
         ctas = max(1, ctas // decision.ctas_per_tile)
         self.template = template = _plan_template(decision, options, self._device, ctas)
         self.ctas = ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
-        self._num_tiles = num_row_tiles(lengths, template.schedule)
-        self._planner, _ = load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)
-        self._groups_bytes, self._partitions_bytes = ctas * ctypes.sizeof(MergeGroup), ctas * ctypes.sizeof(Partition)
-        self._num_bytes = 16 + self._groups_bytes + self._partitions_bytes + self._num_tiles * ctypes.sizeof(RowTile)
+        self.params = template.new_params()
+        check_fits_on_device(lengths, template.schedule)
+        self.planner, _ = load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)
+        num_tiles = lengths.num_row_tiles(options.group_size, template.tile.rows)
+        has_offsets = lengths.qo_indptr is not None
+        self._lay_out(num_tiles, 4 * (lengths.batch_size + 1) if has_offsets else 0)
         self._params = ScheduleLengthsParams(
-            batch_size=lengths.batch_size, qo_len=lengths.qo_len,
-            max_kv_len=min(lengths.page_table.shape[1] * lengths.page_size, 2**31 - 1),
+            batch_size=lengths.batch_size, qo_len=lengths.qo_len, max_kv_len=lengths.max_kv_len,
             num_kv_heads=options.num_kv_heads, group_size=options.group_size, tile_rows=template.tile.rows,
             tile_kv=template.tile.kv, mask_mode=int(decision.key.mask), window_left=options.logits.window_left,
-            start_cost=template.schedule.start_cost, max_ctas=ctas,
+            start_cost=template.schedule.start_cost, max_ctas=ctas, num_rows=lengths.nnz_qo, max_tiles=num_tiles,
+            is_ragged=int(not options.page_size), l2_tokens=template.schedule.l2_tokens if has_offsets else 0,
+            row_vectors=options.num_qo_heads * options.head_dim_vo * options.types.o.bits // 128,
+            may_divide=int(options.fixed_split_size == 0),
         )  # fmt: skip
+        self._grid = 1 + self._FILLING_CTAS * has_offsets
         self._shape = self._device, bytes(self._params)  # what a schedule for lengths that are all alike depends on
+        base = base_of(self.params)
+        base.num_tiles, base.num_ctas = num_tiles, ctas
+        self._places = _pointers_at(self._params, "kv_lens", "lse")
+        self._in_plan = _pointers_at(base, "kv_indices", "partial_md")
+        self.made: Made | None = None  #: with what make() made the last schedule
+        self._at = 0  # where the parameters say that the schedule is
 
-    def make(self, params: Any, lengths: Lengths, workspace: Workspace) -> tuple[torch.Tensor | None, ...]:
-        """Launch the kernel, for lengths of that shape, and set `params` to where its schedule will lie; returns the
-        tensors that both hold. Nothing is launched for a schedule that was kept.
+    def _lay_out(self, num_tiles: int, first_tiles_bytes: int) -> None:
+        """Offsets of tile counter, merge table, partitions, row tiles and partial results in the memory of a call."""
+        sizes = [16, self.ctas * ctypes.sizeof(MergeGroup), self.ctas * ctypes.sizeof(Partition)]
+        sizes += [num_tiles * ctypes.sizeof(RowTile), -(-first_tiles_bytes // _ALIGNED) * _ALIGNED]
+        self._offsets = tuple(accumulate(sizes, initial=0))
+        self.num_bytes = self._offsets[-1]  #: of a schedule
+        self.partials_bytes = self.template.partials_bytes(2 * self.ctas)
+        #: Of the maxima and sums of rows in the partial results.
+        self.maxima_offset = self.partials_bytes - 2 * self.ctas * self.template.tile.rows * 8
+
+    def make(self, lengths: Lengths, workspace: Workspace) -> tuple[torch.Tensor | None, ...]:
+        """Launch the kernel, for lengths of that shape, and set the parameters to where its schedule will lie; returns
+        the tensors that both hold. Nothing is launched for a schedule that was kept.
         """
-        lengths = lengths if self._kernel.has_gaps else lengths.without_gaps()
-        kept, shape = lengths.kept if lengths.kv_lens is None else None, (self._shape, lengths.page_table.stride(0))
-        known = None if kept is None else kept.get(shape, for_graph=is_capturing(self._device))
-        buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device) if known is None else known
-        at, base, p = buffer.data_ptr(), base_of(params), self._params
-        base.kv_indices, base.groups = lengths.page_table.data_ptr(), at + 16
-        base.partitions = partitions = at + 16 + self._groups_bytes
-        base.tiles = tiles = partitions + self._partitions_bytes
-        base.num_tiles, base.num_ctas = self._num_tiles, self.ctas
-        if self._kernel.fill is not None:
-            self._kernel.fill(params, self.template.schedule, ScheduleOutput(), at, 0)
+        lengths = (lengths if self._kernel.has_gaps else lengths.without_gaps()).with_near_pages()
+        table = lengths.page_table
+        self._params.pages_per_request = 0 if table is None else table.stride(0)
         if lengths.num_pages is not None:
-            params.num_pages = lengths.num_pages
-        partials = self.template.set_partials(base, workspace, 2 * self.ctas)
-        p.kv_lens, p.pages_per_request = address_of(lengths.kv_lens), lengths.page_table.stride(0)
-        p.tiles, p.partitions, p.groups, p.tile_counter = tiles, partitions, at + 16, at
+            self.params.num_pages = lengths.num_pages
+        kept = lengths.kept if lengths.kv_lens is None else None
+        shape = self._shape, self._params.pages_per_request
+        known = None if kept is None else kept.get(shape, for_graph=is_capturing(self._device))
+        partials = workspace.take(self.partials_bytes)
+        buffer = torch.empty(self.num_bytes, dtype=torch.uint8, device=self._device) if known is None else known
+        arrays = lengths.kv_lens, lengths.qo_indptr, lengths.kv_indptr, *lengths.results
+        self.place(buffer.data_ptr(), partials.data_ptr(), address_of(table))
+        self.made = Made(arrays, table, partials, known)
         if known is None:
-            launch(self._planner, ctypes.addressof(p), self._device, grid=1, block=PARALLEL_THREADS)
+            self.launch(*map(address_of, arrays))
             if kept is not None and not is_capturing(self._device):
                 kept.keep(shape, buffer)
-        return buffer, lengths.kv_lens, lengths.page_table, partials
+        return buffer, lengths.kv_lens, lengths.qo_indptr, lengths.kv_indptr, table, partials
+
+    def place(self, at: int, partials: int, table: int | None) -> None:
+        """Set the parameters to a schedule at address `at`, its partial results and the table of pages."""
+        counter, groups, partitions, tiles, first_tiles, _ = [at + offset for offset in self._offsets]
+        self._in_plan[0] = table
+        self._in_plan[3:] = [tiles, partitions, groups, partials, partials + self.maxima_offset]
+        if at != self._at:
+            self._places[3:8] = [tiles, first_tiles, partitions, groups, counter]
+            if self._kernel.fill is not None:
+                self._kernel.fill(self.params, self.template.schedule, ScheduleOutput(), at, 0)
+            self._at = at
+
+    def launch(
+        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None
+    ) -> None:
+        """Launch the kernel on these arrays."""
+        places = self._places
+        places[0], places[1], places[2], places[8], places[9] = kv_lens, qo_indptr, kv_indptr, out, lse
+        launch(self.planner, ctypes.addressof(self._params), self._device, grid=self._grid, block=PARALLEL_THREADS)
+
+
+def _pointers_at(params: ctypes.Structure, first: str, last: str) -> ctypes.Array[Any]:
+    """The neighbouring pointers `first` to `last` of a struct."""
+    begin, end = (getattr(type(params), name).offset for name in (first, last))
+    kind: Any = ctypes.c_void_p * ((end - begin) // 8 + 1)
+    found: ctypes.Array[Any] = kind.from_address(ctypes.addressof(params) + begin)
+    return found
 
 
 def _mask_bits(bits: torch.Tensor | None, expected: int, device: torch.device) -> torch.Tensor:

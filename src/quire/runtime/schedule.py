@@ -18,6 +18,9 @@ from quire.runtime.indices import without_gaps
 from quire.runtime.upload import CaptureUploader, HostBuffer, Uploader
 from quire.types import MaskMode
 
+#: No kernel has row tiles of fewer rows, or KV tiles of fewer tokens.
+LEAST_TILE = 16, 16
+
 
 class Indices(NamedTuple):
     """The index arrays of a batch, on the host unless stated otherwise."""
@@ -62,32 +65,67 @@ class KeptSchedules:
 
 
 class Lengths(NamedTuple):
-    """A batch whose lengths only the device knows: qo_len rows each, keys in pages."""
+    """A batch whose lengths only the device knows, with keys in pages or ragged."""
 
-    kv_lens: torch.Tensor | None  #: [batch_size] int32 tokens; None: as many as page_table has
-    page_table: torch.Tensor  #: [batch_size, pages of the longest] int32 page numbers, rows contiguous
-    qo_len: int
+    kv_lens: torch.Tensor | None  #: [batch_size] int32 tokens; None: kv_indptr's, or as many as page_table has
+    page_table: torch.Tensor | None  #: [batch_size, pages of the longest] int32, rows contiguous; None: ragged
+    qo_len: int  #: rows of q of each request
     page_size: int
     num_pages: int | None = None  #: of a cache of one-token pages, where others than 0..num_pages - 1 name no token
     kept: KeptSchedules | None = None  #: where the schedule is kept if kv_lens is None
+    qo_indptr: torch.Tensor | None = None  #: [batch_size + 1] int32 offsets of requests in q, in place of qo_len
+    kv_indptr: torch.Tensor | None = None  #: [batch_size + 1] int32: cumulative lengths; ragged: offsets in k
+    num_rows: int = 0  #: with qo_indptr: of q
+    num_tokens: int = 0  #: ragged: of k
+    #: With qo_indptr: (out, lse), whose rows that belong to no request become 0 and -inf. Both are contiguous.
+    results: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
 
     @property
     def batch_size(self) -> int:
-        return self.page_table.shape[0]
+        if self.page_table is not None:
+            return self.page_table.shape[0]
+        assert self.kv_indptr is not None
+        return self.kv_indptr.shape[0] - 1
 
     @property
-    def kind(self) -> tuple[object, ...]:
-        """Everything but the tensors, and their shapes."""
-        return self.kv_lens is None, *self.page_table.shape, self.qo_len, self.page_size, self.num_pages
+    def nnz_qo(self) -> int:
+        """Rows of q, of all requests."""
+        return self.num_rows if self.qo_indptr is not None else self.qo_len * self.batch_size
 
-    def shapes(self) -> Lengths:
-        """The same without memory."""
-        lens = None if self.kv_lens is None else self.kv_lens.to("meta")
-        return self._replace(kv_lens=lens, page_table=self.page_table.to("meta"), kept=None)
+    @property
+    def max_kv_len(self) -> int:
+        """Tokens that a request has at most."""
+        if self.page_table is None:
+            return min(self.num_tokens, 2**31 - 1)
+        return min(self.page_table.shape[1] * self.page_size, 2**31 - 1)
+
+    def num_row_tiles(self, group_size: int, tile_rows: int) -> int:
+        """As many row tiles as any lengths give."""
+        if self.qo_indptr is not None:
+            return self.num_rows * group_size // tile_rows + self.batch_size
+        return self.batch_size * -(-self.qo_len * group_size // tile_rows)
+
+    def can_be_counted(self, tile_rows: int, tile_kv: int, num_kv_heads: int, group_size: int) -> bool:
+        """Whether the work of the largest possible lengths can be counted in 32 bits, with tiles of this size."""
+        work = self.num_row_tiles(group_size, tile_rows) * num_kv_heads
+        has_rows = self.nnz_qo * group_size < 2**31 and work <= 2**23
+        return has_rows and work * -(-self.max_kv_len // tile_kv) < 2**31
+
+    def with_near_pages(self) -> Lengths:
+        """The same with a page table whose entries 32 bits can number: a view of a far larger one is copied."""
+        table = self.page_table
+        if table is None or table.shape[0] * max(table.stride(0), table.shape[1]) < 2**31:
+            return self
+        if table.numel() >= 2**31:
+            raise ValidationError(
+                f"the table of pages is too large: expected fewer than 2^31 entries, got {list(table.shape)}; call "
+                f"with fewer requests at a time."
+            )
+        return self._replace(page_table=table.contiguous())
 
     def without_gaps(self) -> Lengths:
         """The same tokens with valid page numbers first, for kernels that read every listed page."""
-        if self.num_pages is None:
+        if self.num_pages is None or self.page_table is None:
             return self
         pages, lens = without_gaps(self.page_table, self.kv_lens, self.num_pages)
         return self._replace(page_table=pages, kv_lens=lens, num_pages=None)
@@ -250,17 +288,16 @@ def _work(p: ScheduleParams, indices: Indices, host_buffer: HostBuffer | None = 
     return output
 
 
-def num_row_tiles(lengths: Lengths, template: ScheduleInput) -> int:
-    """Row tiles of a batch that is planned on a GPU; ValidationError if its largest possible lengths are too large."""
-    p, batch, tokens = template, lengths.batch_size, lengths.page_table.shape[1] * lengths.page_size
-    rows = lengths.qo_len * p.group_size
-    num_tiles: int = batch * -(-rows // p.tile_rows)
-    work = num_tiles * p.num_kv_heads
-    if batch * rows < 2**31 and work <= 2**23 and work * -(-tokens // p.tile_kv) < 2**31:
-        return num_tiles
+def check_fits_on_device(lengths: Lengths, template: ScheduleInput) -> None:
+    """ValidationError if the largest possible lengths of a batch that is planned on a GPU are too large."""
+    p = template
+    if lengths.can_be_counted(p.tile_rows, p.tile_kv, p.num_kv_heads, p.group_size):
+        return
+    rows = f"{lengths.qo_len} query tokens" if lengths.qo_indptr is None else f"{lengths.num_rows} query tokens in all"
     raise ValidationError(
-        f"the batch is too large: {batch} requests of {lengths.qo_len} query tokens, {p.group_size} query heads for "
-        f"each of {p.num_kv_heads} KV heads, pages for {tokens} tokens each; call with fewer requests at a time."
+        f"the batch is too large: {lengths.batch_size} requests of {rows}, {template.group_size} query heads for each "
+        f"of {template.num_kv_heads} KV heads, up to {lengths.max_kv_len} tokens each; call with fewer requests at a "
+        f"time."
     )
 
 

@@ -118,6 +118,18 @@ def write_operands(
     return tuple(tensors)
 
 
+def addresses_of(
+    struct: ctypes.Structure, expression: Expression, given: Mapping[str, Any]
+) -> list[tuple[int, torch.Tensor]]:
+    """Where the mirror holds the addresses of given tensors."""
+    places = []
+    for i, operand in enumerate(expression.operands):
+        if operand.rank and operand.name in given:
+            mirror = getattr(struct, f"p{i}")
+            places.append((ctypes.addressof(mirror) + type(mirror).data.offset, given[operand.name]))
+    return places
+
+
 def check_names(call: str, given: Iterable[str], wanted: Collection[str], other: Collection[str], where: str) -> None:
     """ValidationError unless `given` are exactly `wanted`; the names in `other` belong to the call `where`."""
     given = set(given)

@@ -1,0 +1,442 @@
+"""Repeated calls of functions without a plan(): found by the signature of their arguments, and launched at once.
+
+The layers and steps of a model make the same call with other tensors. What a call checks, chooses and plans does not
+depend on their addresses, so a later call with the same signature takes new addresses and a launch.
+
+A call is recorded when its signature occurs for the second time. It can be replayed if
+
+- it launched one attention kernel, and beside it at most the scheduler of the GPU,
+- torch computed nothing with its arguments or results (it may make views and allocate memory), and
+- each address that the kernel was given lies in an argument, in memory that the call allocated, or in the plan.
+
+Calls that cannot be replayed run as they did before. Tensors on the host that a plan may have been made from are
+compared by content. While a CUDA graph is captured nothing is recorded or replayed, and no memory of a caller is kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from enum import Enum
+from functools import wraps
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.kernels.variant import Variant
+from quire.runtime.graph import is_capturing
+from quire.runtime.launch import recorded
+from quire.runtime.ops import is_tracing
+from quire.runtime.plan import AttentionPlan
+from quire.runtime.schedule import KeptSchedules
+from quire.runtime.signature import Signature
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_MOST_KEYS = 512  #: that a thread knows
+_MOST_SIGNATURES = 8  #: of a key
+_MOST_BYTES = 64 << 20  #: of kept plans, on devices
+_MOST_READ = 1 << 16  #: bytes of a tensor that is compared by content
+#: Types of arguments that are compared as parts of a key.
+_CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum, Variant, KeptSchedules)
+_ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}
+
+
+class Run(NamedTuple):
+    """A launch of an attention kernel, as Attention.run() reports it to the recording of its call."""
+
+    plan: AttentionPlan
+    operands: list[tuple[torch.Tensor | None, int]]  #: tensors, and the bytes from each to the operand in it; or None
+    lse: torch.Tensor | None
+    sinks: torch.Tensor | None
+    scales: tuple[float, float]  #: of the logits and of the output
+    scales_by: tuple[torch.Tensor | None, torch.Tensor | None]
+    lse_unit: float
+    enable_pdl: bool | None
+    captured: list[tuple[int, torch.Tensor]]  #: tensors that a variant reads, and where the parameters say so
+
+
+class _NotRepeatable(Exception):
+    pass
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what torch allocates, and the memory that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.new: list[torch.Tensor] = []
+        self.touched: set[int] = set()
+        self._alive: list[Any] = []  # so that no storage gets the address of an earlier one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._alive.append(result)
+        if func._schema.name in _ALLOCATIONS:
+            self.new.append(result)
+        elif not func.is_view:
+            self.touched.update(_storage(t) for t in _tensors_in((args, tuple((kwargs or {}).values()), result)))
+        return result
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recording:
+    """What happens in one call: `recorded.call` of its thread."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.launches: list[Any] = []  #: modules that were launched beside the attention kernel
+        self.runs: list[Run] = []
+        self._watch = _Watch()
+
+    def add_run(self, plan: AttentionPlan, operands: list[tuple[torch.Tensor | None, int]], **options: Any) -> None:
+        """Note what Attention.run() has launched."""
+        self.runs.append(Run(plan, operands, **options))
+
+    def result_of(self, call: Callable[[], Any]) -> Any:
+        """call(), recorded."""
+        before, recorded.call = recorded.call, self
+        try:
+            with self._watch:
+                return call()
+        finally:
+            recorded.call = before
+
+    def replay(self, result: Any) -> Replay | None:
+        """How to repeat the call; None if it cannot be repeated."""
+        if len(self.runs) != 1:
+            return None
+        run = self.runs[0]
+        planners = [] if run.plan.on_device is None else [run.plan.on_device.planner]
+        if self.launches not in ([], planners):
+            return None
+        try:
+            places = _Places(self.tensors, self._watch.new, self._watch.touched)
+            return Replay(run, places, result)
+        except _NotRepeatable:
+            return None
+
+
+class _Places:
+    """Where the addresses of a recorded call come from: (index, bytes from it), of arguments and then new tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], new: Sequence[torch.Tensor], touched: set[int]) -> None:
+        self.tensors, self._touched = tensors, touched
+        self._new: list[torch.Tensor] = []  # of those in `new`: those that a kernel writes or the caller gets
+        self._allocated = {_storage(t): t for t in new}
+        self._given: dict[int, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            self._given.setdefault(_storage(tensor), []).append(i)
+
+    def of(self, tensor: torch.Tensor | None, offset: int = 0) -> tuple[int, int]:
+        """Of the address of a tensor; index -1 stands for address 0."""
+        if tensor is None:
+            return -1, 0
+        storage, address = _storage(tensor), tensor.data_ptr() + offset
+        if storage in self._touched:
+            raise _NotRepeatable
+        if storage in self._given:
+            index = self._given[storage][0]
+            return index, address - self.tensors[index].data_ptr()
+        if storage not in self._allocated:
+            raise _NotRepeatable
+        whole = self._allocated[storage]
+        if all(whole is not known for known in self._new):
+            self._new.append(whole)
+        index = next(i for i, known in enumerate(self._new) if known is whole)
+        return len(self.tensors) + index, address - whole.data_ptr()
+
+    def new_tensors(self, results: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
+        """Sizes, strides and types to allocate, as the caller gets them."""
+        made = [(t.shape, t.stride(), t.dtype) for t in self._new]
+        replaced = set()
+        for result in results:
+            index, offset = self.of(result)
+            at = index - len(self.tensors)
+            if result is None or at < 0:
+                continue
+            if offset or at in replaced or result.nbytes != self._new[at].nbytes:
+                raise _NotRepeatable
+            replaced.add(at)
+            made[at] = result.shape, result.stride(), result.dtype
+        return made
+
+    def shared(self) -> list[tuple[int, int, int]]:
+        """Pairs of arguments in the same memory, and the distance between both."""
+        pairs = [(group[0], i) for group in self._given.values() for i in group[1:]]
+        return [(i, j, self.tensors[j].data_ptr() - self.tensors[i].data_ptr()) for i, j in pairs]
+
+    def content(self, device: torch.device) -> list[tuple[int, bytes]]:
+        """Arguments that a plan may have been made from, and their bytes. Others must not have been computed with."""
+        found = []
+        for i, tensor in enumerate(self.tensors):
+            if tensor.is_cpu and (device.type != "cpu" or not tensor.is_floating_point()):
+                if tensor.nbytes > _MOST_READ or not tensor.is_contiguous():
+                    raise _NotRepeatable
+                found.append((i, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)))
+            elif _storage(tensor) in self._touched:
+                raise _NotRepeatable
+        return found
+
+    def check_plan(self, params: ctypes.Structure, known: set[int]) -> None:
+        """No address in the parameters lies in an argument, except for those that each replay sets."""
+        count = ctypes.sizeof(params) // 8
+        words = set((ctypes.c_uint64 * count).from_address(ctypes.addressof(params))) - known
+        storages = [(begin, self.tensors[group[0]].untyped_storage()) for begin, group in self._given.items()]
+        ends = [(begin, begin + storage.nbytes()) for begin, storage in storages]
+        if any(begin <= word < end for word in words for begin, end in ends):
+            raise _NotRepeatable
+
+
+class Replay:
+    """A recorded call, which is repeated with other tensors of the same signature. It belongs to one thread."""
+
+    def __init__(self, run: Run, places: _Places, result: Any) -> None:
+        self._plan, self._run, maker = run.plan, run, run.plan.on_device
+        tensors, self._device = places.tensors, run.plan.device
+        self._fits = Signature(tensors).fits
+        self._bits = 15 if self._device.type == "cuda" else 0
+        self._operands = [places.of(*operand) for operand in run.operands]
+        self._others = [places.of(t) for t in (run.lse, run.sinks, *run.scales_by)]
+        self._captured = [(address, *places.of(tensor)) for address, tensor in run.captured]
+        self._made = None if maker is None else maker.made
+        known = {t.data_ptr() + offset for t, offset in run.operands if t is not None}
+        known.update(t.data_ptr() for t in (run.lse, run.sinks, *run.scales_by) if t is not None)
+        known.update(tensor.data_ptr() for _, tensor in run.captured)
+        if maker is not None and self._made is not None:
+            made = self._made
+            self._arrays = [places.of(t) for t in made.arrays]
+            self._table, self._partials = places.of(made.table), self._place_of_partials(places, made.partials)
+            known.update(t.data_ptr() for t in (made.table, made.partials) if t is not None)
+            known.add(made.partials.data_ptr() + maker.maxima_offset)
+            self._scratch = maker.num_bytes * (made.kept is None) + maker.partials_bytes * (self._partials is None)
+            maker.made = None
+        self._content = places.content(self._device)
+        results = list(result) if isinstance(result, tuple) else [result]
+        self._results = [places.of(t) for t in results]
+        self._is_tuple = isinstance(result, tuple)
+        self._new = places.new_tensors(results)
+        self._shared = places.shared()
+        places.check_plan(run.plan.params, known)
+        self._run = run._replace(operands=[], lse=None, sinks=None, scales_by=(None, None), captured=[])
+        self._check_results(tensors, results)
+
+    @staticmethod
+    def _place_of_partials(places: _Places, partials: torch.Tensor) -> tuple[int, int] | None:
+        """In the caller's workspace; None: in memory of each replay."""
+        place = places.of(partials)
+        return place if place[0] < len(places.tensors) else None
+
+    def _check_results(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
+        """A result that lies in an argument is that argument."""
+        for (index, _), result in zip(self._results, results, strict=True):
+            if 0 <= index < len(tensors) and result is not None:
+                given = tensors[index]
+                if (given.data_ptr(), given.shape, given.stride()) != (
+                    result.data_ptr(),
+                    result.shape,
+                    result.stride(),
+                ):
+                    raise _NotRepeatable
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on the device that is kept."""
+        return self._plan.num_bytes
+
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the call is one of this signature."""
+        if not self._fits(*tensors):
+            return False
+        return not self._content or all(ctypes.string_at(tensors[i].data_ptr(), len(c)) == c for i, c in self._content)
+
+    def __call__(self, tensors: Sequence[torch.Tensor], stream: int) -> Any:
+        """The result of the call with these tensors, which fit; NotImplemented if their addresses do not."""
+        at = [tensor.data_ptr() for tensor in tensors]
+        for i, j, distance in self._shared:
+            if at[j] - at[i] != distance:
+                return NotImplemented
+        device = self._device
+        given: list[Any] = [*tensors]
+        for size, stride, dtype in self._new:
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            given.append(tensor)
+            at.append(tensor.data_ptr())
+        at.append(0)
+        given.append(None)
+        pointers = [at[i] + offset for i, offset in self._operands]
+        if self._bits:
+            for pointer in pointers:
+                if pointer & 15:
+                    return NotImplemented
+        for address, i, offset in self._captured:
+            ctypes.c_uint64.from_address(address).value = at[i] + offset
+        if self._made is not None:
+            self._schedule(at)
+        run = self._run
+        lse, sinks, logits_by, o_by = [at[i] + offset for i, offset in self._others]
+        self._plan.run(stream, pointers, lse, sinks, *run.scales, logits_by, o_by, run.lse_unit, run.enable_pdl)
+        results = [given[i] for i, _ in self._results]
+        return tuple(results) if self._is_tuple else results[0]
+
+    def _schedule(self, at: list[int]) -> None:
+        """Plan on the GPU, in new memory."""
+        maker, made = self._plan.on_device, self._made
+        assert maker is not None and made is not None
+        scratch = torch.empty(self._scratch, dtype=torch.uint8, device=self._device)
+        begin = scratch.data_ptr()
+        schedule = begin if made.kept is None else made.kept.data_ptr()
+        if self._partials is None:
+            partials = begin + self._scratch - maker.partials_bytes
+        else:
+            partials = at[self._partials[0]] + self._partials[1]
+        index, offset = self._table
+        maker.place(schedule, partials, at[index] + offset)
+        if made.kept is None:
+            maker.launch(*[at[i] + offset for i, offset in self._arrays])
+
+
+# --- finding calls ---------------------------------------------------------------------------------------------------
+
+
+class _Kept(NamedTuple):
+    """A signature that was recorded."""
+
+    fits: Callable[[Sequence[torch.Tensor]], bool]
+    replay: Replay | None  #: None: such calls cannot be replayed
+    sources: tuple[Callable[[], Any], ...]  #: weak references
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], replay: Replay | None, sources: Sequence[Any]) -> _Kept:
+        """What was recorded of a call with these tensors."""
+        references = tuple(map(weakref.ref, sources))
+        if replay is not None:
+            return cls(replay.fits, replay, references, replay.num_bytes)
+        fits = Signature(tensors).fits
+        return cls(lambda given: fits(*given), None, references, 0)
+
+
+class _Known(threading.local):
+    """What a thread has recorded, by key; an empty list: a key that has been met once."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, list[_Kept]] = {}
+        self.num_bytes = 0
+
+
+_known = _Known()
+
+
+def repeated(
+    key: Hashable, tensors: Sequence[torch.Tensor], call: Callable[[], Any], sources: Sequence[Any] = ()
+) -> Any:
+    """call(), or a replay of a call with an equal key and tensors of the same signature.
+
+    What the result depends on beside the tensors is in the key. sources: objects that a plan was made from, which must
+    be the same, and tensors among them unchanged; the call finds the plan by them itself (plan_cache.py).
+    """
+    first = tensors[0]
+    index = first.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    if recorded.call is not None or (stream and is_capturing(first.device)):
+        return call()
+    key = key, first.shape, stream, torch.is_grad_enabled()
+    if sources:
+        if any(isinstance(source, torch.Tensor) and source.is_inference() for source in sources):
+            return call()  # they count no changes
+        key = key, *map(id, sources), *[source._version for source in sources if isinstance(source, torch.Tensor)]
+    found = _known.calls.get(key)
+    if found is None:
+        _remember(key)
+        return call()
+    for kept in found:
+        if kept.fits(tensors) and all(ref() is source for ref, source in zip(kept.sources, sources, strict=True)):
+            result = NotImplemented if kept.replay is None else kept.replay(tensors, stream)
+            return call() if result is NotImplemented else result
+    recording = Recording(tensors)
+    result = recording.result_of(call)
+    _keep(found, _Kept.of(tensors, recording.replay(result), sources))
+    return result
+
+
+def _remember(key: Hashable) -> None:
+    """Record the next call with this key."""
+    calls = _known.calls
+    calls[key] = []
+    while len(calls) > _MOST_KEYS or _known.num_bytes > _MOST_BYTES:
+        _known.num_bytes -= sum(kept.num_bytes for kept in calls.pop(next(iter(calls))))
+
+
+def _keep(found: list[_Kept], kept: _Kept) -> None:
+    """Store it as the first of a key."""
+    found.insert(0, kept)
+    _known.num_bytes += kept.num_bytes - sum(old.num_bytes for old in found[_MOST_SIGNATURES:])
+    del found[_MOST_SIGNATURES:]
+
+
+class _Form:
+    """How a call is spelt: which of its values are tensors."""
+
+    def __init__(self, types: Sequence[type]) -> None:
+        tensors = [i for i, kind in enumerate(types) if kind is torch.Tensor or kind is torch.nn.Parameter]
+        others = [i for i, kind in enumerate(types) if i not in tensors]
+        #: Whether such calls can be recorded.
+        self.is_known = bool(tensors) and all(issubclass(types[i], _CONSTANTS) for i in others)
+        self.tensors: Callable[[Sequence[Any]], tuple[Any, ...]] = _getter(tensors)
+        self.others: Callable[[Sequence[Any]], tuple[Any, ...]] = _getter(others)
+
+
+def _getter(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda values: tuple(values[i] for i in indices)
+
+
+def replayed(function: _Function) -> _Function:
+    """`function`, whose repeated calls are replayed."""
+    forms: dict[Hashable, _Form] = {}
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            return function(*args, **kwargs)
+        values: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
+        spelling: tuple[Any, ...] = (*map(type, values), *kwargs)
+        if tuple in spelling or list in spelling:  # pairs of tensors, windows
+            sizes = tuple(len(value) for value in values if type(value) in (tuple, list))
+            values = _flat(values)
+            spelling = spelling, sizes, *map(type, values)
+        form = forms.get(spelling)
+        if form is None:
+            if len(forms) >= _MOST_KEYS:
+                forms.clear()
+            form = forms[spelling] = _Form([*map(type, values)])
+        if not form.is_known:
+            return function(*args, **kwargs)
+        return repeated((form, form.others(values)), form.tensors(values), lambda: function(*args, **kwargs))
+
+    return call  # type: ignore[return-value]
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """The values, with those of pairs and lists in their places."""
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if type(value) in (tuple, list) else flat.append(value)
+    return flat
