@@ -18,9 +18,9 @@ transformers = pytest.importorskip("transformers", minversion="5.23")
 
 from transformers.masking_utils import causal_mask_function  # noqa: E402
 
-from quire.compat import recent_plans  # noqa: E402
 from quire.compat import transformers as integration  # noqa: E402
 from quire.compat.flash_attn import flash_attn_func  # noqa: E402
+from quire.runtime import plan_cache, replay  # noqa: E402
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -249,14 +249,16 @@ def test_generate_batch():
 @pytest.fixture
 def plans(monkeypatch):
     """A list that grows by each plan that the integration makes."""
-    made, plan = [], recent_plans._plan
+    made, plan = [], plan_cache.new_plan
 
     def counted(*args):
         made.append(plan(*args))
         return made[-1]
 
-    monkeypatch.setattr(recent_plans, "_plan", counted)
-    integration._recent._kept.clear()
+    monkeypatch.setattr(plan_cache, "new_plan", counted)
+    monkeypatch.setattr(integration, "new_plan", counted)
+    monkeypatch.setattr(plan_cache, "_plans", plan_cache._Plans())
+    monkeypatch.setattr(replay, "_known", replay._Known())
     return made
 
 

@@ -43,6 +43,7 @@ from quire.runtime.checks import (
     check_shape,
     check_tensor,
     device_indices,
+    float_sinks,
     host_indices,
     scalar,
     to_int32,
@@ -127,7 +128,7 @@ class _Scoring(NamedTuple):
     ) -> _Scoring:  # fmt: skip
         """Checked; qo_len is None where it differs between requests."""
         check_flags(causal=causal, deterministic=deterministic)
-        if dropout_p != 0:
+        if scalar(dropout_p, "dropout_p") != 0:
             raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
             raise ValidationError(f"num_splits: expected 0 (any number) or a positive integer, got {num_splits!r}.")
@@ -416,6 +417,11 @@ def _attend(
     """
     if not q.shape[0]:
         return
+    if q.dtype.itemsize == 1:
+        raise UnsupportedError(
+            f"q: expected float16 or bfloat16 (float32 on the CPU), got {q.dtype}; convert q, or call "
+            f"quire.single_prefill_with_kv_cache() or a wrapper, which take 8-bit queries with their scales."
+        )
     page_size = 0 if block_table is None else k.shape[1]
     options = PlanOptions(
         *heads(q.shape[1], k.shape[-2]), q.shape[2], v.shape[-1], Types.of(q.dtype, k.dtype, None),
@@ -434,7 +440,7 @@ def _attend(
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
     Attention(spec, KVLayout.NHD, OwnWorkspace(q.device), "auto").run(
         q[:rows], (k, v), out=out[:rows], lse=None if lse is None else lse[:rows], return_lse=False,
-        sinks=None if sinks is None else sinks.detach().float().contiguous(), q_scale=None, k_scale=None, v_scale=None,
+        sinks=float_sinks(sinks, "s_aux"), q_scale=None, k_scale=None, v_scale=None,
         window_left=None, enable_pdl=None, lse_unit=LN2,
     )  # fmt: skip
     if rows < q.shape[0]:

@@ -6,7 +6,8 @@
 
 "quire" is for forward() and generate(): static and dynamic caches, padding, sliding windows, soft caps, sinks, grouped
 heads, packed sequences, torch.compile. Keys and values are read in place, from the cache. Masks are those that
-transformers makes for sdpa, so the masks of all models are supported. A causal batch without padding, or with left
+transformers makes for sdpa. A model that computes attention itself (Bloom, GPT-J, ...) is refused when it is built with
+UnsupportedError; see quire.compat.transformers_models. A causal batch without padding, or with left
 padding, is planned from its lengths and reads no mask. Neither does decode, where a page table lists the keys that each
 query sees. The layers of a model share one plan per step.
 
@@ -37,23 +38,29 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from quire.compat import flash_attn
-from quire.compat.recent_plans import RecentPlans
+from quire.compat.transformers_models import check_models, may_omit_masks
 from quire.errors import UnsupportedError, ValidationError
 from quire.runtime.attention import AttentionSpec
 from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
+from quire.runtime.plan_cache import new_plan, plan_of
+from quire.runtime.replay import repeated
 from quire.runtime.schedule import Indices, Lengths
 
 __all__ = ["FLASH_NAME", "NAME", "attend", "make_mask", "register"]
 
 NAME, FLASH_NAME = "quire", "quire_flash_2"  #: the second: transformers asks for "flash", and a 2 for paged decode
-_recent, _none = RecentPlans(), RecentPlans(most=0)
 _PADDING = "quire_padding"  #: attribute of masks: their version, and the tokens of padding on the left of each row
+_TOKENS = "quire_tokens"  #: attribute of masks: their version, and _seen_tokens() of them
+_REFUSED = {"output_attentions", "indices", "block_indices", "sinks"}  #: they change the result; others repeat the mask
 _packed: MutableMapping[torch.Tensor, torch.Tensor | None] = WeakTensorKeyDictionary()  #: offsets, by position_ids
 
 
 def register() -> None:
     """Registers "quire" and "quire_flash_2" with transformers in this process. May be called repeatedly.
+
+    Models that do not call registered functions raise UnsupportedError when they are built with one of the names, or
+    changed to it. Parts of composite models run transformers' eager attention instead, and are logged.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> from quire.compat.transformers import register
@@ -63,6 +70,7 @@ def register() -> None:
     >>> model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2, min_new_tokens=2, do_sample=False).shape
     torch.Size([1, 5])
     """
+    check_models({NAME: "", FLASH_NAME: "_supports_flash_attn"})
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, make_mask)
     AttentionInterface.register(FLASH_NAME, flash_attention_forward)
@@ -89,7 +97,7 @@ def _serve_flash_functions() -> None:
 def make_mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0,
     attention_mask: torch.Tensor | None = None, local_size: int | None = None, allow_is_causal_skip: bool = True,
-    **kwargs: Any,
+    config: Any = None, **kwargs: Any,
 ) -> torch.Tensor | None:  # fmt: skip
     """sdpa's mask, bool [batch_size, 1, q_length, kv_length]; None if the mask is plain causal, aligned at the last key
     (or, if attention is not causal, if all keys are visible).
@@ -97,6 +105,8 @@ def make_mask(
     The arguments are those of transformers' mask functions. For sdpa None may also mean a top-left causal mask, for
     attend() it does not.
     """
+    if config is not None and not is_tracing() and not may_omit_masks(config, NAME):
+        allow_is_causal_skip = kwargs["allow_is_bidirectional_skip"] = False
     places, padding = (q_length, kv_length, q_offset, kv_offset), None
     if allow_is_causal_skip and _is_causal(*places, local_size):
         seen = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length]
@@ -153,9 +163,9 @@ def attend(
     row are separated by the mask, by cu_seq_lens_q and cu_seq_lens_k, or by position_ids that start again. s_aux:
     sinks. The mask already contains the window of `sliding_window`. Raises ValidationError or UnsupportedError.
     """
-    if dropout or position_bias is not None or cache is not None or kwargs.get("output_attentions"):
+    if dropout or position_bias is not None or cache is not None or not _REFUSED.isdisjoint(kwargs):
         _refuse(dropout=dropout or None, position_bias=position_bias, cache=cache)
-        _refuse(output_attentions=kwargs.get("output_attentions") or None)
+        _refuse(**{name: kwargs.get(name) for name in sorted(_REFUSED)})
     mask = None if attention_mask is None else _checked_mask(attention_mask, query, key)
     padding = None if mask is None or is_tracing() else _known_padding(mask)
     q_length, head_dim = query.shape[2], value.shape[-1]
@@ -167,20 +177,14 @@ def attend(
     if mask is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         out = _attend_packed(query, key, value, cu_seq_lens_q, cu_seq_lens_k, scale, causal, softcap, s_aux)
     else:
-        out = query.new_empty((query.shape[0], q_length, query.shape[1], value.shape[-1]))
         sinks = None if s_aux is None else s_aux.detach().float().contiguous()
-        if is_tracing():
-            _record(query, key, value, out, mask, sinks, scale, causal, softcap or 0.0)
-        elif padding is None:
-            _attend(query, key, value, out, mask, sinks, scale, causal, softcap or 0.0, (), _recent)
-        else:
-            _attend(query, key, value, out, None, sinks, scale, q_length > 1, softcap or 0.0, padding, _recent)
+        out = _attend_rows(query, key, value, mask, sinks, scale, causal, softcap or 0.0, padding)
     return (out if out.shape[-1] == head_dim else out[..., :head_dim].contiguous()), None
 
 
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
-        if value is not None:
+        if value is not None and value is not False:
             raise UnsupportedError(
                 f"{name}: not supported by attn_implementation={NAME!r}; got {type(value).__name__}."
             )
@@ -240,10 +244,37 @@ def _packed_offsets(query: torch.Tensor, key: torch.Tensor, position_ids: Any) -
     return _packed[position_ids]
 
 
+def _attend_rows(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor | None,
+    scale: float, causal: bool, softcap: float, padding: tuple[int, ...] | None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of rows of a batch. `padding` describes the mask, if it is not None."""
+
+    def attended() -> torch.Tensor:
+        out = query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
+        if is_tracing():
+            _record(query, key, value, out, mask, sinks, scale, causal, softcap)
+        elif out.numel():
+            _attend(query, key, value, out, mask, sinks, scale, causal, softcap, padding or ())
+        return out
+
+    if is_tracing():
+        return attended()
+    if padding is not None:
+        mask, causal = None, query.shape[2] > 1
+    tensors = (query, key, value) if sinks is None else (query, key, value, sinks)
+    asked = "transformers", scale, causal, softcap, padding, sinks is None, mask is None
+    if mask is None or query.shape[2] > 1:
+        return repeated(asked, tensors, attended, () if mask is None else (mask,))  # type: ignore[no-any-return]
+    tokens = _tokens_of(mask, _token_line(key.shape, key.stride())[0])
+    if isinstance(tokens, Indices) or tokens.kv_lens is None or tokens.page_table is None:
+        return attended()
+    return repeated(asked, (*tensors, tokens.kv_lens, tokens.page_table), attended)  # type: ignore[no-any-return]
+
+
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, mask: torch.Tensor | None,
     sinks: torch.Tensor | None, scale: float, causal: bool, softcap: float, padding: tuple[int, ...] = (),
-    plans: RecentPlans = _none,
 ) -> None:  # fmt: skip
     """Writes out [batch, q_length, num_heads, head_dim]. Keys are ragged: each row of the cache is a request, and so is
     what lies between two rows, with no queries. Under a mask that one query has for itself each token is a page, and
@@ -251,31 +282,45 @@ def _attend(
 
     padding: tokens ahead in each row that no query sees and whose own queries give zeros; (): none.
     """
-    if not out.numel():
-        return
     step, k_size, k_stride = _token_line(key.shape, key.stride())
     v_step, v_size, v_stride = _token_line(value.shape, value.stride())
     if not step == v_step > 0:
-        key, value = key.contiguous(), value.contiguous()
-        _attend(query, key, value, out, mask, sinks, scale, causal, softcap, padding, plans)
+        _attend(query, key.contiguous(), value.contiguous(), out, mask, sinks, scale, causal, softcap, padding)
         return
     has_pages = mask is not None and query.shape[2] == 1
+    options = _options(query, key, value, scale, causal and mask is None, softcap, page_size=int(has_pages))
+
+    tokens = _tokens_of(mask, step) if mask is not None and has_pages else None
 
     def spec() -> AttentionSpec:
-        options = _options(query, key, value, scale, causal and mask is None, softcap, page_size=int(has_pages))
-        if mask is not None and has_pages:
-            return AttentionSpec(_seen_tokens(mask[:, 0, 0], step), options)
+        if tokens is not None:
+            return AttentionSpec(tokens, options)
         rows = _rows(padding or (0,) * query.shape[0], query.shape[2], key.shape[2], step)
         return AttentionSpec(rows, options, None if mask is None else mask.reshape(-1))
 
-    asked = query.shape, key.shape, value.shape[-1], step, query.dtype, key.dtype, scale, causal, softcap, padding
-    attention = plans.get(asked, () if mask is None else (mask,), query.device, spec)
+    if is_tracing() or isinstance(tokens, Lengths):  # the GPU plans in each call
+        attention = new_plan(spec(), query.device)
+    else:
+        asked = "transformers", options, query.shape, key.shape, step, padding
+        attention = plan_of(asked, () if mask is None else (mask,), query.device, spec)
     k, v = key.as_strided(k_size, k_stride), value.as_strided(v_size, v_stride)
     attention.run(
         query.squeeze(2) if query.shape[2] == 1 else query.transpose(1, 2).flatten(0, 1),
         (k.unsqueeze(1), v.unsqueeze(1)) if has_pages else (k, v), out=out.flatten(0, 1), lse=None, return_lse=False,
         sinks=sinks, q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None,
     )  # fmt: skip
+
+
+def _tokens_of(mask: torch.Tensor, step: int) -> Indices | Lengths:
+    """_seen_tokens() of a mask that one query has for itself, made once for all layers."""
+    if is_tracing() or mask.is_inference():
+        return _seen_tokens(mask[:, 0, 0], step)
+    state = mask._version, step
+    known, tokens = getattr(mask, _TOKENS, (None, None))
+    if known != state or tokens is None:
+        tokens = _seen_tokens(mask[:, 0, 0], step)
+        vars(mask)[_TOKENS] = state, tokens
+    return tokens
 
 
 @lru_cache(maxsize=64)

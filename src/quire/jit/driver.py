@@ -206,10 +206,11 @@ def encode_tensor_map(
     strides: Sequence[int],
     box: Sequence[int],
     *,
+    device: int,
     swizzle: int = 128,
     promotion: int = 256,
 ) -> None:
-    """Write the tiled TMA descriptor of a tensor into the 128 bytes at `out` (64-byte aligned host memory).
+    """Write the tiled TMA descriptor of a tensor on `device` into the 128 bytes at `out` (64-byte aligned host memory).
 
     `element`: the driver's element type, such as "bf16" or "u8". `dims`: elements, innermost first. `strides`: bytes,
     of every dimension but the innermost (which is contiguous). `box`: elements of the tile. `swizzle`: 0, 32, 64 or 128
@@ -225,20 +226,21 @@ def encode_tensor_map(
     if out % 64:
         raise ValidationError(f"tensor map: expected a 64-byte aligned buffer, got address {out:#x}")
     api = driver()
-    code = api.function("cuTensorMapEncodeTiled")(
-        out,
-        _choice("element", element, _ELEMENT_TYPES),
-        rank,
-        address,
-        (c_uint64 * rank)(*dims),
-        (c_uint64 * rank)(*strides),  # the driver reads rank - 1; ctypes has no pointer to an empty array
-        (c_uint * rank)(*box),
-        (c_uint * rank)(*(1,) * rank),
-        0,
-        _choice("swizzle", swizzle, _SWIZZLES),
-        _choice("promotion", promotion, _PROMOTIONS),
-        _FILL_WITH_ZEROS,
-    )
+    with api.current(device):  # a thread that has made no call to the GPU yet has no context
+        code = api.function("cuTensorMapEncodeTiled")(
+            out,
+            _choice("element", element, _ELEMENT_TYPES),
+            rank,
+            address,
+            (c_uint64 * rank)(*dims),
+            (c_uint64 * rank)(*strides),  # the driver reads rank - 1; ctypes has no pointer to an empty array
+            (c_uint * rank)(*box),
+            (c_uint * rank)(*(1,) * rank),
+            0,
+            _choice("swizzle", swizzle, _SWIZZLES),
+            _choice("promotion", promotion, _PROMOTIONS),
+            _FILL_WITH_ZEROS,
+        )
     if code:
         context = (
             f"element={element}, address={address:#x}, dims={list(dims)}, strides={list(strides)}, box={list(box)}"
@@ -246,8 +248,11 @@ def encode_tensor_map(
         api.check(code, "cuTensorMapEncodeTiled", f"{context}, swizzle={swizzle}")
 
 
-def move_tensor_map(out: int, address: int) -> None:
+def move_tensor_map(out: int, address: int, device: int) -> None:
     """Change the tensor address in the descriptor at `out`; shape and strides remain."""
     api = driver()
-    if code := api.function("cuTensorMapReplaceAddress")(out, address):
+    replace = api.function("cuTensorMapReplaceAddress")
+    if replace(out, address):  # perhaps for want of a context, as in a new thread
+        with api.current(device):
+            code = replace(out, address)
         api.check(code, "cuTensorMapReplaceAddress", f"address={address:#x}")

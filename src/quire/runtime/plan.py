@@ -50,8 +50,9 @@ class ScheduleMaker(Protocol):
         """Set the parameters of the plan to a schedule at an address."""
 
     def launch(
-        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None
-    ) -> None:
+        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None, *,
+        stream: int | None = None,
+    ) -> None:  # fmt: skip
         """Enqueue what writes the schedule there."""
 
 
@@ -87,7 +88,7 @@ class AttentionPlan:
         self._own_partials = own_partials
         self._held: torch.Tensor | None = None  # partial results of a launch that is still to come
         self._streams: tuple[int, ...] = (stream,)  # that torch's allocator knows to use the tensors
-        self._maps = TensorMaps(decision, params) if decision.kernel.copies else None
+        self._maps = TensorMaps(decision, params, device.index or 0) if decision.kernel.copies else None
         self._instead: Callable[[int], None] | None = None
         self._launches: dict[bool, Callable[[int], None]] = {}  # by whether they are dependent launches
 

@@ -14,7 +14,6 @@ import torch
 
 from quire.runtime.attention import Attention, AttentionSpec
 from quire.runtime.graph import is_capturing
-from quire.runtime.schedule import Lengths
 from quire.runtime.target import current_stream
 from quire.runtime.workspace import OwnWorkspace
 from quire.types import KVLayout
@@ -24,7 +23,7 @@ _MOST_BYTES = 64 << 20  #: of their memory on devices
 
 
 class _Entry(NamedTuple):
-    plan: Attention | AttentionSpec  #: the second where the GPU plans from a source, anew in each call
+    plan: Attention
     sources: tuple[Callable[[], Any], ...]  #: weak references
     num_bytes: int
 
@@ -57,25 +56,22 @@ def plan_of(
     """The plan of make(), whose tensors are in the order of NHD.
 
     key: everything that decides the plan but `sources`, objects (tensors, block masks) that must be the same, and
-    tensors among them unchanged. If the GPU plans from a source, which a kernel may change without torch noticing, only
-    the batch is kept. Nothing is kept in a capture, or for tensors that do not count changes (inference mode).
+    tensors among them unchanged. Nothing is kept in a capture, or for tensors that do not count changes (inference
+    mode).
     """
     if is_capturing(device) or any(isinstance(source, torch.Tensor) and source.is_inference() for source in sources):
-        return _new(make(), device)
+        return new_plan(make(), device)
     versions = [source._version if isinstance(source, torch.Tensor) else 0 for source in sources]
     key = key, device, current_stream(device), *map(id, sources), *versions
     entry = _plans.entries.get(key)
     if entry is not None and all(ref() is source for ref, source in zip(entry.sources, sources, strict=True)):
-        return entry.plan if isinstance(entry.plan, Attention) else _new(entry.plan, device)
-    attention = _new(make(), device)
-    kept, indices = attention, attention.spec.indices
-    if isinstance(indices, Lengths):
-        _plans.keep(key, _Entry(attention.spec, tuple(map(weakref.ref, sources)), 0))
-        return attention
+        return entry.plan
+    attention = new_plan(make(), device)
     references = tuple(weakref.ref(source, lambda _: _plans.drop(key)) for source in sources)
-    _plans.keep(key, _Entry(kept, references, attention.plan.num_bytes))
+    _plans.keep(key, _Entry(attention, references, attention.plan.num_bytes))
     return attention
 
 
-def _new(spec: AttentionSpec, device: torch.device) -> Attention:
+def new_plan(spec: AttentionSpec, device: torch.device) -> Attention:
+    """A plan for one call, whose tensors are in the order of NHD."""
     return Attention(spec, KVLayout.NHD, OwnWorkspace(device), "auto")

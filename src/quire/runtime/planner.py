@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import _profiler_enabled as _is_profiler_enabled
 
 from quire.errors import PlanError, ValidationError
 from quire.jit import CudaModule, Module, get_module, host_target
@@ -443,7 +444,10 @@ class DeviceSchedule:
         self._places = _pointers_at(self._params, "kv_lens", "lse")
         self._in_plan = _pointers_at(base, "kv_indices", "partial_md")
         self.made: Made | None = None  #: with what make() made the last schedule
+        self._arrays: tuple[int | None, ...] = ()
+        self._start: Callable[[int], None] | None = None
         self._at = 0  # where the parameters say that the schedule is
+        self._num_pages: int | None = None  # for kernels that ignore other page numbers
 
     def _lay_out(self, num_tiles: int, first_tiles_bytes: int) -> None:
         """Offsets of tile counter, merge table, partitions, row tiles and partial results in the memory of a call."""
@@ -462,8 +466,7 @@ class DeviceSchedule:
         lengths = (lengths if self._kernel.has_gaps else lengths.without_gaps()).with_near_pages()
         table = lengths.page_table
         self._params.pages_per_request = 0 if table is None else table.stride(0)
-        if lengths.num_pages is not None:
-            self.params.num_pages = lengths.num_pages
+        self._num_pages = lengths.num_pages
         kept = lengths.kept if lengths.kv_lens is None else None
         shape = self._shape, self._params.pages_per_request
         known = None if kept is None else kept.get(shape, for_graph=is_capturing(self._device))
@@ -487,15 +490,27 @@ class DeviceSchedule:
             self._places[3:8] = [tiles, first_tiles, partitions, groups, counter]
             if self._kernel.fill is not None:
                 self._kernel.fill(self.params, self.template.schedule, ScheduleOutput(), at, 0)
+            if self._num_pages is not None:
+                self.params.num_pages = self._num_pages
             self._at = at
 
     def launch(
-        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None
-    ) -> None:
-        """Launch the kernel on these arrays."""
-        places = self._places
-        places[0], places[1], places[2], places[8], places[9] = kv_lens, qo_indptr, kv_indptr, out, lse
-        launch(self.planner, ctypes.addressof(self._params), self._device, grid=self._grid, block=PARALLEL_THREADS)
+        self, kv_lens: int | None, qo_indptr: int | None, kv_indptr: int | None, out: int | None, lse: int | None, *,
+        stream: int | None = None,
+    ) -> None:  # fmt: skip
+        """Launch the kernel on these arrays; on `stream`, if the caller knows torch's current one."""
+        places, arrays = self._places, (kv_lens, qo_indptr, kv_indptr, out, lse)
+        if arrays != self._arrays:
+            places[0], places[1], places[2], places[8], places[9] = self._arrays = arrays
+        params = ctypes.addressof(self._params)
+        if stream is None or _is_profiler_enabled():
+            launch(self.planner, params, self._device, grid=self._grid, block=PARALLEL_THREADS)
+            return
+        if self._start is None:
+            assert isinstance(self.planner, CudaModule)
+            index = self._device.index or 0
+            self._start = self.planner.bind(params, self._grid, PARALLEL_THREADS, 0, index).start
+        self._start(stream)
 
 
 def _pointers_at(params: ctypes.Structure, first: str, last: str) -> ctypes.Array[Any]:

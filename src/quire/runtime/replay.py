@@ -10,7 +10,8 @@ A call is recorded when its signature occurs for the second time. It can be repl
 - each address that the kernel was given lies in an argument, in memory that the call allocated, or in the plan.
 
 Calls that cannot be replayed run as they did before. Tensors on the host that a plan may have been made from are
-compared by content. While a CUDA graph is captured nothing is recorded or replayed, and no memory of a caller is kept.
+compared by content. While a CUDA graph is captured nothing is recorded or replayed. No memory of a caller is kept, and
+calls of one thread on one stream share one buffer for schedules and partial results.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ from quire.runtime.launch import recorded
 from quire.runtime.ops import is_tracing
 from quire.runtime.plan import AttentionPlan
 from quire.runtime.schedule import KeptSchedules
-from quire.runtime.signature import Signature
+from quire.runtime.signature import Signature, has_nested
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _MOST_KEYS = 512  #: that a thread knows
 _MOST_SIGNATURES = 8  #: of a key
 _MOST_BYTES = 64 << 20  #: of kept plans, on devices
+_MOST_STREAMS = 8  #: for which a thread keeps memory for partial results
 _MOST_READ = 1 << 16  #: bytes of a tensor that is compared by content
 #: Types of arguments that are compared as parts of a key.
 _CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum, Variant, KeptSchedules)
@@ -161,6 +163,10 @@ class _Places:
         index = next(i for i, known in enumerate(self._new) if known is whole)
         return len(self.tensors) + index, address - whole.data_ptr()
 
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in an argument."""
+        return _storage(tensor) in self._given
+
     def new_tensors(self, results: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
         """Sizes, strides and types to allocate, as the caller gets them."""
         made = [(t.shape, t.stride(), t.dtype) for t in self._new]
@@ -209,7 +215,7 @@ class Replay:
     def __init__(self, run: Run, places: _Places, result: Any) -> None:
         self._plan, self._run, maker = run.plan, run, run.plan.on_device
         tensors, self._device = places.tensors, run.plan.device
-        self._fits = Signature(tensors).fits
+        fits = _fits_of(tensors)
         self._bits = 15 if self._device.type == "cuda" else 0
         self._operands = [places.of(*operand) for operand in run.operands]
         self._others = [places.of(t) for t in (run.lse, run.sinks, *run.scales_by)]
@@ -218,6 +224,7 @@ class Replay:
         known = {t.data_ptr() + offset for t, offset in run.operands if t is not None}
         known.update(t.data_ptr() for t in (run.lse, run.sinks, *run.scales_by) if t is not None)
         known.update(tensor.data_ptr() for _, tensor in run.captured)
+        self._last_places: tuple[int, ...] = ()
         if maker is not None and self._made is not None:
             made = self._made
             self._arrays = [places.of(t) for t in made.arrays]
@@ -226,7 +233,9 @@ class Replay:
             known.add(made.partials.data_ptr() + maker.maxima_offset)
             self._scratch = maker.num_bytes * (made.kept is None) + maker.partials_bytes * (self._partials is None)
             maker.made = None
-        self._content = places.content(self._device)
+        content = places.content(self._device)
+        #: Whether a call is one of this signature.
+        self.fits = fits if not content else lambda *given: fits(*given) and _are_equal(given, content)
         results = list(result) if isinstance(result, tuple) else [result]
         self._results = [places.of(t) for t in results]
         self._is_tuple = isinstance(result, tuple)
@@ -238,9 +247,8 @@ class Replay:
 
     @staticmethod
     def _place_of_partials(places: _Places, partials: torch.Tensor) -> tuple[int, int] | None:
-        """In the caller's workspace; None: in memory of each replay."""
-        place = places.of(partials)
-        return place if place[0] < len(places.tensors) else None
+        """In the caller's workspace; None: in memory of the stream."""
+        return places.of(partials) if places.is_given(partials) else None
 
     def _check_results(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
         """A result that lies in an argument is that argument."""
@@ -258,12 +266,6 @@ class Replay:
     def num_bytes(self) -> int:
         """Memory on the device that is kept."""
         return self._plan.num_bytes
-
-    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the call is one of this signature."""
-        if not self._fits(*tensors):
-            return False
-        return not self._content or all(ctypes.string_at(tensors[i].data_ptr(), len(c)) == c for i, c in self._content)
 
     def __call__(self, tensors: Sequence[torch.Tensor], stream: int) -> Any:
         """The result of the call with these tensors, which fit; NotImplemented if their addresses do not."""
@@ -287,57 +289,96 @@ class Replay:
         for address, i, offset in self._captured:
             ctypes.c_uint64.from_address(address).value = at[i] + offset
         if self._made is not None:
-            self._schedule(at)
+            self._schedule(at, stream)
         run = self._run
         lse, sinks, logits_by, o_by = [at[i] + offset for i, offset in self._others]
         self._plan.run(stream, pointers, lse, sinks, *run.scales, logits_by, o_by, run.lse_unit, run.enable_pdl)
         results = [given[i] for i, _ in self._results]
         return tuple(results) if self._is_tuple else results[0]
 
-    def _schedule(self, at: list[int]) -> None:
-        """Plan on the GPU, in new memory."""
+    def _schedule(self, at: list[int], stream: int) -> None:
+        """Plan on the GPU."""
         maker, made = self._plan.on_device, self._made
         assert maker is not None and made is not None
-        scratch = torch.empty(self._scratch, dtype=torch.uint8, device=self._device)
-        begin = scratch.data_ptr()
+        begin = _known.scratch(self._device, stream, self._scratch)
         schedule = begin if made.kept is None else made.kept.data_ptr()
         if self._partials is None:
             partials = begin + self._scratch - maker.partials_bytes
         else:
             partials = at[self._partials[0]] + self._partials[1]
         index, offset = self._table
-        maker.place(schedule, partials, at[index] + offset)
+        places = schedule, partials, at[index] + offset
+        if places != self._last_places:
+            maker.place(*places)
+            self._last_places = places
         if made.kept is None:
-            maker.launch(*[at[i] + offset for i, offset in self._arrays])
+            maker.launch(*[at[i] + offset for i, offset in self._arrays], stream=stream)
+
+
+def _is_of(reference: Callable[[], Any], source: Any) -> bool:
+    return reference() is source
+
+
+def _are_equal(tensors: Sequence[torch.Tensor], content: list[tuple[int, bytes]]) -> bool:
+    """Whether some of the tensors have this content."""
+    return all(ctypes.string_at(tensors[i].data_ptr(), len(expected)) == expected for i, expected in content)
 
 
 # --- finding calls ---------------------------------------------------------------------------------------------------
 
 
-class _Kept(NamedTuple):
-    """A signature that was recorded."""
+def _fits_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether other dense tensors have the signature of these, and the same of them are one object (which torch's check
+    of signatures refuses).
+    """
+    first = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
+    unique, again = sorted(first.values()), [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
+    fits, of_unique = Signature([tensors[i] for i in unique]).of_dense, _getter(unique)
+    if not again:
+        return fits
+    return lambda *given: all(given[i] is given[j] for i, j in again) and fits(*of_unique(given))
 
-    fits: Callable[[Sequence[torch.Tensor]], bool]
-    replay: Replay | None  #: None: such calls cannot be replayed
+
+class _Kept(NamedTuple):
+    """A signature that has been met."""
+
+    fits: Callable[..., bool]
+    replay: Replay | None
     sources: tuple[Callable[[], Any], ...]  #: weak references
     num_bytes: int
+    is_recorded: bool  #: without a replay: such calls cannot be replayed
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], replay: Replay | None, sources: Sequence[Any]) -> _Kept:
-        """What was recorded of a call with these tensors."""
-        references = tuple(map(weakref.ref, sources))
-        if replay is not None:
-            return cls(replay.fits, replay, references, replay.num_bytes)
-        fits = Signature(tensors).fits
-        return cls(lambda given: fits(*given), None, references, 0)
+    def of(cls, tensors: Sequence[torch.Tensor], sources: Sequence[Any], is_recorded: bool = False) -> _Kept:
+        """That there was a call with these tensors."""
+        return cls(_fits_of(tensors), None, tuple(map(weakref.ref, sources)), 0, is_recorded)
+
+    @classmethod
+    def of_replay(cls, replay: Replay, sources: Sequence[Any]) -> _Kept:
+        """What was recorded."""
+        return cls(replay.fits, replay, tuple(map(weakref.ref, sources)), replay.num_bytes, True)
 
 
 class _Known(threading.local):
-    """What a thread has recorded, by key; an empty list: a key that has been met once."""
+    """What a thread has met, by key."""
 
     def __init__(self) -> None:
         self.calls: dict[Hashable, list[_Kept]] = {}
         self.num_bytes = 0
+        self._scratch: dict[tuple[torch.device, int], tuple[torch.Tensor, int, int]] = {}
+
+    def scratch(self, device: torch.device, stream: int, num_bytes: int) -> int:
+        """The address of memory for the schedule and the partial results of one call: all calls of this thread on a
+        stream use the same, as each needs them until its kernel has ended.
+        """
+        known = self._scratch.get((device, stream))
+        if known is None or known[1] < num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._scratch.pop((device, stream), None)
+            known = self._scratch[device, stream] = memory, num_bytes, memory.data_ptr()
+            if len(self._scratch) > _MOST_STREAMS:
+                del self._scratch[next(iter(self._scratch))]
+        return known[2]
 
 
 _known = _Known()
@@ -354,7 +395,7 @@ def repeated(
     first = tensors[0]
     index = first.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-    if recorded.call is not None or (stream and is_capturing(first.device)):
+    if recorded.call is not None or has_nested(tensors) or (stream and is_capturing(first.device)):
         return call()
     key = key, first.shape, stream, torch.is_grad_enabled()
     if sources:
@@ -363,24 +404,37 @@ def repeated(
         key = key, *map(id, sources), *[source._version for source in sources if isinstance(source, torch.Tensor)]
     found = _known.calls.get(key)
     if found is None:
-        _remember(key)
-        return call()
+        found = _remember(key)
     for kept in found:
-        if kept.fits(tensors) and all(ref() is source for ref, source in zip(kept.sources, sources, strict=True)):
-            result = NotImplemented if kept.replay is None else kept.replay(tensors, stream)
+        if kept.fits(*tensors) and (not sources or all(map(_is_of, kept.sources, sources))):
+            if kept.replay is None:
+                return call() if kept.is_recorded else _record(found, kept, tensors, call, sources)
+            result = kept.replay(tensors, stream)
             return call() if result is NotImplemented else result
-    recording = Recording(tensors)
-    result = recording.result_of(call)
-    _keep(found, _Kept.of(tensors, recording.replay(result), sources))
+    result = call()
+    _keep(found, _Kept.of(tensors, sources))
     return result
 
 
-def _remember(key: Hashable) -> None:
-    """Record the next call with this key."""
+def _record(
+    found: list[_Kept], seen: _Kept, tensors: Sequence[torch.Tensor], call: Callable[[], Any], sources: Sequence[Any]
+) -> Any:
+    """call(), which is recorded in place of `seen`."""
+    recording = Recording(tensors)
+    result = recording.result_of(call)
+    replay = recording.replay(result)
+    found.remove(seen)
+    _keep(found, _Kept.of(tensors, sources, True) if replay is None else _Kept.of_replay(replay, sources))
+    return result
+
+
+def _remember(key: Hashable) -> list[_Kept]:
+    """A place for the signatures of a key."""
     calls = _known.calls
-    calls[key] = []
-    while len(calls) > _MOST_KEYS or _known.num_bytes > _MOST_BYTES:
+    while len(calls) >= _MOST_KEYS or _known.num_bytes > _MOST_BYTES:
         _known.num_bytes -= sum(kept.num_bytes for kept in calls.pop(next(iter(calls))))
+    found = calls[key] = []
+    return found
 
 
 def _keep(found: list[_Kept], kept: _Kept) -> None:
@@ -405,7 +459,10 @@ class _Form:
 def _getter(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     if len(indices) > 1:
         return itemgetter(*indices)
-    return lambda values: tuple(values[i] for i in indices)
+    if indices:
+        (only,) = indices
+        return lambda values: (values[only],)
+    return lambda _: ()
 
 
 def replayed(function: _Function) -> _Function:

@@ -22,8 +22,8 @@ class EncodedMaps(NamedTuple):
 class TensorMaps:
     """The tensor maps inside one parameter struct."""
 
-    def __init__(self, decision: Decision, params: ctypes.Structure) -> None:
-        self._decision = decision
+    def __init__(self, decision: Decision, params: ctypes.Structure, device: int) -> None:
+        self._decision, self._device = decision, device
         self._params = params
         self._address = ctypes.addressof(params)
         self._maps: list[tuple[int, int]] = []  # offset of each map in the struct, index of its operand
@@ -44,7 +44,10 @@ class TensorMaps:
                 [s * dtype.bits // 8 for s in copy.strides],
             )
             out, pointer = self._address + offset, self._pointers[index]
-            encode_tensor_map(out, dtype.tensor_map, pointer, copy.dims, strides, copy.box, promotion=copy.promotion)
+            encode_tensor_map(
+                out, dtype.tensor_map, pointer, copy.dims, strides, copy.box, device=self._device,
+                promotion=copy.promotion,
+            )  # fmt: skip
             self._maps.append((offset, index))
 
     def encoded(self) -> EncodedMaps:
@@ -66,5 +69,5 @@ class TensorMaps:
             return
         for offset, index in self._maps:
             if self._pointers[index] != pointers[index]:
-                move_tensor_map(self._address + offset, pointers[index])
+                move_tensor_map(self._address + offset, pointers[index], self._device)
         self._pointers = pointers
