@@ -6,8 +6,10 @@ fuzz.py also compares with the oracle, and changes numbers and words; it does no
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
+import torch
 
 import quire
 from guard import GuardedMemory
@@ -41,3 +43,26 @@ def change(name: str, times: int) -> None:
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in CALL])
 def test_changed_tensors_are_refused_or_taken(name: str) -> None:
     change(name, 20)
+
+
+@isolated(seconds=120)
+def nest(name: str) -> None:
+    """Each tensor in turn is a nested one: in the whole call, and in a run after a good one."""
+    warnings.simplefilter("ignore")  # of torch: nested tensors are a prototype
+    call = CALL[name]
+    tensors = call.make()
+    for changed, tensor in tensors.items():
+        wrong = {**tensors, changed: torch.nested.nested_tensor([tensor])}
+        with pytest.raises(quire.ValidationError):
+            call(wrong)
+        if changed not in call.planned:
+            run = call.start(tensors)
+            run(tensors)
+            with pytest.raises(quire.ValidationError):
+                run(wrong)
+
+
+@pytest.mark.parametrize("name", CALL)
+def test_nested_tensors_are_refused(name: str) -> None:
+    """torch has no sizes of them, and its own check of a signature ends the process."""
+    nest(name)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 
 import pytest
 import torch
 
 import quire
 from problems import ints, workspace
+from quire.runtime import signature
 from quire.runtime.checks import (
     batch_size_of,
     check_dtype,
@@ -17,6 +19,7 @@ from quire.runtime.checks import (
     check_positive,
     check_tensor,
     device_indices,
+    float_sinks,
     host_indices,
     refuse,
     scalar,
@@ -278,3 +281,69 @@ def test_a_cache_in_the_other_layout_names_kv_layout():
 def test_calls_without_a_plan_name_their_own_arguments():
     q, k = torch.zeros(2, 8, 64, dtype=torch.float64), torch.zeros(2, 2, 64, dtype=torch.float64)
     refused(lambda: quire.single_prefill_with_kv_cache(q, k, k), "q: expected one of float32", "float64")
+
+
+def test_sinks_that_are_no_tensor():
+    with pytest.raises(quire.ValidationError, match=r"^s_aux: expected a tensor \[num_heads\] or None, got 1.0"):
+        float_sinks(1.0, "s_aux")
+    assert float_sinks(None, "s_aux") is None
+    assert float_sinks(torch.ones(2, dtype=torch.float16), "s_aux").dtype is torch.float32
+
+
+# --- signatures ------------------------------------------------------------------------------------------------------
+
+
+class WrongGuards:
+    """A check of torch's that has changed: it takes all tensors, none, or other arguments."""
+
+    answer: object = True
+
+    def __init__(self, *_, dynamic_dims_sizes, dynamic_dims_strides):
+        if self.answer is TypeError:
+            raise TypeError("expected other arguments")
+
+    def check(self, *_):
+        if self.answer is RuntimeError:
+            raise RuntimeError("it has changed")
+        return self.answer
+
+
+@pytest.fixture
+def forgotten():
+    signature._guards_work.cache_clear()
+    yield
+    signature._guards_work.cache_clear()
+
+
+@pytest.mark.parametrize("answer", [True, False, None, TypeError, RuntimeError])
+def test_guards_that_have_changed_are_not_used(answer, monkeypatch, forgotten):
+    guards = pytest.importorskip("torch._C._dynamo.guards")
+    monkeypatch.setattr(guards, "TensorGuards", WrongGuards)
+    monkeypatch.setattr(WrongGuards, "answer", answer)
+    assert not signature._guards_work()
+    one, other = torch.zeros(2, 3), torch.zeros(3, 2)
+    assert signature.Signature([one, other]).fits(one.clone(), other.clone())
+    assert not signature.Signature([one, other]).fits(other, one)
+
+
+def test_guards_are_used_where_torch_has_them(forgotten, monkeypatch):
+    assert signature._guards_work()
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    signature._guards_work.cache_clear()
+    assert not signature._guards_work()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("kind", ["_guards", "_comparison"])
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_signatures(kind, count):
+    tensors = [torch.zeros(2, 3, 4) for _ in range(count)]
+    fits = getattr(signature, kind)(tensors)
+    assert fits(*(tensor.clone() for tensor in tensors))
+    for wrong in (
+        torch.zeros(2, 3, 5), torch.zeros(2, 3, 4, dtype=torch.float16), torch.zeros(4, 3, 2).mT, None, 3,
+        torch.nested.nested_tensor([tensors[0]]), torch.nested.nested_tensor(list(tensors[0])),
+        torch.zeros(2, 3, 4).to_sparse(), torch.zeros(2, 3, 4, device="meta"),
+    ):  # fmt: skip
+        for place in range(count):
+            assert not fits(*tensors[:place], wrong, *tensors[place + 1 :])

@@ -285,6 +285,14 @@ def test_layers_of_one_batch_plan_twice(monkeypatch):
     assert len(plans) == 3
 
 
+@pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_queries_of_8_bits_are_refused_at_once(narrow, monkeypatch):
+    monkeypatch.setattr(flash_attn, "Attention", None)  # nothing is compiled
+    q = torch.randn(1, 5, 2, 64).to(narrow)
+    with pytest.raises(quire.UnsupportedError, match=r"q: expected float16 or bfloat16 .* got torch.float8"):
+        flash_attn_func(q, q, q)
+
+
 @pytest.mark.slow
 def test_compiled_without_a_break():
     q, k, v = ragged(torch.float32, "cpu")

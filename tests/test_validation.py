@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
+from quire.distributed import Zigzag
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.runtime.layout import cache_view, ragged_view, span_bytes
 from quire.types import KVLayout
@@ -778,3 +780,62 @@ def test_what_random_calls_found():
     wrapper = quire.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(workspace("cpu"), *buffers)
     wrapper.plan(i32(0, 1), i32(0), i32(3), 4, 2, 64, 16, q_data_type=torch.float32)
     refused(lambda: wrapper.run({}, torch.zeros(1, 2, 16, 2, 64)), "q: expected a torch.Tensor")
+
+
+SEVERAL = torch.tensor([1, 2])  # which Python takes for no number and no bool
+
+#: Calls with one argument that is no such thing, and the name that the error begins with.
+NO_SUCH_THING = {
+    "a device": (lambda: quire.BatchAttention(device="junk"), "device"),
+    "no device": (lambda: quire.BatchAttention(device=object()), "device"),
+    "an estimate": (lambda: quire.estimate(5), "variant"),
+    "no head dim": (lambda: quire.is_supported(head_dim=None), "head_dim"),
+    "head dims": (lambda: quire.is_supported(head_dim=SEVERAL), "head_dim"),
+    "values": (lambda: quire.is_supported(head_dim=64, head_dim_vo="64"), "head_dim_vo"),
+    "a target": (lambda: quire.is_supported(head_dim=64, target=5), "target"),
+    "a mask": (lambda: quire.is_supported(head_dim=64, mask=1), "mask"),
+    "a backend": (lambda: quire.is_supported(head_dim=64, backend=[1]), "backend"),
+    "a page size": (lambda: quire.is_supported(head_dim=64, page_size=1.5), "page_size"),
+    "rows": (lambda: quire.is_supported(head_dim=64, rows=None), "rows"),
+    "lengths": (lambda: Zigzag("junk", 2, 1), "seq_lens"),
+    "negative lengths": (lambda: Zigzag(torch.tensor([4, -1]), 2, 1), "seq_lens"),
+    "no pages": (lambda: Zigzag(torch.tensor([4]), 2, 0), "page_size"),
+    "no ranks": (lambda: Zigzag(torch.tensor([4]), -2, 1), "num_ranks"),
+    "heads": (lambda: quire.get_alibi_slopes(2**30), "n_heads"),
+    "page bounds": (lambda: quire.page_key_bounds(torch.zeros(2, 2, 4, 1, 32).to(torch.uint32)), "paged_kv_cache"),
+    "an output": (lambda: _quantized(q_nope_out=5), "q_nope_out"),
+    "another output": (lambda: _quantized(k_nope_out=5), "k_nope_out"),
+    "a nested output": (lambda: _quantized(q_nope_out=nested(torch.zeros(2, 8, 8))), "q_nope_out"),
+    "a number of a mask": (
+        lambda: quire.single_prefill_with_kv_cache_with_jit_module(
+            quire.variants.soft_cap, *torch.zeros(3, 4, 2, 32), 1.0, mask_mode=SEVERAL
+        ),
+        "mask_mode",
+    ),
+}
+
+
+def nested(tensor):
+    with warnings.catch_warnings():  # of torch: nested tensors are a prototype
+        warnings.simplefilter("ignore")
+        return torch.nested.nested_tensor([tensor])
+
+
+def _quantized(**options):
+    q, k, table = torch.zeros(2, 8, 64), torch.zeros(2, 2, 64), torch.zeros(8, 64)
+    return quire.rope.rope_quantize_fp8(
+        q, k, None, None, table, torch.tensor([0, 1]), True, torch.float8_e4m3fn, **options
+    )
+
+
+@pytest.mark.parametrize("name", NO_SUCH_THING)
+def test_arguments_that_are_no_such_thing(name):
+    call, argument = NO_SUCH_THING[name]
+    with pytest.raises(ValidationError, match=f"^{argument}: "):
+        call()
+
+
+def test_soft_caps_of_runs_that_are_no_number():
+    wrapper = quire.BatchAttention(device="cpu")
+    with pytest.raises(ValidationError, match=r"^logits_soft_cap: expected a number or a tensor of one element"):
+        wrapper.run(torch.zeros(1, 1, 64), torch.zeros(1, 2, 1, 1, 64), logits_soft_cap=SEVERAL)

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -1116,6 +1117,7 @@ UNTRACEABLE = {
     lambda score, strange: score: "'strange'",
     lambda score, **more: score: "parameters by name",
     lambda score: score + 2**40: "integers that int32 holds",
+    lambda score: score + (1 << 20000): "integers that int32 holds, got one of 20001 bits",
     lambda score: score & 1: "expected integers or bools",
     lambda score: score**0.5: "whole exponent",
     lambda score: score + "a": "expected a number or a value",
@@ -1139,6 +1141,8 @@ def test_what_cannot_be_declared():
         ({"scalars": {"x": "float16"}}, "scalars: expected one of"),
         ({"tensors": {"x": "int32"}, "scalars": {"x": int}}, "declared as a tensor too"),
         ({"tensors": ["x"]}, "tensors: expected names and types, as a dict, got list"),
+        ({"tensors": {3: "int32"}}, "tensors: expected names as str, got 3"),
+        ({"scalars": {None: "int32"}}, "scalars: expected names as str, got None"),
     ):
         with pytest.raises(quire.ValidationError, match=message):
             quire.Variant(lambda score: score * 2, **options)
@@ -1178,6 +1182,71 @@ def test_texts():
     ):
         with pytest.raises(quire.ValidationError, match="its text"):
             quire.Variant.parse(text)
+
+
+#: Texts that would need a long time or much memory, or raise another error, if Python computed what they say.
+HOSTILE = {
+    "a long string": "_0 = 'x' * 3000000000\n_score_ = score\n",
+    "long bytes": "_0 = b'x' * 3000000000\n_score_ = score\n",
+    "products": "_0 = 99999999999\n" + "".join(f"_{i + 1} = (_{i} * _{i})\n" for i in range(40)) + "_score_ = score\n",
+    "products of int32": "_0 = 9\n" + "".join(f"_{i + 1} = (_{i} * _{i})\n" for i in range(40)) + "_score_ = _40\n",
+    "a shift": f"_score_ = (1 << {2**70})\n",
+    "a shift of a shift": "_score_ = (1 << (1 << (1 << 30)))\n",
+    "an integer": f"_score_ = (score + 0x{'f' * 5000})\n",
+    "integer division": "_score_ = (1 // 0)\n",
+    "a remainder": "_score_ = (1 % 0)\n",
+    "a division": "_score_ = (1 / 0.0)\n",
+    "a tensor's rank": "x: float32[99999999999]\n_score_ = tanh(score)\n",
+    "parentheses": f"_score_ = {'-' * 100000}score\n",
+    "a sum": f"_score_ = score{' + 1.0' * 40000}\n",
+    "many lines": "_0 = 1\n" * 40000,
+    "a long text": f"_score_ = {' ' * (1 << 18)}score\n",
+    "nothing": "\n",
+    "no text": "",
+    "a null": "\0",
+    "a surrogate": "_score_ = \udc80\n",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_texts_are_not_computed(name):
+    """Manifests come from files: whatever their texts say, they are refused at once."""
+    start = time.process_time()
+    with pytest.raises(quire.ValidationError, match=r"variant: .*its text"):
+        quire.Variant.parse(HOSTILE[name])
+    assert time.process_time() - start < 10, "Python computed what the text says"
+
+
+@pytest.mark.parametrize("text", [None, 3, b"_score_ = tanh(score)\n", ["_score_"]])
+def test_texts_that_are_none(text):
+    with pytest.raises(quire.ValidationError, match="variant: expected its text as a str"):
+        quire.Variant.parse(text)
+
+
+def test_texts_of_operations_of_constants():
+    """A rewritten variant may compute with constants, and the identity changes nothing: both are read again."""
+    for text in (
+        "_score_ = (score * to_float(((0 * 3) - (-2))))\n",
+        "_score_ = score\n",
+        "_score_ = (score + (-inf))\n",
+    ):
+        assert str(quire.Variant.parse(text)) == text
+    identity = quire.Variant(lambda score: score)
+    assert quire.Variant.parse(str(identity)) == identity and not identity.has_score
+
+
+def test_values_of_an_earlier_call_are_refused():
+    kept = []
+
+    def keeps(score):
+        kept.append(score)
+        return score * 2
+
+    with pytest.raises(quire.ValidationError, match="changes 'kept'"):
+        quire.Variant(keeps)
+    for function in (lambda score: kept[0] * 2, lambda score: score + kept[0], lambda score: 1.0 - kept[0]):
+        with pytest.raises(quire.ValidationError, match="kept from an earlier call"):
+            quire.Variant(function)
 
 
 def test_the_identity_is_no_variant_of_scores(device, backend):

@@ -13,7 +13,7 @@ from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.runtime.attention import AttentionSpec, Result
-from quire.runtime.checks import check_flags, check_positive, host_indices, refuse
+from quire.runtime.checks import check_flags, check_positive, device_of, host_indices, refuse, scalar
 from quire.runtime.explanation import Explanation
 from quire.runtime.keywords import Pair
 from quire.runtime.layout import PagedCache
@@ -46,7 +46,7 @@ class BatchAttention:
     def __init__(
         self, kv_layout: str = "NHD", device: str | torch.device = "cuda", *, variant: Variant | None = None
     ) -> None:
-        self.float_workspace_buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device(device))
+        self.float_workspace_buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(self.float_workspace_buffer, kv_layout, variant=variant)
 
     def plan(
@@ -81,7 +81,8 @@ class BatchAttention:
         logits_soft_cap: the value given to plan(), or 0. k_scale, v_scale: numbers or tensors of one element.
         """
         refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
-        if logits_soft_cap and logits_soft_cap != (cap := self._wrapper._logits_soft_cap):
+        given = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
+        if given and given != (cap := self._wrapper._logits_soft_cap):
             raise ValidationError(f"logits_soft_cap: expected {cap} (fixed by plan()) or 0, got {logits_soft_cap}.")
         run = self._wrapper.run_return_lse
         return run(q, kv_cache, k_scale=k_scale, v_scale=v_scale, out=out, lse=lse, **operands)

@@ -12,7 +12,15 @@ from quire.kernels.level_variant import variant_without_mask
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.block_tables import BlockTables, CacheParts, Scale, Target
-from quire.runtime.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor, refuse
+from quire.runtime.checks import (
+    check_flags,
+    check_positive,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    is_choice,
+    refuse,
+)
 from quire.runtime.launch import refuse_make_fx
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
@@ -131,8 +139,8 @@ def trtllm_batch_decode_with_kv_cache(
         o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size,
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf,
         separate_page_tables=not uses_shared_paged_kv_idx, bmm1_scale_log2=bmm1_scale_log2,
-        enable_block_sparse_attention=enable_block_sparse_attention, cp_world=None if cp_world == 1 else cp_world,
-        cp_rank=cp_rank or None, causal_seqlens_kv_global=causal_seqlens_kv_global,
+        enable_block_sparse_attention=enable_block_sparse_attention,
+        cp_world=None if is_choice(cp_world, (1,)) else cp_world, cp_rank=cp_rank or None, causal_seqlens_kv_global=causal_seqlens_kv_global,
         bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode, request_order=request_order,
         request_order_plan=request_order_plan,
     )  # fmt: skip

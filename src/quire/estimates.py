@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from quire.aot import spec_of
-from quire.errors import QuireError
+from quire.errors import QuireError, ValidationError
 from quire.jit import Manifest, Spec, host_target, lookup, prebuilt_stores, user_store
 from quire.kernels import AttentionProblem, decide
 from quire.kernels.attention import MLA_DIMS
@@ -49,6 +49,8 @@ def estimate(variant: str | Spec) -> Estimate:
     >>> quire.estimate("attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128").seconds < 60
     True
     """
+    if not isinstance(variant, (str, Spec)):
+        raise ValidationError(f"variant: expected a slug or a quire.jit.Spec, got {variant!r}.")
     spec = spec_of(variant) if isinstance(variant, str) else variant
     entry, name = lookup(spec), spec.slug.partition(".")[0]
     if entry is not None and entry.manifest.seconds:
@@ -105,16 +107,18 @@ def is_supported(
     """
     q = dtype_of(dtype, "dtype")
     kv = q if kv_dtype is None else dtype_of(kv_dtype, "kv_dtype")
-    dims = head_dim, head_dim if head_dim_vo is None else head_dim_vo
+    dims = _whole(head_dim, "head_dim"), _whole(head_dim if head_dim_vo is None else head_dim_vo, "head_dim_vo")
+    if target is not None and not isinstance(target, str):
+        raise ValidationError(f"target: expected the name of a GPU or CPU, such as 'sm90a', or None, got {target!r}.")
     problem = AttentionProblem(
         target or host_target(matrix_unit=True),
         q,
         kv,
         q,
         *dims,
-        page_size,
+        _whole(page_size, "page_size"),
         **read_mask(mask),
-        rows=rows,
+        rows=_whole(rows, "rows"),
         is_mla=dims == MLA_DIMS,
     )
     try:
@@ -124,3 +128,10 @@ def is_supported(
             raise
         return Support(False, "", str(error))
     return Support(True, decision.key.slug, str(decision))
+
+
+def _whole(value: Any, name: str) -> int:
+    """`value`, which must be an integer: a kernel says whether it is a good one."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValidationError(f"{name}: expected an integer, got {value!r}.")
+    return value

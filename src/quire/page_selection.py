@@ -34,7 +34,7 @@ from quire.runtime.checks import (
     check_shape,
     check_tensor,
 )
-from quire.runtime.indices import check_range
+from quire.runtime.indices import check_count, check_range
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.target import target_of
@@ -74,6 +74,8 @@ def page_key_bounds(
     keys = _keys_and_values(paged_kv_cache, KVLayout.of(kv_layout))[0]
     check_positive(keys.shape[1], "paged_kv_cache: page_size")
     dtype = torch.float16 if keys.dtype.itemsize == 1 else keys.dtype
+    if not dtype.is_floating_point:
+        raise ValidationError(f"paged_kv_cache: expected numbers in floating point, or of 8 bits, got {keys.dtype}.")
     shape = {"num_pages": keys.shape[0], "num_kv_heads": keys.shape[2], "low and high": 2, "head_dim": keys.shape[3]}
     if out is None and pages is not None:
         raise ValidationError("out: expected the bounds of all pages beside `pages`, got None.")
@@ -133,7 +135,7 @@ def select_pages(
     if tables.seq_lens.is_cpu:
         check_lengths(tables.seq_lens, tables.pages.shape[1], size, 2**31 - 1, "page_size")
         check_page_numbers(tables.pages, tables.seq_lens, size, bounds.shape[0])
-    last = ((tables.seq_lens + (size - 1)) // size - 1)[:, None, None]  # its number in the table; -1: no page
+    last = ((tables.seq_lens - 1) // size)[:, None, None]  # its number in the table; -1: no page
     num_columns = tables.pages.shape[1]
     order = torch.topk(_keys(q, bounds, tables, size), most - 1, dim=2, sorted=False).indices
     order = torch.cat([torch.where(order < last, order, num_columns), last.clamp(min=0).expand(-1, num_kv_heads, 1)], 2)
@@ -144,7 +146,7 @@ def select_pages(
 
 def _tokens(seq_lens: torch.Tensor, page_size: int, top_k: int) -> torch.Tensor:
     """Tokens of selected pages, [batch_size, 1]: only the last page may have fewer than page_size."""
-    dropped = ((seq_lens + (page_size - 1)) // page_size - top_k).clamp_(min=0)
+    dropped = ((seq_lens - 1) // page_size + (1 - top_k)).clamp_(min=0)
     return (seq_lens - dropped * page_size)[:, None]
 
 
@@ -160,7 +162,7 @@ def _keys(q: torch.Tensor, bounds: torch.Tensor, tables: BlockTables, page_size:
         q=queries.data_ptr(), bounds=bounds.data_ptr(), pages=tables.pages.data_ptr(), lens=tables.seq_lens.data_ptr(),
         keys=keys.data_ptr(), page_stride=tables.pages.stride(0), batch_size=tables.batch_size,
         num_kv_heads=num_kv_heads, group_size=q.shape[1] // num_kv_heads, head_dim=head_dim, num_columns=num_columns,
-        page_size=page_size, num_pages=bounds.shape[0],
+        page_size=page_size, num_pages=min(bounds.shape[0], 2**31 - 1),  # page numbers have 32 bits
     )  # fmt: skip
     if keys.numel():
         module = get_module(OperationKey("page_scores", target_of(q.device), slug, vector).spec())
@@ -205,6 +207,7 @@ def batch_decode_with_selected_pages(
     (num_pages, page_size, heads, _), step = keys.shape, steps.pop()
     check_positive(page_size, "paged_kv_cache: page_size"), check_positive(heads, "paged_kv_cache: num_kv_heads")
     _check_queries(q, None, heads, keys.shape[3], workspace.device)
+    check_count(num_pages * step + heads, "paged_kv_cache", "places of heads (num_pages times their page's stride)")
     top_k = _check_selected(selected, q.shape[0], heads, page_size, num_pages)
     # Page numbers outside of the cache stay outside: their products would exceed 32 bits.
     pages = selected.block_tables.clamp(-1, num_pages)

@@ -21,7 +21,7 @@ from quire.errors import ValidationError
 from quire.fmha_v2 import trtllm_fmha_v2_prefill
 from quire.kernels.variant import Variant
 from quire.runtime.attention import AttentionSpec, Result, last_page_lens, page_indices
-from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
+from quire.runtime.checks import batch_size_of, check_flags, check_positive, host_indices, is_choice, refuse
 from quire.runtime.keywords import Pair, PrefillKeywords, SinglePrefillKeywords
 from quire.runtime.layout import PagedCache
 from quire.runtime.lse_layout import converted

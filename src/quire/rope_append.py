@@ -29,6 +29,7 @@ from quire.runtime.checks import (
     check_shape,
     check_tensor,
     scalar,
+    shape_of,
 )
 from quire.runtime.indices import index_table
 from quire.runtime.layout import PagedCache, cache_tensors
@@ -186,14 +187,14 @@ def rope_quantize_fp8_append_paged_kv_cache(
 
 def _new(tensor: Any, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A contiguous tensor of the same shape."""
-    if not isinstance(tensor, torch.Tensor):
+    if shape_of(tensor) is None:
         check_tensor(tensor, name)
     return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=tensor.device)
 
 
 def _if_any(tensor: Any) -> Any:
     """None if all dims are rotated."""
-    return None if isinstance(tensor, torch.Tensor) and tensor.dim() and tensor.shape[-1] == 0 else tensor
+    return None if isinstance(tensor, torch.Tensor) and (shape_of(tensor) or (1,))[-1] == 0 else tensor
 
 
 def _out(out: torch.Tensor | None, like: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -205,7 +206,8 @@ def _rest(out: torch.Tensor | None, like: Any, name: str, dtype: torch.dtype) ->
     if like is not None:
         return _out(out, like, name, dtype)
     if out is not None and _if_any(out) is not None:
-        raise ValidationError(f"{name}_out: expected None, as {name} is None, got {list(out.shape)}.")
+        got = type(out).__name__ if (shape := shape_of(out)) is None else list(shape)
+        raise ValidationError(f"{name}_out: expected None, as {name} is None, got {got}.")
     return None
 
 
@@ -287,7 +289,8 @@ def _paged(
     if not on_cuda(device):
         check_tables(batch, pages.shape[0], tables["batch_indices"], tables["kv_indices"], tables["kv_indptr"])
     params = RopeParams(
-        num_indices=tables["kv_indices"].shape[0], batch_size=batch, num_pages=pages.shape[0],
+        num_indices=tables["kv_indices"].shape[0], batch_size=min(batch, 2**31 - 1),
+        num_pages=min(pages.shape[0], 2**31 - 1),  # page numbers have 32 bits
         page_size=pages.shape[1], **{name: table.data_ptr() for name, table in tables.items()},
     )  # fmt: skip
     return params, tables

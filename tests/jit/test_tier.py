@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import io
 import json
@@ -13,6 +14,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -457,8 +459,57 @@ def pack(files: dict[str, bytes], **kind: object) -> bytes:
     return packed.getvalue()
 
 
+def extended(kind: bytes, payload: bytes, size: int | None = None) -> bytes:
+    """A header of another header, as pax and GNU tar write, and its content. `size`: what the header says."""
+    member = tarfile.TarInfo("extended")
+    member.type, member.size = kind, len(payload) if size is None else size
+    return member.tobuf(tarfile.GNU_FORMAT) + payload + b"\0" * (-len(payload) % 512)
+
+
+#: Archives that tarfile reads slowly, into much memory, or with an error that is not its own.
+EXTENDED = {
+    "a pax length": extended(tarfile.XHDTYPE, b"99999999999999999999 a=b\n"),
+    "a global pax length": extended(tarfile.XGLTYPE, b"99999999999999999999 a=b\n"),
+    "a pax header": extended(tarfile.XHDTYPE, b"12 path=abc\n"),
+    "a long name": extended(tarfile.GNUTYPE_LONGNAME, b"x" * 600),
+    "a long link": extended(tarfile.GNUTYPE_LONGLINK, b"x" * 600),
+    "a name of 3 GiB": extended(tarfile.GNUTYPE_LONGNAME, b"\0" * 4096, 3 << 30),
+    "a negative size": extended(tarfile.REGTYPE, b"", -512),
+    "a sparse file": extended(tarfile.GNUTYPE_SPARSE, b""),
+}
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("name", EXTENDED)
+def test_archives_with_other_headers_are_refused(name: str, compressed: bool, tmp_path: Path) -> None:
+    """Before their content is read: it may be as large as the header says."""
+    path, data = tmp_path / "cache.tar", EXTENDED[name] + pack({})
+    path.write_bytes(gzip.compress(data) if compressed else data)
+    with pytest.raises(CacheError, match=r"is refused: expected plain files .* without headers of pax or GNU tar"):
+        archive.import_entries(path, jit.Store(tmp_path / "store"))
+    assert not list((tmp_path / "store/staging").iterdir())
+
+
+def test_archives_beyond_the_limits_are_refused(
+    fake: FakeCompiler, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, second = host("one")[1], host("one", replace(HOST, slug="scale.other"))[1]
+    path, target = tmp_path / "cache.tar.gz", jit.Store(tmp_path / "store")
+    archive.export_entries([entry, second], path)
+    for limit, value in (("_MOST_ENTRIES", 1), ("_LARGEST_ENTRY", 999), ("_MOST_BYTES", 999), ("_MOST_FILES", 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(archive, limit, value)
+            with pytest.raises(CacheError, match=r"at most 1 entries|too large"):
+                archive.import_entries(path, target)
+    path.write_bytes(gzip.compress(gzip.decompress(path.read_bytes())[:-10240]))
+    with pytest.raises(CacheError, match="expected a file of `quire cache export`, got one with EOFError"):
+        archive.import_entries(path, target)
+    assert list(target.entries()) == []
+
+
 @pytest.mark.parametrize(
-    "hostile", ["traversal", "absolute", "link", "other entry", "two", "none", "compressed", "huge"]
+    "hostile",
+    ["traversal", "absolute", "link", "other entry", "two", "none", "compressed", "huge", "many", "apart", *EXTENDED],
 )
 def test_hostile_objects_of_a_signer_write_nothing_outside(
     fake: FakeCompiler, use: Callable[..., None], host: Host, server: Server, tmp_path: Path, hostile: str
@@ -477,8 +528,11 @@ def test_hostile_objects_of_a_signer_write_nothing_outside(
         "other entry": lambda: archive.pack(second),
         "two": lambda: pack(files_of(entry) | files_of(second)),
         "none": lambda: pack({}),
-        "compressed": lambda: __import__("gzip").compress(archive.pack(entry)),
+        "compressed": lambda: gzip.compress(archive.pack(entry)),
         "huge": lambda: pack({f"{good}/manifest.json": manifest.replace(b'"size": ', b'"size": 9999')}),
+        "many": lambda: pack({f"entries/{number}/a/b": b"" for number in range(2_000)}),
+        "apart": lambda: pack({**files_of(entry), "entries/a/b/c": b"", f"{good}/more": b""}),
+        **{name: lambda data=data: data + archive.pack(entry) for name, data in EXTENDED.items()},
     }[hostile]()
     for digest in (entry.path.name.split("-")[1], None):
         name = tier.object_name(entry.path.name.split("-")[0], digest)
@@ -490,6 +544,44 @@ def test_hostile_objects_of_a_signer_write_nothing_outside(
     assert any("ignored the object" in line for line in lines)
     assert not (tmp_path / "evil").exists()
     assert not list((tmp_path / "two/staging").iterdir())
+
+
+def test_a_second_entry_of_an_object_is_not_unpacked(
+    fake: FakeCompiler, host: Host, templates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry, second = host("one")[1], host("one", replace(HOST, slug="scale.other"))[1]
+    made: list[Path] = []
+    check = archive._check
+    monkeypatch.setattr(archive, "_check", lambda directory: made.append(directory) or check(directory))
+    request = jit.make_request(HOST, templates)
+    both = io.BytesIO(pack(files_of(entry) | files_of(second)))
+    with pytest.raises(CacheError, match="expected at most 1 entries"):
+        archive.import_entries(both, jit.Store(tmp_path / "store"), only=request)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("error", [OverflowError, RuntimeError, AttributeError])
+def test_whatever_an_object_causes_is_a_miss(
+    fake: FakeCompiler, use: Callable[..., None], host: Host, server: Server, monkeypatch: pytest.MonkeyPatch, error
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error("odd")
+
+    use(server.url)
+    host("one")
+    monkeypatch.setattr(tier, "import_entries", fail)
+    with Collect() as lines:
+        assert host("two")[0] == "built"
+    assert any("ignored the object" in line and "odd" in line for line in lines)
+
+
+def test_an_entry_that_no_archive_holds_is_not_offered(
+    fake: FakeCompiler, use: Callable[..., None], host: Host, server: Server
+) -> None:
+    use(server.url)
+    with Collect() as lines:
+        assert host("one", replace(HOST, slug="s" * 190))[0] == "built"
+    assert any("is not added to the shared cache" in line for line in lines)
 
 
 def test_an_object_beyond_the_limit_is_not_read(
@@ -613,6 +705,43 @@ def test_a_claim_of_a_host_that_died_costs_a_short_wait(
     for path in entries(server):
         del server.objects[path]
     assert host("three")[0] == "built", "an old claim counts no more"
+
+
+@pytest.mark.parametrize("store", ["http", "file"])
+@pytest.mark.parametrize("note", ["old", "invalid"])
+def test_one_host_takes_over_the_claim_of_one_that_died(
+    store: str, note: str, server: Server, templates: Path, tmp_path: Path
+) -> None:
+    """All find the old claim at once: one takes it over, and the others find a recent one."""
+    if store == "file":
+        pytest.importorskip("fsspec")
+    remote = tier._HttpServer(server.url) if store == "http" else tier._FileSystem(f"file://{tmp_path}/bucket")
+    hosts = [tier.Tier(server.url, remote, SECRET) for _ in range(6)]
+    request, barrier = jit.make_request(HOST, templates), threading.Barrier(len(hosts))
+    name = tier.object_name(request.digest, "digest", "claim")
+    remote.add(name, hosts[0]._signed(name, b"1000.0") if note == "old" else b"somebody's")
+
+    def claim(host: tier.Tier) -> bool:
+        barrier.wait()
+        return host.claim(request, "digest")
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        assert sorted(pool.map(claim, hosts)) == [False] * 5 + [True]
+
+
+def test_claims_of_hosts_that_died_are_followed_up_to_a_limit(templates: Path) -> None:
+    remote = Faulty(0)
+    remote._maybe_fail = lambda: None  # type: ignore[method-assign]
+    remote.random = random.Random(1)
+    remote.random.random = lambda: 0.5  # type: ignore[method-assign]
+    host, request = tier.Tier("", remote, SECRET), jit.make_request(HOST, templates)
+    for number in range(tier._MOST_CLAIMS):
+        assert host.claim(request, "digest")
+        assert not host.claim(request, "digest")
+        name = tier.object_name(request.digest, "digest", f"claim {number}" if number else "claim")
+        remote.objects[name] = host._signed(name, b"1000.0")
+    assert host.claim(request, "digest"), "after so many hosts that died, this one compiles"
+    assert len(remote.objects) == tier._MOST_CLAIMS
 
 
 # --- the other layers ------------------------------------------------------------------------------------------------

@@ -15,13 +15,14 @@ import torch.distributed as dist
 from quire.distributed.ranks import Ranks, all_gather, check_divisible, peer_memory, ranks_of
 from quire.errors import UnsupportedError, ValidationError
 from quire.merge import merge_state, merge_states
-from quire.runtime.checks import check_shape, check_tensor
+from quire.runtime.checks import check_flags, check_shape, check_tensor
 
 __all__ = ["EXCHANGES", "Exchange", "exchange_of", "merge_over_ranks"]
 
 State = tuple[torch.Tensor, torch.Tensor]  #: o [rows, heads, head_dim] and its base-2 lse [rows, heads]
 _ALIGNMENT = 32  #: bytes: eight values, which the merge reads at once
 _LOG2_E = math.log2(math.e)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  #: of o; the first is that of lse
 
 
 class Message(NamedTuple):
@@ -163,7 +164,7 @@ def exchange_of(
     kind: str, ranks: Ranks, rows: int, heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Exchange:
     """The exchange with this name; for one rank, one that does nothing."""
-    if kind not in EXCHANGES:
+    if not isinstance(kind, str) or kind not in EXCHANGES:
         raise ValidationError(f"exchange: expected one of {', '.join(EXCHANGES)}, got {kind!r}.")
     if kind != "all_gather":
         check_divisible(heads, ranks, "num_qo_heads", "exchange='all_gather' takes any number")
@@ -195,11 +196,17 @@ def merge_over_ranks(
     ranks = ranks_of(group)
     check_shape(check_tensor(o, "o"), "o", dict.fromkeys(("rows", "num_qo_heads", "head_dim")))
     check_shape(check_tensor(lse, "lse"), "lse", {"rows": o.shape[0], "num_qo_heads": o.shape[1]})
-    if exchange == "peer_memory":
+    check_flags(natural_lse=natural_lse)
+    for tensor, name, dtypes in ((o, "o", _DTYPES), (lse, "lse", _DTYPES[:1])):
+        if tensor.dtype not in dtypes:
+            raise ValidationError(f"{name}: expected dtype {', '.join(map(str, dtypes))}, got {tensor.dtype}.")
+    if isinstance(exchange, str) and exchange == "peer_memory":
         raise ValidationError(
             "exchange: expected 'all_to_all' or 'all_gather', as o lies in memory of this rank alone."
         )
     chosen = exchange_of(exchange, ranks, o.shape[0], o.shape[1], o.shape[2], o.dtype, o.device)
     lse = lse * _LOG2_E if natural_lse else lse
+    if ranks.size == 1:  # nothing is merged, and o of a row without keys may hold anything
+        o = o.masked_fill((lse == -math.inf)[..., None], 0.0)
     merged, total = chosen.merge(o, lse)
     return merged, total / _LOG2_E if natural_lse else total

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from quire.errors import ValidationError
+from quire.runtime.checks import check_positive, host_indices
+
 __all__ = ["Zigzag"]
 
 
@@ -21,8 +24,11 @@ class Zigzag:
     """
 
     def __init__(self, seq_lens: torch.Tensor, num_ranks: int, page_size: int) -> None:
-        self.seq_lens, self.num_ranks, self.page_size = seq_lens.long(), num_ranks, page_size
-        self.chunk_pages = -(-self.seq_lens // (2 * num_ranks * page_size))  #: of a chunk of each sequence
+        self.num_ranks, self.page_size = check_positive(num_ranks, "num_ranks"), check_positive(page_size, "page_size")
+        self.seq_lens = host_indices(seq_lens, "seq_lens").long()
+        if (self.seq_lens < 0).any():
+            raise ValidationError(f"seq_lens: expected lengths from 0 on, got {self.seq_lens.tolist()}.")
+        self.chunk_pages = -(-self.seq_lens // (2 * self.num_ranks * self.page_size))  #: of a chunk of each sequence
 
     def begin(self, chunk: int) -> torch.Tensor:
         """The first token of a chunk in each sequence."""

@@ -2,19 +2,22 @@
 
 Archives are reproducible: the same entries give the same bytes. Reading an archive trusts nothing: only plain files of
 known names and sizes are unpacked, into a private directory, and each entry must pass every check of the store before
-any is published.
+any is published. What is written and kept in memory is bounded, whatever the archive says.
 """
 
 from __future__ import annotations
 
+import gzip
 import io
 import re
 import shutil
 import tarfile
 import zlib
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from quire.errors import CacheError
 from quire.jit.manifest import Manifest
@@ -22,9 +25,16 @@ from quire.jit.request import Request
 from quire.jit.store import Entry, Store
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
-_LARGEST_FILE = 1 << 28  #: bytes
+_LARGEST_ENTRY = 1 << 28  #: bytes of its files
 _MOST_FILES = 16  #: of an entry
+_MOST_ENTRIES = 1 << 14
 _MOST_BYTES = 1 << 34  #: of all files
+_PIECE = 1 << 20  #: bytes that are copied at a time
+#: What reading bytes that anybody wrote may raise.
+_UNREADABLE = (
+    tarfile.TarError, EOFError, zlib.error, OSError, ValueError, TypeError, LookupError, ArithmeticError,
+    RecursionError, MemoryError,
+)  # fmt: skip
 
 
 def export_entries(entries: Iterable[Entry], path: Path) -> int:
@@ -58,7 +68,10 @@ def _add(archive: tarfile.TarFile, entry: Entry) -> None:
         data = file.read_bytes()
         member = tarfile.TarInfo(f"entries/{entry.slug}/{entry.path.name}/{file.name}")
         member.size, member.mode = len(data), 0o644
-        archive.addfile(member, io.BytesIO(data))
+        try:
+            archive.addfile(member, io.BytesIO(data))
+        except ValueError as error:
+            raise CacheError(f"{entry.slug} does not fit an archive: {error}") from error
 
 
 def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | None = None) -> list[Entry]:
@@ -72,15 +85,16 @@ def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | Non
         raise CacheError(f"{store.root} cannot be written: {reason}")
     staging = store.new_staging()
     try:
-        try:
-            with _open(source) as archive:
-                _unpack(archive, name, staging)
-            sound = [_check(directory) for directory in sorted(staging.glob("entries/*/*"))]
-            if only is not None and not _is_only(sound, only):
-                raise CacheError(f"expected one entry of {only.spec.slug}, got {[found.slug for _, found in sound]}")
-            return [_publish(store, directory, manifest) for directory, manifest in sound]
-        except (tarfile.TarError, EOFError, zlib.error, OSError, ValueError, RecursionError) as error:
-            raise CacheError(f"the archive {name} cannot be read: {type(error).__name__}: {error}") from error
+        with _open(source) as stream:
+            sound = _unpack(stream, name, staging, _MOST_ENTRIES if only is None else 1)
+        if only is not None and not _is_only(sound, only):
+            raise CacheError(f"expected one entry of {only.spec.slug}, got {[found.slug for _, found in sound]}")
+        return [_publish(store, directory, manifest) for directory, manifest in sound]
+    except _UNREADABLE as error:
+        raise CacheError(
+            f"the archive {name} cannot be read: expected a file of `quire cache export`, got one with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -106,38 +120,76 @@ def _publish(store: Store, directory: Path, manifest: Manifest) -> Entry:
     entry = store.publish(finished, manifest)
     if store.root / "entries" not in entry.path.parents:
         raise CacheError(f"{store.root / 'entries'} cannot be written")
-    return entry
+    return entry.without_image()  # all images of an archive may be more than fits into memory
 
 
-def _open(source: Path | BinaryIO) -> tarfile.TarFile:
-    return tarfile.open(source, "r:*") if isinstance(source, Path) else tarfile.open(fileobj=source, mode="r:")
+@contextmanager
+def _open(source: Path | BinaryIO) -> Iterator[BinaryIO]:
+    """The archive's bytes. Only a file may be compressed, by gzip as export_entries() does."""
+    if not isinstance(source, Path):
+        yield source
+        return
+    with source.open("rb") as file:
+        is_compressed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        if not is_compressed:
+            yield file
+            return
+        with gzip.GzipFile(fileobj=file) as unpacked:
+            yield cast("BinaryIO", unpacked)
 
 
-def _unpack(archive: tarfile.TarFile, path: str, staging: Path) -> None:
-    seen: dict[PurePosixPath, int] = {}
+def _unpack(stream: BinaryIO, path: str, staging: Path, most: int) -> list[tuple[Path, Manifest]]:
+    """Write the files of at most `most` entries under `staging`, and check each entry before reading the next."""
+    sound: list[tuple[Path, Manifest]] = []
+    for place, files in groupby(_members(stream, path), key=lambda member: PurePosixPath(member.name).parent):
+        if len(sound) == most:
+            raise CacheError(f"the archive {path} is refused: expected at most {most} entries")
+        for directory in (staging / place.parent.parent, staging / place.parent):
+            directory.mkdir(exist_ok=True, mode=0o755)
+        (staging / place).mkdir(mode=0o755)  # fails if another entry lies between its files
+        size = 0
+        for number, member in enumerate(files):
+            size += member.size
+            if number == _MOST_FILES or size > _LARGEST_ENTRY:
+                raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
+            _copy(stream, member.size, staging / member.name)
+        sound.append(_check(staging / place))
+    return sound
+
+
+def _copy(stream: BinaryIO, size: int, target: Path) -> None:
+    with target.open("xb") as file:  # fails if the archive has a name twice
+        for done in range(0, size, _PIECE):
+            file.write(_read(stream, min(_PIECE, size - done)))
+    target.chmod(0o644)
+
+
+def _read(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError(f"it ends {size - len(data)} bytes too early")
+    return data
+
+
+def _members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
+    """The files of an archive, whose contents the caller reads; CacheError at the first that no archive of ours has.
+
+    Only headers are read here. tarfile itself would read those that extend other headers (of pax and GNU tar), which
+    may be as large as their writer wants, before it returned a member.
+    """
     total = 0
-    for member, name in _members(archive, path):
-        seen[name.parent] = seen.get(name.parent, 0) + 1
-        total += member.size
-        if seen[name.parent] > _MOST_FILES or member.size > _LARGEST_FILE or total > _MOST_BYTES:
-            raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
-        source = archive.extractfile(member)
-        assert source is not None  # because the member is a plain file
-        target = staging / name
-        for directory in reversed(name.parents[:-1]):
-            (staging / directory).mkdir(exist_ok=True, mode=0o755)
-        with target.open("xb") as file:  # fails if the archive has a name twice
-            shutil.copyfileobj(source, file)
-        target.chmod(0o644)
-
-
-def _members(archive: tarfile.TarFile, path: str) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
-    """The files of an archive; CacheError at the first member that no archive of ours would have."""
-    for member in archive:
+    while any(block := _read(stream, tarfile.BLOCKSIZE)):
+        member = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         parts = member.name.split("/")
         sane = len(parts) == 4 and parts[0] == "entries" and all(_PART.fullmatch(part) for part in parts)
-        if not sane or not member.isreg() or member.issparse():
+        if not sane or member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or member.size < 0:
             raise CacheError(
-                f"the archive {path} is refused: expected plain files entries/SLUG/NAME/FILE, got {member.name[:200]!r}"
+                f"the archive {path} is refused: expected plain files entries/SLUG/NAME/FILE, without headers of pax "
+                f"or GNU tar, got {member.name[:200]!r} of type {member.type!r}"
             )
-        yield member, PurePosixPath(member.name)
+        total += member.size
+        if total > _MOST_BYTES:
+            raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
+        yield member
+        _read(stream, -member.size % tarfile.BLOCKSIZE)

@@ -8,7 +8,8 @@ The tier is asked only after a miss in every local store. An object that passes 
 published in the user's cache, where the next process finds it. Each operation has a time limit. Any error is a miss. A
 server that has failed is not asked again for a while.
 
-A host that is about to compile adds a claim. Another host that finds a recent claim waits a little for it. Claims
+A host that is about to compile adds a claim. Another host that finds a recent claim waits a little for it. One that
+finds only old claims adds the next one, which one host does first where the storage creates objects atomically. Claims
 only save work: a host that has waited too long, or cannot claim, compiles, and the first object keeps the name.
 """
 
@@ -45,6 +46,7 @@ LARGEST_OBJECT = 1 << 26  #: bytes
 LEAST_KEY = 16  #: bytes
 
 _POLL_SECONDS = 0.1
+_MOST_CLAIMS = 16  #: of a variant: each host looks at those that came before
 _FORMAT = b"quire-object-1 "
 
 T = TypeVar("T")
@@ -193,23 +195,36 @@ class Tier:
             return None
         try:
             import_entries(io.BytesIO(self._unsigned(name, data)), store, only=request)
-        except CacheError as error:
+        except Exception as error:  # whatever the bytes are, they are no reason to end the user's call
             progress.warn_once(f"ignored the object {name} of the shared cache {self.url}: {error}")
             return False
         progress.info(f"{request.spec.slug} came from the shared cache {self.url}")
         return True
 
     def claim(self, request: Request, toolchain: str) -> bool:
-        """Claim the compile; False while another host has a claim."""
-        name = object_name(request.digest, toolchain, "claim")
-        note = self._signed(name, f"{time.time():.3f}".encode())
-        if self.readonly or self._ask("write", lambda: self._remote.add(name, note)) is not False:
+        """Claim the compile; False while another host has a claim.
+
+        No object is overwritten: the claim that follows one of a host that died has another name, and again one of the
+        hosts adds it first.
+        """
+        if self.readonly:
             return True
+        for number in range(_MOST_CLAIMS):
+            name = object_name(request.digest, toolchain, f"claim {number}" if number else "claim")
+            note = self._signed(name, f"{time.time():.3f}".encode())
+            if self._ask("write", lambda name=name, note=note: self._remote.add(name, note)) is not False:  # type: ignore[misc]
+                return True
+            if self._is_recent(name):
+                return False
+        return True
+
+    def _is_recent(self, name: str) -> bool:
+        """Whether an object is a claim that counts: not an old or an invalid one."""
         try:
             since = float(self._unsigned(name, self._read(name) or b""))
-        except (CacheError, ValueError):  # an invalid claim
-            return True
-        return not abs(time.time() - since) < CLAIM_SECONDS
+        except (CacheError, ValueError):
+            return False
+        return abs(time.time() - since) < CLAIM_SECONDS
 
     def wait_for_object(self, store: Store, request: Request, toolchain: str) -> None:
         """Call `import_into` until there is an object or PATIENCE_SECONDS are over."""
@@ -224,7 +239,11 @@ class Tier:
         if self.readonly:
             return
         request, toolchain = request_digest(entry.manifest.request), toolchain_digest(entry.manifest.toolchain)
-        archive = pack(entry)
+        try:
+            archive = pack(entry)
+        except (CacheError, OSError) as error:
+            progress.warn_once(f"{entry.slug} is not added to the shared cache: {_text(error)}")
+            return
         if len(archive) + 100 > LARGEST_OBJECT:
             progress.warn_once(f"{entry.slug} is too large for the shared cache: {len(archive)} bytes")
             return

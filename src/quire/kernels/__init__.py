@@ -137,9 +137,10 @@ def decide(problem: AttentionProblem, backend: str = "auto") -> Decision:
     Raises UnsupportedError with the reason of each kernel for the device if none accepts, and ValidationError if
     `backend` is unknown or if no kernel can split at multiples of `fixed_split_size`.
     """
-    if backend in WISHES:
+    is_word = isinstance(backend, str)
+    if is_word and backend in WISHES:
         backend = "auto"
-    if backend not in backends():
+    if not is_word or backend not in backends():
         raise ValidationError(
             f"backend: expected one of {', '.join(backends())} or a name of FlashInfer's, which means auto "
             f"({', '.join(sorted(WISHES))}), got {backend!r}."

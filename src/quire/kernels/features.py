@@ -207,6 +207,8 @@ def mask_words() -> str:
 
 def read_mask(text: str) -> dict[str, Any]:
     """The fields set by words of the command line, such as "causal+window+cap"."""
+    if not isinstance(text, str):
+        raise ValidationError(f"mask: expected a str, one {mask_words()} as wanted; got {text!r}.")
     left, values = text.lower().split("+"), {}
     for row in MASK_FEATURES:
         word = next((word for word in left if word and word in row.words), "")

@@ -31,7 +31,7 @@ from quire.kernels.expression import (
 
 _RANKS = {BOOL: 0, INT: 1, FLOAT: 2}  #: an operation takes the highest type of its arguments
 _MOST_NODES = 1000  #: of one function; the compiler would need minutes for more
-_MOST_DIMS = 4
+MOST_DIMS = 4  #: of an operand
 _HERE = __name__.rpartition(".")[0]
 #: Python's instructions whose effects outlive the call.
 _SIDE_EFFECTS = {
@@ -114,7 +114,8 @@ class Tracer:
             return self.value("const", BOOL, value=value)
         if isinstance(value, int):
             if not -(2**31) <= value < 2**31:
-                fail(f"expected integers that int32 holds, got {value}.")
+                got = value if value.bit_length() <= 64 else f"one of {value.bit_length()} bits"
+                fail(f"expected integers that int32 holds, got {got}.")
             return self.value("const", INT, value=value)
         if isinstance(value, float):
             return self.value("const", FLOAT, value=as_float32(value))
@@ -123,6 +124,8 @@ class Tracer:
     def lift(self, value: Any) -> Value:
         """`value` as a Value; numbers become constants."""
         if isinstance(value, Value):
+            if value.tracer is not self:
+                fail("a value that was kept from an earlier call of a function; compute it from the arguments instead.")
             return value
         if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:  # numpy's numbers, torch's scalars
             return self.constant(value.item())
@@ -132,8 +135,8 @@ class Tracer:
         """An element of the tensor `name`."""
         indices = [self._index(name, i) for i in (index if isinstance(index, tuple) else (index,))]
         rank = self.ranks.setdefault(name, len(indices))
-        if rank != len(indices) or rank > _MOST_DIMS:
-            most = f"{rank} indices, as it is read elsewhere" if rank <= _MOST_DIMS else f"at most {_MOST_DIMS} indices"
+        if rank != len(indices) or rank > MOST_DIMS:
+            most = f"{rank} indices, as it is read elsewhere" if rank <= MOST_DIMS else f"at most {MOST_DIMS} indices"
             fail(f"{name}: expected {most}, got {len(indices)}.")
         return self.value("read", OPERAND_TYPES[self.tensors[name]], *indices, value=name)
 
@@ -169,7 +172,7 @@ class _Shape:
         self._tracer, self._name = tracer, name
 
     def __getitem__(self, dim: Any) -> Value:
-        most = self._tracer.ranks.get(self._name, _MOST_DIMS)
+        most = self._tracer.ranks.get(self._name, MOST_DIMS)
         if not isinstance(dim, int) or not 0 <= dim < most:
             fail(f"{self._name}.shape: expected a dimension from 0 to {most - 1}, got {dim!r}.")
         self._tracer.sizes[self._name] = max(dim, self._tracer.sizes.get(self._name, 0))

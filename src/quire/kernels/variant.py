@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.errors import ValidationError
 from quire.kernels.expression import FLOAT, FUNCTIONS, INDICES, OPERAND_TYPES, SCALAR_TYPES, Expression, Node, to_text
-from quire.kernels.trace import TensorValue, Tracer, call, check_type, trace
+from quire.kernels.trace import MOST_DIMS, TensorValue, Tracer, Value, call, check_type, operate, trace
 
 if TYPE_CHECKING:
     import ast
@@ -75,6 +75,8 @@ class Variant:
     @classmethod
     def parse(cls, text: str) -> Variant:
         """The variant whose `str()` is `text`, as stored in manifests. Raises ValidationError if there is none."""
+        if not isinstance(text, str):
+            raise ValidationError(f"variant: expected its text as a str, got {type(text).__name__}; pass str(variant).")
         variant = cls.__new__(cls)
         variant.expression = read_text(text)
         _known[variant.digest] = variant
@@ -138,6 +140,8 @@ def _types(given: Mapping[str, Any] | None, name: str, known: tuple[str, ...]) -
     if given is not None and not isinstance(given, Mapping):
         raise ValidationError(f"{name}: expected names and types, as a dict, got {type(given).__name__}.")
     for operand, kind in (given or {}).items():
+        if not isinstance(operand, str):
+            raise ValidationError(f"{name}: expected names as str, got {operand!r}; choose a name for each operand.")
         word = {"float": "float32", "int": "int32"}.get(getattr(kind, "__name__", ""), str(kind))
         word = word.removeprefix("torch.")
         if word not in known:
@@ -175,33 +179,39 @@ def _checked(score: Node | None, mask: Node | None, tracer: Tracer) -> Expressio
     if score is not None and score.op == "score":
         score = None
     operands = tracer.operands()
-    return Expression(to_text(score, mask, operands), score, mask, operands)
+    written = tracer.tree.node("score", FLOAT) if score is None and mask is None else score  # no text is empty
+    text = to_text(written, mask, operands)
+    if len(text) > _LONGEST_TEXT:
+        raise ValidationError(
+            f"variant: expected a text of at most {_LONGEST_TEXT} characters, got {len(text)}; shorten the names of "
+            f"operands, or write it with fewer operations."
+        )
+    return Expression(text, score, mask, operands)
 
 
 # --- texts -----------------------------------------------------------------------------------------------------------
 
-#: Python's syntax nodes that may occur in texts.
-_NODES = frozenset(
-    (
-        *("Module", "Assign", "AnnAssign", "BinOp", "UnaryOp", "Compare", "Call", "Subscript", "Name", "Constant"),
-        *("Tuple", "Load", "Store", "Add", "Sub", "Mult", "Div", "FloorDiv", "Mod", "BitAnd", "BitOr", "BitXor"),
-        *("LShift", "RShift", "USub", "Invert", "Lt", "LtE", "Gt", "GtE", "Eq", "NotEq"),
-    )
-)
+_LONGEST_TEXT = 1 << 18  #: characters; a thousand operations have a tenth of it
+#: Python's operators, by their syntax nodes.
+_OPERATORS = {
+    "Add": "add", "Sub": "sub", "Mult": "mul", "Div": "div", "FloorDiv": "floordiv", "Mod": "mod", "BitAnd": "and",
+    "BitOr": "or", "BitXor": "xor", "LShift": "shl", "RShift": "shr", "Lt": "lt", "LtE": "le", "Gt": "gt", "GtE": "ge",
+    "Eq": "eq", "NotEq": "ne",
+}  # fmt: skip
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=256)
 def read_text(text: str) -> Expression:
-    """The expression that to_text() wrote."""
+    """The expression that to_text() wrote. Texts come from files, so Python computes nothing of what they say."""
     import ast  # texts are rarely read
 
+    if len(text) > _LONGEST_TEXT:
+        raise ValidationError(
+            f"variant: its text cannot be read: expected at most {_LONGEST_TEXT} characters, got {len(text)}."
+        )
     try:
-        module = ast.parse(text)
-        kinds = {type(node).__name__ for node in ast.walk(module)}
-        if strange := kinds - _NODES:
-            raise SyntaxError(f"{min(strange)} is no part of it")
-        expression = _read(module)
-    except (SyntaxError, ValueError, TypeError, KeyError, NameError, RecursionError, MemoryError) as error:
+        expression = _read(ast.parse(text))
+    except (SyntaxError, ValueError, TypeError, KeyError, RecursionError, MemoryError, ValidationError) as error:
         raise ValidationError(f"variant: its text cannot be read: {error}: {text[:200]!r}.") from error
     if expression.text != text:
         raise ValidationError(f"variant: its text is not as Quire writes it: {text[:200]!r}.")
@@ -212,34 +222,71 @@ def _read(module: ast.Module) -> Expression:
     import ast
 
     tensors, scalars, ranks = dict[str, str](), dict[str, str](), dict[str, int]()
+    assigned = list[tuple[str, ast.expr]]()
     for line in module.body:
-        if isinstance(line, ast.AnnAssign):
-            name, kind = ast.unparse(line.target), line.annotation
-            if isinstance(kind, ast.Subscript):
-                tensors[name], ranks[name] = ast.unparse(kind.value), int(ast.unparse(kind.slice))
-            else:
-                scalars[name] = ast.unparse(kind)
+        match line:
+            case ast.AnnAssign(ast.Name(name), ast.Subscript(ast.Name(kind), ast.Constant(int(rank)))):
+                tensors[name], ranks[name] = kind, int(rank)
+            case ast.AnnAssign(ast.Name(name), ast.Name(kind)):
+                scalars[name] = kind
+            case ast.Assign([ast.Name(name)], value):
+                assigned.append((name, value))
+            case _:
+                raise SyntaxError(f"{type(line).__name__} is no part of it")
     tracer = Tracer(_types(tensors, "tensors", tuple(OPERAND_TYPES)), _types(scalars, "scalars", SCALAR_TYPES))
+    if strange := [name for name, rank in ranks.items() if not 1 <= rank <= MOST_DIMS]:
+        raise ValueError(f"{strange[0]} has no 1 to {MOST_DIMS} dimensions")
     tracer.ranks.update(ranks)
     names = _names(tracer)
-    for line in module.body:
-        if isinstance(line, ast.Assign):
-            code = compile(ast.Expression(line.value), "variant", "eval")
-            names[ast.unparse(line.targets[0])] = eval(code, {"__builtins__": {}}, names)  # only _NODES
+    for name, value in assigned:
+        names[name] = _value(value, names, tracer)
     roots = {name: tracer.lift(names[f"_{name}_"]).node for name in ("score", "mask") if f"_{name}_" in names}
     return _checked(roots.get("score"), roots.get("mask"), tracer)
 
 
+def _value(syntax: ast.expr, names: Mapping[str, Any], tracer: Tracer) -> Value:
+    """What a part of a line says, as recorded operations, also those of constants alone."""
+    import ast
+
+    def of(part: ast.expr) -> Value:
+        return _value(part, names, tracer)
+
+    match syntax:
+        case ast.Name(name) if not isinstance(names[name], TensorValue):
+            return tracer.lift(names[name])
+        case ast.Constant(bool() | int() | float() as number):
+            return tracer.constant(number)
+        case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):
+            return tracer.constant(-number)
+        case ast.UnaryOp(ast.USub(), part):
+            return -of(part)
+        case ast.UnaryOp(ast.Invert(), part):
+            return ~of(part)
+        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]):
+            return operate(_OPERATORS[type(op).__name__], of(left), of(right))
+        case ast.Call(ast.Name("size"), [ast.Name(name), ast.Constant(int(dim))], []):
+            return _tensor(name, names).shape[int(dim)]
+        case ast.Call(ast.Name(name), args, []) if FUNCTIONS.get(name) == len(args):
+            return call(name, *map(of, args))
+        case ast.Subscript(ast.Name(name), ast.Tuple(indices)):
+            return _tensor(name, names)[tuple(map(of, indices))]
+        case ast.Subscript(ast.Name(name), index):
+            return _tensor(name, names)[of(index)]
+    raise SyntaxError(f"{ast.unparse(syntax)[:100]!r} is no part of it")
+
+
+def _tensor(name: str, names: Mapping[str, Any]) -> TensorValue:
+    found = names[name]
+    if not isinstance(found, TensorValue):
+        raise TypeError(f"{name} is no tensor")
+    return found
+
+
 def _names(tracer: Tracer) -> dict[str, Any]:
     """The values of names in a text."""
-    functions = {name: (lambda *args, name=name: call(name, *args)) for name in FUNCTIONS}
     operands = {name: tracer.operand(name) for name in (*tracer.tensors, *tracer.scalars)}
     return {
-        **functions, **operands, **{name: tracer.value("index", "int", value=name) for name in INDICES},
+        **operands, **{name: tracer.value("index", "int", value=name) for name in INDICES},
         "score": tracer.value("score", FLOAT), "inf": tracer.constant(float("inf")),
-        "nan": tracer.constant(float("nan")), "size": _size,
+        "nan": tracer.constant(float("nan")),
     }  # fmt: skip
-
-
-def _size(tensor: TensorValue, dim: int) -> Any:
-    return tensor.shape[dim]

@@ -21,6 +21,7 @@ from quire.runtime import rotate_ahead, widen_ahead
 from quire.runtime.ahead import Ahead
 from quire.runtime.bits import pack_mask
 from quire.runtime.checks import (
+    check_flags,
     check_output,
     check_shape,
     check_tensor,
@@ -413,6 +414,8 @@ class Attention:
             raise ValidationError(
                 f"window_left: expected {self._plan_options.logits.window_left} (fixed by plan()), got {window_left}."
             )
+        if return_lse is not True and return_lse is not False:
+            check_flags(return_lse=return_lse)
         if lse is not None or return_lse:
             lse = self._lse(lse, nnz_qo)
         logits_scale = 1.0

@@ -141,8 +141,17 @@ def device_of(device: Any, name: str = "device") -> torch.device:
         ) from error
 
 
+def float_sinks(sinks: Any, name: str) -> torch.Tensor | None:
+    """Attention sinks as float32 without gaps; None if there are none."""
+    if sinks is None:
+        return None
+    if not isinstance(sinks, torch.Tensor):
+        raise ValidationError(f"{name}: expected a tensor [num_heads] or None, got {sinks!r}.")
+    return sinks.detach().float().contiguous()
+
+
 def is_choice(value: Any, choices: tuple[Any, ...]) -> bool:
-    """Whether `value` is one of the numbers or words `choices`; whatever else it is, a tensor for example, it is not."""
+    """Whether `value` is one of the numbers or words `choices`. A tensor is none, whatever it holds."""
     return isinstance(value, (str, int, float)) and value in choices
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 Check = Callable[..., bool]
+_IS_NESTED = attrgetter("is_nested")
 
 
 def pointers_of(tensors: Sequence[Any]) -> list[int]:
@@ -28,21 +30,29 @@ def pointers_of(tensors: Sequence[Any]) -> list[int]:
 class Signature:
     """Shapes, strides, types, devices, and whether tensors are negated views or need a gradient."""
 
-    __slots__ = ("count", "fits")
+    __slots__ = ("count", "fits", "of_dense")
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.count = len(tensors)
+        #: whether as many other tensors, none of them nested, have this signature
+        self.of_dense: Check = _guards(tensors) if _guards_work() else _comparison(tensors)
         #: whether as many other tensors have this signature; false of what is no tensor, or a nested one
-        self.fits: Check = _guards(tensors) if _guards_work() else _comparison(tensors)
+        self.fits: Check = {3: _dense_3, 4: _dense_4}.get(len(tensors), _dense)(self.of_dense)
+
+
+def has_nested(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some of the tensors are nested."""
+    return True in map(_IS_NESTED, tensors)
 
 
 def _guards(tensors: Sequence[torch.Tensor]) -> Check:
     """By torch.compile's own check: one call takes a fifth of the time of reading the same attributes."""
     from torch._C._dynamo.guards import TensorGuards
 
-    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
     check: Check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-    return {3: _dense_3, 4: _dense_4}.get(len(tensors), _dense)(check)
+    return check
 
 
 # The check asks nested tensors for their sizes, which they do not have, and no code catches that: the process ends.
@@ -71,7 +81,7 @@ def _dense_4(check: Check) -> Check:
 def _dense(check: Check) -> Check:
     def fits(*tensors: Any) -> bool:
         try:
-            return not any(tensor.is_nested for tensor in tensors) and check(*tensors)
+            return not has_nested(tensors) and check(*tensors)
         except AttributeError:
             return False
 
@@ -102,7 +112,7 @@ def _guards_work() -> bool:
     """
     one, other = (torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32) for _ in range(2))
     try:
-        fits = _guards((one, other))
+        fits = _dense(_guards((one, other)))
         answers = [fits(*tensors) for tensors in _examples(one, other)]
     except Exception:
         return False
