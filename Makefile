@@ -4,6 +4,7 @@
 #   make test       install into .venv and run the tests, but for the slow ones
 #   make test-slow  the slow ones: .ci/run runs them too
 #   make test-all   both
+#   make sanitize   the tests that compute on the CPU, with address and undefined behaviour sanitizers; half an hour
 #   make docs       the documents as one folder that opens from disk: build/docs/index.html; warnings are errors
 #   make figures    draws benchmarks/results/*.json into docs/figures/
 #   make hub        build/hub: a repository of kernels for the Hugging Face Hub; it takes nvcc
@@ -31,7 +32,7 @@ export OMP_WAIT_POLICY ?= passive
 
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-slow test-all docs figures engines upstream venv ci lint format clean
+.PHONY: demo test test-slow test-all sanitize docs figures engines upstream venv ci lint format clean
 
 demo: export QUIRE_CACHE_DIR = $(CURDIR)/build/demo
 demo: $(STAMP)
@@ -52,6 +53,9 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow
 
 test-all: test test-slow
+
+sanitize: $(STAMP)
+	$(OFFLINE) $(BIN)/python tests/sanitize.py --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

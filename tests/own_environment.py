@@ -2,6 +2,7 @@
 
 The cache stays between runs, so that a second one compiles nothing; `make clean` empties it. Entries are named by all
 that they were made from: one of an older run never stands in for changed code. Subprocesses inherit both.
+TESTS_CACHE_DIR names another directory, for runs with another compiler.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-CACHE = Path(__file__).resolve().parent.parent / "build" / "tests"
+CACHE = Path(os.environ.get("TESTS_CACHE_DIR") or Path(__file__).resolve().parent.parent / "build" / "tests")
 
 os.environ["QUIRE_CACHE_DIR"] = str(CACHE)
 CACHE.mkdir(parents=True, exist_ok=True)

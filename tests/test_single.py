@@ -57,6 +57,20 @@ def test_prefill_with_huge_logits_on_the_cpu(dtype, scale):
     torch.testing.assert_close(o, want)
 
 
+@pytest.mark.parametrize("qo_len", [1, 30])
+def test_as_many_keys_as_an_int_counts(qo_len):
+    """Keys without memory of their own; the window is inside the last KV tile, whose end is no int."""
+    num_keys, num_seen = 2**31 - 1, 11
+    q, k, v = torch.randn(1, 1, 32), torch.randn(1, 1, 32), torch.randn(1, 1, 32)
+    o, lse = quire.single_prefill_with_kv_cache_return_lse(
+        q.expand(qo_len, 1, 32), k.expand(num_keys, 1, 32), v.expand(num_keys, 1, 32),
+        causal=True, window_left=num_seen - 1,
+    )  # fmt: skip
+    score = (q * k).sum() / math.sqrt(32)
+    torch.testing.assert_close(o, v.expand(qo_len, 1, 32))
+    torch.testing.assert_close(lse, (score * math.log2(math.e) + math.log2(num_seen)).expand(qo_len, 1))
+
+
 def test_prefill_layouts(device, backend, dtype):
     """HND is [num_kv_heads, kv_len, head_dim]; both may be views."""
     p = Problem((20,), (33,), dtype=dtype, device=device, causal=True)

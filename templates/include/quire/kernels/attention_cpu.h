@@ -162,7 +162,7 @@ struct AttentionCpu {
     memset(state.o, 0, sizeof(float) * count * kVo);
   }
 
-  static KeyRange tile_keys(int kv) { return {kv * kTileKv, (kv + 1) * kTileKv}; }
+  static KeyRange tile_keys(int kv) { return cpu::tile_keys<kTileKv>(kv); }
 
   // ---- few rows ----
 

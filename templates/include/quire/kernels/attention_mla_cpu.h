@@ -83,7 +83,7 @@ struct AttentionMlaCpu {
     clear(scratch, rows.count);
     load_queries(c);
     for (int kv = work.kv_begin; kv < work.kv_end; ++kv) {
-      const KeyRange tile = {kv * kTileKv, (kv + 1) * kTileKv}, keys = c.visible(0, rows.count - 1, tile);
+      const KeyRange tile = cpu::tile_keys<kTileKv>(kv), keys = c.visible(0, rows.count - 1, tile);
       if (!keys.empty()) attend_tile(c, tile, keys);
     }
     cpu::finish_work_tile<V>(rows, scratch.o, scratch.m, scratch.d);

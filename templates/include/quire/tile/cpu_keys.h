@@ -7,6 +7,12 @@
 
 namespace quire::cpu {
 
+// The keys of a KV tile. The last tile of close to 2^31 keys would end beyond an int.
+template <int kTileKv>
+QUIRE_CPU KeyRange tile_keys(int kv) {
+  return {kv * kTileKv, static_cast<int>(min<uint32_t>(static_cast<uint32_t>(kv + 1) * kTileKv, INT32_MAX))};
+}
+
 template <class V>
 struct Keys {
   using Kv = typename V::Kv;
