@@ -2,6 +2,7 @@
 
     python tests/fuzz.py --calls 20000 --seed 1        a table, and what failed; status 1 if anything did
     python tests/fuzz.py --call 1:417                  one call again, with its arguments
+    python tests/fuzz.py --values ...                  the calls of fuzz_values.py: all callables, most calls valid
 
 A call is right (tests/oracle.py in float64 says so) or refused by one of Quire's errors. Everything else is a failure:
 a signal, more than ten seconds, an exception of somebody else's, a wrong number, a byte written that is not the call's,
@@ -23,9 +24,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,7 @@ import torch
 from torch import Tensor
 
 import quire
-from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Nonsense
+from fuzz_calls import CONSTRUCTORS, GENERATORS, Args, Case, Generators, Nonsense
 from guard import GuardedMemory
 from isolation import SERVER, how_it_ended, waits
 from mutations import mutate
@@ -76,16 +78,16 @@ class Planned:
     grad_mode: bool
 
 
-Generators = tuple[Callable[[random.Random], Case], ...]
+MISTAKES = Generators(GENERATORS, GOOD_CHANCE, SECONDS)
 
 
-def draw(seed: str, generators: Generators = GENERATORS) -> Planned:
+def draw(seed: str, generators: Generators = MISTAKES) -> Planned:
     """The call that a seed stands for."""
     rng = random.Random(seed)
     torch.manual_seed(rng.randrange(2**31))
-    case = rng.choice(generators)(rng)
+    case = rng.choice(generators.cases)(rng)
     args, changes, changed = dict(case.args), [], set()
-    count = 0 if rng.random() < GOOD_CHANCE else rng.choice((1, 1, 1, 2))
+    count = 0 if rng.random() < generators.good_chance else rng.choice((1, 1, 1, 2))
     for _ in range(min(count, len(args))):
         name = rng.choice(sorted(set(args) - changed))  # torch itself crashes on some arguments that are changed twice
         words, args[name] = mutate(rng, name, args[name])
@@ -199,7 +201,7 @@ def _next(pipe: Connection) -> str:
 class Worker:
     """A process that makes calls, one after another, until one is its last."""
 
-    def __init__(self, generators: Generators = GENERATORS) -> None:
+    def __init__(self, generators: Generators = MISTAKES) -> None:
         self._log = tempfile.NamedTemporaryFile("r", suffix=".log")  # noqa: SIM115
         self._pipe, theirs = SERVER.Pipe()
         self._process = SERVER.Process(target=_work, args=(theirs, self._log.name, generators), daemon=True)
@@ -214,8 +216,8 @@ class Worker:
             self._pipe.send(seed)
             message: Any = "call"
             while not isinstance(message, Verdict):
-                if not waits(self._pipe, self._process.pid, 60.0 if message in COMPILING else SECONDS):
-                    return self._lost(seed, "hang", f"over {SECONDS:.0f} s")
+                if not waits(self._pipe, self._process.pid, 60.0 if message in COMPILING else self._generators.seconds):
+                    return self._lost(seed, "hang", f"over {self._generators.seconds:.0f} s")
                 message = self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join()
@@ -235,7 +237,7 @@ class Worker:
         self._log.close()
 
 
-def run(calls: int, seed: int, generators: Generators = GENERATORS) -> Iterator[tuple[str, Verdict]]:
+def run(calls: int, seed: int, generators: Generators = MISTAKES) -> Iterator[tuple[str, Verdict]]:
     """Each call's seed and verdict. A call that ended its worker is made again by a new one, alone."""
     worker = Worker(generators)
     try:
@@ -311,8 +313,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--call", metavar="SEED:NUMBER", help="make this one call again")
     parser.add_argument("--only", metavar="NAME", help="generators whose name contains this")
+    parser.add_argument("--values", action="store_true", help="draw from fuzz_values.py: most calls are valid")
     options = parser.parse_args(arguments)
-    generators = tuple(g for g in GENERATORS if (options.only or "") in g.__name__)
+    kind: Generators = import_module("fuzz_values").VALUES if options.values else MISTAKES
+    generators = kind.named(options.only or "")
     if options.call:
         verdict = _show(options.call, generators)
         print(f"{verdict.kind}: {verdict.detail}")

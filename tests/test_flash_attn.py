@@ -293,6 +293,36 @@ def test_queries_of_8_bits_are_refused_at_once(narrow, monkeypatch):
         flash_attn_func(q, q, q)
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 1), (64, 16), (16, 16), (3, 0)])
+@pytest.mark.parametrize("side", [0, 1, 15, 63])
+def test_more_queries_than_keys_under_a_right_window(q_len, kv_len, side):
+    """The first queries stand before all keys, and see only those within the window."""
+    q, k = torch.randn(1, q_len, 1, 64), torch.randn(1, kv_len, 1, 64)
+    out = flash_attn_func(q, k, torch.ones_like(k), window_size=(-1, side))
+    sees_one = torch.arange(q_len) + (kv_len - q_len) + side >= 0
+    assert torch.equal(out[0, :, 0, 0].round(), (sees_one & (kv_len > 0)).float())
+
+
+def test_a_request_of_negative_length_has_no_keys_and_writes_none():
+    q, new, caches = random(2, 3, 2, 64), random(2, 3, 2, 64), [torch.zeros(2, 8, 2, 64) for _ in range(2)]
+    out = flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=ints((-2, 1), "cpu"), causal=True)
+    assert not out[0].any() and not caches[0][0].any() and torch.equal(caches[0][1, 1:4], new[1])
+
+
+def test_tables_of_rotations_are_alike():
+    q, new, caches = random(1, 1, 2, 64), random(1, 1, 2, 64), [torch.zeros(1, 8, 2, 64) for _ in range(2)]
+    cos = torch.rand(48, 8)
+    for sin in (torch.rand(48, 0), torch.rand(40, 8), cos.to_sparse(), None):
+        with pytest.raises(quire.ValidationError, match="rotary_sin"):
+            flash_attn_with_kvcache(q, *caches, new, new, cache_seqlens=1, rotary_cos=cos, rotary_sin=sin)
+
+
+def test_offsets_beyond_no_queries_are_refused():
+    q, k = torch.empty(0, 2, 64), torch.randn(5, 2, 64)
+    with pytest.raises(quire.ValidationError, match="cu_seqlens_q"):
+        flash_attn_varlen_func(q, k, k, offsets((3,), "cpu"), offsets((5,), "cpu"), 3, 5)
+
+
 @pytest.mark.slow
 def test_compiled_without_a_break():
     q, k, v = ragged(torch.float32, "cpu")

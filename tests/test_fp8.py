@@ -7,7 +7,16 @@ import torch
 
 import oracle
 import quire
-from calls import decode, decode_wrapper, plan_decode, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
+from calls import (
+    decode,
+    decode_wrapper,
+    no_synchronisation,
+    plan_decode,
+    plan_ragged,
+    prefill_paged,
+    prefill_ragged,
+    ragged_wrapper,
+)
 from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -212,6 +221,108 @@ def test_queries_of_eight_bits(device, kv_dtype):
     seen[:10, 20:] = seen[10:, :20] = True
     expected = quire.single_prefill_with_kv_cache(q, k, v, custom_mask=seen.to(device), **by_name)
     torch.testing.assert_close(sparse.run(q, k, v, **by_name), expected, atol=2e-3, rtol=2e-3)
+
+
+#: Scales of 4 query heads and 2 KV heads: beyond the range of float16 and far apart, so that they must not be rounded
+#: in it; those of both at a time; of either sign or 0.
+WIDE_SCALES = {
+    "large": ((2.0, 2.0, 2.0, 2.0), None),
+    "far apart": ((3e4, 1.0, 1e-3, 7e-7), None),
+    "both": ((1e-9, 3e-9, 2e-8, 1e-9), (7e12, 1e-3)),
+    "of keys": (None, (3e5, 0.7)),
+    "signs": ((-3e3, 0.0, 1.0, -1e-4), (-1.0, 2.5)),
+    "zeros": ((0.0, 0.0, 0.0, 0.0), None),
+}
+
+
+class WideQueries:
+    """8-bit queries of one request, with scales of heads that float16 cannot multiply; keys make logits of size 1."""
+
+    def __init__(self, device, q_dtype, scales, qo_len, kv_len=70):
+        of_q, of_k = (None if scale is None else torch.tensor(scale) for scale in scales)
+        factors = torch.ones(4) if of_q is None else of_q
+        self.factors = (factors if of_k is None else factors * of_k.repeat_interleave(2)).double()
+        self.scales = {"q": of_q, "k": of_k}
+        source = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(n, h, 64, generator=source) for n, h in ((qo_len, 4), (kv_len, 2), (kv_len, 2)))
+        sizes = torch.finfo(q_dtype).max / 2 / self.factors.abs().clamp(min=1.0).sqrt().float()
+        self.q = (q / q.abs().amax() * sizes[:, None]).to(q_dtype)
+        self.scaled = self.q.double() * self.factors[:, None]
+        largest = self.scaled.abs().amax((0, 2)).view(2, 2).amax(1).clamp(min=0.1)
+        self.k, self.v = (k * (8 / largest[:, None])).half(), v.half()
+        self.device = device
+
+    def given(self):
+        """q, k, v, and the scales as keywords of run()."""
+        scales = {f"{of}_scale": scale.to(self.device) for of, scale in self.scales.items() if scale is not None}
+        return *(t.to(self.device) for t in (self.q, self.k, self.v)), scales
+
+    def check(self, out, causal):
+        """Each head apart: torch's own error is that over queries whose range is moved to 1."""
+        for head in range(4):
+            largest = self.scaled[:, head].abs().amax().clamp(min=1e-30)
+            q = (self.scaled[:, head] / largest)[:, None]
+            k, v = (t[:, head // 2][:, None] for t in (self.k, self.v))
+            options = {"sm_scale": 0.125 * float(largest), "causal": causal}
+            lens = [0, q.shape[0]], [0, k.shape[0]]
+            truth = oracle.attention(q, k, v, *lens, **options)
+            own = oracle.torch_error(q.half(), k, v, *lens, **options)
+            oracle.assert_close(out[:, head : head + 1], truth.o, own, what=f"head {head}")
+
+
+@KV_DTYPES
+@pytest.mark.parametrize("scales", WIDE_SCALES)
+@pytest.mark.parametrize("kind", ["single", "ragged", "paged", "decode"])
+def test_scales_of_heads_beyond_float16(device, kind, scales, kv_dtype):
+    """Queries times the scales of their heads may be any numbers, not only those of float16."""
+    p = WideQueries(device, kv_dtype, WIDE_SCALES[scales], 1 if kind == "decode" else 20)
+    q, k, v, of_heads = p.given()
+    types, pages = {"q_data_type": kv_dtype, "kv_data_type": "float16"}, (ints([0, 7], device), ints(range(7), device))
+    cache, last = tuple(t.view(7, 10, 2, 64) for t in (k, v)), ints([10], device)
+    if kind == "single":
+        by_name = {f"scale_{name[0]}": scale for name, scale in of_heads.items()}
+        p.check(quire.single_prefill_with_kv_cache(q, k, v, causal=True, **by_name), causal=True)
+    elif kind == "ragged":
+        wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace(device))
+        wrapper.plan(ints([0, 20], device), ints([0, 70], device), 4, 2, 64, causal=True, **types)
+        p.check(wrapper.run(q, k, v, **of_heads), causal=True)
+    elif kind == "paged":
+        wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(ints([0, 20], device), *pages, last, 4, 2, 64, 10, causal=True, **types)
+        p.check(wrapper.run(q, cache, **of_heads), causal=True)
+    else:
+        wrapper = quire.BatchDecodeWithPagedKVCacheWrapper(workspace(device))
+        wrapper.plan(*pages, last, 4, 2, 64, 10, **types)
+        p.check(wrapper.run(q, cache, **of_heads), causal=False)
+
+
+def test_a_row_that_is_not_finite_leaves_others_as_they_are(device):
+    """NaN and infinity in 8-bit queries are their own rows' matter."""
+    p = WideQueries(device, E5M2, WIDE_SCALES["large"], 20)
+    q, k, v, of_heads = p.given()
+    whole = quire.single_prefill_with_kv_cache(q, k, v, scale_q=of_heads["q_scale"])
+    q[3, 1, 5], q[7, 2, 0] = torch.tensor([torch.nan, torch.inf], device=device).to(E5M2)
+    out = quire.single_prefill_with_kv_cache(q, k, v, scale_q=of_heads["q_scale"])
+    assert out[3, 1].isnan().all() and out[7, 2].isnan().any()
+    out[3, 1], out[7, 2] = whole[3, 1], whole[7, 2]
+    assert torch.equal(out, whole)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_scales_of_heads_without_a_synchronisation():
+    """Over pages, whose kernels read a scale of logits on the GPU."""
+    device = "cuda:0"
+    p = WideQueries(device, E5M2, WIDE_SCALES["far apart"], 20)
+    q, k, v, of_heads = p.given()
+    cache = tuple(t.view(7, 10, 2, 64) for t in (k, v))
+    wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(workspace(device))
+    tables = ints([0, 20], device), ints([0, 7], device), ints(range(7), device), ints([10], device)
+    wrapper.plan(*tables, 4, 2, 64, 10, causal=True, q_data_type=E5M2, kv_data_type="float16")
+    p.check(wrapper.run(q, cache, **of_heads), causal=True)
+    with no_synchronisation():
+        out = wrapper.run(q, cache, **of_heads)
+    p.check(out, causal=True)
 
 
 def test_decode_with_queries_of_eight_bits(device, backend):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 import fuzz
 import quire
 from fuzz import Planned, Worker, draw, failures, make, table
-from fuzz_calls import Args, Case, Nonsense, Results, require
+from fuzz_calls import Args, Case, Generators, Nonsense, Results, require
 from guard import GuardedMemory
 
 
@@ -62,10 +63,14 @@ def never_ends(_: random.Random) -> Case:
     return _case(invoke)
 
 
+def _of(generator: object) -> Generators:
+    return replace(fuzz.MISTAKES, cases=(generator,))  # type: ignore[arg-type]
+
+
 def _seed(generator: object, upper: bool) -> str:
     """One of a call that nothing is wrong with, its tensors on this side."""
     for i in range(1000):
-        planned = draw(f"0:{i}", (generator,))  # type: ignore[arg-type]
+        planned = draw(f"0:{i}", _of(generator))
         if not planned.changes and planned.upper == upper:
             return f"0:{i}"
     raise AssertionError("no such call")
@@ -73,20 +78,20 @@ def _seed(generator: object, upper: bool) -> str:
 
 @pytest.mark.parametrize(("generator", "upper"), [(reads_beyond, True), (reads_before, False)])
 def test_a_read_outside_a_tensor_is_seen(generator: object, upper: bool) -> None:
-    worker = Worker((generator,))  # type: ignore[arg-type]
+    worker = Worker(_of(generator))
     verdict = worker.make(_seed(generator, upper))
     assert verdict.kind == "signal" and "SIGSEGV" in verdict.detail
 
 
 def test_a_hang_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fuzz, "SECONDS", 1.0)
-    assert Worker((never_ends,)).make(_seed(never_ends, True)).kind == "hang"
+    assert Worker(_of(never_ends)).make(_seed(never_ends, True)).kind == "hang"
 
 
 def test_a_failure_is_made_again_by_its_seed() -> None:
     """Alone, by another worker: the same seed is the same call."""
     i = int(_seed(reads_beyond, True).partition(":")[2])
-    seed, verdict = list(fuzz.run(i + 1, 0, (reads_beyond,)))[-1]
+    seed, verdict = list(fuzz.run(i + 1, 0, _of(reads_beyond)))[-1]
     assert seed == f"0:{i}" and verdict.kind == "signal" and "alone" not in verdict.detail
     first, second = draw("5:17"), draw("5:17")
     assert first.changes == second.changes and first.case.name == second.case.name

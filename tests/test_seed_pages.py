@@ -11,6 +11,7 @@ import torch
 import oracle
 import quire as flashinfer
 from problems import Problem, ints, workspace
+from test_xqa_function import beside_sink_tokens
 
 NUM_LAYERS = 2
 
@@ -280,7 +281,7 @@ def test_xqa_pages_by_position(device):
 
 
 def test_xqa_pages_by_keyword(device):
-    """The third page's calls, with fewer and shorter requests; its sinks are keys without values, and are refused."""
+    """The third page's calls, with fewer and shorter requests; its sinks are keys without values."""
     batch_size, num_qo_heads, num_kv_heads, head_dim, page_size, max_num_pages, max_seq_len = 3, 32, 8, 128, 16, 64, 256
     q = torch.randn(batch_size, num_qo_heads, head_dim).half().to(device)
     k_cache = torch.randn(max_num_pages, page_size, num_kv_heads, head_dim, dtype=torch.float16, device=device)
@@ -304,8 +305,16 @@ def test_xqa_pages_by_keyword(device):
     rope = {"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 1.0, "rope_theta": 10000.0}
     check(rope, rope)
     check({"sliding_window_size": 48}, {"window_left": 47})
-    with pytest.raises(flashinfer.ValidationError, match=r"sinks: expected .*sink tokens belong into the cache"):
-        check({"sinks": torch.randn(4, num_kv_heads, head_dim).half().to(device)}, {})
+    num_sink_tokens = 4
+    sinks = torch.randn(num_sink_tokens, num_kv_heads, head_dim).half().to(device)
+    keys, values = (beside_sink_tokens(sinks, k, lens, value) for value in (1.0, 0.0))
+    with_sinks = [n + num_sink_tokens for n in lens]
+    output = flashinfer.xqa(
+        q, k_cache, v_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size, num_kv_heads=num_kv_heads,
+        sinks=sinks,
+    )  # fmt: skip
+    all_keys = q, keys, values, indptrs[0], oracle.indptr_of(with_sinks)
+    oracle.assert_close(output, oracle.attention(*all_keys).o, oracle.torch_error(*all_keys))
     mla_kv_cache = torch.cat([k_cache, v_cache], -1)
     output = flashinfer.xqa_mla(
         q, mla_kv_cache, page_table, seq_lens, head_dim=head_dim, page_size=page_size, num_kv_heads=num_kv_heads

@@ -6,12 +6,15 @@ import inspect
 import math
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
+import oracle
 import quire
+from calls import no_synchronisation
 from problems import PagedCache, Problem, ints, poisoned, workspace
 from quire.xqa import xqa
 from test_xqa import LAYOUTS, Draft, batch, block_tables, with_draft
@@ -28,10 +31,13 @@ def call(p: Problem, cache: PagedCache, **more: object) -> Tensor:
     """As the youngest page calls it, with queries [batch_size, num_qo_heads, head_dim]; `more` overrides."""
     k_cache, v_cache = cache.kv
     right: dict[str, object] = {
-        "q": p.q, "k_cache": k_cache, "v_cache": v_cache, "page_table": block_tables(cache),
-        "seq_lens": ints(p.kv_lens, p.device), "head_dim": p.head_dim, "page_size": cache.page_size,
+        "q": p.q, "k_cache": k_cache, "v_cache": v_cache, "head_dim": p.head_dim, "page_size": cache.page_size,
         "num_kv_heads": p.num_kv_heads, "kv_layout": cache.kv_layout,
     }  # fmt: skip
+    if "page_table" not in more:
+        right["page_table"] = block_tables(cache)
+    if "seq_lens" not in more:
+        right["seq_lens"] = ints(p.kv_lens, p.device)
     return quire.xqa(**{**right, **more})
 
 
@@ -147,6 +153,125 @@ def test_sinks_in_both_shapes(device, backend, dtype):
         p.check(call(p, p.paged(16), sinks=sinks.view(shape), backend=backend), sinks=sinks)
 
 
+def beside_sink_tokens(sinks: Tensor, rows: Tensor, lens: Sequence[int], value: float) -> Tensor:
+    """Ragged keys with sink tokens before those of each request; with 0 as `value` their values."""
+    parts = rows.split(list(lens))
+    return torch.cat([torch.cat([sinks.to(rows.dtype) * value, part]) for part in parts])
+
+
+def check_beside_sink_tokens(p: Problem, sinks: Tensor, out: Tensor, rows: Tensor | None = None) -> None:
+    """Against the oracle, for which sink tokens are keys that all queries see, with values of 0."""
+    k, v = (beside_sink_tokens(sinks, t.to(p.dtype), p.kv_lens, one) for t, one in ((p.k, 1.0), (p.v, 0.0)))
+    lens = [n + sinks.shape[0] for n in p.kv_lens]
+    own = [
+        oracle.visible(m, n, causal=p.causal, window_left=p.window_left) if mask is None else mask
+        for m, n, mask in zip(
+            p.qo_lens, p.kv_lens, oracle.split_mask(p.mask, p.qo_indptr, p.kv_indptr), strict=True
+        )
+    ]  # fmt: skip
+    seen = [torch.cat([torch.ones(mask.shape[0], sinks.shape[0]).bool(), mask.cpu().bool()], 1) for mask in own]
+    options = {"mask": torch.cat([mask.flatten() for mask in seen]), "sm_scale": p.sm_scale, "v_scale": p.v_scale}
+    problem = p.q, k, v, p.qo_indptr, oracle.indptr_of(lens)
+    truth = oracle.attention(*problem, **options).o
+    oracle.assert_close(out, truth, oracle.torch_error(*problem, **options), p.qo_indptr)
+
+
+def sink_tokens(p: Problem, count: int = 5, dtype: torch.dtype | None = None) -> Tensor:
+    """Keys that take about half of the weight of some of the requests of these tests."""
+    source = torch.Generator().manual_seed(7)
+    sinks = 2 * torch.randn(count, p.num_kv_heads, p.head_dim, generator=source)
+    return sinks.to(dtype or p.dtype).to(p.device)
+
+
+@pytest.mark.parametrize("count", [1, 4, 33])
+@pytest.mark.parametrize("window", [0, 8])
+def test_sink_tokens(device, backend, dtype, count, window):
+    """Keys without values, which no window hides; a request without tokens of its own gives zeros."""
+    p = batch(dtype, device, KV_LENS, num_qo_heads=8, window_left=window - 1)
+    sinks = sink_tokens(p, count)
+    out = call(p, p.paged(16), sinks=sinks, sliding_win_size=window, backend=backend)
+    check_beside_sink_tokens(p, sinks, out)
+    assert not out[KV_LENS.index(0)].any()
+
+
+def test_sink_tokens_take_the_scales(device, dtype):
+    """q_scale and kv_scale multiply q . k of a sink token too, as numbers and on their device."""
+    p = batch(dtype, device, KV_LENS, v_scale=2.0)
+    p.sm_scale = 0.25 * 2.0 / math.sqrt(p.head_dim)
+    sinks, cache, output = sink_tokens(p), p.paged(16), poisoned(p.q.shape, dtype, device)
+    assert call(p, cache, sinks=sinks, q_scale=0.25, kv_scale=2.0, output=output) is output
+    check_beside_sink_tokens(p, sinks, output)
+    scales = (torch.tensor([x], device=device) for x in (0.25, 2.0))
+    got = call(p, cache, sinks=sinks.float(), **dict(zip(("q_scale", "kv_scale"), scales, strict=True)))
+    torch.testing.assert_close(got, output)
+
+
+@pytest.mark.parametrize("with_mask", [False, True])
+def test_sink_tokens_of_drafts(device, dtype, with_mask):
+    """Every query sees them, whatever the mask of the draft says."""
+    p = batch(dtype, device, (300, 9, 64), 4)
+    cache, draft, more = p.paged(16), Draft.tree(3, 4), {}
+    if with_mask:
+        with_draft(p, draft)
+        more["mask"] = draft.words(device)
+    q, sinks = p.q.view(3, 1, 4, p.num_qo_heads, p.head_dim), sink_tokens(p)
+    out = call(p, cache, q=q, q_seq_len=4, sinks=sinks, **more)
+    assert out.shape == q.shape
+    check_beside_sink_tokens(p, sinks, out.view(p.q.shape))
+
+
+def test_sink_tokens_of_ragged_drafts(device, dtype):
+    """Requests of different numbers of new tokens."""
+    p = Problem((1, 3, 2), (30, 9, 64), dtype=dtype, device=device, causal=True)
+    sinks = sink_tokens(p)
+    out = call(p, p.paged(16), q_cu_seq_lens=ints(p.qo_indptr, device), q_seq_len=3, sinks=sinks)
+    check_beside_sink_tokens(p, sinks, out)
+
+
+def test_sink_tokens_and_e4m3(device, dtype):
+    """A cache and a result of 8 bits; the factor of the result is applied before its range is."""
+    p = batch(dtype, device, KV_LENS, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=0.5)
+    sinks, cache = sink_tokens(p, dtype=torch.float8_e4m3fn), p.paged(32)
+    wide = call(p, cache, kv_scale=0.5, sinks=sinks)
+    output = torch.empty(p.q.shape, dtype=torch.float8_e4m3fn, device=device)
+    assert call(p, cache, kv_scale=0.5, output=output, rcp_out_scale=500.0, sinks=sinks) is output
+    want = (wide.float() * 500).clamp(-448, 448)
+    assert ((output.float() - want).abs() <= 2.0**-4 * want.abs() + 2.0**-10 * 500).all()
+    p.sm_scale = 0.5 / math.sqrt(p.head_dim)
+    check_beside_sink_tokens(p, sinks, wide)
+
+
+def test_sink_tokens_that_take_all_weight(device, dtype):
+    """Logits beyond the range of exp() leave zeros, and far below that of keys no trace."""
+    p = batch(dtype, device, (40, 3))
+    p.k[..., 0], p.q[..., 0] = 0.0, 8.0
+    sinks, cache = torch.zeros(2, p.num_kv_heads, p.head_dim, device=device), p.paged(16)
+    plain = call(p, cache)
+    sinks[..., 0] = 3e3
+    assert not call(p, cache, sinks=sinks).any()
+    assert torch.equal(call(p, cache, sinks=-sinks), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_sink_tokens_in_a_graph():
+    """The host waits for nothing, and replays see new sink tokens and lengths."""
+    p = batch(torch.bfloat16, "cuda:0", KV_LENS)
+    sinks, cache = sink_tokens(p), p.paged(16)
+    where = {"page_table": block_tables(cache), "seq_lens": ints(p.kv_lens, "cuda:0")}
+    call(p, cache, sinks=sinks, **where)
+    with no_synchronisation():
+        out = call(p, cache, sinks=sinks, **where)
+    check_beside_sink_tokens(p, sinks, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(p, cache, sinks=sinks, **where)
+    sinks.mul_(-0.5)
+    out.fill_(math.nan)
+    graph.replay()
+    check_beside_sink_tokens(p, sinks, out)
+
+
 def test_e4m3_in_and_out(device, dtype):
     p = batch(dtype, device, KV_LENS, kv_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=0.5)
     cache = p.paged(32)
@@ -228,7 +353,19 @@ WRONG = {
     "window": ({"sliding_win_size": -1}, "sliding_win_size: expected the number of keys, or 0"),
     "windows": ({"sliding_win_size": 3, "sliding_window_size": 4}, "sliding_window_size: expected -1 beside"),
     "sinks": ({"sinks": torch.zeros(3)}, "sinks: expected float32 logits .num_qo_heads=4"),
-    "sink tokens": ({"sinks": fp16(4, 2, 64)}, "sinks: expected .*belong into the cache"),
+    "sink heads": ({"sinks": fp16(4, 4, 64)}, r"sinks: expected .num_sink_tokens, num_kv_heads=2, head_dim=64., got"),
+    "sink dims": ({"sinks": fp16(4, 2, 32)}, r"sinks: expected .num_sink_tokens, num_kv_heads=2, head_dim=64., got"),
+    "sink types": ({"sinks": fp16(4, 2, 64).int()}, "sinks: expected floating-point keys, got torch.int32"),
+    "positions of sinks": (
+        {"sinks": fp16(4, 2, 64), "pos_encoding_mode": "ALIBI"}, "sinks: expected logits of heads beside pos_encoding"
+    ),
+    "variants beside sinks": (
+        {"sinks": fp16(4, 2, 64), "variant": quire.variants.soft_cap, "cap": 3.0},
+        "sinks: expected logits of heads beside variant",
+    ),
+    "no dims": ({"q": fp16(2, 4, 0)}, "q: head_dim: expected a positive integer"),
+    "no dims of drafts": ({"q": fp16(2, 1, 3, 4, 0), "q_seq_len": 3}, "q: head_dim: expected a positive integer"),
+    "a number for q": ({"q": torch.tensor(1.0)}, "q: expected"),
     "semaphores": ({"semaphores": torch.zeros(3)}, "semaphores: expected dtype torch.uint32"),
     "workspace": ({"workspace_buffer": 3}, "workspace_buffer: expected a torch.Tensor"),
     "k_sf_cache": ({"k_sf_cache": fp16(1)}, "k_sf_cache: not supported"),

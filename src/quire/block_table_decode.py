@@ -140,7 +140,8 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf,
         separate_page_tables=not uses_shared_paged_kv_idx, bmm1_scale_log2=bmm1_scale_log2,
         enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=None if is_choice(cp_world, (1,)) else cp_world, cp_rank=cp_rank or None, causal_seqlens_kv_global=causal_seqlens_kv_global,
+        cp_world=None if is_choice(cp_world, (1,)) else cp_world, cp_rank=cp_rank or None,
+        causal_seqlens_kv_global=causal_seqlens_kv_global,
         bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode, request_order=request_order,
         request_order_plan=request_order_plan,
     )  # fmt: skip

@@ -161,7 +161,7 @@ def _check_sums(cum_seq_lens_kv: Any, lens: torch.Tensor, page_size: int) -> Non
     sums = check_tensor(cum_seq_lens_kv, "cum_seq_lens_kv")
     check_shape(sums, "cum_seq_lens_kv", {"batch_size + 1": lens.shape[0] + 1})
     pages = (lens + (page_size - 1)) // page_size
-    if sums.is_cpu and not any(torch.equal(sums.diff().to(torch.int32), given) for given in (lens, pages)):
+    if sums.is_cpu and not any(torch.equal(sums.long().diff(), given.long()) for given in (lens, pages)):
         raise ValidationError(
             f"cum_seq_lens_kv: expected the sums of seq_lens={lens.tolist()}, or of their pages, got {sums.tolist()}."
         )

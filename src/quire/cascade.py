@@ -30,6 +30,7 @@ from quire.prefill import (
 from quire.runtime.attention import Attention, AttentionSpec, page_indices, planned
 from quire.runtime.cascade import check_kernel_for_levels, check_kernel_for_prefix, join_levels, with_prefix
 from quire.runtime.checks import check_flags, check_positive, check_tensor, host_indices, refuse
+from quire.runtime.indices import check_count
 from quire.runtime.layout import PagedCache, page_size_of
 from quire.runtime.level_operands import Level, operands_of_levels
 from quire.runtime.ops import is_tracing
@@ -265,6 +266,7 @@ def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
     layout, workspace, backend = place
     if k_shared.dtype is not own.options.types.kv.torch or not own.nnz_qo:
         raise UnsupportedError(f"shared keys of {k_shared.dtype}, and {own.nnz_qo} queries: expected the cache's type.")
+    check_count(k_shared.shape[0], "k_shared", "tokens")
     rows, prefix = (torch.tensor([0, n], dtype=torch.int32, device="cpu") for n in (own.nnz_qo, k_shared.shape[0]))
     joined = check_kernel_for_prefix(with_prefix(own, rows, prefix), workspace.device, backend)
     return Attention(joined, layout, workspace, backend)

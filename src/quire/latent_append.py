@@ -18,7 +18,7 @@ from quire.jit import get_module
 from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendLatentsParams
 from quire.runtime.checks import check_output, check_same_device, check_shape, check_tensor
-from quire.runtime.indices import check_range
+from quire.runtime.indices import check_count, check_range
 from quire.runtime.launch import launch
 from quire.runtime.layout import LATENT_DIM, cached_parts, is_packed
 from quire.runtime.ops import operator
@@ -160,6 +160,8 @@ def _row(kv_cache: Any, dtype: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> d
         raise ValidationError(f"kv_cache_dtype: expected 'auto', {_ROWS!r} or one of {[*_EIGHT_BITS]}, got {dtype!r}.")
     cache, dims = check_output(kv_cache, "kv_cache"), (kv_c.shape[1], k_pe.shape[1])
     check_same_device(cache, "kv_cache", kv_c.device)
+    for size, what in zip(cache.shape, ("pages", "tokens of a page"), strict=False):
+        check_count(size, "kv_cache", what)
     if dims[1] % 2:
         raise ValidationError(f"k_pe: expected an even number of dims, got {dims[1]}.")
     if dtype == _ROWS:
@@ -171,6 +173,7 @@ def _row(kv_cache: Any, dtype: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> d
         latents, rest, scales = (part.data_ptr() for part in cached_parts(cache, "kv_cache"))
         return {"scales_at": scales - latents, "k_pe_at": rest - latents, "latent_type": 1, "k_pe_type": 0}
     check_shape(cache, "kv_cache", {"num_pages": None, "page_size": None, "kv_lora_rank + rope_dim": sum(dims)})
+    check_count(sum(dims) * kv_c.itemsize, "kv_c, k_pe", "bytes of a token")
     code, wanted = (0, kv_c.dtype) if dtype == "auto" else _EIGHT_BITS[dtype]
     if cache.dtype not in (wanted, *((torch.uint8,) if code else ())) or cache.stride(-1) != 1:
         raise ValidationError(

@@ -8,6 +8,7 @@ num_heads] (float32) its log-sum-exp, base 2, as run(..., return_lse=True) retur
 from __future__ import annotations
 
 import ctypes
+import math
 
 import torch
 
@@ -16,6 +17,7 @@ from quire.jit import get_module
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import MergeParams
 from quire.runtime.checks import check_positive, check_same_device, check_shape, check_tensor
+from quire.runtime.indices import check_count
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.ops import operator
 from quire.runtime.target import target_of
@@ -114,6 +116,8 @@ def _check_state(
     """v and s of one state, or of several; `like`: the v of another state to merge it with."""
     check_shape(check_tensor(v, v_name), v_name, dict.fromkeys((*dims, "head_dim")))
     check_positive(v.shape[-1], f"{v_name}: head_dim")
+    check_count(v.shape[-2] * v.shape[-1], v_name, "numbers of a token (num_heads times head_dim)")
+    check_count(math.prod(v.shape[1:-2]), v_name, "states")
     check_shape(check_tensor(s, s_name), s_name, dict(zip(dims, v.shape, strict=False)))
     check_same_device(s, s_name, v.device)
     if s.dtype is not torch.float32:

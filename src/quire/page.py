@@ -27,7 +27,7 @@ from quire.runtime.checks import (
     check_tensor,
     to_int32,
 )
-from quire.runtime.indices import check_offsets, check_range, index_table
+from quire.runtime.indices import check_count, check_offsets, check_range, index_table
 from quire.runtime.launch import launch, row_grid
 from quire.runtime.layout import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.runtime.ops import is_tracing, operator
@@ -152,6 +152,7 @@ def cache_views(cache: PagedCache, layout: KVLayout) -> tuple[torch.Tensor, torc
     for view in (k, v):
         for size, name in zip(view.shape[1:], ("page_size", "num_kv_heads", "head_dim"), strict=True):
             check_positive(size, f"paged_kv_cache: {name}")
+        check_count(view.shape[2] * view.shape[3], "paged_kv_cache", "numbers of a token (num_kv_heads times head_dim)")
         check_contiguous_last(check_output(view, "paged_kv_cache"), "paged_kv_cache")
         check_same_device(view, "paged_kv_cache", k.device)
     return k, v
@@ -180,7 +181,8 @@ def _launch(
     params = AppendParams(
         key=key.data_ptr(), value=value.data_ptr(), k_cache=k.data_ptr(), v_cache=v.data_ptr(),
         **{name: table.data_ptr() for name, table in tables.items()}, **dict(zip(_STRIDES, strides, strict=True)),
-        nnz=key.shape[0], num_indices=tables["kv_indices"].shape[0], batch_size=batch, num_pages=num_pages,
+        nnz=key.shape[0], num_indices=tables["kv_indices"].shape[0], batch_size=min(batch, _MOST),
+        num_pages=min(num_pages, _MOST),  # page numbers have 32 bits
         num_kv_heads=num_kv_heads, head_dim_k=head_dim_k, head_dim_v=v.shape[3], page_size=page_size,
     )  # fmt: skip
     size, vector = key.element_size(), 16 // key.element_size()

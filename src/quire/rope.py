@@ -22,7 +22,7 @@ from quire.rope_append import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from quire.runtime.checks import check_output, check_positive, check_tensor
+from quire.runtime.checks import check_output, check_positive, check_tensor, shape_of
 from quire.runtime.ops import is_tracing, operator
 from quire.runtime.overlap import check_apart
 from quire.runtime.rotate import Angles, Heads, Llama31, check_heads, rotary_dim_of, split, start
@@ -217,7 +217,7 @@ def _by_table(positions: Any, cos_sin_cache: Any, is_neox: Any) -> Angles:
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
     """`value`, which must not be None: for the operator, None selects another way to give angles."""
-    return value if isinstance(value, torch.Tensor) else check_tensor(value, name)
+    return value if shape_of(value) is not None else check_tensor(value, name)
 
 
 def _heads(tensor: Any, name: str, head_size: Any) -> torch.Tensor:

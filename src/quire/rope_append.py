@@ -438,7 +438,7 @@ def _check_split(
     if k_nope is not None:
         keys = keys if is_latent else {"nnz": nnz, "num_kv_heads": k_rope.shape[1]}
         check_heads(k_nope, "k_nope", {**keys, "no_rope_dim": None}, q_rope)
-    if rotary_dim_of(None, dim, cos_sin_cache, q_rope.device) != dim:
+    if rotary_dim_of(None, dim, check_tensor(cos_sin_cache, "cos_sin_cache"), q_rope.device) != dim:
         raise ValidationError(
             f"cos_sin_cache: expected [max_seq_len, rope_dim={dim}], got {list(cos_sin_cache.shape)}."
         )

@@ -14,6 +14,7 @@ import torch
 
 from quire.errors import ValidationError
 from quire.runtime.checks import check_positive, check_same_device, check_shape, check_tensor, to_int32
+from quire.runtime.indices import check_range
 
 __all__ = ["select_tokens"]
 
@@ -61,6 +62,9 @@ def select_tokens(
             )
         numbers = pages.long().gather(1, tokens.clamp(max=max(0, num_tokens - 1)) // size)
         tokens = numbers * size + tokens % size
+        if tokens.is_cpu:
+            check_range(tokens[is_one], "block_tables", -(2**31), 2**31 - 1, "tokens whose numbers fit 32 bits")
+        is_one &= tokens < 2**31
     found = tokens.where(is_one, -1).to(torch.int32)
     return torch.nn.functional.pad(found, (0, most - found.shape[1]), value=-1)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from quire.block_table_decode import decode_block_tables
 from quire.block_table_mla import decode_latents
 from quire.errors import ValidationError
 from quire.kernels.variant import Variant
-from quire.runtime.block_tables import CacheParts, Scale
+from quire.runtime.block_tables import CacheParts, Scale, Target
 from quire.runtime.checks import (
     check_output,
     check_positive,
@@ -29,12 +30,15 @@ from quire.runtime.checks import (
     scalar,
 )
 from quire.runtime.layout import LATENT_DIM, latent_parts
+from quire.runtime.replay import replayed
+from quire.runtime.sink_tokens import attend_beside, check_sink_tokens
 from quire.runtime.workspace import OwnWorkspace, UserWorkspace, Workspace
 from quire.types import KVLayout
 
 __all__ = ["xqa", "xqa_mla"]
 
 
+@replayed
 def xqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor,
     output: torch.Tensor | None = None, workspace_buffer: torch.Tensor | None = None,
@@ -59,13 +63,16 @@ def xqa(
 
     output: of q's shape, in q's dtype or float8_e4m3fn. Only with the latter, rcp_out_scale multiplies the result.
     Logits are q . k * q_scale * kv_scale / sqrt(head_dim), and kv_scale also multiplies the result. Scales are numbers,
-    or tensors of one element, which are read on their device; None is 1. sinks: float32 logits (natural logarithm)
-    [num_kv_heads, group_size] or [num_qo_heads] that are added to the denominators. sliding_win_size: how many keys a
-    query sees, including its own; 0: all. sliding_window_size is the same (-1: all). mask, and q_cu_seq_lens for q
+    or tensors of one element, which are read on their device; None is 1. sliding_win_size: how many keys a query sees,
+    including its own; 0: all. sliding_window_size is the same (-1: all). mask, and q_cu_seq_lens for q
     [q_cu_seq_lens[-1], num_qo_heads, head_dim]: as in xqa_batch_decode_with_kv_cache(), with q_seq_len for
-    q_len_per_req. pos_encoding_mode, rope_scale,
-    rope_theta: as in BatchPrefillWithPagedKVCacheWrapper.plan(). variant: a custom quire.Variant, whose operands are
-    keywords.
+    q_len_per_req. pos_encoding_mode, rope_scale, rope_theta: as in BatchPrefillWithPagedKVCacheWrapper.plan(). variant:
+    a custom quire.Variant, whose operands are keywords.
+
+    sinks: float32 logits (natural logarithm) [num_kv_heads, group_size] or [num_qo_heads] that are added to the
+    denominators; or sink tokens [num_sink_tokens, num_kv_heads, head_dim], floating-point keys without values, which
+    every query sees whatever the window and the mask hide: they add exp(q . k * q_scale * kv_scale / sqrt(head_dim)).
+    Sink tokens have no position, and are refused beside pos_encoding_mode and variants.
 
     Optional: workspace_buffer is used for partial results if given, and need not be zeroed; semaphores (uint32) and
     sm_count are checked but not needed. By position, sm_count may come in place of kv_layout, as in older versions.
@@ -89,18 +96,27 @@ def xqa(
     q_factor, kv_factor = (
         Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
     )
-    result: torch.Tensor = decode_block_tables(
-        rows, cache, workspace, page_table, _lengths(seq_lens), most,
-        q_factor.times(kv_factor).times(Scale(1 / math.sqrt(rows.shape[-1]))),
-        kv_factor.times(_output_scale(rcp_out_scale, output)), layout, q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens,
-        window_left=_window(sliding_win_size, sliding_window_size), out=_output_rows(output, q, cache.head_dim_vo),
-        sinks=_sinks(sinks, cache.num_kv_heads, rows.shape[1]), enable_pdl=enable_pdl, o_scale=1.0, mask=mask,
-        backend=backend, pos_encoding=(pos_encoding_mode, rope_scale, rope_theta), variant=variant, operands=operands,
-        call="xqa",
+    logits_scale = q_factor.times(kv_factor).times(Scale(1 / math.sqrt(rows.shape[-1])))
+    o_scale = kv_factor.times(_output_scale(rcp_out_scale, output))
+    logits, tokens = _sinks(sinks, cache, rows)
+    attend = partial(
+        decode_block_tables, rows, cache, workspace, page_table, _lengths(seq_lens), most, logits_scale, layout=layout,
+        q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=_window(sliding_win_size, sliding_window_size),
+        sinks=logits, enable_pdl=enable_pdl, o_scale=1.0, mask=mask, backend=backend,
+        pos_encoding=(pos_encoding_mode, rope_scale, rope_theta), variant=variant, operands=operands, call="xqa",
     )  # fmt: skip
+    out = _output_rows(output, q, cache.head_dim_vo)
+    if tokens is None:
+        result: torch.Tensor = attend(v_scale=o_scale, out=out)
+    else:
+        _refuse_beside_tokens(pos_encoding_mode, variant)
+        result = attend_beside(
+            attend, rows, tokens, logits_scale, o_scale, Target.of(out, rows, cache.head_dim_vo, 1.0)
+        )
     return result.view(*q.shape[:-1], cache.head_dim_vo) if output is None else output
 
 
+@replayed
 def xqa_mla(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor,
     seq_lens: torch.Tensor | None = None, output: torch.Tensor | None = None,
@@ -211,6 +227,8 @@ def _most_tokens(page_table: Any, page_size: int) -> int:
 def _query_rows(q: Any, q_seq_len: Any, is_ragged: bool) -> tuple[torch.Tensor, int]:
     """q as [rows, num_qo_heads, head_dim], and the rows of a request, or the most of one."""
     q_len, dims = check_positive(q_seq_len, "q_seq_len"), check_tensor(q, "q").dim()
+    if dims:
+        check_positive(q.shape[-1], "q: head_dim")
     beams: dict[str, int | None] = {"batch_size": None, "beam width": 1}
     sizes: dict[str, int | None] = {"num_qo_heads": None, "head_dim": None}
     if dims == 3:
@@ -220,7 +238,6 @@ def _query_rows(q: Any, q_seq_len: Any, is_ragged: bool) -> tuple[torch.Tensor, 
         return q, q_len
     if is_ragged:
         raise ValidationError(f"q: expected [rows, num_qo_heads, head_dim] with q_cu_seq_lens, got {list(q.shape)}.")
-    check_positive(q.shape[-1], "q: head_dim")
     check_shape(q, "q", {**beams, **({} if dims == 4 and q_len == 1 else {"q_seq_len": q_len}), **sizes})
     return q.flatten(0, -3), q_len
 
@@ -317,14 +334,28 @@ def _output_scale(rcp_out_scale: Any, output: Any) -> Scale:
     return Scale(scale)
 
 
-def _sinks(sinks: Any, num_kv_heads: int, num_qo_heads: int) -> torch.Tensor | None:
-    """A logit a query head: tokens that attend are no such sinks."""
+def _sinks(sinks: Any, cache: CacheParts, rows: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Logits of query heads, or keys of sink tokens."""
     if sinks is None:
-        return None
+        return None, None
+    num_kv_heads, num_qo_heads = cache.num_kv_heads, rows.shape[1]
     shape = tuple(check_tensor(sinks, "sinks").shape)
+    if len(shape) == 3:
+        return None, check_sink_tokens(sinks, num_kv_heads, rows.shape[2], rows.device)
     if shape not in ((num_qo_heads,), (num_kv_heads, num_qo_heads // num_kv_heads)):
         raise ValidationError(
             f"sinks: expected float32 logits [num_qo_heads={num_qo_heads}] or [num_kv_heads={num_kv_heads}, "
-            f"{num_qo_heads // num_kv_heads}], got {list(shape)}; keys and values of sink tokens belong into the cache."
+            f"{num_qo_heads // num_kv_heads}], or keys of sink tokens [num_sink_tokens, num_kv_heads={num_kv_heads}, "
+            f"head_dim={rows.shape[2]}], got {list(shape)}."
         )
-    return sinks  # type: ignore[no-any-return]
+    return sinks, None
+
+
+def _refuse_beside_tokens(pos_encoding_mode: Any, variant: Variant | None) -> None:
+    """Sink tokens have no position, and no variant says what becomes of their logits."""
+    for name, is_given in (("pos_encoding_mode", pos_encoding_mode != "NONE"), ("variant", variant is not None)):
+        if is_given:
+            raise ValidationError(
+                f"sinks: expected logits of heads beside {name}, got sink tokens, which have no position; pass the "
+                f"logarithm of what they add to each head's denominator, or put the tokens into the cache."
+            )

@@ -415,7 +415,8 @@ def _attend(
     """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
     seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
     """
-    if not q.shape[0]:
+    has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
+    if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
         return
     if q.dtype.itemsize == 1:
         raise UnsupportedError(
@@ -534,9 +535,9 @@ def _rows(table: torch.Tensor) -> torch.Tensor:
 
 
 def _right_window(indices: Indices, right: int, device: torch.device) -> torch.Tensor | None:
-    """Which keys each query sees, flat; None if no query has as many to its right."""
+    """Which keys each query sees, flat; None if no query has as many to its right: the first one has qo - 1."""
     lens = list(zip(qo_lens(indices), kv_lens(indices), strict=True))
-    if all(right >= min(qo, kv) - 1 for qo, kv in lens):
+    if all(right >= qo - 1 or not kv for qo, kv in lens):
         return None
     longest = max(max(pair) for pair in lens)
     at = torch.arange(longest, dtype=torch.int32, device=device)

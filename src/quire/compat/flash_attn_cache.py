@@ -71,10 +71,10 @@ class Cache(NamedTuple):
         requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(new)
         indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * pages.shape[1]
         append_paged_kv_cache(
-            k.flatten(0, 1), v.flatten(0, 1), torch.where(positions < 0, -1, requests), positions, self.tensors,
+            k.flatten(0, 1), v.flatten(0, 1), torch.where(lens[requests] < 0, -1, requests), positions, self.tensors,
             pages.view(-1), indptr, torch.ones_like(lens),
         )  # fmt: skip
-        return self._replace(lens=self.lens + new)
+        return self._replace(lens=torch.where(self.lens < 0, self.lens, self.lens + new))
 
     def without_padding(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens behind the padding on the left, and the numbers of their pages of one token (token_pages())."""
@@ -102,6 +102,9 @@ def rotated(
     q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor, cos: Any, sin: Any, interleaved: bool, moves: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k, rotated by where their tokens stand; all of q at the first new token unless it moves."""
+    check_shape(tensor_of(cos, "rotary_cos"), "rotary_cos", {"seqlen_rotary": None, "rotary_dim / 2": None})
+    sizes_of_cos = dict(zip(("seqlen_rotary", "rotary_dim / 2"), cos.shape, strict=True))
+    check_shape(tensor_of(sin, "rotary_sin"), "rotary_sin", sizes_of_cos)
     table = torch.cat([cos, sin], dim=1).float()
     start = lens.to(q.device).clamp(min=0)[:, None]
 

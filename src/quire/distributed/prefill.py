@@ -17,6 +17,7 @@ from quire.runtime.keywords import Pair
 
 __all__ = ["ZigzagPrefill"]
 
+_MOST_TOKENS = 1 << 16  #: of a page: chunks are multiples of it, and so is what each rank allocates
 _EARLY, _LATE = _HALVES = (0, 1)  #: the chunks of a rank
 
 
@@ -50,6 +51,8 @@ class ZigzagPrefill:
     ) -> None:  # fmt: skip
         self._ranks = ranks_of(group)
         self._page_size = check_positive(page_size, "page_size")
+        if page_size > _MOST_TOKENS:
+            raise ValidationError(f"page_size: expected at most {_MOST_TOKENS} tokens, got {page_size}.")
         if num_gathers not in (1, 2):
             raise ValidationError(f"num_gathers: expected 1 or 2, got {num_gathers!r}.")
         self._own = BatchPrefillWithRaggedKVCacheWrapper(float_workspace_buffer, backend=backend)

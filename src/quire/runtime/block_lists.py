@@ -96,11 +96,11 @@ class BlockMatrix(NamedTuple):
     def lists(self) -> BlockLists:
         """With blocks as pages, or as several where the last column is narrower."""
         page_size = math.gcd(self.width, self.num_columns)
-        ends = torch.arange(self.indptr.numel(), dtype=torch.int32, device="cpu") * self.rows
+        ends = (torch.arange(self.indptr.numel(), device="cpu") * self.rows).clamp_(max=self.num_rows)
         counts = self.widths // page_size
         pages = _pages(self.columns * (self.width // page_size), counts)
         offsets = _offsets(counts)[self.indptr.long()].contiguous()
-        return BlockLists(ends.clamp_(max=self.num_rows), offsets, pages, page_size)
+        return BlockLists(ends.to(torch.int32), offsets, pages, page_size)
 
     def flat_mask(self, mask: Any) -> torch.Tensor:
         """A mask [listed blocks, R, C] as kernels take it: for each row of blocks a matrix of queries and keys."""

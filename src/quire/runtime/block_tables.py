@@ -111,17 +111,23 @@ def check_lengths(
 
 def check_page_numbers(pages: torch.Tensor, seq_lens: torch.Tensor, page_size: int, num_pages: int) -> None:
     """Tables [..., pages] on the host name pages of the cache, as far as lengths [...] reach."""
-    used = torch.arange(pages.shape[-1], device="cpu") < ((seq_lens + (page_size - 1)) // page_size)[..., None]
-    outside = pages[used & ((pages < 0) | (pages >= num_pages))]
+    used = torch.arange(pages.shape[-1], device="cpu") < _num_pages(seq_lens, page_size)[..., None]
+    last = min(num_pages, 2**31) - 1  # torch compares int32 with the low bits of a number
+    outside = pages[used & ((pages < 0) | (pages > last))]
     if outside.numel():
         raise ValidationError(f"block_tables: expected page numbers below {num_pages}, got {int(outside[0])}.")
+
+
+def _num_pages(seq_lens: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Pages of requests of these lengths, without a sum beyond 32 bits."""
+    return -(-seq_lens // page_size)
 
 
 def indices_of(
     pages: torch.Tensor, seq_lens: torch.Tensor, qo_indptr: torch.Tensor | None, q_len: int, page_size: int
 ) -> Indices:
     """Index arrays of a table of pages [batch_size, pages], on any device, and lengths on the host."""
-    counts = (seq_lens + (page_size - 1)) // page_size
+    counts = _num_pages(seq_lens, page_size)
     indptr = torch.zeros(seq_lens.shape[0] + 1, dtype=torch.int32, device="cpu")
     torch.cumsum(counts, 0, out=indptr[1:])
     used = torch.arange(pages.shape[1], device="cpu") < counts[:, None]

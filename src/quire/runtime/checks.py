@@ -147,7 +147,7 @@ def float_sinks(sinks: Any, name: str) -> torch.Tensor | None:
         return None
     if not isinstance(sinks, torch.Tensor):
         raise ValidationError(f"{name}: expected a tensor [num_heads] or None, got {sinks!r}.")
-    return sinks.detach().float().contiguous()
+    return check_tensor(sinks.detach(), name).float().contiguous()
 
 
 def is_choice(value: Any, choices: tuple[Any, ...]) -> bool:

@@ -22,6 +22,12 @@ def check_range(values: torch.Tensor, name: str, low: int, high: int, what: str)
             raise ValidationError(f"{name}: expected {what}, got {least}..{most}.")
 
 
+def check_count(count: int, name: str, what: str) -> None:
+    """Check that there are fewer than 2^31 of `what`: kernels count them in 32 bits."""
+    if count >= 2**31:
+        raise ValidationError(f"{name}: expected fewer than 2^31 {what}, got {count}.")
+
+
 def without_gaps(
     indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +35,8 @@ def without_gaps(
     order, followed by arbitrary numbers; and how many there are, int32 [rows].
     """
     rows, top_k = indices.shape
-    names_one = (indices >= 0) & (indices < num_tokens)
+    last = min(num_tokens, 2**31) - 1  # torch compares int32 with the low bits of a number
+    names_one = (indices >= 0) & (indices <= last)
     if most is not None:
         names_one &= torch.arange(top_k, device=indices.device) < most[:, None]
     places = names_one.cumsum(1)

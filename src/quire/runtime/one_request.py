@@ -11,6 +11,7 @@ from quire.errors import ValidationError
 from quire.kernels.variant import Variant
 from quire.runtime.attention import Attention, AttentionSpec, Result
 from quire.runtime.checks import check_shape, check_tensor
+from quire.runtime.indices import check_count
 from quire.runtime.ops import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
 from quire.runtime.planner import NO_OPERANDS
@@ -75,6 +76,8 @@ def spec_of_one(
     sizes: dict[str, int | None] = dict.fromkeys(("kv_len", "num_kv_heads") if head else ("num_kv_heads", "kv_len"))
     check_shape(check_tensor(k, "k"), "k", {**sizes, "head_dim_qk": q.shape[2]})
     check_shape(check_tensor(v, "v"), "v", {**sizes, "kv_len": k.shape[token], "head_dim_vo": None})
+    check_count(q.shape[0], "q", "tokens")
+    check_count(k.shape[token], "k", "tokens")
     if v.dtype is not k.dtype:
         raise ValidationError(f"v: expected the dtype of k, {k.dtype}, got {v.dtype}.")
     kv_indptr = torch.tensor([0, k.shape[token]], dtype=torch.int32, device="cpu")

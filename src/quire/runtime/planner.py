@@ -466,7 +466,7 @@ class DeviceSchedule:
         lengths = (lengths if self._kernel.has_gaps else lengths.without_gaps()).with_near_pages()
         table = lengths.page_table
         self._params.pages_per_request = 0 if table is None else table.stride(0)
-        self._num_pages = lengths.num_pages
+        self._num_pages = None if lengths.num_pages is None else min(lengths.num_pages, 2**31 - 1)
         kept = lengths.kept if lengths.kv_lens is None else None
         shape = self._shape, self._params.pages_per_request
         known = None if kept is None else kept.get(shape, for_graph=is_capturing(self._device))

@@ -444,7 +444,7 @@ def _keep(found: list[_Kept], kept: _Kept) -> None:
     del found[_MOST_SIGNATURES:]
 
 
-class _Form:
+class _Spelling:
     """How a call is spelt: which of its values are tensors."""
 
     def __init__(self, types: Sequence[type]) -> None:
@@ -467,7 +467,7 @@ def _getter(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
 
 def replayed(function: _Function) -> _Function:
     """`function`, whose repeated calls are replayed."""
-    forms: dict[Hashable, _Form] = {}
+    spellings: dict[Hashable, _Spelling] = {}
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -479,14 +479,14 @@ def replayed(function: _Function) -> _Function:
             sizes = tuple(len(value) for value in values if type(value) in (tuple, list))
             values = _flat(values)
             spelling = spelling, sizes, *map(type, values)
-        form = forms.get(spelling)
-        if form is None:
-            if len(forms) >= _MOST_KEYS:
-                forms.clear()
-            form = forms[spelling] = _Form([*map(type, values)])
-        if not form.is_known:
+        known = spellings.get(spelling)
+        if known is None:
+            if len(spellings) >= _MOST_KEYS:
+                spellings.clear()
+            known = spellings[spelling] = _Spelling([*map(type, values)])
+        if not known.is_known:
             return function(*args, **kwargs)
-        return repeated((form, form.others(values)), form.tensors(values), lambda: function(*args, **kwargs))
+        return repeated((known, known.others(values)), known.tensors(values), lambda: function(*args, **kwargs))
 
     return call  # type: ignore[return-value]
 

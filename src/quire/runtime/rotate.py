@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from quire.runtime.checks import (
     check_tensor,
     scalar,
 )
-from quire.runtime.indices import check_offsets, check_range, index_table
+from quire.runtime.indices import check_count, check_offsets, check_range, index_table
 from quire.runtime.launch import launch
 from quire.runtime.target import max_ctas, on_cuda, target_of
 
@@ -193,6 +194,7 @@ def check_heads(
     """Check queries, keys or values for the kernel; `like`: a tensor with the required dtype and device."""
     check_shape(check_tensor(tensor, name), name, shape)
     check_contiguous_last(tensor, name)
+    check_count(math.prod(tensor.shape[1:]), name, "numbers of a token")
     if tensor.dtype not in INPUTS:
         raise ValidationError(f"{name}: expected dtype float16, bfloat16 or float32, got {tensor.dtype}.")
     if like is not None:

@@ -124,7 +124,8 @@ class RotationAhead(Ahead):
             params = RopeParams(
                 batch_indices=positions["request"].data_ptr(), positions=positions["kv"].data_ptr(),
                 kv_indices=pages.data_ptr(), kv_indptr=positions["page_indptr"].data_ptr(), num_indices=pages.shape[0],
-                batch_size=self.indices.batch_size, num_pages=min(k.shape[0], v.shape[0]), page_size=k.shape[1],
+                batch_size=self.indices.batch_size, page_size=k.shape[1],
+                num_pages=min(k.shape[0], v.shape[0], 2**31 - 1),  # page numbers have 32 bits
             )  # fmt: skip
             heads = [Heads(k, None, self._k, None), Heads(None, v, None, self._v)]
             self._keys, values = Rotation("rope_pages", heads, angles, params), self._v

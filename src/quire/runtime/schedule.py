@@ -22,6 +22,9 @@ from quire.types import MaskMode
 LEAST_TILE = 16, 16
 
 
+_MOST_TOKENS = 2**31 - 2**16  #: of a request on a GPU, whose kernels count some KV tiles beyond its end
+
+
 class Indices(NamedTuple):
     """The index arrays of a batch, on the host unless stated otherwise."""
 
@@ -95,9 +98,8 @@ class Lengths(NamedTuple):
     @property
     def max_kv_len(self) -> int:
         """Tokens that a request has at most."""
-        if self.page_table is None:
-            return min(self.num_tokens, 2**31 - 1)
-        return min(self.page_table.shape[1] * self.page_size, 2**31 - 1)
+        tokens = self.num_tokens if self.page_table is None else self.page_table.shape[1] * self.page_size
+        return min(tokens, _MOST_TOKENS)
 
     def num_row_tiles(self, group_size: int, tile_rows: int) -> int:
         """As many row tiles as any lengths give."""

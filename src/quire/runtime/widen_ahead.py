@@ -94,7 +94,7 @@ class WideningAhead(Ahead):
         for name, tensor in (("k", k), ("v", v)):
             for dim, stride in zip(("page", "token", "head"), tensor.stride(), strict=False):
                 setattr(self._params, f"{name}_{dim}_stride", stride)
-        self._params.num_pages = min(k.shape[0], v.shape[0])
+        self._params.num_pages = min(k.shape[0], v.shape[0], 2**31 - 1)  # page numbers have 32 bits
         return {"k": view_of(self._k), "v": view_of(self._v)}
 
     def start(self, pointers: list[int]) -> list[int]:
@@ -138,7 +138,7 @@ def _pages(indices: Indices) -> tuple[int, int]:
 
 def _rows_of_a_key(indices: Indices, options: PlanOptions) -> float:
     """How many query rows see a key, in the mean."""
-    kv_lens = indices.kv_indptr.diff() * options.page_size
+    kv_lens = indices.kv_indptr.diff().long() * options.page_size
     qo_lens = torch.full_like(kv_lens, indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff()
     seen = kv_lens - qo_lens.minimum(kv_lens) / 2 if options.causal else kv_lens
     return options.group_size * float((qo_lens * seen).sum()) / max(1, int(kv_lens.sum()))

@@ -126,8 +126,11 @@ struct WorkCursor {
 // so that equal row tiles end where partitions do.
 QUIRE_HD int num_partitions(int num_tiles, int work_per_head, int total_units, int max_partitions) {
   if (total_units == 0) return 1;
-  const int longest = ceil_div(total_units, min(max_partitions, total_units));
-  const int count = ceil_div(total_units, max(longest, work_per_head > num_tiles ? 2 : 1));
+  const auto divided_by = [total_units](int size) {  // rounded up; the sum may have 32 bits
+    return static_cast<int>((static_cast<uint32_t>(total_units) + size - 1) / static_cast<uint32_t>(size));
+  };
+  const int longest = divided_by(min(max_partitions, total_units));
+  const int count = divided_by(max(longest, work_per_head > num_tiles ? 2 : 1));
   const int whole = num_tiles * (total_units / work_per_head), even = count / whole * whole;
   return 16 * (count - even) <= count ? even : count;
 }
@@ -236,7 +239,7 @@ struct WorkLine {
   // start that the division adds, or less than half of a partition where that is shorter.
   QUIRE_HD int nearest_end(int offset, int units) const {
     const int side = min(offset, units - offset);
-    if (may_divide && side * kUnitCost > min(start_cost, static_cast<int>(partition_cost / 2))) return offset;
+    if (may_divide && side * kUnitCost > min<double>(start_cost, partition_cost / 2)) return offset;
     return 2 * offset < units ? 0 : units;
   }
 

@@ -40,7 +40,7 @@ struct PageScores {
     const int64_t rows = static_cast<int64_t>(p.batch_size) * p.num_kv_heads;
     parallel_rows(rows, p.num_columns, [&](int64_t row, int column) {
       const int request = static_cast<int>(row / p.num_kv_heads), head = static_cast<int>(row % p.num_kv_heads);
-      const int last = (p.lens[request] + p.page_size - 1) / p.page_size - 1;  // which is selected in any case
+      const int last = (max(1, p.lens[request]) - 1) / p.page_size;  // which is selected in any case
       int64_t key = -0x7fffffffffffffff - 1;
       if (column < last) {
         const int64_t page = p.pages[request * p.page_stride + column];

@@ -75,7 +75,7 @@ class CascadeSchedule {
         tile.row_begin = row, tile.row_end = min(row + in_.tile_rows, rows);
         if (is_shared) {
           tile.request = -1, tile.qo_len = 0;  // so that each query stands behind all keys
-          tile.kv_begin = 0, tile.kv_end = ceil_div(tile.kv_len, in_.tile_kv);
+          tile.kv_begin = 0, tile.kv_end = (tile.kv_len - 1) / in_.tile_kv + 1;
         } else {
           set_kv_range(in_, tile);
         }
