@@ -270,6 +270,15 @@ def test_reports_count_from_activation_on() -> None:
     assert line.split()[:4] == ["served", "BatchPrefillWithRaggedKVCacheWrapper.run", "3", "x"]
 
 
+def test_reports_count_repeated_calls() -> None:
+    p = Problem((5,), (40,))
+    compat.activate()
+    for _ in range(5):
+        p.check(quire.single_prefill_with_kv_cache(p.q, p.k, p.v))
+    (line,) = compat.report().splitlines()
+    assert line.split()[:4] == ["served", "single_prefill_with_kv_cache", "5", "x"]
+
+
 def test_served_names_are_those_of_the_public_modules() -> None:
     names = served()
     of_jit_modules = {"single_prefill_with_kv_cache_with_jit_module"}

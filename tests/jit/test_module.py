@@ -207,14 +207,14 @@ def test_a_loaded_cubin_is_not_kept_in_memory(kernel: jit.CudaModule, stub: Stub
 def test_tensor_maps(stub: Stub) -> None:
     raw = ctypes.create_string_buffer(192)
     out = -(-ctypes.addressof(raw) // 64) * 64
-    driver.encode_tensor_map(out, "bf16", 4096, [64, 8], [128], [64, 4], swizzle=128)
+    driver.encode_tensor_map(out, "bf16", 4096, [64, 8], [128], [64, 4], device=0, swizzle=128)
     assert list((ctypes.c_uint64 * 11).from_address(out)) == [9, 2, 64, 8, 128, 64, 4, 1, 3, 3, 0]
-    driver.encode_tensor_map(out, "u8", 4096, [64, 8], [64], [64, 4], swizzle=64, promotion=128)
+    driver.encode_tensor_map(out, "u8", 4096, [64, 8], [64], [64, 4], device=0, swizzle=64, promotion=128)
     assert list((ctypes.c_uint64 * 11).from_address(out)) == [0, 2, 64, 8, 64, 64, 4, 1, 2, 2, 0]
     with pytest.raises(DriverError, match=r"box=\[512, 4\]"):
-        driver.encode_tensor_map(out, "bf16", 4096, [512, 8], [1024], [512, 4])
+        driver.encode_tensor_map(out, "bf16", 4096, [512, 8], [1024], [512, 4], device=0)
     for wrong in ({"element": "f7"}, {"swizzle": 96}, {"promotion": 32}, {"strides": [1, 2]}, {"out": out + 8}):
-        arguments = {"out": out, "element": "f16", "address": 0, "dims": [8, 8], "strides": [16], "box": [8, 8]}
+        arguments = {"out": out, "element": "f16", "address": 0, "dims": [8, 8], "strides": [16], "box": [8, 8], "device": 0}
         with pytest.raises(ValidationError, match="tensor map"):
             driver.encode_tensor_map(**{**arguments, **wrong})
 

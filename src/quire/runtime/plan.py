@@ -199,6 +199,11 @@ class AttentionPlan:
         return partials
 
     @property
+    def kernel(self) -> str:
+        """The variant that it launches."""
+        return self._decision.key.slug
+
+    @property
     def num_bytes(self) -> int:
         """Memory that the plan keeps on its device."""
         sent = 0 if self._sent is None else self._sent.tensor.nbytes

@@ -263,6 +263,11 @@ class Replay:
                     raise _NotRepeatable
 
     @property
+    def kernel(self) -> str:
+        """The variant that it launches."""
+        return self._plan.kernel
+
+    @property
     def num_bytes(self) -> int:
         """Memory on the device that is kept."""
         return self._plan.num_bytes
@@ -488,6 +493,7 @@ def replayed(function: _Function) -> _Function:
             return function(*args, **kwargs)
         return repeated((known, known.others(values)), known.tensors(values), lambda: function(*args, **kwargs))
 
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
     return call  # type: ignore[return-value]
 
 

@@ -8,8 +8,10 @@ from functools import wraps
 from typing import Any
 
 from quire.runtime.attention import Attention, Result
+from quire.runtime.replay import Replay
 
 _run = Attention.run
+_replay = Replay.__call__
 _served: Counter[tuple[str, str]] = Counter()
 _refused: Counter[str] = Counter()
 
@@ -19,11 +21,13 @@ def start() -> None:
     _served.clear()
     _refused.clear()
     Attention.run = _counted  # type: ignore[method-assign]
+    Replay.__call__ = _counted_again  # type: ignore[method-assign]
 
 
 def stop() -> None:
     """Count no more."""
     Attention.run = _run  # type: ignore[method-assign]
+    Replay.__call__ = _replay  # type: ignore[method-assign]
 
 
 def refused(path: str) -> None:
@@ -41,6 +45,14 @@ def report() -> str:
 def _counted(self: Attention, *args: Any, **kwargs: Any) -> Result:
     result = _run(self, *args, **kwargs)
     _served[_public_name(), self.decision.key.slug] += 1
+    return result
+
+
+@wraps(_replay)
+def _counted_again(self: Replay, *args: Any, **kwargs: Any) -> Any:
+    result = _replay(self, *args, **kwargs)
+    if result is not NotImplemented:  # else the call runs as its first did
+        _served[_public_name(), self.kernel] += 1
     return result
 
 
