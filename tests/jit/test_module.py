@@ -214,9 +214,9 @@ def test_tensor_maps(stub: Stub) -> None:
     with pytest.raises(DriverError, match=r"box=\[512, 4\]"):
         driver.encode_tensor_map(out, "bf16", 4096, [512, 8], [1024], [512, 4], device=0)
     for wrong in ({"element": "f7"}, {"swizzle": 96}, {"promotion": 32}, {"strides": [1, 2]}, {"out": out + 8}):
-        arguments = {"out": out, "element": "f16", "address": 0, "dims": [8, 8], "strides": [16], "box": [8, 8], "device": 0}
+        arguments = {"out": out, "element": "f16", "address": 0, "dims": [8, 8], "strides": [16], "box": [8, 8]}
         with pytest.raises(ValidationError, match="tensor map"):
-            driver.encode_tensor_map(**{**arguments, **wrong})
+            driver.encode_tensor_map(**{**arguments, **wrong}, device=0)
 
 
 def test_a_machine_without_a_driver_says_so() -> None:

@@ -474,7 +474,6 @@ def replayed(function: _Function) -> _Function:
     """`function`, whose repeated calls are replayed."""
     spellings: dict[Hashable, _Spelling] = {}
 
-    @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_tracing():
             return function(*args, **kwargs)
@@ -494,7 +493,7 @@ def replayed(function: _Function) -> _Function:
         return repeated((known, known.others(values)), known.tensors(values), lambda: function(*args, **kwargs))
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
-    return call  # type: ignore[return-value]
+    return wraps(function)(call)  # type: ignore[return-value]
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
