@@ -64,12 +64,13 @@ def pack_bits(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "
     if x.dtype not in (torch.bool, torch.uint8):
         raise ValidationError(f"{name}: expected dtype torch.bool or torch.uint8, got {x.dtype}.")
     offsets = byte_offsets(segments)
-    y = torch.empty(offsets[-1], dtype=torch.uint8, device=x.device)
     if offsets[-1] == 0:
-        return y
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+    num_bytes = -(-offsets[-1] // 4) * 4  # attention reads masks by the word, and no byte that nothing has written
+    y = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
     x = x.contiguous()
     params = PackbitsParams(
-        x=x.data_ptr(), y=y.data_ptr(), n=x.shape[0], num_bytes=offsets[-1], num_segments=len(segments) - 1,
+        x=x.data_ptr(), y=y.data_ptr(), n=x.shape[0], num_bytes=num_bytes, num_segments=len(segments) - 1,
         little=int(bitorder == "little"),
     )  # fmt: skip
     if segments != [0, x.shape[0]]:
@@ -77,6 +78,6 @@ def pack_bits(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "
         sent = index.to(x.device, non_blocking=True)
         params.segment_begin, params.byte_begin = sent.data_ptr(), sent.data_ptr() + 8 * len(segments)
     module = get_module(OperationKey("packbits", target_of(x.device)).spec())
-    grid = -(-offsets[-1] // _BYTES_A_CTA)
+    grid = -(-num_bytes // _BYTES_A_CTA)
     launch(module, ctypes.addressof(params), x.device, grid=grid, block=PARALLEL_THREADS)
-    return y
+    return y[: offsets[-1]]
