@@ -32,6 +32,8 @@ from test_xqa import Draft, call, with_draft
 GROUP_SIZE = 4
 #: Long enough that keys of a request are divided, and a request of none.
 KV_LENS = (300, 0, 67)
+#: What --announce prints before a variant's name.
+ANNOUNCEMENT = "variant: "
 
 
 def shipped(target: str, backends: tuple[str, ...], presets: tuple[str, ...]) -> Iterator[AttentionKey]:
@@ -105,6 +107,7 @@ def main() -> int:
     parser.add_argument("--backend", default="decode,fa2,fa3" if device != "cpu" else "cpu")
     parser.add_argument("--preset", default=",".join(PRESETS))
     parser.add_argument("--most", type=int, default=math.inf, help="variants")
+    parser.add_argument("--announce", action="store_true", help="print each variant's name before it runs")
     options = parser.parse_args()
     backends = tuple(options.backend.split(","))
     ran, wrong = set(), 0
@@ -113,6 +116,8 @@ def main() -> int:
         if count >= options.most:
             break
         backend = f"quire:{kernel_of(key).backend}"
+        if options.announce:
+            print(f"{ANNOUNCEMENT}{key.slug}", flush=True)
         try:
             ran.add(run(key, backend, device))
         except (AssertionError, quire.QuireError) as error:

@@ -450,11 +450,13 @@ def _keep(found: list[_Kept], kept: _Kept) -> None:
 
 
 class _Spelling:
-    """How a call is spelt: which of its values are tensors."""
+    """How a call is spelt: the types of its values, and which of them are tensors."""
 
     def __init__(self, types: Sequence[type]) -> None:
         tensors = [i for i, kind in enumerate(types) if kind is torch.Tensor or kind is torch.nn.Parameter]
         others = [i for i, kind in enumerate(types) if i not in tensors]
+        #: Whether some values are tuples or lists, such as pairs of tensors and windows: they are spelt out.
+        self.is_nested = tuple in types or list in types
         #: Whether such calls can be recorded.
         self.is_known = bool(tensors) and all(issubclass(types[i], _CONSTANTS) for i in others)
         self.tensors: Callable[[Sequence[Any]], tuple[Any, ...]] = _getter(tensors)
@@ -478,22 +480,27 @@ def replayed(function: _Function) -> _Function:
         if is_tracing():
             return function(*args, **kwargs)
         values: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
-        spelling: tuple[Any, ...] = (*map(type, values), *kwargs)
-        if tuple in spelling or list in spelling:  # pairs of tensors, windows
-            sizes = tuple(len(value) for value in values if type(value) in (tuple, list))
+        spelling: Hashable = (*map(type, values), *kwargs)
+        known = spellings.get(spelling) or _learn(spellings, spelling, values)
+        if known.is_nested:
+            sizes = [len(value) for value in values if type(value) in (tuple, list)]
             values = _flat(values)
-            spelling = spelling, sizes, *map(type, values)
-        known = spellings.get(spelling)
-        if known is None:
-            if len(spellings) >= _MOST_KEYS:
-                spellings.clear()
-            known = spellings[spelling] = _Spelling([*map(type, values)])
+            spelling = spelling, *sizes, *map(type, values)
+            known = spellings.get(spelling) or _learn(spellings, spelling, values)
         if not known.is_known:
             return function(*args, **kwargs)
         return repeated((known, known.others(values)), known.tensors(values), lambda: function(*args, **kwargs))
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
     return wraps(function)(call)  # type: ignore[return-value]
+
+
+def _learn(spellings: dict[Hashable, _Spelling], spelling: Hashable, values: Sequence[Any]) -> _Spelling:
+    """Store a spelling that has not been met."""
+    if len(spellings) >= _MOST_KEYS:
+        spellings.clear()
+    known = spellings[spelling] = _Spelling([*map(type, values)])
+    return known
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
