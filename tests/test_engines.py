@@ -459,8 +459,9 @@ def test_trtllm_context(device, dtype, kv_layout, sums):
 
     def call(**more: object) -> object:
         given = {"kv_layout": kv_layout, "causal": p.causal, **more}
+        tables = given.pop("block_tables", block_tables(cache))
         return quire.trtllm_batch_context_with_kv_cache(
-            p.q, cache.kv, workspace(device), block_tables(cache), ints(p.kv_lens, device), 20, 65, 0.2, 1.0, 3,
+            p.q, cache.kv, workspace(device), tables, ints(p.kv_lens, device), 20, 65, 0.2, 1.0, 3,
             ints(p.qo_indptr, device), given.pop("cum_seq_lens_kv", cumulated), 30, **given,
         )  # fmt: skip
 
@@ -476,6 +477,8 @@ def test_trtllm_context(device, dtype, kv_layout, sums):
     if device == "cpu":
         with pytest.raises(quire.ValidationError, match="cum_seq_lens_kv: expected the sums"):
             call(cum_seq_lens_kv=ints((0, 1, 2, 3), device))
+        with pytest.raises(quire.ValidationError, match="block_tables: expected values that fit 32 bits"):
+            call(block_tables=block_tables(cache).long() + 2**32)
 
 
 def test_compressed_keys_are_appended(device, dtype):

@@ -324,6 +324,28 @@ def test_offsets_beyond_no_queries_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("softmax_scale", 0.0),
+        ("softmax_scale", math.inf),
+        ("softmax_scale", "1"),
+        ("softcap", math.nan),
+        ("softcap", b"1"),
+    ],
+)
+@pytest.mark.parametrize("q_len", [0, 3])
+def test_numbers_are_checked_without_queries_too(argument, value, q_len):
+    q, k = torch.randn(2, q_len, 4, 64), torch.randn(2, 5, 4, 64)
+    with pytest.raises(quire.ValidationError, match=argument):
+        flash_attn_func(q, k, k, **{argument: value})
+
+
+def test_types_are_checked_without_queries_too():
+    with pytest.raises(quire.ValidationError, match="int64"):
+        flash_attn.flash_attn_qkvpacked_func(torch.empty(0, 0, 3, 2, 64, dtype=torch.int64))
+
+
 def test_compiled_without_a_break():
     q, k, v = ragged(torch.float32, "cpu")
     cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")

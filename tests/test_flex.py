@@ -209,6 +209,14 @@ def test_a_mask_that_hides_nothing():
     assert torch.equal(quire.flex_attention(q, k, v, block_mask=mask_of(noop_mask, Q_LEN)), plain)
 
 
+@pytest.mark.parametrize("flags", [{"return_lse": [True]}, {"enable_gqa": [True]}, {"scale": [1.0]}, {"scale": "1"}])
+def test_flags_of_other_types_are_refused(flags):
+    q = torch.randn(1, 2, 4, 64)
+    score = lambda score, b, h, i, j: score + 1  # noqa: E731
+    with pytest.raises(quire.ValidationError, match=next(iter(flags))):
+        quire.flex_attention(q, q, q, score, **flags)
+
+
 def test_what_is_refused():
     q, k, v = (draw("cpu", HEADS, Q_LEN, torch.float32) for _ in range(3))
     for options, message in (

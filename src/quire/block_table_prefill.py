@@ -20,6 +20,7 @@ from quire.runtime.checks import (
     host_indices,
     last_entry,
     refuse,
+    to_int32,
 )
 from quire.runtime.layout import PagedCache
 from quire.runtime.options import PlanOptions, Types, heads, logits_options
@@ -153,7 +154,7 @@ def host_batch(
     tables = check_tensor(block_tables, "block_tables")
     check_shape(tables, "block_tables", {"batch_size": batch_size, "pages": None})
     check_lengths(lens, tables.shape[1], page_size, check_positive(max_kv_len, "max_kv_len"), "max_kv_len")
-    return indices_of(tables.to(torch.int32), lens, qo_indptr, 0, page_size)
+    return indices_of(to_int32(tables, "block_tables"), lens, qo_indptr, 0, page_size)
 
 
 def _check_sums(cum_seq_lens_kv: Any, lens: torch.Tensor, page_size: int) -> None:

@@ -132,6 +132,9 @@ class _Scoring(NamedTuple):
             raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
         if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
             raise ValidationError(f"num_splits: expected 0 (any number) or a positive integer, got {num_splits!r}.")
+        if softmax_scale is not None:
+            softmax_scale = scalar(softmax_scale, "softmax_scale", positive=True)
+        softcap = scalar(softcap, "softcap")
         left, right = _window(window_size)
         if alibi_slopes is not None:
             if not (causal or right == 0 or qo_len == 1):
@@ -415,9 +418,6 @@ def _attend(
     """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
     seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
     """
-    has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
-    if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
-        return
     if q.dtype.itemsize == 1:
         raise UnsupportedError(
             f"q: expected float16 or bfloat16 (float32 on the CPU), got {q.dtype}; convert q, or call "
@@ -429,6 +429,9 @@ def _attend(
         logits_options(q.shape[2], softmax_scale, left, softcap, "ALIBI" if has_alibi else "NONE"), causal, page_size,
         split_size(None, num_splits == 1),
     )  # fmt: skip
+    has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
+    if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
+        return
     batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
     lengths = None if right > 0 else batch.on_device(q, k, (out, lse), options)
     if lengths is not None:
