@@ -12,11 +12,12 @@ import quire
 from calls import prefill_paged, prefill_ragged
 from emulated_tiles import TARGET, processor_with_tiles
 from problems import Problem
-from quire import aot, config, jit
-from quire.jit import cpu
+from quire import jit
+from quire.cli import aot
+from quire.engine import attention, device
+from quire.jit import config, cpu
 from quire.kernels import AttentionProblem, decide
-from quire.runtime import attention, target
-from quire.types import MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.types import MaskMode, PosEncodingMode, dtype_of
 
 HAS_AVX512 = cpu.supports("x86-64-v4")
 BF16 = torch.bfloat16
@@ -155,8 +156,8 @@ def test_only_code_that_multiplies_tiles_is_compiled_for_amx(problem: AttentionP
 def test_other_code_is_that_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
     monkeypatch.setattr(cpu, "supports", lambda _: True)
-    assert jit.host_target() == target.target_of(torch.device("cpu")) == "x86-64-v4"
-    assert target.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
+    assert jit.host_target() == device.target_of(torch.device("cpu")) == "x86-64-v4"
+    assert device.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [(True, TARGET), (False, DOTS)])

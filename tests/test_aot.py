@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import quire
-from quire import aot, jit
+from quire import jit
 from quire.__main__ import main
+from quire.cli import aot
+from quire.engine import schedule
 from quire.errors import ValidationError
 from quire.jit import host_target
-from quire.jit.nvrtc import Nvrtc
-from quire.jit.toolchain import find_toolchain
-from quire.runtime import schedule
+from quire.jit.toolchain import Nvrtc, find_toolchain
 
 SERVER = """
 import sys, torch, quire

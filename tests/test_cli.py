@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire import aot, jit
-from quire.cli import main, new_parser
+from quire import jit
+from quire.cli import aot, main, new_parser
 from quire.cli.completion import candidates
-from quire.jit import progress
+from quire.jit import events
 from stub_compiler import compiles, write_stub
 
 HOST = jit.host_target()
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "stub-g++")))
     for name, value in (("_modules", {}), ("_stores", {}), ("_private_store", None)):
         monkeypatch.setattr(jit, name, value)
-    monkeypatch.setattr(progress, "_warned", set())
+    monkeypatch.setattr(events, "_warned", set())
     yield tmp_path / "cache"
 
 

@@ -160,7 +160,7 @@ def _damaged_entry(tmp: Path, patch: Patch) -> None:
 
 def _sealed_and_empty(tmp: Path, patch: Patch) -> None:
     patch.setenv("QUIRE_JIT", "deny")
-    patch.setattr("quire.cli.doctor.prebuilt_stores", lambda: ())
+    patch.setattr("quire.cli.catalogue.prebuilt_stores", lambda: ())
 
 
 BROKEN: dict[Callable[[Path, Patch], None], tuple[str, str, str]] = {

@@ -16,7 +16,7 @@ from torch import Tensor
 import quire
 from calls import capture, outputs, plan_decode, plan_paged, plan_ragged
 from problems import PagedCache, Problem, ints, workspace
-from quire.runtime import attention, graph, planner
+from quire.engine import attention, graph, planner
 
 NUM_PAGES, PAGE_SIZE = 300, 16
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import quire
+from quire.engine import launch as plan_module
+from quire.engine import planner
+from quire.engine.device import OwnWorkspace
+from quire.engine.options import LogitsOptions, PlanOptions, Types
+from quire.engine.schedule import Indices, Lengths
 from quire.kernels import AttentionProblem, decide
 from quire.kernels.params import AttentionFa3Params, aligned_copy
-from quire.runtime import plan as plan_module
-from quire.runtime import planner
-from quire.runtime.options import LogitsOptions, PlanOptions, Types
-from quire.runtime.schedule import Indices, Lengths
-from quire.runtime.workspace import OwnWorkspace
-from quire.types import MaskMode, dtype_of
+from quire.kernels.types import MaskMode, dtype_of
 
 
 class Sm90Module:

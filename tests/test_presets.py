@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import quire
-from quire import aot
-from quire.cli import main, presets
+from quire.cli import aot, main, presets
 from quire.cli.presets import Layer, Serving, needs, read_config
+from quire.engine import attention, planner
 from quire.errors import ValidationError
 from quire.jit import Spec, host_target
-from quire.runtime import attention, planner
 from stub_compiler import write_stub
 
 CONFIGS = Path(__file__).parent / "configs"

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from quire.block_table_mla import decode_latents
-from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.block_tables import Scale
-from quire.runtime.checks import (
+from quire.calls.latents import decode_latents
+from quire.calls.tables import Scale
+from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
+from quire.engine.checks import (
     check_flags,
     check_output,
     check_positive,
@@ -29,12 +29,11 @@ from quire.runtime.checks import (
     refuse,
     scalar,
 )
-from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
-from quire.runtime.lse_layout import LN2
-from quire.runtime.replay import replayed
-from quire.runtime.schedule import KeptSchedules, Lengths
-from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
-from quire.runtime.workspace import OwnWorkspace
+from quire.engine.device import OwnWorkspace
+from quire.engine.plan_cache import replayed
+from quire.engine.schedule import KeptSchedules, Lengths
+from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.errors import UnsupportedError, ValidationError
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 

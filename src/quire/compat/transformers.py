@@ -39,13 +39,12 @@ from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from quire.compat import flash_attn
 from quire.compat.transformers_models import check_models, may_omit_masks
+from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
+from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.plan_cache import new_plan, plan_of, repeated
+from quire.engine.schedule import Indices, Lengths
+from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.attention import AttentionSpec
-from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
-from quire.runtime.options import PlanOptions, Types, heads, logits_options
-from quire.runtime.plan_cache import new_plan, plan_of
-from quire.runtime.replay import repeated
-from quire.runtime.schedule import Indices, Lengths
 
 __all__ = ["FLASH_NAME", "NAME", "attend", "make_mask", "register"]
 
