@@ -9,13 +9,14 @@ import torch
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.attention.ragged import head_dims
 from quire.cache.merge import merge_state_in_place
-from quire.engine.attention import Attention, Result, planned
+from quire.engine.attention import Attention, planned
 from quire.engine.checks import batch_size_of, check_flags, check_positive, device_of, host_indices, refuse, scalar
 from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache, ragged_view
@@ -282,22 +283,15 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         """
         attention = planned(self._attention)
         shared = self._prefix_rows(k_prefix, v_prefix)
-        options: dict[str, Any] = {
-            "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "enable_pdl": enable_pdl, "window_left": None,
-        }  # fmt: skip
+        options = RunOptions(sinks, q_scale, k_scale, v_scale, enable_pdl=enable_pdl)
         if self._prefix is None:
             unexpected("run", operands)
-            return attention.run(
-                q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, **options,
-                others=shared if attention.spec.options.prefix else (),
-            )  # fmt: skip
+            others = shared if attention.spec.options.prefix else ()
+            return attention.run(q, (k, v), out, lse, return_lse, options._replace(others=others))
         of_prefix, own = [operands] * 2 if self._placed is None else self._placed.of_run(operands)
-        o, statistics = attention.run(
-            q, (k, v), out=out, lse=lse, return_lse=True, sinks=sinks, operands=own, **options
-        )  # fmt: skip
-        before = self._prefix.run(
-            q, (k_prefix, v_prefix), out=None, lse=None, return_lse=True, sinks=None, operands=of_prefix, **options
-        )  # fmt: skip
+        o, statistics = attention.run(q, (k, v), out, lse, True, options._replace(operands=own))
+        without_sinks = options._replace(sinks=None, operands=of_prefix)
+        before = self._prefix.run(q, (k_prefix, v_prefix), return_lse=True, options=without_sinks)
         merge_state_in_place(o, statistics, *before)
         return (o, statistics) if return_lse else o
 

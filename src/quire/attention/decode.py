@@ -16,11 +16,12 @@ from quire.calls.cudnn import cudnn_batch_decode_with_kv_cache
 from quire.calls.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
 from quire.calls.latents import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from quire.calls.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
-from quire.engine.attention import Result, planned
+from quire.engine.attention import planned
 from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache
@@ -216,10 +217,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
         if scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        return self._runner().run(
-            q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
-        )  # fmt: skip
+        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Any) -> Pair:
         """run() with return_lse=True."""

@@ -17,6 +17,7 @@ from quire.engine.operands import of_plan_and_run
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import plan_of, repeated
+from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
@@ -108,10 +109,8 @@ def _attend(
     traced = traced or _Trace.of(score_mod, mask_mod, (query.shape[2], key.shape[2]))
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     attention = _planned(block_mask, (query, key, value), scale, traced)
-    result = attention.run(
-        q, (k, v), out=None, lse=None, return_lse=return_lse, sinks=None, q_scale=None, k_scale=None, v_scale=None,
-        window_left=None, enable_pdl=None, operands=traced.of_score, lse_unit=LN2,
-    )  # fmt: skip
+    options = RunOptions(operands=traced.of_score, lse_unit=LN2)
+    result = attention.run(q, (k, v), return_lse=return_lse, options=options)
     o, lse = result if return_lse else (result, None)
     batch, _, q_len, _ = query.shape
     o = o.unflatten(0, (batch, q_len)).transpose(1, 2)

@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.cache.latent_append import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from quire.calls.decode import TableCall
 from quire.calls.latents import (
     MLAPlanMetadata,
-    decode_latents,
     trtllm_batch_decode_with_kv_cache_mla,
     xqa_batch_decode_with_kv_cache_mla,
 )
 from quire.calls.tables import Scale
-from quire.engine.attention import Attention, Result, planned
+from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_flags, check_positive, check_tensor, refuse, scalar
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, logits_options, memoised, split_size
+from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import cached_parts, latent_parts, to_base_e
 from quire.engine.wrapper import AttentionWrapper, LatentKeywords, MlaModule, Pair
@@ -244,9 +245,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         else:
             self._check_rows(len(scales) > 0 and runner is None)
             result = (runner or self._runner()).run(
-                pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out=out, lse=lse, return_lse=return_lse, sinks=sinks,
-                q_scale=None, k_scale=ckv_scale, v_scale=ckv_scale, window_left=None, enable_pdl=enable_pdl,
-                others=(nope, *(part.unsqueeze(2) for part in scales)),
+                pe, (kpe.unsqueeze(2), ckv.unsqueeze(2)), out, lse, return_lse,
+                RunOptions(
+                    sinks, k_scale=ckv_scale, v_scale=ckv_scale, enable_pdl=enable_pdl,
+                    others=(nope, *(part.unsqueeze(2) for part in scales)),
+                ),
             )  # fmt: skip
         statistics = result[1] if return_lse else lse
         if return_lse_base_on_e and statistics is not None:
@@ -293,11 +296,11 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
                 "kv_len, page_table: expected both without a plan, or neither after plan(), which was told the lengths."
             )
         scale = Scale.of(ckv_scale, "ckv_scale", self.device, positive=True)
-        return decode_latents(
+        return TableCall.of_latents(
             query, cache, self._workspace, page_table, kv_len, page_table.shape[-1] * cache[0].shape[1],
             scale.times(Scale(192**-0.5)), scale, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
             enable_pdl=enable_pdl, backend=self._backend,
-        )  # fmt: skip
+        ).attend()  # fmt: skip
 
     @property
     def _kv_indices_buf(self) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.calls.single import single_prefill_with_kv_cache, spec_of_one
-from quire.engine.attention import Result, planned
+from quire.engine.attention import planned
 from quire.engine.checks import check_flags, check_tensor, refuse
 from quire.engine.device import on_cuda
 from quire.engine.graph import is_capturing
@@ -24,6 +24,7 @@ from quire.engine.joined import SideBySide
 from quire.engine.operands import variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.planner import NO_OPERANDS
+from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
 from quire.errors import ValidationError
@@ -102,10 +103,8 @@ class PODWithPagedKVCacheWrapper:
             )  # fmt: skip
         if beside is not None and beside.takes(q_p, q_d):
             check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction, enable_pdl=enable_pdl)
-            attend = partial(
-                beside.prefill.run, q_p, (k_p, v_p), out=None, lse=None, return_lse=return_lse_p, sinks=None,
-                q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=enable_pdl,
-            )  # fmt: skip
+            options = RunOptions(enable_pdl=enable_pdl)
+            attend = partial(beside.prefill.run, q_p, (k_p, v_p), return_lse=return_lse_p, options=options)
             decodes = partial(
                 self._decode.run, q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
                 enable_pdl=enable_pdl, return_lse=return_lse_d, **operands_d,

@@ -28,10 +28,10 @@ from quire.calls.single import (
     single_prefill_with_kv_cache_return_lse,
     single_prefill_with_kv_cache_with_jit_module,
 )
-from quire.engine.attention import Result
 from quire.engine.checks import batch_size_of, check_positive, host_indices, refuse
 from quire.engine.masks import with_items
 from quire.engine.operands import takes_sinks, variant_of
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache, converted
@@ -242,10 +242,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
             sinks = self._sinks_and_scale(*scales)
         elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        return self._runner().run(
-            q, paged_kv_cache, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
-        )  # fmt: skip
+        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def run_return_lse(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Any

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
 import torch
 
-from quire.engine.attention import Result
 from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
 from quire.engine.masks import with_items
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
 from quire.engine.tensors import converted
@@ -202,10 +202,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
             sinks = self._sinks_and_scale(*scales)
         elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        return self._runner().run(
-            q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-            v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, operands=operands,
-        )  # fmt: skip
+        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        return self._runner().run(q, (k, v), out, lse, return_lse, options)
 
     def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
         """run() with return_lse=True."""

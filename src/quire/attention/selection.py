@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls.decode import decode_block_tables
+from quire.calls.decode import TableCall
 from quire.calls.tables import BlockTables, CacheParts, Scale, check_lengths, check_page_numbers
-from quire.engine.attention import Result
 from quire.engine.checks import (
     check_contiguous_last,
     check_output,
@@ -25,6 +24,7 @@ from quire.engine.checks import (
 from quire.engine.device import UserWorkspace, target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operands import PlacedOperands, int32_table, of_plan_and_run, variant_of
+from quire.engine.run import Result
 from quire.engine.schedule import check_count, check_range
 from quire.engine.tensors import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.errors import UnsupportedError, ValidationError
@@ -214,15 +214,14 @@ def batch_decode_with_selected_pages(
     of_plan_and_run("batch_decode_with_selected_pages", given, operands)
     if given is not None:
         variant, operands = _placed(given, operands, q, heads)
-    result: Any = decode_block_tables(
+    result: Any = TableCall(
         rows, CacheParts.of((_by_heads(keys), _by_heads(values)), KVLayout.NHD), workspace, numbers.flatten(0, 1),
         selected.seq_lens.flatten(), top_k * page_size,
         scale.times(Scale.of(k_scale, "k_scale", workspace.device, positive=True)),
-        Scale.of(v_scale, "v_scale", workspace.device), KVLayout.NHD, q_len_per_req=1, q_cu_seq_lens=None,
-        window_left=-1, out=_rows_of(out, "out", q, heads), sinks=None, enable_pdl=enable_pdl, o_scale=None, mask=None,
-        lse=_rows_of(lse, "lse", q, heads), return_lse=return_lse, backend=backend, variant=variant, operands=operands,
-        call="batch_decode_with_selected_pages",
-    )  # fmt: skip
+        Scale.of(v_scale, "v_scale", workspace.device), out=_rows_of(out, "out", q, heads), enable_pdl=enable_pdl,
+        o_scale=None, lse=_rows_of(lse, "lse", q, heads), return_lse=return_lse, backend=backend, variant=variant,
+        operands=operands, name="batch_decode_with_selected_pages",
+    ).attend()  # fmt: skip
     o = (result[0] if return_lse else result).view(*q.shape[:2], -1) if out is None else out
     return (o, result[1].view(q.shape[:2]) if lse is None else lse) if return_lse else o
 

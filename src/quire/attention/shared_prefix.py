@@ -24,6 +24,7 @@ from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, operands_of_levels, unexpected, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import logits_options, unusual_positions
+from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices, check_count
 from quire.engine.spec import AttentionSpec, page_indices
 from quire.engine.tensors import PagedCache, page_size_of
@@ -77,10 +78,7 @@ def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
 def _run_joined(
     joined: Attention, q: torch.Tensor, kv: PagedCache, shared: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    o: torch.Tensor = joined.run(
-        q, kv, out=None, lse=None, return_lse=False, sinks=None, q_scale=None, k_scale=None, v_scale=None,
-        window_left=None, enable_pdl=None, others=shared,
-    )  # fmt: skip
+    o: torch.Tensor = joined.run(q, kv, options=RunOptions(others=shared))
     return o
 
 

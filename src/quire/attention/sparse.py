@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 
-from quire.engine.attention import Result
 from quire.engine.batch import BlockLists, BlockMatrix, lists_of_heads
 from quire.engine.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
 from quire.engine.operands import PlacedOperands, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised
+from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.upcast import check_scales
 from quire.engine.wrapper import AttentionWrapper, Pair, SparseKeywords
@@ -171,10 +171,10 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         """
         check_scales(q, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
         runner, pages = self._runner(), (self._pages(k, "k"), self._pages(v, "v"))
-        return runner.run(
-            q, pages, out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=scale_q, k_scale=scale_k,
-            v_scale=scale_v, window_left=None, enable_pdl=enable_pdl, operands=self._of_run(operands),
-        )  # fmt: skip
+        options = RunOptions(
+            q_scale=scale_q, k_scale=scale_k, v_scale=scale_v, enable_pdl=enable_pdl, operands=self._of_run(operands)
+        )
+        return runner.run(q, pages, out, lse, return_lse, options)
 
     def _pages(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         """Keys or values as pages [num_pages, page_size, num_kv_heads, head_dim]."""
@@ -278,9 +278,8 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         runner, shape = self._runner(), self._shape
         own_out, own_lse = shape.written(out, "out"), shape.written(lse, "lse")
         result: Any = runner.run(
-            shape.query_rows(q, "q"), (shape.pages(k, "k"), shape.pages(v, "v")), out=own_out, lse=own_lse,
-            return_lse=return_lse, sinks=None, q_scale=None, k_scale=None, v_scale=None, window_left=None,
-            enable_pdl=enable_pdl, operands=self._of_run(operands),
+            shape.query_rows(q, "q"), (shape.pages(k, "k"), shape.pages(v, "v")), own_out, own_lse, return_lse,
+            RunOptions(enable_pdl=enable_pdl, operands=self._of_run(operands)),
         )  # fmt: skip
         o, statistics = result if return_lse else (result, own_lse)
         o = shape.finish(o, out)

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quire.calls.decode import decode_block_tables
+from quire.calls.decode import TableCall
 from quire.calls.prefill import wide_query
 from quire.calls.tables import CacheParts, Scale, Target, check_lengths, indices_of
-from quire.engine.attention import Attention, Result
+from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     check_flags,
     check_output,
@@ -27,6 +27,7 @@ from quire.engine.device import UserWorkspace
 from quire.engine.graph import refuse_capture
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import replayed
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
@@ -84,12 +85,11 @@ def cudnn_batch_decode_with_kv_cache(
     _check_dense(batch_offsets_q, "batch_offsets_q", batch_size, q_len * q.stride(0))
     _check_dense(batch_offsets_o, "batch_offsets_o", batch_size, q_len * q.shape[1] * cache.head_dim_vo)
     tables = _check_tables(block_tables, lens, cache.page_size, max_sequence_kv)
-    return decode_block_tables(
+    return TableCall(
         q, cache, workspace, tables, lens, max_sequence_kv,
-        Scale.of(scale, "scale", workspace.device, positive=True), Scale(1.0), KVLayout.HND, q_len_per_req=q_len,
-        q_cu_seq_lens=None, window_left=window_left, out=out, sinks=sinks, enable_pdl=None, o_scale=1.0, mask=None,
-        lse=lse, return_lse=return_lse, backend=backend,
-    )  # fmt: skip
+        Scale.of(scale, "scale", workspace.device, positive=True), Scale(1.0), KVLayout.HND, q_len=q_len,
+        window_left=window_left, out=out, sinks=sinks, lse=lse, return_lse=return_lse, backend=backend,
+    ).attend()  # fmt: skip
 
 
 @replayed
@@ -175,10 +175,11 @@ def cudnn_batch_prefill_with_kv_cache(
         lse = _lse(lse, lens, max_token_per_sequence, q, offsets.stats is not None)
         rows = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     name = "auto" if backend is None or backend == "cubin" else backend
-    Attention(AttentionSpec(indices, options), layout, workspace, name).run(
-        query, cache.as_given, out=target.result, lse=rows, return_lse=False, sinks=None, q_scale=q_scale,
-        k_scale=k_scale, v_scale=v_scale, window_left=None, enable_pdl=None, lse_unit=LN2 if lse_base == "ln" else 1.0,
-    )  # fmt: skip
+    lse_unit = LN2 if lse_base == "ln" else 1.0
+    AttentionCall(
+        AttentionSpec(indices, options), query, cache.as_given, workspace, layout, name, target.result, rows,
+        options=RunOptions(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, lse_unit=lse_unit),
+    ).attend()  # fmt: skip
     if rows is not None and lse is not None:
         _place(rows, lse, lens, offsets.stats is not None)
     return target.finish(), lse if return_lse else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quire.calls.tables import BlockTables, CacheParts, Scale, Target
-from quire.engine.attention import Attention, Result
+from quire.engine.attention import AttentionCall
 from quire.engine.batch import PaddedQueries
 from quire.engine.checks import (
     check_flags,
@@ -25,13 +25,159 @@ from quire.engine.operands import of_plan_and_run, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.planner import NO_OPERANDS
-from quire.engine.schedule import Lengths
+from quire.engine.run import Result, RunOptions
+from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
 from quire.errors import ValidationError
 from quire.kernels.expressions.rewrite import variant_without_mask
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.types import KVLayout
+
+
+class TableCall(NamedTuple):
+    """Decode over a block table: the arguments of a public function, translated."""
+
+    query: torch.Tensor  #: [rows, num_qo_heads, head_dim]; of latents the part with positions
+    cache: CacheParts
+    workspace: Workspace
+    block_tables: torch.Tensor | Lengths  #: or both tables and lengths, checked
+    seq_lens: Any
+    max_seq_len: int
+    logits_scale: Scale
+    v_scale: Scale
+    layout: KVLayout = KVLayout.NHD
+    q_len: int | None = 1  #: rows of a request, at most those of one if q_cu_seq_lens says more
+    q_cu_seq_lens: torch.Tensor | None = None
+    window_left: int = -1
+    out: torch.Tensor | None = None
+    out_dtype: Any = None
+    o_scale: float | None = 1.0
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    lse_unit: float = 1.0
+    sinks: torch.Tensor | None = None
+    enable_pdl: bool | None = None
+    mask: torch.Tensor | None = None  #: which new tokens see which, as bits
+    backend: str = "auto"
+    pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None)  #: mode, scale and theta of RoPE
+    q_nope: torch.Tensor | None = None  #: with latents (MLA): the part of the queries that meets the cache's values
+    ckv_scales: torch.Tensor | None = None  #: of latents, one for each 128 dims
+    variant: Variant | None = None
+    operands: Mapping[str, Any] = NO_OPERANDS
+    name: str = ""  #: of the public function that has `variant` and `operands`, for errors
+
+    @classmethod
+    def of_latents(
+        cls, query: tuple[torch.Tensor, torch.Tensor], kv_cache: tuple[torch.Tensor, ...], *arguments: Any,
+        **options: Any,
+    ) -> TableCall:  # fmt: skip
+        """A call for the parts of queries [rows, num_heads, dims] and of latents [num_pages, page_size, dims], that
+        which is the value first, and the scales of latents [num_pages, page_size, scales] if they have any.
+        """
+        (q_nope, q_pe), (ckv, kpe, *scales) = query, kv_cache
+        check_shape(q_nope, "q_nope", {"rows": q_pe.shape[0], "num_heads": q_pe.shape[1], "head_dim": None})
+        cache = CacheParts.of((kpe.unsqueeze(2), ckv.unsqueeze(2)), KVLayout.NHD, is_one_type=not scales)
+        call = cls(q_pe, cache, *arguments, **options)
+        return call._replace(q_nope=q_nope, ckv_scales=scales[0].unsqueeze(2) if scales else None)
+
+    def attend(self) -> Any:
+        """The result, or (result, lse)."""
+        refuse_make_fx("decode on block tables")
+        check_flags(enable_pdl=self.enable_pdl, return_lse=self.return_lse)
+        if self.variant is not None or self.operands:
+            of_plan_and_run(self.name, variant_of(self.variant), self.operands)
+        q_len = 1 if self.q_len is None else check_positive(self.q_len, "q_len_per_req")
+        indices = self._indices(q_len, check_positive(self.max_seq_len, "max_seq_len"))
+        batch_size = indices.batch_size
+        self._check_query(batch_size, q_len)
+        target = Target.of(self.out, self.query, self.cache.head_dim_vo, self.o_scale, self.out_dtype)
+        padded = None
+        if self.q_cu_seq_lens is not None:
+            rows = self.query.shape[0]
+            padded = PaddedQueries.of(self.q_cu_seq_lens, rows, batch_size, q_len, self.workspace.device)
+        variant, operands = self._placed_variant(padded)
+        options = self._plan_options(q_len, target, variant)
+        lse = _new_lse(self.query) if self.return_lse and self.lse is None else self.lse
+        if self.query.shape[0]:
+            tree_mask = None if self.mask is None else self._tree_mask(batch_size, q_len, padded)
+            spec = AttentionSpec(indices, options, tree_mask=tree_mask)
+            self._attend_rows(spec, target.result, lse, padded, operands)
+        elif self.sinks is not None:
+            check_tensor(self.sinks, "sinks")
+        result = target.finish()
+        return (result, lse) if self.return_lse else result
+
+    def _indices(self, q_len: int, most: int) -> Indices | Lengths:
+        if isinstance(self.block_tables, Lengths):
+            return self.block_tables
+        tables = BlockTables.of(self.block_tables, self.seq_lens, self.workspace.device)
+        check_tensor(self.query, "query")
+        return tables.indices(q_len, self.cache.page_size, most)
+
+    def _check_query(self, batch_size: int, q_len: int) -> None:
+        rows: dict[str, int | None] = {"batch_size * q_len_per_req": batch_size * q_len}
+        if self.q_cu_seq_lens is not None:
+            rows = {"q_cu_seq_lens[-1]": None}
+        sizes = {**rows, "num_qo_heads": None, "head_dim": self.cache.head_dim_qk}
+        check_shape(check_tensor(self.query, "query"), "query", sizes)
+        check_same_device(self.query, "query", self.workspace.device)
+
+    def _placed_variant(self, padded: PaddedQueries | None) -> tuple[Variant | None, Mapping[str, Any]]:
+        """The variant for the rows that the kernel sees, and its operands."""
+        if self.variant is None:
+            return None, self.operands
+        variant = variant_without_mask(self.variant)
+        return (
+            (variant, self.operands) if padded is None else padded.placed(variant, self.operands, self.query.shape[1])
+        )
+
+    def _plan_options(self, q_len: int, target: Target, variant: Variant | None) -> PlanOptions:
+        cache = self.cache
+        head_dim_qk = cache.head_dim_qk + (0 if self.q_nope is None else cache.head_dim_vo)
+        return PlanOptions(
+            *heads(self.query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
+            Types.of(self.query.dtype, cache.tensors[-1].dtype, target.result.dtype),
+            logits_options(head_dim_qk, self.logits_scale.number, self.window_left, None, *self.pos_encoding),
+            q_len > 1, cache.page_size, is_mla=self.q_nope is not None, tile_scales=self.ckv_scales is not None,
+            variant=variant,
+        )  # fmt: skip
+
+    def _attend_rows(
+        self, spec: AttentionSpec, out: torch.Tensor, lse: torch.Tensor | None, padded: PaddedQueries | None,
+        operands: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        """Write out and lse, by way of copies if requests have different numbers of rows."""
+        q, o, statistics = (self.query, out, lse) if padded is None else padded.batch(self.query, out, lse)
+        q_nope = self.q_nope if padded is None or self.q_nope is None else padded.rows(self.q_nope)
+        options = RunOptions(
+            self.sinks, v_scale=self.v_scale.number, enable_pdl=self.enable_pdl,
+            logits_scale_by=self.logits_scale.tensor, o_scale_by=self.v_scale.tensor, lse_unit=self.lse_unit,
+            others=tuple(tensor for tensor in (q_nope, self.ckv_scales) if tensor is not None), operands=operands,
+        )  # fmt: skip
+        AttentionCall(
+            spec, q, self.cache.as_given, self.workspace, self.layout, self.backend, o, statistics, options=options
+        ).attend()
+        if padded is not None:
+            padded.unpad((o, out), (statistics, lse))
+
+    def _tree_mask(self, batch_size: int, q_len: int, padded: PaddedQueries | None) -> torch.Tensor:
+        """The bytes of a tree mask, at a multiple of 4."""
+        words = check_tensor(self.mask, "mask")
+        if words.dtype is not torch.uint16:
+            raise ValidationError(f"mask: expected dtype torch.uint16, 16 tokens a word, got {words.dtype}.")
+        rows = {"batch_size": batch_size, "q_len_per_req": q_len}
+        rows = rows if padded is None else {"rows of query": padded.num_rows}
+        check_shape(words, "mask", {**rows, "ceil(q_len / 32) * 2": 2 * -(-q_len // 32)})
+        check_same_device(words, "mask", self.workspace.device)
+        bits = words.contiguous().view(torch.uint8)
+        if padded is not None:
+            return padded.tree_mask(bits)
+        return bits.clone() if bits.data_ptr() % 4 else bits
+
+
+def _new_lse(query: torch.Tensor) -> torch.Tensor:
+    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
 
 
 @replayed
@@ -88,14 +234,14 @@ def xqa_batch_decode_with_kv_cache(
     """
     refuse(kv_cache_sf=kv_cache_sf)
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
-    result: torch.Tensor = decode_block_tables(
+    result: torch.Tensor = TableCall(
         query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
         Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
-        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len_per_req=q_len_per_req,
+        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout, q_len=q_len_per_req,
         q_cu_seq_lens=q_cu_seq_lens, window_left=window_left, out=out, sinks=sinks, enable_pdl=enable_pdl,
         o_scale=o_scale, mask=mask, backend=backend, variant=variant, operands=operands,
-        call="xqa_batch_decode_with_kv_cache",
-    )  # fmt: skip
+        name="xqa_batch_decode_with_kv_cache",
+    ).attend()  # fmt: skip
     return result
 
 
@@ -149,104 +295,12 @@ def trtllm_batch_decode_with_kv_cache(
     if (cum_seq_lens_q is None) != (max_q_len is None):
         raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
-    return decode_block_tables(
+    return TableCall(
         query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
         Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), layout,
-        q_len_per_req=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
+        q_len=q_len_per_req if max_q_len is None else max_q_len, q_cu_seq_lens=cum_seq_lens_q,
         window_left=window_left, out=out, out_dtype=out_dtype, sinks=sinks, enable_pdl=enable_pdl, o_scale=o_scale,
         mask=mask, lse=lse, return_lse=return_lse, backend=backend, variant=variant, operands=operands,
-        call="trtllm_batch_decode_with_kv_cache",
-    )  # fmt: skip
-
-
-def decode_block_tables(
-    query: torch.Tensor, cache: CacheParts, workspace: Workspace, block_tables: torch.Tensor | Lengths, seq_lens: Any,
-    max_seq_len: int, logits_scale: Scale, v_scale: Scale, layout: KVLayout, *, q_len_per_req: int | None,
-    q_cu_seq_lens: torch.Tensor | None, window_left: int, out: torch.Tensor | None, sinks: torch.Tensor | None,
-    enable_pdl: bool | None, o_scale: float | None, mask: torch.Tensor | None, backend: str, out_dtype: Any = None,
-    lse: torch.Tensor | None = None, return_lse: bool = False,
-    pos_encoding: tuple[str, float | None, float | None] = ("NONE", None, None), q_nope: torch.Tensor | None = None,
-    ckv_scales: torch.Tensor | None = None, variant: Variant | None = None, operands: Mapping[str, Any] = NO_OPERANDS,
-    lse_unit: float = 1.0, call: str = "",
-) -> Any:  # fmt: skip
-    """The common part of the decode calls with block tables; takes their checked arguments.
-
-    q_nope: with multi-head latent attention (MLA) the part of the queries that meets latents, the cache's values;
-    `query` and the cache's keys are then the parts with positions. ckv_scales: of latents, one for each 128 dims.
-    block_tables: or both tables and lengths, checked. lse_unit: LN2 for an lse in base e, in place of base 2. call: the
-    public function that has `variant` and `operands`, for errors.
-    """
-    refuse_make_fx("decode on block tables")
-    check_flags(enable_pdl=enable_pdl, return_lse=return_lse)
-    if variant is not None or operands:
-        of_plan_and_run(call, variant_of(variant), operands)
-    q_len = 1 if q_len_per_req is None else check_positive(q_len_per_req, "q_len_per_req")
-    most = check_positive(max_seq_len, "max_seq_len")
-    tables, device = _tables(block_tables, seq_lens, workspace.device), workspace.device
-    batch_size, num_rows = tables.batch_size, check_tensor(query, "query").shape[0]
-    indices = tables if isinstance(tables, Lengths) else tables.indices(q_len, cache.page_size, most)
-    others = tuple(tensor for tensor in (q_nope, ckv_scales) if tensor is not None)
-    more: dict[str, Any] = {
-        "sinks": sinks, "v_scale": v_scale.number, "enable_pdl": enable_pdl, "logits_scale_by": logits_scale.tensor,
-        "o_scale_by": v_scale.tensor, "lse_unit": lse_unit,
-    }  # fmt: skip
-    rows = {"batch_size * q_len_per_req": batch_size * q_len} if q_cu_seq_lens is None else {"q_cu_seq_lens[-1]": None}
-    check_shape(query, "query", {**rows, "num_qo_heads": None, "head_dim": cache.head_dim_qk})
-    check_same_device(query, "query", device)
-    target = Target.of(out, query, cache.head_dim_vo, o_scale, out_dtype)
-    padded = None
-    if q_cu_seq_lens is not None:
-        padded = PaddedQueries.of(q_cu_seq_lens, num_rows, batch_size, q_len, device)
-    if variant is not None:
-        variant = variant_without_mask(variant)
-        if padded is not None:
-            variant, operands = padded.placed(variant, operands, query.shape[1])
-    head_dim_qk = cache.head_dim_qk + (0 if q_nope is None else cache.head_dim_vo)
-    options = PlanOptions(
-        *heads(query.shape[1], cache.num_kv_heads), head_dim_qk, cache.head_dim_vo,
-        Types.of(query.dtype, cache.tensors[-1].dtype, target.result.dtype),
-        logits_options(head_dim_qk, logits_scale.number, window_left, None, *pos_encoding), q_len > 1,
-        cache.page_size, is_mla=q_nope is not None, tile_scales=ckv_scales is not None, variant=variant,
-    )  # fmt: skip
-    if return_lse and lse is None:
-        lse = _new_lse(query)
-    if num_rows:
-        tree_mask = None if mask is None else _tree_mask_bits(mask, batch_size, q_len, device, padded)
-        q, o, statistics = (query, target.result, lse) if padded is None else padded.batch(query, target.result, lse)
-        if padded is not None and q_nope is not None:
-            others = (padded.rows(q_nope), *others[1:])
-        Attention(AttentionSpec(indices, options, tree_mask=tree_mask), layout, workspace, backend).run(
-            q, cache.as_given, out=o, lse=statistics, return_lse=False, q_scale=None, k_scale=None, window_left=None,
-            others=others, operands=operands, **more,
-        )  # fmt: skip
-        if padded is not None:
-            padded.unpad((o, target.result), (statistics, lse))
-    elif sinks is not None:
-        check_tensor(sinks, "sinks")
-    result = target.finish()
-    return (result, lse) if return_lse else result
-
-
-def _new_lse(query: torch.Tensor) -> torch.Tensor:
-    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-
-
-def _tables(block_tables: Any, seq_lens: Any, device: torch.device) -> BlockTables | Lengths:
-    return block_tables if isinstance(block_tables, Lengths) else BlockTables.of(block_tables, seq_lens, device)
-
-
-def _tree_mask_bits(
-    mask: Any, batch_size: int, q_len: int, device: torch.device, padded: PaddedQueries | None
-) -> torch.Tensor:
-    """The bytes of a tree mask, at a multiple of 4."""
-    words = check_tensor(mask, "mask")
-    if words.dtype is not torch.uint16:
-        raise ValidationError(f"mask: expected dtype torch.uint16, 16 tokens a word, got {words.dtype}.")
-    rows = {"batch_size": batch_size, "q_len_per_req": q_len} if padded is None else {"rows of query": padded.num_rows}
-    check_shape(words, "mask", {**rows, "ceil(q_len / 32) * 2": 2 * -(-q_len // 32)})
-    check_same_device(words, "mask", device)
-    bits = words.contiguous().view(torch.uint8)
-    if padded is not None:
-        return padded.tree_mask(bits)
-    return bits.clone() if bits.data_ptr() % 4 else bits
+        name="trtllm_batch_decode_with_kv_cache",
+    ).attend()  # fmt: skip

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from quire.calls.decode import decode_block_tables
-from quire.calls.tables import CacheParts, Scale, check_lengths, indices_of
-from quire.engine.attention import Result
+from quire.calls.decode import TableCall
+from quire.calls.tables import Scale, check_lengths, indices_of
 from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
 from quire.engine.checks import (
     batch_size_of,
@@ -22,13 +21,13 @@ from quire.engine.checks import (
     refuse,
     to_int32,
 )
-from quire.engine.device import UserWorkspace, Workspace
+from quire.engine.device import UserWorkspace
 from quire.engine.plan_cache import replayed
+from quire.engine.run import Result
 from quire.engine.schedule import Indices, Lengths, check_offsets, check_range
 from quire.engine.spec import check_repeated, page_indices
 from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.types import KVLayout
 
 
 @replayed
@@ -118,14 +117,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
     else:
         refuse(sparse_mla_top_k_lens=sparse_mla_top_k_lens)
         seq_lens = check_tensor(seq_lens, "seq_lens")
-    result = decode_latents(
+    result = TableCall.of_latents(
         latent_parts(q_rows, "query"), cached_parts(kv_cache, "kv_cache"), workspace, tables, seq_lens,
         max_seq_len, Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
         Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
         q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
         lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
         lse_unit=LN2 if return_lse_base == "basee" else 1.0,
-    )  # fmt: skip
+    ).attend()  # fmt: skip
     o, statistics = result if return_lse else (result, None)
     o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
     return (o, statistics if lse is None else lse) if return_lse else o
@@ -149,27 +148,6 @@ def xqa_batch_decode_with_kv_cache_mla(
         max_seq_len, out=out, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
     )  # fmt: skip
     return result
-
-
-def decode_latents(
-    query: tuple[torch.Tensor, torch.Tensor], kv_cache: tuple[torch.Tensor, ...], workspace: Workspace,
-    block_tables: torch.Tensor | Lengths, seq_lens: Any, max_seq_len: int, logits_scale: Scale, v_scale: Scale, *,
-    q_len: int = 1, q_cu_seq_lens: torch.Tensor | None = None, out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None, return_lse: bool = False, sinks: torch.Tensor | None = None,
-    enable_pdl: bool | None = None, backend: str = "auto", lse_unit: float = 1.0,
-) -> Any:  # fmt: skip
-    """decode_block_tables() for the parts of queries [rows, num_heads, dims] and of latents [num_pages, page_size,
-    dims], that which is the value first, and the scales of latents [num_pages, page_size, scales] if they have any.
-    """
-    (q_nope, q_pe), (ckv, kpe, *scales) = query, kv_cache
-    check_shape(q_nope, "q_nope", {"rows": q_pe.shape[0], "num_heads": q_pe.shape[1], "head_dim": None})
-    cache = CacheParts.of((kpe.unsqueeze(2), ckv.unsqueeze(2)), KVLayout.NHD, is_one_type=not scales)
-    return decode_block_tables(
-        q_pe, cache, workspace, block_tables, seq_lens, max_seq_len, logits_scale, v_scale, KVLayout.NHD,
-        q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=-1, out=out, sinks=sinks, enable_pdl=enable_pdl,
-        o_scale=1.0, mask=None, backend=backend, lse=lse, return_lse=return_lse, q_nope=q_nope,
-        ckv_scales=scales[0].unsqueeze(2) if scales else None, lse_unit=lse_unit,
-    )  # fmt: skip
 
 
 def _fewest(

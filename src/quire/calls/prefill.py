@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.calls.tables import BlockTables, CacheParts, Scale, Target, check_lengths, indices_of
-from quire.engine.attention import Attention, Result
+from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     check_flags,
     check_positive,
@@ -26,6 +26,7 @@ from quire.engine.device import UserWorkspace
 from quire.engine.operands import of_plan_and_run, variant_of
 from quire.engine.options import LogitsOptions, PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import replayed
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
@@ -110,11 +111,14 @@ def trtllm_batch_context_with_kv_cache(
     of_mask, of_score = of_plan_and_run("trtllm_batch_context_with_kv_cache", options.variant, operands)
     if return_lse and lse is None:
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-    Attention(AttentionSpec(indices, options, operands=of_mask), layout, workspace, backend).run(
-        query, cache.as_given, out=target.result, lse=lse, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
-        v_scale=v_scale.number, window_left=None, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
+    run_options = RunOptions(
+        sinks, v_scale=v_scale.number, enable_pdl=enable_pdl, logits_scale_by=logits_scale.tensor,
         o_scale_by=v_scale.tensor, operands=of_score,
     )  # fmt: skip
+    spec = AttentionSpec(indices, options, operands=of_mask)
+    AttentionCall(
+        spec, query, cache.as_given, workspace, layout, backend, target.result, lse, options=run_options
+    ).attend()
     result = target.finish()
     return (result, lse) if return_lse else result
 
@@ -286,10 +290,10 @@ def trtllm_fmha_v2_prefill(
     )  # fmt: skip
     lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device) if save_softmax_stats else None
     sinks = sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
-    Attention(AttentionSpec(indices, options), inputs.layout, workspace, "auto").run(
-        query, inputs.cache, out=target.result, lse=lse, return_lse=False, sinks=sinks, q_scale=None, k_scale=None,
-        v_scale=bmm2_scale, window_left=None, enable_pdl=None,
-    )  # fmt: skip
+    AttentionCall(
+        AttentionSpec(indices, options), query, inputs.cache, workspace, inputs.layout, out=target.result, lse=lse,
+        options=RunOptions(sinks, v_scale=bmm2_scale),
+    ).attend()  # fmt: skip
     result = target.finish()
     return result if lse is None else (result, _stats(lse, query.shape[2], logits))
 

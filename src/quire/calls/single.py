@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from quire.engine.attention import Attention, Result
+from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice, refuse
 from quire.engine.device import OwnWorkspace
 from quire.engine.operands import by_position, of_plan_and_run, variant_of, variant_of_module
@@ -15,6 +15,7 @@ from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.planner import NO_OPERANDS
+from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_count
 from quire.engine.spec import AttentionSpec
 from quire.engine.upcast import check_scales
@@ -69,10 +70,10 @@ def _attend_one(
         custom_mask=custom_mask, packed_custom_mask=packed_custom_mask, rope_scale=rope_scale, rope_theta=rope_theta,
         variant=variant, of_mask=of_mask,
     )  # fmt: skip
-    result = Attention(spec, KVLayout.of(kv_layout), OwnWorkspace(q.device), backend).run(
-        q, (k, v), out=out, lse=lse, return_lse=return_lse, sinks=None, q_scale=q_scale, k_scale=k_scale,
-        v_scale=v_scale, window_left=None, enable_pdl=None, operands=of_score,
-    )  # fmt: skip
+    options = RunOptions(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, operands=of_score)
+    result = AttentionCall(
+        spec, q, (k, v), OwnWorkspace(q.device), KVLayout.of(kv_layout), backend, out, lse, return_lse, options
+    ).attend()
     if not decode:
         return result
     return tuple(part[0] for part in result) if isinstance(result, tuple) else result[0]

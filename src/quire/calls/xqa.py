@@ -9,15 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from quire.calls.decode import decode_block_tables
-from quire.calls.latents import decode_latents
+from quire.calls.decode import TableCall
 from quire.calls.tables import CacheParts, Scale, Target
 from quire.engine.checks import (
     check_output,
@@ -99,20 +96,18 @@ def xqa(
     logits_scale = q_factor.times(kv_factor).times(Scale(1 / math.sqrt(rows.shape[-1])))
     o_scale = kv_factor.times(_output_scale(rcp_out_scale, output))
     logits, tokens = _sinks(sinks, cache, rows)
-    attend = partial(
-        decode_block_tables, rows, cache, workspace, page_table, _lengths(seq_lens), most, logits_scale, layout=layout,
-        q_len_per_req=q_len, q_cu_seq_lens=q_cu_seq_lens, window_left=_window(sliding_win_size, sliding_window_size),
-        sinks=logits, enable_pdl=enable_pdl, o_scale=1.0, mask=mask, backend=backend,
-        pos_encoding=(pos_encoding_mode, rope_scale, rope_theta), variant=variant, operands=operands, call="xqa",
+    call = TableCall(
+        rows, cache, workspace, page_table, _lengths(seq_lens), most, logits_scale, o_scale, layout, q_len=q_len,
+        q_cu_seq_lens=q_cu_seq_lens, window_left=_window(sliding_win_size, sliding_window_size),
+        out=_output_rows(output, q, cache.head_dim_vo), sinks=logits, enable_pdl=enable_pdl, mask=mask,
+        backend=backend, pos_encoding=(pos_encoding_mode, rope_scale, rope_theta), variant=variant, operands=operands,
+        name="xqa",
     )  # fmt: skip
-    out = _output_rows(output, q, cache.head_dim_vo)
     if tokens is None:
-        result: torch.Tensor = attend(v_scale=o_scale, out=out)
+        result: torch.Tensor = call.attend()
     else:
         _refuse_beside_tokens(pos_encoding_mode, variant)
-        result = attend_beside(
-            attend, rows, tokens, logits_scale, o_scale, Target.of(out, rows, cache.head_dim_vo, 1.0)
-        )
+        result = attend_beside(call, tokens)
     return result.view(*q.shape[:-1], cache.head_dim_vo) if output is None else output
 
 
@@ -158,11 +153,11 @@ def xqa_mla(
     q_factor, kv_factor = (
         Scale.of(value, name, q.device, positive=True) for value, name in ((q_scale, "q_scale"), (kv_scale, "kv_scale"))
     )
-    result: torch.Tensor = decode_latents(
+    result: torch.Tensor = TableCall.of_latents(
         latent_parts(rows, "q"), latent_parts(cache, "k_cache"), _workspace(workspace_buffer, semaphores, q.device),
         page_table, _lengths(seq_lens), _most_tokens(page_table, cache.shape[1]), q_factor.times(kv_factor), kv_factor,
         out=_output_rows(output, q, LATENT_DIM), enable_pdl=enable_pdl, backend=backend,
-    )  # fmt: skip
+    ).attend()  # fmt: skip
     return result.view(*q.shape[:-1], LATENT_DIM) if output is None else output
 
 
@@ -371,17 +366,12 @@ def check_sink_tokens(sinks: torch.Tensor, num_kv_heads: int, head_dim: int, dev
     return sinks
 
 
-def attend_beside(
-    attend: Callable[..., Any], rows: torch.Tensor, keys: torch.Tensor, logits_scale: Scale, o_scale: Scale,
-    target: Target,
-) -> torch.Tensor:  # fmt: skip
-    """`attend` of queries [rows, num_qo_heads, head_dim], times o_scale, beside sink tokens; fills `target`.
-
-    attend: the call without sinks, which takes `v_scale`, `out`, `lse_unit` and `return_lse`.
-    """
-    result, lse = attend(v_scale=Scale(1.0), out=target.result, lse_unit=LN2, return_lse=True)
-    weight = _weight_of_keys(lse, torch.logsumexp(_logits(rows, keys, logits_scale), dim=-1))
-    wide = result.float() * _scaled(weight, o_scale)[..., None]
+def attend_beside(call: TableCall, keys: torch.Tensor) -> torch.Tensor:
+    """The call, which has no sinks of heads, beside sink tokens; fills and returns its `out`."""
+    rows, target = call.query, Target.of(call.out, call.query, call.cache.head_dim_vo, 1.0)
+    result, lse = call._replace(v_scale=Scale(1.0), out=target.result, lse_unit=LN2, return_lse=True).attend()
+    weight = _weight_of_keys(lse, torch.logsumexp(_logits(rows, keys, call.logits_scale), dim=-1))
+    wide = result.float() * _scaled(weight, call.v_scale)[..., None]
     if target.caller.element_size() == 1:
         most = torch.finfo(target.caller.dtype).max
         wide.clamp_(-most, most)

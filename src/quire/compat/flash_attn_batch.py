@@ -12,7 +12,7 @@ from quire.attention.variants import get_alibi_slopes
 from quire.cache.page import append_paged_kv_cache
 from quire.cache.rope import apply_rope_with_cos_sin_cache
 from quire.calls.tables import check_lengths, equal_lengths, indices_of, row_step
-from quire.engine.attention import Attention
+from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     batch_size_of,
     check_flags,
@@ -30,11 +30,11 @@ from quire.engine.graph import refuse_capture
 from quire.engine.masks import kv_lens, qo_lens
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
+from quire.engine.run import RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.types import KVLayout
 
 if TYPE_CHECKING:
     pass
@@ -155,11 +155,10 @@ def _attend(
     rows = spec.nnz_qo
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
-    Attention(spec, KVLayout.NHD, OwnWorkspace(q.device), "auto").run(
-        q[:rows], (k, v), out=out[:rows], lse=None if lse is None else lse[:rows], return_lse=False,
-        sinks=float_sinks(sinks, "s_aux"), q_scale=None, k_scale=None, v_scale=None,
-        window_left=None, enable_pdl=None, lse_unit=LN2,
-    )  # fmt: skip
+    AttentionCall(
+        spec, q[:rows], (k, v), OwnWorkspace(q.device), out=out[:rows], lse=None if lse is None else lse[:rows],
+        options=RunOptions(float_sinks(sinks, "s_aux"), lse_unit=LN2),
+    ).attend()  # fmt: skip
     if rows < q.shape[0]:
         out[rows:].zero_()
         if lse is not None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from quire.calls.latents import decode_latents
+from quire.calls.decode import TableCall
 from quire.calls.tables import Scale
 from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
 from quire.engine.checks import (
@@ -166,10 +166,10 @@ def _attend(
     if out is not None:
         check_output(out, "out")
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
-    result, lse = decode_latents(
+    result, lse = TableCall.of_latents(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
         Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, lse_unit=LN2,
-    )  # fmt: skip
+    ).attend()  # fmt: skip
     if sink is not None:
         result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])
     return result, lse

@@ -1,6 +1,7 @@
 """Quire as an attention implementation of Hugging Face transformers.
 
-    from quire.compat.transformers import register
+    from quire.engine.run import RunOptions
+from quire.compat.transformers import register
     register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="quire")
 
@@ -42,6 +43,7 @@ from quire.compat.transformers_models import check_models, may_omit_masks
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import new_plan, plan_of, repeated
+from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError, ValidationError
@@ -305,8 +307,7 @@ def _attend(
     k, v = key.as_strided(k_size, k_stride), value.as_strided(v_size, v_stride)
     attention.run(
         query.squeeze(2) if query.shape[2] == 1 else query.transpose(1, 2).flatten(0, 1),
-        (k.unsqueeze(1), v.unsqueeze(1)) if has_pages else (k, v), out=out.flatten(0, 1), lse=None, return_lse=False,
-        sinks=sinks, q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None,
+        (k.unsqueeze(1), v.unsqueeze(1)) if has_pages else (k, v), out.flatten(0, 1), options=RunOptions(sinks),
     )  # fmt: skip
 
 

@@ -11,57 +11,30 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.engine import rope_prologue, upcast
-from quire.engine.checks import check_flags, check_output, check_shape, check_tensor, scalar, shape_of
 from quire.engine.device import OwnWorkspace, Workspace, on_cuda, partials_bytes
 from quire.engine.device_planner import make_plan_on_device
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
 from quire.engine.inspection import Explanation, Placed, Stamps, figures_of, place_work
-from quire.engine.launch import AttentionPlan, EncodedMaps, recorded
+from quire.engine.launch import AttentionPlan
 from quire.engine.masks import pack_mask
-from quire.engine.operands import addresses_of, check_names, unexpected, write_operands
+from quire.engine.operands import unexpected
 from quire.engine.options import LogitsOptions
-from quire.engine.planner import NO_OPERANDS, index_limits, make_plan, variants_of, workspace_bytes
+from quire.engine.planner import make_plan, variants_of, workspace_bytes
 from quire.engine.rope_prologue import Ahead
+from quire.engine.run import PLAIN, CheckedTensors, PlannedRun, Result, RunOptions
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.spec import AttentionSpec, within_limits
-from quire.engine.tensors import (
-    Expected,
-    PagedCache,
-    Signature,
-    cache_tensors,
-    cache_view,
-    check_floats,
-    pointers_of,
-    ragged_view,
-    view_of,
-)
-from quire.engine.upcast import run_widened
-from quire.errors import CacheMissError, PlanError, UnsupportedError, ValidationError
+from quire.engine.tensors import PagedCache
+from quire.errors import CacheMissError, PlanError, UnsupportedError
 from quire.jit import cache_miss
 from quire.kernels import PIN, Decision
 from quire.kernels.types import KVLayout, PosEncodingMode
 
-Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 
-
-class _CheckedTensors(NamedTuple):
-    """Tensors that run() has checked, for the next plan of the same kernel and options."""
-
-    signature: Signature
-    nnz_qo: int
-    least_tokens: int  #: pages of the cache, or tokens of ragged keys and values
-    v_offset: int  #: bytes from keys to values in a cache of one tensor
-    planned: tuple[bytes, EncodedMaps | None]  #: what the plan keeps of them
-
-
-class Attention:
+class Attention(PlannedRun):
     """A plan, and the checks of the tensors of run()."""
 
-    _ahead: Ahead | None = None
     _narrowed: Mapping[tuple[int, int], Attention] = {}  # plans of the same batch with fewer heads
-    _limits: dict[str, int] | None = None  # of the indices of a variant
-    _signature: Signature | None = None  # of the tensors of the last run, which were found right
-    _v_offset = 0
 
     def __init__(
         self, spec: AttentionSpec, layout: KVLayout, workspace: Workspace, backend: str,
@@ -121,7 +94,7 @@ class Attention:
         """What run() launches."""
         return self._plan
 
-    def _known_tensors(self, before: Attention | None) -> _CheckedTensors | None:
+    def _known_tensors(self, before: Attention | None) -> CheckedTensors | None:
         """Tensors that the previous plan, or another with equal options and device, has checked. They are valid for
         this plan too, except for lengths.
         """
@@ -214,7 +187,7 @@ class Attention:
             return spec._replace(indices=self._ahead.indices)
         return spec._replace(indices=self._plan.indices(spec.indices)) if isinstance(spec.indices, Indices) else spec
 
-    def _of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
+    def of_fewer_heads(self, q: Any, cache: tuple[Any, ...]) -> Attention | None:
         """The plan for a layer with fewer heads than planned; None if q does not have fewer."""
         if not all(isinstance(t, torch.Tensor) and t.dim() >= 3 and not t.is_nested for t in (q, cache[0])):
             return None
@@ -233,233 +206,6 @@ class Attention:
         spec = self.same_batch()._replace(options=options)
         return Attention(spec, self._layout, self._workspace, self._backend, graph)
 
-    def run(
-        self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
-        sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
-        enable_pdl: bool | None, logits_scale_by: torch.Tensor | None = None, o_scale_by: torch.Tensor | None = None,
-        lse_unit: float = 1.0, others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
-    ) -> Result:  # fmt: skip
-        """Check what differs from the last run, then launch: tensors of the same signature cost only their pointers.
-
-        kv: a paged cache, or ragged (k, v). `*_by`: further factors of the logits and of the output, each one float32
-        on a GPU; for paged keys only. lse_unit: LN2 for an lse in base e, in place of base 2. others: tensors for the
-        operands that the kernel declares in addition to q, k, v and o, followed by scales. operands: tensors and
-        numbers that the score of a variant reads.
-        Runs of one plan from several threads are serialised.
-        """
-        if self._given is not None and getattr(q, "dtype", None) is self._given.torch:
-            return run_widened(
-                self.run, self._plan_options, q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
-                q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
-                logits_scale_by=logits_scale_by, o_scale_by=o_scale_by, lse_unit=lse_unit, others=others,
-                operands=operands,
-            )  # fmt: skip
-        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
-        cache, known = cache_tensors(kv), self._signature
-        tensors: list[Any] = [q, *cache, out, *others]
-        is_known = out is not None and known is not None and len(tensors) == known.count and known.fits(*tensors)
-        q_shape = self._q_shape if is_known else shape_of(q)
-        if q_shape != self._q_shape and (narrowed := self._of_fewer_heads(q, cache)) is not None:
-            return narrowed.run(
-                q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks, q_scale=q_scale, k_scale=k_scale,
-                v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, logits_scale_by=logits_scale_by,
-                o_scale_by=o_scale_by, lse_unit=lse_unit, others=others, operands=operands,
-            )  # fmt: skip
-        nnz_qo = self._nnz_qo
-        if self.graph is not None:
-            nnz_qo = self._graph_rows(self.graph, q, cache)
-        elif stream and self._has_fixed_lengths and is_capturing(self._device):
-            refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
-        if out is None:
-            if nnz_qo != self._nnz_qo or q_shape != self._q_shape:
-                operand = self.decision.kernel.operands[0]  # checked before memory is asked for
-                expected = self._expected()
-                expected.check(operand, q, operand.name, expected.view(operand, q, operand.name), nnz_qo)
-            o_shape = (nnz_qo, self._plan_options.num_qo_heads, self._plan_options.head_dim_vo)
-            out = tensors[1 + len(cache)] = torch.empty(o_shape, dtype=self.o_dtype, device=self._device)
-            is_known = known is not None and len(tensors) == known.count and known.fits(*tensors)
-        if window_left is not None and window_left != self._plan_options.logits.window_left:
-            raise ValidationError(
-                f"window_left: expected {self._plan_options.logits.window_left} (fixed by plan()), got {window_left}."
-            )
-        if return_lse is not True and return_lse is not False:
-            check_flags(return_lse=return_lse)
-        if lse is not None or return_lse:
-            lse = self._lse(lse, nnz_qo)
-        logits_scale = 1.0
-        if q_scale is not None or k_scale is not None:
-            logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
-            product = logits_scale * self._plan_options.logits.sm_scale
-            scalar(product, "q_scale * k_scale * sm_scale", positive=True)  # kernels take the maximum before they scale
-        pointers = pointers_of(tensors)
-        self._lock.acquire()  # half the time of a with statement
-        try:
-            is_known = is_known and known is self._signature and not self._unusual(pointers)  # another thread may run
-            if not is_known and not self._checked_before(tensors, pointers, nnz_qo):
-                self._check_all(tensors, pointers, q, cache, out, others, nnz_qo)
-            if len(cache) == 1:
-                pointers.insert(2, pointers[1] + self._v_offset)  # of the values in it
-            if len(pointers) < self._num_operands:  # scales that were not given
-                pointers.extend([0] * (self._num_operands - len(pointers)))
-            if operands or self._plan_options.variant is not None:
-                self._write_operands(operands)
-            if self._ahead is not None:
-                pointers = self._ahead.start(pointers)
-            self._plan.run(
-                stream, pointers, None if lse is None else lse.data_ptr(),
-                None if sinks is None else self._check_sinks(sinks).data_ptr(),
-                logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale"),
-                None if logits_scale_by is None else logits_scale_by.data_ptr(),
-                None if o_scale_by is None else o_scale_by.data_ptr(), lse_unit, enable_pdl,
-            )  # fmt: skip
-            if recorded.call is not None:
-                scales = logits_scale, 1.0 if v_scale is None else scalar(v_scale, "v_scale")
-                self._report(
-                    tensors, len(cache), operands, lse=lse, sinks=sinks, scales=scales,
-                    scales_by=(logits_scale_by, o_scale_by), lse_unit=lse_unit, enable_pdl=enable_pdl,
-                )  # fmt: skip
-        finally:
-            self._lock.release()
-        return (out, lse) if return_lse and lse is not None else out
-
-    def _report(
-        self, tensors: list[torch.Tensor], num_cache_tensors: int, operands: Mapping[str, Any], **options: Any
-    ) -> None:
-        """Tell the recording of a call what was launched for it (replay.py)."""
-        if self._ahead is not None:
-            return
-        places: list[tuple[torch.Tensor | None, int]] = [(tensor, 0) for tensor in tensors]
-        if num_cache_tensors == 1:
-            places.insert(2, (tensors[1], self._v_offset))
-        places += [(None, 0)] * (self._num_operands - len(places))
-        variant, captured = self._plan_options.variant, []
-        if variant is not None:
-            captured = addresses_of(self._plan.operands, variant.expression, operands)
-        recorded.call.add_run(self._plan, places, captured=captured, **options)
-
-    def _write_operands(self, given: Mapping[str, Any]) -> None:
-        """Write the tensors and numbers that the score of the variant reads from this run on."""
-        variant = self._plan_options.variant
-        if variant is None:
-            unexpected("run", given)
-            return
-        planned, expression = variant.expression.mask_operands, variant.expression
-        wanted = {operand.name for operand in expression.operands} - planned
-        check_names("run", given, wanted, planned, "plan")
-        if wanted:
-            limits = self._limits = self._limits or index_limits(self._plan_options, self.spec.indices)
-            write_operands(self._plan.operands, expression, wanted, given, self._device, limits)
-
-    def _graph_rows(self, graph: GraphState, q: torch.Tensor, kv: tuple[torch.Tensor, ...]) -> int:
-        """The rows of q, which with CUDA graphs may be more than those of this batch. In a capture q, and ragged keys
-        and values, must be as long as in the largest batch of any later plan().
-        """
-        if graph.awaits_forward:
-            raise PlanError(
-                "run(): expected forward(), whose first call fixed other options for this wrapper than the last plan() "
-                "was told; pass its options to plan() to use run()."
-            )
-        graph.has_run = True
-        rows = q.shape[0] if check_tensor(q, "q").dim() == 3 else 0
-        if (rows < graph.max_rows or not self._plan_options.page_size) and is_capturing(self._device):
-            if rows < graph.max_rows:
-                raise ValidationError(
-                    f"q: expected {graph.max_rows} rows in a capture, as the first plan() had, got {rows}."
-                )
-            if not self._plan_options.page_size:
-                self._ragged_views(kv, graph.max_tokens)
-        return max(rows, self._nnz_qo)
-
-    def _unusual(self, pointers: list[int]) -> bool:
-        """Whether tensors with a valid signature may be invalid: without memory, or not aligned for a GPU."""
-        bits = 15 if self._on_cuda else 0
-        for pointer in pointers:  # half the time of any()  # noqa: SIM110
-            if pointer & bits or not pointer:
-                return True
-        return False
-
-    def _expected(self) -> Expected:
-        return Expected(self.decision, self._plan_options, self._layout, self._device)
-
-    def _checked_before(self, tensors: list[torch.Tensor], pointers: list[int], nnz_qo: int) -> bool:
-        """Whether an earlier plan has checked such tensors, and they fit this batch; they then count as checked."""
-        known = self._checked
-        if known is None or len(tensors) != known.signature.count or not known.signature.fits(*tensors):
-            return False
-        least = self._plan.largest_page + 1 if self._plan_options.page_size else self._plan.nnz_kv
-        if known.nnz_qo != nnz_qo or known.least_tokens < least or self._unusual(pointers):
-            return False
-        self._plan.copy_signature(*known.planned)
-        self._v_offset, self._signature = known.v_offset, known.signature
-        return True
-
-    def _check_all(
-        self, tensors: list[torch.Tensor], pointers: list[int], q: torch.Tensor, kv: tuple[torch.Tensor, ...],
-        out: torch.Tensor, others: tuple[torch.Tensor, ...], nnz_qo: int,
-    ) -> None:  # fmt: skip
-        """Check everything about the tensors but their addresses, and write shapes and strides into the plan."""
-        paged, operands = self._plan_options.page_size > 0, self.decision.tensors
-        k, v = self._paged_views(kv) if paged else self._ragged_views(kv)
-        views, expected = {operands[1].name: view_of(k), operands[2].name: view_of(v)}, self._expected()
-        names = {"o": "out"} | ({"k": "paged_kv_cache (keys)", "v": "paged_kv_cache (values)"} if paged else {})
-        all_tensors = (q, k, v, out, *others)
-        given = {
-            operand.name: (tensor, names.get(operand.name, operand.name))
-            for operand, tensor in zip(operands, all_tensors, strict=False)  # scales may be left out
-        }
-        for operand in operands:
-            if operand.name in given:
-                tensor, name = given[operand.name]
-                view = views.get(operand.name) or expected.view(operand, tensor, name)
-                expected.check(operand, tensor, name, view, nnz_qo)
-                views[operand.name] = view
-        if self._ahead is not None:
-            views |= self._ahead.bind(q, k, v, out)
-        self._plan.set_signature(views)
-        self._v_offset = v.data_ptr() - k.data_ptr()
-        if 0 in pointers or any(tensor.requires_grad for tensor in tensors):  # right this time: to be checked again
-            self._signature = None
-            return
-        self._signature = Signature(tensors)
-        if self.graph is None and self._ahead is None:
-            least = min(t.shape[0] if paged else t.shape[1] for t in (k, v))
-            self._checked = _CheckedTensors(self._signature, nnz_qo, least, self._v_offset, self._plan.signature())
-            self.decision.checked[self._layout] = self._checked
-
-    def _paged_views(self, cache: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = cache_view(cache, self._layout, self._plan_options.page_size)
-        num_pages = min(k.shape[0], v.shape[0])
-        largest = self._plan.largest_page if self._ahead is None else self._ahead.largest_page
-        if largest >= num_pages:
-            raise ValidationError(
-                f"paged_kv_indices: expected page numbers below num_pages={num_pages}, got {largest}."
-            )
-        return k, v
-
-    def _ragged_views(self, kv: tuple[torch.Tensor, ...], least_tokens: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        views = ragged_view(kv[0], "k", self._layout), ragged_view(kv[1], "v", self._layout)
-        least_tokens = max(least_tokens, self._plan.nnz_kv if self._ahead is None else self._ahead.end)
-        for view, name in zip(views, "kv", strict=True):
-            if view.shape[1] < least_tokens:
-                raise ValidationError(
-                    f"{name}: expected at least {least_tokens} tokens (kv_indptr[-1]; in a capture that of the first "
-                    f"plan), got {view.shape[1]}."
-                )
-        return views
-
-    def _lse(self, lse: torch.Tensor | None, nnz_qo: int) -> torch.Tensor:
-        shape = (nnz_qo, self._plan_options.num_qo_heads)
-        if lse is None:
-            return torch.empty(shape, dtype=torch.float32, device=self._device)
-        check_floats(check_output(lse, "lse"), "lse", self._device)
-        check_shape(lse, "lse", dict(zip(("nnz_qo", "num_qo_heads"), shape, strict=True)))
-        return lse
-
-    def _check_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
-        check_floats(check_tensor(sinks, "sinks"), "sinks", self._device)
-        check_shape(sinks.view(-1), "sinks", {"num_qo_heads": self._plan_options.num_qo_heads})
-        return sinks
-
 
 def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, graph: GraphState | None) -> int:
     """The bytes of workspace that a plan of `spec` needs; plans nothing."""
@@ -476,3 +222,23 @@ def planned(attention: Attention | None) -> Attention:
     if attention is None:
         raise PlanError("run() was called before plan(): call plan() first, once per batch.")
     return attention
+
+
+class AttentionCall(NamedTuple):
+    """Attention that is planned and run at once. Functions without a plan() make one of their arguments."""
+
+    spec: AttentionSpec
+    query: torch.Tensor
+    kv: PagedCache  #: or ragged (k, v)
+    workspace: Workspace
+    layout: KVLayout = KVLayout.NHD
+    backend: str = "auto"
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    return_lse: bool = False
+    options: RunOptions = PLAIN
+
+    def attend(self) -> Result:
+        """Plan and run."""
+        attention = Attention(self.spec, self.layout, self.workspace, self.backend)
+        return attention.run(self.query, self.kv, self.out, self.lse, self.return_lse, self.options)

@@ -132,7 +132,7 @@ def _row_offsets(value: Any, num_rows: int, batch_size: int, q_len: int, device:
 def selected_keys(
     indices: torch.Tensor, most: torch.Tensor | None, num_tokens: int, kept: KeptSchedules | None = None
 ) -> tuple[torch.Tensor | Lengths, torch.Tensor | None]:
-    """block_tables and seq_lens for decode_latents() over pages of one token, from int32 indices [rows, top_k] of
+    """block_tables and seq_lens for TableCall.of_latents() over pages of one token, from int32 indices [rows, top_k] of
     tokens, of which the first `most` [rows] of each row, or all, are used. Indices below 0 or from num_tokens on are
     ignored; a token that is listed twice counts twice. kept: where the schedule is kept if all are used.
     """

@@ -24,6 +24,7 @@ from torch.compiler import is_dynamo_compiling
 from quire.engine.attention import planned
 from quire.engine.launch import recorded
 from quire.engine.planner import NO_OPERANDS
+from quire.engine.run import PLAIN, RunOptions
 from quire.engine.tensors import PagedCache, cache_tensors
 from quire.errors import PlanError, ValidationError
 
@@ -164,9 +165,11 @@ def _run(
     if found is None:
         raise PlanError("run(): the wrapper that was traced is gone; keep it for as long as the graph is used.")
     planned(found._attention).run(
-        q, k if v is None else (k, v), out=out, lse=lse, return_lse=False, sinks=sinks, q_scale=q_scale,
-        k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl, others=tuple(others or ()),
-        operands=TracedOperands(*operands, **more_operands).by_name() if operands or more_operands else NO_OPERANDS,
+        q, k if v is None else (k, v), out, lse, False,
+        RunOptions(
+            sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, others=tuple(others or ()),
+            operands=TracedOperands(*operands, **more_operands).by_name() if operands or more_operands else NO_OPERANDS,
+        ),
     )  # fmt: skip
 
 
@@ -187,17 +190,17 @@ class TracedRun:
         self._wrapper = wrapper
 
     def run(
-        self, q: torch.Tensor, kv: PagedCache, *, out: torch.Tensor | None, lse: torch.Tensor | None, return_lse: bool,
-        sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
-        enable_pdl: bool | None, others: tuple[torch.Tensor, ...] = (), operands: Mapping[str, Any] = NO_OPERANDS,
+        self, q: torch.Tensor, kv: PagedCache, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
+        return_lse: bool = False, options: RunOptions = PLAIN,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:  # fmt: skip
         """run() of the plan that the wrapper has when the graph runs."""
         wrapper, tensors = self._wrapper, cache_tensors(kv)
         out, lse = new_results(q, tensors[-1], planned(wrapper._attention).o_dtype, out, lse, return_lse)
         plain, with_options = _run_captured if wrapper.is_cuda_graph_enabled else _run_eagerly
         given = {
-            "sinks": sinks, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "window_left": window_left,
-            "enable_pdl": enable_pdl, "others": list(others) or None, **TracedOperands.of(operands)._asdict(),
+            "sinks": options.sinks, "q_scale": options.q_scale, "k_scale": options.k_scale, "v_scale": options.v_scale,
+            "window_left": options.window_left, "enable_pdl": options.enable_pdl,
+            "others": list(options.others) or None, **TracedOperands.of(options.operands)._asdict(),
         }  # fmt: skip
         given = {name: value for name, value in given.items() if value is not None}
         v = tensors[1] if len(tensors) == 2 else None

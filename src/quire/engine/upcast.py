@@ -148,29 +148,34 @@ _LARGEST_EXPONENT = 15  #: of numbers in the copy: float16 ends at 2^16
 _MOST_SHIFT = 64  #: binary places by which it is moved at most: the scale of logits stays within float32
 
 
-def run_widened(
-    run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, *args: Any, q_scale: Any, k_scale: Any,
-    v_scale: Any, others: tuple[torch.Tensor, ...], logits_scale_by: torch.Tensor | None = None, **more: Any,
+def run_upcast(
+    run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, kv: Any, out: torch.Tensor | None,
+    lse: torch.Tensor | None, return_lse: bool, given: Any,
 ) -> Any:  # fmt: skip
-    """`run` of a plan with queries converted to the kernel's type. Each scale is a number or float32 [heads]."""
+    """`run` of a plan with queries converted to the kernel's type. Each scale of the RunOptions `given` is a number or
+    float32 [heads].
+    """
     check_shape(check_tensor(q, "q"), "q", {"rows": None, "num_qo_heads": None, "head_dim_qk": None})
     wide, heads = q.to(options.types.q.torch), (options.num_qo_heads, options.num_kv_heads)
+    q_scale, k_scale, v_scale = given.q_scale, given.k_scale, given.v_scale
     of_q, of_k, of_v = (
         _of_query_heads(scale, name, count, heads[0], q.device)
         for scale, name, count in (
             (q_scale, "q_scale", heads[0]), (k_scale, "k_scale", heads[1]), (v_scale, "v_scale", heads[1]),
         )
     )  # fmt: skip
+    logits_scale_by = given.logits_scale_by
     if of_q is not None or of_k is not None:
         wide, number, by = _scaled(wide, _product(of_q, of_k), torch.finfo(q.dtype).max, _reads_scales(options))
         q_scale = number if of_q is not None else q_scale
         k_scale = k_scale if of_k is None else number if of_q is None else None
         logits_scale_by = _product(logits_scale_by, by)
-    others = tuple(tensor.to(wide.dtype) if tensor.dtype is q.dtype else tensor for tensor in others)
-    result = run(
-        wide, *args, others=others, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale if of_v is None else None,
-        logits_scale_by=logits_scale_by, **more,
+    others = tuple(tensor.to(wide.dtype) if tensor.dtype is q.dtype else tensor for tensor in given.others)
+    upcast = given._replace(
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale if of_v is None else None, logits_scale_by=logits_scale_by,
+        others=others,
     )  # fmt: skip
+    result = run(wide, kv, out, lse, return_lse, upcast)
     if of_v is not None:
         (result[0] if isinstance(result, tuple) else result).mul_(of_v)
     return result

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from quire.engine.attention import Attention, Result
+from quire.engine.attention import Attention
 from quire.engine.replay import Replay
+from quire.engine.run import Result
 from quire.errors import UnsupportedError
 
 
@@ -109,7 +110,7 @@ def round_up(x: int, y: int) -> int:
     return ceil_div(x, y) * y
 
 
-_run = Attention.run
+_run: Any = Attention.run
 _replay = Replay.__call__
 _served: Counter[tuple[str, str]] = Counter()
 _refused: Counter[str] = Counter()
@@ -119,7 +120,7 @@ def start() -> None:
     """Count from now on, from nothing."""
     _served.clear()
     _refused.clear()
-    Attention.run = _counted  # type: ignore[method-assign]
+    Attention.run = _counted  # type: ignore[method-assign, assignment]
     Replay.__call__ = _counted_again  # type: ignore[method-assign]
 
 
