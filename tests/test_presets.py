@@ -16,7 +16,7 @@ import torch
 import quire
 from quire.cli import aot, main, presets
 from quire.cli.presets import Layer, Serving, needs, read_config
-from quire.engine import attention, planner
+from quire.engine import planner, spec
 from quire.errors import ValidationError
 from quire.jit import Spec, host_target
 from stub_compiler import write_stub
@@ -133,10 +133,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         raise _Asked
 
     monkeypatch.setattr(planner, "get_module", get_module)
-    monkeypatch.setattr(attention, "target_of", lambda device, **_: "sm90a")
-    attention._decide.cache_clear()
+    monkeypatch.setattr(spec, "target_of", lambda device, **_: "sm90a")
+    spec._decide.cache_clear()
     yield slugs
-    attention._decide.cache_clear()
+    spec._decide.cache_clear()
 
 
 def ints(*values: int) -> torch.Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-#: FlashInfer's names of modules, by the rooms of Quire in which these are: `import quire.page` gives quire.cache.page.
+#: FlashInfer's names of modules, by the packages of Quire that have them: quire.page is quire.cache.page.
 _MODULES = {
     "attention": ("cascade", "decode", "mla", "pod", "prefill", "sparse", "variants", "viz"),
     "cache": ("merge", "page", "quantization", "rope"),
@@ -38,7 +38,7 @@ _MODULES = {
     "cli": ("aot",),
     "jit": ("config",),
 }
-_PLACES = {f"quire.{name}": f"quire.{room}.{name}" for room, names in _MODULES.items() for name in names}
+_PLACES = {f"quire.{name}": f"quire.{package}.{name}" for package, names in _MODULES.items() for name in names}
 _PLACES["quire.expression"] = "quire.kernels.expressions"
 
 
@@ -54,6 +54,11 @@ class _Modules(MetaPathFinder, Loader):
         module = import_module(_PLACES[spec.name])
         spec.loader_state = module.__spec__
         return module
+
+    def get_code(self, fullname: str) -> Any:
+        """For `python -m`, such as quire.viz."""
+        spec = find_spec(_PLACES[fullname])
+        return spec.loader.get_code(spec.name)  # type: ignore[union-attr]
 
     def exec_module(self, module: ModuleType) -> None:
         """It has been executed; the import system has replaced its spec."""

@@ -12,7 +12,7 @@ import pytest
 from scale import FACTOR, KERNEL, FakeCompiler
 
 from quire import jit
-from quire.jit import events, render
+from quire.jit import events, render, stores
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put this process where a new one starts."""
-    for name in ("_modules", "_stores"):
-        monkeypatch.setattr(jit, name, {})
+    monkeypatch.setattr(jit, "_modules", {})
+    monkeypatch.setattr(stores, "_stores", {})
     monkeypatch.setattr(jit, "_recorded", set())
     monkeypatch.setattr(jit, "_sealed", False)
-    monkeypatch.setattr(jit, "_private_store", None)
+    monkeypatch.setattr(stores, "_private_store", None)
     monkeypatch.setattr(jit, "_record_to", None)
     monkeypatch.setattr(events, "_warned", set())
 

@@ -1,4 +1,14 @@
-"""The choice of what a query attends to: pages by bounds of their keys, and tokens by scores of an indexer."""
+"""The choice of what a query attends to: pages by bounds of their keys, and tokens by scores of an indexer.
+
+As in Quest (Tang et al., 2024, https://arxiv.org/abs/2406.10774), a page is summarised by the smallest and the
+largest value of its keys in each dim, which give an upper bound on its logits. Everything runs on the device of the
+tensors without synchronisation, so the calls may be captured in a CUDA graph.
+
+This is the choice in DeepSeek's sparse attention (https://github.com/deepseek-ai/DeepSeek-V3.2-Exp).
+
+The choice is exact and the same each time. It runs on the device of the scores without a synchronisation, so the call
+may be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 

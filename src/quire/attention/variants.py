@@ -1,8 +1,10 @@
-"""Ready-made custom variants, written as a user would write them.
+"""Ready-made custom variants, written as a user would write them; and the slopes of ALiBi.
+
+get_alibi_slopes() gives the slopes of ALiBi (Press et al., 2022, https://arxiv.org/abs/2108.12409).
 
 The position of a query is q_idx + kv_len - qo_len, so that a token gets the same result in a prompt, a chunk or a
-decode step. Pass a variant as `variant=` to a call or wrapper. Its tensors and numbers are keywords: those that a mask
-reads of plan(), those that only a score reads of run().
+decode step. Pass a variant as `variant=` to a call or wrapper. Its tensors and numbers are keywords: those that a
+mask reads of plan(), those that only a score reads of run().
 
 >>> from quire import variants
 >>> q, k, v = torch.randn(3, 8, 64), torch.randn(10, 2, 64), torch.randn(10, 2, 64)

@@ -1,4 +1,8 @@
-"""Attention of one request, planned and run in one call."""
+"""Attention of one request, planned and run in one call.
+
+The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html). While torch traces, an operator stands for
+the call.
+"""
 
 from __future__ import annotations
 

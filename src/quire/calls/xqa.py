@@ -1,7 +1,10 @@
 """xqa(): decode with a block table, with the arguments of all versions of FlashInfer's function.
 
 The module is callable: `quire.xqa(...)`, FlashInfer's name for the function, is `quire.xqa.xqa(...)`. The computation
-is that of xqa_batch_decode_with_kv_cache() (block_table_decode.py).
+is that of xqa_batch_decode_with_kv_cache() (decode.py).
+
+They add exp(logit) to the denominators of their KV head's queries, and nothing to the sums. No kernel reads them:
+attention over the other keys is multiplied by the part of the denominator that these have, in float32.
 """
 
 from __future__ import annotations

@@ -55,6 +55,7 @@ def add_commands(commands: Any) -> None:
     show.add_argument("--source", action="store_true", help="print the unit that is compiled")
     show.add_argument("--json", action="store_true", help="print one JSON object")
     show.set_defaults(run=_show)
+    add_doctor(commands)
 
 
 # --- matrix ----------------------------------------------------------------------------------------------------------

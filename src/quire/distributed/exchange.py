@@ -1,4 +1,8 @@
-"""Exchange of partial results and of keys between ranks, by messages or memory that peers read, and their merge."""
+"""Exchange of partial results and of keys between ranks, by messages or memory that peers read, and their merge.
+
+A message is one tensor of bytes with the outputs of some rows and heads, followed by their lse. The merge reads
+received messages in place.
+"""
 
 from __future__ import annotations
 

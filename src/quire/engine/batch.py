@@ -1,4 +1,13 @@
-"""Batches that are attended to as other batches: padded queries, chosen tokens, and lists of blocks."""
+"""Batches that are attended to as other batches: padded queries, chosen tokens, and lists of blocks.
+
+The rows of a request are the last of its q_len rows in this batch. Query i then has position i + kv_len - q_len, so
+causal masks and windows are right. The rows before them are copies of some row, and their results are dropped. All of
+this runs on the device of the call without a synchronisation, so the call may be captured.
+
+This runs on the device of the call without a synchronisation, so the call may be captured in a CUDA graph.
+
+Nothing but pages that are listed is read, and no kernel evaluates a mask for them.
+"""
 
 from __future__ import annotations
 

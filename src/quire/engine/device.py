@@ -1,4 +1,14 @@
-"""A torch device as Quire uses it: its compilation target, memory for partial results, and uploads of schedules."""
+"""A torch device as Quire uses it: its compilation target, memory for partial results, and uploads of schedules.
+
+Any number of wrappers on a GPU may share one workspace if all of their runs are on one stream, because partial
+results are not needed after a run. Runs on two streams would overwrite each other's partial results, so wrappers on
+different streams need separate workspaces. On the CPU each wrapper allocates its own memory, so wrappers of several
+threads may share a workspace.
+
+A caller that plans on a stream of its own (torch.cuda.ExternalStream) must keep the stream alive until its work is
+done, as for torch's allocator. Memory is reused by the handle of the stream: if a stream is destroyed while its
+kernels still run, another stream may get the same handle and would not wait for them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a plan will do and has done: its work tiles, their time stamps, and the text of explain()."""
+"""What a plan will do and has done: its work tiles, their time stamps, and the text of explain().
+
+This is WorkCursor of core/schedule.h in Python, for pictures only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Several batches in one launch: the levels of a cascade, prefixes that requests share, prefill beside decode (POD)."""
+"""Several batches in one launch: the levels of a cascade, prefixes that requests share, prefill beside decode (POD).
+
+Prefill is limited by the tensor cores, decode by memory bandwidth, which two thirds of a GPU's SMs use up wherever
+its CTAs are placed. If they run one after the other, each leaves idle what the other needs. In one launch the decodes
+get these SMs, and the prefill the others; SMs that have no more decodes go on with the prefill (kernels/pod.cuh).
+"""
 
 from __future__ import annotations
 

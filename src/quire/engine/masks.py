@@ -1,4 +1,8 @@
-"""Boolean masks as packed bits, and those of multi-item scoring."""
+"""Boolean masks as packed bits, and those of multi-item scoring.
+
+A token of an item sees the prefix and its own item up to itself, a delimiter sees only the prefix, and a token of the
+prefix sees earlier tokens. One pass therefore scores items independently. Kernels read this as a custom mask.
+"""
 
 from __future__ import annotations
 

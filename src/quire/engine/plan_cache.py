@@ -1,6 +1,8 @@
 """Repeated calls of functions without a plan(), found by the signature of their arguments; plans for layers of a model.
 
-A call is recorded and replayed by replay.py. What is kept belongs to one thread and one stream.
+A call is recorded and replayed by replay.py.
+
+A plan is found by what decided it, by the thread, and by the stream, because two runs of a plan must not overlap.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A prologue is a launch before the kernel. This one rotates queries and keys of long prompts, which fa3 cannot."""
+"""A prologue is a launch before the kernel. This one rotates queries and keys of long prompts, which fa3 cannot.
+
+A kernel that rotates keys as it reads them rotates a key again for each row tile that sees it. For long prompts it is
+faster to write rotated queries and keys once and to read them again. Rotated queries are stored in the output tensor,
+which has their shape: all queries of a row tile are read before any of its results is stored. Rotated keys are stored
+in the workspace, request after request, and so are values of a paged cache.
+"""
 
 from __future__ import annotations
 

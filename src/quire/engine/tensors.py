@@ -1,4 +1,8 @@
-"""The tensors of run(): layouts, what a plan expects of them, comparison with those of the last run, overlap."""
+"""The tensors of run(): layouts, what a plan expects of them, comparison with those of the last run, overlap.
+
+A paged cache is a 5-D tensor (keys at [:, 0], values at [:, 1]) or a pair of 4-D tensors; a page is NHD [page_size,
+num_kv_heads, head_dim] or HND [num_kv_heads, page_size, head_dim]. Only the last dimension must be contiguous.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""Upcasts to 16 bits: a prologue converts 8-bit keys and values of long prompts, and torch converts 8-bit queries."""
+"""Upcasts to 16 bits: a prologue converts 8-bit keys and values of long prompts, and torch converts 8-bit queries.
+
+A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it
+is faster to write keys and values once in 16 bits and to read them again. The copies are in the workspace, page after
+page in the order of paged_kv_indices. A page that several requests share is copied for each.
+
+FlashInfer's kernels for such queries also take a scale for each head of q, k and v. A query head has one KV head, so
+the scales of q and k can multiply the copy, and those of v the result. In float16 the copy is also divided by a power
+of two that brings its largest number below 2^15, and logits are multiplied by it.
+"""
 
 from __future__ import annotations
 

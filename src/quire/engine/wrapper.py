@@ -1,4 +1,10 @@
-"""The base class of wrappers with plan() and run(), their keywords for type checkers, and what engines read of them."""
+"""The base class of wrappers with plan() and run(), their keywords for type checkers, and what engines read of them.
+
+vLLM compares the options of plan() with those of each layer. SGLang reads the buffers of wrappers for CUDA graphs,
+and plans prefill between replays by a call into FlashInfer's module. mini-SGLang shares one int workspace. The values
+are true ones; for example, the int workspace is empty unless the caller gave one, because a plan owns its index
+arrays.
+"""
 
 from __future__ import annotations
 

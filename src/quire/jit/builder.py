@@ -1,4 +1,8 @@
-"""Builds one request with one toolchain and publishes the entry: staging, build permit, report, manifest."""
+"""Builds one request with one toolchain and publishes the entry: staging, build permit, report, manifest.
+
+Permits belong to the user and the machine, not to the cache: several caches on one machine share one budget, and
+several machines that share a cache have a budget each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A compile: ninja runs it, and its log is read: registers, spills, warnings, and what an error means."""
+"""A compile: ninja runs it, and its log is read: registers, spills, warnings, and what an error means.
+
+The supervisor is a dozen lines of `sh` that hold the read end of a pipe. When this process dies, or closes the pipe
+at the time limit, the supervisor sends SIGTERM to ninja and its compilers, and SIGKILL a second later. A `preexec_fn`
+with PR_SET_PDEATHSIG would reach only ninja, and would run Python in the fork of a process with threads.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A compiler: its files and version, which are remembered, its flags, and how it builds an entry."""
+"""A compiler: its files and version, which are remembered, its flags, and how it builds an entry.
+
+A hit must start no process, yet the version of the compiler is part of an entry's name. The compiler's answer is
+therefore kept in the cache (`compilers.json`), with the path, size and time of each file of the compiler.
+"""
 
 from __future__ import annotations
 

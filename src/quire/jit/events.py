@@ -1,4 +1,14 @@
-"""Events of the cache, counters of them, and lines in the log."""
+"""Events of the cache, counters of them, and lines in the log.
+
+    unsubscribe = quire.events.subscribe(lambda event: print(event.kind, event.slug))
+
+Callbacks run on the thread that does the work, in the order of subscription. An exception of a callback is logged and
+does not disturb the build. Events are also counted: `quire.metrics()` gives the counters in Prometheus' format.
+
+Lines go to the logger "quire". Most serving processes never configure logging, so lines go to stderr, from level
+QUIRE_LOG on, while neither that logger nor the root logger has a handler. Only the first rank of a node prints
+progress; every process prints warnings, each text once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What an entry is made from, its request, and its description, the manifest."""
+"""What an entry is made from, its request, and its description, the manifest.
+
+All parts are known without running anything: the format of entries and launches, the template and values of the unit,
+the content of every header that it includes, the target. The toolchain and its flags are the other half
+(`toolchain.py`), because several toolchains can serve the same request.
+"""
 
 from __future__ import annotations
 

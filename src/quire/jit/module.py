@@ -1,4 +1,7 @@
-"""Loaded artifacts: a host library's function, or a cubin's kernel on any number of devices."""
+"""Loaded artifacts: a host library's function, or a cubin's kernel on any number of devices.
+
+The cache may therefore be on a file system that does not permit execution.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Sources of a unit: where templates and headers lie, which headers it includes, and its rendered text."""
+"""Sources of a unit: where templates and headers lie, which headers it includes, and its rendered text.
+
+The parser is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers that come
+with the compiler. Any other include could change an artifact without changing its key, so it is an error. Sections
+under `#ifdef __CUDACC__` and its negations are followed only in the kind of unit that compiles them. Other conditions
+are not evaluated, so the closure is never too small. A device unit reaches `cuda_runtime.h` as well, which nvcc
+includes of its own accord; the toolkit's headers that it includes in turn are part of the compiler.
+
+The templates stay readable as C++ and as ninja. Jinja's default delimiters clash with C++ (`}}`) and with raw PTX
+(`"{%3, %4}"`); `@{ name }` and lines that begin with `//%` occur in neither language. Jinja is imported on first use,
+because the import takes longer than the rest of a hit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The stores in which entries are looked for, why none was found, and which entries go when a store is full."""
+"""The stores in which entries are looked for, why none was found, and which entries go when a store is full.
+
+The last use of an entry is the last read of its artifact, which the file system notes (with "relatime", the default,
+once a day), or its creation if that is later. A hit therefore writes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,16 @@
 """The toolchain half of an entry's name, and how a request becomes an artifact.
 
+NVRTC, which pip's torch brings along, makes cubins without nvcc, g++ and CUDA headers.
+
 A toolchain is found, not made: `find_toolchain(target)`. It has a name and a version, gives flags for a target, and
-builds a request in a staging directory. nvcc and g++ are command lines that ninja runs; NVRTC (nvrtc.py) is a
-library that a child process loads. Nothing outside these files knows the difference.
+builds a request in a staging directory. nvcc and g++ are command lines that ninja runs; NVRTC is a library
+that a child process loads. Nothing outside these files knows the difference.
 
 The version comes from asking the compiler once; `Memory` keeps the answer. A shell script that only executes another
 program stands for that program; any other script is part of the version, because it may add flags that no `--version`
 shows.
+
+It runs in a child process (nvrtc_worker.py), which a time limit can stop and whose memory (some 150 MB) goes with it.
 """
 
 from __future__ import annotations

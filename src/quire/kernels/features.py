@@ -1,4 +1,14 @@
-"""The fields that select a variant, and the operands of kernels: one row each."""
+"""The fields that select a variant, and the operands of kernels: one row each.
+
+A row is a field of `Features`: its name and type, its members of Variant in C++, and its spelling. Problems and keys
+inherit the fields. Slugs and their parser, the constants of the rendered unit, the words of `quire warmup --mask` and
+messages are generated from the rows, so a new feature needs only one more row.
+
+The checks of run(), the strides in the parameter struct and the places of addresses follow from the declarations. A
+block of the struct, made by `operand_fields`, has the addresses of some operands followed by their strides.
+AttentionParams begins with the block of ATTENTION_OPERANDS. A kernel with more operands, or with scales, has its own
+struct, in which `base` is followed by a block of the other operands, and by one of scales.
+"""
 
 from __future__ import annotations
 

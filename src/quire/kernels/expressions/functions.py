@@ -1,4 +1,9 @@
-"""Calls of a user's function while it is traced, and what the function depends on, so that it is traced once."""
+"""Calls of a user's function while it is traced, and what the function depends on, so that it is traced once.
+
+A function depends on its code, its defaults, and the closure cells and global variables that the code names. They are
+compared by value, and tensors by their types and shapes: a trace refers to tensors by their place in this list. A
+function that depends on anything else (an object with attributes, a module of the program) is traced in each call.
+"""
 
 from __future__ import annotations
 

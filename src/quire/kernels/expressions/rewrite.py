@@ -1,4 +1,8 @@
-"""Custom variants rewritten: for a level of a cascade, for lists of blocks, without the masks that kernels have."""
+"""Custom variants rewritten: for a level of a cascade, for lists of blocks, without the masks that kernels have.
+
+A mask is taken apart at its `&`. Comparisons of q_idx and kv_idx become options of the plan, which compile nothing
+and run without mask bits; what is left stays an expression.
+"""
 
 from __future__ import annotations
 
