@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import quire
 from problems import ints
 from quire.compat import flash_attn, flash_mla
-from quire.engine import replay
+from quire.engine import plan_cache, replay
 
 BATCH, HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 8, 2, 64, 16, 6
 LENS, Q_LENS = (41, 96, 7, 0), (3, 17, 7, 1)
@@ -442,7 +442,7 @@ def test_a_call_that_computes_with_its_arguments_is_not_replayed(device):
     q, k, v = single(device, 0)
     scale = torch.tensor(0.5)
 
-    @replay.replayed
+    @plan_cache.replayed
     def scaled(q: Tensor, k: Tensor, v: Tensor, scale: Tensor) -> Tensor:
         return quire.single_prefill_with_kv_cache.__wrapped__(q * scale.to(q.device), k, v)
 
@@ -451,7 +451,7 @@ def test_a_call_that_computes_with_its_arguments_is_not_replayed(device):
         assert torch.equal(scaled(q, k, v, scale), first)
     assert not torch.equal(scaled(q + 1, k, v, scale), first)
 
-    @replay.replayed
+    @plan_cache.replayed
     def doubled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return quire.single_prefill_with_kv_cache.__wrapped__(q, k, v).mul_(2)
 
