@@ -53,12 +53,15 @@ def test_attention(tmp_path: Path) -> None:
     assert report["geometric_mean"] == pytest.approx(ours["of_best_peer"])
 
 
-def test_attention_lists_the_rows() -> None:
-    assert "prefill-d128-causal-b2-8k" in run("attention.py", "--list")
+def test_attention_lists_the_rows(modules: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert modules.main(["--list"]) == 0
+    assert "prefill-d128-causal-b2-8k" in capsys.readouterr().out
 
 
-def test_attention_refuses_an_unknown_row() -> None:
-    run("attention.py", "--rows", "no-such-row", status=2)
+def test_attention_refuses_an_unknown_row(modules: ModuleType) -> None:
+    with pytest.raises(SystemExit) as ended:
+        modules.main(["--rows", "no-such-row"])
+    assert ended.value.code == 2
 
 
 @pytest.mark.slow

@@ -105,11 +105,6 @@ def test_import_has_no_effects(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
-def test_import_needs_no_writable_home():
-    """Neither a home nor a compiler is asked for before the first kernel."""
-    run_python("import quire", HOME="/nonexistent", PATH="/nonexistent", XDG_CACHE_HOME="/nonexistent")
-
-
 def test_import_is_quick():
     """At most an eighth of what torch's own import takes, in CPU time: other programs on the machine do not count.
 
@@ -130,7 +125,11 @@ def test_every_public_name_exists():
     assert isinstance(quire.__version__, str)
 
 
-def test_public_modules_are_attributes():
-    """quire.prefill and the like are reachable after `import quire` alone, as the manuals spell them."""
-    printed = run_python(f"import quire\nfor module in {MODULES}: print(getattr(quire, module).__name__)")
+def test_public_modules_are_attributes_and_import_needs_no_writable_home():
+    """quire.prefill and the like are reachable after `import quire` alone, as the manuals spell them.
+
+    Neither a home nor a compiler is asked for before the first kernel.
+    """
+    places = dict.fromkeys(("HOME", "PATH", "XDG_CACHE_HOME"), "/nonexistent")
+    printed = run_python(f"import quire\nfor module in {MODULES}: print(getattr(quire, module).__name__)", **places)
     assert printed.split() == [f"quire.{module}" for module in MODULES]
