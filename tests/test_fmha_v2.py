@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import quire
-from problems import Problem, ints, workspace
-from test_xqa import block_tables
+from problems import Problem, block_tables, ints, workspace
 
 PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import oracle
-from latents import Latents
+from latents import Latents, packed, unpacked
 from quire.kernels import decide
 from quire.kernels.attention_mla_decode import KERNEL
 from quire.kernels.features import ANY_PAGE_SIZE
@@ -16,7 +16,7 @@ from quire.kernels.operands import View
 from quire.types import MaskMode, dtype_of
 from test_mla import attend, parts, planned
 from test_mla_fa3 import BF16, E4M3, FP16, problem
-from test_packed_latents import Rows, packed, unpacked
+from test_packed_latents import Rows
 from test_packed_latents import attend as attend_to_rows
 
 CUDA_BACKENDS = {"auto": (8, 0)}

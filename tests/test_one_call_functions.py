@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import quire
-from problems import ints
+from problems import ints, offsets
 from quire.compat import flash_attn, flash_mla
 from quire.runtime import replay
 
@@ -41,10 +41,6 @@ def draw(device: str, *shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed * 1000 + sum(shape))
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return torch.randn(shape, generator=generator).to(device, dtype)
-
-
-def offsets(lens: tuple[int, ...], device: str) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lens).cumsum(0)], dtype=torch.int32, device=device)
 
 
 def tables(device: str) -> list[Tensor]:

