@@ -20,7 +20,8 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     Of three parameters or more, the number type among them, any two values meet. Of a number type and one parameter
     each value is there: what number types do to it is what tests of more parameters ask. Of a number type alone all are
     there, but one where hypothesis draws all else. The types of 16 bits count as one, and take turns from combination
-    to combination and from test to test. A decorator's row stays as it is: values that stand in one are one parameter.
+    to combination and from test to test. Of a test that is marked each_value each value is there, however many
+    parameters it has. A decorator's row stays as it is: values that stand in one are one parameter.
     """
     tests: dict[tuple[str, object], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -31,7 +32,8 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
         rows, number = [_combination(item) for item in test], crc32(name.encode())
         places = in_turns(rows, name)
         short = ["16 bits" if rows[place][0] in SHORT else rows[place][0] for place in places]
-        kept = covering([[t, *rows[p][1:]] for t, p in zip(short, places, strict=True)], 2 if len(rows[0]) > 2 else 1)
+        together = 1 if len(rows[0]) < 3 or next(test[0].iter_markers("each_value"), None) else 2
+        kept = covering([[t, *rows[p][1:]] for t, p in zip(short, places, strict=True)], together)
         kept = [places[place] for place in kept]
         if len(rows[0]) == 1 and _is_drawn(test[0]):
             kept = [number % len(test)]

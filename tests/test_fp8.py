@@ -56,6 +56,7 @@ def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, signature):
     check_decode(p, p.paged(16, kv_layout, signature), backend)
 
 
+@pytest.mark.each_value
 @KV_DTYPES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(device, backend, kv_dtype, head_dim):
