@@ -260,7 +260,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows"), GROUPS)
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 77}, {}], ids=str)
 def test_biases_of_distances(options, heads, kv_heads, rows, dim, device, backend):
@@ -383,6 +383,7 @@ SCORES = [(name, {}) for name in ("soft_cap", "alibi", "relative_bias", "tempera
 SCORES += [(None, {"logits_soft_cap": 30.0}), (None, {"pos_encoding_mode": "ALIBI"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SCORES)
 def test_a_row_does_not_depend_on_other_rows(name, options, device, backend):
     """Bit for bit, whether the others of its request have larger logits, or are not there."""

@@ -117,6 +117,7 @@ def test_a_timeline_has_each_work_tile_once_one_after_the_other(options: dict[st
     assert 0 < measured.balance <= 1 and "time, in µs" in measured.svg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", targets(), ids=str)
 @pytest.mark.parametrize("qo", [[1] * 6, [3, 1, 2, 4, 0, 5], [1, 700, 90, 1, 64, 3]], ids=["decode", "few", "many"])
 def test_a_timeline_of_each_kernel(target: Target, qo: list[int]) -> None:
