@@ -54,3 +54,13 @@ def test_a_table_marks_what_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line("x", "us", (2.0, 300.4), {"other": (None, 7.25), "copy": (1.0, 1.0)}, " (plain 3)", limit="copy")
     assert [*line.cells()] == ["x", "2.0, 300 us (plain 3)", "other -, **7.2**; copy 1.0, 1.0"]
     assert [*Line("x", "TFLOP/s", (2.0,), {"other": (1.0,)}).cells()] == ["x", "**2.0** TFLOP/s", "other 1.0"]
+
+
+def test_results_are_the_newest_file_of_each_program_and_short_notes() -> None:
+    """Older files are in the history of the repository."""
+    files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 1_000_000
+    names = [re.sub(r"\d{4}-\d\d-\d\d-?", "", path.name) for path in files]
+    assert len(set(names)) == len(names), "two dates of one program"
+    long = {path.name for path in files if path.suffix == ".md" and len(path.read_text().split()) > 1500}
+    assert not long
