@@ -98,6 +98,7 @@ def test_sinks(device, backend, dtype, kv_dtype):
     p.check(wrapper.run(p.q, cache.kv, sinks=sinks, **scales(p)), sinks=sinks)
 
 
+@pytest.mark.slow
 @KV_DTYPES
 def test_long_keys_are_within_5e_3(device, backend, dtype, kv_dtype):
     """Absolutely: P is rounded no further than to 16 bits, where kernels that multiply in 8 bits are at 4e-2."""

@@ -867,6 +867,7 @@ def test_float_tensors(kind, device, backend):
     p.check(*got, score=lambda s, at: s + bias.double()[at.head, at.q_idx])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.uint8, torch.bool])
 def test_integer_tensors(kind, device, backend):
     dtype, kind = kind, str(kind).removeprefix("torch.")

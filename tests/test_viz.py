@@ -99,6 +99,7 @@ def test_the_picture_is_well_formed_and_has_each_work_tile(threads: int) -> None
     assert "http" not in picture.html.replace("http://www.w3.org/2000/svg", ""), "loads nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"window_left": 200}, {"fixed_split_size": 512}, {"disable_split_kv": True}, {"causal": False}],
