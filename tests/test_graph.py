@@ -445,6 +445,7 @@ def test_variants_of_a_graph(device, backend):
         plan((3, 1), (290, 40), 3, prefix.clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_operands_of_a_captured_score(kind, device, backend):
     """A replay reads a tensor's present values and a number as it was captured; another capture takes another number.
