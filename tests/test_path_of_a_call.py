@@ -1,9 +1,10 @@
-"""A repeated call is a short path: how many of Quire's functions run, in how many files, and how often it changes files."""
+"""The path of a repeated call is short: functions of Quire that run, files that they are in, moves between files."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def path_of(call: Callable[[], Any]) -> Path_:
         call()
     finally:
         sys.setprofile(before)
-    return Path_(len(files), len(set(files)), sum(a != b for a, b in zip(files, files[1:], strict=False)))
+    return Path_(len(files), len(set(files)), sum(a != b for a, b in pairwise(files)))
 
 
 def xqa() -> Callable[[], Any]:
