@@ -23,7 +23,8 @@ from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.engine.wrapper import Pair
 from quire.errors import UnsupportedError, ValidationError
-from quire.kernels.expressions.functions import FunctionState, call_traced, state_of
+from quire.kernels.expressions.dependencies import FunctionState, state_of
+from quire.kernels.expressions.functions import call_traced
 from quire.kernels.expressions.rewrite import MaskParts, split_mask
 from quire.kernels.expressions.trace import Tracer, Value, call_torch, fail
 from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES
