@@ -26,7 +26,7 @@ _ATOM = 64  #: columns of a swizzled row of 128 bytes
 #: dims) is faster than the keys of 1, 4 or all heads.
 _L2_BYTES = 17 << 20
 
-#: Query heads of a KV head whose biases fit into shared memory, see tile/sm90_distance.cuh.
+#: Query heads of a KV head whose biases fit into shared memory, see tile/hopper/distance_bias.cuh.
 _MOST_BIASED_HEADS = 32
 
 

@@ -3,8 +3,8 @@
 //   row(operands, at)        what all keys of a row have in common
 //   score(operands, score, at, row) or score(operands, score, at)
 //   mask(operands, at)
-// Their template parameter M has the backend's functions (tile/expression.cuh, tile/cpu_expression.h). `at` says which
-// query and key (core/logits.h).
+// Their template parameter M has the backend's functions (tile/shared/expression.cuh, tile/cpu/expression.h). `at` says
+// which query and key (core/logits.h).
 //
 // Semantics of all backends: integers are 32 bits and wrap. Integer division by 0 gives 0, with the dividend as
 // remainder; // and % round towards minus infinity. Shifts count bits modulo 32. A float is converted to the nearest

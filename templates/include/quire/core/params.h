@@ -62,7 +62,7 @@ struct alignas(16) Partition {
 struct alignas(16) MergeGroup {
   int32_t parts_begin, parts_end;
   int32_t num_rows;      // of each part; these are the output's rows
-  uint32_t num_arrived;  // 0 between launches: the last CTA resets it. In MLA three counters: tile/shared_merge.cuh
+  uint32_t num_arrived;  // 0 between launches: the last CTA resets it. In MLA three counters: tile/hopper/mla_merge.cuh
 
   QUIRE_HD int num_parts() const { return parts_end - parts_begin; }
 };

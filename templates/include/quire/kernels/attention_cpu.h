@@ -2,19 +2,19 @@
 //
 // Prefill is limited by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread
 // computes the work tiles of one CTA at a time. A row tile of up to kFewRows rows streams keys and values through
-// registers (tile/cpu_stream.h). A larger one copies each KV tile, converted to float, next to a panel of rows
-// (tile/cpu_panel.h). RoPE is applied to such copies, so it uses them for few rows, too, and so do head dims that are
+// registers (tile/cpu/stream.h). A larger one copies each KV tile, converted to float, next to a panel of rows
+// (tile/cpu/panel.h). RoPE is applied to such copies, so it uses them for few rows, too, and so do head dims that are
 // no multiple of a vector. All arithmetic is in float32, whatever the tensors hold; on targets with a matrix unit
-// (tile/cpu_tiles.h), bf16 numbers are multiplied and summed in float32. Keys that no row of a panel sees are neither
+// (tile/cpu/tiles.h), bf16 numbers are multiplied and summed in float32. Keys that no row of a panel sees are neither
 // read nor used.
 #pragma once
 #include <stdlib.h>
-#include "quire/tile/cpu_panel.h"
-#include "quire/tile/cpu_rope.h"
-#include "quire/tile/cpu_rows.h"
-#include "quire/tile/cpu_stamps.h"
-#include "quire/tile/cpu_stream.h"
-#include "quire/tile/cpu_tiles.h"
+#include "quire/tile/cpu/panel.h"
+#include "quire/tile/cpu/rope.h"
+#include "quire/tile/cpu/rows.h"
+#include "quire/tile/cpu/stamps.h"
+#include "quire/tile/cpu/stream.h"
+#include "quire/tile/cpu/tiles.h"
 
 extern "C" int omp_get_num_threads();  // omp.h declares much more
 

@@ -7,7 +7,8 @@
 // Flash decoding at three levels:
 //   1. All work units are divided into one partition per CTA (core/schedule.h); the last CTA to arrive at a merge group
 //      merges its partials.
-//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/decode_shape.cuh). Each KV split has its
+//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/ampere/decode_shape.cuh). Each KV split has
+//   its
 //      own ring of cp.async stages and its own softmax, so the main loop needs no barrier of the CTA. The results of KV
 //      splits are merged in shared memory at the end of a work tile.
 //   3. A KV split computes its keys block by block with the online softmax.
@@ -17,12 +18,12 @@
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/grid.cuh"
-#include "quire/tile/fragments.cuh"
-#include "quire/tile/decode_bias.cuh"
-#include "quire/tile/decode_merge.cuh"
-#include "quire/tile/decode_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/stamps.cuh"
+#include "quire/tile/ampere/fragments.cuh"
+#include "quire/tile/ampere/decode_bias.cuh"
+#include "quire/tile/ampere/decode_merge.cuh"
+#include "quire/tile/ampere/decode_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/stamps.cuh"
 
 namespace quire {
 

@@ -10,15 +10,15 @@
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/cascade_merge.cuh"
-#include "quire/tile/fa2_pipeline.cuh"
-#include "quire/tile/fragments.cuh"
-#include "quire/tile/kv_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/partial.cuh"
-#include "quire/tile/rope.cuh"
-#include "quire/tile/softmax.cuh"
-#include "quire/tile/stamps.cuh"
+#include "quire/tile/shared/cascade_merge.cuh"
+#include "quire/tile/ampere/instruction_order.cuh"
+#include "quire/tile/ampere/fragments.cuh"
+#include "quire/tile/ampere/kv_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/partial.cuh"
+#include "quire/tile/ampere/rope.cuh"
+#include "quire/tile/shared/softmax.cuh"
+#include "quire/tile/shared/stamps.cuh"
 
 namespace quire {
 
@@ -309,7 +309,8 @@ struct AttentionFa2 {
   }
 
   // Two neighbouring columns of o: pair n of those that a lane has of row h of block m. Column 8 n + 2 c is the first
-  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2): see tile/fragments.cuh.
+  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2): see
+  // tile/ampere/fragments.cuh.
   QUIRE_DEVICE static float2 columns(const Accumulator<kM, kVo>& o, int m, int h, int n) {
     if constexpr (kNarrow) return {o.at[m][n / 2 * 2][2 * h + n % 2], o.at[m][n / 2 * 2 + 1][2 * h + n % 2]};
     return {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};

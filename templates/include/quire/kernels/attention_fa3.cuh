@@ -9,8 +9,8 @@
 // other warpgroups owns 64 rows, and starts the first S of a work tile before it stores the results of the one before.
 // Masks and transforms of logits: apply_softmax() applies them. logits_tile() says which queries and keys a lane's
 // logits belong to, and score_logits() calls the variant's transform and mask (core/logits.h, core/mask.h).
-// Keys and values of 8 bits: the loading warps widen them to fp16 in shared memory (tile/sm90_widen.cuh). The computing
-// warps round their queries to fp16 there, a row with its own power of two (tile/sm90_queries.cuh).
+// Keys and values of 8 bits: the loading warps widen them to fp16 in shared memory (tile/hopper/kv_widen.cuh). The
+// computing warps round their queries to fp16 there, a row with its own power of two (tile/hopper/queries.cuh).
 // Registers: a warp decides which KV tile to compute, and whether to mask it, from uniform values, so that ring
 // positions and descriptors stay in uniform registers. Otherwise turns at the tensor cores take longer.
 // Unsuccessful attempts: benchmarks/results/notes-kernels.md.
@@ -20,18 +20,18 @@
 #pragma once
 #include "quire/core/params_fa3.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/sm90_cascade.cuh"
-#include "quire/tile/sm90_distance.cuh"
-#include "quire/tile/sm90_gemm.cuh"
-#include "quire/tile/sm90_load.cuh"
-#include "quire/tile/sm90_queries.cuh"
-#include "quire/tile/sm90_soft_cap.cuh"
-#include "quire/tile/sm90_softmax.cuh"
-#include "quire/tile/sm90_store.cuh"
-#include "quire/tile/sm90_widen.cuh"
-#include "quire/tile/sm90_kv_tiles.cuh"
-#include "quire/tile/smem.cuh"
-#include "quire/tile/stamps.cuh"
+#include "quire/tile/hopper/cascade.cuh"
+#include "quire/tile/hopper/distance_bias.cuh"
+#include "quire/tile/hopper/gemm.cuh"
+#include "quire/tile/hopper/kv_loader.cuh"
+#include "quire/tile/hopper/queries.cuh"
+#include "quire/tile/hopper/soft_cap.cuh"
+#include "quire/tile/hopper/softmax.cuh"
+#include "quire/tile/hopper/rows.cuh"
+#include "quire/tile/hopper/kv_widen.cuh"
+#include "quire/tile/hopper/kv_tiles.cuh"
+#include "quire/tile/shared/smem.cuh"
+#include "quire/tile/shared/stamps.cuh"
 
 namespace quire {
 

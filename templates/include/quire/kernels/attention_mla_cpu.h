@@ -3,13 +3,13 @@
 //
 // From a few heads on, the kernel is limited by the floating-point units, because each key is read once for all heads.
 // Work comes from core/schedule.h; an OpenMP thread computes the work tiles of one CTA at a time. Each KV tile is
-// copied once, converted to float, next to panels of rows (tile/cpu_panel.h). All arithmetic is in float32, whatever
+// copied once, converted to float, next to panels of rows (tile/cpu/panel.h). All arithmetic is in float32, whatever
 // the tensors hold. Keys that no row of a panel sees are neither read nor used.
 #pragma once
 #include <stdlib.h>
 #include "quire/core/params_mla.h"
-#include "quire/tile/cpu_panel.h"
-#include "quire/tile/cpu_rows.h"
+#include "quire/tile/cpu/panel.h"
+#include "quire/tile/cpu/rows.h"
 
 namespace quire {
 

@@ -6,7 +6,7 @@
 // Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the end of a work
 // tile: while one waits for its softmax the other's products run. A warp loads, as far ahead as shared memory allows: a
 // ring of atoms of 64 tokens x 128 bytes, of which a KV tile takes nine, or five of latents of 8 bits
-// (tile/mla_narrow.cuh). Those of small pages, or that indices name, are gathered token by token by four warps.
+// (tile/hopper/mla_fp8.cuh). Those of small pages, or that indices name, are gathered token by token by four warps.
 // Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
 //
 // Sources: vLLM's FlashAttention for heads as columns.
@@ -16,10 +16,10 @@
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/mla_narrow.cuh"
-#include "quire/tile/shared_merge.cuh"
-#include "quire/tile/sm90_load.cuh"
-#include "quire/tile/sm90_scheduler.cuh"
+#include "quire/tile/hopper/mla_fp8.cuh"
+#include "quire/tile/hopper/mla_merge.cuh"
+#include "quire/tile/hopper/kv_loader.cuh"
+#include "quire/tile/hopper/scheduler.cuh"
 
 namespace quire {
 

@@ -16,13 +16,13 @@
 #include "quire/ptx/float8.cuh"
 #include "quire/ptx/store.cuh"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/column_warps.cuh"
-#include "quire/tile/current_work.cuh"
-#include "quire/tile/gemm.cuh"
-#include "quire/tile/kv_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/partial.cuh"
-#include "quire/tile/softmax.cuh"
+#include "quire/tile/ampere/column_warps.cuh"
+#include "quire/tile/shared/current_work.cuh"
+#include "quire/tile/shared/gemm.cuh"
+#include "quire/tile/ampere/kv_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/partial.cuh"
+#include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
 

@@ -10,25 +10,25 @@
 // softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
 // registers keeps its warps waiting until the one before it is under way.
 // Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up, by the
-// copy engine where pages are boxes (tile/mla_boxes.cuh), else token by token (tile/mla_gather.cuh), which also serves
-// sparse attention: pages of one token are then the indices of the tokens that a query sees. Latents of 8 bits come
-// token by token too, and are widened where they have arrived (tile/mla_widen.cuh).
-// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
-// at the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
-// tiles ahead.
+// copy engine where pages are boxes (tile/hopper/mla_boxes.cuh), else token by token (tile/hopper/mla_loader.cuh),
+// which also serves sparse attention: pages of one token are then the indices of the tokens that a query sees. Latents
+// of 8 bits come token by token too, and are widened where they have arrived (tile/hopper/mla_widen.cuh). Schedule:
+// persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys at the
+// same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV tiles
+// ahead.
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
 #pragma once
 #include "quire/core/params_mla_fa3.h"
 #include "quire/ptx/grid.cuh"
 #include "quire/ptx/store.cuh"
-#include "quire/tile/mla_boxes.cuh"
-#include "quire/tile/mla_cta.cuh"
-#include "quire/tile/mla_gather.cuh"
-#include "quire/tile/mla_scores.cuh"
-#include "quire/tile/mla_widen.cuh"
-#include "quire/tile/shared_merge.cuh"
-#include "quire/tile/sm90_store.cuh"
+#include "quire/tile/hopper/mla_boxes.cuh"
+#include "quire/tile/hopper/mla_cta.cuh"
+#include "quire/tile/hopper/mla_loader.cuh"
+#include "quire/tile/hopper/mla_scores.cuh"
+#include "quire/tile/hopper/mla_widen.cuh"
+#include "quire/tile/hopper/mla_merge.cuh"
+#include "quire/tile/hopper/rows.cuh"
 
 namespace quire {
 
