@@ -121,7 +121,7 @@ def _max_bytes(key: AttentionKey, operand: str) -> int:
 
 
 def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params_fa3.h."""
+    """The tensor maps of core/params.h."""
     copies = []
     (nnz_qo, num_qo_heads, head_dim), (token, head, _) = views["q"].sizes, views["q"].strides
     num_kv_heads = views["k"].sizes[2]

@@ -1,4 +1,4 @@
-"""When and where a timed variant computed its work tiles: reads the records of core/stamps.h, for pictures."""
+"""When and where a timed variant computed its work tiles: reads the records of tile/shared/stamps.h, for pictures."""
 
 from __future__ import annotations
 

@@ -120,6 +120,15 @@ struct WorkCursor {
   }
 };
 
+// The work tile that a CTA is busy with, and those that follow. Lies in shared memory, because the main loops have no
+// registers left for it.
+struct CurrentWork {
+  WorkTile work;
+  WorkCursor cursor;  // the work tiles that follow
+  bool exists;        // false: the CTA is done
+  bool is_last;       // the CTA is the last one to arrive at the merge group
+};
+
 // The number of partitions. It is the smallest for which no partition is longer than with max_partitions, because fewer
 // partitions have fewer partials. If row tiles are divided at all, a partition has at least two units: merging costs
 // more than a unit. If that loses at most one partition in sixteen, each row tile gets the same number of partitions,

@@ -9,7 +9,7 @@
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
-#include "quire/core/params_mla.h"
+#include "quire/core/params.h"
 #include "quire/core/rope.h"
 
 namespace quire {

@@ -10,9 +10,8 @@
 #pragma once
 #include <stdlib.h>
 #include "quire/tile/cpu/panel.h"
-#include "quire/tile/cpu/rope.h"
 #include "quire/tile/cpu/rows.h"
-#include "quire/tile/cpu/stamps.h"
+#include "quire/tile/shared/stamps.h"
 #include "quire/tile/cpu/stream.h"
 #include "quire/tile/cpu/tiles.h"
 

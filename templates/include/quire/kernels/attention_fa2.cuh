@@ -18,7 +18,7 @@
 #include "quire/tile/shared/partial.cuh"
 #include "quire/tile/ampere/rope.cuh"
 #include "quire/tile/shared/softmax.cuh"
-#include "quire/tile/shared/stamps.cuh"
+#include "quire/tile/shared/stamps.h"
 
 namespace quire {
 

@@ -10,7 +10,7 @@
 // Masks and transforms of logits: apply_softmax() applies them. logits_tile() says which queries and keys a lane's
 // logits belong to, and score_logits() calls the variant's transform and mask (core/logits.h, core/mask.h).
 // Keys and values of 8 bits: the loading warps widen them to fp16 in shared memory (tile/hopper/kv_widen.cuh). The
-// computing warps round their queries to fp16 there, a row with its own power of two (tile/hopper/queries.cuh).
+// computing warps round their queries to fp16 there, a row with its own power of two (tile/hopper/rows.cuh).
 // Registers: a warp decides which KV tile to compute, and whether to mask it, from uniform values, so that ring
 // positions and descriptors stay in uniform registers. Otherwise turns at the tensor cores take longer.
 // Unsuccessful attempts: benchmarks/results/notes-kernels.md.
@@ -18,20 +18,18 @@
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
 // has grown.
 #pragma once
-#include "quire/core/params_fa3.h"
+#include "quire/core/params.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/cascade.cuh"
 #include "quire/tile/hopper/distance_bias.cuh"
 #include "quire/tile/hopper/gemm.cuh"
 #include "quire/tile/hopper/kv_loader.cuh"
-#include "quire/tile/hopper/queries.cuh"
-#include "quire/tile/hopper/soft_cap.cuh"
-#include "quire/tile/hopper/softmax.cuh"
 #include "quire/tile/hopper/rows.cuh"
+#include "quire/tile/hopper/softmax.cuh"
 #include "quire/tile/hopper/kv_widen.cuh"
 #include "quire/tile/hopper/kv_tiles.cuh"
 #include "quire/tile/shared/smem.cuh"
-#include "quire/tile/shared/stamps.cuh"
+#include "quire/tile/shared/stamps.h"
 
 namespace quire {
 

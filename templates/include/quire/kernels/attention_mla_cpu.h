@@ -7,7 +7,7 @@
 // the tensors hold. Keys that no row of a panel sees are neither read nor used.
 #pragma once
 #include <stdlib.h>
-#include "quire/core/params_mla.h"
+#include "quire/core/params.h"
 #include "quire/tile/cpu/panel.h"
 #include "quire/tile/cpu/rows.h"
 

@@ -12,9 +12,9 @@
 // Sources: vLLM's FlashAttention for heads as columns.
 #pragma once
 #include "quire/core/mask.h"
-#include "quire/core/params_mla_fa3.h"
-#include "quire/ptx/grid.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/core/params.h"
+#include "quire/ptx/barrier.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/mla_fp8.cuh"
 #include "quire/tile/hopper/mla_merge.cuh"

@@ -10,14 +10,13 @@
 // (kTileScales), they are multiplied by these in float32 and rounded once, as in FlashMLA.
 #pragma once
 #include "quire/core/convert.h"
-#include "quire/core/params_mla.h"
+#include "quire/core/params.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
-#include "quire/ptx/float8.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/math.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/ampere/column_warps.cuh"
-#include "quire/tile/shared/current_work.cuh"
 #include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/ampere/kv_ring.cuh"
 #include "quire/tile/shared/logits.cuh"

@@ -10,7 +10,7 @@
 // softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
 // registers keeps its warps waiting until the one before it is under way.
 // Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up, by the
-// copy engine where pages are boxes (tile/hopper/mla_boxes.cuh), else token by token (tile/hopper/mla_loader.cuh),
+// copy engine where pages are boxes (tile/hopper/mla_loader.cuh), else token by token (tile/hopper/mla_loader.cuh),
 // which also serves sparse attention: pages of one token are then the indices of the tokens that a query sees. Latents
 // of 8 bits come token by token too, and are widened where they have arrived (tile/hopper/mla_widen.cuh). Schedule:
 // persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys at the
@@ -19,12 +19,11 @@
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
 #pragma once
-#include "quire/core/params_mla_fa3.h"
-#include "quire/ptx/grid.cuh"
-#include "quire/ptx/store.cuh"
-#include "quire/tile/hopper/mla_boxes.cuh"
-#include "quire/tile/hopper/mla_cta.cuh"
+#include "quire/core/params.h"
+#include "quire/ptx/barrier.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/tile/hopper/mla_loader.cuh"
+#include "quire/tile/hopper/mla_cta.cuh"
 #include "quire/tile/hopper/mla_scores.cuh"
 #include "quire/tile/hopper/mla_widen.cuh"
 #include "quire/tile/hopper/mla_merge.cuh"

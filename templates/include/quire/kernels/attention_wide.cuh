@@ -13,10 +13,9 @@
 // Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
 #pragma once
 #include "quire/core/schedule.h"
-#include "quire/ptx/float8.cuh"
+#include "quire/ptx/math.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/ampere/column_warps.cuh"
-#include "quire/tile/shared/current_work.cuh"
 #include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/ampere/kv_ring.cuh"
 #include "quire/tile/shared/logits.cuh"

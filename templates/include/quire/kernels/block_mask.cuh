@@ -2,7 +2,7 @@
 // Kernels then skip empty tiles, and read mask bits only in partial tiles. The mask is the same for all KV heads.
 #pragma once
 #include "quire/core/parallel.h"
-#include "quire/ptx/grid.cuh"
+#include "quire/ptx/barrier.cuh"
 #include "quire/tile/shared/mask_bits.cuh"
 #include "quire/tile/shared/tile_order.cuh"
 

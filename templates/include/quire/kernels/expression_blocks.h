@@ -3,7 +3,7 @@
 // as full or empty only if it is so for all query heads.
 #pragma once
 #ifdef __CUDACC__
-#include "quire/ptx/grid.cuh"
+#include "quire/ptx/barrier.cuh"
 #include "quire/tile/shared/expression.cuh"
 #include "quire/tile/shared/tile_order.cuh"
 #else

@@ -6,7 +6,7 @@
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
-#include "quire/ptx/grid.cuh"
+#include "quire/ptx/barrier.cuh"
 
 namespace quire {
 

@@ -1,8 +1,8 @@
 // The end of a work tile: the KV splits' results are merged through shared memory, in fixed order, and become rows of
 // the output or a partial result.
 #pragma once
-#include "quire/ptx/grid.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/barrier.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/tile/shared/cascade_merge.cuh"
 #include "quire/tile/ampere/decode_shape.cuh"
 #include "quire/tile/shared/partial.cuh"

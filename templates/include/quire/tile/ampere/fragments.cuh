@@ -7,9 +7,8 @@
 // the pairs of block b are in block b + head_dim / 32.
 #pragma once
 #include "quire/core/schedule.h"
-#include "quire/ptx/float8.cuh"
 #include "quire/ptx/math.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/tile/shared/fp16_range.cuh"
 #include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/ampere/rope.cuh"

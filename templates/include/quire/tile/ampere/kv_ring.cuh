@@ -2,7 +2,7 @@
 // NaN, and 0 * NaN is NaN. Their memory is never read: a copy of zero bytes touches no address. Dims that pad a head to
 // whole blocks are treated likewise.
 #pragma once
-#include "quire/tile/shared/current_work.cuh"
+#include "quire/core/schedule.h"
 #include "quire/tile/shared/smem.cuh"
 
 namespace quire {

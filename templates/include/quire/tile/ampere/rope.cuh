@@ -4,7 +4,7 @@
 #include "quire/core/convert.h"
 #include "quire/core/rope.h"
 #include "quire/ptx/math.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/tile/shared/smem.cuh"
 
 namespace quire {

@@ -3,6 +3,7 @@
 #pragma once
 #include <math.h>
 #include "quire/core/logits.h"
+#include "quire/core/rope.h"
 #include "quire/core/schedule.h"
 #include "quire/tile/cpu/vector.h"
 
@@ -124,6 +125,18 @@ inline void finish_work_tile(const Rows& rows, const float* o, const float* m, c
   if constexpr (V::kCascade != 0) return arrive_at_cascade_groups<V>(p, work);
   MergeGroup& group = p.groups[work.group];
   if (arrives_last(group)) merge_partials<V>(rows, group);
+}
+
+// Rotates a row of a query or key that has been widened to float.
+// There are two loops, because g++ vectorises each of them.
+template <int kDim>
+inline void rotate_row(float* x, int position, const uint64_t* frequencies) {
+  float cos[kDim / 2], sin[kDim / 2];
+  for (int i = 0; i < kDim / 2; ++i) {
+    const Rotation by = rope_rotation(position, frequencies[i]);
+    cos[i] = by.cos, sin[i] = by.sin;
+  }
+  for (int i = 0; i < kDim / 2; ++i) rotate(x[i], x[i + kDim / 2], {cos[i], sin[i]});
 }
 
 }  // namespace quire::cpu

@@ -3,7 +3,7 @@
 // all rows, into shared memory. Computing warps begin S = Q K^T with it: the bias takes no registers, no addition, and
 // is read while other warpgroups' products run.
 #pragma once
-#include "quire/tile/shared/current_work.cuh"
+#include "quire/core/schedule.h"
 #include "quire/tile/shared/logits.cuh"
 
 namespace quire {

@@ -4,9 +4,8 @@
 #pragma once
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/copy.cuh"
-#include "quire/ptx/tma.cuh"
-#include "quire/tile/shared/current_work.cuh"
-#include "quire/tile/hopper/descriptor.cuh"
+#include "quire/core/schedule.h"
+#include "quire/tile/hopper/gemm.cuh"
 
 namespace quire {
 

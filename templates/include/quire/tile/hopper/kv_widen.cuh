@@ -1,8 +1,8 @@
 // Loads keys and values of 8 bits. The warps of the loading warpgroup copy them to shared memory, and widen them there
 // to fp16. The bytes of a row lie where its 16-bit numbers will lie, so that they take no memory of their own.
 #pragma once
-#include "quire/ptx/float8.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/math.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/tile/hopper/kv_tiles.cuh"
 #include "quire/tile/hopper/kv_loader.cuh"
 

@@ -1,7 +1,7 @@
 // What the warps of a CTA of the MLA kernel share: sizes, tiles and barriers in shared memory, and which work tile and
 // KV tile are next.
 #pragma once
-#include "quire/core/params_mla_fa3.h"
+#include "quire/core/params.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/kv_loader.cuh"
 #include "quire/tile/hopper/scheduler.cuh"

@@ -4,7 +4,7 @@
 #include "quire/tile/hopper/mla_cta.cuh"
 #include "quire/tile/hopper/softmax.cuh"
 #include "quire/tile/hopper/rows.cuh"
-#include "quire/tile/hopper/descriptor.cuh"
+#include "quire/tile/hopper/gemm.cuh"
 
 namespace quire {
 

@@ -6,10 +6,9 @@
 // schedulers.
 #pragma once
 #include "quire/core/convert.h"
-#include "quire/core/params_mla.h"
-#include "quire/ptx/float8.cuh"
+#include "quire/core/params.h"
 #include "quire/ptx/math.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/tile/hopper/mla_loader.cuh"
 
 namespace quire {

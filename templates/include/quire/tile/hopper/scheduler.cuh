@@ -1,10 +1,10 @@
 // The work tiles of a persistent CTA, handed from the warp that schedules to the warps that load and compute, one
 // ahead.
 #pragma once
-#include "quire/core/params_fa3.h"
+#include "quire/core/params.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/wgmma.cuh"
-#include "quire/tile/shared/current_work.cuh"
+#include "quire/core/schedule.h"
 
 namespace quire {
 
