@@ -1,7 +1,7 @@
 """Random expressions of variants, on the CPU's functions and on the GPU's, against float64.
 
-Many expressions are one program: the GPU's functions (tile/shared/expression.cuh) are compiled for the host here, with the
-instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in test_variants.py.
+Many expressions are one program: the GPU's functions (tile/shared/expression.cuh) are compiled for the host here, with
+the instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in test_variants.py.
 QUIRE_EXPRESSIONS=10000 draws that many.
 """
 

@@ -31,18 +31,18 @@ template <class V, class Cta = WholeCta>
 class AttentionDecode {
   using Shape = DecodeShape<V>;
   using SharedMemory = typename Shape::SharedMemory;
-  using T = typename conditional<Shape::kNarrow, fp16_t, typename V::Q>::type;  // of the matrix products
+  using T = typename conditional<Shape::kIsFp8, fp16_t, typename V::Q>::type;  // of the matrix products
 
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = Shape::kThreads, kMinCtas = Shape::kMinCtas, kSmemBytes = Shape::kSmemBytes;
 
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
-  static_assert(Shape::kNarrow || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
+  static_assert(Shape::kIsFp8 || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
   static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 512,
                 "head dims are multiples of 8 up to 512");
   static_assert(Shape::kDimWarps == 1 || V::kPosEncoding != kPosEncodingRope, "a warp has both dims of a pair");
-  static_assert((!Shape::kNarrow && V::kPosEncoding != kPosEncodingRope) ||
+  static_assert((!Shape::kIsFp8 && V::kPosEncoding != kPosEncodingRope) ||
                     (Shape::kQk == V::kHeadDimQk && Shape::kVo == V::kHeadDimVo),
                 "8-bit and rotated heads are whole blocks");
 
@@ -62,7 +62,7 @@ class AttentionDecode {
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query =
-      QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
+      QueryFragments<typename V::Q, Shape::kIsFp8, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
   using WarpK = TileSlice<typename Shape::TileK, kQk>;
   using WarpV = TileSlice<typename Shape::TileV, kVo>;
 

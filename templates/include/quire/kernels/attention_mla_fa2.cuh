@@ -101,8 +101,8 @@ struct AttentionMlaFa2 {
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kKpe = kQk - kVo;
   using Kv = typename V::Kv;
-  static constexpr bool kNarrow = sizeof(Kv) == 1, kScaled = V::kTileScales != 0;
-  static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
+  static constexpr bool kIsFp8 = sizeof(Kv) == 1, kScaled = V::kTileScales != 0;
+  static_assert((kIsFp8 || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
                 "q and o have one number type, and so have latents unless they have 8 bits");
   static_assert(kQk == 576 && kVo == 512, "512 dims of a latent and 64 more");
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
@@ -132,11 +132,11 @@ struct AttentionMlaFa2 {
     typename Warp::OfRows of_rows;
   };
   static constexpr int kOffsetBytes = kTileKv * 16;  // of a tile's tokens
-  static constexpr int kWideBytes = kNarrow ? TileKv::kBytes : 0;
+  static constexpr int kWideBytes = kIsFp8 ? TileKv::kBytes : 0;
   static constexpr int kFixedBytes = TileQ::kBytes + kWideBytes + TileP::kBytes + round_up(sizeof(Shared), 16);
   static constexpr int kStages =
       max(1, min(4, (kMostSharedBytes - kFixedBytes - kOffsetBytes) / (TileRing::kBytes + kOffsetBytes)));
-  static constexpr int kTableStages = kStages + (kNarrow || kStages == 1 ? 1 : 0);
+  static constexpr int kTableStages = kStages + (kIsFp8 || kStages == 1 ? 1 : 0);
   using Rows =
       typename conditional<kScaled, ScaledRows<V, kThreads, kTableStages>, KvRows<V, kThreads, kTableStages>>::type;
 
@@ -182,14 +182,14 @@ struct AttentionMlaFa2 {
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE TileRing ring_tile(int i) const { return {smem_at(kRingAt + i % kStages * TileRing::kBytes)}; }
-  QUIRE_DEVICE TileKv kv_tile(int i) const { return {kNarrow ? smem_at(kWideAt) : ring_tile(i).base}; }
+  QUIRE_DEVICE TileKv kv_tile(int i) const { return {kIsFp8 ? smem_at(kWideAt) : ring_tile(i).base}; }
 
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
     Rows rows(row_params(), work_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
-    constexpr int kAhead = kNarrow ? kStages : max(1, kStages - 1);
+    constexpr int kAhead = kIsFp8 ? kStages : max(1, kStages - 1);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) copy(rows, kv_begin + i);
     KeyRange any, all;
@@ -202,7 +202,7 @@ struct AttentionMlaFa2 {
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<kAhead - 1>();
       __syncthreads();  // tile i is there, and all are done with tile i - 1
-      if constexpr (kNarrow) {
+      if constexpr (kIsFp8) {
         if constexpr (kScaled) {
           multiply_by_scales(ring_tile(i), kv_tile(i));
         } else {
@@ -210,7 +210,7 @@ struct AttentionMlaFa2 {
         }
         __syncthreads();  // tile i is wide
       }
-      if constexpr (kNarrow || kStages > 1) copy(rows, i + kAhead);
+      if constexpr (kIsFp8 || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
       typename Warp::Scores s;
       const bool some = any.contains(i), attends = some && warp_.tells();
@@ -221,7 +221,7 @@ struct AttentionMlaFa2 {
       rows.publish_offsets(i + kTableStages);
       sync_rows();  // so are the weights
       if (some) warp_.add_values(o, kv_tile(i));
-      if constexpr (!kNarrow && kStages == 1) {
+      if constexpr (!kIsFp8 && kStages == 1) {
         __syncthreads();  // all are done with tile i
         copy(rows, i + 1);
       }

@@ -97,19 +97,24 @@ class AttentionMlaFa3 {
     source.finish();
   }
 
-  // o += p ckv of a KV tile, in whose place `source` loads another. Whether it was the work tile's last.
+  // Computes o += p ckv of a KV tile, and loads another KV tile in its place. Returns whether it was the work tile's
+  // last one.
   QUIRE_DEVICE bool add_tile(float (&o)[Cta::kHalfCols / 2], RingPosition<2> kpe, Source& source) const {
     const int stage = kpe.count % Cta::kStages;
     source.before_product(kpe);
+    // Start O += P V as soon as the weights are there.
     const bool is_last = start_values(o, kpe, stage);
+    // Find or widen a later KV tile meanwhile.
     source.beside_product(kpe);
+    // Wait for O.
     ptx::wgmma_wait<0>();
     ptx::pin(o);
+    // Release V and the weights, and load into their places.
     source.after_product(kpe, stage);
     return is_last;
   }
 
-  // Starts o += p ckv of a KV tile. Whether that is the work tile's last one.
+  // Starts o += p ckv of a KV tile. Returns whether it is the work tile's last one.
   QUIRE_DEVICE bool start_values(float (&o)[Cta::kHalfCols / 2], RingPosition<2> at, int stage) const {
     const TileDescriptor weights(cta_.weights_tile(at.stage()).base, 16);
     const TileDescriptor values(cta_.ckv_tile(stage).base + Cta::half_of_o() * (TileCkv::kBytes / Cta::kHalves),

@@ -30,8 +30,8 @@ struct AttentionWide {
   using T = typename V::Q;
   using Kv = typename V::Kv;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv, kDims = 512;
-  static constexpr bool kNarrow = sizeof(Kv) == 1, kHasRope = V::kPosEncoding == kPosEncodingRope;
-  static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
+  static constexpr bool kIsFp8 = sizeof(Kv) == 1, kHasRope = V::kPosEncoding == kPosEncodingRope;
+  static_assert((kIsFp8 || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
                 "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(V::kHeadDimQk == kDims && V::kHeadDimVo == kDims, "heads have 512 dims");
   static_assert(kTileRows == 16 || kTileRows == 64, "a tile has 16 or 64 rows");
@@ -56,7 +56,7 @@ struct AttentionWide {
       return base + row * TileKv::kRowBytes + kDims + ((col ^ (row & 7)) << 4);
     }
   };
-  using CopiedKv = typename conditional<kNarrow, ByteRows, TileKv>::type;
+  using CopiedKv = typename conditional<kIsFp8, ByteRows, TileKv>::type;
   // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
@@ -134,7 +134,7 @@ struct AttentionWide {
 #pragma unroll 1
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<2 * (kStages - 1)>();
-      if constexpr (kNarrow) widen(keys(i));
+      if constexpr (kIsFp8) widen(keys(i));
       if constexpr (kHasRope) rotate_keys(i);
       __syncthreads();  // keys of tile i are there, and all are done with values of tile i - 1
       copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
@@ -152,7 +152,7 @@ struct AttentionWide {
       if (some) warp_.raise_max(o, softmax);
       if (some && warp_.tells()) warp_.exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
-      if constexpr (kNarrow) widen(values(i));
+      if constexpr (kIsFp8) widen(values(i));
       rows.publish_offsets(i + kStages + 1);
       __syncthreads();  // weights and values of tile i are there
       if (some) warp_.add_values(o, values(i));

@@ -21,8 +21,9 @@ struct SpillTile {
   }
 };
 
-// Block m of o to shared memory; narrow: columns as tile/ampere/fragments.cuh leaves them.
-template <bool kNarrow, int kM, int kVo>
+// Writes block m of o to shared memory. kIsFp8: the columns have the order in which tile/ampere/fragments.cuh leaves
+// them.
+template <bool kIsFp8, int kM, int kVo>
 QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m, int lane) {
 #pragma unroll
   for (int b = 0; b < kVo / 16; ++b) {
@@ -31,7 +32,7 @@ QUIRE_DEVICE void spill(SpillTile<kVo> dst, const Accumulator<kM, kVo>& o, int m
       const float (&left)[4] = o.at[m][2 * b];
       const float (&right)[4] = o.at[m][2 * b + 1];
       const int row = lane / 4 + 8 * h, c = lane % 4;
-      if constexpr (kNarrow) {
+      if constexpr (kIsFp8) {
         ptx::st_shared_16(dst.pair(row, 8 * b + 2 * c), left[2 * h], right[2 * h], left[2 * h + 1], right[2 * h + 1]);
       } else {
         ptx::st_shared_8(dst.pair(row, 8 * b + c), left[2 * h], left[2 * h + 1]);
@@ -59,7 +60,7 @@ class DecodeEnding {
     put_states(softmax);
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      spill<Shape::kNarrow>(SpillTile<kVo>{ptx::smem_address(spill_of(warp_))}, o, m, lane_);
+      spill<Shape::kIsFp8>(SpillTile<kVo>{ptx::smem_address(spill_of(warp_))}, o, m, lane_);
       Cta::sync();
       merge_splits(work, m);
       if (m + 1 < kM) Cta::sync();

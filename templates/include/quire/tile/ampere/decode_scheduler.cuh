@@ -1,10 +1,10 @@
-// The next row tiles of a CTA, as every warp reads them for itself: no warp waits for another to hear about them.
+// The next row tiles of a CTA. Every warp reads them for itself, so that no warp waits for another.
 #pragma once
 #include "quire/core/schedule.h"
 
 namespace quire {
 
-// Row tiles of the schedule, in a cascade, where a cursor knows those of its line only.
+// The number of row tiles of the schedule. In a cascade a cursor has only the number of those in its own sequence.
 template <bool kCascade>
 struct TileCount {
   QUIRE_DEVICE explicit TileCount(const AttentionParams&) {}
@@ -17,9 +17,9 @@ struct TileCount<true> {
   QUIRE_DEVICE int count(const WorkCursor&) const { return num_tiles; }
 };
 
-// The next 32 row tiles, in shared memory, a copy for each warp: a CTA's work tiles are neighbours, so one round of
-// loads serves many of them. Where there are at most 32 in all, they are loaded before the partition that says where to
-// begin is known. In a cascade a CTA goes on from shared levels to the last one, anywhere.
+// The next 32 row tiles, in shared memory, a copy for each warp. A CTA's work tiles are neighbours, so one round of
+// loads serves many of them. If the schedule has at most 32 row tiles, they are loaded before the partition is, which
+// says where to begin. In a cascade a CTA goes on from shared levels to any row tile of the last level.
 template <bool kCascade>
 class TileWindow : TileCount<kCascade> {
  public:

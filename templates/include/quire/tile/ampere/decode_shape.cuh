@@ -77,14 +77,14 @@ struct DecodeShape {
   using Kv = typename V::Kv;
   static constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo), kRows = V::kTileRows;
   static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
-  static constexpr bool kNarrow = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
+  static constexpr bool kIsFp8 = kKvBits == 8;  // keys and values are widened to fp16 on their way to the mma
 
   // Warps that divide the dims of a head, and the dims of each.
   static constexpr int kDimWarps = max(kQk, kVo) > 256 ? 2 : 1, kWarpQk = kQk / kDimWarps, kWarpVo = kVo / kDimWarps;
   // Blocks of 16 rows in a warp: two where o and q then take at most 192 registers, or 96 if widening needs some too.
   // Heads of more than 512 bytes have one: their KV tiles are made for one (kernels/attention_decode.py).
   static constexpr int kM =
-      kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kNarrow ? 96 : 192) ? 2 : 1;
+      kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kIsFp8 ? 96 : 192) ? 2 : 1;
   static constexpr int kRowWarps = kRows / (16 * kM);                        // warps that divide the rows of a row tile
   static constexpr int kSplitWarps = kRowWarps * kDimWarps;                  // warps of a KV split
   static constexpr int kWarps = V::kTileKv == 32 && kDimWarps == 1 ? 2 : 4;  // of a CTA
@@ -98,7 +98,7 @@ struct DecodeShape {
   static_assert(kWarpTokens >= 8 && kWarpTokens <= 32, "a warp copies 8, 16 or 32 tokens of a KV tile");
 
   // Blocks of 16 dims of q that a warp keeps in registers. The warp reads the others again for each block of keys.
-  static constexpr int kRegisters = kM * (kWarpVo / 2 + kWarpQk / 4) + (kNarrow ? 16 : 0);  // for o, q and widening
+  static constexpr int kRegisters = kM * (kWarpVo / 2 + kWarpQk / 4) + (kIsFp8 ? 16 : 0);  // for o, q and widening
   // A tree mask with a window, and rotated keys, take registers, too.
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
   static constexpr bool kIsCrowded = (V::kMask == kMaskTree && V::kWindow != 0) || kHasRope;
@@ -109,7 +109,7 @@ struct DecodeShape {
                                                                                 : 128);
   // Whether a lane keeps the rotations of its first key from one KV tile to the next.
   static constexpr bool kRotationsRun =
-      kHasRope && !kNarrow && kM == 1 && kQk <= 128 && kHeldQ == kQk / 16 && kBlock == kSplitTokens;
+      kHasRope && !kIsFp8 && kM == 1 && kQk <= 128 && kHeldQ == kQk / 16 && kBlock == kSplitTokens;
   static constexpr int kQueryBytes = (kWarpQk / 16 - kHeldQ) * kM * 512;  // the others, of one warp's rows and dims
 
   using TileK = SmemTile<kSplitTokens, kQk, kKvBits>;

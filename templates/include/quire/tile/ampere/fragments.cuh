@@ -18,9 +18,9 @@ namespace quire {
 
 // A warp's rows of q: kM blocks of 16 rows of kQk dims, and zeros up to a whole block. The first kHeld blocks of 16
 // dims stay in registers. The others lie in shared memory as fragments, one copy for all KV splits.
-template <class Q, bool kNarrow, int kM, int kQk, int kHeld, bool kHasRope>
+template <class Q, bool kIsFp8, int kM, int kQk, int kHeld, bool kHasRope>
 struct QueryFragments {
-  static constexpr bool kRescaled = kNarrow && is_same<Q, bf16_t>::value;
+  static constexpr bool kRescaled = kIsFp8 && is_same<Q, bf16_t>::value;
   static constexpr int kBlocks = ceil_div(kQk, 16), kHeldBlocks = kHeld;
 
   uint32_t held[max(kHeld, 1)][kM][4];  // an array has an element, also where none is held
@@ -109,7 +109,7 @@ struct QueryFragments {
   QUIRE_DEVICE static void load_row(Words& x, int m, int h, const Q* row, int c) {
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) {
-      if constexpr (kNarrow) {
+      if constexpr (kIsFp8) {
         const uint2 word = *reinterpret_cast<const uint2*>(row + 16 * k + 4 * c);
         x[k][m][h] = word.x, x[k][m][h + 2] = word.y;
       } else {
@@ -121,7 +121,7 @@ struct QueryFragments {
   }
 
   QUIRE_DEVICE static void rotate_row(Words& x, int m, int h, const uint64_t* frequencies, int position, int c) {
-    if constexpr (kNarrow) {
+    if constexpr (kIsFp8) {
 #pragma unroll
       for (int k = 0; k < kBlocks / 2; ++k) {
         const Frequencies<4> f(frequencies + 16 * k + 4 * c);
@@ -160,7 +160,7 @@ struct QueryFragments {
 // One ldmatrix reads 16 keys x 32 dims: {keys 0..7, 8..15} x {chunk 0, 1}. The last of an odd number of chunks is read
 // twice.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
-QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
+QUIRE_DEVICE void mma_fp8_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
   s.clear();
 #pragma unroll
   for (int k = 0; k < kQk / 16; k += 2) {
@@ -189,8 +189,8 @@ QUIRE_DEVICE void mma_narrow_keys(Accumulator<kM, kN>& s, const Query& q, const 
 // One ldmatrix reads 16 tokens x 32 dims: tokens 0..7 chunk 0, tokens 8..15 chunk 0, then chunk 1. A word is {token
 // 2c, dim 2g}, {2c, 2g + 1}, {2c + 1, 2g}, {2c + 1, 2g + 1}.
 template <class T, class Kv, int kM, int kVo, class Cursor>
-QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values,
-                                    int block, int lane) {
+QUIRE_DEVICE void mma_fp8_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values, int block,
+                                 int lane) {
 #pragma unroll
   for (int n = 0; n < kVo / 16; n += 2) {
     const bool is_single = n + 1 == kVo / 16;
@@ -216,8 +216,8 @@ QUIRE_DEVICE void mma_narrow_values(Accumulator<kM, kVo>& o, const uint32_t (&p)
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Tile, class Rotations>
 QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile tile, int block, int lane, int position,
                                    Rotations& rotations) {
-  constexpr bool kNarrow = sizeof(Kv) == 1;
-  constexpr int kPairs = Tile::kChunks / 2, kDims = kNarrow ? 4 : 2;  // of chunks; that a lane has of each
+  constexpr bool kIsFp8 = sizeof(Kv) == 1;
+  constexpr int kPairs = Tile::kChunks / 2, kDims = kIsFp8 ? 4 : 2;  // of chunks; that a lane has of each
   static_assert(Tile::kChunks % 2 == 0, "all chunks have another to be paired with");
   const int row = block * kN + (lane & 7) + (lane >> 4) * 8, other = (lane >> 3) & 1 ? kPairs : 0;
   rotations.begin(position, lane);
@@ -231,7 +231,7 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
     Turning<kDims> turning = rotations.template at<kDims>(k, pair, position);
     uint32_t rows[2][kM][4];
     q.get(k, rows[0]);
-    if constexpr (kNarrow) q.get(k + kPairs, rows[1]);
+    if constexpr (kIsFp8) q.get(k + kPairs, rows[1]);
 #pragma unroll
     for (int n = 0; n < kN / 8; n += 2) {
       uint32_t x[4];
@@ -239,7 +239,7 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         uint32_t b[2][2] = {{x[2 * h], x[2 * h + 1]}};  // operand: words of two dims
-        if constexpr (kNarrow) {
+        if constexpr (kIsFp8) {
           ptx::widen(Kv{}, x[2 * h], b[0][0], b[0][1]);
           ptx::widen(Kv{}, x[2 * h + 1], b[1][0], b[1][1]);
           rotate_words<T>(b[0][0], b[1][0], turning.at);
@@ -251,20 +251,20 @@ QUIRE_DEVICE void mma_rotated_keys(Accumulator<kM, kN>& s, const Query& q, Tile 
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           ptx::mma_m16n8k16(T{}, s.at[m][n + h], rows[0][m], b[0][0], b[0][1]);
-          if constexpr (kNarrow) ptx::mma_m16n8k16(T{}, s.at[m][n + h], rows[1][m], b[1][0], b[1][1]);
+          if constexpr (kIsFp8) ptx::mma_m16n8k16(T{}, s.at[m][n + h], rows[1][m], b[1][0], b[1][1]);
         }
       }
     }
     rotations.end(k, pair, turning);
   }
-  if constexpr (kNarrow) q.unscale(s);
+  if constexpr (kIsFp8) q.unscale(s);
 }
 
 // s [kM * 16, kN] = q * k^T for keys kN * block .. of the tile behind `keys`.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Cursor>
 QUIRE_DEVICE void mma_keys(Accumulator<kM, kN>& s, const Query& q, const Cursor& keys, int block, int lane) {
   if constexpr (sizeof(Kv) == 1)
-    mma_narrow_keys<T, Kv, kM, kN, kQk>(s, q, keys, block, lane);
+    mma_fp8_keys<T, Kv, kM, kN, kQk>(s, q, keys, block, lane);
   else
     mma_ABt<T>(s, q, keys, block);
 }
@@ -275,7 +275,7 @@ template <class T, class Kv, int kAtOnce = 0, int kM, int kVo, class Cursor>
 QUIRE_DEVICE void mma_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM][4], const Cursor& values, int block,
                              int lane) {
   if constexpr (sizeof(Kv) == 1)
-    mma_narrow_values<T, Kv>(o, p, values, block, lane);
+    mma_fp8_values<T, Kv>(o, p, values, block, lane);
   else
     mma_AB_step<T, kAtOnce>(o, p, values, block);
 }

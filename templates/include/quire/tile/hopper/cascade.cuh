@@ -1,5 +1,6 @@
 // Cascades, in the computing warpgroups of a CTA: at which merge groups they arrive, and when.
 #pragma once
+#include "quire/ptx/warp.cuh"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/wgmma.cuh"
 #include "quire/tile/shared/cascade_merge.cuh"
@@ -11,9 +12,9 @@ namespace quire {
 template <class V, int kThreads, int kShared, bool kExists = V::kCascade != 0>
 class CascadeEnding {
  public:
-  QUIRE_DEVICE explicit CascadeEnding(LateArrivals& late) : late_(late) {}
+  QUIRE_DEVICE explicit CascadeEnding(DeferredArrivals& deferred) : deferred_(deferred) {}
 
-  // Called when a work tile begins. Returns the index of the work tile's first group in LateArrivals; -1 if the CTA
+  // Called when a work tile begins. Returns the index of the work tile's first group in DeferredArrivals; -1 if the CTA
   // arrives at the groups as soon as the work tile is stored.
   QUIRE_DEVICE int begin(const WorkTile& work, int warpgroup) {
     const int at = counts_.reserve(work);
@@ -28,14 +29,14 @@ class CascadeEnding {
     if (warpgroup != 0) return;
     ptx::cp_async_wait<0>();
     ptx::named_barrier_sync(kShared, kThreads);
-    if (ptx::thread_id() < 160) late_.arrive_at_shared(p, counts_, ptx::lane_id());
+    if (ptx::thread_id() < 160) deferred_.arrive_at_shared(p, counts_, ptx::lane_id());
   }
 
   // Called when all work tiles are stored.
   template <class Sync>
   QUIRE_DEVICE void merge(const AttentionParams& p, int warpgroup, Sync&& sync) {
     stored(p, warpgroup);
-    late_.template merge<V, kThreads / 32>(p, counts_, state_ == State::kArrived, ptx::thread_id() - 128, sync);
+    deferred_.template merge<V, kThreads / 32>(p, counts_, state_ == State::kArrived, ptx::thread_id() - 128, sync);
   }
 
  private:
@@ -52,8 +53,8 @@ class CascadeEnding {
     ptx::named_barrier_arrive(kShared, kThreads);
   }
 
-  LateArrivals& late_;
-  LateArrivals::Counts counts_;
+  DeferredArrivals& deferred_;
+  DeferredArrivals::Counts counts_;
   State state_ = State::kWaiting;
 };
 
@@ -61,7 +62,7 @@ class CascadeEnding {
 template <class V, int kThreads, int kShared>
 class CascadeEnding<V, kThreads, kShared, false> {
  public:
-  QUIRE_DEVICE explicit CascadeEnding(LateArrivals&) {}
+  QUIRE_DEVICE explicit CascadeEnding(DeferredArrivals&) {}
   QUIRE_DEVICE int begin(const WorkTile&, int) { return -1; }
   QUIRE_DEVICE void stored(const AttentionParams&, int) {}
   template <class Sync>

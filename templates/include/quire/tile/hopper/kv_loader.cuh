@@ -9,12 +9,12 @@
 
 namespace quire {
 
-enum class KvPath { kRagged, kPages, kGather };
+enum class KvLoadPath { kRagged, kPages, kGather };
 
 template <class V>
-constexpr KvPath kv_path() {
-  if (V::kPaged == 0) return KvPath::kRagged;
-  return V::kPageSize > 0 && V::kPageSize % 8 == 0 ? KvPath::kPages : KvPath::kGather;
+constexpr KvLoadPath kv_load_path() {
+  if (V::kPaged == 0) return KvLoadPath::kRagged;
+  return V::kPageSize > 0 && V::kPageSize % 8 == 0 ? KvLoadPath::kPages : KvLoadPath::kGather;
 }
 
 constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
@@ -44,7 +44,7 @@ struct KvSource {
 // copy. All lanes call each of them. kArrivals threads arrive at the full barrier of a KV tile. Each instruction
 // counts: two of the SM's four schedulers issue it in place of a computing warp's, and all computing warps wait for the
 // slowest. kRows: the rows of a KV tile, or of a part that is loaded separately.
-template <class V, KvPath kPath = kv_path<V>(), int kRows = V::kTileKv>
+template <class V, KvLoadPath kLoadPath = kv_load_path<V>(), int kRows = V::kTileKv>
 class KvLoader {
  public:
   static constexpr int kArrivals = 1;
@@ -75,7 +75,7 @@ class KvLoader {
 // Each lane copies a box of kBoxRows rows. Boxes beyond kv_len are copied from page -1, which is outside the tensor, so
 // that zeros arrive.
 template <class V, int kRows>
-class KvLoader<V, KvPath::kPages, kRows> {
+class KvLoader<V, KvLoadPath::kPages, kRows> {
  public:
   static constexpr int kArrivals = 1;
   static constexpr int kBoxRows = gcd(V::kPageSize, kRows);
@@ -115,7 +115,7 @@ class KvLoader<V, KvPath::kPages, kRows> {
 // Each lane finds the row of one token in 32. Four rows at a time are then copied, each by eight lanes, which get the
 // row's address by a shuffle. Tokens from kv_len on arrive as zeros: a copy of zero bytes reads no address.
 template <class V>
-class KvLoader<V, KvPath::kGather, V::kTileKv> {
+class KvLoader<V, KvLoadPath::kGather, V::kTileKv> {
  public:
   static constexpr int kArrivals = 32;
 

@@ -109,9 +109,9 @@ class KvTileWalk<V, true> {
 
 // The KV tiles of which the 64 rows from `row` on see every key, and which need no masking.
 template <class V>
-class FullTiles {
+class UnmaskedTiles {
  public:
-  QUIRE_DEVICE FullTiles(const AttentionParams& p, const WorkStage<V>& stage, int row) : tiles_{0, 0} {
+  QUIRE_DEVICE UnmaskedTiles(const AttentionParams& p, const WorkStage<V>& stage, int row) : tiles_{0, 0} {
     if constexpr (has_block_mask<V>()) return;
     const int end = stage.work.row_end;
     const int first = p.group.div(min(row, end - 1)), last = p.group.div(min(row + 64, end) - 1);

@@ -10,15 +10,15 @@ namespace quire {
 
 // Whether the copy engine loads the bytes: for heads of 128 dims, whose bytes fill rows of swizzle atoms.
 template <class V>
-constexpr KvPath narrow_path() {
-  return V::kHeadDimQk == 128 && V::kHeadDimVo == 128 ? kv_path<V>() : KvPath::kGather;
+constexpr KvLoadPath fp8_load_path() {
+  return V::kHeadDimQk == 128 && V::kHeadDimVo == 128 ? kv_load_path<V>() : KvLoadPath::kGather;
 }
 
 // One warp's rows of a KV tile: kRows of Tile's, from a multiple of 8 on. Their bytes lie in the last atoms of Tile,
 // in its swizzle. Eight lanes have a chunk of 16 bytes of eight rows each, which the swizzle puts into different
 // banks; so it does with the two chunks that become of it.
 template <class V, class Tile, int kRows>
-class NarrowRows {
+class Fp8Rows {
   using Kv = typename V::Kv;
   static constexpr int kChunks = Tile::kCols / 16, kGroups = ceil_div(kChunks, 4);
   // A lane has rows of its own, or four chunks of each, where there are not 32 rows at a time.
@@ -30,7 +30,7 @@ class NarrowRows {
   static constexpr int kFirstAtom = Tile::kAtoms - ceil_div(kChunks, 8);  // of bytes
 
   // `first`: the address of the first row in the ring's first tile.
-  QUIRE_DEVICE NarrowRows(uint32_t first, int lane)
+  QUIRE_DEVICE Fp8Rows(uint32_t first, int lane)
       : row_(lane % kStep), lane_at_(first + lane % kStep * 128 + ((lane & 7) << 4)), part_(lane / kStep) {}
 
   // Widens the bytes of a KV tile. Rows from `rest` on have no token and become zeros.
@@ -96,14 +96,14 @@ class NarrowRows {
 
 // Gathers the bytes of a warp's rows, as KvLoader does. Rows of tokens from kv_len on get the last token's bytes.
 template <class V, class Tile, int kRows>
-class NarrowGather {
+class Fp8Gather {
   // Lanes that share a row: rows of four chunks are copied in such an order that eight lanes have eight banks.
   static constexpr int kChunks = Tile::kCols / 16, kLanes = min(kChunks & -kChunks, 32), kStep = 32 / kLanes;
   QUIRE_DEVICE static int row(int lane) { return kLanes == 4 ? (lane >> 2 & 1) * 4 | lane >> 3 : lane / kLanes; }
   QUIRE_DEVICE static int chunk(int lane) { return lane % kLanes; }
 
  public:
-  QUIRE_DEVICE NarrowGather(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
+  QUIRE_DEVICE Fp8Gather(const AttentionParams& p, const KvSource& from, const WorkTile& work, int lane)
       : p_(p), from_(from), work_(work), lane_(lane) {
     base_ = reinterpret_cast<uint64_t>(from.base) + work.kv_head * from.head_stride + chunk(lane) * 16;
     asm("" : "+l"(base_));  // one register pair, not a sum that each row would add up anew
@@ -202,10 +202,10 @@ class KvWidener {
 
  private:
   static constexpr int kRows = V::kTileKv / 2;
-  static constexpr KvPath kPath = narrow_path<V>();
-  static constexpr bool kIsBoxed = kPath != KvPath::kGather;
-  using Rows = NarrowRows<V, Tile, kRows>;
-  using Bytes = typename conditional<kIsBoxed, KvLoader<V, kPath, kRows>, NarrowGather<V, Tile, kRows>>::type;
+  static constexpr KvLoadPath kLoadPath = fp8_load_path<V>();
+  static constexpr bool kIsBoxed = kLoadPath != KvLoadPath::kGather;
+  using Rows = Fp8Rows<V, Tile, kRows>;
+  using Bytes = typename conditional<kIsBoxed, KvLoader<V, kLoadPath, kRows>, Fp8Gather<V, Tile, kRows>>::type;
   // Whether the copies of a KV tile start before its predecessor is widened. With two stages they would wait until the
   // tensor cores have read the tile before the predecessor, which is when the tile itself is needed.
   static constexpr int kAhead = kStages > 2;

@@ -22,12 +22,12 @@ struct MlaCta {
                 "q, ckv, kpe and o have one dtype, but that latents may have 8 bits");
   static_assert(kCkv == 512 && kKpe == 64, "the registers of three warpgroups hold these dims");
   static_assert(kTileRows % kRows == 0 && kTileKv == 64, "a warpgroup owns 64 rows, and weights take the place of kpe");
-  static_assert(kv_path<V>() != KvPath::kRagged, "keys are in pages");
+  static_assert(kv_load_path<V>() != KvLoadPath::kRagged, "keys are in pages");
 
   static constexpr int kThreads = 384, kMinCtas = 1;
 
   // Pages are boxes of the copy engine, or tokens are gathered one by one.
-  static constexpr bool kGathers = kv_path<V>() == KvPath::kGather;
+  static constexpr bool kGathers = kv_load_path<V>() == KvLoadPath::kGather;
 
   using Stage = CurrentWork;
   using TileCkv = SwizzledTile<kTileKv, kCkv>;
@@ -245,7 +245,7 @@ struct MlaCta {
 };
 
 // Brings KV tiles from pages to shared memory.
-template <class V, KvPath kPath = kv_path<V>(), bool kWidens = MlaCta<V>::kWidens>
+template <class V, KvLoadPath kLoadPath = kv_load_path<V>(), bool kWidens = MlaCta<V>::kWidens>
 class MlaSource;
 
 }  // namespace quire

@@ -16,30 +16,30 @@ namespace quire {
 // Loads 16 rows of two steps of 16 columns. Lane i gives the address of 16 bytes of row i % 16: lanes 0 to 15 those of
 // the first step, the others those of the second. The columns of a step are in the order 0 1 4 5 8 9 12 13 2 3 6 7 10
 // 11 14 15, which operand B must have, too.
-template <class Narrow>
+template <class Fp8>
 QUIRE_DEVICE void ldmatrix_widened(uint32_t (&a)[2][4], uint32_t src) {
   uint32_t x[4];  // four columns of a row
   ptx::ldmatrix_x4(x, src);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) ptx::widen(Narrow{}, x[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
+  for (int i = 0; i < 4; ++i) ptx::widen(Fp8{}, x[i], a[i / 2][i % 2], a[i / 2][i % 2 + 2]);
 }
 
 // Loads 16 columns of two steps of 16 rows, transposed. Lane i gives the address of 16 bytes of row i of 32. Rows lane
 // / 4 and lane / 4 + 8 of a fragment are columns 2 * (lane / 4) and 2 * (lane / 4) + 1.
-template <class Narrow>
+template <class Fp8>
 QUIRE_DEVICE void ldmatrix_widened_trans(uint32_t (&a)[2][4], uint32_t src) {
   uint32_t x[4];  // two columns of two neighbouring rows
   ptx::ldmatrix_x4_trans(x, src);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    ptx::widen(Narrow{}, __byte_perm(x[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
+    ptx::widen(Fp8{}, __byte_perm(x[i], 0, 0x3120), a[i / 2][i % 2 * 2], a[i / 2][i % 2 * 2 + 1]);
   }
 }
 
 template <class V>
-struct MlaNarrow {
+struct MlaFp8 {
   using T = typename V::Q;
-  using Narrow = typename V::Kv;
+  using Fp8 = typename V::Kv;
   static constexpr int kRows = V::kTileRows;
   static constexpr bool kIsScaled = V::kTileScales != 0;  // then kpe is a T
 
@@ -129,7 +129,7 @@ struct MlaNarrow {
 #pragma unroll
         for (int i = 0; i < pairs; ++i) {
           auto& key = keys[step % 2][i];
-          ldmatrix_widened<Narrow>(key, (chunk + from.atom_at(atom)) ^ (first + i) * 32);
+          ldmatrix_widened<Fp8>(key, (chunk + from.atom_at(atom)) ^ (first + i) * 32);
           ptx::pin(key[0]), ptx::pin(key[1]);
         }
         if (kIsScaled && first == 0) ptx::pin(sum);
@@ -178,7 +178,7 @@ struct MlaNarrow {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             auto& value = values[at][i][half];
-            ldmatrix_widened_trans<Narrow>(value, from_at + half * 32 * 128);
+            ldmatrix_widened_trans<Fp8>(value, from_at + half * 32 * 128);
             ptx::pin(value[0]), ptx::pin(value[1]);
           }
           if (kIsScaled) ptx::pin(sums[at][i]);

@@ -11,7 +11,7 @@
 namespace quire {
 
 template <class V>
-class MlaSource<V, KvPath::kPages, false> {
+class MlaSource<V, KvLoadPath::kPages, false> {
   using Cta = MlaCta<V>;
   using Box = typename Cta::Box;
   using TileCkv = typename Cta::TileCkv;
@@ -119,7 +119,7 @@ class MlaSource<V, KvPath::kPages, false> {
 };
 
 template <class V>
-class MlaSource<V, KvPath::kGather, false> {
+class MlaSource<V, KvLoadPath::kGather, false> {
  protected:
   using Cta = MlaCta<V>;
   using T = typename Cta::T;

@@ -14,7 +14,7 @@ struct MergeCounters {
   static constexpr int kBits = 10, kMost = (1 << kBits) - 1;
   static constexpr uint32_t kArrival = 1, kTurn = 1 << kBits, kLeaving = 1 << 2 * kBits;
   static constexpr int kMostArrivals = kMost - 128;  // turns: one for each row, and one in vain for each CTA
-  static constexpr int kPatience = 1 << 16;          // clocks
+  static constexpr int kSpinClocks = 1 << 16;        // clocks
 
   uint32_t* at;
 
@@ -25,7 +25,7 @@ struct MergeCounters {
   QUIRE_DEVICE bool arrive(int num_arrivals, bool may_wait) const {
     uint32_t seen = ptx::atomic_add_acq_rel(at, kArrival) + kArrival;
     const long long begin = clock64();
-    while (may_wait && arrived(seen) < num_arrivals && clock64() - begin < kPatience) seen = ptx::load_acquire(at);
+    while (may_wait && arrived(seen) < num_arrivals && clock64() - begin < kSpinClocks) seen = ptx::load_acquire(at);
     return arrived(seen) == num_arrivals;
   }
   QUIRE_DEVICE void count_leaving(int num_arrivals) const {

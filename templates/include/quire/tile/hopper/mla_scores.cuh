@@ -97,10 +97,10 @@ class MlaScores {
     return Mask<V::kMask, V::kWindow != 0>{work.tile.qo_len, work.tile.kv_len, -1, nullptr}.visible(first).end;
   }
 
-  // S of a KV tile: one group of products, kpe last, because it is the last to be loaded. The first ones have both
-  // operands in shared memory: these warps go on at once, while one with queries in registers would keep them waiting.
-  // The KV tile before, if `has_before`: its weights are stored beside the first products, and handed on so long before
-  // the last ones as the other warpgroups take to begin.
+  // Computes S of a KV tile in one group of products. kpe comes last, because it is loaded last. The first products
+  // have both operands in shared memory, so that the warps go on at once; a product with queries in registers would
+  // keep them waiting. If `has_before`, the weights of the KV tile before are stored while the first products run. They
+  // are handed on before the last products, as long before as the other warpgroups take to begin.
   QUIRE_DEVICE void multiply(TileOfS& s, Scores& scores, RingPosition<Cta::kStages> ckv, RingPosition<2> kpe,
                              bool has_before) const {
     const TileDescriptor keys(cta_.ckv_tile(ckv.stage()).base, 16), positions(cta_.kpe_tile(kpe.stage()).base, 16);
@@ -138,7 +138,7 @@ class MlaScores {
     ptx::pin(s);
   }
 
-  // What threads have gathered comes before the tensor cores' reads.
+  // Orders the copies of threads that gather before reads by the tensor cores.
   QUIRE_DEVICE static void order_gathered() {
     if constexpr (Cta::kGathers) ptx::fence_proxy_async();
   }
@@ -165,7 +165,7 @@ class MlaScores {
     }
   }
 
-  // From S to weights.
+  // Turns S into weights.
   QUIRE_DEVICE void exponentiate(TileOfS& s, Scores& scores) const {
     const float scale = logits_scale<V>(cta_.p.base);
     scores.softmax.raise_max(s, scale);
@@ -188,7 +188,7 @@ class MlaScores {
     score_logits<true>(s, transform, logits);
   }
 
-  // No row sees tokens that do not exist.
+  // Hides tokens that do not exist from all rows.
   QUIRE_DEVICE static void hide_gaps(TileOfS& s, uint2 existing) {
     const int shift = ptx::lane_id() % 4 * 2;
     const uint32_t words[2] = {existing.x >> shift, existing.y >> shift};
@@ -199,13 +199,14 @@ class MlaScores {
     }
   }
 
-  // Weights, and what o is multiplied by before them, to where kpe was; hand_on() then shows them to others.
+  // Stores the weights in the place of kpe, and the factors by which o is multiplied before they are used. hand_on()
+  // then passes them to the warpgroups of O.
   QUIRE_DEVICE void store_weights(const Scores& scores, RingPosition<Cta::kStages> ckv, RingPosition<2> kpe,
                                   int flags) const {
     const uint32_t to = scores.weights_to + kpe.stage() * TileP::kBytes;
     const int lane = ptx::lane_id(), warp = Cta::warp_of_group();
     const WarpgroupSoftmax& softmax = scores.softmax;
-    ptx::named_barrier_sync(Cta::kScore, 128);  // these keys have been read by every warp
+    ptx::named_barrier_sync(Cta::kScore, 128);  // every warp has read these keys
     if (scores.num_missing > 0) clear_values(cta_.ckv_tile(ckv.stage()), scores.num_missing);
 #pragma unroll
     for (int i = 0; i < Cta::kTileKv / 16; ++i) {

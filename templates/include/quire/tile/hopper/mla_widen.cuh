@@ -1,9 +1,9 @@
-// KV tiles of the MLA kernel from latents of 8 bits, token by token as in tile/hopper/mla_loader.cuh. The warps of O
-// widen the bytes in shared memory, where they take no memory of their own: those of a token lie where the last of its
-// numbers of 16 bits come to lie. Bytes are copied while S of the next KV tile is computed, and widened beside a
-// product of O. Bound: how many instructions an SM issues. To bf16 two numbers are one conversion to fp16, two to float
-// and one from it, and two multiplications where latents have scales: up to 768 instructions on each of the SM's four
-// schedulers.
+// Loads KV tiles of the MLA kernel from latents of 8 bits, token by token as in tile/hopper/mla_loader.cuh. The warps
+// of O widen them in shared memory, in place: a token's bytes are copied to the end of the space that its 16-bit
+// numbers will fill. Bytes are copied while S of the next KV tile is computed, and widened while a product of O runs.
+//
+// Widening is limited by the instructions that an SM issues. Conversion of a pair to bf16 takes four: one to fp16, two
+// to float and one to bf16. Scales of latents take two multiplications more.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/params.h"
@@ -13,9 +13,10 @@
 
 namespace quire {
 
-// Which 16-byte chunks of 8-bit rows a lane of a warp copies: kLanes lanes share a row, kRows rows are copied at once,
-// in one step. A chunk becomes two of 16 bits, which lie in the same banks as those of the next atom. Eight lanes
-// therefore have four chunks of two neighbouring rows, which the swizzle puts into different banks.
+// Which 16-byte chunks of 8-bit rows a lane of a warp copies: kLanes lanes share a row, and a step copies kRows rows. A
+// chunk becomes two chunks of 16-bit numbers. The chunks of an atom would then fall into the same banks as the chunks
+// of the next atom. Eight lanes therefore copy four chunks of two neighbouring rows, which the swizzle puts into
+// different banks.
 template <int kChunks>
 struct ChunkSplit {
   static constexpr int kLanes = min(kChunks & -kChunks, 32), kRows = 32 / kLanes, kChunksPerLane = kChunks / kLanes;
@@ -30,8 +31,8 @@ struct ChunkSplit {
 };
 
 template <class V>
-class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false> {
-  using Base = MlaSource<V, KvPath::kGather, false>;
+class MlaSource<V, KvLoadPath::kGather, true> : MlaSource<V, KvLoadPath::kGather, false> {
+  using Base = MlaSource<V, KvLoadPath::kGather, false>;
   using Cta = MlaCta<V>;
   using T = typename Cta::T;
   using TileCkv = typename Cta::TileCkv;
@@ -81,10 +82,10 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
   }
 
  private:
-  // Copies and widening share lanes out alike: a lane reads what it has copied itself.
+  // A lane widens the chunks that it has copied itself.
   // Chunks of 16 bytes of 8-bit numbers, kChunks a token, become two each.
   template <int kChunks>
-  struct Narrow {
+  struct Fp8 {
     using Split = ChunkSplit<kChunks>;
     static constexpr int kSteps = kWarpRows / Split::kRows, kStepBytes = Split::kRows * 128;
     static constexpr int kAtomBytes = TileCkv::kAtomBytes, kFirstAtom = ceil_div(kChunks, 4) - ceil_div(kChunks, 8);
@@ -146,8 +147,8 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
       return ptx::pack(T{}, low * scale, high * scale);
     }
   };
-  using NarrowHalf = Narrow<Cta::kHalfCols / 16>;
-  using NarrowKpe = Narrow<Cta::kKpe / 16>;
+  using Fp8Half = Fp8<Cta::kHalfCols / 16>;
+  using Fp8Kpe = Fp8<Cta::kKpe / 16>;
 
   QUIRE_DEVICE uint32_t half_tile(int stage) const {
     return cta_.ckv_tile(stage).base + Cta::half_of_o() * (TileCkv::kBytes / Cta::kHalves) +
@@ -163,7 +164,7 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
       const AttentionParams& p = cta_.p.base;
       const int64_t place = this->place_of(token_, p.v_page_stride, p.v_token_stride);
       const unsigned char* from = static_cast<const unsigned char*>(p.v) + Cta::half_of_o() * Cta::kHalfCols;
-      NarrowHalf::copy(half_tile(stage), from, place);
+      Fp8Half::copy(half_tile(stage), from, place);
       if constexpr (kScaled) scale_ = load_scale();
       if (has_kpe()) this->note_existing(token_, stage);
     }
@@ -181,7 +182,7 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
   }
 
   QUIRE_DEVICE void widen_half(int stage, float scale) const {
-    NarrowHalf::widen(half_tile(stage), scale);
+    Fp8Half::widen(half_tile(stage), scale);
     ptx::fence_proxy_async();
     ptx::mbarrier_arrive(cta_.ckv_full(stage, Cta::half_of_o() * (Cta::kParts / Cta::kHalves)));
   }
@@ -190,7 +191,7 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
   QUIRE_DEVICE void copy_kpe(RingPosition<2> at) const {
     if constexpr (kWidensKpe) {
       cta_.kpe_ring().wait_empty(at);
-      NarrowKpe::copy(kpe_tile(at), cta_.p.base.k, put_off_);
+      Fp8Kpe::copy(kpe_tile(at), cta_.p.base.k, put_off_);
       ptx::cp_async_commit();
     } else {
       this->gather_kpe(put_off_, at);
@@ -198,7 +199,7 @@ class MlaSource<V, KvPath::kGather, true> : MlaSource<V, KvPath::kGather, false>
   }
   QUIRE_DEVICE void widen_kpe(RingPosition<2> at) const {
     if constexpr (kWidensKpe) {
-      NarrowKpe::widen(kpe_tile(at), 1.f);
+      Fp8Kpe::widen(kpe_tile(at), 1.f);
       ptx::fence_proxy_async();
       ptx::mbarrier_arrive(cta_.kpe_ring().full(at.stage()));
     }

@@ -59,11 +59,12 @@ struct RingBarriers {
   QUIRE_DEVICE void arrive_empty(RingPosition<kStages> at) const { ptx::mbarrier_arrive(empty(at.stage())); }
 };
 
-// The work tiles of one CTA: its partition's, or whole row tiles that it takes as it gets to them. One thread's; where
-// it is between work tiles stands in shared memory, because the loading warps have few registers.
+// The work tiles of one CTA, in order: those of its partition, or whole row tiles that it takes from the tile counter.
+// One thread calls these functions. What it remembers between work tiles is in shared memory, because the loading warps
+// have few registers.
 // kCtasPerTile neighbouring CTAs share work tiles: each computes its part of their rows.
-// kJoins: some CTAs begin later, after other work. No CTA then has a first row tile without asking the counter, and
-// partitions, where there are some, are those of the launch's last CTAs.
+// kJoins: some CTAs begin later, after other work. All row tiles are then taken from the counter, and partitions, if
+// there are some, belong to the last CTAs of the launch.
 template <int kCtasPerTile, bool kJoins = false>
 struct SharedWorkList {
   // Before the first call of next(). `number`: of the last whole row tile that was taken.
@@ -78,7 +79,7 @@ struct SharedWorkList {
     }
   }
 
-  // Fills in `next`, which follows the one that left `cursor`.
+  // Fills in `next`, the work tile after the one whose cursor is `cursor`.
   template <bool kCascade = false>
   QUIRE_DEVICE static void next(const AttentionFa3Params& p, const WorkCursor& cursor, CurrentWork& next, int& number,
                                 int tile_kv) {
@@ -107,8 +108,9 @@ struct SharedWorkList {
       count = heads_per_l2_group == 0 ? -1 : num_tiles * p.base.num_kv_heads;
     }
 
-    // A CTA's first row tile is not counted. A launch counts each of the rest and one a CTA that gets none, `count` in
-    // all: then the counter is 0 again.
+    // Returns the number of the CTA's next row tile; `count` and more: there is none. The first row tile follows from
+    // the CTA's number. Each later row tile and each CTA's final failed take increments the counter: `count` increments
+    // per launch, after which atomicInc has wrapped to 0.
     QUIRE_DEVICE int take(const AttentionFa3Params& p, int number) const {
       const int grid = static_cast<int>(gridDim.x) / kCtasPerTile;
       if constexpr (kJoins) return static_cast<int>(atomicInc(p.tile_counter, count + grid - 1));
@@ -117,7 +119,8 @@ struct SharedWorkList {
       return min(grid, count) + static_cast<int>(atomicInc(p.tile_counter, count - 1));
     }
 
-    // The heads of one group first, a row tile of each in turn.
+    // Row tile `number` in the order of the launch: all KV heads of one L2 group before those of the next group, and
+    // within a group each row tile for all of its heads.
     QUIRE_DEVICE WorkCursor cursor(int number) const {
       const int section_size = heads_per_l2_group * num_tiles;
       const int section = number / section_size, in_section = number - section * section_size;

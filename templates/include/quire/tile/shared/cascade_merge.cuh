@@ -20,7 +20,7 @@ struct ArrivalAt {
   }
 };
 
-// What a lane knows of a group: the fields of CascadeGroup that a launch does not change, and its KV head.
+// The fields of CascadeGroup that a launch does not change, and the KV head; lane i has those of group i.
 struct GroupInfo {
   int row, num_rows, parts_begin, num_parts, kv_head;
 
@@ -39,18 +39,20 @@ struct GroupInfo {
   }
 };
 
-// Deals the rows of groups out to warps in turn.
+// The rows of several groups, which the warps of a CTA take in turn, kRowsOfTurn at a time.
 template <int kRowsOfTurn>
-struct DealtRows {
+struct RowQueue {
   uint32_t groups;  // groups that are left: a bit for each lane
-  int turn;         // this warp's next turn, counted from the first group left; dealt() moves it into its own group
+  int next_turn;    // this warp's next rows, counted from the first group that is left
 
   QUIRE_DEVICE int at() const { return __ffs(groups) - 1; }
-  QUIRE_DEVICE bool dealt(const GroupInfo& info) {
+
+  // Drops the groups before that of next_turn. False: this warp has taken all of its rows.
+  QUIRE_DEVICE bool find_next(const GroupInfo& info) {
     for (; groups != 0; groups &= groups - 1) {
       const int num_turns = __shfl_sync(0xffffffffu, ceil_div(info.num_rows, kRowsOfTurn), at());
-      if (turn < num_turns) return true;
-      turn -= num_turns;
+      if (next_turn < num_turns) return true;
+      next_turn -= num_turns;
     }
     return false;
   }
@@ -64,17 +66,17 @@ struct FirstParts {
   PartRows<V> parts;
 
   QUIRE_DEVICE static FirstParts of(const MergeGroup* groups, const GroupInfo& info, int count, int thread) {
-    DealtRows<PartBatch<V>::kRows> rows = {count >= 32 ? 0xffffffffu : (1u << count) - 1, thread / 32};
-    if (!rows.dealt(info)) return {-1, {}};
+    RowQueue<PartBatch<V>::kRows> rows = {count >= 32 ? 0xffffffffu : (1u << count) - 1, thread / 32};
+    if (!rows.find_next(info)) return {-1, {}};
     return {rows.at(), info.of_lane(rows.at()).template parts<V>(groups, thread % 32)};
   }
 };
 
 // The rows of several groups that a warp merges, as RowsOfGroup are those of one. Lane i's `info` describes group i;
-// groups with a bit in `chosen` are merged. The list of parts is read a turn ahead.
+// groups with a bit in `chosen` are merged. The list of parts is read one turn ahead.
 template <class V, int kWarps>
 class RowsOfGroups {
-  using Dealt = DealtRows<PartBatch<V>::kRows>;
+  using Queue = RowQueue<PartBatch<V>::kRows>;
 
  public:
   int row;
@@ -82,7 +84,7 @@ class RowsOfGroups {
   QUIRE_DEVICE RowsOfGroups(const MergeGroup* groups, const GroupInfo& info, const FirstParts<V>& first,
                             uint32_t chosen, int thread)
       : groups_(groups), info_(info), later_({chosen, thread / 32}), lane_(thread % 32) {
-    has_later_ = later_.dealt(info);
+    has_later_ = later_.find_next(info);
     if (has_later_) parts_later_ = later_.at() == first.at ? first.parts : read_parts();
     advance();
   }
@@ -98,9 +100,9 @@ class RowsOfGroups {
     exists_ = has_later_;
     if (!exists_) return;
     const int at = later_.at();
-    group_ = info_.of_lane(at), parts_ = parts_later_, row = later_.turn * PartBatch<V>::kRows;
-    later_.turn += kWarps;
-    has_later_ = later_.dealt(info_);
+    group_ = info_.of_lane(at), parts_ = parts_later_, row = later_.next_turn * PartBatch<V>::kRows;
+    later_.next_turn += kWarps;
+    has_later_ = later_.find_next(info_);
     if (has_later_ && later_.at() != at) parts_later_ = read_parts();
   }
 
@@ -109,7 +111,7 @@ class RowsOfGroups {
 
   const MergeGroup* groups_;
   GroupInfo info_, group_;
-  Dealt later_;  // the next turn
+  Queue later_;  // the rows after the present ones
   PartRows<V> parts_, parts_later_;
   bool exists_, has_later_;
   int lane_;
@@ -123,18 +125,20 @@ __device__ __noinline__ void merge_cascade_groups(const MergeParams& p, const Me
   merge_rows<V>(params, RowsOfGroups<V, kWarps>(groups, info, first, chosen, thread), thread % 32);
 }
 
-// Waits a while for the partials of shared levels, after those of a request's own keys. The CTAs of shared levels would
-// merge the rows of all requests one after another; each CTA of a request merges a few rows. Waiting is not needed for
-// correctness: the last CTA to arrive merges. Returns whether all partials are there.
-QUIRE_DEVICE bool await_shared_parts(const CascadeGroup& group, int num_shared_parts, int patience) {
+// Waits at most spin_clocks for the partials of shared levels to arrive at a merge group; returns whether all did. A
+// CTA of a request waits before it arrives itself, so that it arrives last and merges its few rows. If a CTA of a
+// shared level arrived last, it would have to merge the rows of many requests one after another. Results are correct
+// either way.
+QUIRE_DEVICE bool spin_until_shared_parts(const CascadeGroup& group, int num_shared_parts, int spin_clocks) {
   const long long begin = clock64();
   while (static_cast<int>(ptx::load_acquire(&group.num_arrived)) < num_shared_parts) {
-    if (clock64() - begin > patience) return false;
+    if (clock64() - begin > spin_clocks) return false;
   }
   return true;
 }
 
-constexpr int kPatience = 1 << 15, kLatePatience = 1 << 18;  // clocks; kLatePatience: the CTA has nothing else to do
+// How long a CTA waits, in clocks. kLongSpinClocks: where it has nothing else to do.
+constexpr int kSpinClocks = 1 << 15, kLongSpinClocks = 1 << 18;
 
 // Arrives at the groups of a work tile whose partial the threads have stored, and merges those groups at which this CTA
 // is the last. `flags` is 32 bits of shared memory, `sync` a barrier of the threads. The description of the groups is
@@ -152,7 +156,7 @@ QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, 
     if (thread < 32) {
       bool is_last = false;
       if (lane < count) {
-        if (work.tile.request >= 0) await_shared_parts(mine, mine.num_shared_parts, kPatience);
+        if (work.tile.request >= 0) spin_until_shared_parts(mine, mine.num_shared_parts, kSpinClocks);
         is_last = arrives_last(mine, info.num_parts);
       }
       const uint32_t chosen = __ballot_sync(0xffffffffu, is_last);
@@ -169,7 +173,7 @@ QUIRE_DEVICE void merge_cascade(const AttentionParams& p, const WorkTile& work, 
 // keys delay its other work tiles. The CTA arrives at the groups of shared keys first: otherwise CTAs that wait for
 // each other's partials would wait in vain. Lies in shared memory; all threads that take part keep equal counts of the
 // groups.
-struct LateArrivals {
+struct DeferredArrivals {
   static constexpr int kMost = 32;  // one for each lane of a warp
 
   struct Counts {
@@ -248,7 +252,7 @@ struct LateArrivals {
     if (lane < counts.own) {
       CascadeGroup& group = own.at[lane].group(p);
       const int num_parts = own.num_parts(lane), num_shared_parts = more_of_own[lane].y;
-      if (await_shared_parts(group, num_shared_parts, kLatePatience) && num_parts == num_shared_parts + 1) {
+      if (spin_until_shared_parts(group, num_shared_parts, kLongSpinClocks) && num_parts == num_shared_parts + 1) {
         group.num_arrived = 0, is_last = true;  // no other CTA is missing
       } else {
         is_last = arrives_last(group, num_parts);

@@ -32,9 +32,10 @@ QUIRE_DEVICE Four<float> tanh_of_four(const Four<float>& x, float scale) {
   return y;
 }
 
-// factor * tanh(x * scale) of small numbers without the special-function unit: tanh's odd polynomial of degree 5,
-// minimax, of a u that makes its leading coefficient 1: u ((u^2 + a)^2 + b), four instructions of which the caller's
-// own addition is one. Within 1.7e-6 * factor, and within 1.4e-5 of itself, where |x| is at most `most`.
+// factor * tanh(x * scale) of small numbers is u ((u^2 + a)^2 + b) with u = x * unit: the odd minimax polynomial of
+// degree 5, scaled so that its leading coefficient is 1. It takes four instructions, one of which is the addition of y,
+// and does not use the special-function unit. Where |x| is at most `most`, the absolute error is within 1.7e-6 * factor
+// and the relative error within 1.4e-5.
 struct SmallTanh {
   static constexpr float kMostResult = 32.f;  // no small number's result is greater
 
