@@ -1,8 +1,8 @@
 """Random expressions of variants, on the CPU's functions and on the GPU's, against float64.
 
 Many expressions are one program: the GPU's functions (tile/shared/expression.cuh) are compiled for the host here, with
-the instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in test_variants.py.
-QUIRE_EXPRESSIONS=10000 draws that many.
+the instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in
+test_variants.py. QUIRE_EXPRESSIONS=10000 draws that many.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ template <bool kInside_>
 struct Keys : Place {  // of a GPU's lane
   static constexpr bool kInside = kInside_;
   int first, at;
-  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
+  QUIRE_DEVICE Ramp<int32_t> kv_idx() const { return {first, 1, at}; }
 };
 
 template <class V>

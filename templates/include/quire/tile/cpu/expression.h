@@ -56,40 +56,12 @@ QUIRE_CPU Floats exp2_of_any(Floats x) {
   return x > 100.0f ? exp2(bounded - 100.0f) * 0x1p100f : exp2(bounded);
 }
 
-struct ExpressionMath {
-  template <class At>
-  static auto q_idx(const At& at) {
-    return at.q_idx();
-  }
-  template <class At>
-  static auto kv_idx(const At& at) {
-    return at.kv_idx();
-  }
-  template <class At>
-  static auto head(const At& at) {
-    return at.head();
-  }
-  template <class At>
-  static int32_t request(const At& at) {
-    return at.request();
-  }
-  template <class At>
-  static int32_t qo_len(const At& at) {
-    return at.qo_len();
-  }
-  template <class At>
-  static int32_t kv_len(const At& at) {
-    return at.kv_len();
-  }
-  template <class Tensor, class... Index>
-  QUIRE_CPU static auto read(const Tensor& tensor, Index... index) {
-    return each_lane([&](auto... i) { return tensor(i...); }, index...);
+struct ExpressionMath : SharedMath<ExpressionMath> {
+  template <class F, class... X>
+  QUIRE_CPU static auto each(F f, X... x) {
+    return each_lane(f, x...);
   }
 
-  template <class Tensor, class... Index>
-  QUIRE_CPU static auto row_of(const Tensor& tensor, Index... index) {
-    return each_lane([&](auto... i) { return tensor.row(i...); }, index...);
-  }
   template <class At, class Tensor, class Row, class Index>
   QUIRE_CPU static auto read_row(const Tensor& tensor, Row row, Index index) {
     return each_lane([&](int32_t r, int32_t i) { return tensor.in_row(r, i); }, row, index);
@@ -121,14 +93,6 @@ struct ExpressionMath {
   template <class A, class B>
   QUIRE_CPU static auto divide(A a, B b) {
     return a / b;
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto floordiv(A a, B b) {
-    return each_lane([](int32_t x, int32_t y) { return floor_divide(x, y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto mod(A a, B b) {
-    return each_lane([](int32_t x, int32_t y) { return floor_remainder(x, y); }, a, b);
   }
   template <class A>
   QUIRE_CPU static A neg(A a) {
@@ -172,14 +136,6 @@ struct ExpressionMath {
   QUIRE_CPU static Bools bit_not(Bools a) { return {~a.lanes}; }
   QUIRE_CPU static int32_t bit_not(int32_t a) { return ~a; }
   QUIRE_CPU static Ints bit_not(Ints a) { return ~a; }
-  template <class A, class B>
-  QUIRE_CPU static auto shl(A a, B count) {
-    return each_lane([](int32_t x, int32_t y) { return ints_of(words_of(x) << (y & 31)); }, a, count);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto shr(A a, B count) {
-    return each_lane([](int32_t x, int32_t y) { return x >> (y & 31); }, a, count);
-  }
   template <class F, class A, class B>
   QUIRE_CPU static auto logical(F f, A a, B b) {
     if constexpr (is_number<A> && is_number<B>)
@@ -190,30 +146,6 @@ struct ExpressionMath {
 
   // ---- comparisons ----
 
-  template <class A, class B>
-  QUIRE_CPU static auto lt(A a, B b) {
-    return compare([](auto x, auto y) { return x < y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto le(A a, B b) {
-    return compare([](auto x, auto y) { return x <= y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto gt(A a, B b) {
-    return compare([](auto x, auto y) { return x > y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto ge(A a, B b) {
-    return compare([](auto x, auto y) { return x >= y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto eq(A a, B b) {
-    return compare([](auto x, auto y) { return x == y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto ne(A a, B b) {
-    return compare([](auto x, auto y) { return x != y; }, a, b);
-  }
   template <class F, class A, class B>
   QUIRE_CPU static auto compare(F f, A a, B b) {
     if constexpr (is_number<A> && is_number<B>)
@@ -271,25 +203,13 @@ struct ExpressionMath {
   QUIRE_CPU static X exp(X x) {
     return exp2_of(x * kLog2e);
   }
-  template <class X>
-  QUIRE_CPU static X log2(X x) {
-    return each_lane([](float y) { return log2f(y); }, x);
-  }
-  template <class X>
-  QUIRE_CPU static X log(X x) {
-    return each_lane([](float y) { return logf(y); }, x);
-  }
-  template <class X>
-  QUIRE_CPU static X sqrt(X x) {
-    return each_lane([](float y) { return sqrtf(y); }, x);
-  }
+  QUIRE_CPU static float log2_of(float x) { return log2f(x); }
+  QUIRE_CPU static float log_of(float x) { return logf(x); }
+  QUIRE_CPU static float sqrt_of(float x) { return sqrtf(x); }
+  QUIRE_CPU static float floor_of(float x) { return floorf(x); }
   template <class X>
   QUIRE_CPU static X rsqrt(X x) {
     return 1.0f / sqrt(x);
-  }
-  template <class X>
-  QUIRE_CPU static X floor(X x) {
-    return each_lane([](float y) { return floorf(y); }, x);
   }
   template <class X>
   QUIRE_CPU static X sigmoid(X x) {

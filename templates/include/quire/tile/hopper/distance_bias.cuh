@@ -21,7 +21,7 @@ struct KeyOfHead {
   int query, key, query_head;
 
   QUIRE_DEVICE int q_idx() const { return query; }
-  QUIRE_DEVICE int keys() const { return key; }
+  QUIRE_DEVICE int kv_idx() const { return key; }
   QUIRE_DEVICE int head() const { return query_head; }
   QUIRE_DEVICE int request() const { return work.tile.request; }
   QUIRE_DEVICE int qo_len() const { return work.tile.qo_len; }

@@ -54,43 +54,14 @@ QUIRE_DEVICE auto of_keys(F f, const X&... x) {
   }
 }
 
-struct ExpressionMath {
-  template <class At>
-  QUIRE_DEVICE static auto q_idx(const At& at) {
-    return at.q_idx();
-  }
-  template <class At>
-  QUIRE_DEVICE static auto kv_idx(const At& at) {
-    return at.keys();
-  }
-  template <class At>
-  QUIRE_DEVICE static int32_t head(const At& at) {
-    return at.head();
-  }
-  template <class At>
-  QUIRE_DEVICE static int32_t request(const At& at) {
-    return at.request();
-  }
-  template <class At>
-  QUIRE_DEVICE static int32_t qo_len(const At& at) {
-    return at.qo_len();
-  }
-  template <class At>
-  QUIRE_DEVICE static int32_t kv_len(const At& at) {
-    return at.kv_len();
-  }
-
-  template <class Tensor, class... Index>
-  QUIRE_DEVICE static auto read(const Tensor& tensor, const Index&... index) {
-    return of_keys([&](auto... i) { return tensor(i...); }, index...);
+struct ExpressionMath : SharedMath<ExpressionMath> {
+  template <class F, class... X>
+  QUIRE_DEVICE static auto each(F f, const X&... x) {
+    return of_keys(f, x...);
   }
 
   // Reads a row of a tensor: only the last index depends on the key. At::kInside: the elements for all keys of the KV
   // tile are neighbours inside the tensor, so that a key costs one load.
-  template <class Tensor, class... Index>
-  QUIRE_DEVICE static int32_t row_of(const Tensor& tensor, Index... index) {
-    return tensor.row(index...);
-  }
   template <class At, class Tensor>
   QUIRE_DEVICE static auto read_row(const Tensor& tensor, int32_t row, const Ramp<int32_t>& keys) {
     if constexpr (At::kInside) {
@@ -164,14 +135,6 @@ struct ExpressionMath {
       return of_keys([](float x, float y) { return ptx::divide(x, y); }, a, b);
     }
   }
-  template <class A, class B>
-  QUIRE_DEVICE static auto floordiv(const A& a, const B& b) {
-    return of_keys([](int32_t x, int32_t y) { return floor_divide(x, y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto mod(const A& a, const B& b) {
-    return of_keys([](int32_t x, int32_t y) { return floor_remainder(x, y); }, a, b);
-  }
   template <class A>
   QUIRE_DEVICE static auto neg(const A& a) {
     return of_keys([](auto x) { return difference(decltype(x)(0), x); }, a);
@@ -209,41 +172,9 @@ struct ExpressionMath {
   }
   QUIRE_DEVICE static bool inverse(bool x) { return !x; }
   QUIRE_DEVICE static int32_t inverse(int32_t x) { return ~x; }
-  template <class A, class B>
-  QUIRE_DEVICE static auto shl(const A& a, const B& count) {
-    return of_keys([](int32_t x, int32_t y) { return wrapped(word(x) << (y & 31)); }, a, count);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto shr(const A& a, const B& count) {
-    return of_keys([](int32_t x, int32_t y) { return x >> (y & 31); }, a, count);
-  }
 
   // ---- comparisons ----
 
-  template <class A, class B>
-  QUIRE_DEVICE static auto lt(const A& a, const B& b) {
-    return compare([](auto x, auto y) { return x < y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto le(const A& a, const B& b) {
-    return compare([](auto x, auto y) { return x <= y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto gt(const A& a, const B& b) {
-    return compare([](auto x, auto y) { return x > y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto ge(const A& a, const B& b) {
-    return compare([](auto x, auto y) { return x >= y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto eq(const A& a, const B& b) {
-    return compare([](auto x, auto y) { return x == y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto ne(const A& a, const B& b) {
-    return compare([](auto x, auto y) { return x != y; }, a, b);
-  }
   template <class F, class A, class B>
   QUIRE_DEVICE static auto compare(F f, const A& a, const B& b) {
     return of_keys(f, a, b);
@@ -308,29 +239,17 @@ struct ExpressionMath {
     return of_keys([](float x) { return ptx::ex2(x * kLog2e); }, a);
   }
   template <class A>
-  QUIRE_DEVICE static auto log2(const A& a) {
-    return of_keys([](float x) { return ptx::lg2(x); }, a);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto log(const A& a) {
-    return of_keys([](float x) { return ptx::lg2(x) * kLn2; }, a);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto sqrt(const A& a) {
-    return of_keys([](float x) { return ptx::sqrt(x); }, a);
-  }
-  template <class A>
   QUIRE_DEVICE static auto rsqrt(const A& a) {
     return of_keys([](float x) { return ptx::rsqrt(x); }, a);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto floor(const A& a) {
-    return of_keys([](float x) { return ptx::floor(x); }, a);
   }
   template <class A>
   QUIRE_DEVICE static auto sigmoid(const A& a) {
     return of_keys([](float x) { return ptx::rcp(1.f + ptx::ex2(x * -kLog2e)); }, a);
   }
+  QUIRE_DEVICE static float log2_of(float x) { return ptx::lg2(x); }
+  QUIRE_DEVICE static float log_of(float x) { return ptx::lg2(x) * kLn2; }
+  QUIRE_DEVICE static float sqrt_of(float x) { return ptx::sqrt(x); }
+  QUIRE_DEVICE static float floor_of(float x) { return ptx::floor(x); }
   static constexpr float kLn2 = 0.6931471805599453f;
 
   // Converts a value to four logits, also where it is the same for all keys.

@@ -31,7 +31,7 @@ struct KeyPlace {
   int i;
 
   QUIRE_DEVICE int q_idx() const { return tile.qo_idx(i); }
-  QUIRE_DEVICE Ramp<int32_t> keys() const { return {0, 1, 0}; }
+  QUIRE_DEVICE Ramp<int32_t> kv_idx() const { return {0, 1, 0}; }
   QUIRE_DEVICE int head() const {
     return tile.kv_head * static_cast<int>(tile.group.divisor) + tile.group.mod(tile.row + 8 * i);
   }
@@ -50,10 +50,6 @@ struct LogitsPlace {
 
   QUIRE_DEVICE int first_key() const { return tile.key + 2 * (tile.lane & 3); }  // of the lane
   QUIRE_DEVICE int q_idx() const { return qo_idx; }
-  QUIRE_DEVICE Four<int> kv_idx() const {
-    const int key = first_key() + at;
-    return {key, key + 1, key + 8, key + 9};
-  }
   // The lane's first key of the tile minus the query's position.
   QUIRE_DEVICE int distance() const { return first_key() - (qo_idx + (tile.mask.kv_len - tile.mask.qo_len)); }
   // This takes one instruction a key: `at` is a constant, and the first key's distance is the same for all keys of a
@@ -69,7 +65,7 @@ struct LogitsPlace {
   QUIRE_DEVICE int request() const { return tile.request; }
   QUIRE_DEVICE int qo_len() const { return tile.mask.qo_len; }
   QUIRE_DEVICE int kv_len() const { return tile.mask.kv_len; }
-  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first_key(), 1, at}; }
+  QUIRE_DEVICE Ramp<int32_t> kv_idx() const { return {first_key(), 1, at}; }
 };
 
 // Which keys of a tile the query of a row sees. Keys are counted from the lane's first key.
@@ -395,7 +391,7 @@ template <bool kInside_>
 struct ScoredKeys {
   static constexpr bool kInside = kInside_;
   int first, at;
-  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
+  QUIRE_DEVICE Ramp<int32_t> kv_idx() const { return {first, 1, at}; }
 };
 
 // The values that a score computes once for each of a lane's rows. They lie in shared memory, in a column of words for
