@@ -5,75 +5,33 @@
 
 namespace quire::ptx {
 
-QUIRE_DEVICE float ex2(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+// name(x) and name(a, b) are one instruction each.
+#define QUIRE_UNARY(name, instruction)              \
+  QUIRE_DEVICE float name(float x) {                \
+    float y;                                        \
+    asm(instruction " %0, %1;" : "=f"(y) : "f"(x)); \
+    return y;                                       \
+  }
+#define QUIRE_BINARY(name, instruction)                         \
+  QUIRE_DEVICE float name(float a, float b) {                   \
+    float y;                                                    \
+    asm(instruction " %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); \
+    return y;                                                   \
+  }
 
-QUIRE_DEVICE float lg2(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-QUIRE_DEVICE float rcp(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// For an angle in radians within half a turn. Error: 1e-6.
-QUIRE_DEVICE float sin(float x) {
-  float y;
-  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-QUIRE_DEVICE float cos(float x) {
-  float y;
-  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// The lesser of two numbers; NaN if one is.
-QUIRE_DEVICE float min_nan(float a, float b) {
-  float y;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
-// The greater of two numbers; NaN if one is.
-QUIRE_DEVICE float max_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
-// For any numbers. Error: two units in the last place.
-QUIRE_DEVICE float divide(float a, float b) {
-  float y;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
-QUIRE_DEVICE float sqrt(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-QUIRE_DEVICE float rsqrt(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-QUIRE_DEVICE float floor(float x) {
-  float y;
-  asm("cvt.rmi.f32.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+QUIRE_UNARY(ex2, "ex2.approx.ftz.f32")
+QUIRE_UNARY(lg2, "lg2.approx.ftz.f32")
+QUIRE_UNARY(rcp, "rcp.approx.ftz.f32")
+QUIRE_UNARY(sqrt, "sqrt.approx.ftz.f32")
+QUIRE_UNARY(rsqrt, "rsqrt.approx.ftz.f32")
+QUIRE_UNARY(floor, "cvt.rmi.f32.f32")
+QUIRE_UNARY(sin, "sin.approx.ftz.f32")  // of an angle in radians within half a turn; error: 1e-6
+QUIRE_UNARY(cos, "cos.approx.ftz.f32")  // likewise
+QUIRE_BINARY(min_nan, "min.NaN.f32")    // the lesser of two numbers; NaN if one is
+QUIRE_BINARY(max_nan, "max.NaN.f32")    // the greater of two numbers; NaN if one is
+QUIRE_BINARY(divide, "div.full.f32")    // of any numbers; error: two units in the last place
+#undef QUIRE_UNARY
+#undef QUIRE_BINARY
 
 // Rounds towards 0 and clamps to int32. NaN becomes 0.
 QUIRE_DEVICE int32_t to_int(float x) {

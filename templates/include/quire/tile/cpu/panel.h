@@ -136,4 +136,78 @@ inline void transpose_rows(float* qt, const Q* const* rows, int count, float sca
   }
 }
 
+// Stages rows [begin, end) of a KV tile as floats, in rows of kStride; the rest of the first and last key blocks is 0.
+template <int kDim, int kStride, class T>
+inline void stage_keys(float* to, const T* const* rows, int begin, int end) {
+  const int block_begin = begin / kKeyBlock * kKeyBlock, block_end = static_cast<int>(round_up(end, kKeyBlock));
+  memset(to + block_begin * kStride, 0, sizeof(float) * (begin - block_begin) * kStride);
+  widen_rows<kDim>(to + begin * kStride, rows, end - begin);
+  memset(to + end * kStride, 0, sizeof(float) * (block_end - end) * kStride);
+}
+
+// s = k q^T of a panel of `count` rows.
+template <int kDim>
+inline void score_panel(float* s, const float* k, const float* qt, KeyRange keys, int count) {
+  const int begin = keys.begin / kKeyBlock * kKeyBlock;
+  if (count > 2 * kLanes) {
+    score_block<kDim, 3>(s, k, qt, begin, keys.end);
+  } else if (count > kLanes) {
+    score_block<kDim, 2>(s, k, qt, begin, keys.end);
+  } else {
+    score_block<kDim, 1>(s, k, qt, begin, keys.end);
+  }
+}
+
+// Describes to softmax the `count` rows from `row` on, and the keys that they see of a KV tile.
+template <class V, class Panel>
+inline void describe_panel(Panel& panel, const LogitsTile<V>& logits, int row, int count, int tile_begin) {
+  for (int i = 0; i < count; ++i) {
+    const int qo_idx = logits.rows.qo_idx(row + i);
+    const KeyRange keys = logits.mask.visible(qo_idx);
+    panel.q_idx[i] = qo_idx, panel.head[i] = logits.rows.head(row + i);
+    panel.begin[i] = keys.begin - tile_begin, panel.end[i] = keys.end - tile_begin;
+    if constexpr (mask_has_bits(V::kMask)) {
+      for (int w = 0; w < V::kTileKv / 32; ++w) panel.words[w][i] = logits.mask.word(qo_idx, tile_begin + 32 * w);
+    }
+  }
+}
+
+// What a thread computes a panel with: its rows' state and output, and a KV tile's logits and values.
+template <class Panel>
+struct PanelMemory {
+  Panel& panel;
+  float *s, *alpha, *m, *d, *o;
+  const float* v;
+};
+
+// s becomes weights. add(s, key, lane) completes q . k of a vector of rows.
+template <bool kMasked, class V, class Panel, class Add>
+inline void softmax_panel(const PanelMemory<Panel>& x, const LogitsTile<V>& logits, int count, int tile_begin,
+                          KeyRange keys, Add&& add) {
+  for (int i = 0; i < count; i += kLanes) {
+    const auto score = [&](Floats s, int at) {
+      return score_logits<kMasked>(logits, add(s, at, i), RowLanes<V, Panel>{logits, x.panel, i, tile_begin, at});
+    };
+    store(x.alpha + i, softmax_rows(x.s + i, keys, score, x.m + i, x.d + i));
+  }
+}
+
+// Softmax and o += p v of a panel of `count` rows from `row` on. `keys`: those of the KV tile that some row sees,
+// counted from its first key, tile_begin. is_full: all rows see all of them. is_finite: so are all values.
+template <int kVo, class V, class Panel, class Add>
+inline void add_panel(const PanelMemory<Panel>& x, const LogitsTile<V>& logits, int row, int count, int tile_begin,
+                      KeyRange keys, bool is_full, bool is_finite, Add&& add) {
+  describe_panel(x.panel, logits, row, count, tile_begin);
+  if (is_full) {
+    softmax_panel<false>(x, logits, count, tile_begin, keys, add);
+  } else {
+    softmax_panel<true>(x, logits, count, tile_begin, keys, add);
+  }
+  if (is_full || is_finite) {
+    accumulate_values<kVo>(x.o, x.s, x.v, x.alpha, keys, count);
+  } else {
+    accumulate_visible_values<kVo>(x.o, x.s, x.v, x.alpha, keys, count);
+  }
+}
+
 }  // namespace quire::cpu
