@@ -151,14 +151,7 @@ struct AttentionMlaFa2 {
 
   QUIRE_DEVICE static void run(const AttentionMlaParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
-    if (threadIdx.x == 0) shared.current.cursor = WorkCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
-    for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work tile before
-      if (threadIdx.x == 0) shared.current.exists = shared.current.cursor.next(p.base, kTileKv, shared.current.work);
-      __syncthreads();
-      if (!shared.current.exists) return;
-      AttentionMlaFa2(p, shared, smem).attend();
-    }
+    Warp::for_each_work_tile(p.base, shared.current, [&] { AttentionMlaFa2(p, shared, smem).attend(); });
   }
 
  private:
@@ -213,7 +206,7 @@ struct AttentionMlaFa2 {
       if constexpr (kIsFp8 || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
       typename Warp::Scores s;
-      const bool some = any.contains(i), attends = some && warp_.tells();
+      const bool some = any.contains(i), attends = some && warp_.shares_maxima();
       if (attends) score(s, i, all.contains(i));
       sync_rows();  // the maxima of all keys are there
       if (some) warp_.raise_max(o, softmax);
@@ -226,45 +219,16 @@ struct AttentionMlaFa2 {
         copy(rows, i + 1);
       }
     }
-    ptx::cp_async_wait<0>();
-    warp_.sum_denominators(softmax);
-    if (work_.is_whole()) {
-      warp_.store(o, softmax, {smem_at(0)});
-      return;
-    }
-    const MergeGroup group = p_.groups[work_.group];
-    warp_.store_partial(o, softmax);
-    if (arrives_last(p_.groups + work_.group, group.num_parts(), thread_ == 0, shared_.current.is_last,
-                     [] { __syncthreads(); })) {
-      call_merge_partials<V, kWarps>(p_, work_, group, thread_);
-    }
+    warp_.finish(o, softmax, {smem_at(0)}, shared_.current.is_last);
   }
 
   // Waits for the warps of the same rows.
   QUIRE_DEVICE void sync_rows() const { ptx::named_barrier_sync(1 + warp_.rows / Warp::kWarpRows, kColGroups * 32); }
 
-  // Rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
     const TileQ tile = {smem_at(0)};
-    copy_q<kVo>(TileColumns<TileQ, 0, kVo>{tile}, mla_.q_nope, mla_.q_nope_token_stride, mla_.q_nope_head_stride);
-    copy_q<kKpe>(TileColumns<TileQ, kVo / 8, kKpe>{tile}, p_.q, p_.q_token_stride, p_.q_head_stride);
-  }
-
-  template <int kDims, class Columns>
-  QUIRE_DEVICE void copy_q(Columns tile, const void* q, int64_t token_stride, int64_t head_stride) const {
-    using Split = RowSplit<kThreads, Columns::kChunks>;
-    const Split split(thread_);
-#pragma unroll 4
-    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
-      const int row = work_.tile.row_begin + r;
-      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const T* src = static_cast<const T*>(q) + at.token * token_stride + at.head * head_stride;
-#pragma unroll
-      for (int c = 0; c < Split::kChunksPerLane; ++c) {
-        const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
-      }
-    }
+    warp_.copy_q(TileColumns<TileQ, 0, kVo>{tile}, mla_.q_nope, mla_.q_nope_token_stride, mla_.q_nope_head_stride);
+    warp_.copy_q(TileColumns<TileQ, kVo / 8, kKpe>{tile}, p_.q, p_.q_token_stride, p_.q_head_stride);
   }
 
   // One group of asynchronous copies.
@@ -342,8 +306,8 @@ struct AttentionMlaFa2 {
     }
   }
 
-  // s = q k^T of the warp's rows and keys, masked and scaled; tells the maxima.
-  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool every) const {
+  // s = q k^T of the warp's rows and keys, masked and scaled; shares the maxima.
+  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool is_unmasked) const {
     CursorQ q({smem_at(0)}, lane_);
     CursorK k(kv_tile(i), lane_);
     q.lane_base += warp_.rows * TileQ::kRowBytes;
@@ -380,16 +344,7 @@ struct AttentionMlaFa2 {
         for (int x = 0; x < 4; ++x) s.at[0][n][x] += other.at[0][n][x];
       }
     }
-    const LogitsTile<V> tile = {warp_.mask(),
-                                p_.group,
-                                work_.tile.request,
-                                work_.kv_head,
-                                warp_.row_begin() + lane_ / 4,
-                                i * kTileKv + warp_.columns * kKeys,
-                                lane_};
-    const LogitsTransform<V, FragmentMath<false>> transform(p_);
-    if (!every) score_logits<true>(s, transform, tile);
-    warp_.tell_maxima(s, transform.factor);
+    warp_.score(s, i * kTileKv + warp_.columns * kKeys, is_unmasked);
   }
 };
 

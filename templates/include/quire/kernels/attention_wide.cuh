@@ -81,14 +81,7 @@ struct AttentionWide {
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
-    if (threadIdx.x == 0) shared.current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
-    for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work tile before
-      if (threadIdx.x == 0) shared.current.exists = shared.current.cursor.next(p, kTileKv, shared.current.work);
-      __syncthreads();
-      if (!shared.current.exists) return;
-      AttentionWide(p, shared, smem).attend();
-    }
+    Warp::for_each_work_tile(p, shared.current, [&] { AttentionWide(p, shared, smem).attend(); });
   }
 
  private:
@@ -117,7 +110,7 @@ struct AttentionWide {
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
-    load_q();
+    warp_.copy_q(TileQ{smem_at(0)}, p_.q, p_.q_token_stride, p_.q_head_stride);
     if constexpr (kHasRope) rotate_q();
     rows.begin(kv_begin);
 #pragma unroll
@@ -146,47 +139,22 @@ struct AttentionWide {
         __syncthreads();  // the sums of all dims are there
         if (some) add_sums(s);
       }
-      if (some) score(s, i, all.contains(i));
+      if (some) warp_.score(s, i * kTileKv + keys_ * kKeys, all.contains(i));
       __syncthreads();  // the maxima of all keys are there, and all are done with keys of tile i
       copy<0>(rows, keys(i + kStages), i + kStages);
       if (some) warp_.raise_max(o, softmax);
-      if (some && warp_.tells()) warp_.exponentiate(s, softmax);
+      if (some && warp_.shares_maxima()) warp_.exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
       if constexpr (kIsFp8) widen(values(i));
       rows.publish_offsets(i + kStages + 1);
       __syncthreads();  // weights and values of tile i are there
       if (some) warp_.add_values(o, values(i));
     }
-    ptx::cp_async_wait<0>();
-    warp_.sum_denominators(softmax);
-    if (work_.is_whole()) {
-      warp_.store(o, softmax, {smem_at(0)});
-      return;
-    }
-    const MergeGroup group = p_.groups[work_.group];
-    warp_.store_partial(o, softmax);
-    if (arrives_last(p_.groups + work_.group, group.num_parts(), thread_ == 0, shared_.current.is_last,
-                     [] { __syncthreads(); })) {
-      call_merge_partials<V, kWarps>(p_, work_, group, thread_);
-    }
+    warp_.finish(o, softmax, {smem_at(0)}, shared_.current.is_last);
   }
 
   // What the warp of the same rows and group `columns` of columns tells of its dims.
   QUIRE_DEVICE float (*sums(int columns) const)[32][4] { return shared_.sums[thread_ / 32 - warp_.columns + columns]; }
-
-  // Rows that do not exist become zeros.
-  QUIRE_DEVICE void load_q() const {
-    using Split = RowSplit<kThreads, TileQ::kChunks>;
-    const Split split(thread_);
-    const TileQ tile = {smem_at(0)};
-#pragma unroll 4
-    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
-      const int row = work_.tile.row_begin + r;
-      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const T* src = static_cast<const T*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
-      ptx::cp_async_16(tile.chunk(r, split.lane), src + split.lane * 8, row < work_.row_end ? 16 : 0);
-    }
-  }
 
   // Keys (kOf: 0) or values (1): one group of asynchronous copies.
   template <int kOf>
@@ -268,24 +236,6 @@ struct AttentionWide {
         to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
       }
     }
-  }
-
-  // Masks and scales s; tells the maxima.
-  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool every) const {
-    const LogitsTile<V> tile = {warp_.mask(),
-                                p_.group,
-                                work_.tile.request,
-                                work_.kv_head,
-                                warp_.row_begin() + lane_ / 4,
-                                i * kTileKv + keys_ * kKeys,
-                                lane_};
-    const LogitsTransform<V, FragmentMath<false>> transform(p_);
-    if (every) {
-      score_logits<false>(s, transform, tile);
-    } else {
-      score_logits<true>(s, transform, tile);
-    }
-    warp_.tell_maxima(s, transform.factor);
   }
 };
 

@@ -9,6 +9,8 @@
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/shared/gemm.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/partial.cuh"
 #include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
@@ -57,13 +59,26 @@ struct ColumnWarps {
         rows(threadIdx.x / 32 / kColGroups * kWarpRows),
         columns(threadIdx.x / 32 % kColGroups) {}
 
+  // Calls body() for each work tile of the CTA, which is then in current.work.
+  template <class Body>
+  QUIRE_DEVICE static void for_each_work_tile(const AttentionParams& p, CurrentWork& current, Body&& body) {
+    if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
+    for (;;) {
+      __syncthreads();  // all of shared memory may still be in use for the work tile before
+      if (threadIdx.x == 0) current.exists = current.cursor.next(p, kTileKv, current.work);
+      __syncthreads();
+      if (!current.exists) return;
+      body();
+    }
+  }
+
   QUIRE_DEVICE int row_begin() const { return work.tile.row_begin + rows; }
   QUIRE_DEVICE Visible mask() const { return Visible::of(p, work.tile); }
   // Whether the warp shares the maxima of its keys. If there are more warps than groups of keys, some need not.
-  QUIRE_DEVICE bool tells() const { return kKeyGroups == kColGroups || columns < kKeyGroups; }
+  QUIRE_DEVICE bool shares_maxima() const { return kKeyGroups == kColGroups || columns < kKeyGroups; }
 
   // The value in shared memory of key group g, for the lane's row h of block m.
-  QUIRE_DEVICE float& told(int g, int m, int h) const { return of_rows[g][rows + 16 * m + 8 * h + lane / 4]; }
+  QUIRE_DEVICE float& shared_value(int g, int m, int h) const { return of_rows[g][rows + 16 * m + 8 * h + lane / 4]; }
 
   // The KV tiles of which some row of the warp sees a key (any), and those of which every row sees every key (all).
   QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
@@ -76,8 +91,38 @@ struct ColumnWarps {
     if constexpr (V::kScoreMask == 0) all = {ceil_div(each.begin, kTileKv), each.end / kTileKv};
   }
 
+  // Copies queries to `tile`; rows that do not exist become zeros.
+  template <class Tile>
+  QUIRE_DEVICE void copy_q(Tile tile, const void* q, int64_t token_stride, int64_t head_stride) const {
+    using Split = RowSplit<kThreads, Tile::kChunks>;
+    const Split split(thread);
+#pragma unroll 4
+    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
+      const int row = work.tile.row_begin + r;
+      const WorkTile::Place at = work.place(p.group, min(row, work.row_end - 1));
+      const T* src = static_cast<const T*>(q) + at.token * token_stride + at.head * head_stride;
+#pragma unroll
+      for (int c = 0; c < Split::kChunksPerLane; ++c) {
+        const int chunk = c * Split::kLanes + split.lane;
+        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work.row_end ? 16 : 0);
+      }
+    }
+  }
+
+  // Transforms and masks s, whose first key is `key`, and shares the row maxima.
+  QUIRE_DEVICE void score(Scores& s, int key, bool is_unmasked) const {
+    const LogitsTile<V> tile = {mask(), p.group, work.tile.request, work.kv_head, row_begin() + lane / 4, key, lane};
+    const LogitsTransform<V, FragmentMath<false>> transform(p);
+    if (is_unmasked) {
+      score_logits<false>(s, transform, tile);
+    } else {
+      score_logits<true>(s, transform, tile);
+    }
+    share_maxima(s, transform.factor);
+  }
+
   // Scales s, and shares the row maxima.
-  QUIRE_DEVICE void tell_maxima(Scores& s, float scale) const {
+  QUIRE_DEVICE void share_maxima(Scores& s, float scale) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -90,7 +135,7 @@ struct ColumnWarps {
           top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
         }
         top = quad_max(top);
-        if (tells() && lane % 4 == 0) told(columns, m, h) = top;
+        if (shares_maxima() && lane % 4 == 0) shared_value(columns, m, h) = top;
       }
     }
   }
@@ -104,7 +149,7 @@ struct ColumnWarps {
       for (int h = 0; h < 2; ++h) {
         float top = kNoLogit;
 #pragma unroll
-        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, told(g, m, h));
+        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, shared_value(g, m, h));
         const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
         factor[h] = ptx::ex2(softmax.m[m][h] - next);
         softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
@@ -161,13 +206,30 @@ struct ColumnWarps {
     }
   }
 
+  // Ends a work tile: stores o, or a partial result that the last CTA of the merge group to arrive merges. `tile`:
+  // where o is gathered.
+  QUIRE_DEVICE void finish(const Output& o, Softmax& softmax, TileO tile, bool& is_last) const {
+    ptx::cp_async_wait<0>();
+    sum_denominators(softmax);
+    if (work.is_whole()) {
+      store(o, softmax, tile);
+      return;
+    }
+    const MergeGroup group = p.groups[work.group];
+    store_partial(o, softmax);
+    if (arrives_last(p.groups + work.group, group.num_parts(), thread == 0, is_last, [] { __syncthreads(); })) {
+      call_merge_partials<V, kWarps>(p, work, group, thread);
+    }
+  }
+
+ private:
   // Sums denominators, so that every lane has those of its rows.
   QUIRE_DEVICE void sum_denominators(Softmax& softmax) const {
     softmax.reduce();
     __syncthreads();  // all warps have read the last maxima, and no longer read q
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      if (tells() && lane % 4 == 0) told(columns, i / 2, i % 2) = softmax.d[i / 2][i % 2];
+      if (shares_maxima() && lane % 4 == 0) shared_value(columns, i / 2, i % 2) = softmax.d[i / 2][i % 2];
     }
     __syncthreads();
 #pragma unroll
@@ -175,7 +237,7 @@ struct ColumnWarps {
       float& d = softmax.d[i / 2][i % 2];
       d = 0.f;
 #pragma unroll
-      for (int g = 0; g < kKeyGroups; ++g) d += told(g, i / 2, i % 2);
+      for (int g = 0; g < kKeyGroups; ++g) d += shared_value(g, i / 2, i % 2);
     }
   }
 
