@@ -126,7 +126,7 @@ struct AttentionMlaFa2 {
   using CursorK = BlockCursor<TileKv, Quarters::kTopFirst>;
   static_assert(TileKv::kSwizzled, "columns begin at a multiple of 128 bytes");
 
-  // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
+  // What warps of the same rows exchange: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
     typename Warp::OfRows of_rows;
@@ -194,28 +194,28 @@ struct AttentionMlaFa2 {
 #pragma unroll 1
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<kAhead - 1>();
-      __syncthreads();  // tile i is there, and all are done with tile i - 1
+      __syncthreads();  // tile i is loaded, and tile i - 1 is released
       if constexpr (kIsFp8) {
         if constexpr (kScaled) {
           multiply_by_scales(ring_tile(i), kv_tile(i));
         } else {
           widen(ring_tile(i), kv_tile(i));
         }
-        __syncthreads();  // tile i is wide
+        __syncthreads();  // tile i is widened
       }
       if constexpr (kIsFp8 || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
       typename Warp::Scores s;
-      const bool some = any.contains(i), attends = some && warp_.shares_maxima();
+      const bool is_visible = any.contains(i), attends = is_visible && warp_.publishes_maxima();
       if (attends) score(s, i, all.contains(i));
-      sync_rows();  // the maxima of all keys are there
-      if (some) warp_.raise_max(o, softmax);
+      sync_rows();  // every warp of these rows has published its maxima
+      if (is_visible) warp_.raise_max(o, softmax);
       if (attends) warp_.exponentiate(s, softmax);
       rows.publish_offsets(i + kTableStages);
-      sync_rows();  // so are the weights
-      if (some) warp_.add_values(o, kv_tile(i));
+      sync_rows();  // every warp of these rows has written its weights
+      if (is_visible) warp_.add_values(o, kv_tile(i));
       if constexpr (!kIsFp8 && kStages == 1) {
-        __syncthreads();  // all are done with tile i
+        __syncthreads();  // tile i is released
         copy(rows, i + 1);
       }
     }
@@ -306,7 +306,7 @@ struct AttentionMlaFa2 {
     }
   }
 
-  // s = q k^T of the warp's rows and keys, masked and scaled; shares the maxima.
+  // s = q k^T of the warp's rows and keys, masked and scaled; publishes the maxima.
   QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool is_unmasked) const {
     CursorQ q({smem_at(0)}, lane_);
     CursorK k(kv_tile(i), lane_);

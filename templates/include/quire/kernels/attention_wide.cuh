@@ -57,7 +57,7 @@ struct AttentionWide {
     }
   };
   using CopiedKv = typename conditional<kIsFp8, ByteRows, TileKv>::type;
-  // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
+  // What warps of the same rows exchange: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
     typename Warp::OfRows of_rows;
@@ -129,31 +129,31 @@ struct AttentionWide {
       ptx::cp_async_wait<2 * (kStages - 1)>();
       if constexpr (kIsFp8) widen(keys(i));
       if constexpr (kHasRope) rotate_keys(i);
-      __syncthreads();  // keys of tile i are there, and all are done with values of tile i - 1
+      __syncthreads();  // keys of tile i are loaded, and the values of tile i - 1 are released
       copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
       rows.prefetch_pages(i + kStages + 1);
       typename Warp::Scores s;
-      const bool some = any.contains(i);
-      if (some) multiply_keys(s, i);
+      const bool is_visible = any.contains(i);
+      if (is_visible) multiply_keys(s, i);
       if constexpr (kDimGroups > 1) {
-        __syncthreads();  // the sums of all dims are there
-        if (some) add_sums(s);
+        __syncthreads();  // every warp has written its sums
+        if (is_visible) add_sums(s);
       }
-      if (some) warp_.score(s, i * kTileKv + keys_ * kKeys, all.contains(i));
-      __syncthreads();  // the maxima of all keys are there, and all are done with keys of tile i
+      if (is_visible) warp_.score(s, i * kTileKv + keys_ * kKeys, all.contains(i));
+      __syncthreads();  // every warp has published its maxima, and the keys of tile i are released
       copy<0>(rows, keys(i + kStages), i + kStages);
-      if (some) warp_.raise_max(o, softmax);
-      if (some && warp_.shares_maxima()) warp_.exponentiate(s, softmax);
+      if (is_visible) warp_.raise_max(o, softmax);
+      if (is_visible && warp_.publishes_maxima()) warp_.exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
       if constexpr (kIsFp8) widen(values(i));
       rows.publish_offsets(i + kStages + 1);
-      __syncthreads();  // weights and values of tile i are there
-      if (some) warp_.add_values(o, values(i));
+      __syncthreads();  // weights and values of tile i are in shared memory
+      if (is_visible) warp_.add_values(o, values(i));
     }
     warp_.finish(o, softmax, {smem_at(0)}, shared_.current.is_last);
   }
 
-  // What the warp of the same rows and group `columns` of columns tells of its dims.
+  // The sums over its dims of the warp with the same rows and group `columns` of columns.
   QUIRE_DEVICE float (*sums(int columns) const)[32][4] { return shared_.sums[thread_ / 32 - warp_.columns + columns]; }
 
   // Keys (kOf: 0) or values (1): one group of asynchronous copies.
@@ -194,7 +194,7 @@ struct AttentionWide {
                              [&](int row) { return p_.group.div(first + row) + diagonal; });
   }
 
-  // s = q k^T of the warp's rows, keys and dims; tells it to the warps of the same keys.
+  // s = q k^T of the warp's rows, keys and dims, which is also written to shared memory for the warps of the same keys.
   QUIRE_DEVICE void multiply_keys(typename Warp::Scores& s, int i) const {
     constexpr int kAtoms = kDims / 64 / kDimGroups;  // 128 bytes of a row each
     BlockCursor<TileQ> q({smem_at(0)}, lane_);

@@ -74,11 +74,11 @@ struct ColumnWarps {
 
   QUIRE_DEVICE int row_begin() const { return work.tile.row_begin + rows; }
   QUIRE_DEVICE Visible mask() const { return Visible::of(p, work.tile); }
-  // Whether the warp shares the maxima of its keys. If there are more warps than groups of keys, some need not.
-  QUIRE_DEVICE bool shares_maxima() const { return kKeyGroups == kColGroups || columns < kKeyGroups; }
+  // Whether the warp publishes the maxima of its keys. If there are more warps than groups of keys, some need not.
+  QUIRE_DEVICE bool publishes_maxima() const { return kKeyGroups == kColGroups || columns < kKeyGroups; }
 
-  // The value in shared memory of key group g, for the lane's row h of block m.
-  QUIRE_DEVICE float& shared_value(int g, int m, int h) const { return of_rows[g][rows + 16 * m + 8 * h + lane / 4]; }
+  // The maximum or denominator that key group g has published, for the lane's row h of block m.
+  QUIRE_DEVICE float& published(int g, int m, int h) const { return of_rows[g][rows + 16 * m + 8 * h + lane / 4]; }
 
   // The KV tiles of which some row of the warp sees a key (any), and those of which every row sees every key (all).
   QUIRE_DEVICE void find_tiles(KeyRange& any, KeyRange& all) const {
@@ -109,7 +109,7 @@ struct ColumnWarps {
     }
   }
 
-  // Transforms and masks s, whose first key is `key`, and shares the row maxima.
+  // Transforms and masks s, whose first key is `key`, and publishes the row maxima.
   QUIRE_DEVICE void score(Scores& s, int key, bool is_unmasked) const {
     const LogitsTile<V> tile = {mask(), p.group, work.tile.request, work.kv_head, row_begin() + lane / 4, key, lane};
     const LogitsTransform<V, FragmentMath<false>> transform(p);
@@ -118,11 +118,11 @@ struct ColumnWarps {
     } else {
       score_logits<true>(s, transform, tile);
     }
-    share_maxima(s, transform.factor);
+    publish_maxima(s, transform.factor);
   }
 
-  // Scales s, and shares the row maxima.
-  QUIRE_DEVICE void share_maxima(Scores& s, float scale) const {
+  // Scales s, and writes the row maxima to shared memory.
+  QUIRE_DEVICE void publish_maxima(Scores& s, float scale) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -135,7 +135,7 @@ struct ColumnWarps {
           top = fmaxf(top, fmaxf(x[2 * h], x[2 * h + 1]));
         }
         top = quad_max(top);
-        if (shares_maxima() && lane % 4 == 0) shared_value(columns, m, h) = top;
+        if (publishes_maxima() && lane % 4 == 0) published(columns, m, h) = top;
       }
     }
   }
@@ -149,7 +149,7 @@ struct ColumnWarps {
       for (int h = 0; h < 2; ++h) {
         float top = kNoLogit;
 #pragma unroll
-        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, shared_value(g, m, h));
+        for (int g = 0; g < kKeyGroups; ++g) top = fmaxf(top, published(g, m, h));
         const float next = top > softmax.m[m][h] + kMaxLag ? top : softmax.m[m][h];
         factor[h] = ptx::ex2(softmax.m[m][h] - next);
         softmax.m[m][h] = next, softmax.d[m][h] *= factor[h];
@@ -229,7 +229,7 @@ struct ColumnWarps {
     __syncthreads();  // all warps have read the last maxima, and no longer read q
 #pragma unroll
     for (int i = 0; i < 2 * kM; ++i) {
-      if (shares_maxima() && lane % 4 == 0) shared_value(columns, i / 2, i % 2) = softmax.d[i / 2][i % 2];
+      if (publishes_maxima() && lane % 4 == 0) published(columns, i / 2, i % 2) = softmax.d[i / 2][i % 2];
     }
     __syncthreads();
 #pragma unroll
@@ -237,7 +237,7 @@ struct ColumnWarps {
       float& d = softmax.d[i / 2][i % 2];
       d = 0.f;
 #pragma unroll
-      for (int g = 0; g < kKeyGroups; ++g) d += shared_value(g, i / 2, i % 2);
+      for (int g = 0; g < kKeyGroups; ++g) d += published(g, i / 2, i % 2);
     }
   }
 
