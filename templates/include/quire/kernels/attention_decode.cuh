@@ -8,9 +8,8 @@
 //   1. All work units are divided into one partition per CTA (core/schedule.h); the last CTA to arrive at a merge group
 //      merges its partials.
 //   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/ampere/decode_shape.cuh). Each KV split has
-//   its
-//      own ring of cp.async stages and its own softmax, so the main loop needs no barrier of the CTA. The results of KV
-//      splits are merged in shared memory at the end of a work tile.
+//      a ring of cp.async stages and a softmax, so the main loop needs no barrier of the CTA. The results of KV splits
+//      are merged in shared memory at the end of a work tile.
 //   3. A KV split computes its keys block by block with the online softmax.
 // Loads continue across the ends of work tiles: 64 KB must be in flight in every SM to keep the memory busy.
 // Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal partitions.

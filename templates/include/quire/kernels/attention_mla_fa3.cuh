@@ -1,21 +1,25 @@
 // Decode with multi-head latent attention (MLA) on the warpgroup matrix instruction and the bulk copy engine: sm_90a.
 //
-// Bound: from 64 rows on the tensor cores, below that reading the cache once. All query heads share one head of keys
-// [ckv, kpe], and the latent ckv is the value too: a KV tile lies in shared memory once and serves S = Q [ckv, kpe]^T
-// and O += P ckv.
-// Three warpgroups: one computes S and its softmax; two compute half of O's columns each. The first holds most of Q in
-// registers, so that three KV tiles fit into shared memory: one in each product and one on its way. Weights P take the
-// place of the kpe that they were computed with.
-// The two products take turns at the tensor cores: P of a KV tile is handed on when S of the next one is done, and the
-// softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
-// registers keeps its warps waiting until the one before it is under way.
-// Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up, by the
-// copy engine where pages are boxes (tile/hopper/mla_loader.cuh), else token by token (tile/hopper/mla_loader.cuh),
-// which also serves sparse attention: pages of one token are then the indices of the tokens that a query sees. Latents
-// of 8 bits come token by token too, and are widened where they have arrived (tile/hopper/mla_widen.cuh). Schedule:
-// persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys at the
-// same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV tiles
-// ahead.
+// With 64 rows and more the kernel is limited by the tensor cores, with fewer by reading the cache once. All query
+// heads share one head of keys [ckv, kpe], and the latent ckv is the value too: a KV tile lies in shared memory once
+// and serves S = Q [ckv, kpe]^T and O += P ckv.
+//
+// Three warpgroups: one computes S and its softmax, and each of the two others half of O's columns. The first holds
+// most of Q in registers, so that three KV tiles fit into shared memory: one in each product and one that is being
+// loaded. Weights P replace the kpe that they were computed with.
+//
+// The two products take turns at the tensor cores. P of a KV tile is handed on when S of the next KV tile is done, and
+// the softmax of that S runs beside O += P ckv. One warpgroup could not overlap the two products: a product with
+// queries in registers keeps its warps waiting until the product before it is under way.
+//
+// No warp only loads. A half of ckv's columns is reloaded by the warpgroup that has used it up, by the copy engine
+// where pages are boxes, else token by token (tile/hopper/mla_loader.cuh). In sparse attention, pages of one
+// token are the indices of the tokens that a query sees. Latents of 8 bits are also loaded token by token, and widened
+// in place (tile/hopper/mla_widen.cuh).
+//
+// Schedule: persistent CTAs, one per SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
+// at the same time, once from memory. The last warpgroup takes work tiles when it starts to load them, up to three KV
+// tiles ahead.
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
 #pragma once

@@ -1,6 +1,6 @@
 // Few rows: keys and values stream from memory once, straight into registers, and the head dimension lies across the
-// lanes. Memory bounds decode, so that the next rows must always be in flight. While scores are computed, the values of
-// the same KV tile are prefetched; while values are summed, the keys of the next KV tile are.
+// lanes. Decode is limited by memory, so the next rows must always be in flight. While scores are computed, the values
+// of the same KV tile are prefetched; while values are summed, the keys of the next KV tile are.
 #pragma once
 #include "quire/tile/cpu/keys.h"
 #include "quire/tile/cpu/logits.h"

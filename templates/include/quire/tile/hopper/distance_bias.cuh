@@ -1,7 +1,7 @@
-// Scores that add what follows from the query head and the distance from query to key: a bias table, or T5's buckets.
-// A KV tile and a row tile have few distances, so a loading warp computes the bias of each head and distance once, for
-// all rows, into shared memory. Computing warps begin S = Q K^T with it: the bias takes no registers, no addition, and
-// is read while other warpgroups' products run.
+// Scores that add a bias of the query head and of the distance from query to key: a bias table, or T5's buckets. A KV
+// tile and a row tile have few distances, so a loading warp computes the bias of each head and distance once, for all
+// rows, into shared memory. Computing warps begin S = Q K^T with the bias, which therefore takes no registers and no
+// addition, and is read while products of other warpgroups run.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/tile/shared/logits.cuh"

@@ -1,5 +1,5 @@
-// Loads keys and values of 8 bits. The warps of the loading warpgroup copy them to shared memory, and widen them there
-// to fp16. The bytes of a row lie where its 16-bit numbers will lie, so that they take no memory of their own.
+// Loads keys and values of 8 bits. The warps of the loading warpgroup copy them to shared memory and widen them there
+// to fp16, in place: the bytes of a row are copied into the space of its 16-bit numbers.
 #pragma once
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/copy.cuh"

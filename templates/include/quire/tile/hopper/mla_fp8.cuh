@@ -1,9 +1,10 @@
-// Latents of 8 bits in the kernel with heads as columns (kernels/attention_mla_decode.cuh): both products take them as
-// operand A, which they become, in fp16, on their way through registers. Queries and weights are fp16 too: a power of
-// two for each row of queries, and a reference maximum below the true one, let both use fp16's range. Where each 128
-// columns of a token have a scale, that multiplies sums of S^T, of which a token is a row, and weights: then there are
-// four P^T, one for each 128 columns of O. They are divided by a power of two that is common to a KV tile, whose values
-// have sums of their own, multiplied by it in float32.
+// Latents of 8 bits in attention_mla_decode, where tokens are rows and heads are columns. In both products latents are
+// operand A: they are widened to fp16 on their way through registers. Queries and weights are fp16 too. To use fp16's
+// range, each row of queries is scaled by a power of two, and the reference maximum is set below the true maximum.
+//
+// Where each 128 columns of a token have a scale, sums of S^T, of which a token is a row, are multiplied by it, and so
+// are weights: there are then four P^T, one for each 128 columns of O. The scales of weights are divided by a power of
+// two that is common to a KV tile. The sums of the values of a KV tile are multiplied by it in float32.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/ptx/copy.cuh"

@@ -1,6 +1,6 @@
-// The logits of a tile that a lane holds. One visitor goes through them row by row, with what is known of each row and
-// key. Only here do the transform (core/logits.h) and the mask (core/mask.h) reach logits. mma.m16n8k16 and wgmma leave
-// logits in the same places, so that both share the visitor.
+// The logits of a tile that a lane holds. One visitor goes through them row by row, and applies the transform
+// (core/logits.h) and the mask (core/mask.h); only here do these reach logits. mma.m16n8k16 and wgmma leave logits in
+// the same places, so that both use the visitor.
 #pragma once
 #include "quire/core/logits.h"
 #include "quire/tile/shared/expression.cuh"

@@ -1,6 +1,6 @@
-// The order of row tiles by what a block mask leaves of them. The host has put them in order by what they could see,
-// and a launch ends as late as the last of them: long row tiles come first. Not for a schedule with partitions, which
-// refer to row tiles by their places.
+// Sorts row tiles by the number of KV tiles that a block mask shows them, longest first, because a launch ends when its
+// last row tile does. The host could only sort them by their lengths. Schedules with partitions are not sorted:
+// partitions refer to row tiles by their positions.
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
