@@ -18,9 +18,10 @@ from elftools.elf.elffile import ELFFile
 import emulated
 from calls import prefill_paged
 from problems import Problem
-from quire import aot, jit
+from quire import jit
+from quire.cli import aot
+from quire.engine import attention, schedule
 from quire.jit import cpu, module
-from quire.runtime import attention, schedule
 from test_schedule import Batch, partitions_of, tiles_of
 
 pytestmark = [

@@ -11,11 +11,19 @@ import pytest
 
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, family, same_rows
-from quire.kernels.features import ANY_PAGE_SIZE, Features, mask_words, read_mask, rows_of
-from quire.kernels.operands import ATTENTION_OPERANDS, Operand, operand_fields
+from quire.kernels.features import (
+    ANY_PAGE_SIZE,
+    ATTENTION_OPERANDS,
+    Features,
+    Operand,
+    mask_words,
+    operand_fields,
+    read_mask,
+    rows_of,
+)
 from quire.kernels.operation import OPERATIONS, OperationKey
 from quire.kernels.params import FastDivisor, params_with
-from quire.types import DTYPES, MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.types import DTYPES, MaskMode, PosEncodingMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
 

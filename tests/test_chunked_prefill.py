@@ -104,7 +104,7 @@ def test_a_small_workspace_takes_two_launches(device, backend):
 
 def test_a_variant_that_cannot_be_had_is_not_needed(device, monkeypatch):
     """A process that compiles nothing may have the variants of both parts alone."""
-    monkeypatch.setattr("quire.runtime.cascade.is_obtainable", lambda _: False)
+    monkeypatch.setattr("quire.engine.joined.is_obtainable", lambda _: False)
     p = problem(device, torch.float16)
     wrapper = planned(p, PREFIX_LENS)
     p.check(wrapper.run(p.q, *split(p, PREFIX_LENS)))

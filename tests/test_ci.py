@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from quire import aot
 from quire.__main__ import main
+from quire.cli import aot
 from quire.jit import Store, host_target
 from quire.jit.toolchain import find_toolchain
 

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire import aot, jit
-from quire.cli import main, new_parser
+from quire import jit
+from quire.cli import aot, main, new_parser
 from quire.cli.completion import candidates
-from quire.jit import progress
+from quire.jit import events, stores
 from stub_compiler import compiles, write_stub
 
 HOST = jit.host_target()
@@ -36,9 +36,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "stub-g++")))
-    for name, value in (("_modules", {}), ("_stores", {}), ("_private_store", None)):
-        monkeypatch.setattr(jit, name, value)
-    monkeypatch.setattr(progress, "_warned", set())
+    monkeypatch.setattr(jit, "_modules", {})
+    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(stores, "_private_store", None)
+    monkeypatch.setattr(events, "_warned", set())
     yield tmp_path / "cache"
 
 

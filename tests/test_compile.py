@@ -365,7 +365,7 @@ def test_eager_calls_do_not_enter_the_dispatcher(case, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("an eager call has called an operator")
 
-    monkeypatch.setattr("quire.runtime.ops._record", refuse)
+    monkeypatch.setattr("quire.engine.operators._record", refuse)
     call(*args)
 
 

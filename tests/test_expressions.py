@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 import quire
-from quire.expression import to_float, to_int, where
-from quire.kernels import reference
-from quire.kernels.expression import FLOAT, Expression, Node
-from quire.kernels.expression_cxx import render
-from quire.kernels.trace import call
+from quire.kernels.expressions import reference, to_float, to_int, where
+from quire.kernels.expressions.cxx import render
+from quire.kernels.expressions.trace import call
+from quire.kernels.expressions.tree import FLOAT, Expression, Node
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates/include"
 HEADS, QO_LEN, KV_LEN, REQUEST = 2, 3, 64, 1
@@ -404,8 +403,8 @@ def build(expressions: list[Expression], place: Path, *, like_a_gpu: bool) -> ct
 
 def operands(expression: Expression, values: dict[str, Any] = VALUES) -> ctypes.Structure:
     """The values of VALUES as a kernel is given them."""
-    from quire.kernels.expression_cxx import operands_struct
-    from quire.runtime.variant_operands import write_operands
+    from quire.engine.operands import write_operands
+    from quire.kernels.expressions.cxx import operands_struct
 
     struct = operands_struct(expression)()
     write_operands(struct, expression, set(values), values, values["bias"].device, {})

@@ -13,7 +13,7 @@ import oracle
 import quire
 from calls import capture
 from problems import ints
-from quire.compat import flash_attn
+from quire.compat import flash_attn, flash_attn_batch
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
@@ -267,13 +267,13 @@ def test_one_graph_for_a_cache_of_any_lengths():
 
 def test_layers_of_one_batch_plan_twice(monkeypatch):
     """The second call is recorded, and the others repeat it."""
-    plans, made = [], flash_attn.Attention
+    plans, made = [], flash_attn_batch.AttentionCall
 
-    def count(*arguments):
+    def count(*arguments, **options):
         plans.append(arguments)
-        return made(*arguments)
+        return made(*arguments, **options)
 
-    monkeypatch.setattr(flash_attn, "Attention", count)
+    monkeypatch.setattr(flash_attn_batch, "AttentionCall", count)
     q, k, v = ragged(torch.float32, "cpu")
     cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")
     for layer in range(5):
@@ -287,7 +287,7 @@ def test_layers_of_one_batch_plan_twice(monkeypatch):
 
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_queries_of_8_bits_are_refused_at_once(narrow, monkeypatch):
-    monkeypatch.setattr(flash_attn, "Attention", None)  # nothing is compiled
+    monkeypatch.setattr(flash_attn_batch, "AttentionCall", None)  # nothing is compiled
     q = torch.randn(1, 5, 2, 64).to(narrow)
     with pytest.raises(quire.UnsupportedError, match=r"q: expected float16 or bfloat16 .* got torch.float8"):
         flash_attn_func(q, q, q)

@@ -16,8 +16,8 @@ from latents import Latents
 from problems import ints
 from quire.compat import flash_mla
 from quire.compat.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from quire.runtime import planner
-from quire.runtime.launch import launch
+from quire.engine import planner
+from quire.engine.launch import launch
 from test_mla import SCALE, joined, sparse
 
 

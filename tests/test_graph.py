@@ -16,7 +16,8 @@ from torch import Tensor
 import quire
 from calls import capture, outputs, plan_decode, plan_paged, plan_ragged
 from problems import PagedCache, Problem, ints, workspace
-from quire.runtime import attention, graph, planner
+from quire.engine import graph, planner
+from quire.engine import run as run_module
 
 NUM_PAGES, PAGE_SIZE = 300, 16
 
@@ -309,7 +310,7 @@ def test_a_capture_is_checked_whatever_was_run_before(monkeypatch, layout):
     plan_ragged(wrapper, short)
     k, v = (t if layout == "NHD" else t.transpose(0, 1) for t in (short.k, short.v))
     short.check(wrapper.run(short.q, k, v))
-    monkeypatch.setattr(attention, "is_capturing", lambda device: True)
+    monkeypatch.setattr(run_module, "is_capturing", lambda device: True)
     with pytest.raises(quire.ValidationError, match="k: expected at least 1000 tokens"):
         wrapper.run(short.q, k, v)
     long_k, long_v = (t if layout == "NHD" else t.transpose(0, 1) for t in (first.k, first.v))

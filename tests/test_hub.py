@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import aot
+from quire.cli import aot
 from quire.jit import Store, host_target
 from test_ci import ROOT, script
 

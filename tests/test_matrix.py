@@ -94,7 +94,7 @@ def test_each_expected_test_exists() -> None:
 
 def test_the_suite_has_a_cache_of_its_own() -> None:
     """In the checkout, and not the one that the user's programs share."""
-    from quire import config
+    from quire.jit import config
 
     assert config.cache_root() == HERE.parent / "build" / "tests"
 

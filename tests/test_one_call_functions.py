@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import quire
 from problems import ints
 from quire.compat import flash_attn, flash_mla
-from quire.runtime import replay
+from quire.engine import replay
 
 BATCH, HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 8, 2, 64, 16, 6
 LENS, Q_LENS = (41, 96, 7, 0), (3, 17, 7, 1)
@@ -474,8 +474,10 @@ def test_arguments_in_one_tensor_are_told_from_others(device):
 
 def test_functions_are_traced_once_and_again_if_they_change(device, monkeypatch):
     q, k, v = dense(40, 96)(device, 0)
-    traces, known = [], quire.flex._Capturing.variant_of
-    monkeypatch.setattr(quire.flex._Capturing, "variant_of", lambda *args: (traces.append(1), known(*args))[1])
+    traces, known = [], quire.attention.flex._Capturing.variant_of
+    monkeypatch.setattr(
+        quire.attention.flex._Capturing, "variant_of", lambda *args: (traces.append(1), known(*args))[1]
+    )
     limit, bias = 5.0, torch.rand(HEADS, device=device)
 
     def attend() -> Tensor:

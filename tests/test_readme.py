@@ -28,5 +28,5 @@ def test_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_knob_is_documented_and_exists() -> None:
-    config = Path(quire.__file__).with_name("config.py").read_text(encoding="utf-8")
+    config = Path(quire.__file__).with_name("jit").joinpath("config.py").read_text(encoding="utf-8")
     assert set(re.findall(r"_read\(\"(QUIRE_[A-Z_]+)\"\)", config)) == KNOBS

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import oracle
 import quire
 from problems import Problem, ints
-from quire.runtime import rotate
+from quire.engine import rotate
 from test_page import bits, halves
 from test_rope import heads, table
 

@@ -23,12 +23,13 @@ import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
 from problems import PagedCache, Problem, ints, workspace
-from quire import jit, variants
-from quire.expression import tanh, where
+from quire import jit
+from quire.attention import variants
+from quire.engine import planner
 from quire.kernels import AttentionKey, decide, kernel_of
-from quire.kernels.expression_cxx import has_distance_bias, has_pattern, has_row_scale, render
-from quire.runtime import planner
-from quire.types import dtype_of
+from quire.kernels.expressions import tanh, where
+from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, render
+from quire.kernels.types import dtype_of
 
 LENS = (5, 1, 0, 40), (60, 7, 9, 40)
 HEADS = 4
@@ -1263,7 +1264,7 @@ def test_the_identity_is_no_variant_of_scores(device, backend):
 
 def test_slugs(device):
     """A slug names a variant that the process knows, by its digest."""
-    from quire.aot import spec_of
+    from quire.cli.aot import spec_of
 
     slug = f"attention_cpu.x86-64-v3.fp32-fp32-fp32.d64-64.ragged.causal-expr{variants.alibi.digest}.m16"
     spec = spec_of(slug)

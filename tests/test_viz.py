@@ -14,8 +14,7 @@ import torch
 
 import quire
 from problems import workspace
-from quire.runtime.explanation import Explanation
-from quire.runtime.work import Placed
+from quire.engine.inspection import Explanation, Placed
 from targets import Target, targets
 
 QO, KV = [1, 1, 38, 1, 0, 7], [3000, 100, 90, 5800, 64, 3]

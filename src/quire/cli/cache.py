@@ -10,14 +10,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from quire.aot import spec_of
 from quire.cli import parser
-from quire.cli.output import print_json, print_table, spell_bytes, spell_seconds
+from quire.cli.aot import spec_of
+from quire.cli.parser import print_json, print_table, spell_bytes, spell_seconds
 from quire.errors import CacheError, QuireError, ValidationError
-from quire.jit import Manifest, Store, explain_miss, lookup, prebuilt_stores, request_parts, user_store
+from quire.jit import Manifest, Store, explain_miss, lookup, request_parts
 from quire.jit.archive import export_entries, import_entries
-from quire.jit.retention import kept_entries, outdated, require_times_of_use, sweep, to_remove
-from quire.kernels.variant import Variant
+from quire.jit.stores import kept_entries, outdated, prebuilt_stores, require_times_of_use, sweep, to_remove, user_store
+from quire.kernels.expressions.variant import Variant
 
 _ORDERS = ("name", "size", "age")
 

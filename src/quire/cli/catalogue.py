@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import product
 from typing import Any
 
-from quire.aot import spec_of
+import quire
 from quire.cli import parser
-from quire.cli.output import print_json, print_table, spell_bytes
+from quire.cli.aot import spec_of
+from quire.cli.parser import print_json, print_table, spell_bytes
 from quire.jit import Spec, explain_miss, lookup, render_unit
+from quire.jit.doctor import examine
+from quire.jit.stores import prebuilt_stores, user_store
 from quire.jit.toolchain import for_target
 from quire.kernels import KERNELS, AttentionKernel, AttentionProblem
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
-from quire.types import dtype_of
+from quire.kernels.types import dtype_of
 
 #: GPUs and processors on which variants were compared with the oracle. Variants of other targets are only compiled.
 RAN_ON = {
@@ -51,6 +55,7 @@ def add_commands(commands: Any) -> None:
     show.add_argument("--source", action="store_true", help="print the unit that is compiled")
     show.add_argument("--json", action="store_true", help="print one JSON object")
     show.set_defaults(run=_show)
+    add_doctor(commands)
 
 
 # --- matrix ----------------------------------------------------------------------------------------------------------
@@ -136,3 +141,28 @@ def _answer(spec: Spec) -> dict[str, Any]:
         "compiled": f"in {m.seconds:.2f} s" if m.seconds else "beforehand",
         "figures": {name: value for name, value in figures.items() if value is not None},
     }  # fmt: skip
+
+
+def add_doctor(commands: Any) -> None:
+    """Add `doctor` to the parser."""
+    text = "find what keeps Quire from compiling, caching or loading"
+    doctor = commands.add_parser(
+        "doctor", help=text, description=f"{text.capitalize()}. Exit status 1 if there is a fault."
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    findings = examine(user_store(), prebuilt_stores())
+    faults = sum(finding.status == "fault" for finding in findings)
+    if options.json:
+        print_json({"version": quire.__version__, "ok": not faults, "findings": [asdict(f) for f in findings]})
+        return int(bool(faults))
+    print(f"quire {quire.__version__}")
+    for finding in findings:
+        print(f"{finding.status:<6} {finding.check:<10} {finding.text}")
+        if finding.fix and finding.status != "ok":
+            print(f"{'':<17} -> {finding.fix}")
+    print(f"{faults} faults" if faults else "nothing is in the way")
+    return int(bool(faults))

@@ -13,18 +13,18 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire import config
-from quire.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.cli import parser, presets
-from quire.cli.output import print_json, print_table, spell_bytes
+from quire.cli.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
+from quire.cli.estimates import Estimate, estimate
+from quire.cli.parser import print_json, print_table, spell_bytes
 from quire.errors import CacheError, ValidationError
-from quire.estimates import Estimate, estimate
-from quire.jit import Spec, Store, host_target, user_store
-from quire.jit.gpu import present_targets
+from quire.jit import Spec, Store, config, host_target
+from quire.jit.driver import present_targets
+from quire.jit.stores import user_store
 from quire.kernels import KERNELS
+from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import mask_words
-from quire.kernels.variant import Variant
-from quire.types import DTYPES
+from quire.kernels.types import DTYPES
 
 
 def add_commands(commands: Any) -> None:

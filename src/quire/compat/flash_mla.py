@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from quire.block_table_mla import decode_latents
-from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.block_tables import Scale
-from quire.runtime.checks import (
+from quire.calls.decode import TableCall
+from quire.calls.tables import Scale
+from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
+from quire.engine.checks import (
     check_flags,
     check_output,
     check_positive,
@@ -29,12 +29,11 @@ from quire.runtime.checks import (
     refuse,
     scalar,
 )
-from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
-from quire.runtime.lse_layout import LN2
-from quire.runtime.replay import replayed
-from quire.runtime.schedule import KeptSchedules, Lengths
-from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
-from quire.runtime.workspace import OwnWorkspace
+from quire.engine.device import OwnWorkspace
+from quire.engine.plan_cache import replayed
+from quire.engine.schedule import KeptSchedules, Lengths
+from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.errors import UnsupportedError, ValidationError
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -167,10 +166,10 @@ def _attend(
     if out is not None:
         check_output(out, "out")
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
-    result, lse = decode_latents(
+    result, lse = TableCall.of_latents(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
         Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, lse_unit=LN2,
-    )  # fmt: skip
+    ).attend()  # fmt: skip
     if sink is not None:
         result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])
     return result, lse

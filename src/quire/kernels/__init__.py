@@ -9,17 +9,6 @@ from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.spec import Spec
-from quire.kernels import (
-    attention_cpu,
-    attention_decode,
-    attention_fa2,
-    attention_fa3,
-    attention_mla_cpu,
-    attention_mla_decode,
-    attention_mla_fa2,
-    attention_mla_fa3,
-    attention_wide,
-)
 from quire.kernels.attention import (
     AttentionKernel,
     AttentionKey,
@@ -28,7 +17,12 @@ from quire.kernels.attention import (
     cascade_reason,
     same_rows,
 )
-from quire.kernels.operands import Operand, OperandBlock
+from quire.kernels.cpu import CPU
+from quire.kernels.decode import DECODE
+from quire.kernels.fa2 import FA2, WIDE
+from quire.kernels.fa3 import FA3
+from quire.kernels.features import Operand, OperandBlock
+from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
 
 __all__ = [
     "KERNELS",
@@ -48,17 +42,7 @@ __all__ = [
 ]
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
-KERNELS: tuple[AttentionKernel, ...] = (
-    attention_decode.KERNEL,
-    attention_fa3.KERNEL,
-    attention_fa2.KERNEL,
-    attention_wide.KERNEL,
-    attention_cpu.KERNEL,
-    attention_mla_decode.KERNEL,
-    attention_mla_fa3.KERNEL,
-    attention_mla_fa2.KERNEL,
-    attention_mla_cpu.KERNEL,
-)
+KERNELS: tuple[AttentionKernel, ...] = (DECODE, FA3, FA2, WIDE, CPU, MLA_DECODE, MLA_FA3, MLA_FA2, MLA_CPU)
 
 PIN = "quire:"  #: `backend="quire:fa2"`: that kernel, or an error
 #: FlashInfer's names of its own implementations. They mean `auto`.
@@ -88,8 +72,8 @@ class Decision:
     kernel: AttentionKernel
     key: AttentionKey
     trace: tuple[Verdict, ...]
-    templates: dict[Any, Any] = field(default_factory=dict)  #: plan templates (runtime/planner.py)
-    checked: dict[Any, Any] = field(default_factory=dict)  #: layouts that passed all checks (runtime/attention.py)
+    templates: dict[Any, Any] = field(default_factory=dict)  #: plan templates (engine/planner.py)
+    checked: dict[Any, Any] = field(default_factory=dict)  #: layouts that passed all checks (engine/attention.py)
 
     @cached_property
     def spec(self) -> Spec:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 from quire.jit.spec import Struct
-from quire.kernels.operands import (
+from quire.kernels.features import (
     ATTENTION_OPERANDS,
     MLA_OPERANDS,
     PREFIX_OPERANDS,

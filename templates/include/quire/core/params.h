@@ -69,7 +69,7 @@ struct alignas(16) MergeGroup {
 };
 
 struct AttentionParams {
-  // The operands, as the kernel's row of the catalogue declares them (kernels/operands.py): addresses, then strides in
+  // The operands, as the kernel's row of the catalogue declares them (kernels/features.py): addresses, then strides in
   // elements. The last dimension is contiguous.
   const void* q;  // [nnz_qo, num_qo_heads, head_dim_qk], by strides
   // ragged [nnz_kv, num_kv_heads, head_dim_qk] or pages [num_pages, page_size, num_kv_heads, head_dim_qk]

@@ -17,7 +17,7 @@ namespace quire {
 
 enum class Moment { kBegin, kEnd };
 
-// One note; runtime/stamps.py reads its numbers in this order.
+// One note; engine/inspection.py reads its numbers in this order.
 struct Stamp {
   int64_t nanoseconds;
   int64_t moment;
