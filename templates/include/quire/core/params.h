@@ -145,7 +145,7 @@ struct AttentionMlaParams {
   int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;
 };
 
-constexpr int kTileDims = 128;  // of a latent that have a scale: TILE_DIMS in quire/kernels/operands.py
+constexpr int kTileDims = 128;  // of a latent that have a scale: TILE_DIMS in quire/kernels/features.py
 
 // A CUtensorMap, made by cuTensorMapEncodeTiled: opaque here, so that no driver header is parsed.
 struct alignas(64) TensorMap {
