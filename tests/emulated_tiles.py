@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from quire import jit
-from quire.engine import attention, schedule
+from quire.engine import schedule, spec
 from quire.jit import cpu, render, toolchain
 
 TARGET = "x86-64-v4-amx"
@@ -36,5 +36,5 @@ def processor_with_tiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> It
 def _forget() -> None:
     """Modules of another processor."""
     schedule._scheduler.cache_clear()
-    attention._decide.cache_clear()
+    spec._decide.cache_clear()
     jit.forget()

@@ -78,6 +78,7 @@ def test_dot_products(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     spec._decide.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "bits", "odd-dims"])
 def test_ragged(tiles: None, name: str) -> None:
     p = PROBLEMS[name]

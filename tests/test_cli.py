@@ -22,7 +22,7 @@ import quire
 from quire import jit
 from quire.cli import aot, main, new_parser
 from quire.cli.completion import candidates
-from quire.jit import events, stores
+from quire.jit import builder, events, stores
 from stub_compiler import compiles, write_stub
 
 HOST = jit.host_target()
@@ -506,12 +506,12 @@ def test_a_runtime_directory_of_others_is_not_used(
     store = jit.user_store()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     root = tmp_path / f"quire-permits-{os.geteuid()}"
-    assert jit.budget.permits_directory(store) == root / "permits"
+    assert builder.permits_directory(store) == root / "permits"
     root.chmod(0o777)
-    assert jit.budget.permits_directory(store) == store.root / "permits"
+    assert builder.permits_directory(store) == store.root / "permits"
     shutil.rmtree(root)
     root.symlink_to(tmp_path)
-    assert jit.budget.permits_directory(store) == store.root / "permits"
+    assert builder.permits_directory(store) == store.root / "permits"
 
 
 @pytest.mark.parametrize(("peak", "memory", "compilers"), [(None, 3, 3), (200 << 20, 3, 8), (4 << 30, 3, 1), (1, 1, 8)])

@@ -104,7 +104,7 @@ def _no_driver(tmp: Path, patch: Patch) -> None:
 
 
 def _torch_without_cuda(tmp: Path, patch: Patch) -> None:
-    patch.setattr(doctor.gpu, "present_targets", lambda: ("sm90a",))
+    patch.setattr(doctor.driver, "present_targets", lambda: ("sm90a",))
     patch.setattr(doctor.importlib.metadata, "version", lambda name: "2.13.0+cpu")
     patch.setenv("QUIRE_NVCC", str(nvcc(tmp / "cuda", *WHOLE)))
 

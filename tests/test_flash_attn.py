@@ -12,7 +12,7 @@ from torch import Tensor
 import oracle
 import quire
 from calls import capture
-from problems import ints
+from problems import ints, offsets
 from quire.compat import flash_attn, flash_attn_batch
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -48,10 +48,6 @@ def check(out, lse, q, k, v, q_lens=Q_LENS, kv_lens=KV_LENS, causal=False, windo
     oracle.assert_close(out, ref.o, oracle.torch_error(q, k, v, *indptrs, **how), indptrs[0])
     if lse is not None:
         oracle.assert_lse_close(lse / math.log(2), ref.lse, magnitude=64.0, soft_cap=soft_cap)
-
-
-def offsets(lens, device: str) -> Tensor:
-    return ints(oracle.indptr_of(lens), device)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -106,11 +106,6 @@ def test_import_has_no_effects(tmp_path):
     assert not (tmp_path / "own").exists()
 
 
-def test_import_needs_no_writable_home():
-    """Neither a home nor a compiler is asked for before the first kernel."""
-    run_python("import quire", HOME="/nonexistent", PATH="/nonexistent", XDG_CACHE_HOME="/nonexistent")
-
-
 def test_import_is_quick():
     """At most an eighth of what torch's own import takes, in CPU time: other programs on the machine do not count.
 

@@ -53,6 +53,7 @@ def test_rotate_and_append_to_more_pages_than_have_numbers():
     assert [t[3].flatten().tolist() for t in cache] == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.slow
 def test_a_token_of_too_many_numbers():
     """num_heads times head_dim are counted in 32 bits."""
     heads, message = 2**30, "expected fewer than 2.31 numbers of a token"

@@ -30,8 +30,9 @@ class Sm90Module:
 @pytest.fixture
 def problem(monkeypatch):
     """A decision and the options of its plans, whose launches do nothing."""
-    monkeypatch.setattr(planner, "load", lambda spec, device: (Sm90Module, 264))
-    monkeypatch.setattr(planner, "launch", lambda *args, **options: None)
+    for module in (planner, device_planner):
+        monkeypatch.setattr(module, "load", lambda spec, device: (Sm90Module, 264))
+        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
     bf16 = dtype_of("bfloat16", "q")
     problem = AttentionProblem("sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, 4)
     options = PlanOptions(32, 8, 128, 128, Types(bf16, bf16, bf16), LogitsOptions(0.1, -1, 0.0), False, 16, 0)

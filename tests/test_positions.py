@@ -45,6 +45,7 @@ def test_slopes_of_heads(device, backend, dtype, mode, heads):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2, 3, 12, 40, 71])
 def test_slopes_that_a_variant_reads(device, backend, dtype, heads):
     """get_alibi_slopes() has the numbers that kernels compute."""

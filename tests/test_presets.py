@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import quire
+from public_calls import ints
 from quire.cli import aot, main, presets
 from quire.cli.presets import Layer, Serving, needs, read_config
 from quire.engine import planner, spec
@@ -137,10 +138,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     spec._decide.cache_clear()
     yield slugs
     spec._decide.cache_clear()
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def _plan(wrapper: Any, *arguments: Any, **options: Any) -> None:

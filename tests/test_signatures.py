@@ -11,7 +11,7 @@ import torch
 
 import quire
 from calls import decode_wrapper, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
-from problems import FORMS, Problem
+from problems import FORMS, Problem, any_dtype
 from quire.engine import tensors
 
 LENS = (5, 1, 40), (60, 7, 90)
@@ -19,10 +19,6 @@ LENS = (5, 1, 40), (60, 7, 90)
 
 def problem(device: str, dtype: object, seed: int = 0, lens: tuple[tuple[int, ...], ...] = LENS) -> Problem:
     return Problem(*lens, causal=True, device=device, dtype=dtype, seed=seed)
-
-
-def any_dtype(device: str) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def knows(wrapper: object) -> object:

@@ -48,13 +48,8 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The matrices of these models are smaller than what it costs to wake a second thread."""
+def _registered(one_thread):
     integration.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def new_model(name: str, dtype: torch.dtype = torch.float32):

@@ -196,7 +196,7 @@ class Uploader:
     """Copies to a GPU asynchronously on one stream, for plans from any thread.
 
     A host buffer stays in a queue until its copy is done. torch's own way (pinned memory and Tensor.to) takes more than
-    twice the host time: see benchmarks/results/notes-upload.md.
+    twice the host time: see benchmarks/results/notes/decode.md.
     """
 
     def __init__(self, device: int, stream: int) -> None:

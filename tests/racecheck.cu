@@ -1,6 +1,6 @@
 // What compute-sanitizer's racecheck (CUDA 13.0) reports of code without races, on one H200, 2026-11-23.
 //
-//     nvcc -arch=sm_90a -o racecheck 2026-11-23-racecheck.cu
+//     nvcc -arch=sm_90a -o racecheck tests/racecheck.cu
 //     for i in 0 1 2 3; do compute-sanitizer --tool racecheck ./racecheck $i; done
 //
 //   0  eight warps share an int between two named barriers                                    0 hazards
