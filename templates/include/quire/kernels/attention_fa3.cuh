@@ -13,7 +13,7 @@
 // computing warps round their queries to fp16 there, a row with its own power of two (tile/hopper/rows.cuh).
 // Registers: a warp decides which KV tile to compute, and whether to mask it, from uniform values, so that ring
 // positions and descriptors stay in uniform registers. Otherwise turns at the tensor cores take longer.
-// Unsuccessful attempts: benchmarks/results/notes-kernels.md.
+// Unsuccessful attempts: benchmarks/results/notes/fa3.md.
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline, FlashAttention-4 for rescaling only when the maximum
 // has grown.
