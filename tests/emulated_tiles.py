@@ -22,7 +22,7 @@ def processor_with_tiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """In here this machine, which has AVX-512, has AMX too. `directory` gets a copy of the templates."""
     templates = directory / "templates"
     shutil.copytree(render.root(), templates, dirs_exist_ok=True)
-    shutil.copyfile(_HEADER, templates / "include/quire/tile/cpu_amx.h")
+    shutil.copyfile(_HEADER, templates / "include/quire/tile/cpu/amx.h")
     with monkeypatch.context() as patch:
         patch.setenv("QUIRE_CPU_TARGET", TARGET)
         patch.setattr(render, "root", lambda: templates)

@@ -1,8 +1,8 @@
 """Random expressions of variants, on the CPU's functions and on the GPU's, against float64.
 
-Many expressions are one program: the GPU's functions (tile/expression.cuh) are compiled for the host here, with the
-instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in test_variants.py.
-QUIRE_EXPRESSIONS=10000 draws that many.
+Many expressions are one program: the GPU's functions (tile/shared/expression.cuh) are compiled for the host here, with
+the instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in
+test_variants.py. QUIRE_EXPRESSIONS=10000 draws that many.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ inline int32_t subtract_saturated(int32_t a, int32_t b) {
 PROGRAM = """
 #ifndef __CUDACC__
 #define QUIRE_DEVICE inline __attribute__((always_inline))
-#include "quire/tile/cpu_expression.h"
+#include "quire/tile/cpu/expression.h"
 #endif
-#include "quire/tile/expression.cuh"
+#include "quire/tile/shared/expression.cuh"
 using namespace quire;
 
 struct Logits { const float* scores; float *score, *mask; };  // [heads, qo_len, kv_len]
@@ -102,7 +102,7 @@ template <bool kInside_>
 struct Keys : Place {  // of a GPU's lane
   static constexpr bool kInside = kInside_;
   int first, at;
-  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
+  QUIRE_DEVICE Ramp<int32_t> kv_idx() const { return {first, 1, at}; }
 };
 
 template <class V>
@@ -473,7 +473,7 @@ def test_small_tanh(tmp_path):
     (tmp_path / "quire/ptx/math.cuh").write_text(INSTRUCTIONS)
     source = """
 #define QUIRE_DEVICE inline __attribute__((always_inline))
-#include "quire/tile/tanh.cuh"
+#include "quire/tile/shared/tanh.cuh"
 extern "C" float most(float scale, float factor) { quire::SmallTanh t; t.set(scale, factor); return t.most; }
 extern "C" float tanh_of(float x, float scale, float factor, float y) {
   quire::SmallTanh t;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import quire
+from quire.jit.render import root
 from quire.kernels import KERNELS
 
 ROOT = Path(quire.__file__).parent
@@ -23,6 +25,9 @@ FLOORS = [
     {"jit"},
     {"errors"},
 ]
+#: The rooms of C++ headers, lowest first. The rooms of one floor do not include each other.
+ROOMS = [{"core"}, {"ptx"}, {"tile/shared"}, {"tile/ampere", "tile/hopper", "tile/cpu"}, {"kernels"}]
+HEADERS = sorted(path for path in (root() / "include/quire").rglob("*") if path.is_file())
 MODULES = sorted(path for path in ROOT.rglob("*.py") if "templates" not in path.parts)
 
 
@@ -111,3 +116,21 @@ def test_only_config_reads_the_environment() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             reads = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb")
             assert not reads, f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)} reads the environment"
+
+
+def room_of(header: str) -> tuple[int, str]:
+    """The floor and the room of a header, named from include/quire on."""
+    room = header.rpartition("/")[0]
+    for height, rooms in enumerate(ROOMS):
+        if room in rooms:
+            return height, room
+    raise AssertionError(f"{header} stands in no room: add it to ROOMS and to ARCHITECTURE.md")
+
+
+@pytest.mark.parametrize("path", HEADERS, ids=lambda p: "/".join(p.parts[-2:]))
+def test_headers_include_their_room_and_lower_floors(path: Path) -> None:
+    own = path.relative_to(root() / "include/quire").as_posix()
+    height, room = room_of(own)
+    for other in re.findall(r'#include "quire/(.*)"', path.read_text()):
+        other_height, other_room = room_of(other)
+        assert other_height < height or other_room == room, f"{own} includes {other}"

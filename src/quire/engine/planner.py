@@ -265,7 +265,7 @@ def _sorts_tiles(decision: Decision, s: ScheduleOutput) -> bool:
 
 
 def _order_bytes(template: _PlanTemplate, s: ScheduleOutput, device: torch.device) -> int:
-    """Memory in which row tiles are put in order: see tile/tile_order.cuh."""
+    """Memory in which row tiles are put in order: see tile/shared/tile_order.cuh."""
     tiles = template.schedule.tile_capacity or s.num_tiles
     return 0 if device.type == "cpu" else TILE_ALIGNMENT + tiles * (ctypes.sizeof(RowTile) + 4 * CTAS_PER_ROW_TILE)
 

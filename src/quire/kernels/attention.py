@@ -163,7 +163,7 @@ class AttentionKernel:
     prefix_params: type[ctypes.Structure] | None = None
     has_cascades: bool = False  #: merges partial results across the levels of a cascade
     has_gaps: bool = False  #: with pages of one token, masks page numbers beyond params.num_pages
-    notes_times: bool = False  #: has timed variants (core/stamps.h)
+    notes_times: bool = False  #: has timed variants (tile/shared/stamps.h)
     #: converts a key of 8 bits again for each row tile, which long prompts avoid: engine/upcast.py
     is_slower_over_8_bits: bool = False
     pdl: bool = False  #: waits for its predecessor itself, and so may start early (programmatic dependent launch)

@@ -92,8 +92,8 @@ def _tile_kv(problem: AttentionProblem, rows: int) -> int:
     """Four warps copy 32 or 16 tokens each, at most 8 KB. If 16 tokens have more than 8 KB, two warps copy 16 tokens
     each.
 
-    64 rows need the registers of four warps. tile/decode_shape.cuh derives warps and tokens from this number: of heads
-    of 512 dims, four warps copy 8 tokens each.
+    64 rows need the registers of four warps. tile/ampere/decode_shape.cuh derives warps and tokens from this number: of
+    heads of 512 dims, four warps copy 8 tokens each.
     """
     token_bytes = _token_bytes(problem)
     # If shared memory is small, each warp's 16 rows of o replace its 16 tokens at the end of a work tile.

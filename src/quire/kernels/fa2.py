@@ -32,7 +32,7 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _spills(problem: AttentionProblem) -> bool:
-    """Whether 128 rows leave too few registers in every order of tile/fa2_pipeline.cuh."""
+    """Whether 128 rows leave too few registers in every order of tile/ampere/instruction_order.cuh."""
     is_sm86 = problem.target.rstrip("af") in ("sm86", "sm87", "sm88", "sm89")
     if is_blackwell(problem) or (is_sm86 and problem.mask is MaskMode.CUSTOM and problem.soft_cap):
         return True

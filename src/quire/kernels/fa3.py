@@ -39,7 +39,7 @@ _ATOM = 64  #: columns of a swizzled row of 128 bytes
 #: dims) is faster than the keys of 1, 4 or all heads.
 _L2_BYTES = 17 << 20
 
-#: Query heads of a KV head whose biases fit into shared memory, see tile/sm90_distance.cuh.
+#: Query heads of a KV head whose biases fit into shared memory, see tile/hopper/distance_bias.cuh.
 _MOST_BIASED_HEADS = 32
 
 
@@ -134,7 +134,7 @@ def _max_bytes(key: AttentionKey, operand: str) -> int:
 
 
 def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params_fa3.h."""
+    """The tensor maps of core/params.h."""
     copies = []
     (nnz_qo, num_qo_heads, head_dim), (token, head, _) = views["q"].sizes, views["q"].strides
     num_kv_heads = views["k"].sizes[2]

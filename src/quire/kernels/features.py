@@ -145,12 +145,12 @@ class Features:
         default=False, kw_only=True
     )
 
-    #: each tile of 128 dims of a latent has a scale, and kpe is in q's type (MLA): core/params_mla.h
+    #: each tile of 128 dims of a latent has a scale, and kpe is in q's type (MLA): core/params.h
     tile_scales: Annotated[bool, _flag("kTileScales", "scaled", lambda options: options.tile_scales)] = field(
         default=False, kw_only=True
     )
 
-    #: records when, and on which SM, each work tile was computed: core/stamps.h
+    #: records when, and on which SM, each work tile was computed: tile/shared/stamps.h
     timed: Annotated[bool, _flag("kTimed", "timed", lambda options: options.timed)] = field(default=False, kw_only=True)
 
     @property

@@ -40,7 +40,7 @@ def _yields(problem: AttentionProblem) -> str | None:
 def latent_copies(
     key: AttentionKey, views: Mapping[str, View], box_of: Callable[[int, int], tuple[int, int]]
 ) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params_mla_fa3.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box.
+    """The tensor maps of core/params.h. box_of(tokens of a page, atoms of a row): tokens and atoms of a box.
     TMA fills columns of an atom beyond the operand with zeros.
     """
     copies: list[TensorCopy] = []

@@ -160,7 +160,7 @@ def _shift(node: Node, args: list[int | None]) -> int | None:
 
 
 def _is_ramp(node: Node, degrees: dict[int, int]) -> bool:
-    """Whether C++ has a `Ramp` of it (tile/expression.cuh)."""
+    """Whether C++ has a `Ramp` of it (tile/shared/expression.cuh)."""
     if not node.args:
         return node.op == "index" and node.value == "kv_idx"
     varying = [arg for arg in node.args if degrees[id(arg)] > 0]
