@@ -254,6 +254,7 @@ class AttentionFa3 : public Fa3Cta<V> {
     if constexpr (kRescaled) {
       const TileQ q = q_tile(rings.q.stage());
       const int lane = ptx::lane_id();
+      __syncwarp();  // every lane has read the factors of the work tile before
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float factor = round_query(q, lane_row(current.work, lane) + 8 * h, lane % 4);
