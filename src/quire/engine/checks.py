@@ -265,7 +265,7 @@ _REASONS = {
     "kernels keep no profile; torch.profiler shows each launch": ("use_profiler", "profiler_buffer"),
     "each key that a query sees counts": ("skip_softmax", "skip_softmax_threshold_scale_factor", "uses_spcompress"),
     "softmax is in float32": ("use_fp16_softmax",),
-    "keys and values share a table of pages": ("separate_page_tables",),
+    "keys and values have no separate_page_tables": ("uses_shared_paged_kv_idx",),
     "values lie where keys do, and results where queries do": ("v_indptr", "o_indptr"),
     "block_tables says where keys and values are": ("batch_offsets_k", "batch_offsets_v"),
     "a cache over several ranks is for quire.distributed": (
@@ -276,10 +276,18 @@ _REASONS = {
 _REASON_OF = {name: reason for reason, names in _REASONS.items() for name in names}
 
 
-def refuse(**arguments: Any) -> None:
-    """Refuse arguments of FlashInfer's API that Quire does not support, unless they are None or False."""
+def reason_of(name: str) -> str:
+    """Why an argument of the surface has no use here; "" if its name says it."""
+    return _REASON_OF.get(name, "")
+
+
+def refuse(expected: Any = None, /, **arguments: Any) -> None:
+    """Refuse arguments of FlashInfer's API that Quire does not support, unless they are None or False.
+
+    expected: what an error says that it expects.
+    """
     for name, value in arguments.items():
-        if value is not None and value is not False:
+        if expected is True or (value is not None and value is not False):
             got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            why = f", as {_REASON_OF[name]}" if name in _REASON_OF else ""
-            raise ValidationError(f"{name}: not supported by this call{why}; expected None, got {got}.")
+            why = f", as {reason}" if (reason := reason_of(name)) else ""
+            raise ValidationError(f"{name}: not supported by this call{why}; expected {expected}, got {got}.")
