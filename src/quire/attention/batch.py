@@ -30,7 +30,7 @@ from quire.engine.operands import Level, PlacedOperands, operands_of_levels, une
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
-from quire.engine.spec import AttentionSpec
+from quire.engine.spec import AttentionSpec, last_of_lens
 from quire.engine.tensors import PagedCache, ragged_view
 from quire.engine.wrapper import AttentionWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
@@ -83,7 +83,7 @@ class BatchAttention:
         lens, indptr = host_indices(kv_len_arr, "kv_len_arr"), host_indices(kv_indptr, "kv_indptr")
         if lens.shape[0] != indptr.shape[0] - 1:
             raise ValidationError(f"kv_len_arr: expected [{indptr.shape[0] - 1}] lengths, got {list(lens.shape)}.")
-        last = lens - (indptr.diff() - 1).clamp_(min=0) * check_positive(page_size, "page_size")
+        last = last_of_lens(lens, indptr, check_positive(page_size, "page_size"))
         self._wrapper.plan(
             qo_indptr, indptr, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo,
             causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,

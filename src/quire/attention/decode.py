@@ -28,7 +28,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache
-from quire.engine.wrapper import AttentionWrapper, DecodeKeywords, Pair
+from quire.engine.wrapper import DecodeKeywords, ForwardWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.variant import Variant
 
@@ -84,7 +84,7 @@ def _check_right_side(window_right: Any, is_causal: Any, q_len_per_req: int) -> 
         )
 
 
-class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
     """Decode attention of a batch of requests over a paged cache.
 
     float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
@@ -225,11 +225,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
-    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, paged_kv_cache, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, pos_encoding_mode: str = "NONE",
         q_scale: float | None = None, k_scale: float | None = None, v_scale: float | None = None,
@@ -242,11 +237,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands
         )
-
-    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
-        """forward() with return_lse=True."""
-        o, lse = self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
-        return o, lse
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

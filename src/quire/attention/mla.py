@@ -94,8 +94,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     torch.Size([2, 16, 512])
     """
 
-    _causal: bool | None = None  # type: ignore[assignment]  # SGLang writes these three, and then plans by _cached_module
-    _sm_scale: float | None = None  # type: ignore[assignment]
+    _causal: bool | None = None  # SGLang writes these three, and then plans by _cached_module
+    _sm_scale: float | None = None
     _page_size: int | None = None
 
     def __init__(

@@ -37,7 +37,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache, converted
-from quire.engine.wrapper import AttentionWrapper, Pair, PrefillKeywords
+from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.kernels.expressions.variant import Variant
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
     """Attention of a batch of requests, each with any number of queries, over a paged cache.
 
     float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
@@ -250,13 +250,6 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
-    def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Any
-    ) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, paged_kv_cache, *scales, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
@@ -267,8 +260,3 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)
-
-    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
-        """forward() with return_lse=True."""
-        o, lse = self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
-        return o, lse

@@ -21,7 +21,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
 from quire.engine.tensors import converted
-from quire.engine.wrapper import AttentionWrapper, Pair, PrefillKeywords
+from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
 
@@ -59,7 +59,7 @@ def prefill_options(
     )  # fmt: skip
 
 
-class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
     """Attention of a batch of requests over ragged keys and values: the requests are concatenated in one tensor.
 
     The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper, with kv_indptr_buf int32
@@ -180,11 +180,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
         return self._runner().run(q, (k, v), out, lse, return_lse, options)
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, k, v, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
@@ -194,11 +189,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, k, v, return_lse=return_lse, **operands)
-
-    def forward_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Pair:
-        """forward() with return_lse=True."""
-        o, lse = self.forward(q, k, v, *args, **options, return_lse=True)
-        return o, lse
 
 
 def without_flag(scales: tuple[Any, ...], return_lse: bool) -> tuple[tuple[Any, ...], bool]:

@@ -184,11 +184,6 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         _check(tensor, name, {"N": self._num_keys, "num_kv_heads": None, "head_dim": None})
         return tensor.view(tensor.shape[0] // self._page_size, self._page_size, *tensor.shape[1:])
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, k, v, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, pos_encoding_mode: str = "NONE",
@@ -289,11 +284,6 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         o = shape.finish(o, out)
         statistics = None if statistics is None else shape.finish(statistics, lse)
         return (o, statistics) if return_lse else o
-
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, k, v, **options, return_lse=True)
-        return o, lse
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str = "NONE",
