@@ -86,6 +86,15 @@ def check_output(tensor: Any, name: str) -> torch.Tensor:
     return tensor  # type: ignore[no-any-return]
 
 
+def check_written(out: Any, name: str, like: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Check that `out` is an output of the shape and on the device of `like`, in one of the dtypes."""
+    check_shape(check_output(out, name), name, {f"dim {i}": size for i, size in enumerate(like.shape)})
+    check_same_device(out, name, like.device)
+    check_contiguous_last(out, name)
+    if out.dtype not in dtypes:
+        raise ValidationError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {out.dtype}.")
+
+
 def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | None]) -> None:
     """Check that `tensor` has the named dimensions; None means any length."""
     shape = tensor.shape
@@ -109,11 +118,18 @@ def check_dtype(tensor: torch.Tensor, name: str, expected: DType, option: str = 
         )
 
 
+def flag(value: Any, name: str) -> bool:
+    """`value`, which must be a bool."""
+    if not isinstance(value, bool):
+        raise ValidationError(f"{name}: expected a bool, got {value!r}.")
+    return value
+
+
 def check_flags(**flags: Any) -> None:
     """Check that flags are bools, or None where this is a default."""
     for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise ValidationError(f"{name}: expected a bool, got {value!r}.")
+        if value is not None:
+            flag(value, name)
 
 
 def check_same_device(tensor: torch.Tensor, name: str, device: torch.device) -> None:
@@ -241,6 +257,13 @@ def scalar(value: Any, name: str, *, positive: bool = False) -> float:
             f"{name}: expected a {'positive' if positive else 'finite'} number, got {number}; kernels take "
             f"{_SMALLEST if positive else -_LARGEST:.3g} to {_LARGEST:.3g}, in float32."
         )
+    return number
+
+
+def not_negative(value: Any, name: str) -> float:
+    """scalar(), which must be 0 or positive."""
+    if (number := scalar(value, name)) < 0:
+        raise ValidationError(f"{name}: expected a number that is not negative, got {number}.")
     return number
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from quire.engine.checks import check_flags, check_positive, check_tensor, reason_of, refuse, scalar
+from quire.engine.checks import check_flags, check_positive, check_tensor, not_negative, reason_of, refuse, scalar
 from quire.engine.options import USUAL_ROPE
 from quire.errors import ValidationError
 
@@ -50,11 +50,6 @@ def _count(value: Any, name: str) -> None:
         check_positive(value, name)
 
 
-def _threshold(value: Any, name: str) -> None:
-    if scalar(value, name) < 0:
-        raise ValidationError(f"{name}: expected 0 or a positive number.")
-
-
 def _one_of(*words: str | None) -> _Check:
     def check(value: Any, name: str) -> None:
         if not any(value is word or (isinstance(value, str) and value == word) for word in words):
@@ -72,11 +67,13 @@ _PERMISSIONS: Mapping[str, tuple[_Check, tuple[str, ...]]] = {
     "each call may be captured, or says why not": (_flag, ("is_cuda_graph_compatible",)),
     "the one query of a request sees all of its keys": (_flag, ("causal_d",)),
     "lengths may always differ": (_flag, ("is_var_seq",)),
-    "each key that a query sees counts": (_threshold, ("skip_softmax_threshold_scale_factor",)),
+    "each key that a query sees counts": (not_negative, ("skip_softmax_threshold_scale_factor",)),
     "kernels count in memory of the plan": (_scratch, ("multi_ctas_kv_counter_buffer",)),
     "a hint for FlashInfer's kernels": (_count, ("uniform_q_len",)),
     "FlashInfer's kernels differ, Quire has one": (_one_of("auto", "modular", "monolithic"), ("cute_dsl_impl",)),
     "scales may be any numbers": (_one_of("auto", "pow2_fp32", "arbitrary_fp32"), ("kv_scale_format",)),
+    "the launch is like any other": (_flag, ("enable_pdl",)),
+    "both run the same kernel": (_one_of("cuda", "cutile"), ("backend",)),
     "run() takes both": (_one_of(None, "packed", "split"), ("query_layout", "kv_cache_layout")),
 }
 _PERMISSION_OF = {name: (check, why) for why, (check, names) in _PERMISSIONS.items() for name in names}
