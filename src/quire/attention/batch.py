@@ -9,6 +9,8 @@ latents into separate tensors, for each chunk. The prefix and the new tokens are
 (core/cascade.h). On the CPU and on Hopper one launch computes the row tiles of both, and merges their results.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from typing import Any
@@ -19,15 +21,16 @@ from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.attention.ragged import head_dims
 from quire.cache.merge import merge_state_in_place
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import batch_size_of, check_flags, check_positive, device_of, host_indices, refuse, scalar
+from quire.engine.checks import batch_size_of, check_flags, check_positive, device_of, host_indices, scalar
 from quire.engine.device import max_ctas, on_cuda
+from quire.engine.foreign import foreign
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
-from quire.engine.spec import AttentionSpec
+from quire.engine.spec import AttentionSpec, last_of_lens
 from quire.engine.tensors import PagedCache, ragged_view
 from quire.engine.wrapper import AttentionWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
@@ -65,6 +68,7 @@ class BatchAttention:
         self.float_workspace_buffer = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device_of(device))
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(self.float_workspace_buffer, kv_layout, variant=variant)
 
+    @foreign(refused="use_profiler")
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor,
         num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, head_dim_vo: int, page_size: int, causal: bool = False,
@@ -76,17 +80,17 @@ class BatchAttention:
 
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). use_profiler=True is refused.
         """
-        refuse(use_profiler=use_profiler)
         lens, indptr = host_indices(kv_len_arr, "kv_len_arr"), host_indices(kv_indptr, "kv_indptr")
         if lens.shape[0] != indptr.shape[0] - 1:
             raise ValidationError(f"kv_len_arr: expected [{indptr.shape[0] - 1}] lengths, got {list(lens.shape)}.")
-        last = lens - (indptr.diff() - 1).clamp_(min=0) * check_positive(page_size, "page_size")
+        last = last_of_lens(lens, indptr, check_positive(page_size, "page_size"))
         self._wrapper.plan(
             qo_indptr, indptr, kv_indices, last, num_qo_heads, num_kv_heads, head_dim_qk, page_size, head_dim_vo,
             causal=causal, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
             kv_data_type=kv_data_type, **operands,
         )  # fmt: skip
 
+    @foreign(refused="profiler_buffer kv_cache_sf")
     def run(
         self, q: torch.Tensor, kv_cache: PagedCache, out: torch.Tensor | None = None, lse: torch.Tensor | None = None,
         k_scale: Any = None, v_scale: Any = None, logits_soft_cap: float = 0.0,
@@ -96,7 +100,6 @@ class BatchAttention:
 
         logits_soft_cap: the value given to plan(), or 0. k_scale, v_scale: numbers or tensors of one element.
         """
-        refuse(profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         given = 0.0 if logits_soft_cap is None else scalar(logits_soft_cap, "logits_soft_cap")
         if given and given != (cap := self._wrapper._logits_soft_cap):
             raise ValidationError(f"logits_soft_cap: expected {cap} (fixed by plan()) or 0, got {logits_soft_cap}.")
@@ -127,6 +130,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
     torch.Size([5, 8, 64])
     """
 
+    @foreign(permissions="use_fp16_qk_reduction")
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None, paged_kv_indptr_buf: torch.Tensor | None = None,
@@ -141,7 +145,6 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             paged_kv_indices_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend,
             variant=variant,
         )  # fmt: skip
-        check_flags(use_fp16_qk_reduction=use_fp16_qk_reduction)
         self._defaults = {
             "q_data_type": q_data_type, "kv_data_type": kv_data_type, "window_left": window_left,
             "pos_encoding_mode": pos_encoding_mode,

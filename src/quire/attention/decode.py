@@ -3,6 +3,8 @@
 The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html); fast_decode_plan() is SGLang's.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from contextlib import suppress
@@ -18,6 +20,7 @@ from quire.calls.latents import trtllm_batch_decode_with_kv_cache_mla, xqa_batch
 from quire.calls.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from quire.engine.attention import planned
 from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
+from quire.engine.foreign import foreign
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
@@ -25,7 +28,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache
-from quire.engine.wrapper import AttentionWrapper, DecodeKeywords, Pair
+from quire.engine.wrapper import DecodeKeywords, ForwardWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.variant import Variant
 
@@ -51,10 +54,10 @@ __all__ = [
 def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
     logits_soft_cap: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, data_type: Any,
-    sm_scale: float | None, rope_scale: Any, rope_theta: Any, non_blocking: bool,
-    fixed_split_size: int | None, disable_split_kv: bool, q_len_per_req: int, attention_chunk_size: int | None,
+    sm_scale: float | None, rope_scale: Any, rope_theta: Any, fixed_split_size: int | None, disable_split_kv: bool,
+    q_len_per_req: int, attention_chunk_size: int | None,
 ) -> PlanOptions:  # fmt: skip
-    check_flags(non_blocking=non_blocking, disable_split_kv=disable_split_kv)
+    check_flags(disable_split_kv=disable_split_kv)
     dim = check_positive(head_dim, "head_dim")
     return PlanOptions(
         *heads(num_qo_heads, num_kv_heads), dim, dim,
@@ -81,7 +84,7 @@ def _check_right_side(window_right: Any, is_causal: Any, q_len_per_req: int) -> 
         )
 
 
-class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
     """Decode attention of a batch of requests over a paged cache.
 
     float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
@@ -105,6 +108,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     torch.Size([2, 8, 64])
     """
 
+    @foreign(permissions="use_tensor_cores")
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         use_tensor_cores: bool = False, paged_kv_indptr_buffer: torch.Tensor | None = None,
@@ -116,9 +120,9 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             paged_kv_indptr_buffer=paged_kv_indptr_buffer, paged_kv_indices_buffer=paged_kv_indices_buffer,
             paged_kv_last_page_len_buffer=paged_kv_last_page_len_buffer,
         )  # fmt: skip
-        check_flags(use_tensor_cores=use_tensor_cores)
         self.use_tensor_cores = use_tensor_cores
 
+    @foreign(permissions="non_blocking")
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, last_page_len: torch.Tensor, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str = "NONE", window_left: int = -1,
@@ -155,8 +159,8 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
             _check_right_side(window_right, is_causal, q_len_per_req)
         options = _plan_options(
             num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
-            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, non_blocking,
-            fixed_split_size, disable_split_kv, q_len_per_req, attention_chunk_size,
+            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
+            disable_split_kv, q_len_per_req, attention_chunk_size,
         )  # fmt: skip
         kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
         batch = batch_size_of(kv_indptr, "indptr")
@@ -197,6 +201,7 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
+    @foreign(refused="kv_cache_sf skip_softmax_threshold_scale_factor", checks_itself=True)
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -220,11 +225,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
-    def run_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, paged_kv_cache, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, pos_encoding_mode: str = "NONE",
         q_scale: float | None = None, k_scale: float | None = None, v_scale: float | None = None,
@@ -237,11 +237,6 @@ class BatchDecodeWithPagedKVCacheWrapper(AttentionWrapper):
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands
         )
-
-    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
-        """forward() with return_lse=True."""
-        o, lse = self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
-        return o, lse
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

@@ -6,6 +6,8 @@ parts, too: q_nope, already multiplied by the key projection, and q_pe. Logits a
 sm_scale.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -21,7 +23,8 @@ from quire.calls.latents import (
 )
 from quire.calls.tables import Scale
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import check_flags, check_positive, check_tensor, refuse, scalar
+from quire.engine.checks import check_flags, check_positive, check_tensor, scalar
+from quire.engine.foreign import foreign
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, logits_options, memoised, split_size
 from quire.engine.run import Result, RunOptions
@@ -91,8 +94,8 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     torch.Size([2, 16, 512])
     """
 
-    _causal: bool | None = None  # type: ignore[assignment]  # SGLang writes these three, and then plans by _cached_module
-    _sm_scale: float | None = None  # type: ignore[assignment]
+    _causal: bool | None = None  # SGLang writes these three, and then plans by _cached_module
+    _sm_scale: float | None = None
     _page_size: int | None = None
 
     def __init__(
@@ -109,6 +112,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         self._has_kpe = True
         self._token_scaled: tuple[Attention, Attention] | None = None  # the last plan, and that for ckv_scale_arr
 
+    @foreign(refused="use_profiler skip_softmax", permissions="query_layout kv_cache_layout")
     def plan(
         self, qo_indptr: torch.Tensor | None = None, kv_indptr: torch.Tensor | None = None,
         kv_indices: torch.Tensor | None = None, kv_len_arr: torch.Tensor | None = None, num_heads: int | None = None,
@@ -143,10 +147,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        refuse(use_profiler=use_profiler, skip_softmax=skip_softmax)
         check_flags(enable_pdl=enable_pdl, use_sinks=use_sinks)
-        for name, value in (("query_layout", query_layout), ("kv_cache_layout", kv_cache_layout)):
-            _check_word(name, value, (None, "packed", "split"))
         _check_word("lse_mode", lse_mode, tuple(_LSE_MODES))
         _check_word("output_scale", output_scale, ("none",))
         _check_word("scale_mode", scale_mode, ("default", "kv-per-tensor"))
@@ -178,6 +179,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload
     def run(self, *args: Any, **options: Any) -> Result: ...
+    @foreign(refused="profiler_buffer o_scale skip_softmax_threshold_scale_factor bmm1_scale bmm2_scale")
     def run(
         self, q_nope: torch.Tensor | None = None, q_pe: torch.Tensor | None = None,
         ckv_cache: torch.Tensor | None = None, kpe_cache: torch.Tensor | None = None,
@@ -211,12 +213,6 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
 
         Raises ValidationError naming the argument, or PlanError without a plan.
         """
-        if profiler_buffer is not None or o_scale is not None:
-            refuse(profiler_buffer=profiler_buffer, o_scale=o_scale)
-        refuse(
-            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-        )  # fmt: skip
         if enable_pdl is None:
             enable_pdl = self._told[0]
         if self._told[1] and sinks is None:
@@ -330,7 +326,7 @@ def _without_kpe(nope: torch.Tensor, pe: torch.Tensor, ckv: torch.Tensor) -> tup
     return nope.new_zeros((*nope.shape[:-1], _NO_KPE)), ckv[..., :_NO_KPE]
 
 
-def _check_word(name: str, value: Any, words: tuple[str | None, ...]) -> None:
+def _check_word(name: str, value: Any, words: tuple[str, ...]) -> None:
     if value not in words:
         raise ValidationError(f"{name}: expected one of {', '.join(map(repr, words))}, got {value!r}.")
 

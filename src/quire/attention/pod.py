@@ -4,6 +4,8 @@ On Hopper GPUs one launch computes both if both have enough work, decodes on som
 (engine/joined.py). Otherwise, and under a custom variant, they run one after the other.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
@@ -16,8 +18,9 @@ from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.calls.single import single_prefill_with_kv_cache, spec_of_one
 from quire.engine.attention import planned
-from quire.engine.checks import check_flags, check_tensor, refuse
+from quire.engine.checks import check_flags, check_tensor
 from quire.engine.device import on_cuda
+from quire.engine.foreign import foreign
 from quire.engine.graph import is_capturing
 from quire.engine.inspection import Explanation
 from quire.engine.joined import SideBySide
@@ -69,6 +72,10 @@ class PODWithPagedKVCacheWrapper:
         """Whether the decodes are planned for CUDA graphs."""
         return self._decode.is_cuda_graph_enabled
 
+    @foreign(
+        refused="custom_mask_d packed_custom_mask_d rope_scale_d rope_theta_d",
+        permissions="causal_d use_fp16_qk_reduction",
+    )
     def run(
         self, q_p: torch.Tensor, k_p: torch.Tensor, v_p: torch.Tensor, q_d: torch.Tensor, paged_kv_cache_d: PagedCache,
         custom_mask_p: torch.Tensor | None = None, packed_custom_mask_p: torch.Tensor | None = None,
@@ -89,12 +96,7 @@ class PODWithPagedKVCacheWrapper:
         operands_d: tensors and numbers, by name, that the constructor's variant reads: all of those for the prefill,
         and those of the score for the decodes.
         """
-        check_flags(causal_d=causal_d)  # one query a request sees all of its keys
         self._check_decode_options(kv_layout_d, pos_encoding_mode_d, sm_scale_d, window_left_d)
-        refuse(
-            custom_mask_d=custom_mask_d, packed_custom_mask_d=packed_custom_mask_d, rope_scale_d=rope_scale_d,
-            rope_theta_d=rope_theta_d,
-        )  # fmt: skip
         beside = None
         if custom_mask_p is None and packed_custom_mask_p is None and self._variant is None:
             beside = self._prefill_beside(
@@ -102,7 +104,7 @@ class PODWithPagedKVCacheWrapper:
                 sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
             )  # fmt: skip
         if beside is not None and beside.takes(q_p, q_d):
-            check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction, enable_pdl=enable_pdl)
+            check_flags(causal_p=causal_p, enable_pdl=enable_pdl)
             options = RunOptions(enable_pdl=enable_pdl)
             attend = partial(beside.prefill.run, q_p, (k_p, v_p), return_lse=return_lse_p, options=options)
             decodes = partial(
@@ -112,9 +114,9 @@ class PODWithPagedKVCacheWrapper:
             return beside.run(attend, decodes)
         prefill = single_prefill_with_kv_cache(
             q_p, k_p, v_p, custom_mask=custom_mask_p, packed_custom_mask=packed_custom_mask_p, causal=causal_p,
-            kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, use_fp16_qk_reduction=use_fp16_qk_reduction,
-            sm_scale=sm_scale_p, window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p,
-            return_lse=return_lse_p, variant=self._variant, **operands_p,
+            kv_layout=kv_layout_p, pos_encoding_mode=pos_encoding_mode_p, sm_scale=sm_scale_p,
+            window_left=window_left_p, rope_scale=rope_scale_p, rope_theta=rope_theta_p, return_lse=return_lse_p,
+            variant=self._variant, **operands_p,
         )  # fmt: skip
         decode = self._decode.run(
             q_d, paged_kv_cache_d, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse_d,
@@ -168,6 +170,7 @@ class BatchPODWithPagedKVCacheWrapper:
         self._beside: SideBySide | None = None
         self._planned_causal: bool | None = None  # None: under a mask, or not at all
 
+    @foreign(permissions="non_blocking")
     def plan(
         self, qo_indptr_p: torch.Tensor, kv_indptr_p: torch.Tensor, kv_indices_p: torch.Tensor,
         last_page_len_p: torch.Tensor, qo_indptr_d: torch.Tensor, kv_indptr_d: torch.Tensor, kv_indices_d: torch.Tensor,
@@ -186,7 +189,7 @@ class BatchPODWithPagedKVCacheWrapper:
         options: dict[str, Any] = {
             "head_dim_qk": head_dim, "page_size": page_size, "pos_encoding_mode": pos_encoding_mode,
             "window_left": window_left, "q_data_type": q_type, "kv_data_type": kv_data_type or data_type,
-            "sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta, "non_blocking": non_blocking,
+            "sm_scale": sm_scale, "rope_scale": rope_scale, "rope_theta": rope_theta,
         }  # fmt: skip
         options |= {"num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads}
         prefill = partial(
@@ -215,6 +218,7 @@ class BatchPODWithPagedKVCacheWrapper:
 
     begin_forward = plan
 
+    @foreign(permissions="use_fp16_qk_reduction")
     def run(
         self, q_p: torch.Tensor, paged_kv_cache_p: PagedCache, q_d: torch.Tensor, paged_kv_cache_d: PagedCache,
         custom_mask_p: torch.Tensor | None = None, packed_custom_mask_p: torch.Tensor | None = None,
@@ -228,7 +232,7 @@ class BatchPODWithPagedKVCacheWrapper:
         The prefills are planned again if a mask is given, or if causal_p differs from the last call. The scales are
         for the decodes. operands_p, operands_d: what the score of the constructor's variant reads, by name.
         """
-        check_flags(causal_p=causal_p, use_fp16_qk_reduction=use_fp16_qk_reduction)
+        check_flags(causal_p=causal_p)
         causal = None if custom_mask_p is not None or packed_custom_mask_p is not None else causal_p
         if self._spec_of_prefills is not None and (causal is None or causal != self._planned_causal):
             masks = {"custom_mask": custom_mask_p, "packed_custom_mask": packed_custom_mask_p}

@@ -7,6 +7,8 @@ older and newer versions: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and `mas
 Quire does not need: logits are always accumulated in float32, and plan() does not wait for uploads.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from functools import partial
@@ -16,7 +18,6 @@ import torch
 
 from quire.attention.ragged import (
     BatchPrefillWithRaggedKVCacheWrapper,
-    older_order,
     positional_scales,
     prefill_options,
     without_flag,
@@ -28,14 +29,15 @@ from quire.calls.single import (
     single_prefill_with_kv_cache_return_lse,
     single_prefill_with_kv_cache_with_jit_module,
 )
-from quire.engine.checks import batch_size_of, check_positive, host_indices, refuse
+from quire.engine.checks import batch_size_of, host_indices, refuse
+from quire.engine.foreign import foreign
 from quire.engine.masks import with_items
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache, converted
-from quire.engine.wrapper import AttentionWrapper, Pair, PrefillKeywords
+from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.kernels.expressions.variant import Variant
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ __all__ = [
 ]
 
 
-class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
+class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
     """Attention of a batch of requests, each with any number of queries, over a paged cache.
 
     float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
@@ -85,6 +87,7 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     torch.Size([5, 8])
     """
 
+    @foreign(refused="variant_owns_mask")
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None, paged_kv_indptr_buf: torch.Tensor | None = None,
@@ -93,7 +96,6 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
         qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
     ) -> None:  # fmt: skip
-        refuse(variant_owns_mask=variant_owns_mask)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
@@ -103,7 +105,10 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
         self._takes_sinks = takes_sinks(jit_args)
 
-    @older_order(8)
+    @foreign(
+        permissions="use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking uniform_q_len",
+        added="head_dim_vo o_data_type",
+    )
     def plan(
         self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
         paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None = None,
@@ -162,9 +167,8 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """
         options = prefill_options(
             True, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, page_size, q_data_type, kv_data_type,
-            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
-            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
-            attention_chunk_size,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, fixed_split_size,
+            disable_split_kv, rope_scale, rope_theta, attention_chunk_size,
         )  # fmt: skip
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
@@ -176,8 +180,6 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or block_tables is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
-        if uniform_q_len is not None:
-            check_positive(uniform_q_len, "uniform_q_len")
         custom_mask = with_items(
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
@@ -198,6 +200,9 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
+    @foreign(
+        refused="kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress", checks_itself=True
+    )
     def run(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
@@ -245,13 +250,6 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
-    def run_return_lse(
-        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, **options: Any
-    ) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, paged_kv_cache, *scales, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, paged_kv_cache: PagedCache, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
@@ -262,8 +260,3 @@ class BatchPrefillWithPagedKVCacheWrapper(AttentionWrapper):
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)
-
-    def forward_return_lse(self, q: torch.Tensor, paged_kv_cache: PagedCache, *args: Any, **options: Any) -> Pair:
-        """forward() with return_lse=True."""
-        o, lse = self.forward(q, paged_kv_cache, *args, **options, return_lse=True)
-        return o, lse

@@ -3,15 +3,17 @@
 The API is FlashInfer's, with the argument names of its older and newer versions: see prefill.py.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
 from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
+from quire.engine.foreign import foreign
 from quire.engine.masks import with_items
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
@@ -19,7 +21,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
 from quire.engine.tensors import converted
-from quire.engine.wrapper import AttentionWrapper, Pair, PrefillKeywords
+from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
 
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["BatchPrefillWithRaggedKVCacheWrapper"]
-
-P = ParamSpec("P")
 
 
 def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -44,13 +44,10 @@ def prefill_options(
     paged: bool, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None,
     head_dim: int | None, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
     pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
-    use_fp16_qk_reduction: bool, allow_fp16_qk_reduction: bool, non_blocking: bool, fixed_split_size: int | None,
-    disable_split_kv: bool, rope_scale: Any, rope_theta: Any, attention_chunk_size: int | None,
+    fixed_split_size: int | None, disable_split_kv: bool, rope_scale: Any, rope_theta: Any,
+    attention_chunk_size: int | None,
 ) -> PlanOptions:  # fmt: skip
-    check_flags(
-        causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction,
-        non_blocking=non_blocking, disable_split_kv=disable_split_kv,
-    )  # fmt: skip
+    check_flags(causal=causal, disable_split_kv=disable_split_kv)
     qo, kv = heads(num_qo_heads, num_kv_heads)
     qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
     return PlanOptions(
@@ -62,30 +59,7 @@ def prefill_options(
     )  # fmt: skip
 
 
-def older_order(position: int) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Lets plan() also take its arguments by position in the older order, without head_dim_vo and o_data_type.
-
-    The older order has custom_mask, packed_custom_mask and causal from `position` on. A tensor there, or a bool two
-    places later, shows that the caller uses it.
-    """
-    o_data_type = position + 13
-
-    def decorate(plan: Callable[P, None]) -> Callable[P, None]:
-        @wraps(plan)
-        def either(*args: P.args, **kwargs: P.kwargs) -> None:
-            rest = args[1 + position :] if len(args) > 1 + position else ()  # after self
-            if rest and (isinstance(rest[0], torch.Tensor) or (len(rest) > 2 and isinstance(rest[2], bool))):
-                args = (*args[: 1 + position], None, *rest)  # type: ignore[assignment]
-                if len(args) > 1 + o_data_type:
-                    args = (*args[: 1 + o_data_type], None, *args[1 + o_data_type :])  # type: ignore[assignment]
-            plan(*args, **kwargs)
-
-        return either
-
-    return decorate
-
-
-class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
+class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
     """Attention of a batch of requests over ragged keys and values: the requests are concatenated in one tensor.
 
     The constructor's arguments are those of BatchPrefillWithPagedKVCacheWrapper, with kv_indptr_buf int32
@@ -100,6 +74,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     torch.Size([5, 8, 64])
     """
 
+    @foreign(refused="variant_owns_mask")
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
         qo_indptr_buf: torch.Tensor | None = None, kv_indptr_buf: torch.Tensor | None = None,
@@ -107,7 +82,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
         qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
     ) -> None:  # fmt: skip
-        refuse(variant_owns_mask=variant_owns_mask)
         super().__init__(
             float_workspace_buffer, kv_layout, use_cuda_graph, backend,
             variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
@@ -116,7 +90,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         )  # fmt: skip
         self._takes_sinks = takes_sinks(jit_args)
 
-    @older_order(5)
+    @foreign(
+        refused="v_indptr o_indptr",
+        permissions="use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking uniform_q_len",
+        added="head_dim_vo o_data_type",
+    )
     def plan(
         self, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, num_qo_heads: int, num_kv_heads: int,
         head_dim_qk: int | None = None, head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
@@ -141,22 +119,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         """
         options = prefill_options(
             False, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, None, q_data_type, kv_data_type,
-            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, use_fp16_qk_reduction,
-            allow_fp16_qk_reduction, non_blocking, fixed_split_size, disable_split_kv, rope_scale, rope_theta,
-            attention_chunk_size,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, fixed_split_size,
+            disable_split_kv, rope_scale, rope_theta, attention_chunk_size,
         )  # fmt: skip
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr_host = host_indices(kv_indptr, "kv_indptr", batch + 1)
         lens = None if seq_lens is None else host_lens(seq_lens, batch)
         indices = Indices(batch, qo_indptr_host, 0, kv_indptr_host, None, None, 1, lens)
-        if v_indptr is not None or o_indptr is not None:
-            refuse(v_indptr=v_indptr, o_indptr=o_indptr)
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, None, *most)
-        if uniform_q_len is not None:
-            check_positive(uniform_q_len, "uniform_q_len")
         custom_mask = with_items(
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
@@ -177,6 +150,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
     ) -> Pair: ...  # fmt: skip
     @overload  # with operands of a variant
     def run(self, *args: Any, **options: Any) -> Result: ...
+    @foreign(refused="kv_cache_sf o_scale", checks_itself=True)
     def run(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *scales: Any, q_scale: float | None = None,
         k_scale: float | None = None, v_scale: float | None = None, o_scale: float | None = None,
@@ -191,7 +165,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         """
         if scales:
             scales, return_lse = without_flag(scales, return_lse)
-        refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
+        if kv_cache_sf is not None or o_scale is not None:
+            refuse(kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         if lse_base != "log2" or lse_layout != "NH":
             run = partial(
                 self.run, q, k, v, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
@@ -205,11 +180,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
         return self._runner().run(q, (k, v), out, lse, return_lse, options)
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, k, v, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, pos_encoding_mode: str = "NONE",
         use_fp16_qk_reduction: bool = False, window_left: int = -1, logits_soft_cap: float | None = None,
@@ -219,11 +189,6 @@ class BatchPrefillWithRaggedKVCacheWrapper(AttentionWrapper):
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, k, v, return_lse=return_lse, **operands)
-
-    def forward_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any) -> Pair:
-        """forward() with return_lse=True."""
-        o, lse = self.forward(q, k, v, *args, **options, return_lse=True)
-        return o, lse
 
 
 def without_flag(scales: tuple[Any, ...], return_lse: bool) -> tuple[tuple[Any, ...], bool]:

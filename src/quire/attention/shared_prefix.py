@@ -3,12 +3,14 @@
 The API is FlashInfer's (https://docs.flashinfer.ai/api/cascade.html); cascade.py has more levels.
 """
 
+# ruff: noqa: ARG001, ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import suppress
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -18,12 +20,13 @@ from quire.attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
 from quire.cache.merge import merge_state_in_place
 from quire.calls.single import single_prefill_with_kv_cache
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import check_flags, check_tensor, host_indices, refuse
+from quire.engine.checks import check_tensor, host_indices
 from quire.engine.device import OwnWorkspace, Workspace
+from quire.engine.foreign import foreign
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, operands_of_levels, unexpected, variant_of
 from quire.engine.operators import is_tracing
-from quire.engine.options import logits_options, unusual_positions
+from quire.engine.options import logits_options
 from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices, check_count
 from quire.engine.spec import AttentionSpec, page_indices
@@ -38,28 +41,6 @@ __all__ = [
     "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
     "batch_decode_with_shared_prefix_padded_kv_cache",
 ]
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def also_named(**older: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Lets a function also take keywords by FlashInfer's first names for them: also_named(new_name="older_name")."""
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        @wraps(function)
-        def either(*args: P.args, **kwargs: P.kwargs) -> R:
-            for name, alias in older.items():
-                if alias in kwargs:
-                    if name in kwargs:
-                        raise ValidationError(f"{alias}: expected it or {name}, got both.")
-                    kwargs[name] = kwargs.pop(alias)
-            return function(*args, **kwargs)
-
-        either.older_names = tuple(older.values())  # type: ignore[attr-defined]
-        return either
-
-    return decorate
 
 
 def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
@@ -100,7 +81,7 @@ class _SharedPrefixWrapper:
     _kind: type[BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper]
     _unique: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
-    @also_named(float_workspace_buffer="workspace_buffer")
+    @foreign(older_names={"workspace_buffer": "float_workspace_buffer"})
     def __init__(
         self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", *, backend: str = "auto",
         variant: Variant | None = None,
@@ -112,7 +93,7 @@ class _SharedPrefixWrapper:
         self._unique = self._kind(float_workspace_buffer, kv_layout, backend=backend, variant=own)
         self._joined: tuple[Hashable, Attention | str] = (), "not planned"  # of what, and it or why there is none
 
-    @also_named(float_workspace_buffer="new_workspace_buffer")
+    @foreign(older_names={"new_workspace_buffer": "float_workspace_buffer"})
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None = None
     ) -> None:
@@ -213,7 +194,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             page_size, data_type=data_type,
         )  # fmt: skip
 
-    @also_named(unique_kv_cache="unique_kv_data")
+    @foreign("rope_scale rope_theta", "allow_fp16_qk_reduction", {"unique_kv_data": "unique_kv_cache"})
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None, rope_scale: float | None = None,
@@ -224,8 +205,6 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         k_shared, v_shared [shared_len, num_kv_heads, head_dim] (HND: heads first). operands: what the
         constructor's variant reads. Returns o like q.
         """
-        check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
-        refuse(**unusual_positions(rope_scale, rope_theta))
         return self._attend(q, k_shared, v_shared, unique_kv_cache, sm_scale, operands)
 
 
@@ -263,7 +242,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
             plan(causal=True)
         self._planned = plan if page_size is None or q_data_type is None else None
 
-    @also_named(unique_kv_cache="unique_kv_data")
+    @foreign(
+        "rope_scale rope_theta", "allow_fp16_qk_reduction use_fp16_qk_reduction", {"unique_kv_data": "unique_kv_cache"}
+    )
     def forward(
         self, q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, unique_kv_cache: PagedCache,
         causal: bool = True, allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
@@ -275,8 +256,6 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
 
         `causal` defaults to True, as in the version of FlashInfer that documents this class (later ones: False).
         """
-        check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction, use_fp16_qk_reduction=use_fp16_qk_reduction)
-        refuse(**unusual_positions(rope_scale, rope_theta))
         if self._planned is not None:
             self._complete_plan(self._planned, q, unique_kv_cache, causal)
             self._planned = None
@@ -291,6 +270,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper(_SharedPrefixWrapper):
         plan(causal=causal, **known)
 
 
+@foreign(refused="rope_scale rope_theta", permissions="allow_fp16_qk_reduction")
 def batch_decode_with_shared_prefix_padded_kv_cache(
     q: torch.Tensor, k_shared: torch.Tensor, v_shared: torch.Tensor, k_unique: torch.Tensor, v_unique: torch.Tensor,
     kv_layout: str = "NHD", allow_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
@@ -305,8 +285,6 @@ def batch_decode_with_shared_prefix_padded_kv_cache(
     >>> quire.batch_decode_with_shared_prefix_padded_kv_cache(q, k, v, k_unique, v_unique).shape
     torch.Size([2, 8, 64])
     """
-    check_flags(allow_fp16_qk_reduction=allow_fp16_qk_reduction)
-    refuse(**unusual_positions(rope_scale, rope_theta))
     for tensor, name in ((k_unique, "k_unique"), (v_unique, "v_unique")):
         if check_tensor(tensor, name).dim() != 4 or tensor.shape[:3] != k_unique.shape[:3]:
             raise ValidationError(f"{name}: expected 4 dimensions, those of k_unique first, got {list(tensor.shape)}.")

@@ -4,6 +4,8 @@ The API is FlashInfer's (https://docs.flashinfer.ai/api/sparse.html). A row of b
 pages are the listed blocks (quire.engine.batch), so the kernels are those for paged caches.
 """
 
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 
 from quire.engine.batch import BlockLists, BlockMatrix, lists_of_heads
-from quire.engine.checks import check_flags, check_output, check_positive, check_shape, check_tensor, refuse
+from quire.engine.checks import check_flags, check_output, check_positive, check_shape, check_tensor
+from quire.engine.foreign import foreign
 from quire.engine.operands import PlacedOperands, variant_of
 from quire.engine.operators import is_tracing
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised
@@ -34,10 +37,10 @@ _TILE_ROWS = 128  #: of the tensor-core kernels
 @memoised
 def _plan_options(
     num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, causal: bool, pos_encoding_mode: str,
-    use_fp16_qk_reduction: bool, logits_soft_cap: float | None, sm_scale: float | None, rope_scale: float | None,
-    rope_theta: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, non_blocking: bool,
+    logits_soft_cap: float | None, sm_scale: float | None, rope_scale: float | None, rope_theta: float | None,
+    q_data_type: Any, kv_data_type: Any, o_data_type: Any,
 ) -> PlanOptions:  # fmt: skip
-    check_flags(causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, non_blocking=non_blocking)
+    check_flags(causal=causal)
     dim = check_positive(head_dim, "head_dim")
     logits = logits_options(dim, sm_scale, -1, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
     types = Types.of(q_data_type, kv_data_type, o_data_type)
@@ -91,6 +94,10 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
     torch.Size([32, 8, 64])
     """
 
+    @foreign(
+        refused="block_mask kv_block_lens q2k_indices q2k_num kv_splits use_clc q_scale k_scale v_scale",
+        permissions="use_fp16_qk_reduction non_blocking",
+    )
     def plan(
         self, indptr: torch.Tensor, indices: torch.Tensor, M: int, N: int, R: int, C: int, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, mask: torch.Tensor | None = None, packed_mask: torch.Tensor | None = None,
@@ -124,17 +131,13 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         separate blocks for each head. Raises ValidationError naming the argument, or UnsupportedError with each
         kernel's reason.
         """
-        refuse(
-            block_mask=block_mask, kv_block_lens=kv_block_lens, q2k_indices=q2k_indices, q2k_num=q2k_num,
-            kv_splits=kv_splits, use_clc=use_clc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        )  # fmt: skip
         if mask is not None and packed_mask is not None:
             raise ValidationError("packed_mask: expected it or mask, got both.")
         matrix = BlockMatrix.of(indptr, indices, M, N, R, C)
         lists = matrix.lists()
         options = _plan_options(
-            num_qo_heads, num_kv_heads, head_dim, lists.page_size, causal, pos_encoding_mode, use_fp16_qk_reduction,
-            logits_soft_cap, sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type, non_blocking,
+            num_qo_heads, num_kv_heads, head_dim, lists.page_size, causal, pos_encoding_mode, logits_soft_cap, sm_scale,
+            rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
         )  # fmt: skip
         bools = None if mask is None else matrix.flat_mask(mask)
         shape = matrix.num_rows, matrix.num_columns
@@ -181,11 +184,6 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
         _check(tensor, name, {"N": self._num_keys, "num_kv_heads": None, "head_dim": None})
         return tensor.view(tensor.shape[0] // self._page_size, self._page_size, *tensor.shape[1:])
 
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, k, v, **options, return_lse=True)
-        return o, lse
-
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
         scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, pos_encoding_mode: str = "NONE",
@@ -211,6 +209,7 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
     torch.Size([4, 6, 64])
     """
 
+    @foreign(permissions="use_fp16_qk_reduction non_blocking")
     def plan(
         self, block_mask_map: torch.Tensor, block_row_sz: torch.Tensor, block_col_sz: torch.Tensor, num_qo_heads: int,
         num_kv_heads: int, head_dim: int, causal: bool = False, pos_encoding_mode: str = "NONE",
@@ -241,8 +240,8 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         if not (lists.qo_indptr % _TILE_ROWS).any():  # then row tiles are full without the heads of a group in them
             lists, group = lists.for_each_query_head(kv, group), 1
         options = _plan_options(
-            group, 1, head_dim, lists.page_size, causal, pos_encoding_mode, use_fp16_qk_reduction, logits_soft_cap,
-            sm_scale, rope_scale, rope_theta, q_data_type, kv_data_type, None, non_blocking,
+            group, 1, head_dim, lists.page_size, causal, pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale,
+            rope_theta, q_data_type, kv_data_type, None,
         )  # fmt: skip
         qo_len, kv_len = int(lists.qo_indptr[-1]) * group // qo, int(block_col_sz[0].sum())
         self._plan_lists(lists, options, (qo, kv), (qo_len, kv_len), operands)
@@ -285,11 +284,6 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         o = shape.finish(o, out)
         statistics = None if statistics is None else shape.finish(statistics, lse)
         return (o, statistics) if return_lse else o
-
-    def run_return_lse(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Pair:
-        """run() with return_lse=True."""
-        o, lse = self.run(q, k, v, **options, return_lse=True)
-        return o, lse
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pos_encoding_mode: str = "NONE",

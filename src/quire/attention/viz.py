@@ -221,7 +221,7 @@ def timeline(plan: AttentionWrapper | BatchAttention, *tensors: Any, **options: 
     twin._attention, twin._graph = attention, None
     for _ in range(2):
         notes.clear()
-        twin.run(*tensors, **options)  # type: ignore[attr-defined]  # run() of each wrapper differs
+        twin.run(*tensors, **options)
     work, names = notes.read()
     return Picture(attention.explain(), _few(work), unit, "µs", names)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.checks import check_output, check_same_device, check_shape, check_tensor
+from quire.engine.checks import check_output, check_same_device, check_shape, check_tensor, flag
 from quire.engine.device import on_cuda, target_of
 from quire.engine.launch import launch
 from quire.engine.operators import operator
@@ -82,16 +82,12 @@ def concat_and_cache_mla_rope_fused(
     >>> torch.equal(kv_cache[0, 5:7, 512:], k_pe)
     True
     """
-    if not isinstance(is_neox, bool):
-        raise ValidationError(f"is_neox: expected a bool, got {is_neox!r}.")
+    flag(is_neox, "is_neox")
     check_tensor(positions, "positions"), check_tensor(q_pe, "q_pe"), check_tensor(cos_sin_cache, "cos_sin_cache")
     _append(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale)
 
 
-@operator(
-    """append_latents(Tensor? positions, Tensor(a!)? q_pe, Tensor(b!) k_pe, Tensor kv_c, Tensor? cos_sin_cache,
-       bool is_neox, Tensor slot_mapping, Tensor(c!) kv_cache, str kv_cache_dtype, Tensor scale) -> ()"""
-)
+@operator("append_latents", writes="q_pe k_pe kv_cache")
 def _append(
     positions: torch.Tensor | None, q_pe: torch.Tensor | None, k_pe: torch.Tensor, kv_c: torch.Tensor,
     cos_sin_cache: torch.Tensor | None, is_neox: bool, slot_mapping: torch.Tensor, kv_cache: torch.Tensor,

@@ -28,10 +28,7 @@ __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@operator(
-    "merge_state(Tensor v_a, Tensor s_a, Tensor v_b, Tensor s_b) -> (Tensor, Tensor)",
-    lambda v_a, s_a, *_: (v_a.new_empty(v_a.shape), s_a.new_empty(s_a.shape)),
-)
+@operator("merge_state", lambda v_a, s_a, *_: (v_a.new_empty(v_a.shape), s_a.new_empty(s_a.shape)))
 def merge_state(
     v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,9 +54,7 @@ def merge_state(
     return v, s
 
 
-@operator(
-    """merge_state_in_place(Tensor(a!) v, Tensor(b!) s, Tensor v_other, Tensor s_other, Tensor? mask=None) -> ()"""
-)
+@operator("merge_state_in_place", writes="v s")
 def merge_state_in_place(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
 ) -> None:
@@ -87,8 +82,7 @@ def merge_state_in_place(
 
 
 @operator(
-    "merge_states(Tensor v, Tensor s) -> (Tensor, Tensor)",
-    lambda v, s: (v.new_empty((v.shape[0], *v.shape[2:])), s.new_empty((s.shape[0], *s.shape[2:]))),
+    "merge_states", lambda v, s: (v.new_empty((v.shape[0], *v.shape[2:])), s.new_empty((s.shape[0], *s.shape[2:])))
 )
 def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads].

@@ -107,11 +107,7 @@ def append_paged_mla_kv_cache(
     )
 
 
-@operator(
-    """append_paged_kv_cache(Tensor append_key, Tensor append_value, Tensor batch_indices, Tensor positions,
-       Tensor(a!) k_cache, Tensor(b!)? v_cache, Tensor kv_indices, Tensor kv_indptr, Tensor kv_last_page_len,
-       str kv_layout) -> ()"""
-)
+@operator("append_paged_kv_cache", writes="k_cache v_cache")
 def _append(
     append_key: torch.Tensor, append_value: torch.Tensor, batch_indices: torch.Tensor, positions: torch.Tensor,
     k_cache: torch.Tensor, v_cache: torch.Tensor | None, kv_indices: torch.Tensor, kv_indptr: torch.Tensor,

@@ -21,7 +21,7 @@ from quire.cache.rope_append import (
     rope_quantize_fp8,
     rope_quantize_fp8_append_paged_kv_cache,
 )
-from quire.engine.checks import check_output, check_positive, check_tensor, shape_of
+from quire.engine.checks import check_output, check_positive, check_tensor, flag, shape_of
 from quire.engine.operators import is_tracing, operator
 from quire.engine.rotate import Angles, Heads, Llama31, check_heads, rotary_dim_of, split, start
 from quire.engine.tensors import check_apart
@@ -68,8 +68,7 @@ def apply_rope(
     >>> torch.allclose(k_rope[:, 0, 0], positions.cos() - positions.sin(), atol=1e-6)
     True
     """
-    angles = Angles(None, _tensor(indptr, "indptr"), offsets, None, interleave, rope_scale, rope_theta)
-    return _rotated(q, k, rotary_dim, angles)
+    return _rotated(q, k, rotary_dim, _by_requests(indptr, offsets, interleave, rope_scale, rope_theta))
 
 
 def apply_rope_inplace(
@@ -77,8 +76,7 @@ def apply_rope_inplace(
     interleave: bool = False, rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
     """Rotate q and k in place. The arguments are those of apply_rope(), which shows an example."""
-    angles = Angles(None, _tensor(indptr, "indptr"), offsets, None, interleave, rope_scale, rope_theta)
-    _rope_in_place(q, k, rotary_dim, *angles)
+    _rope_in_place(q, k, rotary_dim, *_by_requests(indptr, offsets, interleave, rope_scale, rope_theta))
 
 
 def apply_rope_pos_ids(
@@ -92,8 +90,7 @@ def apply_rope_pos_ids(
     >>> torch.equal(q_rope[0], q[0]), torch.equal(q_rope[1], q[1])
     (True, False)
     """
-    angles = Angles(_tensor(pos_ids, "pos_ids"), None, None, None, interleave, rope_scale, rope_theta)
-    return _rotated(q, k, rotary_dim, angles)
+    return _rotated(q, k, rotary_dim, _by_positions(pos_ids, interleave, rope_scale, rope_theta))
 
 
 def apply_rope_pos_ids_inplace(
@@ -101,8 +98,7 @@ def apply_rope_pos_ids_inplace(
     rope_scale: float = 1, rope_theta: float = 1e4,
 ) -> None:  # fmt: skip
     """Rotate q and k in place. The arguments are those of apply_rope_pos_ids(), which shows an example."""
-    angles = Angles(_tensor(pos_ids, "pos_ids"), None, None, None, interleave, rope_scale, rope_theta)
-    _rope_in_place(q, k, rotary_dim, *angles)
+    _rope_in_place(q, k, rotary_dim, *_by_positions(pos_ids, interleave, rope_scale, rope_theta))
 
 
 def apply_llama31_rope(
@@ -123,8 +119,7 @@ def apply_llama31_rope(
     (False, True)
     """
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    angles = Angles(None, _tensor(indptr, "indptr"), offsets, None, interleave, rope_scale, rope_theta, llama31)
-    return _rotated(q, k, rotary_dim, angles)
+    return _rotated(q, k, rotary_dim, _by_requests(indptr, offsets, interleave, rope_scale, rope_theta, llama31))
 
 
 def apply_llama31_rope_inplace(
@@ -134,8 +129,7 @@ def apply_llama31_rope_inplace(
 ) -> None:  # fmt: skip
     """Rotate q and k in place. The arguments are those of apply_llama31_rope(), which shows an example."""
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    angles = Angles(None, _tensor(indptr, "indptr"), offsets, None, interleave, rope_scale, rope_theta, llama31)
-    _rope_in_place(q, k, rotary_dim, *angles)
+    _rope_in_place(q, k, rotary_dim, *_by_requests(indptr, offsets, interleave, rope_scale, rope_theta, llama31))
 
 
 def apply_llama31_rope_pos_ids(
@@ -148,8 +142,7 @@ def apply_llama31_rope_pos_ids(
     The other arguments are those of apply_llama31_rope(), which shows an example.
     """
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    angles = Angles(_tensor(pos_ids, "pos_ids"), None, None, None, interleave, rope_scale, rope_theta, llama31)
-    return _rotated(q, k, rotary_dim, angles)
+    return _rotated(q, k, rotary_dim, _by_positions(pos_ids, interleave, rope_scale, rope_theta, llama31))
 
 
 def apply_llama31_rope_pos_ids_inplace(
@@ -159,8 +152,7 @@ def apply_llama31_rope_pos_ids_inplace(
 ) -> None:  # fmt: skip
     """Rotate q and k in place. The arguments are those of apply_llama31_rope_pos_ids(): see apply_llama31_rope()."""
     llama31 = (low_freq_factor, high_freq_factor, old_context_len)
-    angles = Angles(_tensor(pos_ids, "pos_ids"), None, None, None, interleave, rope_scale, rope_theta, llama31)
-    _rope_in_place(q, k, rotary_dim, *angles)
+    _rope_in_place(q, k, rotary_dim, *_by_positions(pos_ids, interleave, rope_scale, rope_theta, llama31))
 
 
 def apply_rope_with_cos_sin_cache(
@@ -208,11 +200,17 @@ def _rotated(q: Any, k: Any, rotary_dim: int | None, angles: Angles) -> Pair:
     return q_rope, k_rope
 
 
+def _by_requests(indptr: Any, offsets: Any, *numbers: Any) -> Angles:
+    return Angles(None, _tensor(indptr, "indptr"), offsets, None, *numbers)
+
+
+def _by_positions(pos_ids: Any, *numbers: Any) -> Angles:
+    return Angles(_tensor(pos_ids, "pos_ids"), None, None, None, *numbers)
+
+
 def _by_table(positions: Any, cos_sin_cache: Any, is_neox: Any) -> Angles:
-    if not isinstance(is_neox, bool):
-        raise ValidationError(f"is_neox: expected a bool, got {is_neox!r}.")
     table = _tensor(cos_sin_cache, "cos_sin_cache")
-    return Angles(_tensor(positions, "positions"), None, None, table, not is_neox, 1, 1)
+    return Angles(_tensor(positions, "positions"), None, None, table, not flag(is_neox, "is_neox"), 1, 1)
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
@@ -232,11 +230,7 @@ def _heads(tensor: Any, name: str, head_size: Any) -> torch.Tensor:
     return tensor.unflatten(1, (tensor.shape[1] // size, size))  # type: ignore[no-any-return]
 
 
-_OPTIONS = """SymInt? rotary_dim, Tensor? pos_ids, Tensor? indptr, Tensor? offsets, Tensor? cos_sin_cache,
-              bool interleave, float rope_scale, float rope_theta, float[]? llama31"""
-
-
-@operator(f"rope(Tensor q, Tensor k, Tensor(a!) q_rope, Tensor(b!) k_rope, {_OPTIONS}) -> ()")
+@operator("rope", writes="q_rope k_rope")
 def _rope(
     q: torch.Tensor, k: torch.Tensor, q_rope: torch.Tensor, k_rope: torch.Tensor, rotary_dim: int | None,
     pos_ids: torch.Tensor | None, indptr: torch.Tensor | None, offsets: torch.Tensor | None,
@@ -252,7 +246,7 @@ def _rope(
     start("rope", queries, keys, None, angles)
 
 
-@operator(f"rope_in_place(Tensor(a!) q, Tensor(b!) k, {_OPTIONS}) -> ()")
+@operator("rope_in_place", writes="q k")
 def _rope_in_place(
     q: torch.Tensor, k: torch.Tensor, rotary_dim: int | None, pos_ids: torch.Tensor | None,
     indptr: torch.Tensor | None, offsets: torch.Tensor | None, cos_sin_cache: torch.Tensor | None, interleave: bool,

@@ -9,6 +9,8 @@ Each function raises ValidationError naming the argument, before anything is wri
 append_paged_kv_cache(): those on a device are not checked, and tokens whose position is not in the cache are skipped.
 """
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -20,16 +22,19 @@ from quire.cache.page import cache_views, check_tables
 from quire.engine.checks import (
     batch_size_of,
     check_contiguous_last,
-    check_flags,
     check_output,
     check_positive,
     check_same_device,
     check_shape,
     check_tensor,
+    check_written,
+    flag,
+    not_negative,
     scalar,
     shape_of,
 )
 from quire.engine.device import on_cuda
+from quire.engine.foreign import foreign
 from quire.engine.operators import operator
 from quire.engine.rotate import Angles, Heads, check_heads, rotary_dim_of, split, start
 from quire.engine.schedule import index_table
@@ -94,6 +99,7 @@ def rope_append_paged_kv_cache(
     return out
 
 
+@foreign(permissions="enable_pdl backend")
 def rope_quantize_fp8(
     q_rope: torch.Tensor, k_rope: torch.Tensor, q_nope: torch.Tensor | None, k_nope: torch.Tensor | None,
     cos_sin_cache: torch.Tensor, pos_ids: torch.Tensor, is_neox: bool = True,
@@ -122,14 +128,13 @@ def rope_quantize_fp8(
     >>> q_rope.dtype, torch.equal(q_rope[0].float(), q[0].to(torch.float8_e4m3fn).float())
     (torch.float8_e4m3fn, True)
     """
-    _check_permissions(enable_pdl, backend)
     dtype = _eight_bits(quantize_dtype, (q_rope_out, k_rope_out, q_nope_out, k_nope_out))
     q_nope, k_nope = _if_any(q_nope), _if_any(k_nope)
     q_out, k_out = _out(q_rope_out, q_rope, "q_rope", dtype), _out(k_rope_out, k_rope, "k_rope", dtype)
     q_rest, k_rest = _rest(q_nope_out, q_nope, "q_nope", dtype), _rest(k_nope_out, k_nope, "k_nope", dtype)
     _rope_quantize(
-        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, q_out, k_out, q_rest, k_rest, _interleave(is_neox),
-        quant_scale_q, quant_scale_kv,
+        q_rope, k_rope, q_nope, k_nope, cos_sin_cache, pos_ids, q_out, k_out, q_rest, k_rest,
+        not flag(is_neox, "is_neox"), quant_scale_q, quant_scale_kv,
     )  # fmt: skip
     return q_out, k_out, _or_nothing(q_rest, q_out), _or_nothing(k_rest, k_out)
 
@@ -148,6 +153,7 @@ def mla_rope_quantize_fp8(
     )  # fmt: skip
 
 
+@foreign(permissions="enable_pdl")
 def rope_quantize_fp8_append_paged_kv_cache(
     q_rope: torch.Tensor, k_rope: torch.Tensor, q_nope: torch.Tensor | None, k_nope: torch.Tensor | None,
     v: torch.Tensor | None, cos_sin_cache: torch.Tensor, pos_ids: torch.Tensor,
@@ -167,7 +173,6 @@ def rope_quantize_fp8_append_paged_kv_cache(
 
     Returns (q_rope_out, q_nope_out). See rope_append_paged_kv_cache() for an example.
     """
-    _check_permissions(enable_pdl)
     tensors = cache_tensors(paged_kv_cache)
     if len(tensors) != 2:
         raise ValidationError("paged_kv_cache: expected a pair of tensors, got one tensor.")
@@ -176,7 +181,8 @@ def rope_quantize_fp8_append_paged_kv_cache(
     q_out, q_rest = _out(q_rope_out, q_rope, "q_rope", dtype), _rest(q_nope_out, q_nope, "q_nope", dtype)
     _rope_quantize_append(
         q_rope, k_rope, q_nope, k_nope, v, cos_sin_cache, pos_ids, q_out, q_rest, *tensors, batch_indices,
-        positions, kv_indices, kv_indptr, page_size, kv_layout, _interleave(is_neox), quant_scale_q, quant_scale_kv,
+        positions, kv_indices, kv_indptr, page_size, kv_layout, not flag(is_neox, "is_neox"), quant_scale_q,
+        quant_scale_kv,
     )  # fmt: skip
     return q_out, _or_nothing(q_rest, q_out)
 
@@ -214,18 +220,6 @@ def _or_nothing(rest: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty((*like.shape[:-1], 0)) if rest is None else rest
 
 
-def _interleave(is_neox: Any) -> bool:
-    if not isinstance(is_neox, bool):
-        raise ValidationError(f"is_neox: expected a bool, got {is_neox!r}.")
-    return not is_neox
-
-
-def _check_permissions(enable_pdl: Any, backend: Any = "cuda") -> None:
-    check_flags(enable_pdl=enable_pdl)
-    if backend not in ("cuda", "cutile"):
-        raise ValidationError(f"backend: expected 'cuda' or 'cutile', got {backend!r}.")
-
-
 def _eight_bits(dtype: Any, outputs: tuple[Any, ...]) -> torch.dtype:
     """The output type: `dtype`, or that of the first given output."""
     given = (out.dtype for out in outputs if isinstance(out, torch.Tensor))
@@ -239,29 +233,12 @@ def _eight_bits(dtype: Any, outputs: tuple[Any, ...]) -> torch.dtype:
     )
 
 
-def _check_out(out: torch.Tensor, name: str, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-    check_shape(check_output(out, name), name, {f"dim {i}": size for i, size in enumerate(like.shape)})
-    check_same_device(out, name, like.device)
-    check_contiguous_last(out, name)
-    if out.dtype not in dtypes:
-        raise ValidationError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {out.dtype}.")
-
-
 def _scale(value: Any, name: str, written: torch.dtype) -> float:
     """The factor before numbers are written as 8 bits; 1 for other types."""
     scale = scalar(value, name)
     if written not in _EIGHT_BITS and scale != 1:
         raise ValidationError(f"{name}: expected 1, as nothing is quantised: {written} is written; got {scale}.")
     return scale
-
-
-def _check_weight(weight: torch.Tensor | None, name: str, like: torch.Tensor) -> None:
-    if weight is not None:
-        check_shape(check_tensor(weight, name), name, {"head_dim": like.shape[2]})
-        check_same_device(weight, name, like.device)
-        check_contiguous_last(weight, name)
-        if weight.dtype is not like.dtype:
-            raise ValidationError(f"{name}: expected the dtype of the queries, {like.dtype}, got {weight.dtype}.")
 
 
 def _check_pages(cache: torch.Tensor, name: str, like: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -297,15 +274,8 @@ def _paged(
 
 # Operators
 
-_TABLES = "Tensor batch_indices, Tensor positions, Tensor kv_indices, Tensor kv_indptr"
 
-
-@operator(
-    f"""rope_append(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) k_cache, Tensor(c!)? v_cache, {_TABLES},
-        str kv_layout, Tensor? pos_ids, Tensor? cos_sin_cache, SymInt? rotary_dim, bool interleave, float rope_scale,
-        float rope_theta, Tensor? q_weight, Tensor? k_weight, float eps, float quant_scale_q, float quant_scale_k,
-        float quant_scale_v) -> ()"""
-)
+@operator("rope_append", writes="out k_cache v_cache")
 def _rope_append(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, k_cache: torch.Tensor,
     v_cache: torch.Tensor | None, batch_indices: torch.Tensor, positions: torch.Tensor, kv_indices: torch.Tensor,
@@ -317,12 +287,13 @@ def _rope_append(
     nnz, _, head_dim = q.shape
     check_heads(k, "k", {"nnz": nnz, "num_kv_heads": None, "head_dim": head_dim}, q)
     check_heads(v, "v", {"nnz": nnz, "num_kv_heads": k.shape[1], "head_dim": None}, q)
-    _check_weight(q_weight, "q_weight", q)
-    _check_weight(k_weight, "k_weight", k)
+    for weight, name in ((q_weight, "q_weight"), (k_weight, "k_weight")):
+        if weight is not None:
+            check_heads(weight, name, {"head_dim": head_dim}, q)
     k_pages, v_pages = cache_views(k_cache if v_cache is None else (k_cache, v_cache), KVLayout.of(kv_layout))
     for pages, tensor, name in ((k_pages, k, "k"), (v_pages, v, "v")):
         _check_pages(pages, name, tensor, (q.dtype, *_EIGHT_BITS))
-    _check_out(out, "out", q, (q.dtype, *_EIGHT_BITS))
+    check_written(out, "out", q, (q.dtype, *_EIGHT_BITS))
     check_apart({"out": out, "k_cache": k_pages, "v_cache": v_pages}, {"q": q, "k": k, "v": v})
     dim = rotary_dim_of(rotary_dim, head_dim, cos_sin_cache, q.device)
     angles = Angles(
@@ -330,14 +301,10 @@ def _rope_append(
     )
     angles = angles.checked(nnz, q.device, "positions" if pos_ids is None else "pos_ids")
     params, tables = _paged(batch_indices, positions, kv_indices, kv_indptr, nnz, k_pages)
-    params.eps = _eps(eps)
-    scales = (
-        _scale(value, f"quant_scale_{name}", tensor.dtype)
-        for name, value, tensor in (
-            ("q", quant_scale_q, out), ("k", quant_scale_k, k_pages), ("v", quant_scale_v, v_pages),
-        )
-    )  # fmt: skip
-    scale_q, scale_k, scale_v = scales
+    params.eps = not_negative(eps, "eps")
+    scale_q = _scale(quant_scale_q, "quant_scale_q", out.dtype)
+    scale_k = _scale(quant_scale_k, "quant_scale_k", k_pages.dtype)
+    scale_v = _scale(quant_scale_v, "quant_scale_v", v_pages.dtype)
     (q_rope, q_nope), (k_rope, k_nope) = split(q, dim), split(k, dim)
     (q_rope_out, q_nope_out), (k_rope_out, k_nope_out) = split(out, dim), split(k_pages, dim)
     name = "rope_append" if q_weight is None and k_weight is None else "rope_norm_append"
@@ -349,18 +316,7 @@ def _rope_append(
     del tables
 
 
-def _eps(value: Any) -> float:
-    eps = scalar(value, "eps")
-    if eps < 0:
-        raise ValidationError(f"eps: expected a number that is not negative, got {eps}.")
-    return eps
-
-
-@operator(
-    """rope_quantize(Tensor q_rope, Tensor k_rope, Tensor? q_nope, Tensor? k_nope, Tensor cos_sin_cache, Tensor pos_ids,
-       Tensor(a!) q_rope_out, Tensor(b!) k_rope_out, Tensor(c!)? q_nope_out, Tensor(d!)? k_nope_out, bool interleave,
-       float quant_scale_q, float quant_scale_kv) -> ()"""
-)
+@operator("rope_quantize", writes="q_rope_out k_rope_out q_nope_out k_nope_out")
 def _rope_quantize(
     q_rope: torch.Tensor, k_rope: torch.Tensor, q_nope: torch.Tensor | None, k_nope: torch.Tensor | None,
     cos_sin_cache: torch.Tensor, pos_ids: torch.Tensor, q_rope_out: torch.Tensor, k_rope_out: torch.Tensor,
@@ -379,12 +335,7 @@ def _rope_quantize(
     start("rope_append", queries, keys, None, angles)
 
 
-@operator(
-    f"""rope_quantize_append(Tensor q_rope, Tensor k_rope, Tensor? q_nope, Tensor? k_nope, Tensor? v,
-        Tensor cos_sin_cache, Tensor pos_ids, Tensor(a!) q_rope_out, Tensor(b!)? q_nope_out, Tensor(c!) first_cache,
-        Tensor(d!) second_cache, {_TABLES}, SymInt page_size, str kv_layout, bool interleave, float quant_scale_q,
-        float quant_scale_kv) -> ()"""
-)
+@operator("rope_quantize_append", writes="q_rope_out q_nope_out first_cache second_cache")
 def _rope_quantize_append(
     q_rope: torch.Tensor, k_rope: torch.Tensor, q_nope: torch.Tensor | None, k_nope: torch.Tensor | None,
     v: torch.Tensor | None, cos_sin_cache: torch.Tensor, pos_ids: torch.Tensor, q_rope_out: torch.Tensor,
@@ -449,7 +400,7 @@ def _check_outputs(
     pages: Mapping[str, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
     for name, tensor in outputs.items():
-        _check_out(tensor, name, inputs[name.removesuffix("_out")], (dtype,))
+        check_written(tensor, name, inputs[name.removesuffix("_out")], (dtype,))
     check_apart({**outputs, **(pages or {})}, inputs)
 
 

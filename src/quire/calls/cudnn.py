@@ -1,5 +1,7 @@
 """FlashInfer's calls of cuDNN (https://docs.flashinfer.ai/api/attention.html), served by Quire's kernels."""
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 import math
@@ -24,6 +26,7 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
+from quire.engine.foreign import foreign
 from quire.engine.graph import refuse_capture
 from quire.engine.options import PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import replayed
@@ -41,6 +44,7 @@ _MOST_LSE = 2**30
 
 
 @replayed
+@foreign(refused="batch_offsets_k batch_offsets_v", permissions="is_cuda_graph_compatible")
 def cudnn_batch_decode_with_kv_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float | torch.Tensor,
     workspace_buffer: torch.Tensor, *, max_sequence_kv: int, actual_seq_lens_kv: torch.Tensor | None = None,
@@ -74,8 +78,7 @@ def cudnn_batch_decode_with_kv_cache(
     ... ).shape
     torch.Size([2, 8, 64])
     """
-    check_flags(is_cuda_graph_compatible=is_cuda_graph_compatible, return_lse=return_lse)
-    refuse(batch_offsets_k=batch_offsets_k, batch_offsets_v=batch_offsets_v)
+    check_flags(return_lse=return_lse)
     workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
     q_len = check_positive(q_len_per_req, "q_len_per_req")
     cache, lens = _pages(k_cache, v_cache), _lengths(actual_seq_lens_kv, "actual_seq_lens_kv")
@@ -93,6 +96,7 @@ def cudnn_batch_decode_with_kv_cache(
 
 
 @replayed
+@foreign(permissions="is_cuda_graph_compatible")
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scale: float, workspace_buffer: torch.Tensor, *,
     max_token_per_sequence: int, max_sequence_kv: int, actual_seq_lens_q: torch.Tensor | None = None,
@@ -137,7 +141,7 @@ def cudnn_batch_prefill_with_kv_cache(
     >>> o.shape, lse.shape
     (torch.Size([5, 8, 64]), torch.Size([2, 3, 8]))
     """
-    check_flags(causal=causal, return_lse=return_lse, is_cuda_graph_compatible=is_cuda_graph_compatible)
+    check_flags(causal=causal, return_lse=return_lse)
     for name, value, words in (
         ("batch_offsets_units", batch_offsets_units, ("elements", "tokens")), ("lse_base", lse_base, ("log2", "ln")),
     ):  # fmt: skip

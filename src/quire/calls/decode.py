@@ -1,5 +1,7 @@
 """Decode with a block table and lengths in one call, without a plan. The lengths may be known only to the GPU."""
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,16 +12,9 @@ import torch
 from quire.calls.tables import BlockTables, CacheParts, Scale, Target
 from quire.engine.attention import AttentionCall
 from quire.engine.batch import PaddedQueries
-from quire.engine.checks import (
-    check_flags,
-    check_positive,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    is_choice,
-    refuse,
-)
+from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor
 from quire.engine.device import UserWorkspace, Workspace
+from quire.engine.foreign import foreign
 from quire.engine.launch import refuse_make_fx
 from quire.engine.operands import of_plan_and_run, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options
@@ -181,6 +176,7 @@ def _new_lse(query: torch.Tensor) -> torch.Tensor:
 
 
 @replayed
+@foreign(refused="kv_cache_sf")
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: float | torch.Tensor = 1.0,
@@ -232,7 +228,6 @@ def xqa_batch_decode_with_kv_cache(
     ... ).shape
     torch.Size([2, 8, 64])
     """
-    refuse(kv_cache_sf=kv_cache_sf)
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     result: torch.Tensor = TableCall(
         query, CacheParts.of(kv_cache, layout), workspace, block_tables, seq_lens, max_seq_len,
@@ -246,6 +241,12 @@ def xqa_batch_decode_with_kv_cache(
 
 
 @replayed
+@foreign(
+    refused="o_sf_scale o_sf_vec_size skip_softmax_threshold_scale_factor kv_cache_sf uses_shared_paged_kv_idx "
+    "bmm1_scale_log2 enable_block_sparse_attention cp_world cp_rank causal_seqlens_kv_global "
+    "bf16q_fp8kv_transform_mode request_order request_order_plan",
+    permissions="multi_ctas_kv_counter_buffer",
+)
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_seq_len: int, bmm1_scale: float | torch.Tensor = 1.0,
@@ -280,18 +281,6 @@ def trtllm_batch_decode_with_kv_cache(
     ... ).shape
     torch.Size([2, 8, 64])
     """
-    if multi_ctas_kv_counter_buffer is not None:
-        check_tensor(multi_ctas_kv_counter_buffer, "multi_ctas_kv_counter_buffer")
-    refuse(
-        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf,
-        separate_page_tables=not uses_shared_paged_kv_idx, bmm1_scale_log2=bmm1_scale_log2,
-        enable_block_sparse_attention=enable_block_sparse_attention,
-        cp_world=None if is_choice(cp_world, (1,)) else cp_world, cp_rank=cp_rank or None,
-        causal_seqlens_kv_global=causal_seqlens_kv_global,
-        bf16q_fp8kv_transform_mode=bf16q_fp8kv_transform_mode, request_order=request_order,
-        request_order_plan=request_order_plan,
-    )  # fmt: skip
     if (cum_seq_lens_q is None) != (max_q_len is None):
         raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")

@@ -1,5 +1,7 @@
 """MLA in one call, without a plan(), over a block table; and the index arrays of quire.mla's plan() in one object."""
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,7 +14,6 @@ from quire.calls.tables import Scale, check_lengths, indices_of
 from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
 from quire.engine.checks import (
     batch_size_of,
-    check_flags,
     check_output,
     check_positive,
     check_shape,
@@ -22,6 +23,7 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
+from quire.engine.foreign import foreign
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result
 from quire.engine.schedule import Indices, Lengths, check_offsets, check_range
@@ -31,6 +33,11 @@ from quire.errors import UnsupportedError, ValidationError
 
 
 @replayed
+@foreign(
+    refused="skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx enable_dcp cp_world cp_rank "
+    "causal_seqlens_kv_global use_fp16_softmax",
+    permissions="is_var_seq cute_dsl_impl kv_scale_format multi_ctas_kv_counter_buffer",
+)
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
     kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor | None,
@@ -78,13 +85,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     ... ).shape
     torch.Size([2, 1, 16, 512])
     """
-    refuse(
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
-        separate_page_tables=not uses_shared_paged_kv_idx, enable_dcp=enable_dcp,
-        cp_world=None if cp_world == 1 else cp_world, cp_rank=cp_rank or None,
-        causal_seqlens_kv_global=causal_seqlens_kv_global, use_fp16_softmax=use_fp16_softmax,
-    )  # fmt: skip
-    _check_choices(is_var_seq, cute_dsl_impl, kv_scale_format, return_lse_base, multi_ctas_kv_counter_buffer)
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValidationError(f"return_lse_base: expected one of base2, basee, got {return_lse_base!r}.")
     check_positive(qk_nope_head_dim, "qk_nope_head_dim")
     check_positive(kv_lora_rank, "kv_lora_rank"), check_positive(qk_rope_head_dim, "qk_rope_head_dim")
     if (kv_lora_rank, qk_rope_head_dim) != (LATENT_DIM, 64):
@@ -161,20 +163,6 @@ def _fewest(
             lens = lens.to(table.device)
             most = lens if most is None else torch.minimum(most, lens)
     return most
-
-
-def _check_choices(is_var_seq: Any, cute_dsl_impl: Any, kv_scale_format: Any, base: Any, counter: Any) -> None:
-    """Arguments that choose among FlashInfer's kernels, and the base of an lse."""
-    check_flags(is_var_seq=is_var_seq)
-    for name, value, words in (
-        ("cute_dsl_impl", cute_dsl_impl, ("auto", "modular", "monolithic")),
-        ("kv_scale_format", kv_scale_format, ("auto", "pow2_fp32", "arbitrary_fp32")),
-        ("return_lse_base", "base2" if base is None else base, ("base2", "basee")),
-    ):
-        if value not in words:
-            raise ValidationError(f"{name}: expected one of {', '.join(words)}, got {value!r}.")
-    if counter is not None:
-        check_tensor(counter, "multi_ctas_kv_counter_buffer")
 
 
 def _rows_of_lse(lse: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

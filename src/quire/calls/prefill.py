@@ -1,5 +1,7 @@
 """Prefill in one call, without a plan(): over a block table, and in the layouts of TensorRT-LLM's fmha_v2."""
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 import math
@@ -18,11 +20,11 @@ from quire.engine.checks import (
     device_indices,
     host_indices,
     last_entry,
-    refuse,
     scalar,
     to_int32,
 )
 from quire.engine.device import UserWorkspace
+from quire.engine.foreign import foreign
 from quire.engine.operands import of_plan_and_run, variant_of
 from quire.engine.options import LogitsOptions, PlanOptions, Types, heads, logits_options
 from quire.engine.plan_cache import replayed
@@ -36,6 +38,11 @@ from quire.kernels.types import KVLayout
 
 
 @replayed
+@foreign(
+    refused="o_sf_scale o_sf_vec_size kv_cache_sf skip_softmax_threshold_scale_factor uses_spcompress "
+    "uses_shared_paged_kv_idx",
+    permissions="use_fp16_softmax multi_ctas_kv_counter_buffer",
+)
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor, kv_cache: PagedCache, workspace_buffer: torch.Tensor, block_tables: torch.Tensor,
     seq_lens: torch.Tensor, max_q_len: int, max_kv_len: int, bmm1_scale: float | torch.Tensor,
@@ -76,14 +83,7 @@ def trtllm_batch_context_with_kv_cache(
     ... ).shape
     torch.Size([5, 8, 64])
     """
-    check_flags(causal=causal, return_lse=return_lse, enable_pdl=enable_pdl, use_fp16_softmax=use_fp16_softmax)
-    if multi_ctas_kv_counter_buffer is not None:
-        check_tensor(multi_ctas_kv_counter_buffer, "multi_ctas_kv_counter_buffer")  # scratch that is not needed
-    refuse(
-        o_sf_scale=o_sf_scale, o_sf_vec_size=o_sf_vec_size, kv_cache_sf=kv_cache_sf,
-        skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor, uses_spcompress=uses_spcompress,
-        separate_page_tables=not uses_shared_paged_kv_idx,
-    )  # fmt: skip
+    check_flags(causal=causal, return_lse=return_lse, enable_pdl=enable_pdl)
     layout, workspace = KVLayout.of(kv_layout), UserWorkspace(workspace_buffer, "workspace_buffer")
     cache = CacheParts.of(kv_cache, layout)
     batch = (check_positive(batch_size, "batch_size"), block_tables, seq_lens, cum_seq_lens_q, cum_seq_lens_kv)
@@ -225,6 +225,7 @@ class _Inputs(NamedTuple):
 
 
 @replayed
+@foreign(permissions="skip_softmax_threshold_scale_factor")
 def trtllm_fmha_v2_prefill(
     qkv: Any, input_layout: str, workspace_buffer: torch.Tensor, seq_lens: torch.Tensor, max_q_len: int,
     max_kv_len: int, bmm1_scale: float, bmm2_scale: float, batch_size: int, cum_seq_lens_q: torch.Tensor,
@@ -262,8 +263,6 @@ def trtllm_fmha_v2_prefill(
     torch.Size([5, 4, 64])
     """
     check_flags(save_softmax_stats=save_softmax_stats)
-    if scalar(skip_softmax_threshold_scale_factor, "skip_softmax_threshold_scale_factor") < 0:
-        raise ValidationError("skip_softmax_threshold_scale_factor: expected 0 or a positive number.")
     workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
     inputs = _Inputs.of(qkv, input_layout, block_tables)
     for tensor, name in zip(inputs[:3], ("query", "keys", "values"), strict=True):

@@ -4,6 +4,8 @@ The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html). While t
 the call.
 """
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from quire.engine.attention import AttentionCall
-from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice, refuse
+from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
+from quire.engine.foreign import foreign
 from quire.engine.operands import by_position, of_plan_and_run, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options
@@ -144,6 +147,7 @@ def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
 ) -> Result: ...
 @replayed
+@foreign(refused="kv_cache_sf", permissions="use_fp16_qk_reduction allow_fp16_qk_reduction")
 def single_prefill_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale_q: torch.Tensor | None = None,
     scale_k: torch.Tensor | None = None, scale_v: torch.Tensor | None = None, o_dtype: torch.dtype | None = None,
@@ -168,10 +172,7 @@ def single_prefill_with_kv_cache(
     >>> quire.single_prefill_with_kv_cache(q, k, v, causal=True).shape
     torch.Size([3, 8, 64])
     """
-    check_flags(
-        causal=causal, use_fp16_qk_reduction=use_fp16_qk_reduction, allow_fp16_qk_reduction=allow_fp16_qk_reduction
-    )  # fmt: skip
-    refuse(kv_cache_sf=kv_cache_sf)
+    check_flags(causal=causal)
     check_scales(q, scale_q=scale_q, scale_k=scale_k, scale_v=scale_v)
     k_scale, v_scale = _either_scale("k", k_scale, scale_k), _either_scale("v", v_scale, scale_v)
     return attend_one(
@@ -238,6 +239,7 @@ def single_decode_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *args: Any, **options: Any
 ) -> Result: ...
 @replayed
+@foreign(permissions="use_tensor_cores")
 def single_decode_with_kv_cache(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv_layout: str = "NHD", pos_encoding_mode: str = "NONE",
     use_tensor_cores: bool = False, q_scale: float | None = None, k_scale: float | None = None,
@@ -256,7 +258,6 @@ def single_decode_with_kv_cache(
     >>> quire.single_decode_with_kv_cache(q, k, v).shape
     torch.Size([8, 64])
     """
-    check_flags(use_tensor_cores=use_tensor_cores)
     return attend_one(
         q, k, v, return_lse=return_lse, decode=True, sm_scale=sm_scale, window_left=window_left,
         logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode, kv_layout=kv_layout, backend=backend,

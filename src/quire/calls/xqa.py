@@ -7,6 +7,8 @@ They add exp(logit) to the denominators of their KV head's queries, and nothing 
 attention over the other keys is multiplied by the part of the denominator that these have, in float32.
 """
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 import inspect
@@ -19,16 +21,9 @@ import torch
 
 from quire.calls.decode import TableCall
 from quire.calls.tables import CacheParts, Scale, Target
-from quire.engine.checks import (
-    check_output,
-    check_positive,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    refuse,
-    scalar,
-)
+from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
+from quire.engine.foreign import foreign
 from quire.engine.plan_cache import replayed
 from quire.engine.tensors import LATENT_DIM, LN2, latent_parts
 from quire.errors import ValidationError
@@ -39,6 +34,7 @@ __all__ = ["xqa", "xqa_mla"]
 
 
 @replayed
+@foreign(refused="k_sf_cache v_sf_cache")
 def xqa(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, page_table: torch.Tensor, seq_lens: torch.Tensor,
     output: torch.Tensor | None = None, workspace_buffer: torch.Tensor | None = None,
@@ -86,7 +82,6 @@ def xqa(
     >>> quire.xqa(q, k_cache, v_cache, page_table, torch.tensor([21, 16], dtype=torch.int32), page_size=16).shape
     torch.Size([2, 8, 64])
     """
-    refuse(k_sf_cache=k_sf_cache, v_sf_cache=v_sf_cache)
     layout = _layout(kv_layout, sm_count)
     rows, q_len = _query_rows(q, q_seq_len, q_cu_seq_lens is not None)
     if head_dim is not None and check_positive(head_dim, "head_dim") != rows.shape[-1]:

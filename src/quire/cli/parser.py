@@ -159,9 +159,29 @@ def age(text: str) -> float:
     return float(match.group(1)) * _TIMES[match.group(2)]
 
 
-def print_json(value: Any) -> None:
-    """One JSON object."""
-    print(json.dumps(value, indent=1))
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """A command whose answer tell() prints; `text` is its line of help."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description or f"{text.capitalize()}."
+    )
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    return command
+
+
+def tell(options: argparse.Namespace, show: str | Callable[[], None], **answer: Any) -> int:
+    """Print `answer` as JSON if the command line asks for it, else the text that `show` is or prints; returns the exit
+    status of success.
+    """
+    if options.json:
+        print(json.dumps(answer, indent=1))
+    elif isinstance(show, str):
+        print(show)
+    else:
+        show()
+    return 0
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

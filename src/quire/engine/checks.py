@@ -86,6 +86,15 @@ def check_output(tensor: Any, name: str) -> torch.Tensor:
     return tensor  # type: ignore[no-any-return]
 
 
+def check_written(out: Any, name: str, like: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Check that `out` is an output of the shape and on the device of `like`, in one of the dtypes."""
+    check_shape(check_output(out, name), name, {f"dim {i}": size for i, size in enumerate(like.shape)})
+    check_same_device(out, name, like.device)
+    check_contiguous_last(out, name)
+    if out.dtype not in dtypes:
+        raise ValidationError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {out.dtype}.")
+
+
 def check_shape(tensor: torch.Tensor, name: str, expected: Mapping[str, int | None]) -> None:
     """Check that `tensor` has the named dimensions; None means any length."""
     shape = tensor.shape
@@ -109,11 +118,18 @@ def check_dtype(tensor: torch.Tensor, name: str, expected: DType, option: str = 
         )
 
 
+def flag(value: Any, name: str) -> bool:
+    """`value`, which must be a bool."""
+    if not isinstance(value, bool):
+        raise ValidationError(f"{name}: expected a bool, got {value!r}.")
+    return value
+
+
 def check_flags(**flags: Any) -> None:
     """Check that flags are bools, or None where this is a default."""
     for name, value in flags.items():
-        if value is not None and not isinstance(value, bool):
-            raise ValidationError(f"{name}: expected a bool, got {value!r}.")
+        if value is not None:
+            flag(value, name)
 
 
 def check_same_device(tensor: torch.Tensor, name: str, device: torch.device) -> None:
@@ -244,6 +260,13 @@ def scalar(value: Any, name: str, *, positive: bool = False) -> float:
     return number
 
 
+def not_negative(value: Any, name: str) -> float:
+    """scalar(), which must be 0 or positive."""
+    if (number := scalar(value, name)) < 0:
+        raise ValidationError(f"{name}: expected a number that is not negative, got {number}.")
+    return number
+
+
 def _number(value: Any, name: str) -> float:
     if isinstance(value, torch.Tensor):
         if check_tensor(value, name).numel() != 1:
@@ -265,7 +288,7 @@ _REASONS = {
     "kernels keep no profile; torch.profiler shows each launch": ("use_profiler", "profiler_buffer"),
     "each key that a query sees counts": ("skip_softmax", "skip_softmax_threshold_scale_factor", "uses_spcompress"),
     "softmax is in float32": ("use_fp16_softmax",),
-    "keys and values share a table of pages": ("separate_page_tables",),
+    "keys and values have no separate_page_tables": ("uses_shared_paged_kv_idx",),
     "values lie where keys do, and results where queries do": ("v_indptr", "o_indptr"),
     "block_tables says where keys and values are": ("batch_offsets_k", "batch_offsets_v"),
     "a cache over several ranks is for quire.distributed": (
@@ -276,10 +299,18 @@ _REASONS = {
 _REASON_OF = {name: reason for reason, names in _REASONS.items() for name in names}
 
 
-def refuse(**arguments: Any) -> None:
-    """Refuse arguments of FlashInfer's API that Quire does not support, unless they are None or False."""
+def reason_of(name: str) -> str:
+    """Why an argument of the surface has no use here; "" if its name says it."""
+    return _REASON_OF.get(name, "")
+
+
+def refuse(expected: Any = None, /, **arguments: Any) -> None:
+    """Refuse arguments of FlashInfer's API that Quire does not support, unless they are None or False.
+
+    expected: what an error says that it expects.
+    """
     for name, value in arguments.items():
-        if value is not None and value is not False:
+        if expected is True or (value is not None and value is not False):
             got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            why = f", as {_REASON_OF[name]}" if name in _REASON_OF else ""
-            raise ValidationError(f"{name}: not supported by this call{why}; expected None, got {got}.")
+            why = f", as {reason}" if (reason := reason_of(name)) else ""
+            raise ValidationError(f"{name}: not supported by this call{why}; expected {expected}, got {got}.")

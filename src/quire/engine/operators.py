@@ -11,6 +11,7 @@ inputs at each call, unless they are marked: torch._dynamo.mark_static_address(p
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from itertools import count
@@ -55,17 +56,35 @@ def is_tracing() -> bool:
     return has_mode or _functorch.peek_interpreter_stack() is not None
 
 
+#: Types in schemas, beside those of the same name; an integer may be symbolic.
+_TYPES = {"torch.Tensor": "Tensor", "int": "SymInt", "Llama31": "float[]"}
+
+
+def _schema_of(name: str, function: Callable[..., Any], written: Sequence[str]) -> str:
+    """The schema that the annotations of a function say. torch.library.infer_schema() needs torch 2.5 and no tuples."""
+    arguments, signature = [], inspect.signature(function)
+    for argument, parameter in signature.parameters.items():
+        kind, optional, _ = parameter.annotation.partition(" | None")
+        alias = f"({chr(97 + written.index(argument))}!)" if argument in written else ""
+        default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+        arguments.append(f"{_TYPES.get(kind, kind)}{alias}{'?' * bool(optional)} {argument}{default}")
+    results = ["Tensor"] * str(signature.return_annotation).count("torch.Tensor")
+    return f"{name}({', '.join(arguments)}) -> ({', '.join(results)})"
+
+
 def operator(
-    schema: str, fake: Callable[..., Any] = lambda *_, **__: None, tags: tuple[torch.Tag, ...] = ()
+    schema: str, fake: Callable[..., Any] = lambda *_, **__: None, tags: tuple[torch.Tag, ...] = (), writes: str = ""
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Registers a function as the torch operator quire::`schema`, which replaces it while torch traces.
 
-    `fake` creates results without memory; operators that write into their arguments have none.
+    schema: of torch, or a name alone, if annotations say the rest; the operator then writes into the arguments named in
+    `writes`. `fake` creates results without memory; operators that write into their arguments have none.
     """
     name = schema.partition("(")[0]
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        _LIBRARY.define(schema, tags=(*_TAGS, *tags))
+        text = _schema_of(name, function, writes.split()) if name == schema else schema
+        _LIBRARY.define(text, tags=(*_TAGS, *tags))
         op = getattr(torch.ops.quire, name).default
 
         def without_gradients(*args: Any, **kwargs: Any) -> Any:

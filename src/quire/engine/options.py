@@ -16,7 +16,7 @@ from quire.kernels.features import TILE_DIMS
 from quire.kernels.types import DType, PosEncodingMode, dtype_of
 
 _Returned = TypeVar("_Returned")
-_ROPE_SCALE, _ROPE_THETA = 1.0, 1e4  #: unless the caller says others
+USUAL_ROPE = {"rope_scale": 1.0, "rope_theta": 1e4}  #: where None is given; a call that rotates nothing may say so
 _PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 
 
@@ -180,15 +180,9 @@ def _chunk(attention_chunk_size: int, window_left: int) -> int:
 def _rope(mode: PosEncodingMode, rope_scale: float | None, rope_theta: float | None) -> tuple[float, float]:
     """Both numbers of rotary embeddings, 0 where there are none."""
     if mode is PosEncodingMode.ROPE_LLAMA:
-        theta = _ROPE_THETA if rope_theta is None else scalar(rope_theta, "rope_theta", positive=True)
+        theta = USUAL_ROPE["rope_theta"] if rope_theta is None else scalar(rope_theta, "rope_theta", positive=True)
         return scalar(rope_scale, "rope_scale", positive=True), theta
-    for name, value in unusual_positions(rope_scale, rope_theta).items():
-        if value is not None:
+    for name, value in (("rope_scale", rope_scale), ("rope_theta", rope_theta)):
+        if value is not None and scalar(value, name) != USUAL_ROPE[name]:
             raise ValidationError(f"{name}: expected None without pos_encoding_mode='ROPE_LLAMA', got {value!r}.")
     return 0.0, 0.0
-
-
-def unusual_positions(rope_scale: Any, rope_theta: Any) -> dict[str, Any]:
-    """Both by name, None where they are what None stands for: a call that rotates nothing may say so."""
-    given = ("rope_scale", rope_scale, _ROPE_SCALE), ("rope_theta", rope_theta, _ROPE_THETA)
-    return {name: None if value is None or scalar(value, name) == usual else value for name, value, usual in given}

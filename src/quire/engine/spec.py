@@ -201,6 +201,11 @@ def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: in
     return host_indices(value, name, kv_indptr.numel() - 1, shape=_LAST_PAGES)
 
 
+def last_of_lens(kv_lens: torch.Tensor, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request's last page, int32, from the tokens of the request and the offsets of its pages."""
+    return (kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * page_size).to(torch.int32)
+
+
 def within_limits(graph: GraphState, spec: AttentionSpec) -> AttentionSpec:
     """Check that `spec` equals the first plan() except for lengths, and that these are within its limits. Returns it
     with the options of the launch, which the first forward() may have changed.

@@ -23,7 +23,7 @@ from quire.engine.inspection import Explanation
 from quire.engine.operators import TracedRun, handle_of, is_tracing
 from quire.engine.options import logits_options, split_size
 from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec
+from quire.engine.spec import AttentionSpec, last_of_lens
 from quire.errors import PlanError, UnsupportedError
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.types import KVLayout, MaskMode
@@ -129,71 +129,31 @@ class EngineAttributes:
         """The device of the workspace and of all calls."""
         return self._workspace.device
 
-    @property
-    def _float_workspace_buffer(self) -> torch.Tensor:
-        return self._workspace.buffer
-
-    @property
-    def _pin_memory_int_workspace_buffer(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-
-    @property
-    def _kv_layout(self) -> str:
-        return self._layout.value
-
-    @property
-    def _use_cuda_graph(self) -> bool:
-        return self._graph is not None
-
-    @property
-    def _sm_scale(self) -> float:
-        return planned(self._attention).spec.options.logits.sm_scale
-
-    @property
-    def _window_left(self) -> int:
-        return planned(self._attention).spec.options.logits.window_left
-
-    @property
-    def _logits_soft_cap(self) -> float:
-        return planned(self._attention).spec.options.logits.logits_soft_cap
-
-    @property
-    def _causal(self) -> bool:
-        return planned(self._attention).spec.options.causal
+    # By the names that engines use
+    _float_workspace_buffer = property(lambda self: self._workspace.buffer)
+    _pin_memory_int_workspace_buffer = property(lambda _: torch.empty(0, dtype=torch.uint8, device="cpu"))
+    _kv_layout = property(lambda self: self._layout.value)
+    _use_cuda_graph = property(lambda self: self._graph is not None)
+    _sm_scale = property(lambda self: planned(self._attention).spec.options.logits.sm_scale)
+    _window_left = property(lambda self: planned(self._attention).spec.options.logits.window_left)
+    _logits_soft_cap = property(lambda self: planned(self._attention).spec.options.logits.logits_soft_cap)
+    _causal = property(lambda self: planned(self._attention).spec.options.causal)
+    _qo_indptr_buf = property(lambda self: self._array("qo_indptr_buf", "qo_indptr"))
+    _kv_indptr_buf = property(lambda self: self._array("kv_indptr_buf", "kv_indptr"))
+    _paged_kv_indptr_buf = property(lambda self: self._array("paged_kv_indptr_buf", "kv_indptr"))
+    _paged_kv_last_page_len_buf = property(lambda self: self._array("paged_kv_last_page_len_buf", "kv_last_page_len"))
+    _paged_kv_indices_buf = property(lambda self: self._array("paged_kv_indices_buf", "kv_indices"))
+    _mask_indptr_buf = property(lambda self: self._buffers.get("mask_indptr_buf", self._buffers.get("qk_indptr_buf")))
 
     @property
     def _max_total_num_rows(self) -> int | None:
         return self._graph.max_rows if self._graph is not None and self._graph.is_planned else None
 
     @property
-    def _qo_indptr_buf(self) -> torch.Tensor | None:
-        return self._array("qo_indptr_buf", "qo_indptr")
-
-    @property
-    def _kv_indptr_buf(self) -> torch.Tensor | None:
-        return self._array("kv_indptr_buf", "kv_indptr")
-
-    @property
-    def _paged_kv_indptr_buf(self) -> torch.Tensor | None:
-        return self._array("paged_kv_indptr_buf", "kv_indptr")
-
-    @property
-    def _paged_kv_last_page_len_buf(self) -> torch.Tensor | None:
-        return self._array("paged_kv_last_page_len_buf", "kv_last_page_len")
-
-    @property
-    def _paged_kv_indices_buf(self) -> torch.Tensor | None:
-        return self._array("paged_kv_indices_buf", "kv_indices")
-
-    @property
     def _custom_mask_buf(self) -> torch.Tensor | None:
         if self._graph is not None:
             return self._graph.mask
         return None if self._attention is None else self._attention.spec.packed_custom_mask
-
-    @property
-    def _mask_indptr_buf(self) -> torch.Tensor | None:
-        return self._buffers.get("mask_indptr_buf", self._buffers.get("qk_indptr_buf"))
 
     def _array(self, buffer: str, name: str) -> torch.Tensor | None:
         """With CUDA graphs the constructor's buffer, else the array that was planned on; on the device."""
@@ -243,8 +203,8 @@ class PrefillModule:
             head_dim_vo=head_dim_vo, causal=causal, logits=graph.told.logits._replace(window_left=window_left),
             fixed_split_size=split_size(fixed_split_size, disable_split_kv),
         )  # fmt: skip
-        last = kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * page_size
-        indices = Indices(batch_size, qo_indptr, 0, kv_indptr, last.to(torch.int32), graph.kv_indices, page_size)
+        last = last_of_lens(kv_lens, kv_indptr, page_size)
+        indices = Indices(batch_size, qo_indptr, 0, kv_indptr, last, graph.kv_indices, page_size)
         bits = None
         if before.spec.mask is MaskMode.CUSTOM and graph.mask is not None:
             bits = graph.mask[: int(((qo_indptr.diff() * kv_lens + 7) // 8).sum())]
@@ -269,9 +229,8 @@ class MlaModule:
         if graph is None or graph.told is None:
             raise UnsupportedError("_cached_module.plan(): only for wrappers with use_cuda_graph=True; call plan().")
         options = graph.told._replace(num_qo_heads=num_heads, head_dim_vo=head_dim_ckv, causal=causal)
-        last = kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * options.page_size
-        pages, batch = graph.kv_indices, graph.batch_size
-        indices = Indices(batch, qo_indptr, 0, kv_indptr, last.to(torch.int32), pages, options.page_size)
+        last = last_of_lens(kv_lens, kv_indptr, options.page_size)
+        indices = Indices(graph.batch_size, qo_indptr, 0, kv_indptr, last, graph.kv_indices, options.page_size)
         w._attention = Attention(AttentionSpec(indices, options), w._layout, w._workspace, w._backend, graph, before)
 
 
@@ -358,6 +317,15 @@ class AttentionWrapper(EngineAttributes):
         """Plan a batch; each wrapper takes its own arguments."""
         raise NotImplementedError
 
+    def run(self, *args: Any, **options: Any) -> Any:
+        """Run the plan; each wrapper takes its own tensors."""
+        raise NotImplementedError
+
+    def run_return_lse(self, *args: Any, **options: Any) -> Pair:
+        """run() with return_lse=True."""
+        o, lse = self.run(*args, **options, return_lse=True)
+        return o, lse
+
     def _runner(self) -> Attention | TracedRun:
         """What run() calls: the plan or, while torch traces, an operator."""
         return TracedRun(self) if is_tracing() else self._attention or planned(None)
@@ -398,6 +366,19 @@ class AttentionWrapper(EngineAttributes):
         logits = logits_options(head_dim, *_logits_arguments(arguments), planned_logits.attention_chunk_size)
         self._attention = attention.replan(self._workspace, self._backend, logits=logits, **changes)
         self._graph = self._attention.graph
+
+
+class ForwardWrapper(AttentionWrapper):
+    """A wrapper whose forward() is run() that also takes arguments of plan(), as in older versions of FlashInfer."""
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
+        raise NotImplementedError
+
+    def forward_return_lse(self, *args: Any, **options: Any) -> Pair:
+        """forward() with return_lse=True."""
+        o, lse = self.forward(*args, **options, return_lse=True)
+        return o, lse
 
 
 _logits_arguments = itemgetter(

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from quire.engine.attention import Attention
+from quire.engine.foreign import foreign
 from quire.engine.replay import Replay
 from quire.engine.run import Result
 from quire.errors import UnsupportedError
@@ -159,8 +160,9 @@ def _counted_again(self: Replay, *args: Any, **kwargs: Any) -> Any:
 def _public_name() -> str:
     """The function or method of Quire that the program has called."""
     frame, called = sys._getframe(2), None
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("quire."):
-        frame, called = frame.f_back, frame  # type: ignore[assignment]  # None is the end
+    while frame is not None and (module := str(frame.f_globals.get("__name__", ""))).startswith("quire."):
+        called = called if module == foreign.__module__ else frame  # that of a decorator has no `self`
+        frame = frame.f_back  # type: ignore[assignment]  # None is the end
     if called is None:
         return ""
     owner = called.f_locals.get("self")  # a copy of all locals: of this frame alone, since each run() comes here
