@@ -24,7 +24,7 @@ from quire.engine.foreign import foreign
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
-from quire.engine.run import Result, RunOptions
+from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache
@@ -222,7 +222,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
             raise ValidationError(f"q_len_per_req: expected {qo_len} (fixed by plan()), got {q_len_per_req}.")
         if scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def forward(

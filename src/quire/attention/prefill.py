@@ -33,7 +33,7 @@ from quire.engine.checks import batch_size_of, host_indices, refuse
 from quire.engine.foreign import foreign
 from quire.engine.masks import with_items
 from quire.engine.operands import takes_sinks, variant_of
-from quire.engine.run import Result, RunOptions
+from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
 from quire.engine.tensors import PagedCache, converted
@@ -247,7 +247,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
             sinks = self._sinks_and_scale(*scales)
         elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
         return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
 
     def forward(

@@ -17,7 +17,7 @@ from quire.engine.foreign import foreign
 from quire.engine.masks import with_items
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
-from quire.engine.run import Result, RunOptions
+from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
 from quire.engine.tensors import converted
@@ -177,7 +177,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
             sinks = self._sinks_and_scale(*scales)
         elif scales:
             q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
-        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        options = run_options(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands)
         return self._runner().run(q, (k, v), out, lse, return_lse, options)
 
     def forward(

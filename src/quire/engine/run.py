@@ -60,6 +60,16 @@ class RunOptions(NamedTuple):
 PLAIN = RunOptions()
 
 
+def run_options(
+    sinks: torch.Tensor | None, q_scale: Any, k_scale: Any, v_scale: Any, window_left: int | None,
+    enable_pdl: bool | None, operands: Mapping[str, Any],
+) -> RunOptions:  # fmt: skip
+    """The options of a wrapper's run(). Most calls have none, and then cost no new tuple."""
+    if sinks is q_scale is k_scale is v_scale is window_left is enable_pdl is None and not operands:
+        return PLAIN
+    return RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+
+
 class CheckedTensors(NamedTuple):
     """Tensors that run() has checked, for the next plan of the same kernel and options."""
 
@@ -136,15 +146,13 @@ class PlannedRun:
 
     def _logits_scale(self, q_scale: Any, k_scale: Any) -> float:
         """Their product; kernels take the maximum before they scale, so that it is positive."""
-        if q_scale is None and k_scale is None:
-            return 1.0
         logits_scale = scalar(q_scale, "q_scale") * scalar(k_scale, "k_scale")
         scalar(logits_scale * self._plan_options.logits.sm_scale, "q_scale * k_scale * sm_scale", positive=True)
         return logits_scale
 
-    def _check_window(self, window_left: int | None) -> None:
+    def _check_window(self, window_left: int) -> None:
         """run() may repeat the window of plan()."""
-        if window_left is not None and window_left != (planned := self._plan_options.logits.window_left):
+        if window_left != (planned := self._plan_options.logits.window_left):
             raise ValidationError(f"window_left: expected {planned} (fixed by plan()), got {window_left}.")
 
     def _launch(
@@ -156,8 +164,10 @@ class PlannedRun:
         if stream and self._has_fixed_lengths and is_capturing(self._device):
             refuse_capture("run() of a plan without use_cuda_graph=True", self._device)
         sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, logits_by, o_by, lse_unit, _, operands = options
-        self._check_window(window_left)
-        scales = self._logits_scale(q_scale, k_scale), 1.0 if v_scale is None else scalar(v_scale, "v_scale")
+        if window_left is not None:
+            self._check_window(window_left)
+        logits_scale = 1.0 if q_scale is k_scale is None else self._logits_scale(q_scale, k_scale)
+        o_scale = 1.0 if v_scale is None else scalar(v_scale, "v_scale")
         pointers = pointers_of(tensors)
         self._lock.acquire()  # half the time of a with statement
         try:  # another thread may have run since
@@ -174,12 +184,12 @@ class PlannedRun:
                 pointers = self._ahead.start(pointers)
             self._plan.run(
                 stream, pointers, None if lse is None else lse.data_ptr(),
-                None if sinks is None else self._check_sinks(sinks).data_ptr(), *scales,
+                None if sinks is None else self._check_sinks(sinks).data_ptr(), logits_scale, o_scale,
                 None if logits_by is None else logits_by.data_ptr(), None if o_by is None else o_by.data_ptr(),
                 lse_unit, enable_pdl,
             )  # fmt: skip
             if recorded.call is not None:
-                self._report(tensors, num_cache_tensors, lse, scales, options)
+                self._report(tensors, num_cache_tensors, lse, (logits_scale, o_scale), options)
         finally:
             self._lock.release()
 
