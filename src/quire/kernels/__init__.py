@@ -14,6 +14,7 @@ from quire.kernels import (
     attention_decode,
     attention_fa2,
     attention_fa3,
+    attention_fa3_fp8,
     attention_mla_cpu,
     attention_mla_decode,
     attention_mla_fa2,
@@ -51,6 +52,7 @@ __all__ = [
 KERNELS: tuple[AttentionKernel, ...] = (
     attention_decode.KERNEL,
     attention_fa3.KERNEL,
+    attention_fa3_fp8.KERNEL,
     attention_fa2.KERNEL,
     attention_wide.KERNEL,
     attention_cpu.KERNEL,
@@ -126,7 +128,7 @@ def backends() -> tuple[str, ...]:
     name as the corresponding kernel for other attention.
 
     >>> quire.backends()
-    ('auto', 'quire:decode', 'quire:fa3', 'quire:fa2', 'quire:wide', 'quire:cpu')
+    ('auto', 'quire:decode', 'quire:fa3', 'quire:fp8', 'quire:fa2', 'quire:wide', 'quire:cpu')
     """
     return ("auto", *dict.fromkeys(PIN + kernel.backend for kernel in KERNELS))
 

@@ -59,7 +59,7 @@ from quire.runtime.variant_operands import (
     unexpected,
     write_operands,
 )
-from quire.runtime.widened_queries import run_widened
+from quire.runtime.widened_queries import has_scales_of_heads, run_scaled, run_widened
 from quire.runtime.work import Placed, place_work
 from quire.runtime.workspace import OwnWorkspace, Workspace, partials_bytes
 from quire.types import KVLayout, MaskMode, PosEncodingMode
@@ -135,9 +135,21 @@ class AttentionSpec(NamedTuple):
             cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
             has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
             refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
-        rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
-        uniform = self.indices.qo_indptr is None
-        return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
+        return _decide(str(backend), device, options, self.mask, *self._shape())
+
+    def _shape(self) -> tuple[int, bool]:
+        """Rows of a typical request, and whether all requests have as many."""
+        rows = self._typical_rows() * self.options.num_qo_heads // self.options.num_kv_heads
+        return same_rows(rows), self.indices.qo_indptr is None
+
+    def with_narrow_queries(self, device: torch.device, backend: str) -> AttentionSpec:
+        """The same for a kernel that reads 8-bit queries as they are, if one takes them; else self."""
+        types = self.options.types.narrow
+        if types is None:
+            return self
+        options = self.options._replace(types=types)
+        is_taken = _takes(str(backend), device, options, self.mask, *self._shape())
+        return self._replace(options=options) if is_taken else self
 
 
 @lru_cache(maxsize=4096)
@@ -156,6 +168,19 @@ def _decide(
         for spec in family(problem, backend):
             record_use(spec)
     return decision
+
+
+@lru_cache(maxsize=4096)
+def _takes(
+    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
+) -> bool:
+    """Whether a kernel takes this, which `backend` names or which does not yield, and its variant is at hand."""
+    try:
+        decision = _decide(backend, device, options, mask, rows, uniform)
+    except (UnsupportedError, ValidationError):
+        return False
+    yields = any(verdict.yields for verdict in decision.trace if verdict.kernel is decision.kernel)
+    return (backend.startswith(PIN) or not yields) and is_obtainable(decision.spec)
 
 
 _PAGES = (
@@ -200,7 +225,7 @@ class Attention:
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
         options = spec.options
-        self.o_dtype, self._given = options.types.o.torch, options.types.given
+        self.o_dtype = options.types.o.torch
         if spec.operands and options.variant is None:
             unexpected("plan", spec.operands)
         self._layout = layout
@@ -218,7 +243,10 @@ class Attention:
         told, note = options, ""
         if graph is not None:
             spec = _within_limits(graph, spec)
-            options = spec.options
+        else:
+            spec = spec.with_narrow_queries(self._device, backend)
+        options = spec.options
+        self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         if graph is None and (rotates or options.types.kv.bits == 8):
@@ -385,6 +413,12 @@ class Attention:
                 q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
                 logits_scale_by=logits_scale_by, o_scale_by=o_scale_by, lse_unit=lse_unit, others=others,
                 operands=operands,
+            )  # fmt: skip
+        if self._reads_8_bits and has_scales_of_heads(q_scale, k_scale, v_scale):
+            return run_scaled(
+                self.run, self._plan_options, q, kv, out=out, lse=lse, return_lse=return_lse, sinks=sinks,
+                q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, window_left=window_left, enable_pdl=enable_pdl,
+                logits_scale_by=logits_scale_by, o_scale_by=o_scale_by, lse_unit=lse_unit, operands=operands,
             )  # fmt: skip
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._on_cuda else 0
         cache, known = cache_tensors(kv), self._signature
@@ -599,6 +633,8 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
     if graph is not None:
         graph, decision = copy(graph), graph.decision
         spec = _within_limits(graph, spec)
+    else:
+        spec = spec.with_narrow_queries(device, backend)
     assert isinstance(spec.indices, Indices)
     return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.options, device, graph)
 

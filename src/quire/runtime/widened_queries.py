@@ -1,4 +1,4 @@
-"""8-bit queries. They are converted to 16 bits in a copy, which is exact, because no kernel multiplies 8-bit queries.
+"""8-bit queries. They are converted to 16 bits in a copy, which is exact, where no kernel reads them as they are.
 
 FlashInfer's kernels for such queries also take a scale for each head of q, k and v. A query head has one KV head, so
 the scales of q and k can multiply the copy, and those of v the result. In float16 the copy is also divided by a power
@@ -45,6 +45,33 @@ def run_widened(
     result = run(
         wide, *args, others=others, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale if of_v is None else None,
         logits_scale_by=logits_scale_by, **more,
+    )  # fmt: skip
+    if of_v is not None:
+        (result[0] if isinstance(result, tuple) else result).mul_(of_v)
+    return result
+
+
+def has_scales_of_heads(*scales: Any) -> bool:
+    """Whether one of the scales is a tensor of several numbers."""
+    return any(isinstance(scale, torch.Tensor) and scale.numel() != 1 for scale in scales)
+
+
+def run_scaled(
+    run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, *args: Any, q_scale: Any, k_scale: Any,
+    v_scale: Any, **more: Any,
+) -> Any:  # fmt: skip
+    """`run` of a plan whose kernel reads 8-bit queries as they are, with scales of heads: it takes those of logits."""
+    heads = options.num_qo_heads, options.num_kv_heads
+    of_q, of_k, of_v = (
+        _of_query_heads(scale, name, count, heads[0], q.device)
+        for scale, name, count in (
+            (q_scale, "q_scale", heads[0]), (k_scale, "k_scale", heads[1]), (v_scale, "v_scale", heads[1]),
+        )
+    )  # fmt: skip
+    of_logits = _product(of_q, of_k)
+    result = run(
+        q, *args, others=() if of_logits is None else (of_logits.view(-1),), q_scale=None if of_q is not None else q_scale,
+        k_scale=None if of_k is not None else k_scale, v_scale=None if of_v is not None else v_scale, **more,
     )  # fmt: skip
     if of_v is not None:
         (result[0] if isinstance(result, tuple) else result).mul_(of_v)

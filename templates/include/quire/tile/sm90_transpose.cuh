@@ -1,0 +1,174 @@
+// Values of 8 bits as operand b of wgmma: rows are dims, columns are tokens. They come token by token from memory, and
+// the loading warps transpose them in shared memory.
+//
+// ldmatrix transposes pairs of bytes: a lane gets two neighbouring dims of two neighbouring tokens. Of two such
+// registers, 8 tokens apart, byte permutes make four tokens of one dim and of the other. These are tokens 2i, 2i + 1,
+// 2i + 8 and 2i + 9 of 16, which are the columns of a lane's weights: columns 4i to 4i + 3 of the transposed tile.
+#pragma once
+#include "quire/ptx/store.cuh"
+#include "quire/tile/sm90_kv_tiles.cuh"
+#include "quire/tile/sm90_load.cuh"
+#include "quire/tile/sm90_widen.cuh"
+
+namespace quire {
+
+// One warp's tokens of a KV tile: kRows tokens, from token `half` * kRows on, of kDims dims. To: the transposed tile.
+template <int kRows, int kDims, class To>
+class TransposedRows {
+ public:
+  using From = SwizzledTile<kRows, kDims, 8>;
+  static_assert(kRows % 16 == 0 && kDims % 32 == 0, "four matrices of 8 tokens x 16 dims at a time");
+
+  // from, to: addresses of the first tiles.
+  QUIRE_DEVICE TransposedRows(uint32_t from, uint32_t to, int half, int lane) : lane_(lane), first_(half * kRows / 16) {
+    const int matrix = lane / 8, row = lane % 8;
+    from_ = from + ((matrix & 1) * 8 + row) * 128 + (((matrix >> 1) ^ row) << 4);
+    // The first four lanes of a column store even dims first, the others odd dims: a store's eight rows then differ in
+    // their permutation.
+    const int dim = (matrix >> 1) * 16 + 2 * row + ((matrix & 1) ^ (row >> 2));
+    to_ = to + dim * 128 + ((dim & 7) << 4);
+    order_ = lane < 16 ? 0x6420 : 0x7531;
+  }
+
+  // Transposes the tile at `from` bytes from the first one to the one at `to` bytes. Tokens from `rest` on do not exist
+  // and become zeros, because 0 * NaN is NaN.
+  QUIRE_DEVICE void transpose(int from, int to, int rest) const {
+    if (rest >= kRows) {
+      transpose<false>(from, to, rest);
+    } else {
+      transpose<true>(from, to, rest);
+    }
+  }
+
+ private:
+  static constexpr int kBlocks = kDims / 32, kTogether = kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
+
+  template <bool kIsCut>
+  QUIRE_DEVICE void transpose(int from, int to, int rest) const {
+#pragma unroll 1
+    for (int group = 0; group < kRows / 16; ++group) {
+      const int chunk = first_ + group;
+      const uint32_t src = from_ + from + group * 16 * 128;
+      const uint32_t dst = (to_ ^ ((chunk & 7) << 4)) + to + (chunk >> 3) * To::kAtomBytes;
+      const uint32_t low = kIsCut ? kept(rest - group * 16) : 0, high = kIsCut ? kept(rest - group * 16 - 8) : 0;
+#pragma unroll
+      for (int block = 0; block < kBlocks; block += kTogether) {
+        uint32_t x[kTogether][4];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int col = 2 * (block + i);
+          ptx::ldmatrix_x4_trans(x[i], (src ^ ((col & 7) << 4)) + (col >> 3) * From::kAtomBytes);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          if constexpr (kIsCut) x[i][0] &= low, x[i][1] &= high, x[i][2] &= low, x[i][3] &= high;
+          const uint32_t y[4] = {__byte_perm(x[i][0], x[i][1], order_), __byte_perm(x[i][0], x[i][1], order_ ^ 0x1111),
+                                 __byte_perm(x[i][2], x[i][3], order_), __byte_perm(x[i][2], x[i][3], order_ ^ 0x1111)};
+          ptx::st_matrix(dst + (block + i) * 32 * 128, y);
+        }
+      }
+    }
+  }
+
+  // Of this lane's two tokens of eight, the bytes of those before `rest`.
+  QUIRE_DEVICE uint32_t kept(int rest) const {
+    const int left = rest - 2 * (lane_ & 3);
+    return left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+  }
+
+  int lane_, first_;
+  uint32_t from_, to_, order_;
+};
+
+// Loads one warp's half of the values of each KV tile into a ring of its own, and transposes them into the ring that
+// the computing warps read.
+template <class V, class To, int kStages, int kOwnStages>
+class ValueTransposer {
+ public:
+  static constexpr int kRows = V::kTileKv / 2;
+  using Rows = TransposedRows<kRows, V::kHeadDimVo, To>;
+  static constexpr int kOwnBytes = Rows::From::kBytes;
+
+  // `own`: the address of this warp's ring, `arrived`: of an mbarrier for each of its stages. `to`: the address of the
+  // first transposed tile.
+  QUIRE_DEVICE ValueTransposer(const AttentionParams& p, const KvSource& from, RingBarriers<kStages> ring, uint32_t to,
+                               uint32_t own, uint32_t arrived, int half, int lane)
+      : p_(p),
+        from_(from),
+        ring_(ring),
+        rows_(own, to, half, lane),
+        own_(own),
+        arrived_(arrived),
+        half_(half),
+        lane_(lane) {}
+
+  // The KV tiles of a work tile.
+  QUIRE_DEVICE void run(const WorkTile& work, KvTileWalk<V>& walk) {
+    if (!walk.exists()) return;
+    Bytes bytes(p_, from_, work, lane_);
+    bytes.prefetch_pages(2 * walk.tile() + half_);
+    int rest = work.tile.kv_len - (2 * walk.tile() + half_) * kRows;  // all later KV tiles are full
+    int ahead = 0;                                                    // KV tiles whose bytes are in flight
+#pragma unroll 1
+    do {
+      const bool starts = walk.exists();
+      if (starts) start(bytes, walk), ++ahead;
+      if (starts && ahead < kOwnStages) continue;
+      wait_bytes(ahead);
+      ring_.wait_empty(next_);
+      rows_.transpose(read_.stage() * kOwnBytes, next_.stage() * To::kBytes, rest);
+      ptx::fence_proxy_async();
+      __syncwarp();
+      if (lane_ == 0) ring_.arrive_full(next_);
+      next_.advance();
+      read_.advance();
+      --ahead, rest = kRows;
+    } while (ahead > 0 || walk.exists());
+  }
+
+ private:
+  static constexpr KvPath kPath = kv_path<V>();
+  static constexpr bool kIsBoxed = kPath != KvPath::kGather;
+  using Bytes =
+      typename conditional<kIsBoxed, KvLoader<V, kPath, kRows>, NarrowGather<V, typename Rows::From, kRows>>::type;
+
+  // Starts to copy the bytes of a KV tile, and then to find the bytes of the next one.
+  QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk) {
+    bytes.resolve_pages();
+    const uint32_t to = own_ + copied_.stage() * kOwnBytes;
+    if constexpr (kIsBoxed) {
+      bytes.load(typename Rows::From{to}, arrived_ + 8 * copied_.stage());
+    } else {
+      bytes.load(to);
+      ptx::cp_async_commit();
+    }
+    copied_.advance();
+    walk.advance();
+    if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);
+  }
+
+  QUIRE_DEVICE void wait_bytes(int ahead) const {
+    if constexpr (kIsBoxed) {
+      ptx::mbarrier_wait(arrived_ + 8 * read_.stage(), read_.parity());
+    } else {
+      static_assert(kOwnStages <= 2, "one later copy at most");
+      if (ahead > 1) {
+        ptx::cp_async_wait<1>();
+      } else {
+        ptx::cp_async_wait<0>();
+      }
+      __syncwarp();  // lanes read what others have copied
+    }
+  }
+
+  const AttentionParams& p_;
+  KvSource from_;
+  RingBarriers<kStages> ring_;
+  RingPosition<kStages> next_;  // the tile that is transposed next
+  RingPosition<kOwnStages> copied_, read_;
+  Rows rows_;
+  uint32_t own_, arrived_;
+  int half_, lane_;
+};
+
+}  // namespace quire
