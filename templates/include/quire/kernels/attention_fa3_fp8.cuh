@@ -106,8 +106,8 @@ struct AttentionFa3Fp8 {
   static_assert(kWorkStagesAt % alignof(Stage) == 0 && kBarriersAt % 8 == 0, "work stages and mbarriers are aligned");
 
   // Registers a thread: see attention_fa3.cuh.
-  static constexpr int kLoadRegisters = 56;
-  static constexpr int kComputeRegisters = kWarpgroups == 3 ? 152 : kWarpgroups == 2 ? 224 : 240;
+  static constexpr int kLoadRegisters = kWarpgroups == 2 ? 40 : 56;
+  static constexpr int kComputeRegisters = kWarpgroups == 3 ? 152 : kWarpgroups == 2 ? 232 : 240;
   static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
                 "the warps ask for more registers than the launch has, and would wait for them forever");
 

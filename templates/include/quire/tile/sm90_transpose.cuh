@@ -22,7 +22,7 @@ class TransposedRows {
   // from, to: addresses of the first tiles.
   QUIRE_DEVICE TransposedRows(uint32_t from, uint32_t to, int half, int lane) : lane_(lane), first_(half * kRows / 16) {
     const int matrix = lane / 8, row = lane % 8;
-    from_ = from + ((matrix & 1) * 8 + row) * 128 + (((matrix >> 1) ^ row) << 4);
+    from_ = from + lane_at(lane);
     // The first four lanes of a column store even dims first, the others odd dims: a store's eight rows then differ in
     // their permutation.
     const int dim = (matrix >> 1) * 16 + 2 * row + ((matrix & 1) ^ (row >> 2));
@@ -33,24 +33,11 @@ class TransposedRows {
   // Transposes the tile at `from` bytes from the first one to the one at `to` bytes. Tokens from `rest` on do not exist
   // and become zeros, because 0 * NaN is NaN.
   QUIRE_DEVICE void transpose(int from, int to, int rest) const {
-    if (rest >= kRows) {
-      transpose<false>(from, to, rest);
-    } else {
-      transpose<true>(from, to, rest);
-    }
-  }
-
- private:
-  static constexpr int kBlocks = kDims / 32, kTogether = kBlocks % 4 == 0 ? 4 : kBlocks % 2 == 0 ? 2 : 1;
-
-  template <bool kIsCut>
-  QUIRE_DEVICE void transpose(int from, int to, int rest) const {
+    if (rest < kRows) clear(from, max(rest, 0));
+    uint32_t src = from_ + from;
 #pragma unroll 1
-    for (int group = 0; group < kRows / 16; ++group) {
-      const int chunk = first_ + group;
-      const uint32_t src = from_ + from + group * 16 * 128;
+    for (int chunk = first_; chunk < first_ + kRows / 16; ++chunk) {
       const uint32_t dst = (to_ ^ ((chunk & 7) << 4)) + to + (chunk >> 3) * To::kAtomBytes;
-      const uint32_t low = kIsCut ? kept(rest - group * 16) : 0, high = kIsCut ? kept(rest - group * 16 - 8) : 0;
 #pragma unroll
       for (int block = 0; block < kBlocks; block += kTogether) {
         uint32_t x[kTogether][4];
@@ -61,19 +48,34 @@ class TransposedRows {
         }
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
-          if constexpr (kIsCut) x[i][0] &= low, x[i][1] &= high, x[i][2] &= low, x[i][3] &= high;
           const uint32_t y[4] = {__byte_perm(x[i][0], x[i][1], order_), __byte_perm(x[i][0], x[i][1], order_ ^ 0x1111),
                                  __byte_perm(x[i][2], x[i][3], order_), __byte_perm(x[i][2], x[i][3], order_ ^ 0x1111)};
           ptx::st_matrix(dst + (block + i) * 32 * 128, y);
         }
       }
+      src += 16 * 128;
     }
   }
 
-  // Of this lane's two tokens of eight, the bytes of those before `rest`.
-  QUIRE_DEVICE uint32_t kept(int rest) const {
-    const int left = rest - 2 * (lane_ & 3);
-    return left >= 2 ? 0xffffffffu : left == 1 ? 0xffffu : 0u;
+ private:
+  static constexpr int kBlocks = kDims / 32, kTogether = kBlocks % 2 == 0 ? 2 : 1;
+
+  // Zeros in the tokens from `rest` on, before they are transposed.
+  QUIRE_DEVICE void clear(int from, int rest) const {
+    const uint32_t zeros[4] = {};
+    const From tile = {from_ - lane_at(lane_) + from};
+#pragma unroll 1
+    for (int i = lane_; i < (kRows - rest) * From::kChunks; i += 32) {
+      const int row = i / From::kChunks;
+      ptx::st_shared_16(tile.chunk(rest + row, i - row * From::kChunks), zeros);
+    }
+    __syncwarp();
+  }
+
+  // Where this lane reads the first matrices of a tile.
+  QUIRE_DEVICE static uint32_t lane_at(int lane) {
+    const int matrix = lane / 8, row = lane % 8;
+    return ((matrix & 1) * 8 + row) * 128 + (((matrix >> 1) ^ row) << 4);
   }
 
   int lane_, first_;
