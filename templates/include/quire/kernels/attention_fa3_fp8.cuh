@@ -36,7 +36,7 @@ struct AttentionFa3Fp8 {
   static_assert(is_same<typename V::Q, e4m3_t>::value && is_same<typename V::Kv, e4m3_t>::value,
                 "q, k and v are e4m3");
   static_assert(kQk % 32 == 0 && kVo % 32 == 0 && max(kQk, kVo) <= 256, "head dims are multiples of 32 up to 256");
-  static_assert(kTileRows % 64 == 0 && kTileRows <= 192, "one to three warpgroups own 64 rows each");
+  static_assert(kTileRows % 64 == 0 && kTileRows >= 128 && kTileRows <= 192, "two or three warpgroups own 64 rows each");
   static_assert(kTileKv % 32 == 0 && kTileKv <= 256,
                 "a key tile is the N of one wgmma and the inner dimension of others");
 
@@ -331,7 +331,7 @@ struct AttentionFa3Fp8 {
 
   QUIRE_DEVICE void compute() const {
     Rings rings;
-    if (kOverlaps && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
+    if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
     RingPosition<kWorkStages> at;
     for (;;) {
       work_.wait_full(at);
@@ -374,10 +374,10 @@ struct AttentionFa3Fp8 {
   QUIRE_DEVICE void attend(Rows& rows, const Stage& current, Rings& rings) const {
     const int turn = ptx::uniform(warpgroup());
     wait_queries(current, rings);
-    KvTileWalk<V> walk(current);
-    const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
     const TileDescriptor q = queries(rings.q, turn);
     if constexpr (kOverlaps) {
+      KvTileWalk<V> walk(current);
+      const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
       first_tile(rows, current, rings, q, walk);
       while (walk.exists()) {
         if (full.contains(walk)) {
@@ -387,15 +387,12 @@ struct AttentionFa3Fp8 {
         }
       }
       release_queries(rings);
-      add_values(rows, rings.k.before());
+      const auto last = rings.k.before();
+      v_.wait_full(last);
+      add_values(rows, values(last));
+      if (is_leader()) v_.arrive_empty(last);
     } else {
-      while (walk.exists()) {
-        if (full.contains(walk)) {
-          whole_tile<false>(rows, current, rings, q, walk);
-        } else {
-          whole_tile<true>(rows, current, rings, q, walk);
-        }
-      }
+      attend_in_turns(rows, current, rings, q, turn);
       release_queries(rings);
     }
   }
@@ -405,41 +402,66 @@ struct AttentionFa3Fp8 {
     rings.q.advance();
   }
 
-  // One KV tile, its two products one after the other: meanwhile the other warpgroups' softmax and products run.
+  // The KV tiles of a work tile, with the products of a KV tile one after the other. Warpgroups take turns at them: at
+  // O += P V of a KV tile and the start of S of the next one, because tensor cores would work on the products of all
+  // warpgroups at once, and then on none.
+  QUIRE_DEVICE void attend_in_turns(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn) const {
+    KvTileWalk<V> walk(current);
+    const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
+    k_.wait_full(rings.k);
+    ptx::named_barrier_sync(kTurn + turn, 256);
+    while (walk.exists()) {
+      if (full.contains(walk)) {
+        whole_tile<false>(rows, current, rings, q, turn, walk);
+      } else {
+        whole_tile<true>(rows, current, rings, q, turn, walk);
+      }
+    }
+    ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
+  }
+
+  // One KV tile: its S, for which this warpgroup has its turn, the softmax, and O += P V, after which its turn goes on.
   template <bool kMasked>
-  QUIRE_DEVICE void whole_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q,
+  QUIRE_DEVICE void whole_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn,
                                KvTileWalk<V>& walk) const {
     float s[kTileKv / 2];
     const int tile = walk.tile();
-    // ptxas would keep descriptors of queries, and not in uniform registers.
+    // ptxas would keep descriptors, and not in uniform registers.
     rings.k = rings.k.uniform(), q.low = ptx::uniform(q.low);
-    k_.wait_full(rings.k);
     start_fp8_ABt<TileQ, TileK>(s, q, keys(rings.k));
+    ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
     Bits bits;
     if constexpr (kMasked) bits.read(logits_tile(current, tile));
     walk.advance();
     ptx::wgmma_wait<0>();
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
-    raise_max<kMasked>(rows, s, current, tile, bits);
+    scale_heads(s);
+    if constexpr (kMasked || !Transform::kIsIdentity) {
+      score_logits<kMasked>(s, Transform(p_.base), logits_tile(current, tile), bits);
+    }
+    raise_max(rows, s);
     rows.softmax.exponentiate(s, Transform(p_.base).factor);
     rows.rescale();
     round_weights_fp8(s, rows.p);
-    add_values(rows, rings.k);
+    const auto last = rings.k;
     rings.k.advance();
+    v_.wait_full(last);
+    if (walk.exists()) k_.wait_full(rings.k);
+    const TileDescriptor v = values(last);
+    ptx::named_barrier_sync(kTurn + turn, 256);
+    add_values(rows, v);
+    if (is_leader()) v_.arrive_empty(last);
   }
 
   // O += P V, one part after the other.
-  QUIRE_DEVICE void add_values(Rows& rows, RingPosition<kStages> at) const {
-    v_.wait_full(at);
-    const TileDescriptor v = values(at);
+  QUIRE_DEVICE void add_values(Rows& rows, TileDescriptor v) const {
     float x[kPartCols / 2];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       start_fp8_AB<TileV, kPartCols>(x, rows.p, part_of(v, part));
       ptx::wgmma_wait<0>();
       ptx::pin(x);
-      if (part == kParts - 1 && is_leader()) v_.arrive_empty(at);
       rows.add(part, x);
     }
   }
@@ -458,7 +480,9 @@ struct AttentionFa3Fp8 {
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    raise_max<true>(rows, s, current, tile, bits);
+    scale_heads(s);
+    score_logits<true>(s, Transform(p_.base), logits_tile(current, tile), bits);
+    raise_max(rows, s);
     rows.softmax.exponentiate(s, Transform(p_.base).factor);
     round_weights_fp8(s, rows.p);
   }
@@ -485,7 +509,11 @@ struct AttentionFa3Fp8 {
     ptx::pin(s);
     if (is_leader()) k_.arrive_empty(rings.k);
     rings.k.advance();
-    raise_max<kMasked>(rows, s, current, tile, bits);
+    scale_heads(s);
+    if constexpr (kMasked || !Transform::kIsIdentity) {
+      score_logits<kMasked>(s, Transform(p_.base), logits_tile(current, tile), bits);
+    }
+    raise_max(rows, s);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       ptx::wgmma_wait<0>();
@@ -514,23 +542,20 @@ struct AttentionFa3Fp8 {
             lane};
   }
 
-  // Applies scales of heads, transform and mask, and raises the reference maximum: to a power of two under which the
-  // largest weight is near 2^kFirstExponent. The same power of two as in other KV tiles would do, up to the range.
-  template <bool kMasked>
-  QUIRE_DEVICE void raise_max(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
-                              const Bits& bits) const {
-    const Transform transform(p_.base);
-    if (p_.q_scales != nullptr) {
-      const float factors[2] = {ptx::ld_shared(query_factor_at(0)), ptx::ld_shared(query_factor_at(1))};
+  QUIRE_DEVICE void scale_heads(float (&s)[kTileKv / 2]) const {
+    if (p_.q_scales == nullptr) return;
+    const float factors[2] = {ptx::ld_shared(query_factor_at(0)), ptx::ld_shared(query_factor_at(1))};
 #pragma unroll
-      for (int i = 0; i < kTileKv / 2; ++i) s[i] *= factors[i / 2 % 2];
-    }
-    if constexpr (kMasked || !Transform::kIsIdentity) {
-      score_logits<kMasked>(s, transform, logits_tile(stage, tile), bits);
-    }
+    for (int i = 0; i < kTileKv / 2; ++i) s[i] *= factors[i / 2 % 2];
+  }
+
+  // Raises the reference maximum: to a power of two under which the largest weight is near 2^kFirstExponent. The same
+  // power of two as in other KV tiles would do, up to the range.
+  QUIRE_DEVICE void raise_max(Rows& rows, const float (&s)[kTileKv / 2]) const {
+    const float scale = Transform(p_.base).factor;
     float top[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) top[h] = WarpgroupSoftmax::row_max(s, h) * transform.factor;
+    for (int h = 0; h < 2; ++h) top[h] = WarpgroupSoftmax::row_max(s, h) * scale;
     rows.softmax.raise_to(top, [](float x) { return -ptx::floor(-x) - kFirstExponent; });
   }
 
