@@ -60,7 +60,7 @@ struct AttentionFa3Fp8 {
   // this, and need it less; neither do wide heads.
   static constexpr bool kOverlaps = kWarpgroups == 2 && kVo <= 128;
   // Columns of O += P V that are in registers at a time, beside O.
-  static constexpr int kPartCols = kVo <= 64 ? kVo : kVo == 96 ? 96 : 64;
+  static constexpr int kPartCols = kVo == 256 ? 128 : kVo <= 64 ? kVo : kVo == 96 ? 96 : 64;
   static constexpr int kParts = kVo / kPartCols;
   static_assert(kVo % kPartCols == 0, "parts are equal");
 
