@@ -45,24 +45,25 @@ def _yields(problem: AttentionProblem) -> str | None:
 
 
 def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
-    """The tiles that use most of the registers and shared memory without spills."""
     return _all_tiles(problem)
 
 
 def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """The tiles that use most of the registers and shared memory without spills; three warpgroups share a transpose."""
     widest = max(problem.head_dim_qk, problem.head_dim_vo)
-    more = problem.soft_cap or problem.mask is MaskMode.CUSTOM
+    plain = not (problem.soft_cap or problem.mask is MaskMode.CUSTOM or _page_size(problem) == ANY_PAGE_SIZE)
     if widest <= 64:
-        return (TileShape(192, 128),)
+        return (TileShape(128, 128), TileShape(192, 160 if plain else 128))
     if widest <= 128:
-        return (TileShape(128, 128),)
+        return (TileShape(128, 128), TileShape(192, 128)) if plain else (TileShape(128, 128),)
     if widest <= 192:
-        return (TileShape(128, 96 if more else 128),)
-    return (TileShape(128, 96 if more else 128),)
+        return (TileShape(128, 96),)
+    return (TileShape(128, 128 if plain else 96),)
 
 
-def _choose_rows(_problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
-    return shapes[-1].rows
+def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
+    return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
 
 
 def _page_size(problem: AttentionProblem) -> int:

@@ -22,11 +22,14 @@ QUIRE_DEVICE void start_fp8_ABt(float (&s)[TileB::kRows / 2], TileDescriptor a, 
 }
 
 // o[64, kCols] = p[64, TileB::kCols] * b^T for kCols rows of b, from the row of the descriptor on; p in fragments.
-template <class TileB, int kCols>
+// kIsFirst: no product of p is under way.
+template <class TileB, int kCols, bool kIsFirst = true>
 QUIRE_DEVICE void start_fp8_AB(float (&o)[kCols / 2], uint32_t (&p)[TileB::kCols / 32][4], TileDescriptor b) {
   static_assert(TileB::kCols % 32 == 0, "the inner dimension of an instruction is 32");
+  if constexpr (kIsFirst) {
 #pragma unroll
-  for (int k = 0; k < TileB::kCols / 32; ++k) ptx::pin(p[k]);
+    for (int k = 0; k < TileB::kCols / 32; ++k) ptx::pin(p[k]);
+  }
   ptx::wgmma_fence();
   ptx::WgmmaFp8<kCols>::template rs<false>(o, p[0], b.at(0));
 #pragma unroll

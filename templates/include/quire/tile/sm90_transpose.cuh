@@ -12,7 +12,7 @@
 
 namespace quire {
 
-// One warp's tokens of a KV tile: kRows tokens, from token `half` * kRows on, of kDims dims. To: the transposed tile.
+// kRows tokens of kDims dims, which become columns of To.
 template <int kRows, int kDims, class To>
 class TransposedRows {
  public:
@@ -20,7 +20,7 @@ class TransposedRows {
   static_assert(kRows % 16 == 0 && kDims % 32 == 0, "four matrices of 8 tokens x 16 dims at a time");
 
   // from, to: addresses of the first tiles.
-  QUIRE_DEVICE TransposedRows(uint32_t from, uint32_t to, int half, int lane) : lane_(lane), first_(half * kRows / 16) {
+  QUIRE_DEVICE TransposedRows(uint32_t from, uint32_t to, int lane) {
     const int matrix = lane / 8, row = lane % 8;
     from_ = from + lane_at(lane);
     // The first four lanes of a column store even dims first, the others odd dims: a store's eight rows then differ in
@@ -30,13 +30,13 @@ class TransposedRows {
     order_ = lane < 16 ? 0x6420 : 0x7531;
   }
 
-  // Transposes the tile at `from` bytes from the first one to the one at `to` bytes. Tokens from `rest` on do not exist
-  // and become zeros, because 0 * NaN is NaN.
-  QUIRE_DEVICE void transpose(int from, int to, int rest) const {
+  // Transposes the tile at `from` bytes from the first one to columns from 16 * `first` on of the one at `to` bytes.
+  // Tokens from `rest` on do not exist and become zeros, because 0 * NaN is NaN.
+  QUIRE_DEVICE void transpose(int from, int to, int first, int rest) const {
     if (rest < kRows) clear(from, max(rest, 0));
     uint32_t src = from_ + from;
 #pragma unroll 1
-    for (int chunk = first_; chunk < first_ + kRows / 16; ++chunk) {
+    for (int chunk = first; chunk < first + kRows / 16; ++chunk) {
       const uint32_t dst = (to_ ^ ((chunk & 7) << 4)) + to + (chunk >> 3) * To::kAtomBytes;
 #pragma unroll
       for (int block = 0; block < kBlocks; block += kTogether) {
@@ -63,9 +63,10 @@ class TransposedRows {
   // Zeros in the tokens from `rest` on, before they are transposed.
   QUIRE_DEVICE void clear(int from, int rest) const {
     const uint32_t zeros[4] = {};
-    const From tile = {from_ - lane_at(lane_) + from};
+    const int lane = ptx::lane_id();
+    const From tile = {from_ - lane_at(lane) + from};
 #pragma unroll 1
-    for (int i = lane_; i < (kRows - rest) * From::kChunks; i += 32) {
+    for (int i = lane; i < (kRows - rest) * From::kChunks; i += 32) {
       const int row = i / From::kChunks;
       ptx::st_shared_16(tile.chunk(rest + row, i - row * From::kChunks), zeros);
     }
@@ -78,7 +79,6 @@ class TransposedRows {
     return ((matrix & 1) * 8 + row) * 128 + (((matrix >> 1) ^ row) << 4);
   }
 
-  int lane_, first_;
   uint32_t from_, to_, order_;
 };
 
@@ -90,6 +90,7 @@ class ValueTransposer {
   static constexpr int kRows = V::kTileKv / 2;
   using Rows = TransposedRows<kRows, V::kHeadDimVo, To>;
   static constexpr int kOwnBytes = Rows::From::kBytes;
+  static_assert((kStages & (kStages - 1)) == 0 && (kOwnStages & (kOwnStages - 1)) == 0, "one number counts both rings");
 
   // `own`: the address of this warp's ring, `arrived`: of an mbarrier for each of its stages. `to`: the address of the
   // first transposed tile.
@@ -98,33 +99,32 @@ class ValueTransposer {
       : p_(p),
         from_(from),
         ring_(ring),
-        rows_(own, to, half, lane),
+        rows_(own, to, lane),
         own_(own),
         arrived_(arrived),
-        half_(half),
-        lane_(lane) {}
+        half_(half) {}
 
   // The KV tiles of a work tile.
   QUIRE_DEVICE void run(const WorkTile& work, KvTileWalk<V>& walk) {
     if (!walk.exists()) return;
-    Bytes bytes(p_, from_, work, lane_);
+    Bytes bytes(p_, from_, work, ptx::lane_id());
     bytes.prefetch_pages(2 * walk.tile() + half_);
     int rest = work.tile.kv_len - (2 * walk.tile() + half_) * kRows;  // all later KV tiles are full
     int ahead = 0;                                                    // KV tiles whose bytes are in flight
 #pragma unroll 1
     do {
       const bool starts = walk.exists();
-      if (starts) start(bytes, walk), ++ahead;
+      if (starts) start(bytes, walk, {done_ + ahead}), ++ahead;
       if (starts && ahead < kOwnStages) continue;
-      wait_bytes(ahead);
-      ring_.wait_empty(next_);
-      rows_.transpose(read_.stage() * kOwnBytes, next_.stage() * To::kBytes, rest);
+      const RingPosition<kOwnStages> own = {done_};
+      const RingPosition<kStages> at = {done_};
+      wait_bytes(own, ahead);
+      ring_.wait_empty(at);
+      rows_.transpose(own.stage() * kOwnBytes, at.stage() * To::kBytes, half_ * kRows / 16, rest);
       ptx::fence_proxy_async();
       __syncwarp();
-      if (lane_ == 0) ring_.arrive_full(next_);
-      next_.advance();
-      read_.advance();
-      --ahead, rest = kRows;
+      if (ptx::lane_id() == 0) ring_.arrive_full(at);
+      ++done_, --ahead, rest = kRows;
     } while (ahead > 0 || walk.exists());
   }
 
@@ -135,23 +135,22 @@ class ValueTransposer {
       typename conditional<kIsBoxed, KvLoader<V, kPath, kRows>, NarrowGather<V, typename Rows::From, kRows>>::type;
 
   // Starts to copy the bytes of a KV tile, and then to find the bytes of the next one.
-  QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk) {
+  QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk, RingPosition<kOwnStages> at) {
     bytes.resolve_pages();
-    const uint32_t to = own_ + copied_.stage() * kOwnBytes;
+    const uint32_t to = own_ + at.stage() * kOwnBytes;
     if constexpr (kIsBoxed) {
-      bytes.load(typename Rows::From{to}, arrived_ + 8 * copied_.stage());
+      bytes.load(typename Rows::From{to}, arrived_ + 8 * at.stage());
     } else {
       bytes.load(to);
       ptx::cp_async_commit();
     }
-    copied_.advance();
     walk.advance();
     if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);
   }
 
-  QUIRE_DEVICE void wait_bytes(int ahead) const {
+  QUIRE_DEVICE void wait_bytes(RingPosition<kOwnStages> at, int ahead) const {
     if constexpr (kIsBoxed) {
-      ptx::mbarrier_wait(arrived_ + 8 * read_.stage(), read_.parity());
+      ptx::mbarrier_wait(arrived_ + 8 * at.stage(), at.parity());
     } else {
       static_assert(kOwnStages <= 2, "one later copy at most");
       if (ahead > 1) {
@@ -166,11 +165,10 @@ class ValueTransposer {
   const AttentionParams& p_;
   KvSource from_;
   RingBarriers<kStages> ring_;
-  RingPosition<kStages> next_;  // the tile that is transposed next
-  RingPosition<kOwnStages> copied_, read_;
+  int done_ = 0;  // KV tiles that have been transposed: the next one's place in both rings
   Rows rows_;
   uint32_t own_, arrived_;
-  int half_, lane_;
+  int half_;
 };
 
 }  // namespace quire
