@@ -8,9 +8,8 @@
 // of O += P V without an exchange between lanes.
 // Sums: the tensor cores add up with about 14 bits. O += P V of each KV tile starts from 0, a part of the columns at a
 // time, and is added to O in float32: the error does not grow with the number of keys.
-// Weights: they are rounded to e4m3 under a power of two, so that rounding depends neither on the KV tile nor on the
-// reference maximum, apart from the range: the largest weight of a row is at least 2^kFirstExponent / 2 when its
-// reference is chosen, and at most 2^kMaxLag.
+// Weights: the largest weight of a row is 2^kFirstExponent when its reference maximum is chosen, and at most 2^kMaxLag
+// later, of the 448 that e4m3 reaches. The scale is the same for all KV tiles, and a row's largest weight is exact.
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline and the transpose; DeepSeek-V3 for sums in two levels.
 #pragma once
@@ -66,7 +65,7 @@ struct AttentionFa3Fp8 {
   static constexpr int kParts = kVo / kPartCols;
   static_assert(kVo % kPartCols == 0, "parts are equal");
 
-  // Weights of the largest logit, when a row's reference maximum is chosen: above 2^(kFirstExponent - 1).
+  // The weight of the largest logit, when a row's reference maximum is chosen, is 2^kFirstExponent.
   static constexpr float kFirstExponent = 5.f;
 
   static constexpr int kWorkStages = 4;
@@ -222,10 +221,10 @@ struct AttentionFa3Fp8 {
   QUIRE_DEVICE static RingPosition<kQStages> queries_of(RingPosition<kWorkStages> at) { return {at.count}; }
 
   QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages> stage, int lane) const {
+    const bool has_tiles = KvTileWalk<V>(current).exists();  // asked by all lanes
     if (lane == 0 && q_by_tma()) {
       q_.wait_empty(stage);
       const uint32_t barrier = q_.full(stage.stage());
-      const bool has_tiles = KvTileWalk<V>(current).exists();
       ptx::mbarrier_arrive_expect(barrier, has_tiles ? TileQ::kBytes : 0);
       const int token = current.work.tile.qo_begin + p_.base.group.div(current.work.tile.row_begin);
 #pragma unroll
@@ -556,8 +555,7 @@ struct AttentionFa3Fp8 {
     for (int i = 0; i < kTileKv / 2; ++i) s[i] *= factors[i / 2 % 2];
   }
 
-  // Raises the reference maximum: to a power of two under which the largest weight is near 2^kFirstExponent. The same
-  // power of two as in other KV tiles would do, up to the range.
+  // Raises the reference maximum: the largest weight becomes 2^kFirstExponent, which has no rounding error.
   QUIRE_DEVICE void raise_max(Rows& rows, const float (&s)[kTileKv / 2]) const {
     const float scale = Transform(p_.base).factor;
     WarpgroupSoftmax& softmax = rows.softmax;
@@ -579,7 +577,7 @@ struct AttentionFa3Fp8 {
     float top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) top[h] = WarpgroupSoftmax::row_max(s, h) * scale;
-    softmax.raise_to(top, [](float x) { return -ptx::floor(-x) - kFirstExponent; });
+    softmax.raise_to(top, [](float x) { return x - kFirstExponent; });
   }
 
   // Waits until the queries of a work tile are loaded, and reads the scales of their heads, if there are any.
