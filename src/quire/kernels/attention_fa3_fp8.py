@@ -50,15 +50,16 @@ def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """The tiles that use most of the registers and shared memory without spills; three warpgroups share a transpose."""
-    widest = max(problem.head_dim_qk, problem.head_dim_vo)
-    plain = not (problem.soft_cap or problem.mask is MaskMode.CUSTOM or _page_size(problem) == ANY_PAGE_SIZE)
+    widest, more = max(problem.head_dim_qk, problem.head_dim_vo), problem.soft_cap
+    loads_more = problem.mask is MaskMode.CUSTOM or _page_size(problem) == ANY_PAGE_SIZE
     if widest <= 64:
-        return (TileShape(128, 128), TileShape(192, 160 if plain else 128))
+        return (TileShape(128, 128), TileShape(192, 128 if more or loads_more else 160))
     if widest <= 128:
-        return (TileShape(128, 128), TileShape(192, 128)) if plain else (TileShape(128, 128),)
+        low = TileShape(128, 96 if loads_more else 128)
+        return (low,) if more or loads_more else (low, TileShape(192, 128))
     if widest <= 192:
-        return (TileShape(128, 96),)
-    return (TileShape(128, 128 if plain else 96),)
+        return (TileShape(128, 64 if loads_more else 96),)
+    return (TileShape(128, 64 if loads_more else 96 if more else 128),)
 
 
 def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:

@@ -60,8 +60,6 @@ struct AttentionFa3Fp8 {
   static constexpr bool kOverlaps = kWarpgroups == 2 && kVo <= 128;
   // Columns of a part of O += P V, which are in registers beside O.
   static constexpr int kPartCols = kVo == 256 ? 128 : kVo == 96 ? 96 : kVo % 64 == 0 ? 64 : 32;
-  // Whether one part is computed while the one before is added to O.
-  static constexpr bool kIsDouble = false;
   static constexpr int kParts = kVo / kPartCols;
   static_assert(kVo % kPartCols == 0, "parts are equal");
 
@@ -107,7 +105,7 @@ struct AttentionFa3Fp8 {
   static_assert(kWorkStagesAt % alignof(Stage) == 0 && kBarriersAt % 8 == 0, "work stages and mbarriers are aligned");
 
   // Registers a thread: see attention_fa3.cuh.
-  static constexpr bool kLoadsMore = kIsGathered && (kWarpgroups == 3 || kVo > 128);
+  static constexpr bool kLoadsMore = kIsGathered || has_block_mask<V>();
   static constexpr int kLoadRegisters = kLoadsMore ? 56 : kWarpgroups == 3 ? 32 : 40;
   static constexpr int kComputeRegisters = kWarpgroups == 3 ? (kLoadsMore ? 152 : 160) : kLoadsMore ? 224 : 232;
   static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
@@ -186,6 +184,7 @@ struct AttentionFa3Fp8 {
   // State of the scheduling warp between work tiles.
   struct Schedule {
     RingPosition<kWorkStages> at;
+    RingPosition<kQStages> q;
     int number = 0;
     bool exists = true, is_short = true;
   };
@@ -213,26 +212,23 @@ struct AttentionFa3Fp8 {
     s.is_short = current.work.kv_end - current.work.kv_begin <= kShortTiles;
     if (s.exists) current.read_block_mask(p_, lane);
     if (lane == 0) work_.arrive_full(s.at);
-    if (s.exists) copy_q_by_tma(current, queries_of(s.at), lane);
+    if (s.exists) copy_q_by_tma(current, s.q, lane);
     s.at.advance();
   }
 
-  // The stage of a work tile's queries. Each work tile has one, even if it has no keys.
-  QUIRE_DEVICE static RingPosition<kQStages> queries_of(RingPosition<kWorkStages> at) { return {at.count}; }
-
-  QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages> stage, int lane) const {
-    const bool has_tiles = KvTileWalk<V>(current).exists();  // asked by all lanes
-    if (lane == 0 && q_by_tma()) {
+  QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages>& stage, int lane) const {
+    const bool has_tiles = KvTileWalk<V>(current).exists();
+    if (lane == 0 && q_by_tma() && has_tiles) {
       q_.wait_empty(stage);
       const uint32_t barrier = q_.full(stage.stage());
-      ptx::mbarrier_arrive_expect(barrier, has_tiles ? TileQ::kBytes : 0);
+      ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
       const int token = current.work.tile.qo_begin + p_.base.group.div(current.work.tile.row_begin);
 #pragma unroll
       for (int i = 0; i < TileQ::kAtoms; ++i) {
-        if (!has_tiles) break;
         ptx::tma_load_4d(q_tile(stage.stage()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 128, 0, token,
                          current.work.kv_head);
       }
+      stage.advance();
     }
     __syncwarp();
   }
@@ -302,6 +298,12 @@ struct AttentionFa3Fp8 {
     });
   }
 
+  // The next stages of a computing warpgroup.
+  struct Rings {
+    RingPosition<kQStages> q;
+    RingPosition<kStages> k;
+  };
+
   // The state of a warpgroup's rows.
   struct Rows {
     float o[kParts][kPartCols / 2];
@@ -328,7 +330,7 @@ struct AttentionFa3Fp8 {
   };
 
   QUIRE_DEVICE void compute() const {
-    RingPosition<kStages> k;  // the next keys, and values
+    Rings rings;
     if (kWarpgroups > 1 && warpgroup() == 0) ptx::named_barrier_arrive(kTurn, 256);
     RingPosition<kWorkStages> at;
     for (;;) {
@@ -338,8 +340,7 @@ struct AttentionFa3Fp8 {
       note(current.work, Moment::kBegin);
       Rows rows;
       rows.clear();
-      if (ptx::uniform(KvTileWalk<V>(current).exists())) attend(rows, current, at, k);
-      if (q_by_tma() && is_leader()) q_.arrive_empty(queries_of(at));
+      if (ptx::uniform(KvTileWalk<V>(current).exists())) attend(rows, current, rings);
       store(rows, current);
       note(current.work, Moment::kEnd);
       __syncwarp();
@@ -370,65 +371,71 @@ struct AttentionFa3Fp8 {
   }
 
   // O, m and d of this warpgroup's 64 rows over the KV tiles of the work tile.
-  QUIRE_DEVICE void attend(Rows& rows, const Stage& current, RingPosition<kWorkStages> at,
-                           RingPosition<kStages>& ring) const {
+  QUIRE_DEVICE void attend(Rows& rows, const Stage& current, Rings& rings) const {
     const int turn = ptx::uniform(warpgroup());
-    wait_queries(current, queries_of(at));
-    const TileDescriptor q = queries(queries_of(at), turn);
+    wait_queries(current, rings);
+    const TileDescriptor q = queries(rings.q, turn);
     if constexpr (kOverlaps) {
       KvTileWalk<V> walk(current);
       const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
-      first_tile(rows, current, ring, q, walk);
+      first_tile(rows, current, rings, q, walk);
       while (walk.exists()) {
         if (full.contains(walk)) {
-          next_tile<false>(rows, current, ring, q, turn, walk);
+          next_tile<false>(rows, current, rings, q, turn, walk);
         } else {
-          next_tile<true>(rows, current, ring, q, turn, walk);
+          next_tile<true>(rows, current, rings, q, turn, walk);
         }
       }
-      const auto last = ring.before();
+      release_queries(rings);
+      const auto last = rings.k.before();
       v_.wait_full(last);
       add_values(rows, values(last));
       if (is_leader()) v_.arrive_empty(last);
     } else {
-      attend_in_turns(rows, current, ring, q, turn);
+      attend_in_turns(rows, current, rings, q, turn);
+      release_queries(rings);
     }
+  }
+
+  QUIRE_DEVICE void release_queries(Rings& rings) const {
+    if (q_by_tma() && is_leader()) q_.arrive_empty(rings.q);
+    rings.q.advance();
   }
 
   // The KV tiles of a work tile, with the products of a KV tile one after the other. Warpgroups take turns at them: at
   // O += P V of a KV tile and the start of S of the next one, because tensor cores would work on the products of all
   // warpgroups at once, and then on none.
-  QUIRE_DEVICE void attend_in_turns(Rows& rows, const Stage& current, RingPosition<kStages>& ring, TileDescriptor q, int turn) const {
+  QUIRE_DEVICE void attend_in_turns(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn) const {
     KvTileWalk<V> walk(current);
     const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
-    TileDescriptor k = keys(ring.uniform());
-    k_.wait_full(ring);
+    k_.wait_full(rings.k);
     ptx::named_barrier_sync(kTurn + turn, 256);
     while (walk.exists()) {
       if (full.contains(walk)) {
-        whole_tile<false>(rows, current, ring, q, k, turn, walk);
+        whole_tile<false>(rows, current, rings, q, turn, walk);
       } else {
-        whole_tile<true>(rows, current, ring, q, k, turn, walk);
+        whole_tile<true>(rows, current, rings, q, turn, walk);
       }
     }
     ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
   }
 
   // One KV tile: its S, for which this warpgroup has its turn, the softmax, and O += P V, after which its turn goes on.
-  // All waiting and reading comes before a turn: tensor cores are idle from one product of a turn to the next.
   template <bool kMasked>
-  QUIRE_DEVICE void whole_tile(Rows& rows, const Stage& current, RingPosition<kStages>& ring, TileDescriptor& q, TileDescriptor& k,
-                               int turn, KvTileWalk<V>& walk) const {
+  QUIRE_DEVICE void whole_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn,
+                               KvTileWalk<V>& walk) const {
     float s[kTileKv / 2];
     const int tile = walk.tile();
-    start_fp8_ABt<TileQ, TileK>(s, q, k);
+    // ptxas would keep descriptors, and not in uniform registers.
+    rings.k = rings.k.uniform(), q.low = ptx::uniform(q.low);
+    start_fp8_ABt<TileQ, TileK>(s, q, keys(rings.k));
     ptx::named_barrier_arrive(kTurn + (turn + 1) % kWarpgroups, 256);
     Bits bits;
     if constexpr (kMasked) bits.read(logits_tile(current, tile));
     walk.advance();
     ptx::wgmma_wait<0>();
     ptx::pin(s);
-    if (is_leader()) k_.arrive_empty(ring);
+    if (is_leader()) k_.arrive_empty(rings.k);
     scale_heads(s);
     if constexpr (kMasked || !Transform::kIsIdentity) {
       score_logits<kMasked>(s, Transform(p_.base), logits_tile(current, tile), bits);
@@ -437,14 +444,11 @@ struct AttentionFa3Fp8 {
     rows.softmax.exponentiate(s, Transform(p_.base).factor);
     rows.rescale();
     round_weights_fp8(s, rows.p);
-    const auto last = ring.uniform();
-    ring.advance();
-    ring = ring.uniform();
-    // ptxas would keep descriptors, and not in uniform registers.
-    const TileDescriptor v = values(last);
-    k = keys(ring), q.low = ptx::uniform(q.low);
+    const auto last = rings.k;
+    rings.k.advance();
     v_.wait_full(last);
-    if (walk.exists()) k_.wait_full(ring);
+    if (walk.exists()) k_.wait_full(rings.k);
+    const TileDescriptor v = values(last);
     ptx::named_barrier_sync(kTurn + turn, 256);
     add_values(rows, v);
     if (is_leader()) v_.arrive_empty(last);
@@ -452,40 +456,30 @@ struct AttentionFa3Fp8 {
 
   // O += P V, one part after the other.
   QUIRE_DEVICE void add_values(Rows& rows, TileDescriptor v) const {
-    constexpr int kBuffers = kIsDouble && kParts > 1 ? 2 : 1;
-    float x[kBuffers][kPartCols / 2];
-    start_fp8_AB<TileV, kPartCols>(x[0], rows.p, v);
+    float x[kPartCols / 2];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const bool starts = part + 1 < kParts;
-      if constexpr (kBuffers == 2) {
-        if (starts) start_fp8_AB<TileV, kPartCols, false>(x[(part + 1) % 2], rows.p, part_of(v, part + 1));
-      }
-      if (kBuffers == 2 && starts) {
-        ptx::wgmma_wait<1>();
-      } else {
-        ptx::wgmma_wait<0>();
-      }
-      ptx::pin(x[part % kBuffers]);
-      rows.add(part, x[part % kBuffers]);
-      if (kBuffers == 1 && starts) start_fp8_AB<TileV, kPartCols>(x[0], rows.p, part_of(v, part + 1));
+      start_fp8_AB<TileV, kPartCols>(x, rows.p, part_of(v, part));
+      ptx::wgmma_wait<0>();
+      ptx::pin(x);
+      rows.add(part, x);
     }
   }
 
   // The rightmost KV tile: S and its softmax alone.
-  QUIRE_DEVICE void first_tile(Rows& rows, const Stage& current, RingPosition<kStages>& ring, TileDescriptor q,
+  QUIRE_DEVICE void first_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q,
                                KvTileWalk<V>& walk) const {
     float s[kTileKv / 2];
     const int tile = walk.tile();
-    k_.wait_full(ring);
-    start_fp8_ABt<TileQ, TileK>(s, q, keys(ring));
+    k_.wait_full(rings.k);
+    start_fp8_ABt<TileQ, TileK>(s, q, keys(rings.k));
     Bits bits;
     bits.read(logits_tile(current, tile));
     walk.advance();
     ptx::wgmma_wait<0>();
     ptx::pin(s);
-    if (is_leader()) k_.arrive_empty(ring);
-    ring.advance();
+    if (is_leader()) k_.arrive_empty(rings.k);
+    rings.k.advance();
     scale_heads(s);
     score_logits<true>(s, Transform(p_.base), logits_tile(current, tile), bits);
     raise_max(rows, s);
@@ -495,17 +489,17 @@ struct AttentionFa3Fp8 {
 
   // Starts S = Q K^T of this KV tile and P V of the one before it, and computes the softmax of S while P V runs.
   template <bool kMasked>
-  QUIRE_DEVICE void next_tile(Rows& rows, const Stage& current, RingPosition<kStages>& ring, TileDescriptor q, int turn,
+  QUIRE_DEVICE void next_tile(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn,
                               KvTileWalk<V>& walk) const {
     float s[kTileKv / 2], x[kPartCols / 2];
     const int tile = walk.tile();
-    ring = ring.uniform();
-    const auto before = ring.before();
-    const TileDescriptor k = keys(ring), v = values(before);
+    rings.k = rings.k.uniform();
+    const auto before = rings.k.before();
+    const TileDescriptor k = keys(rings.k), v = values(before);
     Bits bits;
     if constexpr (kMasked) bits.read(logits_tile(current, tile));
     v_.wait_full(before);
-    k_.wait_full(ring);
+    k_.wait_full(rings.k);
     ptx::named_barrier_sync(kTurn + turn, 256);
     start_fp8_ABt<TileQ, TileK>(s, q, k);
     start_fp8_AB<TileV, kPartCols>(x, rows.p, v);
@@ -513,8 +507,8 @@ struct AttentionFa3Fp8 {
     walk.advance();  // while products run
     ptx::wgmma_wait<1>();
     ptx::pin(s);
-    if (is_leader()) k_.arrive_empty(ring);
-    ring.advance();
+    if (is_leader()) k_.arrive_empty(rings.k);
+    rings.k.advance();
     scale_heads(s);
     if constexpr (kMasked || !Transform::kIsIdentity) {
       score_logits<kMasked>(s, Transform(p_.base), logits_tile(current, tile), bits);
@@ -558,34 +552,18 @@ struct AttentionFa3Fp8 {
   // Raises the reference maximum: the largest weight becomes 2^kFirstExponent, which has no rounding error.
   QUIRE_DEVICE void raise_max(Rows& rows, const float (&s)[kTileKv / 2]) const {
     const float scale = Transform(p_.base).factor;
-    WarpgroupSoftmax& softmax = rows.softmax;
-    // One instruction gives the largest of three integers. The bits of floats are ordered as integers, except that
-    // negative ones have the reverse order: what exceeds a limit from 0 on is found.
-    bool stays = true;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int x = max(__float_as_int(s[2 * h]), __float_as_int(s[2 * h + 1]));
-#pragma unroll
-      for (int i = 4; i < kTileKv / 2; i += 4) {
-        x = max(max(x, __float_as_int(s[i + 2 * h])), __float_as_int(s[i + 2 * h + 1]));
-      }
-      const float limit = softmax.m[h] + kMaxLag;
-      stays = stays && limit >= 0.f && __int_as_float(x) * scale <= limit;
-    }
-    softmax.is_raised = false;
-    if (__all_sync(0xffffffffu, stays)) return;
     float top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) top[h] = WarpgroupSoftmax::row_max(s, h) * scale;
-    softmax.raise_to(top, [](float x) { return x - kFirstExponent; });
+    rows.softmax.raise_to(top, [](float x) { return x - kFirstExponent; });
   }
 
   // Waits until the queries of a work tile are loaded, and reads the scales of their heads, if there are any.
-  QUIRE_DEVICE void wait_queries(const Stage& current, RingPosition<kQStages> at) const {
+  QUIRE_DEVICE void wait_queries(const Stage& current, const Rings& rings) const {
     if (q_by_tma()) {
-      q_.wait_full(at);
+      q_.wait_full(rings.q);
     } else {
-      copy_q(q_tile(at.stage()), current.work);
+      copy_q(q_tile(rings.q.stage()), current.work);
     }
     if (p_.q_scales == nullptr) return;
     const int lane = ptx::lane_id();
