@@ -212,5 +212,3 @@ def test_auto_tells_what_it_chose(device, backend, dtype):
     wrapper = ragged_wrapper(p, "quire:fa3")
     plan_ragged(wrapper, p, plan=plan_of(p))
     assert "attention_fa3_fp8" not in str(wrapper.explain()).split("->")[-1]
-
-

@@ -171,9 +171,7 @@ def _decide(
 
 
 @lru_cache(maxsize=4096)
-def _takes(
-    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
-) -> bool:
+def _takes(backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool) -> bool:
     """Whether a kernel takes this, which `backend` names or which does not yield, and its variant is at hand."""
     try:
         decision = _decide(backend, device, options, mask, rows, uniform)
@@ -241,10 +239,7 @@ class Attention:
         else:
             refuse_capture("plan()", self._device)
         told, note = options, ""
-        if graph is not None:
-            spec = _within_limits(graph, spec)
-        else:
-            spec = spec.with_narrow_queries(self._device, backend)
+        spec = _within_limits(graph, spec) if graph is not None else spec.with_narrow_queries(self._device, backend)
         options = spec.options
         self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)

@@ -69,7 +69,7 @@ class Types(NamedTuple):
 
     @property
     def narrow(self) -> Types | None:
-        """The types for a kernel that reads 8-bit queries as they are; None if q is not given in the type of k and v."""
+        """The types for a kernel that reads 8-bit queries as they are; None if their type is not that of keys."""
         return None if self.given is not self.kv else Types(self.given, self.kv, self.o)
 
 

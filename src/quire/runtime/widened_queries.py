@@ -69,9 +69,10 @@ def run_scaled(
         )
     )  # fmt: skip
     of_logits = _product(of_q, of_k)
+    others = () if of_logits is None else (of_logits.view(-1),)
     result = run(
-        q, *args, others=() if of_logits is None else (of_logits.view(-1),), q_scale=None if of_q is not None else q_scale,
-        k_scale=None if of_k is not None else k_scale, v_scale=None if of_v is not None else v_scale, **more,
+        q, *args, others=others, q_scale=q_scale if of_q is None else None, k_scale=k_scale if of_k is None else None,
+        v_scale=v_scale if of_v is None else None, **more,
     )  # fmt: skip
     if of_v is not None:
         (result[0] if isinstance(result, tuple) else result).mul_(of_v)

@@ -32,10 +32,10 @@ struct AttentionFa3Fp8 {
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
 
-  static_assert(is_same<typename V::Q, e4m3_t>::value && is_same<typename V::Kv, e4m3_t>::value,
-                "q, k and v are e4m3");
+  static_assert(is_same<typename V::Q, e4m3_t>::value && is_same<typename V::Kv, e4m3_t>::value, "q, k and v are e4m3");
   static_assert(kQk % 32 == 0 && kVo % 32 == 0 && max(kQk, kVo) <= 256, "head dims are multiples of 32 up to 256");
-  static_assert(kTileRows % 64 == 0 && kTileRows >= 128 && kTileRows <= 192, "two or three warpgroups own 64 rows each");
+  static_assert(kTileRows % 64 == 0 && kTileRows >= 128 && kTileRows <= 192,
+                "two or three warpgroups own 64 rows each");
   static_assert(kTileKv % 32 == 0 && kTileKv <= 256,
                 "a key tile is the N of one wgmma and the inner dimension of others");
 

@@ -1,5 +1,5 @@
 // Warpgroup matrix products of e4m3 numbers, sm_90a. Both operands are contiguous along the inner dimension: these
-// instructions have no transposed form. The tensor cores add up with about 14 bits, so that a sum over many keys needs
+// instructions take no transposed operand. The tensor cores add up with about 14 bits, so that a sum over many keys needs
 // another accumulator beside d.
 #pragma once
 #include "quire/ptx/wgmma.cuh"
@@ -28,7 +28,7 @@ QUIRE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
 template <int N>
 struct WgmmaFp8;
 
-#define QUIRE_NEW_EIGHT(i)                                                                                         \
+#define QUIRE_NEW_EIGHT(i)                                                                                           \
   "=&f"(d[i]), "=&f"(d[i + 1]), "=&f"(d[i + 2]), "=&f"(d[i + 3]), "=&f"(d[i + 4]), "=&f"(d[i + 5]), "=&f"(d[i + 6]), \
       "=&f"(d[i + 7])
 #define QUIRE_NEW_16 QUIRE_NEW_EIGHT(0), QUIRE_NEW_EIGHT(8)
@@ -41,29 +41,29 @@ struct WgmmaFp8;
 #define QUIRE_NEW_128 QUIRE_NEW_112, QUIRE_NEW_EIGHT(112), QUIRE_NEW_EIGHT(120)
 
 #define QUIRE_WGMMA_FP8_TEXT(N, n) "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" QUIRE_TEXT_##n "}, "
-#define QUIRE_WGMMA_FP8(N, n, i0, i1, i2, i3, i4)                                                                \
-  template <>                                                                                                    \
-  struct WgmmaFp8<N> {                                                                                           \
-    template <bool kAdds>                                                                                        \
-    QUIRE_DEVICE static void ss(float (&d)[n], uint64_t a, uint64_t b) {                                         \
-      if constexpr (kAdds) {                                                                                     \
+#define QUIRE_WGMMA_FP8(N, n, i0, i1, i2, i3, i4)                                                                  \
+  template <>                                                                                                      \
+  struct WgmmaFp8<N> {                                                                                             \
+    template <bool kAdds>                                                                                          \
+    QUIRE_DEVICE static void ss(float (&d)[n], uint64_t a, uint64_t b) {                                           \
+      if constexpr (kAdds) {                                                                                       \
         asm volatile(QUIRE_WGMMA_FP8_TEXT(N, n) "%" #i0 ", %" #i1 ", 1, 1, 1;" : QUIRE_LIST_##n : "l"(a), "l"(b)); \
-      } else {                                                                                                   \
+      } else {                                                                                                     \
         asm volatile(QUIRE_WGMMA_FP8_TEXT(N, n) "%" #i0 ", %" #i1 ", 0, 1, 1;" : QUIRE_NEW_##n : "l"(a), "l"(b));  \
-      }                                                                                                          \
-    }                                                                                                            \
-    template <bool kAdds>                                                                                        \
-    QUIRE_DEVICE static void rs(float (&d)[n], const uint32_t (&a)[4], uint64_t b) {                             \
-      if constexpr (kAdds) {                                                                                     \
-        asm volatile(QUIRE_WGMMA_FP8_TEXT(N, n) "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 1, 1, 1;"    \
-                     : QUIRE_LIST_##n                                                                            \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
-      } else {                                                                                                   \
-        asm volatile(QUIRE_WGMMA_FP8_TEXT(N, n) "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 0, 1, 1;"    \
-                     : QUIRE_NEW_##n                                                                             \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                      \
-      }                                                                                                          \
-    }                                                                                                            \
+      }                                                                                                            \
+    }                                                                                                              \
+    template <bool kAdds>                                                                                          \
+    QUIRE_DEVICE static void rs(float (&d)[n], const uint32_t (&a)[4], uint64_t b) {                               \
+      if constexpr (kAdds) {                                                                                       \
+        asm volatile(QUIRE_WGMMA_FP8_TEXT(N, n) "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 1, 1, 1;"     \
+                     : QUIRE_LIST_##n                                                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+      } else {                                                                                                     \
+        asm volatile(QUIRE_WGMMA_FP8_TEXT(N, n) "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4 ", 0, 1, 1;"     \
+                     : QUIRE_NEW_##n                                                                               \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+      }                                                                                                            \
+    }                                                                                                              \
   };
 
 QUIRE_WGMMA_FP8(32, 16, 16, 17, 18, 19, 20)

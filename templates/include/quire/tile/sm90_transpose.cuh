@@ -96,13 +96,7 @@ class ValueTransposer {
   // first transposed tile.
   QUIRE_DEVICE ValueTransposer(const AttentionParams& p, const KvSource& from, RingBarriers<kStages> ring, uint32_t to,
                                uint32_t own, uint32_t arrived, int half, int lane)
-      : p_(p),
-        from_(from),
-        ring_(ring),
-        rows_(own, to, lane),
-        own_(own),
-        arrived_(arrived),
-        half_(half) {}
+      : p_(p), from_(from), ring_(ring), rows_(own, to, lane), own_(own), arrived_(arrived), half_(half) {}
 
   // The KV tiles of a work tile.
   QUIRE_DEVICE void run(const WorkTile& work, KvTileWalk<V>& walk) {
