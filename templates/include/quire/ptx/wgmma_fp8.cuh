@@ -1,6 +1,6 @@
 // Warpgroup matrix products of e4m3 numbers, sm_90a. Both operands are contiguous along the inner dimension: these
-// instructions take no transposed operand. The tensor cores add up with about 14 bits, so that a sum over many keys needs
-// another accumulator beside d.
+// instructions take no transposed operand. The tensor cores add up with about 14 bits, so that a sum over many keys
+// needs another accumulator beside d.
 #pragma once
 #include "quire/ptx/wgmma.cuh"
 
