@@ -62,10 +62,14 @@ def test_other_problems_are_refused_with_a_reason(changes, reason):
         decide(replace(_PROMPT, **changes), "quire:fp8")
 
 
-def test_few_rows_yield_to_products_of_16_bits():
-    decision = decide(replace(_PROMPT, rows=64))
+@pytest.mark.parametrize(
+    ("changes", "reason"), [({"rows": 64}, "rows=64"), ({"fixed_split_size": -1}, "other requests")], ids=str
+)
+def test_what_yields_to_products_of_16_bits(changes, reason):
+    """Few rows; and fixed splits, because the choice of a kernel must not depend on the batch."""
+    decision = decide(replace(_PROMPT, **changes))
     yields = {verdict.kernel.backend: verdict.yields for verdict in decision.trace}
-    assert "rows=64" in yields["fp8"]
+    assert reason in yields["fp8"]
 
 
 def batch(dtype, device, qo_lens=QO_LENS, kv_lens=KV_LENS, **more):

@@ -39,6 +39,8 @@ def _reject(problem: AttentionProblem) -> str | None:
 
 
 def _yields(problem: AttentionProblem) -> str | None:
+    if problem.fixed_split_size:
+        return "results that do not depend on other requests need a choice that does not depend on rows"
     if problem.rows <= _FEW_ROWS:
         return f"rows={problem.rows}: memory limits so few, and products of 16 bits round less"
     return None
@@ -53,7 +55,7 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     widest, more = max(problem.head_dim_qk, problem.head_dim_vo), problem.soft_cap
     loads_more = problem.mask is MaskMode.CUSTOM or _page_size(problem) == ANY_PAGE_SIZE
     if widest <= 64:
-        return (TileShape(128, 128), TileShape(192, 128 if more or loads_more else 160))
+        return (TileShape(128, 128), TileShape(192, 128 if more or loads_more else 160 if problem.paged else 192))
     if widest <= 128:
         low = TileShape(128, 96 if loads_more else 128)
         return (low,) if more or loads_more else (low, TileShape(192, 128))
