@@ -105,7 +105,8 @@ struct AttentionFa3Fp8 {
   static_assert(kWorkStagesAt % alignof(Stage) == 0 && kBarriersAt % 8 == 0, "work stages and mbarriers are aligned");
 
   // Registers a thread: see attention_fa3.cuh.
-  static constexpr bool kLoadsMore = kIsGathered || has_block_mask<V>();
+  static constexpr bool kLoadsMore =
+      kIsGathered || has_block_mask<V>() || (kWarpgroups == 3 && kVo / 2 + kTileKv / 2 <= 112);
   static constexpr int kLoadRegisters = kLoadsMore ? 56 : kWarpgroups == 3 ? 32 : 40;
   static constexpr int kComputeRegisters = kWarpgroups == 3 ? (kLoadsMore ? 152 : 160) : kLoadsMore ? 224 : 232;
   static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
