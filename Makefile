@@ -3,10 +3,10 @@
 #   make demo       install into .venv and run the main job
 #   make test       install into .venv and run the tests, but for the slow ones
 #   make test-slow  the slow ones: .ci/run runs them too
-#   make test-all   both
+#   make test-all   both; build/durations.txt and build/durations-slow.txt have the seconds of each file and of each test
 #   make sanitize   the tests that compute on the CPU, with address and undefined behaviour sanitizers; half an hour
 #   make docs       the documents as one folder that opens from disk: build/docs/index.html; warnings are errors
-#   make figures    draws benchmarks/results/*.json into docs/figures/
+#   make figures    draws benchmarks/results/*.json into docs/figures/, and writes README.md's tables from them
 #   make hub        build/hub: a repository of kernels for the Hugging Face Hub; it takes nvcc
 #   make engines    downloads serving engines and runs their attention backends on the CPU; no part of .ci/run
 #   make upstream   clones FlashInfer and runs its own tests of attention on Quire; it takes a GPU; no part of .ci/run
@@ -47,10 +47,10 @@ demo: $(STAMP)
 	@echo "== done; compiled kernels are in build/demo, where the next run finds them"
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --durations-file build/durations.txt
 
 test-slow: $(STAMP)
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow --durations-file build/durations-slow.txt
 
 test-all: test test-slow
 

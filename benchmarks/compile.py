@@ -29,7 +29,7 @@ import torch
 
 import quire
 from machine import describe, write_report
-from quire.aot import PRESETS, Selection, select, spec_of, warm
+from quire.cli.aot import PRESETS, Selection, select, spec_of, warm
 from quire.jit import Manifest, Spec, Store
 
 _MIB = 1 << 20

@@ -1,5 +1,7 @@
 """Draws the committed result files: speed beside peers, roofline, first call, host cost, the CPU, and scaling.
 
+It also writes the tables of README.md (tables.py).
+
     python benchmarks/figures.py [--out docs/figures]
 
 Each picture is an SVG for light pages and one for dark pages. The bytes depend on the files and on matplotlib's version
@@ -9,7 +11,6 @@ alone. Nothing is drawn that is not in a file, and each picture names the machin
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -21,8 +22,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+import tables
+from tables import RESULTS, ROOT, WITHOUT_PAGES, latest, newest_of_each_cpu
+
 #: What rcParams say on each kind of page; C0 is Quire's colour, C1 a warning's, the others are of peers.
 THEMES = {
     "light": {"ink": "#24292f", "faint": "#d0d7de", "cycle": ["#0a7d74", "#c2410c", "#2563eb", "#7c3aed", "#a16207"]},
@@ -38,7 +40,6 @@ PROVIDERS = {
     "fi-xqa": ("FlashInfer xqa", "C3", "X"),
     "torch-cudnn": ("cuDNN", "C4", "P"),
 }
-WITHOUT_PAGES = ("fa3", "torch-cudnn")  #: run on a copy without pages where a row has pages, which is less work
 
 
 class Row(NamedTuple):
@@ -64,16 +65,6 @@ class Row(NamedTuple):
     def label(self) -> str:
         copied = self.has_pages and self.best_peer in WITHOUT_PAGES
         return self.name + (" *" if copied else "")
-
-
-def latest(pattern: str) -> dict[str, Any]:
-    """The newest result file of a name such as `*-h200-attention.json`; names begin with dates."""
-    return _read(max(RESULTS.glob(pattern)))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return report
 
 
 def attention_rows() -> list[Row]:
@@ -232,12 +223,12 @@ def host(figure: Figure) -> str:
 
 def cpu(figure: Figure) -> str:
     """Speed of the cpu backend relative to torch's SDPA, on each processor that was measured."""
-    reports = {report["cpu"]: report for report in map(_read, sorted(RESULTS.glob("cpu-*.json")))}  # the newest of each
-    cases = list(dict.fromkeys(result["case"] for report in reports.values() for result in report["results"]))
+    reports = newest_of_each_cpu()
+    cases = list(dict.fromkeys(result["case"] for report in reports for result in report["results"]))
     figure.set_size_inches(9.6, 1.6 + 0.17 * len(cases) * len(reports))
     ax = figure.subplots()
     height = 0.8 / len(reports)
-    for number, report in enumerate(reports.values()):
+    for number, report in enumerate(reports):
         colour = ("C0", "C2", "C3", "C4")[number]
         for result in report["results"]:
             ratio, y = result["speedup"], cases.index(result["case"]) - 0.4 + height * (number + 0.5)
@@ -251,11 +242,11 @@ def cpu(figure: Figure) -> str:
     ax.set_xscale("log")
     ax.set_xticks([0.5, 1, 2, 4, 8, 16], ["0.5x", "1x", "2x", "4x", "8x", "16x"])
     ax.set_xticks([], minor=True)
-    ratios = [result["speedup"] for report in reports.values() for result in report["results"]]
+    ratios = [result["speedup"] for report in reports for result in report["results"]]
     ax.set_xlim(0.8 * min(1, *ratios), 1.5 * max(ratios))
     ax.axvline(1, color=mpl.rcParams["text.color"], linewidth=1)
     ax.set_title("Quire's speed relative to torch's SDPA on CPUs")
-    return "\n".join(_cpu_line(report, len(reports) > 1, number) for number, report in enumerate(reports.values()))
+    return "\n".join(_cpu_line(report, len(reports) > 1, number) for number, report in enumerate(reports))
 
 
 def _cpu_line(report: dict[str, Any], has_others: bool, number: int) -> str:
@@ -383,6 +374,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for name, text in draw():
         (out / name).write_text(text, encoding="utf-8")
+    tables.write()
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ import torch
 
 import quire
 from machine import describe, write_report
-from quire import aot, jit
+from quire import jit
+from quire.cli import aot
 from quire.jit.store import Store
 
 HEAD_DIM = 128

@@ -30,8 +30,8 @@ import torch
 import machine
 import quire
 import timing
-from quire import variants
-from quire.expression import tanh
+from quire.attention import variants
+from quire.kernels.expressions import tanh
 
 CHECKED = 64  #: queries of each request that are compared
 identity = quire.Variant(lambda score: score)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 import quire
-from quire import config
+from quire.jit import config
 
 FLAG = "--first-call"
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import quire
-import quire.viz
+import quire.attention.viz
 from generate import indptr
 from paged_model import PAGE_SIZE, Batch, GraphedDecode, Model, Step
 

@@ -38,7 +38,7 @@ tags:
 ---
 # quire-attention
 
-Attention kernels for LLM serving with FlashInfer's surface, compiled just in time: `{repository}`.
+Attention kernels for LLM serving with FlashInfer's surface, compiled just in time.
 
 ```python
 from kernels import get_kernel
@@ -165,8 +165,8 @@ def write(out: Path) -> None:
     for backend in ("cuda", "cpu"):
         write_variant(out / "build" / f"torch-{backend}", backend)
     shutil.copy(ROOT / "LICENSE", out / "LICENSE")
-    packages, urls = ", ".join(f"`{name}`" for name in dependencies()), project()["urls"]
-    readme = README.format(repository=urls["Homepage"], archs=", ".join(archs()), packages=packages)
+    packages = ", ".join(f"`{name}`" for name in dependencies())
+    readme = README.format(archs=", ".join(archs()), packages=packages)
     (out / "README.md").write_text(readme, encoding="utf-8")
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     print(f"hub: {out}: torch-cuda ({', '.join(archs())}) and torch-cpu, {size / 1e6:.1f} MB")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -126,6 +127,16 @@ def prefill_ragged(
     got = wrapper.run(problem.q, k, v, out=out, lse=lse, return_lse=True, **run)
     assert got[0].data_ptr() == out.data_ptr() and got[1].data_ptr() == lse.data_ptr()
     return out, lse
+
+
+def prefill(
+    problem: Problem, kind: str, backend: str = "auto", *, page_size: int = 8, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """o and lse of prefill over "paged" or "ragged" keys."""
+    if kind == "ragged":
+        return prefill_ragged(problem, backend, **more)
+    assert kind == "paged"
+    return prefill_paged(problem, problem.paged(page_size), backend, **more)
 
 
 def decode_wrapper(

@@ -14,12 +14,14 @@ import own_environment  # noqa: F401  # before torch is
 # isort: split
 from collections.abc import Generator
 from functools import wraps
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import reject
 
 from covering import left_out
+from durations import Durations
 from limits import is_expected, limit
 from targets import CUDA_BACKENDS, pin, targets
 
@@ -78,6 +80,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-combination", action="store_true", help="leave out no parameters on the CPU")
+    parser.addoption("--durations-file", type=Path, help="where to write the seconds of each file and of each test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Writes durations, but not in the processes that share the tests."""
+    path = config.getoption("durations_file")
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Durations(path))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -91,3 +101,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _seed() -> None:
     """The same numbers in every run, whatever the order of the tests."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Generator[None, None, None]:
+    """For modules whose matrices are smaller than what it costs to wake a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

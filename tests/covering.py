@@ -8,6 +8,10 @@ from itertools import combinations
 from zlib import crc32
 
 import pytest
+import torch
+
+#: Number types of 16 bits, which take turns: on the CPU float16 is bfloat16 with another conversion.
+SHORT = (torch.bfloat16, torch.float16)
 
 
 def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
@@ -15,8 +19,9 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
     Of three parameters or more, the number type among them, any two values meet. Of a number type and one parameter
     each value is there: what number types do to it is what tests of more parameters ask. Of a number type alone all are
-    there, but one where hypothesis draws all else. A decorator's row stays as it is: values that stand in one are one
-    parameter.
+    there, but one where hypothesis draws all else. The types of 16 bits count as one, and take turns from combination
+    to combination and from test to test. Of a test that is marked each_value each value is there, however many
+    parameters it has. A decorator's row stays as it is: values that stand in one are one parameter.
     """
     tests: dict[tuple[str, object], list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -24,12 +29,29 @@ def left_out(items: Iterable[pytest.Item]) -> set[pytest.Item]:
             tests[item.nodeid.partition("[")[0], _values(item).get("backend")].append(item)
     left: set[pytest.Item] = set()
     for (name, _), test in tests.items():
-        rows = [_combination(item) for item in test]
-        kept = covering(rows, 2 if len(rows[0]) > 2 else 1)
+        rows, number = [_combination(item) for item in test], crc32(name.encode())
+        places = in_turns(rows, name)
+        short = ["16 bits" if rows[place][0] in SHORT else rows[place][0] for place in places]
+        together = 1 if len(rows[0]) < 3 or next(test[0].iter_markers("each_value"), None) else 2
+        kept = covering([[t, *rows[p][1:]] for t, p in zip(short, places, strict=True)], together)
+        kept = [places[place] for place in kept]
         if len(rows[0]) == 1 and _is_drawn(test[0]):
-            kept = [crc32(name.encode()) % len(test)]
+            kept = [number % len(test)]
         left |= set(test) - {test[place] for place in kept}
     return left
+
+
+def in_turns(rows: Sequence[Sequence[Hashable]], name: str) -> list[int]:
+    """The places of `rows` with one of the types of 16 bits for each combination of other values; a hash says which."""
+    places: dict[tuple[Hashable, ...], list[int]] = defaultdict(list)
+    for place, row in enumerate(rows):
+        places[tuple(row[1:])].append(place)
+    dropped = set()
+    for turn, alike in enumerate(places.values()):
+        short = [place for place in alike if rows[place][0] in SHORT]
+        if short:
+            dropped |= set(short) - {short[crc32(f"{name}:{turn}".encode()) % len(short)]}
+    return [place for place in range(len(rows)) if place not in dropped]
 
 
 def covering(rows: Sequence[Sequence[Hashable]], together: int) -> list[int]:

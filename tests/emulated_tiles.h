@@ -1,6 +1,6 @@
-// quire/tile/cpu_amx.h for machines without AMX: the instructions in C++, number by number as Intel's manual has them.
+// quire/tile/cpu/amx.h for machines without AMX: the instructions in C++, number by number as Intel's manual has them.
 #pragma once
-#include "quire/tile/cpu_vector.h"
+#include "quire/tile/cpu/vector.h"
 
 namespace quire::cpu {
 

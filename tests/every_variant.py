@@ -22,10 +22,10 @@ import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from latents import Latents
 from problems import Problem
-from quire.aot import PRESETS, Selection, select
+from quire.cli.aot import PRESETS, Selection, select
+from quire.engine.device import target_of
 from quire.kernels import AttentionKey, kernel_of
-from quire.runtime.target import target_of
-from quire.types import MaskMode, PosEncodingMode
+from quire.kernels.types import MaskMode, PosEncodingMode
 from test_mla import parts, planned
 from test_xqa import Draft, call, with_draft
 

@@ -14,32 +14,13 @@ from torch import Tensor
 import oracle
 import quire
 from fuzz_calls import Args, Case, Kept, Results, as_results, integers, number, offsets, require, whole, workspace
-from latents import Latents
+from latents import BYTES, E4M3, Latents, packed, unpacked
 from problems import poisoned
 from quire.compat import flash_mla
-from value_cases import E4M3, E5M2, LN2, given, numbers_of, restrided
+from value_cases import E5M2, LN2, given, numbers_of, restrided
 
-ROW_BYTES = 656
 TYPES = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
 PAGE_SIZES = (1, 3, 16, 64)
-
-
-# Rows of 656 bytes
-
-
-def packed(keys: Tensor) -> Tensor:
-    """uint8 [tokens, 656] of keys [tokens, 576]: 512 e4m3, a float32 scale for each 128 of them, 64 bfloat16."""
-    tiles = keys[:, :512].float().view(-1, 4, 128)
-    scales = (tiles.abs().amax(2) / 448).clamp(min=torch.finfo(torch.float32).tiny)
-    parts = (tiles / scales[..., None]).to(E4M3).flatten(1), scales.contiguous(), keys[:, 512:].bfloat16().contiguous()
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
-
-
-def unpacked(rows: Tensor) -> Tensor:
-    """What rows say, float64 [tokens, 576]: products in float32, rounded once to bfloat16."""
-    numbers, scales, rest = (part.contiguous() for part in rows.split((512, 16, 128), 1))
-    tiles = numbers.view(E4M3).float().view(-1, 4, 128) * scales.view(torch.float32)[..., None]
-    return torch.cat((tiles.flatten(1).bfloat16().double(), rest.view(torch.bfloat16).double()), dim=1)
 
 
 # Drawing
@@ -493,7 +474,7 @@ def concat_latents(rng: random.Random) -> Case:
     nnz, page_size, num_pages = rng.choice((0, 1, 7, 20)), rng.choice((1, 7, 16)), 24
     slots = rng.sample(range(page_size * num_pages), nnz)
     slots = [-1 if rng.random() < 0.2 else slot for slot in slots]
-    width = ROW_BYTES if kind == "fp8_ds_mla" else 576
+    width = BYTES if kind == "fp8_ds_mla" else 576
     cache = torch.full((num_pages, page_size, width), 3.0).to(KINDS[kind] or dtype)
     args: Args = {
         "kv_c": restrided(rng, torch.randn(nnz, 512).to(dtype) * rng.choice((1, 30))),

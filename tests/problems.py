@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -39,6 +40,16 @@ def ints(values: Sequence[int] | Tensor, device: str) -> Tensor:
     return torch.as_tensor(values, dtype=torch.int32).to(device)
 
 
+def offsets(lens: Sequence[int], device: str = "cpu") -> Tensor:
+    """int32 [len(lens) + 1]: where requests of these lengths begin, and the end of the last one."""
+    return ints(oracle.indptr_of(lens), device)
+
+
+def any_dtype(device: str) -> torch.dtype:
+    """A number type that every kernel of the device takes, for tests that ask about something else."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     """A tensor of NaN."""
     return torch.full(tuple(shape), math.nan, dtype=dtype, device=device)
@@ -59,6 +70,19 @@ class PagedCache:
         """indptr, indices, last_page_len; the first and the last moved to `device`."""
         move = (lambda t: t) if device is None else (lambda t: t.to(device))
         return move(self.indptr), self.indices, move(self.last_page_len)
+
+
+#: A page number that is nobody's: the rest of a row of a block table.
+NOWHERE = 1 << 30
+
+
+def block_tables(cache: PagedCache, spare: int = 2) -> Tensor:
+    """The page numbers of a cache, one row a request, with `spare` numbers of no page behind the longest."""
+    indices, ends = cache.indices.tolist(), cache.indptr.tolist()
+    rows = [indices[a:b] for a, b in pairwise(ends)]
+    width = max([len(row) for row in rows], default=0) + spare
+    table = [row + [NOWHERE] * (width - len(row)) for row in rows]
+    return ints(table, str(cache.indices.device)).view(len(rows), width)
 
 
 def _pages(tokens: Tensor, lens: Sequence[int], order: Sequence[int], page_size: int, num_pages: int) -> Tensor:
@@ -254,3 +278,8 @@ class Problem:
             return 1.0
         norms = [float(t.cpu().double().norm(dim=2).amax()) for t in (self.q, self.k)]
         return norms[0] * norms[1] * abs(self._logits_scale()) * math.log2(math.e)
+
+
+def equal_queries(q_len: int, kv_lens: Sequence[int], **options: object) -> Problem:
+    """q_len queries of each request, causal if they are several."""
+    return Problem((q_len,) * len(kv_lens), kv_lens, **{"causal": q_len > 1, **options})

@@ -157,7 +157,7 @@ def _written(name: str, content: bytes, mode: int = 0o644) -> Path:
 
 def load_from_files() -> None:
     """Load what is compiled from files that stay, so that reports name functions and lines; note which variants."""
-    from quire.jit import library as loader
+    from quire.jit import module as loader
 
     def load(slug: str, image: bytes) -> ctypes.CDLL:
         with Path(os.environ["SANITIZE_VARIANTS"]).open("a") as file:

@@ -18,9 +18,10 @@ from elftools.elf.elffile import ELFFile
 import emulated
 from calls import prefill_paged
 from problems import Problem
-from quire import aot, jit
+from quire import jit
+from quire.cli import aot
+from quire.engine import schedule, spec
 from quire.jit import cpu, module
-from quire.runtime import attention, schedule
 from test_schedule import Batch, partitions_of, tiles_of
 
 pytestmark = [
@@ -61,7 +62,7 @@ def arm(driver: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 def _forget() -> None:
     """Modules of another processor."""
     schedule._scheduler.cache_clear()
-    attention._decide.cache_clear()
+    spec._decide.cache_clear()
     jit.forget()
 
 

@@ -12,11 +12,12 @@ import quire
 from calls import prefill_paged, prefill_ragged
 from emulated_tiles import TARGET, processor_with_tiles
 from problems import Problem
-from quire import aot, config, jit
-from quire.jit import cpu
+from quire import jit
+from quire.cli import aot
+from quire.engine import device, spec
+from quire.jit import config, cpu
 from quire.kernels import AttentionProblem, decide
-from quire.runtime import attention, target
-from quire.types import MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.types import MaskMode, PosEncodingMode, dtype_of
 
 HAS_AVX512 = cpu.supports("x86-64-v4")
 BF16 = torch.bfloat16
@@ -72,11 +73,12 @@ def test_dot_products(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         pytest.skip("this processor has no AVX512-BF16")
     p = PROBLEMS[name]
     monkeypatch.setenv("QUIRE_CPU_TARGET", DOTS)
-    attention._decide.cache_clear()
+    spec._decide.cache_clear()
     p.check(*prefill_paged(p, p.paged(16), "quire:cpu", plan=plan_of(p)))
-    attention._decide.cache_clear()
+    spec._decide.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal", "bits", "odd-dims"])
 def test_ragged(tiles: None, name: str) -> None:
     p = PROBLEMS[name]
@@ -155,8 +157,8 @@ def test_only_code_that_multiplies_tiles_is_compiled_for_amx(problem: AttentionP
 def test_other_code_is_that_of_avx512(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CPU_TARGET", TARGET)
     monkeypatch.setattr(cpu, "supports", lambda _: True)
-    assert jit.host_target() == target.target_of(torch.device("cpu")) == "x86-64-v4"
-    assert target.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
+    assert jit.host_target() == device.target_of(torch.device("cpu")) == "x86-64-v4"
+    assert device.target_of(torch.device("cpu"), matrix_unit=True) == TARGET
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [(True, TARGET), (False, DOTS)])
@@ -177,10 +179,10 @@ def test_without_a_compiler_prebuilt_code_for_avx512_runs(monkeypatch: pytest.Mo
     p = problem(causal=True)
     monkeypatch.delenv("QUIRE_CPU_TARGET", raising=False)
     monkeypatch.setattr(cpu, "_best_target", lambda: TARGET)
-    monkeypatch.setattr(attention, "is_obtainable", lambda spec: spec.target != TARGET)
-    attention._decide.cache_clear()
+    monkeypatch.setattr(spec, "is_obtainable", lambda wanted: wanted.target != TARGET)
+    spec._decide.cache_clear()
     p.check(*prefill_ragged(p, "quire:cpu"))
-    attention._decide.cache_clear()
+    spec._decide.cache_clear()
 
 
 def test_a_processor_without_tiles_refuses_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

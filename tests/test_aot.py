@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import quire
-from quire import aot, jit
+from quire import jit
 from quire.__main__ import main
+from quire.cli import aot
+from quire.engine import schedule
 from quire.errors import ValidationError
-from quire.jit import host_target
-from quire.jit.nvrtc import Nvrtc
-from quire.jit.toolchain import find_toolchain
-from quire.runtime import schedule
+from quire.jit import host_target, stores
+from quire.jit.toolchain import Nvrtc, find_toolchain
 
 SERVER = """
 import sys, torch, quire
@@ -139,7 +139,7 @@ def empty(tmp_path, monkeypatch):
     """An empty cache, and a process that has loaded nothing."""
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(jit, "_modules", {})
-    monkeypatch.setattr(jit, "prebuilt_stores", lambda: ())
+    monkeypatch.setattr(stores, "prebuilt_stores", lambda: ())
     schedule._scheduler.cache_clear()
     yield tmp_path / "cache"
     schedule._scheduler.cache_clear()

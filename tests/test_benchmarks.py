@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +27,25 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return attention
 
 
+@pytest.fixture
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The output of a program on a command line, in this process, which has imported torch; it must end well."""
+
+    def run_here(script: str, *arguments: str) -> str:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        name = f"benchmark_{Path(script).stem}"  # examples/ has programs of the same names
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / script)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
+        assert not module.main()
+        return capsys.readouterr().out
+
+    return run_here
+
+
 def run(script: str, *arguments: str, status: int = 0) -> str:
     """The output of `python benchmarks/script`; fails with all of it if it exits otherwise than expected."""
     environment = {**os.environ, "QUIRE_LOG": "error"}
@@ -37,10 +58,10 @@ def run(script: str, *arguments: str, status: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_attention(tmp_path: Path) -> None:
+def test_attention(tmp_path: Path, run_here: Callable[..., str]) -> None:
     file = tmp_path / "attention.json"
     providers = "quire,fi-fa2,torch-math"
-    output = run("attention.py", "--rows", "tiny-square,tiny-decode", "--providers", providers, "--rounds", "2",
+    output = run_here("attention.py", "--rows", "tiny-square,tiny-decode", "--providers", providers, "--rounds", "2",
                  "--device", "cpu", "--json", str(file))  # fmt: skip
     report = json.loads(file.read_text())
     assert "flashinfer is not installed" in output or "it needs a GPU" in output
@@ -53,12 +74,15 @@ def test_attention(tmp_path: Path) -> None:
     assert report["geometric_mean"] == pytest.approx(ours["of_best_peer"])
 
 
-def test_attention_lists_the_rows() -> None:
-    assert "prefill-d128-causal-b2-8k" in run("attention.py", "--list")
+def test_attention_lists_the_rows(modules: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    assert modules.main(["--list"]) == 0
+    assert "prefill-d128-causal-b2-8k" in capsys.readouterr().out
 
 
-def test_attention_refuses_an_unknown_row() -> None:
-    run("attention.py", "--rows", "no-such-row", status=2)
+def test_attention_refuses_an_unknown_row(modules: ModuleType) -> None:
+    with pytest.raises(SystemExit) as ended:
+        modules.main(["--rows", "no-such-row"])
+    assert ended.value.code == 2
 
 
 @pytest.mark.slow
@@ -73,9 +97,9 @@ def test_compile(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_plan(tmp_path: Path) -> None:
+def test_plan(tmp_path: Path, run_here: Callable[..., str]) -> None:
     file = tmp_path / "plan.json"
-    run("plan.py", "--cases", "decode-b1,prefill-b64", "--kv-len", "200", "--calls", "20", "--device", "cpu",
+    run_here("plan.py", "--cases", "decode-b1,prefill-b64", "--kv-len", "200", "--calls", "20", "--device", "cpu",
         "--providers", "quire", "--json", str(file))  # fmt: skip
     results = json.loads(file.read_text())["results"]
     assert [result["case"] for result in results] == ["decode-b1", "prefill-b64"]
@@ -84,9 +108,9 @@ def test_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_operations(tmp_path: Path) -> None:
+def test_operations(tmp_path: Path, run_here: Callable[..., str]) -> None:
     file = tmp_path / "operations.json"
-    run("operations.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
+    run_here("operations.py", "--cases", "tiny-*", "--rounds", "1", "--device", "cpu", "--json", str(file))
     results = json.loads(file.read_text())["results"]
     kinds = ("merge_states", "merge_state", "append", "packbits", "packbits-segments")
     assert {result["case"] for result in results} == {f"tiny-{kind}" for kind in kinds}
@@ -108,11 +132,11 @@ def test_an_operation_that_cannot_run_is_a_reason(modules: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_cascade(tmp_path: Path) -> None:
+def test_cascade(tmp_path: Path, run_here: Callable[..., str]) -> None:
     """One launch and level by level are both right; plain decode has no table of prefixes that end in a page."""
     file = tmp_path / "cascade.json"
     arguments = ("--cases", "tiny", "--rounds", "1", "--device", "cpu", "--providers", "quire,levels,plain")
-    assert "a prefix that ends within a page" in run("cascade.py", *arguments, "--json", str(file))
+    assert "a prefix that ends within a page" in run_here("cascade.py", *arguments, "--json", str(file))
     timed = [result for result in json.loads(file.read_text())["results"] if result["timing"]]
     assert {result["provider"] for result in timed} == {"quire", "levels"}
     assert all(result["timing"]["median"] > 0 and result["error"] < 1e-2 for result in timed)
@@ -164,10 +188,10 @@ def test_scaling(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generate(tmp_path: Path) -> None:
+def test_generate(tmp_path: Path, run_here: Callable[..., str]) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "generate.json"
-    run("generate.py", "--device", "cpu", "--tiny", "--new", "4", "--rounds", "1", "--json", str(file))
+    run_here("generate.py", "--device", "cpu", "--tiny", "--new", "4", "--rounds", "1", "--json", str(file))
     results = json.loads(file.read_text())["results"]
     assert results["quire"]["tokens_per_s"] > 0 and results["quire"]["logits_error"] < 1e-4
     assert results["quire"]["first_tokens_as_sdpa"] == [4] * 8

@@ -11,8 +11,8 @@ import torch
 
 import quire
 from problems import ints, workspace
-from quire.runtime import signature
-from quire.runtime.checks import (
+from quire.engine import tensors
+from quire.engine.checks import (
     batch_size_of,
     check_dtype,
     check_output,
@@ -25,7 +25,7 @@ from quire.runtime.checks import (
     scalar,
     to_int32,
 )
-from quire.types import dtype_of
+from quire.kernels.types import dtype_of
 
 FLOAT = torch.zeros(4, 4)
 
@@ -310,9 +310,9 @@ class WrongGuards:
 
 @pytest.fixture
 def forgotten():
-    signature._guards_work.cache_clear()
+    tensors._guards_work.cache_clear()
     yield
-    signature._guards_work.cache_clear()
+    tensors._guards_work.cache_clear()
 
 
 @pytest.mark.parametrize("answer", [True, False, None, TypeError, RuntimeError])
@@ -320,31 +320,31 @@ def test_guards_that_have_changed_are_not_used(answer, monkeypatch, forgotten):
     guards = pytest.importorskip("torch._C._dynamo.guards")
     monkeypatch.setattr(guards, "TensorGuards", WrongGuards)
     monkeypatch.setattr(WrongGuards, "answer", answer)
-    assert not signature._guards_work()
+    assert not tensors._guards_work()
     one, other = torch.zeros(2, 3), torch.zeros(3, 2)
-    assert signature.Signature([one, other]).fits(one.clone(), other.clone())
-    assert not signature.Signature([one, other]).fits(other, one)
+    assert tensors.Signature([one, other]).fits(one.clone(), other.clone())
+    assert not tensors.Signature([one, other]).fits(other, one)
 
 
 def test_guards_are_used_where_torch_has_them(forgotten, monkeypatch):
-    assert signature._guards_work()
+    assert tensors._guards_work()
     monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
-    signature._guards_work.cache_clear()
-    assert not signature._guards_work()
+    tensors._guards_work.cache_clear()
+    assert not tensors._guards_work()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", ["_guards", "_comparison"])
 @pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
 def test_signatures(kind, count, monkeypatch):
-    monkeypatch.setattr(signature, "_guards_work", lambda: kind == "_guards")
-    tensors = [torch.zeros(2, 3, 4) for _ in range(count)]
-    fits = signature.Signature(tensors).fits
-    assert fits(*(tensor.clone() for tensor in tensors))
+    monkeypatch.setattr(tensors, "_guards_work", lambda: kind == "_guards")
+    known = [torch.zeros(2, 3, 4) for _ in range(count)]
+    fits = tensors.Signature(known).fits
+    assert fits(*(tensor.clone() for tensor in known))
     for wrong in (
         torch.zeros(2, 3, 5), torch.zeros(2, 3, 4, dtype=torch.float16), torch.zeros(4, 3, 2).mT, None, 3,
-        torch.nested.nested_tensor([tensors[0]]), torch.nested.nested_tensor(list(tensors[0])),
+        torch.nested.nested_tensor([known[0]]), torch.nested.nested_tensor(list(known[0])),
         torch.zeros(2, 3, 4).to_sparse(), torch.zeros(2, 3, 4, device="meta"),
     ):  # fmt: skip
         for place in range(count):
-            assert not fits(*tensors[:place], wrong, *tensors[place + 1 :])
+            assert not fits(*known[:place], wrong, *known[place + 1 :])

@@ -6,13 +6,15 @@ import importlib.util
 import json
 import platform
 import re
+from collections import Counter
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from quire import aot
+from durations import table
 from quire.__main__ import main
+from quire.cli import aot
 from quire.jit import Store, host_target
 from quire.jit.toolchain import find_toolchain
 
@@ -191,3 +193,10 @@ def wheel_of(root: Path, targets: list[str]) -> dict[str, object]:
     data: dict[str, object] = {}
     hook.initialize("standard", data)
     return data
+
+
+def test_durations_are_those_of_files_and_then_of_tests() -> None:
+    lines = table(Counter({"a.py::one": 0.5, "a.py::two": 0.05, "b.py::one": 2.0})).splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "2.55 s in all, 3 tests", "", "2.00 s b.py (1)", "0.55 s a.py (2)", "", "2.00 s b.py::one", "0.50 s a.py::one",
+    ]  # fmt: skip

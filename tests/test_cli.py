@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire import aot, jit
-from quire.cli import main, new_parser
+from quire import jit
+from quire.cli import aot, main, new_parser
 from quire.cli.completion import candidates
-from quire.jit import progress
+from quire.jit import builder, events, stores
 from stub_compiler import compiles, write_stub
 
 HOST = jit.host_target()
@@ -36,9 +36,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "stub-g++")))
-    for name, value in (("_modules", {}), ("_stores", {}), ("_private_store", None)):
-        monkeypatch.setattr(jit, name, value)
-    monkeypatch.setattr(progress, "_warned", set())
+    monkeypatch.setattr(jit, "_modules", {})
+    monkeypatch.setattr(stores, "_stores", {})
+    monkeypatch.setattr(stores, "_private_store", None)
+    monkeypatch.setattr(events, "_warned", set())
     yield tmp_path / "cache"
 
 
@@ -505,12 +506,12 @@ def test_a_runtime_directory_of_others_is_not_used(
     store = jit.user_store()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     root = tmp_path / f"quire-permits-{os.geteuid()}"
-    assert jit.budget.permits_directory(store) == root / "permits"
+    assert builder.permits_directory(store) == root / "permits"
     root.chmod(0o777)
-    assert jit.budget.permits_directory(store) == store.root / "permits"
+    assert builder.permits_directory(store) == store.root / "permits"
     shutil.rmtree(root)
     root.symlink_to(tmp_path)
-    assert jit.budget.permits_directory(store) == store.root / "permits"
+    assert builder.permits_directory(store) == store.root / "permits"
 
 
 @pytest.mark.parametrize(("peak", "memory", "compilers"), [(None, 3, 3), (200 << 20, 3, 8), (4 << 30, 3, 1), (1, 1, 8)])

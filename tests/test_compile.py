@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import quire
+from problems import offsets
 
 HEADS, KV_HEADS, DIM, PAGE_SIZE, PAGES = 4, 2, 64, 4, 64
 INT = torch.int32
@@ -28,10 +29,6 @@ def _no_graphs():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-def offsets(lengths):
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=INT)
 
 
 def pages(kv_lens):
@@ -365,7 +362,7 @@ def test_eager_calls_do_not_enter_the_dispatcher(case, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("an eager call has called an operator")
 
-    monkeypatch.setattr("quire.runtime.ops._record", refuse)
+    monkeypatch.setattr("quire.engine.operators._record", refuse)
     call(*args)
 
 

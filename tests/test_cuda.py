@@ -19,10 +19,10 @@ from calls import (
     ragged_wrapper,
 )
 from problems import Problem, workspace
-from quire import variants
+from quire.attention import variants
+from quire.engine import launch
+from quire.engine.launch import base_of
 from quire.kernels.params import RowTile
-from quire.runtime import launch
-from quire.runtime.plan import base_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import quire
-from problems import PagedCache, Problem, ints, poisoned, workspace
-from test_xqa import KV_LENS, block_tables
+from problems import PagedCache, Problem, block_tables, ints, poisoned, workspace
+from test_xqa import KV_LENS
 
 QO_LENS, PREFILL_KV_LENS = (3, 0, 1, 20), (40, 5, 7, 65)
 LN2 = math.log(2)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import quire
 from calls import decode, decode_wrapper, pending, plan_decode
-from problems import FORMS, HEAD_DIMS, Problem, poisoned, workspace
+from problems import FORMS, HEAD_DIMS, Problem, equal_queries, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)
 LAYOUTS = ("NHD", "HND")
@@ -24,7 +24,7 @@ KV_LENS = (37, 1, 0, 300, 128, 129)
 
 def batch(dtype, device, kv_lens=KV_LENS, **more):
     """One query per request."""
-    return Problem((1,) * len(kv_lens), kv_lens, dtype=dtype, device=device, **more)
+    return equal_queries(1, kv_lens, dtype=dtype, device=device, **more)
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)

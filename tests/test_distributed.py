@@ -16,7 +16,7 @@ import torch.distributed as dist
 import oracle
 import quire
 import quire.distributed
-from problems import poisoned, workspace
+from problems import offsets, poisoned, workspace
 from quire.distributed import ContextParallelDecode, Interleave, Ulysses, Zigzag, ZigzagPrefill, merge_over_ranks
 from rank_processes import Processes
 
@@ -37,10 +37,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def indptr_of(lens: list[int]) -> torch.Tensor:
-    return torch.tensor(oracle.indptr_of(lens), dtype=torch.int32)
 
 
 def own_heads(num_heads: int) -> slice:
@@ -79,7 +75,7 @@ class Batch:
         for rows in held:
             for part in rows.split(page_size) if len(rows) else ():
                 cache[next(free), :, : len(part)] = torch.stack([self.k[part], self.v[part]])
-        return cache, indptr_of(counts), indices
+        return cache, offsets(counts), indices
 
 
 def decode(
@@ -253,7 +249,7 @@ def check_ulysses(heads: tuple[int, int], counts: tuple[int, ...]) -> None:
     ulysses = Ulysses(counts)
     q, k, v = ulysses.to_heads(batch.q[rows], batch.k[rows], batch.v[rows])
     wrapper = quire.BatchPrefillWithRaggedKVCacheWrapper(workspace("cpu"))
-    wrapper.plan(indptr_of(lens), indptr_of(lens), q.shape[1], k.shape[1], 64, causal=True, q_data_type=batch.dtype)
+    wrapper.plan(offsets(lens), offsets(lens), q.shape[1], k.shape[1], 64, causal=True, q_data_type=batch.dtype)
     o, lse = wrapper.run(q, k, v, return_lse=True)
     batch.check(o, lse, slice(None), own_heads(heads[0]))
     whole = ulysses.to_tokens(o)

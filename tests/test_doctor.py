@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from quire import jit
 from quire.cli import main
-from quire.jit import cpu, doctor
+from quire.jit import cpu, doctor, stores
 from stub_compiler import write_stub
 
 Patch = pytest.MonkeyPatch
@@ -34,7 +33,7 @@ def sound(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("QUIRE_CXX", str(write_stub(tmp_path / "g++")))
-    monkeypatch.setattr(jit, "_stores", {})
+    monkeypatch.setattr(stores, "_stores", {})
 
 
 def nvcc(root: Path, *passes: str, knows: str = "sm_80 sm_90a") -> Path:
@@ -105,7 +104,7 @@ def _no_driver(tmp: Path, patch: Patch) -> None:
 
 
 def _torch_without_cuda(tmp: Path, patch: Patch) -> None:
-    patch.setattr(doctor.gpu, "present_targets", lambda: ("sm90a",))
+    patch.setattr(doctor.driver, "present_targets", lambda: ("sm90a",))
     patch.setattr(doctor.importlib.metadata, "version", lambda name: "2.13.0+cpu")
     patch.setenv("QUIRE_NVCC", str(nvcc(tmp / "cuda", *WHOLE)))
 
@@ -160,7 +159,7 @@ def _damaged_entry(tmp: Path, patch: Patch) -> None:
 
 def _sealed_and_empty(tmp: Path, patch: Patch) -> None:
     patch.setenv("QUIRE_JIT", "deny")
-    patch.setattr("quire.cli.doctor.prebuilt_stores", lambda: ())
+    patch.setattr("quire.cli.catalogue.prebuilt_stores", lambda: ())
 
 
 BROKEN: dict[Callable[[Path, Patch], None], tuple[str, str, str]] = {

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
-from problems import PagedCache, Problem, ints, workspace
-from test_xqa import LAYOUTS, block_tables
+from problems import PagedCache, Problem, any_dtype, block_tables, ints, workspace
+from test_xqa import LAYOUTS
 
 SHAPE = (3, 1, 20), (40, 0, 65)
 PAGE_SIZE = 8
@@ -24,10 +24,6 @@ def prefill(device: str, dtype: torch.dtype = torch.float32, **more: object) -> 
 
 def decodes(device: str, dtype: torch.dtype = torch.float32, kv_lens: tuple = (40, 1, 65), **more: object) -> Problem:
     return Problem((1,) * len(kv_lens), kv_lens, device=device, dtype=dtype, **more)
-
-
-def any_dtype(device: str) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def graph_buffers(device: str, batch: int, *, decode: bool = False, mask_bytes: int = 0) -> dict[str, Tensor]:
@@ -305,7 +301,7 @@ def test_fewer_heads_in_graphs(device):
 
 def test_a_small_workspace_means_fewer_partitions(monkeypatch):
     """Not an error: whole row tiles need none."""
-    monkeypatch.setattr("quire.runtime.planner.max_ctas", lambda device, min_ctas: 132)
+    monkeypatch.setattr("quire.engine.planner.max_ctas", lambda device, min_ctas: 132)
     p = Problem((1, 1), (3000, 700), num_qo_heads=8, num_kv_heads=1, head_dim=128, dtype=torch.bfloat16)
     cache = p.paged(16)
     for num_bytes, partitions in ((1 << 16, r"[1-9]\d*"), (16, "0")):

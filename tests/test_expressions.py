@@ -1,8 +1,8 @@
 """Random expressions of variants, on the CPU's functions and on the GPU's, against float64.
 
-Many expressions are one program: the GPU's functions (tile/expression.cuh) are compiled for the host here, with the
-instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in test_variants.py.
-QUIRE_EXPRESSIONS=10000 draws that many.
+Many expressions are one program: the GPU's functions (tile/shared/expression.cuh) are compiled for the host here, with
+the instructions of ptx/math.cuh replaced by the C library's. What a kernel computes besides is tested in
+test_variants.py. QUIRE_EXPRESSIONS=10000 draws that many.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 
 import quire
-from quire.expression import to_float, to_int, where
-from quire.kernels import reference
-from quire.kernels.expression import FLOAT, Expression, Node
-from quire.kernels.expression_cxx import render
-from quire.kernels.trace import call
+from quire.kernels.expressions import reference, to_float, to_int, where
+from quire.kernels.expressions.cxx import render
+from quire.kernels.expressions.trace import call
+from quire.kernels.expressions.tree import FLOAT, Expression, Node
 
 TEMPLATES = Path(__file__).resolve().parents[1] / "templates/include"
 HEADS, QO_LEN, KV_LEN, REQUEST = 2, 3, 64, 1
@@ -71,9 +70,9 @@ inline int32_t subtract_saturated(int32_t a, int32_t b) {
 PROGRAM = """
 #ifndef __CUDACC__
 #define QUIRE_DEVICE inline __attribute__((always_inline))
-#include "quire/tile/cpu_expression.h"
+#include "quire/tile/cpu/expression.h"
 #endif
-#include "quire/tile/expression.cuh"
+#include "quire/tile/shared/expression.cuh"
 using namespace quire;
 
 struct Logits { const float* scores; float *score, *mask; };  // [heads, qo_len, kv_len]
@@ -103,7 +102,7 @@ template <bool kInside_>
 struct Keys : Place {  // of a GPU's lane
   static constexpr bool kInside = kInside_;
   int first, at;
-  QUIRE_DEVICE Ramp<int32_t> keys() const { return {first, 1, at}; }
+  QUIRE_DEVICE Ramp<int32_t> kv_idx() const { return {first, 1, at}; }
 };
 
 template <class V>
@@ -404,8 +403,8 @@ def build(expressions: list[Expression], place: Path, *, like_a_gpu: bool) -> ct
 
 def operands(expression: Expression, values: dict[str, Any] = VALUES) -> ctypes.Structure:
     """The values of VALUES as a kernel is given them."""
-    from quire.kernels.expression_cxx import operands_struct
-    from quire.runtime.variant_operands import write_operands
+    from quire.engine.operands import write_operands
+    from quire.kernels.expressions.cxx import operands_struct
 
     struct = operands_struct(expression)()
     write_operands(struct, expression, set(values), values, values["bias"].device, {})
@@ -474,7 +473,7 @@ def test_small_tanh(tmp_path):
     (tmp_path / "quire/ptx/math.cuh").write_text(INSTRUCTIONS)
     source = """
 #define QUIRE_DEVICE inline __attribute__((always_inline))
-#include "quire/tile/tanh.cuh"
+#include "quire/tile/shared/tanh.cuh"
 extern "C" float most(float scale, float factor) { quire::SmallTanh t; t.set(scale, factor); return t.most; }
 extern "C" float tanh_of(float x, float scale, float factor, float y) {
   quire::SmallTanh t;

@@ -12,8 +12,8 @@ from torch import Tensor
 import oracle
 import quire
 from calls import capture
-from problems import ints
-from quire.compat import flash_attn
+from problems import ints, offsets
+from quire.compat import flash_attn, flash_attn_batch
 from quire.compat.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 Q_LENS, KV_LENS = (3, 0, 17, 1), (20, 9, 17, 0)
@@ -48,10 +48,6 @@ def check(out, lse, q, k, v, q_lens=Q_LENS, kv_lens=KV_LENS, causal=False, windo
     oracle.assert_close(out, ref.o, oracle.torch_error(q, k, v, *indptrs, **how), indptrs[0])
     if lse is not None:
         oracle.assert_lse_close(lse / math.log(2), ref.lse, magnitude=64.0, soft_cap=soft_cap)
-
-
-def offsets(lens, device: str) -> Tensor:
-    return ints(oracle.indptr_of(lens), device)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -267,13 +263,13 @@ def test_one_graph_for_a_cache_of_any_lengths():
 
 def test_layers_of_one_batch_plan_twice(monkeypatch):
     """The second call is recorded, and the others repeat it."""
-    plans, made = [], flash_attn.Attention
+    plans, made = [], flash_attn_batch.AttentionCall
 
-    def count(*arguments):
+    def count(*arguments, **options):
         plans.append(arguments)
-        return made(*arguments)
+        return made(*arguments, **options)
 
-    monkeypatch.setattr(flash_attn, "Attention", count)
+    monkeypatch.setattr(flash_attn_batch, "AttentionCall", count)
     q, k, v = ragged(torch.float32, "cpu")
     cu = offsets(Q_LENS, "cpu"), offsets(KV_LENS, "cpu")
     for layer in range(5):
@@ -287,7 +283,7 @@ def test_layers_of_one_batch_plan_twice(monkeypatch):
 
 @pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_queries_of_8_bits_are_refused_at_once(narrow, monkeypatch):
-    monkeypatch.setattr(flash_attn, "Attention", None)  # nothing is compiled
+    monkeypatch.setattr(flash_attn_batch, "AttentionCall", None)  # nothing is compiled
     q = torch.randn(1, 5, 2, 64).to(narrow)
     with pytest.raises(quire.UnsupportedError, match=r"q: expected float16 or bfloat16 .* got torch.float8"):
         flash_attn_func(q, q, q)

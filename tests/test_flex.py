@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask, flex_attention, noop_mask
 
 import quire
-from quire.runtime import plan_cache
+from quire.engine import plan_cache
 
 BATCH, HEADS, KV_HEADS, Q_LEN, KV_LEN = 2, 4, 2, 40, 70
 SOURCE = torch.Generator().manual_seed(11)

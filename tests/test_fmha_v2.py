@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import quire
-from problems import Problem, ints, workspace
-from test_xqa import block_tables
+from problems import Problem, block_tables, ints, workspace
 
 PAGED = {"Q_PAGED_KV_NHD": "NHD", "Q_PAGED_KV_HND": "HND"}
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", *PAGED)
@@ -80,6 +79,7 @@ def test_statistics(device, dtype, soft_cap):
     p.check(out, (stats[..., 0] * unit + stats[..., 1].log()) / math.log(2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("o_dtype", [None, torch.float16, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("input_layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_NHD"])
 def test_queries_of_eight_bits(device, input_layout, o_dtype):

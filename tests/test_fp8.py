@@ -17,7 +17,7 @@ from calls import (
     prefill_ragged,
     ragged_wrapper,
 )
-from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
+from problems import FORMS, HEAD_DIMS, Problem, equal_queries, ints, poisoned, workspace
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -27,8 +27,7 @@ SCALES = {"k_scale": 0.05, "v_scale": 1.75}
 
 def batch(dtype, device, kv_dtype, kv_lens=KV_LENS, q_len=1, **more):
     """q_len queries per request; keys and values quantised with scales of their own."""
-    options = {"dtype": dtype, "device": device, "kv_dtype": kv_dtype, "causal": q_len > 1, **SCALES, **more}
-    return Problem((q_len,) * len(kv_lens), kv_lens, **options)
+    return equal_queries(q_len, kv_lens, **{"dtype": dtype, "device": device, "kv_dtype": kv_dtype, **SCALES, **more})
 
 
 def scales(p):
@@ -57,6 +56,7 @@ def test_cache_forms(device, backend, dtype, kv_dtype, kv_layout, signature):
     check_decode(p, p.paged(16, kv_layout, signature), backend)
 
 
+@pytest.mark.each_value
 @KV_DTYPES
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(device, backend, kv_dtype, head_dim):
@@ -98,6 +98,7 @@ def test_sinks(device, backend, dtype, kv_dtype):
     p.check(wrapper.run(p.q, cache.kv, sinks=sinks, **scales(p)), sinks=sinks)
 
 
+@pytest.mark.slow
 @KV_DTYPES
 def test_long_keys_are_within_5e_3(device, backend, dtype, kv_dtype):
     """Absolutely: P is rounded no further than to 16 bits, where kernels that multiply in 8 bits are at 4e-2."""

@@ -16,7 +16,7 @@ from calls import paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill
 from problems import Problem
 from quire.errors import UnsupportedError
 from quire.kernels import AttentionKey, AttentionProblem, decide
-from quire.types import DTYPES, MaskMode, PosEncodingMode
+from quire.kernels.types import DTYPES, MaskMode, PosEncodingMode
 
 CUDA_BACKENDS = {"fp8": (9, 0)}
 E4M3 = torch.float8_e4m3fn

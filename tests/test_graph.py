@@ -16,7 +16,9 @@ from torch import Tensor
 import quire
 from calls import capture, outputs, plan_decode, plan_paged, plan_ragged
 from problems import PagedCache, Problem, ints, workspace
-from quire.runtime import attention, graph, planner
+from quire.engine import graph, planner
+from quire.engine import run as run_module
+from quire.engine.run import RunOptions
 
 NUM_PAGES, PAGE_SIZE = 300, 16
 
@@ -43,9 +45,8 @@ def cache_of(problem: Problem, num_pages: int, seed: int = 0) -> PagedCache:
 
 
 def options(**more: object) -> dict[str, object]:
-    """Options of a run without any."""
-    none = dict.fromkeys(("out", "lse", "sinks", "q_scale", "k_scale", "v_scale", "window_left", "enable_pdl"))
-    return {**none, "return_lse": True, **more}
+    """Arguments of run() that returns the lse, too."""
+    return {"return_lse": True, **more}
 
 
 class PagedReplay:
@@ -309,7 +310,7 @@ def test_a_capture_is_checked_whatever_was_run_before(monkeypatch, layout):
     plan_ragged(wrapper, short)
     k, v = (t if layout == "NHD" else t.transpose(0, 1) for t in (short.k, short.v))
     short.check(wrapper.run(short.q, k, v))
-    monkeypatch.setattr(attention, "is_capturing", lambda device: True)
+    monkeypatch.setattr(run_module, "is_capturing", lambda device: True)
     with pytest.raises(quire.ValidationError, match="k: expected at least 1000 tokens"):
         wrapper.run(short.q, k, v)
     long_k, long_v = (t if layout == "NHD" else t.transpose(0, 1) for t in (first.k, first.v))
@@ -427,7 +428,7 @@ def test_variants_of_a_graph(device, backend):
 
     largest, first = plan((40, 7), (300, 70), 0, prefix)
     q, kv, (out, lse) = largest.q.clone(), tuple(t.clone() for t in first.kv), outputs(largest)
-    run = options(out=out, lse=lse, operands={"gain": gain})
+    run = options(out=out, lse=lse, options=RunOptions(operands={"gain": gain}))
     replay = captured(device, wrapper, lambda a: a.run(q, kv, **run))
     for seed, lens, told in ((1, ((33, 1), (290, 40)), [200, 33]), (2, ((40, 7), (300, 70)), [5, 70])):
         prefix.copy_(torch.tensor(told, dtype=torch.int32))
@@ -444,6 +445,7 @@ def test_variants_of_a_graph(device, backend):
         plan((3, 1), (290, 40), 3, prefix.clone())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_operands_of_a_captured_score(kind, device, backend):
     """A replay reads a tensor's present values and a number as it was captured; another capture takes another number.
@@ -470,7 +472,7 @@ def test_operands_of_a_captured_score(kind, device, backend):
     plan(wrapper, p, cache)
     (out, lse), replays = outputs(p), {}
     for gain in (1.0, -2.5):
-        run = options(out=out, lse=lse, operands={"bias": bias, "gain": gain})
+        run = options(out=out, lse=lse, options=RunOptions(operands={"bias": bias, "gain": gain}))
         replays[gain] = captured(device, wrapper, lambda a, run=run: a.run(p.q, cache.kv, **run))
     for seed, gain in ((1, 1.0), (2, -2.5), (3, 1.0)):
         bias.copy_(torch.randn(8, 100, generator=torch.Generator().manual_seed(seed)))

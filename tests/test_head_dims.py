@@ -12,7 +12,7 @@ from calls import decode, prefill_paged, prefill_ragged
 from problems import Problem
 from quire.errors import UnsupportedError
 from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide
-from quire.types import MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.types import MaskMode, PosEncodingMode, dtype_of
 
 CUDA_BACKENDS = {"auto": (8, 0)}  #: decode for few rows, fa2 or fa3 for more, wide for more of 512 dims
 #: (dims of a key, of a value)
@@ -22,6 +22,7 @@ QO_LENS, KV_LENS = (5, 1, 0, 17, 1, 3, 9), (37, 130, 4, 17, 1, 0, 4)
 BF16, E4M3 = dtype_of("bfloat16", "q"), dtype_of("float8_e4m3fn", "kv")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", HALF_BLOCKS, ids=str)
 def test_half_blocks(device, backend, dtype, dims):
     p = Problem(QO_LENS, KV_LENS, 6, 2, *dims, dtype=dtype, device=device, causal=True)
@@ -91,6 +92,7 @@ def test_wide_heads_in_decode(device, backend, dtype, num_qo_heads):
         p.check(*decode(p, p.paged(16), each))
 
 
+@pytest.mark.slow
 def test_wide_heads_with_sinks_and_alibi(device, backend, dtype):
     p = Problem((9, 1), (40, 700), 6, 2, 512, dtype=dtype, device=device, causal=True, pos_encoding_mode="ALIBI")
     p.check(*prefill_ragged(p, backend))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from quire import aot
+from quire.cli import aot
 from quire.jit import Store, host_target
 from test_ci import ROOT, script
 
@@ -73,7 +73,7 @@ def test_the_repository_overwrites_itself_only(hub: Path, tmp_path: Path, monkey
         program.write(hub)
 
 
-@pytest.mark.parametrize("links", [False, True], ids=["files", "links"])
+@pytest.mark.parametrize("links", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["files", "links"])
 def test_the_kernels_package_loads_it(hub: Path, tmp_path: Path, links: bool) -> None:
     """With what was prebuilt, and no leave to compile; also from a cache whose files are links, as the Hub's are."""
     rust = pytest.importorskip("kernels._rust", reason="kernels is not installed")

@@ -13,12 +13,12 @@ from torch import Tensor
 
 import quire
 from problems import ints, workspace
+from quire.calls.tables import check_page_numbers, indices_of
 from quire.compat.flash_mla import flash_mla_sparse_fwd
+from quire.engine.batch import BlockMatrix
+from quire.engine.schedule import Indices, measure_schedule, schedule_input
 from quire.kernels import TileShape
-from quire.runtime.block_lists import BlockMatrix
-from quire.runtime.block_tables import check_page_numbers, indices_of
-from quire.runtime.schedule import Indices, measure_schedule, schedule_input
-from quire.types import MaskMode
+from quire.kernels.types import MaskMode
 
 MOST = 2**31 - 1
 
@@ -53,6 +53,7 @@ def test_rotate_and_append_to_more_pages_than_have_numbers():
     assert [t[3].flatten().tolist() for t in cache] == [[2.0, 2.0]] * 2
 
 
+@pytest.mark.slow
 def test_a_token_of_too_many_numbers():
     """num_heads times head_dim are counted in 32 bits."""
     heads, message = 2**30, "expected fewer than 2.31 numbers of a token"
@@ -101,7 +102,7 @@ def test_bounds_of_more_pages_than_have_numbers():
 def test_heads_at_more_places_than_have_numbers():
     """A page number times the heads from a page to the next."""
     cache = [untouched(5 * 2**31).view(torch.float8_e4m3fn).as_strided((5, 16, 2, 32), (2**31, 64, 4, 1))] * 2
-    chosen = quire.page_selection.SelectedPages(ints([[[4], [4]]], "cpu"), ints([[3, 3]], "cpu"))
+    chosen = quire.attention.selection.SelectedPages(ints([[[4], [4]]], "cpu"), ints([[3, 3]], "cpu"))
     with pytest.raises(quire.ValidationError, match=r"paged_kv_cache: expected fewer than 2.31 places of heads"):
         quire.batch_decode_with_selected_pages(torch.ones(1, 2, 32).half(), tuple(cache), workspace("cpu"), chosen)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 import oracle
 import quire
-from quire import latent_append
-from quire.mla import concat_and_cache_mla, concat_and_cache_mla_rope_fused
-from test_packed_latents import BYTES, packed
+from latents import BYTES, packed
+from quire.attention.mla import concat_and_cache_mla, concat_and_cache_mla_rope_fused
+from quire.cache import latent_append
 from test_rope import table
 from test_rope_append import assert_quantised
 

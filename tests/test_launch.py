@@ -9,8 +9,8 @@ import torch
 
 import quire
 from problems import ints, workspace
+from quire.engine.launch import launch
 from quire.jit import HostModule
-from quire.runtime.launch import launch
 
 HOST = torch.device("cpu")
 

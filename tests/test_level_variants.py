@@ -7,14 +7,13 @@ import torch
 
 import oracle
 import quire
-from problems import Problem, ints, workspace
-from quire import variants
-from quire.kernels.block_variant import variant_of_blocks
-from quire.kernels.level_variant import has_places, variant_of_level
+from problems import Problem, any_dtype, ints, workspace
+from quire.attention import variants
+from quire.kernels.expressions.rewrite import has_places, variant_of_blocks, variant_of_level
 from test_cascade import joined, shared_prefix
 from test_chunked_prefill import split
 from test_sparse import bsr, dense, listed, sizes
-from test_variants import CASES, any_dtype
+from test_variants import CASES
 
 #: Of the head alone, of distances, of requests, and masks.
 NAMES = ("soft_cap", "alibi", "relative_bias", "noise", "sink_score", "document_mask", "tree_mask")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,7 +95,7 @@ def test_each_expected_test_exists() -> None:
 
 def test_the_suite_has_a_cache_of_its_own() -> None:
     """In the checkout, and not the one that the user's programs share."""
-    from quire import config
+    from quire.jit import config
 
     assert config.cache_root() == HERE.parent / "build" / "tests"
 
@@ -139,6 +140,7 @@ class Collected:
     values: tuple[int, ...]
     dtype: torch.dtype | None = None
     obj: object = None
+    marks: tuple[str, ...] = ()
 
     @property
     def nodeid(self) -> str:
@@ -149,8 +151,10 @@ class Collected:
         given = dict(zip("abc", self.values, strict=False))
         return SimpleNamespace(params={"device": self.device, "dtype": self.dtype, **given})
 
-    def iter_markers(self, name: str) -> list[pytest.Mark]:
-        return [getattr(pytest.mark, name)(parameter, []).mark for parameter in "abc"[: len(self.values)]]
+    def iter_markers(self, name: str) -> Iterator[pytest.Mark]:
+        if name != "parametrize":
+            return (getattr(pytest.mark, mark).mark for mark in self.marks if mark == name)
+        return (getattr(pytest.mark, name)(parameter, []).mark for parameter in "abc"[: len(self.values)])
 
 
 def test_combinations_are_left_out_on_the_cpu_alone() -> None:
@@ -170,4 +174,22 @@ def test_combinations_are_left_out_on_the_cpu_alone() -> None:
 def test_of_number_types_alone_one_is_kept_where_all_else_is_drawn(is_drawn: bool) -> None:
     body = SimpleNamespace(hypothesis=None) if is_drawn else SimpleNamespace()
     tests = [Collected("cpu", (), dtype, body) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    assert len(left_out(tests)) == 2 * is_drawn
+    left = left_out(tests)
+    assert len(left) == 1 + is_drawn and (is_drawn or tests[0] not in left), "float32 and one type of 16 bits, or one"
+
+
+def test_each_value_alone_where_a_test_is_marked() -> None:
+    tests = [Collected("cpu", values, marks=("each_value",)) for values in itertools.product(range(3), range(5))]
+    kept = [test.values for test in tests if test not in left_out(tests)]
+    assert len(kept) == 5 and [set(column) for column in zip(*kept, strict=True)] == [{0, 1, 2}, {0, 1, 2, 3, 4}]
+
+
+def test_types_of_16_bits_take_turns() -> None:
+    """Each value meets float32 and one of them, and both occur."""
+    types = torch.float32, torch.float16, torch.bfloat16
+    tests = [Collected("cpu", values, dtype) for dtype in types for values in itertools.product(range(4), repeat=2)]
+    left = left_out(tests)
+    kept = [(test.dtype, *test.values) for test in tests if test not in left]
+    assert {dtype for dtype, *_ in kept} == set(types) and len(kept) < len(tests) // 2
+    met = {(dtype is torch.float32, place, value) for dtype, *values in kept for place, value in enumerate(values)}
+    assert met == set(itertools.product((True, False), range(2), range(4)))

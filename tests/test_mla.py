@@ -11,7 +11,7 @@ import torch
 import quire
 from latents import SCALE, LatentPages, Latents
 from problems import ints, poisoned, workspace
-from quire.runtime.schedule import Lengths
+from quire.engine.schedule import Lengths
 
 CUDA_BACKENDS = {"fa2": (8, 0), "auto": (8, 0)}  #: that have kernels of MLA
 KV_LENS = (37, 1, 0, 300, 128, 129)

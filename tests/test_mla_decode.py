@@ -8,15 +8,14 @@ import pytest
 import torch
 
 import oracle
-from latents import Latents
+from latents import Latents, packed, unpacked
 from quire.kernels import decide
-from quire.kernels.attention_mla_decode import KERNEL
-from quire.kernels.features import ANY_PAGE_SIZE
-from quire.kernels.operands import View
-from quire.types import MaskMode, dtype_of
+from quire.kernels.features import ANY_PAGE_SIZE, View
+from quire.kernels.mla import MLA_DECODE
+from quire.kernels.types import MaskMode, dtype_of
 from test_mla import attend, parts, planned
 from test_mla_fa3 import BF16, E4M3, FP16, problem
-from test_packed_latents import Rows, packed, unpacked
+from test_packed_latents import Rows
 from test_packed_latents import attend as attend_to_rows
 
 CUDA_BACKENDS = {"auto": (8, 0)}
@@ -29,7 +28,7 @@ E5M2 = dtype_of("e5m2", "dtype")
 @pytest.mark.parametrize("page_size", [64, 128, 192])
 def test_few_rows_get_it(page_size, rows, tile_rows, mask, number):
     decision = decide(problem(page_size, rows=rows, mask=mask, q=number, kv=number, o=number))
-    assert decision.kernel is KERNEL
+    assert decision.kernel is MLA_DECODE
     assert decision.key.tile_rows == tile_rows
 
 
@@ -37,9 +36,9 @@ def test_few_rows_get_it(page_size, rows, tile_rows, mask, number):
 @pytest.mark.parametrize("changes", [{"kv": E4M3}, {"kv": E5M2}, {"kv": E4M3, "tile_scales": True}])
 def test_latents_of_8_bits_get_it_in_pages_of_any_size(changes, page_size):
     decision = decide(problem(page_size, rows=16, **changes))
-    assert decision.kernel is KERNEL
+    assert decision.kernel is MLA_DECODE
     assert decision.key.page_size == (64 if page_size == 64 else ANY_PAGE_SIZE)
-    assert page_size == 64 or KERNEL.copies(decision.key, KERNEL.tile(decision.key), {}) == ()
+    assert page_size == 64 or MLA_DECODE.copies(decision.key, MLA_DECODE.tile(decision.key), {}) == ()
 
 
 @pytest.mark.parametrize(
@@ -53,14 +52,14 @@ def test_latents_of_8_bits_get_it_in_pages_of_any_size(changes, page_size):
 )
 def test_what_it_leaves_to_others(changes, reason):
     few = replace(problem(rows=16), **changes)
-    assert reason in str(KERNEL.refusal(few))
-    assert decide(few).kernel is not KERNEL
+    assert reason in str(MLA_DECODE.refusal(few))
+    assert decide(few).kernel is not MLA_DECODE
 
 
 def test_boxes_are_atoms():
-    key, size, strides = KERNEL.key(problem(128, rows=16)), (9, 128, 1, 512), (576 * 128, 576, 576, 1)
+    key, size, strides = MLA_DECODE.key(problem(128, rows=16)), (9, 128, 1, 512), (576 * 128, 576, 576, 1)
     views = {"ckv_cache": View(0, size, strides), "kpe_cache": View(0, (*size[:3], 64), strides)}
-    kpe, ckv = KERNEL.copies(key, KERNEL.tile(key), views)
+    kpe, ckv = MLA_DECODE.copies(key, MLA_DECODE.tile(key), views)
     assert (kpe.field, kpe.dims, kpe.box) == ("tensor_k", (64, 128, 1, 9), (64, 64, 1, 1))
     assert (ckv.field, ckv.dims, ckv.box) == ("tensor_v", (64, 128, 8, 9), (64, 64, 1, 1))
 
@@ -68,9 +67,9 @@ def test_boxes_are_atoms():
 @pytest.mark.parametrize("tile_scales", [False, True])
 def test_atoms_of_8_bits_are_128_columns(tile_scales):
     """kpe of 8 bits has 64 of them, and one of 16 bits, beside scales, has 64 columns of as many bytes."""
-    key, size = KERNEL.key(problem(64, rows=16, kv=E4M3, tile_scales=tile_scales)), (9, 64, 1, 512)
+    key, size = MLA_DECODE.key(problem(64, rows=16, kv=E4M3, tile_scales=tile_scales)), (9, 64, 1, 512)
     ckv, kpe = View(0, size, (64 * 656, 656, 656, 1)), View(0, (*size[:3], 64), (64 * 328, 328, 328, 1))
-    copies = KERNEL.copies(key, KERNEL.tile(key), {"ckv_cache": ckv, "kpe_cache": kpe})
+    copies = MLA_DECODE.copies(key, MLA_DECODE.tile(key), {"ckv_cache": ckv, "kpe_cache": kpe})
     assert [copy.dims for copy in copies] == [(64, 64, 1, 9), (128, 64, 4, 9)]
     assert [copy.box for copy in copies] == [(64 if tile_scales else 128, 64, 1, 1), (128, 64, 1, 1)]
 

@@ -16,10 +16,9 @@ from latents import SCALE, LatentPages, Latents
 from quire.compat.flash_mla import flash_mla_sparse_fwd
 from quire.kernels import decide
 from quire.kernels.attention import AttentionProblem
-from quire.kernels.attention_mla_fa3 import KERNEL
-from quire.kernels.features import ANY_PAGE_SIZE
-from quire.kernels.operands import View
-from quire.types import MaskMode, dtype_of
+from quire.kernels.features import ANY_PAGE_SIZE, View
+from quire.kernels.mla import MLA_FA3
+from quire.kernels.types import MaskMode, dtype_of
 from test_mla import attend, parts, planned, sparse, tables
 
 CUDA_BACKENDS = {"fa3": (9, 0)}
@@ -38,7 +37,7 @@ def problem(page_size: int = 64, **changes: object) -> AttentionProblem:
 @pytest.mark.parametrize("rows", [1, 16, 128, 2048])
 def test_pages_of_any_size_get_it(page_size, rows):
     backend = "quire:fa3" if rows <= 32 and page_size % 64 == 0 else "auto"
-    assert decide(problem(page_size, rows=rows), backend).kernel is KERNEL
+    assert decide(problem(page_size, rows=rows), backend).kernel is MLA_FA3
 
 
 @pytest.mark.parametrize(
@@ -54,15 +53,15 @@ def test_pages_of_any_size_get_it(page_size, rows):
     ],
 )
 def test_what_it_leaves_to_others(changes, reason):
-    assert reason in str(KERNEL.refusal(problem(**changes)))
+    assert reason in str(MLA_FA3.refusal(problem(**changes)))
 
 
 @pytest.mark.parametrize(("page_size", "box"), [(16, 16), (32, 32), (48, 16), (64, 64), (96, 32), (128, 64)])
 def test_boxes_of_a_joined_cache(page_size, box):
-    key = KERNEL.key(problem(page_size))
+    key = MLA_FA3.key(problem(page_size))
     size, strides = (9, page_size, 1, 512), (576 * page_size, 576, 576, 1)
     views = {"ckv_cache": View(0, size, strides), "kpe_cache": View(0, (*size[:3], 64), strides)}
-    kpe, ckv = KERNEL.copies(key, KERNEL.tile(key), views)
+    kpe, ckv = MLA_FA3.copies(key, MLA_FA3.tile(key), views)
     assert (kpe.field, ckv.field) == ("tensor_k", "tensor_v")
     assert ckv.dims == (64, page_size, 8, 9)
     assert kpe.dims == (64, page_size, 1, 9)
@@ -75,21 +74,21 @@ def test_boxes_of_a_joined_cache(page_size, box):
 @pytest.mark.parametrize("tile_scales", [False, True])
 def test_latents_of_eight_bits_get_it(page_size, tile_scales):
     decision = decide(problem(page_size, kv=E4M3, tile_scales=tile_scales))
-    assert (decision.kernel, decision.key.page_size) == (KERNEL, ANY_PAGE_SIZE)
+    assert (decision.kernel, decision.key.page_size) == (MLA_FA3, ANY_PAGE_SIZE)
 
 
 def test_few_rows_of_latents_with_scales_are_left_to_fa2():
     few = problem(rows=16, kv=E4M3, tile_scales=True, fixed_split_size=-1, uniform=False)  # else decode has them
     assert decide(few).kernel.backend == "fa2"
-    assert decide(few, "quire:fa3").kernel is KERNEL
-    assert decide(replace(few, tile_scales=False)).kernel is KERNEL
+    assert decide(few, "quire:fa3").kernel is MLA_FA3
+    assert decide(replace(few, tile_scales=False)).kernel is MLA_FA3
 
 
 @pytest.mark.parametrize(("page_size", "kv"), [(1, BF16), (8, BF16), (1000, BF16), (64, E4M3)])
 def test_tokens_of_other_pages_are_gathered(page_size, kv):
-    key = KERNEL.key(problem(page_size, kv=kv))
-    assert key == KERNEL.key(problem(1, kv=kv))
-    assert KERNEL.copies(key, KERNEL.tile(key), {}) == ()
+    key = MLA_FA3.key(problem(page_size, kv=kv))
+    assert key == MLA_FA3.key(problem(1, kv=kv))
+    assert MLA_FA3.copies(key, MLA_FA3.tile(key), {}) == ()
 
 
 @pytest.mark.parametrize("page_size", [1, 16, pytest.param(48, marks=pytest.mark.slow)])

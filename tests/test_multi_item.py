@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import oracle
 import quire
-from calls import paged_wrapper, plan_paged, prefill_paged, prefill_ragged
+from calls import paged_wrapper, plan_paged, prefill
 from problems import Problem
 
 KINDS = ("paged", "ragged")
@@ -38,25 +38,18 @@ def scoring(batch, dtype, device, **more):
     }
 
 
-def attend(p, kind, backend, plan):
-    """o and lse, over pages or ragged keys."""
-    if kind == "ragged":
-        return prefill_ragged(p, backend, plan=plan)
-    return prefill_paged(p, p.paged(8), backend, plan=plan)
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window_left", [-1, 0, 20])
 @pytest.mark.parametrize("kind", KINDS)
 def test_items_do_not_see_each_other(device, backend, dtype, kind, window_left, causal):
     p, plan = scoring(BATCH, dtype, device, window_left=window_left)
-    p.check(*attend(p, kind, backend, {**plan, "causal": causal}))
+    p.check(*prefill(p, kind, backend, plan={**plan, "causal": causal}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_largest_position_may_be_left_out(device, dtype, kind):
     p, plan = scoring(BATCH, dtype, device)
-    p.check(*attend(p, kind, "auto", {**plan, "max_item_len_ptr": None}))
+    p.check(*prefill(p, kind, "auto", plan={**plan, "max_item_len_ptr": None}))
 
 
 def test_arrays_as_short_as_they_can_be(device, dtype):
@@ -64,17 +57,17 @@ def test_arrays_as_short_as_they_can_be(device, dtype):
     p, plan = scoring(((40, 33, (1, 70, 2)), (None, 5, (3, 2))), dtype, device)
     positions = plan["token_pos_in_items_ptr"]
     unpadded = positions[: plan["token_pos_in_items_len"] + 8]  # 3 delimiters and 5 tokens
-    p.check(*attend(p, "paged", "auto", {**plan, "token_pos_in_items_ptr": unpadded}))
+    p.check(*prefill(p, "paged", "auto", plan={**plan, "token_pos_in_items_ptr": unpadded}))
     p, plan = scoring(((40, 33, (1, 70, 2)),), dtype, device)
     numbers = {name: plan[name].view(()) for name in ("prefix_len_ptr", "max_item_len_ptr")}
-    p.check(*attend(p, "ragged", "auto", {**plan, **numbers}))
+    p.check(*prefill(p, "ragged", "auto", plan={**plan, **numbers}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_arrays_on_the_host(device, dtype, kind):
     p, plan = scoring(BATCH, dtype, device)
     on_host = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in plan.items()}
-    p.check(*attend(p, kind, "auto", on_host))
+    p.check(*prefill(p, kind, "auto", plan=on_host))
 
 
 def test_forward_and_a_plan_without_items(device, dtype):
@@ -100,7 +93,7 @@ def test_any_items(device, dtype, data):
         tokens = prefix + (0 if items is None else sum(items) + len(items) + 1)
         batch.append((data.draw(st.none() | st.integers(0, tokens)), prefix, items))
     p, plan = scoring(batch, dtype, device, window_left=data.draw(st.sampled_from([-1, -1, 7])))
-    p.check(*attend(p, data.draw(st.sampled_from(KINDS)), "auto", plan))
+    p.check(*prefill(p, data.draw(st.sampled_from(KINDS)), "auto", plan=plan))
 
 
 def u16(*numbers):
@@ -143,6 +136,6 @@ WRONG = {
 def test_wrong_arguments(case, kind):
     change, message = WRONG[case]
     p, plan = scoring(RIGHT, torch.float32, "cpu")
-    p.check(*attend(p, kind, "auto", plan))
+    p.check(*prefill(p, kind, "auto", plan=plan))
     with pytest.raises(quire.ValidationError, match=message):
-        attend(p, kind, "auto", {**plan, **change})
+        prefill(p, kind, "auto", plan={**plan, **change})

@@ -7,7 +7,7 @@ import torch
 
 import quire
 from problems import ints, workspace
-from quire.runtime.options import memoised
+from quire.engine.options import memoised
 
 TABLE = ints([0, 2], "cpu"), ints([0, 1], "cpu"), ints([16], "cpu")
 OPTIONS = {"num_qo_heads": 4, "num_kv_heads": 1, "head_dim": 64, "page_size": 16, "q_data_type": torch.bfloat16}

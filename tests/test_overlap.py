@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.runtime.overlap import is_same, may_overlap
+from quire.engine.tensors import is_same, may_overlap
 
 MEMORY = torch.zeros(4096)
 

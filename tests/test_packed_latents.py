@@ -14,29 +14,11 @@ from torch import Tensor
 
 import oracle
 import quire
-from latents import SCALE, LatentPages, Latents
+from latents import BYTES, E4M3, SCALE, LatentPages, Latents, packed, unpacked
 from problems import ints, workspace
 from quire.compat.flash_mla import flash_mla_with_kvcache
 
 CUDA_BACKENDS = {"fa2": (8, 0), "fa3": (9, 0)}
-BYTES, E4M3 = 656, torch.float8_e4m3fn
-
-
-def packed(keys: Tensor, scales: Tensor | None = None) -> Tensor:
-    """Rows uint8 [tokens, 656] of keys [tokens, 576]; by default the largest number of a tile becomes 448."""
-    tiles = keys[:, :512].float().view(-1, 4, 128)
-    if scales is None:
-        scales = (tiles.abs().amax(2) / 448).clamp(min=torch.finfo(torch.float32).tiny)
-    numbers = (tiles / scales[..., None]).to(E4M3).flatten(1)
-    parts = numbers, scales.contiguous(), keys[:, 512:].bfloat16().contiguous()
-    return torch.cat([part.view(torch.uint8) for part in parts], dim=1)
-
-
-def unpacked(rows: Tensor) -> Tensor:
-    """What rows say, float64 [tokens, 576]: products in float32 are rounded once, to bfloat16."""
-    numbers, scales, rest = rows[:, :512].contiguous(), rows[:, 512:528].contiguous(), rows[:, 528:].contiguous()
-    tiles = numbers.view(E4M3).float().view(-1, 4, 128) * scales.view(torch.float32)[..., None]
-    return torch.cat((tiles.flatten(1).bfloat16(), rest.view(torch.bfloat16)), dim=1).double()
 
 
 class Rows(Latents):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import oracle
 import quire
 from calls import capture
-from problems import Problem, ints, poisoned, workspace
-from test_xqa import Draft, block_tables
+from problems import Problem, block_tables, ints, poisoned, workspace
+from test_xqa import Draft
 
 KV_LENS = (300, 9, 0, 64, 37, 3)
 Q_LENS = (3, 5, 0, 1, 0, 2)

@@ -12,7 +12,7 @@ from torch import Tensor
 import oracle
 import quire
 from problems import FORMS, Problem, ints, workspace
-from quire import variants
+from quire.attention import variants
 
 LENS = (70, 0, 8, 33, 1)
 HEADS, GROUP, PAGE = 2, 3, 8

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 import quire
+from quire.engine import device_planner, planner
+from quire.engine import launch as plan_module
+from quire.engine.device import OwnWorkspace
+from quire.engine.options import LogitsOptions, PlanOptions, Types
+from quire.engine.schedule import Indices, Lengths
 from quire.kernels import AttentionProblem, decide
 from quire.kernels.params import AttentionFa3Params, aligned_copy
-from quire.runtime import plan as plan_module
-from quire.runtime import planner
-from quire.runtime.options import LogitsOptions, PlanOptions, Types
-from quire.runtime.schedule import Indices, Lengths
-from quire.runtime.workspace import OwnWorkspace
-from quire.types import MaskMode, dtype_of
+from quire.kernels.types import MaskMode, dtype_of
 
 
 class Sm90Module:
@@ -30,8 +30,9 @@ class Sm90Module:
 @pytest.fixture
 def problem(monkeypatch):
     """A decision and the options of its plans, whose launches do nothing."""
-    monkeypatch.setattr(planner, "load", lambda spec, device: (Sm90Module, 264))
-    monkeypatch.setattr(planner, "launch", lambda *args, **options: None)
+    for module in (planner, device_planner):
+        monkeypatch.setattr(module, "load", lambda spec, device: (Sm90Module, 264))
+        monkeypatch.setattr(module, "launch", lambda *args, **options: None)
     bf16 = dtype_of("bfloat16", "q")
     problem = AttentionProblem("sm90a", bf16, bf16, bf16, 128, 128, 16, MaskMode.NONE, False, False, 4)
     options = PlanOptions(32, 8, 128, 128, Types(bf16, bf16, bf16), LogitsOptions(0.1, -1, 0.0), False, 16, 0)
@@ -49,7 +50,7 @@ def test_what_the_host_has_planned_may_be_read_before_the_launch_ahead_ends(prob
 def test_what_a_kernel_plans_may_not(problem):
     """Attention may be launched while that kernel still runs."""
     lengths = Lengths(torch.tensor([2048]), torch.arange(128, dtype=torch.int32)[None], 1, 16)
-    plan = planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
+    plan = device_planner.make_plan_on_device(problem[0], lengths, problem[1], OwnWorkspace(torch.device("cpu")), None)
     assert plan._params.plan_is_resident == 0
 
 
@@ -57,7 +58,7 @@ def test_a_kernel_plans_again_for_other_lengths(problem):
     """Of the same shapes, in other memory."""
     made = [Lengths(torch.tensor([n]), torch.arange(128, dtype=torch.int32)[None] + n, 1, 16) for n in (2048, 7)]
     workspace = OwnWorkspace(torch.device("cpu"))
-    plan = planner.make_plan_on_device(problem[0], made[0], problem[1], workspace, None)
+    plan = device_planner.make_plan_on_device(problem[0], made[0], problem[1], workspace, None)
     first = bytes(plan._struct)
     plan.plan_again(made[1], workspace)
     assert plan._params.kv_indices == made[1].page_table.data_ptr() != made[0].page_table.data_ptr()

@@ -12,18 +12,18 @@ import torch
 
 import quire
 from problems import Problem, ints, workspace
-from quire.aot import family, spec_of
+from quire.cli.aot import family, spec_of
+from quire.engine import joined, planner
+from quire.engine import launch as plan_module
+from quire.engine.device import OwnWorkspace
+from quire.engine.joined import SideBySide, Work, sms_of_decode
+from quire.engine.options import LogitsOptions, PlanOptions, Types
+from quire.engine.schedule import Indices
+from quire.engine.spec import AttentionSpec
 from quire.kernels import AttentionProblem, decide
+from quire.kernels.fa3 import PodKey
 from quire.kernels.params import PodParams
-from quire.kernels.pod import PodKey
-from quire.runtime import plan as plan_module
-from quire.runtime import planner, side_by_side
-from quire.runtime.attention import AttentionSpec
-from quire.runtime.options import LogitsOptions, PlanOptions, Types
-from quire.runtime.schedule import Indices
-from quire.runtime.side_by_side import SideBySide, Work, sms_of_decode
-from quire.runtime.workspace import OwnWorkspace
-from quire.types import MaskMode, dtype_of
+from quire.kernels.types import MaskMode, dtype_of
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -58,8 +58,8 @@ def test_work_counts_visible_pairs_and_bytes(causal):
 def test_shares_of_a_gpu(monkeypatch):
     """Decodes get two thirds of the SMs; small work is not worth it, nor is another GPU known."""
     device, targets = torch.device("cuda:0"), ["sm90a"]
-    monkeypatch.setattr(side_by_side, "max_ctas", lambda *_: 132)
-    monkeypatch.setattr(side_by_side, "target_of", lambda _: targets[0])
+    monkeypatch.setattr(joined, "max_ctas", lambda *_: 132)
+    monkeypatch.setattr(joined, "target_of", lambda _: targets[0])
     prefill, decode = Work(68.7e9, 0.0), Work(0.0, 1.07e9)
     assert sms_of_decode(prefill, decode, device) == 88
     assert sms_of_decode(prefill, Work(0.0, 1e6), device) == sms_of_decode(Work(1e9, 0.0), decode, device) == 0
@@ -112,9 +112,9 @@ def launches(monkeypatch):
     """(address of the parameters, grid) of each launch."""
     started = []
     monkeypatch.setattr(planner, "load", lambda spec, device: (Modules, 132))
-    monkeypatch.setattr(side_by_side, "load", lambda spec, device: (Modules, 132))
-    monkeypatch.setattr(side_by_side, "max_ctas", lambda *_: 132)
-    for module in (side_by_side, plan_module):
+    monkeypatch.setattr(joined, "load", lambda spec, device: (Modules, 132))
+    monkeypatch.setattr(joined, "max_ctas", lambda *_: 132)
+    for module in (joined, plan_module):
         monkeypatch.setattr(module, "bind", lambda _, at, device, grid, pdl: lambda _: started.append((at, grid)))
     return started
 
@@ -161,12 +161,12 @@ def test_one_launch_has_the_parameters_of_both(launches, qo_len):
 @pytest.mark.parametrize(("qo_len", "kv_len", "is_one"), [(2000, 9000, True), (70, 9000, True), (70, 200, False)])
 def test_a_divided_prefill_is_beside_long_decodes_only(launches, monkeypatch, qo_len, kv_len, is_one):
     """Its partitions belong to a third of the SMs, which CTAs that have ended their decodes do not help."""
-    monkeypatch.setattr(side_by_side, "_LEAST_US", 0.0)
-    monkeypatch.setattr(side_by_side, "on_cuda", lambda _: True)
-    monkeypatch.setattr(side_by_side, "target_of", lambda _: "sm90a")
+    monkeypatch.setattr(joined, "_LEAST_US", 0.0)
+    monkeypatch.setattr(joined, "on_cuda", lambda _: True)
+    monkeypatch.setattr(joined, "target_of", lambda _: "sm90a")
     prefill = hopper_plan(key_of("fa3", rows=4 * qo_len, mask=MaskMode.CAUSAL), qo_len, 2000)
     decodes = hopper_plan(key_of("decode"), 1, kv_len)
-    monkeypatch.setattr(side_by_side, "Attention", lambda *_: prefill)
+    monkeypatch.setattr(joined, "Attention", lambda *_: prefill)
     both = SideBySide.of(prefill.spec, None, decodes)
     assert (both is not None) == is_one
 
@@ -263,7 +263,7 @@ SMALL = [  # requests of the prefill and of the decodes, heads, head dim, page s
 @pytest.mark.parametrize(("prefills", "kv_lens", "heads", "head_dim", "page_size"), SMALL)
 def test_one_launch_is_right(monkeypatch, prefills, kv_lens, heads, head_dim, page_size):
     """Also call after call, with the same bits; nothing that no request owns is read."""
-    monkeypatch.setattr(side_by_side, "_LEAST_US", 0.0)
+    monkeypatch.setattr(joined, "_LEAST_US", 0.0)
     device = torch.device("cuda:0")
     sizes = dict(zip(("num_qo_heads", "num_kv_heads"), heads, strict=True))
     options = {"device": device, "dtype": torch.bfloat16, "head_dim": head_dim, **sizes}

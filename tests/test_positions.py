@@ -13,7 +13,7 @@ import quire
 from calls import decode, decode_wrapper, plan_decode, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
 from quire.kernels import KERNELS, AttentionKey
-from quire.types import PosEncodingMode, dtype_of
+from quire.kernels.types import PosEncodingMode, dtype_of
 
 MODES = ("ALIBI", "ROPE_LLAMA")
 #: Requests of every sort: append, decode-like, empty, square, one key, no key, more queries than keys.
@@ -45,6 +45,7 @@ def test_slopes_of_heads(device, backend, dtype, mode, heads):
     p.check(*prefill_ragged(p, backend))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 2, 3, 12, 40, 71])
 def test_slopes_that_a_variant_reads(device, backend, dtype, heads):
     """get_alibi_slopes() has the numbers that kernels compute."""

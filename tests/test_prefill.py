@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 import oracle
 import quire
-from calls import outputs, paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
+from calls import (
+    outputs,
+    paged_wrapper,
+    plan_paged,
+    plan_ragged,
+    prefill,
+    prefill_paged,
+    prefill_ragged,
+    ragged_wrapper,
+)
 from problems import FORMS, HEAD_DIMS, Problem, ints, poisoned, workspace
 
 PAGE_SIZES = (1, 3, 8, 16, 64, 128)
@@ -22,13 +31,6 @@ GROUP_SIZES = (1, 2, 3, 4, 5, 7, 8, 16)
 #: Requests of every sort: append, decode-like, empty, square, one key, no key, more queries than keys.
 QO_LENS = (5, 1, 0, 17, 1, 3, 9)
 KV_LENS = (37, 130, 4, 17, 1, 0, 4)
-
-
-def prefill(problem, kind, backend, *, page_size=8, **more):
-    """Either kind of prefill."""
-    if kind == "ragged":
-        return prefill_ragged(problem, backend, **more)
-    return prefill_paged(problem, problem.paged(page_size), backend, **more)
 
 
 @pytest.mark.parametrize("kv_layout", LAYOUTS)
@@ -166,6 +168,7 @@ def test_custom_mask_takes_the_place_of_causal(device, backend, dtype, kind):
     p.check(*prefill(p, kind, backend, plan={"causal": True}))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_head_dims(device, backend, kind, head_dim):

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import quire
-from quire import aot
-from quire.cli import main, presets
+from public_calls import ints
+from quire.cli import aot, main, presets
 from quire.cli.presets import Layer, Serving, needs, read_config
+from quire.engine import planner, spec
 from quire.errors import ValidationError
 from quire.jit import Spec, host_target
-from quire.runtime import attention, planner
 from stub_compiler import write_stub
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -134,14 +134,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         raise _Asked
 
     monkeypatch.setattr(planner, "get_module", get_module)
-    monkeypatch.setattr(attention, "target_of", lambda device, **_: "sm90a")
-    attention._decide.cache_clear()
+    monkeypatch.setattr(spec, "target_of", lambda device, **_: "sm90a")
+    spec._decide.cache_clear()
     yield slugs
-    attention._decide.cache_clear()
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    spec._decide.cache_clear()
 
 
 def _plan(wrapper: Any, *arguments: Any, **options: Any) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 import quire
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 SNIPPETS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 KNOBS = set(re.findall(r"QUIRE_[A-Z_]*[A-Z]", README))
 
@@ -28,5 +29,38 @@ def test_snippet_runs(snippet: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_knob_is_documented_and_exists() -> None:
-    config = Path(quire.__file__).with_name("config.py").read_text(encoding="utf-8")
+    config = Path(quire.__file__).with_name("jit").joinpath("config.py").read_text(encoding="utf-8")
     assert set(re.findall(r"_read\(\"(QUIRE_[A-Z_]+)\"\)", config)) == KNOBS
+
+
+def test_measured_tables_are_those_of_the_result_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import tables
+
+    assert re.findall(r"<!-- table: (\w+) -->", README) == list(tables.TABLES)
+    assert tables.filled(README) == README, "run make figures"
+    report = tables.latest("*-h200-attention.json")
+    text, roof = " ".join(README.split()), report["roof"]
+    assert f"the fastest other library is {report['geometric_mean']:.2f}" in text
+    assert f"{roof['tflops']:.0f} TFLOP/s and {roof['gigabytes_per_s']:.0f} GB/s" in text
+    orders = [row["results"][0]["timing"]["median"] for row in report["rows"] if "-b128-skewed" in row["row"]]
+    assert len(orders) == 4 and f"takes {min(orders):.0f} to {max(orders):.0f} us in whatever order" in text
+
+
+def test_a_table_marks_what_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    from tables import Line
+
+    line = Line("x", "us", (2.0, 300.4), {"other": (None, 7.25), "copy": (1.0, 1.0)}, " (plain 3)", limit="copy")
+    assert [*line.cells()] == ["x", "2.0, 300 us (plain 3)", "other -, **7.2**; copy 1.0, 1.0"]
+    assert [*Line("x", "TFLOP/s", (2.0,), {"other": (1.0,)}).cells()] == ["x", "**2.0** TFLOP/s", "other 1.0"]
+
+
+def test_results_are_the_newest_file_of_each_program_and_short_notes() -> None:
+    """Older files are in the history of the repository."""
+    files = [path for path in (ROOT / "benchmarks" / "results").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 1_000_000
+    names = [re.sub(r"\d{4}-\d\d-\d\d-?", "", path.name) for path in files]
+    assert len(set(names)) == len(names), "two dates of one program"
+    long = {path.name for path in files if path.suffix == ".md" and len(path.read_text().split()) > 1500}
+    assert not long

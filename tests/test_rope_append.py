@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import oracle
 import quire
 from problems import Problem, ints
-from quire.runtime import rotate
+from quire.engine import rotate
 from test_page import bits, halves
 from test_rope import heads, table
 
@@ -173,6 +173,7 @@ def test_tokens_without_a_place_are_left_out(device, dtype):
         assert torch.equal(bits(got), bits(full))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_norm", [False, True])
 @pytest.mark.parametrize("cache_dtype", [None, E4M3])
 def test_many_tokens_are_appended_as_few_are(device, dtype, cache_dtype, has_norm):

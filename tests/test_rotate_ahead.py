@@ -13,10 +13,10 @@ import torch
 import quire
 from calls import paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem
+from quire.engine import rope_prologue, rotate
+from quire.engine.device import OwnWorkspace, UserWorkspace
+from quire.engine.rotate import Angles, Heads, start
 from quire.kernels.params import RopeParams
-from quire.runtime import rotate, rotate_ahead
-from quire.runtime.rotate import Angles, Heads, start
-from quire.runtime.workspace import OwnWorkspace, UserWorkspace
 
 CUDA_BACKENDS = {"auto": (9, 0)}
 #: Requests of every sort, most of them long.
@@ -26,9 +26,9 @@ QO_LENS, KV_LENS = (700, 1, 0, 9, 300), (700, 1300, 4, 4, 900)
 @pytest.fixture(autouse=True)
 def _rotates(monkeypatch, device):
     if device == "cpu":
-        rope = quire.types.PosEncodingMode.ROPE_LLAMA
-        monkeypatch.setattr(rotate_ahead, "may_pay", lambda options, *_: options.logits.pos_encoding is rope)
-        monkeypatch.setattr(rotate_ahead, "is_faster", lambda *_: True)
+        rope = quire.kernels.types.PosEncodingMode.ROPE_LLAMA
+        monkeypatch.setattr(rope_prologue, "may_pay", lambda options, *_: options.logits.pos_encoding is rope)
+        monkeypatch.setattr(rope_prologue, "is_faster", lambda *_: True)
 
 
 def problem(device, dtype, lens=(QO_LENS, KV_LENS), heads=(8, 2), head_dim=64, **more):

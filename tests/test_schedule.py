@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import oracle
+from quire.engine.graph import GraphState
+from quire.engine.schedule import Indices, Lengths, check_fits_on_device, make_schedule, schedule_input
 from quire.errors import ValidationError
 from quire.kernels import TileShape
 from quire.kernels.params import MergeGroup, Partition, RowTile
-from quire.runtime.graph import GraphState
-from quire.runtime.schedule import Indices, Lengths, check_fits_on_device, make_schedule, schedule_input
-from quire.types import MaskMode
+from quire.kernels.types import MaskMode
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Batch:
     start_cost: int = 0  #: sixteenths of a unit
 
     def schedule(self):
-        """The schedule of quire.runtime.schedule."""
+        """The schedule of quire.engine.schedule."""
         counts = [-(-n // self.page_size) if self.page_size else n for n in self.kv_lens]
         last = [(n - 1) % self.page_size + 1 if n else 0 for n in self.kv_lens] if self.page_size else None
         indices = Indices(

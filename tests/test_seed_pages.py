@@ -13,233 +13,94 @@ import quire as flashinfer
 from problems import Problem, ints, workspace
 from test_xqa_function import beside_sink_tokens
 
-NUM_LAYERS = 2
+#: The batch of the pages: rows of queries, pages of 16 tokens, and tokens in each request's last page.
+NUM_LAYERS, HEAD_DIM, PAGE_SIZE, MAX_NUM_PAGES = 2, 128, 16, 128
+QO_INDPTR = [0, 33, 44, 55, 66, 77, 88, 100]
+PAGED_KV_INDPTR, PAGED_KV_LAST_PAGE_LEN = [0, 17, 29, 44, 48, 66, 100, 128], [1, 7, 14, 4, 3, 1, 16]
+
+
+def paged_tables(device):
+    """indptr, indices and last_page_len of the pages' cache."""
+    return ints(PAGED_KV_INDPTR, device), ints(range(MAX_NUM_PAGES), device), ints(PAGED_KV_LAST_PAGE_LEN, device)
+
+
+def random_half(device, *shape):
+    return torch.randn(*shape, dtype=torch.float16, device=device)
+
+
+def custom_mask(qo_len, kv_len, device):
+    """The causal mask of each request, flat, as the pages write it."""
+    masks = [
+        torch.tril(torch.full((rows, keys), True, device=device), diagonal=keys - rows)
+        for rows, keys in zip(qo_len, kv_len, strict=True)
+    ]
+    return torch.cat([mask.flatten() for mask in masks])
+
+
+def check_prefill_page(wrapper, tables, sizes, layers, kv_len, device):
+    """The page plans with causal=True, then with a mask that says the same, and runs all layers with each plan."""
+    wrapper.plan(*tables, *sizes, causal=True)
+    outputs = [wrapper.run(*tensors) for tensors in layers]
+    assert outputs[0].shape == torch.Size([100, 64, 128])
+    mask = custom_mask(oracle.lengths(QO_INDPTR), kv_len, device)
+    wrapper.plan(*tables, *sizes, custom_mask=mask)
+    for tensors, causal in zip(layers, outputs, strict=True):
+        o_custom = wrapper.run(*tensors)
+        assert torch.allclose(o_custom, causal, rtol=1e-3, atol=1e-3)
+        assert o_custom.shape == torch.Size([100, 64, 128])
 
 
 def test_paged_prefill_page(device):
-    num_layers = NUM_LAYERS
-    num_qo_heads = 64
-    num_kv_heads = 16
-    head_dim = 128
-    max_num_pages = 128
-    page_size = 16
+    num_qo_heads, num_kv_heads = 64, 16
     # allocate 128MB workspace buffer
     workspace_buffer = torch.empty(128 * 1024 * 1024, dtype=torch.uint8, device=device)
     prefill_wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace_buffer, "NHD")
-    batch_size = 7
-    nnz_qo = 100
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, nnz_qo], dtype=torch.int32, device=device)
-    paged_kv_indices = torch.arange(max_num_pages).int().to(device)
-    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32, device=device)
-    # 1 <= paged_kv_last_page_len <= page_size
-    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32, device=device)
-    q_at_layer = torch.randn(num_layers, nnz_qo, num_qo_heads, head_dim).half().to(device)
-    kv_cache_at_layer = torch.randn(
-        num_layers, max_num_pages, 2, page_size, num_kv_heads, head_dim, dtype=torch.float16, device=device
-    )
-    # create auxiliary data structures for batch prefill attention
-    prefill_wrapper.plan(
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        causal=True,
-    )
-    outputs = []
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        kv_cache = kv_cache_at_layer[i]
-        # compute batch prefill attention, reuse auxiliary data structures
-        o = prefill_wrapper.run(q, kv_cache)
-        outputs.append(o)
-
-    assert outputs[0].shape == torch.Size([100, 64, 128])
-
-    # below is another example of creating custom mask for batch prefill attention
-    mask_arr = []
-    qo_len = (qo_indptr[1:] - qo_indptr[:-1]).cpu().tolist()
-    kv_len = (page_size * (paged_kv_indptr[1:] - paged_kv_indptr[:-1] - 1) + paged_kv_last_page_len).cpu().tolist()
-    for i in range(batch_size):
-        mask_i = torch.tril(torch.full((qo_len[i], kv_len[i]), True, device=device), diagonal=(kv_len[i] - qo_len[i]))
-        mask_arr.append(mask_i.flatten())
-
-    mask = torch.cat(mask_arr, dim=0)
-    prefill_wrapper.plan(
-        qo_indptr,
-        paged_kv_indptr,
-        paged_kv_indices,
-        paged_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        custom_mask=mask,
-    )
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        kv_cache = kv_cache_at_layer[i]
-        # compute batch prefill attention, reuse auxiliary data structures
-        o_custom = prefill_wrapper.run(q, kv_cache)
-        assert torch.allclose(o_custom, outputs[i], rtol=1e-3, atol=1e-3)
+    q_at_layer = random_half(device, NUM_LAYERS, QO_INDPTR[-1], num_qo_heads, HEAD_DIM)
+    kv_cache_at_layer = random_half(device, NUM_LAYERS, MAX_NUM_PAGES, 2, PAGE_SIZE, num_kv_heads, HEAD_DIM)
+    pages = zip(oracle.lengths(PAGED_KV_INDPTR), PAGED_KV_LAST_PAGE_LEN, strict=True)
+    check_prefill_page(
+        prefill_wrapper, (ints(QO_INDPTR, device), *paged_tables(device)),
+        (num_qo_heads, num_kv_heads, HEAD_DIM, PAGE_SIZE), list(zip(q_at_layer, kv_cache_at_layer, strict=True)),
+        [PAGE_SIZE * (count - 1) + last for count, last in pages], device,
+    )  # fmt: skip
 
 
 def test_ragged_prefill_page(device):
-    num_layers = NUM_LAYERS
-    num_qo_heads = 64
-    num_kv_heads = 16
-    head_dim = 128
+    num_qo_heads, num_kv_heads = 64, 16
     # allocate 128MB workspace buffer
     workspace_buffer = torch.empty(128 * 1024 * 1024, dtype=torch.uint8, device=device)
     prefill_wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace_buffer, "NHD")
-    batch_size = 7
-    nnz_kv = 100
-    nnz_qo = 100
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, nnz_qo], dtype=torch.int32, device=device)
-    kv_indptr = qo_indptr.clone()
-    q_at_layer = torch.randn(num_layers, nnz_qo, num_qo_heads, head_dim).half().to(device)
-    k_at_layer = torch.randn(num_layers, nnz_kv, num_kv_heads, head_dim).half().to(device)
-    v_at_layer = torch.randn(num_layers, nnz_kv, num_kv_heads, head_dim).half().to(device)
-    # create auxiliary data structures for batch prefill attention
-    prefill_wrapper.plan(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, causal=True)
-    outputs = []
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        k = k_at_layer[i]
-        v = v_at_layer[i]
-        # compute batch prefill attention, reuse auxiliary data structures
-        o = prefill_wrapper.run(q, k, v)
-        outputs.append(o)
-
-    assert outputs[0].shape == torch.Size([100, 64, 128])
-
-    # below is another example of creating custom mask for batch prefill attention
-    mask_arr = []
-    qo_len = (qo_indptr[1:] - qo_indptr[:-1]).cpu().tolist()
-    kv_len = (kv_indptr[1:] - kv_indptr[:-1]).cpu().tolist()
-    for i in range(batch_size):
-        mask_i = torch.tril(torch.full((qo_len[i], kv_len[i]), True, device=device), diagonal=(kv_len[i] - qo_len[i]))
-        mask_arr.append(mask_i.flatten())
-
-    mask = torch.cat(mask_arr, dim=0)
-    prefill_wrapper.plan(qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim, custom_mask=mask)
-    outputs_custom_mask = []
-    for i in range(num_layers):
-        q = q_at_layer[i]
-        k = k_at_layer[i]
-        v = v_at_layer[i]
-        # compute batch prefill attention, reuse auxiliary data structures
-        o_custom = prefill_wrapper.run(q, k, v)
-        outputs_custom_mask.append(o_custom)
-        assert torch.allclose(o_custom, outputs[i], rtol=1e-3, atol=1e-3)
-
-    assert outputs_custom_mask[0].shape == torch.Size([100, 64, 128])
+    q_at_layer = random_half(device, NUM_LAYERS, QO_INDPTR[-1], num_qo_heads, HEAD_DIM)
+    k_at_layer, v_at_layer = random_half(device, 2, NUM_LAYERS, QO_INDPTR[-1], num_kv_heads, HEAD_DIM)
+    indptr = ints(QO_INDPTR, device)
+    check_prefill_page(
+        prefill_wrapper, (indptr, indptr.clone()), (num_qo_heads, num_kv_heads, HEAD_DIM),
+        list(zip(q_at_layer, k_at_layer, v_at_layer, strict=True)), oracle.lengths(QO_INDPTR), device,
+    )  # fmt: skip
 
 
 @pytest.mark.slow
-def test_shared_prefix_decode_page(device):
-    num_layers = 1
-    num_qo_heads = 64
-    num_kv_heads = 8
-    head_dim = 128
-    max_num_pages = 128
-    page_size = 16
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_shared_prefix_page(device, kind):
+    num_qo_heads, num_kv_heads, shared_prefix_len = 64, 8 if kind == "decode" else 16, 8192
     # allocate 16MB workspace buffer
     workspace_buffer = torch.empty(16 * 1024 * 1024, dtype=torch.uint8, device=device)
-    wrapper = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace_buffer, "NHD")
-    batch_size = 7
-    shared_prefix_len = 8192
-    unique_kv_page_indices = torch.arange(max_num_pages).int().to(device)
-    unique_kv_page_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32, device=device)
-    # 1 <= kv_last_page_len <= page_size
-    unique_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32, device=device)
-    unique_kv_data_at_layer = [
-        torch.randn(max_num_pages, 2, page_size, num_kv_heads, head_dim, dtype=torch.float16, device=device)
-        for _ in range(num_layers)
-    ]
-    shared_k_data_at_layer = [
-        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16, device=device)
-        for _ in range(num_layers)
-    ]
-    shared_v_data_at_layer = [
-        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16, device=device)
-        for _ in range(num_layers)
-    ]
-    # create auxiliary data structures for batch decode attention
-    wrapper.begin_forward(
-        unique_kv_page_indptr,
-        unique_kv_page_indices,
-        unique_kv_last_page_len,
-        num_qo_heads,
-        num_kv_heads,
-        head_dim,
-        page_size,
-        data_type=torch.float16,
-    )
-    outputs = []
-    for i in range(num_layers):
-        q = torch.randn(batch_size, num_qo_heads, head_dim).half().to(device)
-        k_shared = shared_k_data_at_layer[i]
-        v_shared = shared_v_data_at_layer[i]
-        unique_kv_data = unique_kv_data_at_layer[i]
-        # compute batch decode attention, reuse auxiliary data structures for all layers
-        o = wrapper.forward(q, k_shared, v_shared, unique_kv_data)
-        outputs.append(o)
-
+    kv_data = random_half(device, MAX_NUM_PAGES, 2, PAGE_SIZE, num_kv_heads, HEAD_DIM)
+    k_shared, v_shared = random_half(device, 2, shared_prefix_len, num_kv_heads, HEAD_DIM)
+    heads = num_qo_heads, num_kv_heads, HEAD_DIM
+    # create auxiliary data structures for batch attention
+    if kind == "decode":
+        wrapper = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(workspace_buffer, "NHD")
+        wrapper.begin_forward(*paged_tables(device), *heads, PAGE_SIZE, data_type=torch.float16)
+        o = wrapper.forward(random_half(device, 7, num_qo_heads, HEAD_DIM), k_shared, v_shared, kv_data)
+    else:
+        wrapper = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace_buffer, "NHD")
+        wrapper.begin_forward(ints(QO_INDPTR, device), *paged_tables(device), *heads)
+        q = random_half(device, QO_INDPTR[-1], num_qo_heads, HEAD_DIM)
+        o = wrapper.forward(q, k_shared, v_shared, kv_data, causal=True)
     # clear auxiliary data structures
     wrapper.end_forward()
-    assert outputs[0].shape == torch.Size([7, 64, 128])
-
-
-@pytest.mark.slow
-def test_shared_prefix_prefill_page(device):
-    num_layers = 1
-    num_qo_heads = 64
-    num_kv_heads = 16
-    head_dim = 128
-    max_num_pages = 128
-    page_size = 16
-    # allocate 16MB workspace buffer
-    workspace_buffer = torch.empty(16 * 1024 * 1024, dtype=torch.uint8, device=device)
-    prefill_wrapper = flashinfer.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(workspace_buffer, "NHD")
-    shared_prefix_len = 8192
-    nnz_qo = 100
-    qo_indptr = torch.tensor([0, 33, 44, 55, 66, 77, 88, nnz_qo], dtype=torch.int32, device=device)
-    paged_kv_indices = torch.arange(max_num_pages).int().to(device)
-    paged_kv_indptr = torch.tensor([0, 17, 29, 44, 48, 66, 100, 128], dtype=torch.int32, device=device)
-    # 1 <= paged_kv_last_page_len <= page_size
-    paged_kv_last_page_len = torch.tensor([1, 7, 14, 4, 3, 1, 16], dtype=torch.int32, device=device)
-    kv_data_at_layer = [
-        torch.randn(max_num_pages, 2, page_size, num_kv_heads, head_dim, dtype=torch.float16, device=device)
-        for _ in range(num_layers)
-    ]
-    shared_k_data_at_layer = [
-        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16, device=device)
-        for _ in range(num_layers)
-    ]
-    shared_v_data_at_layer = [
-        torch.randn(shared_prefix_len, num_kv_heads, head_dim, dtype=torch.float16, device=device)
-        for _ in range(num_layers)
-    ]
-    # create auxiliary data structures for batch prefill attention
-    prefill_wrapper.begin_forward(
-        qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim
-    )
-    outputs = []
-    for i in range(num_layers):
-        q = torch.randn(nnz_qo, num_qo_heads, head_dim).half().to(device)
-        kv_data = kv_data_at_layer[i]
-        k_shared = shared_k_data_at_layer[i]
-        v_shared = shared_v_data_at_layer[i]
-        # compute batch prefill attention, reuse auxiliary data structures
-        o = prefill_wrapper.forward(q, k_shared, v_shared, kv_data, causal=True)
-        outputs.append(o)
-    # clear auxiliary data structures
-    prefill_wrapper.end_forward()
-    assert outputs[0].shape == torch.Size([100, 64, 128])
+    assert o.shape == torch.Size([7 if kind == "decode" else 100, 64, 128])
 
 
 def test_merge_page(device):

@@ -9,16 +9,16 @@ import torch
 
 import quire
 from problems import Problem, workspace
+from quire.engine import joined
 from quire.kernels import PIN
-from quire.runtime import shared_prefixes
 
 PAGE = 4
 
 
 @pytest.fixture(autouse=True)
 def any_sharing_is_worth_it(monkeypatch):
-    monkeypatch.setattr(shared_prefixes, "_START_BYTES", 0)
-    monkeypatch.setattr(shared_prefixes, "_SLOWDOWN", 1.0)
+    monkeypatch.setattr(joined, "_START_BYTES", 0)
+    monkeypatch.setattr(joined, "_SLOWDOWN", 1.0)
 
 
 def batch(shared, own, device, dtype=torch.float16, qo_len=1, scale=1):

@@ -11,18 +11,14 @@ import torch
 
 import quire
 from calls import decode_wrapper, paged_wrapper, plan_paged, plan_ragged, ragged_wrapper
-from problems import FORMS, Problem
-from quire.runtime import signature
+from problems import FORMS, Problem, any_dtype
+from quire.engine import tensors
 
 LENS = (5, 1, 40), (60, 7, 90)
 
 
 def problem(device: str, dtype: object, seed: int = 0, lens: tuple[tuple[int, ...], ...] = LENS) -> Problem:
     return Problem(*lens, causal=True, device=device, dtype=dtype, seed=seed)
-
-
-def any_dtype(device: str) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def knows(wrapper: object) -> object:
@@ -148,15 +144,15 @@ def test_a_tensor_that_became_unusable_is_seen(change):
 def test_signatures(monkeypatch, guards):
     """Of torch.compile's guards, and as they are compared where torch has none."""
     if not guards:
-        monkeypatch.setattr(signature, "_guards_work", lambda: False)
+        monkeypatch.setattr(tensors, "_guards_work", lambda: False)
     x, y = torch.zeros(4, 6), torch.zeros(3, dtype=torch.int32)
-    fits = signature.Signature([x, y]).fits
+    fits = tensors.Signature([x, y]).fits
     assert fits(torch.ones(4, 6), torch.ones(3, dtype=torch.int32))
     with_grad = torch.zeros(4, 6, requires_grad=True)
     for other in (x[:3], x.double(), torch.zeros(6, 4).t(), torch._neg_view(x), with_grad, torch.zeros(4, 6, 1)):
         assert not fits(other, y)
-    assert signature.pointers_of([x, None]) == signature.pointers_of([x, [0]]) == [0]
-    assert signature.pointers_of([x, y]) == [x.data_ptr(), y.data_ptr()]
+    assert tensors.pointers_of([x, None]) == tensors.pointers_of([x, [0]]) == [0]
+    assert tensors.pointers_of([x, y]) == [x.data_ptr(), y.data_ptr()]
 
 
 def test_a_gradient_that_was_not_asked_for_is_asked_for_later():

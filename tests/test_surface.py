@@ -12,7 +12,7 @@ import torch
 
 import quire
 import surface
-from calls import NOTHING, plan_paged, plan_ragged, prefill_paged, prefill_ragged
+from calls import plan_paged, plan_ragged, prefill
 from problems import Problem, workspace
 
 FUNCTIONS = list(surface.functions())
@@ -54,22 +54,15 @@ def problem(dtype=torch.float32, device="cpu"):
     return Problem((3, 20), (9, 300), dtype=dtype, device=device, causal=True)
 
 
-def attend(p, kind, plan=NOTHING, run=NOTHING, backend="auto"):
-    """o and lse, over pages or ragged keys."""
-    if kind == "ragged":
-        return prefill_ragged(p, backend, plan=plan, run=run)
-    return prefill_paged(p, p.paged(8), backend, plan=plan, run=run)
-
-
 @pytest.mark.parametrize("name", ["use_fp16_qk_reduction", "allow_fp16_qk_reduction", "non_blocking"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_permissions_of_plan(device, dtype, kind, name):
     p = problem(dtype, device)
-    got = [attend(p, kind, {name: value})[0] for value in (False, True)]
+    got = [prefill(p, kind, plan={name: value})[0] for value in (False, True)]
     assert torch.equal(*got)
     p.check(got[0])
     with pytest.raises(quire.ValidationError, match=f"{name}: expected a bool"):
-        attend(p, kind, {name: 1})
+        prefill(p, kind, plan={name: 1})
 
 
 @pytest.mark.parametrize("name", ["use_fp16_qk_reduction", "allow_fp16_qk_reduction"])
@@ -92,11 +85,11 @@ def test_permissions_of_run(device, dtype, kind):
     """enable_pdl, and a window that repeats plan()'s."""
     p = problem(dtype, device)
     p.window_left = 7
-    got = [attend(p, kind, run={"enable_pdl": value, "window_left": 7})[0] for value in (None, False, True)]
+    got = [prefill(p, kind, run={"enable_pdl": value, "window_left": 7})[0] for value in (None, False, True)]
     p.check(got[0])
     assert torch.equal(got[0], got[1]) and torch.equal(got[0], got[2])
     with pytest.raises(quire.ValidationError, match="window_left: expected 7"):
-        attend(p, kind, run={"window_left": 8})
+        prefill(p, kind, run={"window_left": 8})
 
 
 @pytest.mark.parametrize(
@@ -106,20 +99,21 @@ def test_permissions_of_run(device, dtype, kind):
 )  # fmt: skip
 def test_what_run_refuses(kind, name):
     with pytest.raises(quire.ValidationError, match=f"{name}: not supported"):
-        attend(problem(), kind, run={name: torch.ones(1)})
+        prefill(problem(), kind, run={name: torch.ones(1)})
 
 
 def test_scales_of_ragged_keys(device, backend, dtype):
     p = problem(dtype, device)
     p.sm_scale, p.v_scale = 0.05 * 3.0 * 0.5, 2.0
-    p.check(*attend(p, "ragged", {"sm_scale": 0.05}, {"q_scale": 3.0, "k_scale": 0.5, "v_scale": 2.0}, backend))
+    scales = {"q_scale": 3.0, "k_scale": 0.5, "v_scale": 2.0}
+    p.check(*prefill(p, "ragged", backend, plan={"sm_scale": 0.05}, run=scales))
 
 
 @pytest.mark.parametrize("name", ["q_scale", "k_scale", "v_scale"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flag_is_no_scale(kind, name):
     with pytest.raises(quire.ValidationError, match=f"{name}: expected a number, got True"):
-        attend(problem(), kind, run={name: True})
+        prefill(problem(), kind, run={name: True})
 
 
 @pytest.mark.parametrize("plan", [{"fixed_split_size": 128}, {"disable_split_kv": True}], ids=str)
@@ -128,9 +122,9 @@ def test_fixed_splits(device, dtype, kind, plan):
     """The result is right, and that of a request alone is that of the request among others, bit for bit."""
     p, alone = problem(dtype, device), Problem((20,), (300,), dtype=dtype, device=device, causal=True)
     alone.q, alone.k, alone.v = p.q[3:], p.k[9:], p.v[9:]
-    got = attend(p, kind, plan)
+    got = prefill(p, kind, plan=plan)
     p.check(*got)
-    assert torch.equal(got[0][3:], attend(alone, kind, plan)[0])
+    assert torch.equal(got[0][3:], prefill(alone, kind, plan=plan)[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

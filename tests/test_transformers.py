@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function  # noqa: E402
 
 from quire.compat import transformers as integration  # noqa: E402
 from quire.compat.flash_attn import flash_attn_func  # noqa: E402
-from quire.runtime import plan_cache, replay  # noqa: E402
+from quire.engine import plan_cache  # noqa: E402
 
 SIZES = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -48,13 +48,8 @@ MODELS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """The matrices of these models are smaller than what it costs to wake a second thread."""
+def _registered(one_thread):
     integration.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def new_model(name: str, dtype: torch.dtype = torch.float32):
@@ -258,7 +253,7 @@ def plans(monkeypatch):
     monkeypatch.setattr(plan_cache, "new_plan", counted)
     monkeypatch.setattr(integration, "new_plan", counted)
     monkeypatch.setattr(plan_cache, "_plans", plan_cache._Plans())
-    monkeypatch.setattr(replay, "_known", replay._Known())
+    monkeypatch.setattr(plan_cache, "_known", plan_cache._Known())
     return made
 
 

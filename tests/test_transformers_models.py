@@ -59,12 +59,8 @@ MORE = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
+def _registered(one_thread):
     integration.register()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def small_config(kind: type[PreTrainedConfig], **more) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ import torch
 
 import quire
 from problems import ints, workspace
-from quire.runtime import upload
+from quire.engine import device
 
 NOT_READY = 600
 EVENTS = iter(range(1, 1000))
@@ -70,11 +70,11 @@ class Driver:
 def gpu(monkeypatch):
     """The uploader of a stream over a driver that this test plays, and the current stream, which it may change."""
     driver, stream, empty = Driver(), [7], torch.empty
-    monkeypatch.setattr(upload, "driver", lambda: driver)
-    monkeypatch.setattr(upload, "_uploaders", {})
+    monkeypatch.setattr(device, "driver", lambda: driver)
+    monkeypatch.setattr(device, "_uploaders", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: stream[0], raising=False)
     monkeypatch.setattr(torch, "empty", lambda size, dtype, **_: empty(size, dtype=dtype))
-    return upload.uploader_of(torch.device("cuda")), driver, stream
+    return device.uploader_of(torch.device("cuda")), driver, stream
 
 
 def test_a_host_buffer_is_taken_again_once_it_was_read(gpu):
@@ -118,7 +118,7 @@ def test_a_failed_query_is_an_error(gpu):
 
 def test_a_buffer_that_was_never_made_is_dropped_in_silence():
     """Where torch.empty raises, and where torch.compile makes objects without __init__."""
-    for cls in (upload.HostBuffer, upload.DeviceBuffer):
+    for cls in (device.HostBuffer, device.DeviceBuffer):
         cls.__new__(cls).__del__()
 
 
@@ -129,11 +129,11 @@ def test_what_a_plan_leaves_goes_to_the_next_one_of_its_stream(gpu):
     assert other.address != left  # both are alive
     del sent
     stream[0] = 8
-    elsewhere = upload.uploader_of(torch.device("cuda"))
+    elsewhere = device.uploader_of(torch.device("cuda"))
     assert elsewhere is not there
     assert elsewhere.send(elsewhere.take(), 16).address != left
     stream[0] = 7
-    assert upload.uploader_of(torch.device("cuda")) is there
+    assert device.uploader_of(torch.device("cuda")) is there
     assert there.send(there.take(), 16).address == left
 
 
@@ -150,7 +150,7 @@ def test_what_one_call_leaves_is_torchs(gpu):
 def test_a_capture_records_copies_of_bytes_that_stay(gpu):
     """Nothing is asked of events, which is an error in a capture, and the host buffer may be written again."""
     _, driver, _ = gpu
-    there = upload.uploader_of(torch.device("cuda"), for_capture=True)
+    there = device.uploader_of(torch.device("cuda"), for_capture=True)
     buffer = there.take(5)
     buffer.tensor[:4] = torch.arange(4, dtype=torch.uint8)
     sent = there.send(buffer, 4, 12)

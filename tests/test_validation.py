@@ -13,9 +13,9 @@ import quire
 from calls import decode_wrapper, paged_wrapper, plan_decode, plan_paged, plan_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
 from quire.distributed import Zigzag
+from quire.engine.tensors import cache_view, ragged_view, span_bytes
 from quire.errors import PlanError, UnsupportedError, ValidationError
-from quire.runtime.layout import cache_view, ragged_view, span_bytes
-from quire.types import KVLayout
+from quire.kernels.types import KVLayout
 
 DTYPE = torch.float16
 

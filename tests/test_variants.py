@@ -22,13 +22,14 @@ from torch import Tensor
 import quire
 from calls import decode_wrapper, outputs, plan_decode, plan_paged, plan_ragged
 from oracle import At
-from problems import PagedCache, Problem, ints, workspace
-from quire import jit, variants
-from quire.expression import tanh, where
+from problems import PagedCache, Problem, any_dtype, ints, workspace
+from quire import jit
+from quire.attention import variants
+from quire.engine import planner
 from quire.kernels import AttentionKey, decide, kernel_of
-from quire.kernels.expression_cxx import has_distance_bias, has_pattern, has_row_scale, render
-from quire.runtime import planner
-from quire.types import dtype_of
+from quire.kernels.expressions import tanh, where
+from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, render
+from quire.kernels.types import dtype_of
 
 LENS = (5, 1, 0, 40), (60, 7, 9, 40)
 HEADS = 4
@@ -134,10 +135,6 @@ CASES = {
         ),
     ),
 }  # fmt: skip
-
-
-def any_dtype(device: str) -> torch.dtype:
-    return torch.float32 if device == "cpu" else torch.bfloat16
 
 
 def problem(device: str, **options: object) -> Problem:
@@ -264,7 +261,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("heads", "kv_heads", "rows"), GROUPS)
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": True, "window_left": 77}, {}], ids=str)
 def test_biases_of_distances(options, heads, kv_heads, rows, dim, device, backend):
@@ -387,6 +384,7 @@ SCORES = [(name, {}) for name in ("soft_cap", "alibi", "relative_bias", "tempera
 SCORES += [(None, {"logits_soft_cap": 30.0}), (None, {"pos_encoding_mode": "ALIBI"})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), SCORES)
 def test_a_row_does_not_depend_on_other_rows(name, options, device, backend):
     """Bit for bit, whether the others of its request have larger logits, or are not there."""
@@ -870,6 +868,7 @@ def test_float_tensors(kind, device, backend):
     p.check(*got, score=lambda s, at: s + bias.double()[at.head, at.q_idx])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.int32, torch.int64, torch.uint8, torch.bool])
 def test_integer_tensors(kind, device, backend):
     dtype, kind = kind, str(kind).removeprefix("torch.")
@@ -1263,7 +1262,7 @@ def test_the_identity_is_no_variant_of_scores(device, backend):
 
 def test_slugs(device):
     """A slug names a variant that the process knows, by its digest."""
-    from quire.aot import spec_of
+    from quire.cli.aot import spec_of
 
     slug = f"attention_cpu.x86-64-v3.fp32-fp32-fp32.d64-64.ragged.causal-expr{variants.alibi.digest}.m16"
     spec = spec_of(slug)

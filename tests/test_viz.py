@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import quire
-from problems import workspace
-from quire.runtime.explanation import Explanation
-from quire.runtime.work import Placed
+from problems import offsets, workspace
+from public_calls import ints
+from quire.engine.inspection import Explanation, Placed
 from targets import Target, targets
 
 QO, KV = [1, 1, 38, 1, 0, 7], [3000, 100, 90, 5800, 64, 3]
@@ -29,10 +29,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def offsets(lens: list[int]) -> torch.Tensor:
-    return torch.tensor([0, *lens]).cumsum(0).int()
 
 
 def planned(qo: list[int] = QO, kv: list[int] = KV, **options: object) -> quire.BatchPrefillWithRaggedKVCacheWrapper:
@@ -102,6 +98,7 @@ def test_the_picture_is_well_formed_and_has_each_work_tile(threads: int) -> None
     assert "http" not in picture.html.replace("http://www.w3.org/2000/svg", ""), "loads nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"window_left": 200}, {"fixed_split_size": 512}, {"disable_split_kv": True}, {"causal": False}],
@@ -120,6 +117,7 @@ def test_a_timeline_has_each_work_tile_once_one_after_the_other(options: dict[st
     assert 0 < measured.balance <= 1 and "time, in µs" in measured.svg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", targets(), ids=str)
 @pytest.mark.parametrize("qo", [[1] * 6, [3, 1, 2, 4, 0, 5], [1, 700, 90, 1, 64, 3]], ids=["decode", "few", "many"])
 def test_a_timeline_of_each_kernel(target: Target, qo: list[int]) -> None:
@@ -179,10 +177,6 @@ def test_a_timeline_needs_a_kernel_that_notes_times() -> None:
         quire.viz.timeline(latents, *torch.randn(1, 2, 576).split([512, 64], -1), *cache.split([512, 64], -1))
     with pytest.raises(quire.PlanError, match="plan"):
         quire.viz.timeline(quire.BatchPrefillWithRaggedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8)))
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def test_a_cascade_has_each_key_of_each_node_once(threads: int) -> None:

@@ -11,7 +11,7 @@ import torch
 import quire
 from calls import paged_wrapper, plan_paged
 from problems import FORMS, Problem, poisoned
-from quire.runtime import widen_ahead
+from quire.engine import upcast
 
 CUDA_BACKENDS = {"auto": (9, 0)}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -26,9 +26,9 @@ pytestmark = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], id
 @pytest.fixture(autouse=True)
 def _widens(monkeypatch, device):
     if device == "cpu":
-        monkeypatch.setattr(widen_ahead, "may_pay", lambda options, *_: options.types.kv.bits == 8)
-        monkeypatch.setattr(widen_ahead, "is_faster", lambda *_: True)
-        monkeypatch.setattr(widen_ahead, "_LEAST_ROWS", 0)
+        monkeypatch.setattr(upcast, "may_pay", lambda options, *_: options.types.kv.bits == 8)
+        monkeypatch.setattr(upcast, "is_faster", lambda *_: True)
+        monkeypatch.setattr(upcast, "_LEAST_ROWS", 0)
 
 
 def problem(device, dtype, lens=(QO_LENS, KV_LENS), heads=(16, 2), kv_dtype=E4M3, **more):
@@ -130,7 +130,7 @@ def test_a_small_workspace_leaves_widening_to_the_kernel(device, half):
 
 
 def test_keys_that_few_queries_see_are_widened_by_the_kernel(device, half, monkeypatch):
-    monkeypatch.setattr(widen_ahead, "_LEAST_ROWS", 2048)
+    monkeypatch.setattr(upcast, "_LEAST_ROWS", 2048)
     p = problem(device, half, ((200, 190), (9000, 300)))  # 16 / 2 heads
     wrapper = planned(p, p.paged(16))
     assert not is_ahead(wrapper)

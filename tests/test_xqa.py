@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -16,27 +15,16 @@ from torch import Tensor
 import oracle
 import quire
 from calls import capture, no_synchronisation
-from problems import FORMS, PagedCache, Problem, ints, poisoned, workspace
+from problems import FORMS, NOWHERE, PagedCache, Problem, block_tables, equal_queries, ints, poisoned, workspace
 
 KV_LENS = (37, 1, 0, 300, 128, 129)
 LAYOUTS = ("NHD", "HND")
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-#: A page number that is nobody's: the rest of a row of the block table.
-NOWHERE = 1 << 30
 
 
 def batch(dtype, device, kv_lens=KV_LENS, q_len=1, **more):
     """q_len queries per request, causal if they are several."""
-    return Problem((q_len,) * len(kv_lens), kv_lens, dtype=dtype, device=device, causal=q_len > 1, **more)
-
-
-def block_tables(cache: PagedCache, spare: int = 2) -> Tensor:
-    """The page numbers of a cache, one row a request."""
-    indices, ends = cache.indices.tolist(), cache.indptr.tolist()
-    rows = [indices[a:b] for a, b in itertools.pairwise(ends)]
-    width = max([len(row) for row in rows], default=0) + spare
-    table = [row + [NOWHERE] * (width - len(row)) for row in rows]
-    return ints(table, str(cache.indices.device)).view(len(rows), width)
+    return equal_queries(q_len, kv_lens, dtype=dtype, device=device, **more)
 
 
 def arguments(p: Problem, cache: PagedCache, backend: str) -> dict[str, object]:

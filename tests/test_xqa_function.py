@@ -15,9 +15,9 @@ from torch import Tensor
 import oracle
 import quire
 from calls import no_synchronisation
-from problems import PagedCache, Problem, ints, poisoned, workspace
-from quire.xqa import xqa
-from test_xqa import LAYOUTS, Draft, batch, block_tables, with_draft
+from problems import PagedCache, Problem, block_tables, ints, poisoned, workspace
+from quire.calls.xqa import xqa
+from test_xqa import LAYOUTS, Draft, batch, with_draft
 
 KV_LENS = (37, 1, 0, 300, 128, 129)
 

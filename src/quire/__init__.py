@@ -19,16 +19,54 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire import public
     from quire.public import *  # noqa: F403
 
-    __all__ = public.__all__
-
 __version__ = "0.1.0"
+
+#: FlashInfer's names of modules, by the packages of Quire that have them: quire.page is quire.cache.page.
+_MODULES = {
+    "attention": ("cascade", "decode", "mla", "pod", "prefill", "sparse", "variants", "viz"),
+    "cache": ("merge", "page", "quantization", "rope"),
+    "calls": ("cudnn", "xqa"),
+    "cli": ("aot",),
+    "jit": ("config",),
+}
+_PLACES = {f"quire.{name}": f"quire.{package}.{name}" for package, names in _MODULES.items() for name in names}
+_PLACES["quire.expression"] = "quire.kernels.expressions"
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Finds the modules of _PLACES under FlashInfer's names: one module, two names."""
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        """Of a name of FlashInfer's."""
+        return ModuleSpec(fullname, self) if fullname in _PLACES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import the module under its own name."""
+        module = import_module(_PLACES[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def get_code(self, fullname: str) -> Any:
+        """For `python -m`, such as quire.viz."""
+        spec = find_spec(_PLACES[fullname])
+        return spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has been executed; the import system has replaced its spec."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_Modules())
 
 
 def _load() -> None:

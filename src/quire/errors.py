@@ -12,6 +12,11 @@ QuireError
 
 from __future__ import annotations
 
+__all__ = [
+    "CacheError", "CacheMissError", "CompileError", "DriverError", "PlanError", "QuireError", "UnsupportedError",
+    "ValidationError",
+]  # fmt: skip
+
 
 class QuireError(Exception):
     """Base of everything that Quire raises on purpose."""

@@ -1,192 +1,52 @@
-"""The public names, which `import quire` gives under `quire.`: see __init__.py."""
+"""The public names, which `import quire` gives under `quire.`: the names of the modules below, and these modules."""
 
 from __future__ import annotations
 
-from quire import (
-    aot,
-    attention,
-    cascade,
-    cudnn,
-    decode,
-    errors,
-    expression,
-    jit,
-    mla,
-    page,
-    pod,
-    prefill,
-    quantization,
-    rope,
-    sparse,
-    variants,
-    viz,
-    xqa,
-)
-from quire.alibi import get_alibi_slopes
-from quire.aot import warmup
-from quire.attention import BatchAttention, BatchAttentionWithAttentionSinkWrapper
-from quire.cascade import (
-    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
-    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
-    MultiLevelCascadeAttentionWrapper,
-    batch_decode_with_shared_prefix_padded_kv_cache,
-    merge_state,
-    merge_state_in_place,
-    merge_states,
-)
-from quire.chunked_prefill import BatchPrefillWithPrefixWrapper
-from quire.decode import (
-    BatchDecodeWithPagedKVCacheWrapper,
-    CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
-    cudnn_batch_decode_with_kv_cache,
-    fast_decode_plan,
-    single_decode_with_kv_cache,
-    single_decode_with_kv_cache_with_jit_module,
-    trtllm_batch_decode_with_kv_cache,
-    xqa_batch_decode_with_kv_cache,
-)
-from quire.errors import (
-    CacheError,
-    CacheMissError,
-    CompileError,
-    DriverError,
-    PlanError,
-    QuireError,
-    UnsupportedError,
-    ValidationError,
-)
-from quire.estimates import estimate, is_supported
-from quire.flex import flex_attention
+from quire import attention, errors, jit
+from quire.attention import batch, cascade, decode, flex, mla, pod, prefill, selection, sparse, variants, viz
+from quire.attention.batch import *  # noqa: F403
+from quire.attention.cascade import *  # noqa: F403
+from quire.attention.decode import *  # noqa: F403
+from quire.attention.flex import *  # noqa: F403
+from quire.attention.mla import *  # noqa: F403
+from quire.attention.pod import *  # noqa: F403
+from quire.attention.prefill import *  # noqa: F403
+from quire.attention.selection import *  # noqa: F403
+from quire.attention.sparse import *  # noqa: F403
+from quire.attention.variants import get_alibi_slopes
+from quire.cache import merge, page, quantization, rope
+from quire.cache.page import *  # noqa: F403
+from quire.cache.quantization import *  # noqa: F403
+from quire.cache.rope import *  # noqa: F403
+from quire.calls import cudnn, xqa
+from quire.calls.xqa import xqa_mla
+from quire.cli import aot
+from quire.cli.aot import warmup
+from quire.cli.estimates import estimate, is_supported
+from quire.errors import *  # noqa: F403
 from quire.jit import events, record, seal
 from quire.jit.events import metrics
 from quire.kernels import backends
-from quire.kernels.variant import Variant
-from quire.mla import BatchMLAPagedAttentionWrapper
-from quire.page import append_paged_kv_cache, append_paged_mla_kv_cache, get_batch_indices_positions, get_seq_lens
-from quire.page_selection import SelectedPages, batch_decode_with_selected_pages, page_key_bounds, select_pages
-from quire.pod import BatchPODWithPagedKVCacheWrapper, PODWithPagedKVCacheWrapper
-from quire.prefill import (
-    BatchPrefillWithPagedKVCacheWrapper,
-    BatchPrefillWithRaggedKVCacheWrapper,
-    single_prefill_with_kv_cache,
-    single_prefill_with_kv_cache_return_lse,
-    single_prefill_with_kv_cache_with_jit_module,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_fmha_v2_prefill,
-)
-from quire.quantization import packbits, segment_packbits
-from quire.rope import (
-    apply_llama31_rope,
-    apply_llama31_rope_inplace,
-    apply_llama31_rope_pos_ids,
-    apply_llama31_rope_pos_ids_inplace,
-    apply_rope,
-    apply_rope_inplace,
-    apply_rope_pos_ids,
-    apply_rope_pos_ids_inplace,
-    apply_rope_with_cos_sin_cache,
-    apply_rope_with_cos_sin_cache_inplace,
-    mla_rope_quantize_fp8,
-    rope_append_paged_kv_cache,
-    rope_quantize_fp8,
-    rope_quantize_fp8_append_paged_kv_cache,
-)
-from quire.sparse import BlockSparseAttentionWrapper, VariableBlockSparseAttentionWrapper
-from quire.token_selection import select_tokens
-from quire.xqa import xqa_mla
+from quire.kernels import expressions as expression
+from quire.kernels.expressions.variant import Variant
 
-__all__: list[str] = [
-    "BatchAttention",
-    "BatchAttentionWithAttentionSinkWrapper",
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-    "BatchMLAPagedAttentionWrapper",
-    "BatchPODWithPagedKVCacheWrapper",
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithPrefixWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-    "BlockSparseAttentionWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "CacheError",
-    "CacheMissError",
-    "CompileError",
-    "DriverError",
-    "MultiLevelCascadeAttentionWrapper",
-    "PODWithPagedKVCacheWrapper",
-    "PlanError",
-    "QuireError",
-    "SelectedPages",
-    "UnsupportedError",
-    "ValidationError",
-    "VariableBlockSparseAttentionWrapper",
-    "Variant",
-    "aot",
-    "append_paged_kv_cache",
-    "append_paged_mla_kv_cache",
-    "apply_llama31_rope",
-    "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace",
-    "apply_rope",
-    "apply_rope_inplace",
-    "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace",
-    "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace",
-    "attention",
-    "backends",
-    "batch_decode_with_selected_pages",
-    "batch_decode_with_shared_prefix_padded_kv_cache",
-    "cascade",
-    "cudnn",
-    "cudnn_batch_decode_with_kv_cache",
-    "decode",
-    "errors",
-    "estimate",
-    "events",
+__all__ = [
+    "Variant", "aot", "attention", "backends", "cascade", "cudnn", "decode", "errors", "estimate", "events",
     "expression",
-    "fast_decode_plan",
-    "flex_attention",
-    "get_alibi_slopes",
-    "get_batch_indices_positions",
-    "get_seq_lens",
-    "is_supported",
-    "jit",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-    "metrics",
-    "mla",
-    "mla_rope_quantize_fp8",
-    "packbits",
-    "page",
-    "page_key_bounds",
-    "pod",
-    "prefill",
-    "quantization",
+    "get_alibi_slopes", "is_supported", "jit", "merge", "metrics", "mla", "page", "pod", "prefill", "quantization",
     "record",
-    "rope",
-    "rope_append_paged_kv_cache",
-    "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache",
-    "seal",
-    "segment_packbits",
-    "select_pages",
-    "select_tokens",
-    "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-    "single_prefill_with_kv_cache_with_jit_module",
-    "sparse",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_fmha_v2_prefill",
-    "variants",
-    "viz",
-    "warmup",
-    "xqa",
-    "xqa_batch_decode_with_kv_cache",
-    "xqa_mla",
-]
+    "rope", "seal", "sparse", "variants", "viz", "warmup", "xqa", "xqa_mla",
+]  # fmt: skip
+__all__ += batch.__all__
+__all__ += cascade.__all__
+__all__ += decode.__all__
+__all__ += errors.__all__
+__all__ += flex.__all__
+__all__ += mla.__all__
+__all__ += page.__all__
+__all__ += pod.__all__
+__all__ += prefill.__all__
+__all__ += quantization.__all__
+__all__ += rope.__all__
+__all__ += selection.__all__
+__all__ += sparse.__all__

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from scale import FACTOR, KERNEL, FakeCompiler
 
-from quire import _templates, jit
-from quire.jit import progress
+from quire import jit
+from quire.jit import events, render, stores
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def templates(tmp_path: Path) -> Path:
     (root / "include/quire/kernels").mkdir(parents=True)
     (root / "include/quire/core").mkdir()
     for name in ("variant.jinja", "build.ninja.jinja"):
-        shutil.copy(_templates.root() / name, root / name)
+        shutil.copy(render.root() / name, root / name)
     (root / "include/quire/kernels/scale.h").write_text(KERNEL)
     (root / "include/quire/core/factor.h").write_text(FACTOR)
     return root
@@ -42,13 +42,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def reset(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put this process where a new one starts."""
-    for name in ("_modules", "_stores"):
-        monkeypatch.setattr(jit, name, {})
+    monkeypatch.setattr(jit, "_modules", {})
+    monkeypatch.setattr(stores, "_stores", {})
     monkeypatch.setattr(jit, "_recorded", set())
     monkeypatch.setattr(jit, "_sealed", False)
-    monkeypatch.setattr(jit, "_private_store", None)
+    monkeypatch.setattr(stores, "_private_store", None)
     monkeypatch.setattr(jit, "_record_to", None)
-    monkeypatch.setattr(progress, "_warned", set())
+    monkeypatch.setattr(events, "_warned", set())
 
 
 @pytest.fixture

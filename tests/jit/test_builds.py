@@ -22,7 +22,7 @@ from scale import DEVICE, HOST, Collect, FakeCompiler
 
 from quire import jit
 from quire.errors import CacheError, CompileError, UnsupportedError
-from quire.jit import ninja
+from quire.jit import compilation
 from quire.jit.lock import entry_lock
 
 needs_nvcc = pytest.mark.skipif(jit.toolchain.Nvcc.find() is None, reason="no nvcc")
@@ -147,7 +147,7 @@ def test_a_compiler_that_makes_nothing_failed(templates: Path, fake: FakeCompile
 def test_a_compiler_that_hangs_is_stopped(
     templates: Path, fake: FakeCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ninja, "TIME_LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(compilation, "TIME_LIMIT_SECONDS", 0.5)
     fake.write(before=f'echo $$ > "{tmp_path}/pid"; exec sleep 60')
     with pytest.raises(CompileError, match=r"stopped at the time limit of 0\.5 s\n  cause:   time limit"):
         jit.build(HOST, templates=templates)
@@ -157,9 +157,9 @@ def test_a_compiler_that_hangs_is_stopped(
 
 
 def test_a_missing_ninja_is_named(templates: Path, fake: FakeCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ninja.shutil, "which", lambda *_, **__: None)
+    monkeypatch.setattr(compilation.shutil, "which", lambda *_, **__: None)
     with pytest.raises(CompileError, match="pip install ninja"):
-        ninja.find_ninja()
+        compilation.find_ninja()
 
 
 def test_a_compiler_sees_only_hashed_headers(templates: Path, fake: FakeCompiler, tmp_path: Path) -> None:

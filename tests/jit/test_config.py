@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire import config
 from quire.errors import ValidationError
-from quire.jit import cpu
+from quire.jit import config, cpu
 from quire.jit.toolchain import CUDA_TARGETS
 
 

@@ -17,7 +17,7 @@ from scale import DEVICE, HOST, FakeCompiler
 
 from quire import jit
 from quire.errors import CacheMissError, CompileError
-from quire.jit import events, lock, progress
+from quire.jit import events, lock
 
 
 @pytest.fixture
@@ -182,8 +182,8 @@ def test_events_tell_the_story(templates: Path, fake: FakeCompiler) -> None:
 def test_a_cold_build_speaks_and_a_warm_one_is_silent(
     templates: Path, fake: FakeCompiler, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.jit.progress._logger.hasHandlers", lambda: False)
-    monkeypatch.setattr("quire.jit.progress.HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("quire.jit.events._logger.hasHandlers", lambda: False)
+    monkeypatch.setattr("quire.jit.events.HEARTBEAT_SECONDS", 0.1)
     fake.write(before="sleep 0.3")
     jit.build(HOST, templates=templates)
     lines = capfd.readouterr().err.splitlines()
@@ -197,18 +197,18 @@ def test_a_cold_build_speaks_and_a_warm_one_is_silent(
 def test_warnings_are_remembered_up_to_a_limit(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.jit.progress._logger.hasHandlers", lambda: False)
-    monkeypatch.setattr(progress, "_MOST_WARNED", 10)
+    monkeypatch.setattr("quire.jit.events._logger.hasHandlers", lambda: False)
+    monkeypatch.setattr(events, "_MOST_WARNED", 10)
     for number in range(50):
-        progress.warn_once(f"text {number // 2}")
-        assert len(progress._warned) <= 10
+        events.warn_once(f"text {number // 2}")
+        assert len(events._warned) <= 10
     assert capfd.readouterr().err.splitlines() == [f"quire: text {number}" for number in range(25)]
 
 
 def test_other_ranks_are_silent(
     templates: Path, fake: FakeCompiler, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.jit.progress._logger.hasHandlers", lambda: False)
+    monkeypatch.setattr("quire.jit.events._logger.hasHandlers", lambda: False)
     monkeypatch.setenv("LOCAL_RANK", "1")
     jit.build(HOST, templates=templates)
     assert capfd.readouterr().err == ""

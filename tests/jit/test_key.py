@@ -14,8 +14,8 @@ from scale import DEVICE, HOST, FakeCompiler
 from quire import jit
 from quire.errors import CompileError, ValidationError
 from quire.jit import Spec, cpu
-from quire.jit.memory import Memory
-from quire.jit.request import make_request, toolchain_digest
+from quire.jit.compiler import Memory
+from quire.jit.manifest import make_request, toolchain_digest
 from quire.jit.toolchain import Gxx, Nvcc, for_target
 
 

@@ -16,13 +16,13 @@ from test_builds import needs_nvcc, scale
 
 from quire import jit
 from quire.errors import CacheError
-from quire.jit import library
+from quire.jit import module
 
 
 @pytest.fixture
 def entry(templates: Path, monkeypatch: pytest.MonkeyPatch) -> jit.Entry:
     """A host library that nobody has loaded."""
-    monkeypatch.setattr(library, "_libraries", {})
+    monkeypatch.setattr(module, "_libraries", {})
     return jit.build(HOST, templates=templates)[1]
 
 
@@ -95,7 +95,7 @@ def test_libraries_are_told_apart(entry: jit.Entry, templates: Path) -> None:
 
 def test_the_same_bytes_are_loaded_once(entry: jit.Entry) -> None:
     modules = [jit.load(entry) for _ in range(3)]
-    assert len(library._libraries) == 1
+    assert len(module._libraries) == 1
     assert {tuple(scale(module)) for module in modules} == {(3, 6, 9)}
 
 

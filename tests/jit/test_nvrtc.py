@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from scale import DEVICE, FakeCompiler
 
-from quire import aot, jit
+from quire import jit
+from quire.cli import aot
 from quire.errors import CompileError
-from quire.jit import ninja, nvrtc, nvrtc_worker
-from quire.jit.memory import Memory
-from quire.jit.nvrtc import Nvrtc
-from quire.jit.toolchain import CUDA_TARGETS, Nvcc, for_target
+from quire.jit import compilation, nvrtc_worker, toolchain
+from quire.jit.compiler import Memory
+from quire.jit.toolchain import CUDA_TARGETS, Nvcc, Nvrtc, for_target
 from quire.kernels.operation import OPERATIONS, OperationKey
 
 needs_nvrtc = pytest.mark.skipif(Nvrtc.find() is None, reason="no libnvrtc: pip install nvidia-cuda-nvrtc")
@@ -90,7 +90,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str],
     library.parent.mkdir(parents=True)
     library.write_bytes(b"")
     monkeypatch.setattr(Nvcc, "places", classmethod(lambda _: iter(())))
-    monkeypatch.setattr(nvrtc, "_directories", lambda: iter([("test", library.parent)]))
+    monkeypatch.setattr(toolchain, "_directories", lambda: iter([("test", library.parent)]))
     worker = tmp_path / "worker.py"
     monkeypatch.setattr(nvrtc_worker, "__file__", str(worker))
 
@@ -110,7 +110,7 @@ def put_kernel(templates: Path, body: str) -> None:
 
 @needs_nvrtc
 def test_a_cubin_and_its_figures(templates: Path, real: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ninja, "find_ninja", lambda: pytest.fail("NVRTC needs no ninja"))
+    monkeypatch.setattr(compilation, "find_ninja", lambda: pytest.fail("NVRTC needs no ninja"))
     status, entry = jit.build(DEVICE, templates=templates)
     assert status == "built"
     assert entry.artifact.read_bytes()[:4] == b"\x7fELF"
@@ -204,7 +204,7 @@ def test_a_library_that_cannot_be_loaded_is_named(
 ) -> None:
     broken = tmp_path / "libnvrtc.so.13"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(nvrtc, "_directories", lambda: iter([("test", tmp_path)]))
+    monkeypatch.setattr(toolchain, "_directories", lambda: iter([("test", tmp_path)]))
     with pytest.raises(CompileError, match="libnvrtc cannot be loaded"):
         jit.build(DEVICE, templates=templates)
 
@@ -277,7 +277,7 @@ def test_nvcc_is_preferred() -> None:
 def test_a_machine_with_neither_is_told_of_both(
     templates: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvrtc, "_directories", lambda: iter(()))
+    monkeypatch.setattr(toolchain, "_directories", lambda: iter(()))
     with pytest.raises(CompileError, match=r"no nvcc was found(.|\n)*pip install nvidia-cuda-nvrtc"):
         jit.build(DEVICE, templates=templates)
     monkeypatch.setenv("QUIRE_TOOLCHAIN", "nvrtc")
@@ -348,7 +348,7 @@ def test_its_half_of_the_name_tells_version_and_flags() -> None:
 def test_the_library_of_a_directory(names: list[str], expected: str | None, tmp_path: Path) -> None:
     for name in names:
         (tmp_path / name).touch()
-    found = nvrtc._library(tmp_path)
+    found = toolchain._library(tmp_path)
     assert (None if found is None else Path(found).name) == expected
 
 
@@ -365,7 +365,7 @@ def test_a_worker_that_hangs_is_stopped(
     templates: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in("time.sleep(60)")
-    monkeypatch.setattr(ninja, "TIME_LIMIT_SECONDS", 1.0)
+    monkeypatch.setattr(compilation, "TIME_LIMIT_SECONDS", 1.0)
     with pytest.raises(CompileError, match=r"stopped at the time limit of 1 s\n  cause:   time limit"):
         jit.build(DEVICE, templates=templates)
 

@@ -17,9 +17,9 @@ from processes import Child
 from scale import HOST, Collect, FakeCompiler
 from test_builds import scale
 
-from quire import config, jit
+from quire import jit
 from quire.errors import CacheError, CompileError, ValidationError
-from quire.jit import diagnosis, library
+from quire.jit import compilation, config, module
 
 USER = 54321  #: without a name, a home or anything else
 only_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user, or mounts")
@@ -222,14 +222,14 @@ def test_a_file_system_that_forbids_execution(
     root = mount("size=4m,noexec")
     monkeypatch.delenv("QUIRE_CXX")
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(root / "cache"))
-    monkeypatch.setattr(library, "_libraries", {})
+    monkeypatch.setattr(module, "_libraries", {})
     entry = jit.build(HOST, templates=templates)[1]
     assert scale(jit.load(entry)) == [3, 6, 9]
 
     def refused(*_: object) -> int:
         raise PermissionError("forbidden here")
 
-    monkeypatch.setattr(library, "_libraries", {})
+    monkeypatch.setattr(module, "_libraries", {})
     monkeypatch.setattr(os, "memfd_create", refused)
     monkeypatch.setattr(tempfile, "tempdir", str(root))
     with pytest.raises(CacheError, match=f"{root} is mounted noexec: set TMPDIR"):
@@ -258,9 +258,9 @@ def test_a_full_disk_is_named_as_such(
 
 
 def test_a_log_that_a_full_disk_has_cut_is_no_error_in_the_source() -> None:
-    found = diagnosis.diagnose("x.cpp:1:1: err", 1)
-    assert (found.is_unknown, diagnosis.diagnose("x: No space left on device", 1).is_unknown) == (True, False)
-    told = diagnosis.full_disk(found)
+    found = compilation.diagnose("x.cpp:1:1: err", 1)
+    assert (found.is_unknown, compilation.diagnose("x: No space left on device", 1).is_unknown) == (True, False)
+    told = compilation.full_disk(found)
     assert (told.kind, told.line) == ("full disk", found.line)
     assert "QUIRE_CACHE_DIR" in told.remedy
 

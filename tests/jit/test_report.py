@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.jit import diagnosis
-from quire.jit.report import parse_gxx, parse_nvcc
+from quire.jit import compilation
+from quire.jit.compilation import parse_gxx, parse_nvcc
 
 PTXAS = """ptxas info    : 0 bytes gmem
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to x in function 'k'
@@ -58,8 +58,8 @@ def test_host_report_has_only_warnings() -> None:
     ],
 )
 def test_the_cause_is_named_at_the_top(log: str, status: int, kind: str, line: str) -> None:
-    found = diagnosis.diagnose("some: note\n" + log if log else log, status)
-    error = diagnosis.compile_error("slug", found, "g++ x", Path("/logs/x"))
+    found = compilation.diagnose("some: note\n" + log if log else log, status)
+    error = compilation.compile_error("slug", found, "g++ x", Path("/logs/x"))
     top = str(error).splitlines()
     assert line in top[0]
     assert kind in top[1]
@@ -69,7 +69,7 @@ def test_the_cause_is_named_at_the_top(log: str, status: int, kind: str, line: s
 
 
 def test_only_a_kill_is_worth_a_second_try() -> None:
-    assert diagnosis.diagnose("", 137).was_killed
-    assert diagnosis.diagnose("", -9).was_killed
-    assert diagnosis.diagnose("g++: fatal error: Killed signal terminated program cc1plus", 1).was_killed
-    assert not diagnosis.diagnose("a.cpp:2:1: error: 'x' was not declared", 1).was_killed
+    assert compilation.diagnose("", 137).was_killed
+    assert compilation.diagnose("", -9).was_killed
+    assert compilation.diagnose("g++: fatal error: Killed signal terminated program cc1plus", 1).was_killed
+    assert not compilation.diagnose("a.cpp:2:1: error: 'x' was not declared", 1).was_killed

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Sequence
 
 import quire
-from quire.cli import cache, catalogue, completion, doctor, warmup
+from quire.cli import cache, catalogue, completion, warmup
 from quire.cli.parser import USAGE, Parser
 from quire.errors import QuireError, UnsupportedError, ValidationError
 
@@ -33,7 +33,7 @@ def new_parser() -> Parser:
     parser = Parser(prog="quire", description=summary, epilog="Exit status: 0 done, 1 failed, 2 refused, 130 stopped.")
     parser.add_argument("--version", action="version", version=f"quire {quire.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    for part in (warmup, cache, doctor, catalogue, completion):
+    for part in (warmup, cache, catalogue, completion):
         part.add_commands(commands)
     return parser
 

@@ -7,17 +7,18 @@ import os
 import re
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quire.aot import spec_of
 from quire.cli import parser
-from quire.cli.output import print_json, print_table, spell_bytes, spell_seconds
+from quire.cli.aot import spec_of
+from quire.cli.parser import add_command, print_table, spell_bytes, spell_seconds, tell
 from quire.errors import CacheError, QuireError, ValidationError
-from quire.jit import Manifest, Store, explain_miss, lookup, prebuilt_stores, request_parts, user_store
+from quire.jit import Manifest, Store, explain_miss, lookup, request_parts
 from quire.jit.archive import export_entries, import_entries
-from quire.jit.retention import kept_entries, outdated, require_times_of_use, sweep, to_remove
-from quire.kernels.variant import Variant
+from quire.jit.stores import kept_entries, outdated, prebuilt_stores, require_times_of_use, sweep, to_remove, user_store
+from quire.kernels.expressions.variant import Variant
 
 _ORDERS = ("name", "size", "age")
 
@@ -27,47 +28,31 @@ def add_commands(commands: Any) -> None:
     text = "manage the cache"
     actions = commands.add_parser("cache", help=text, description=f"{text.capitalize()} of compiled variants.")
     actions = actions.add_subparsers(required=True, metavar="ACTION", dest="action")
-    _add(actions, "path", _path, "print where the cache lies")
-    listed = _add(actions, "list", _list, "list the entries")
+    add_command(actions, "path", _path, "print where the cache lies")
+    listed = add_command(actions, "list", _list, "list the entries")
     listed.add_argument("words", nargs="*", metavar="WORD", help="only variants whose name has each of these words")
     listed.add_argument("--sort", choices=_ORDERS, default="name", help="by name, largest first or newest first")
-    _add(actions, "verify", _verify, "check each entry's owner, mode, size and digest")
-    why = _add(actions, "why", _why, "say where a variant is, or why it is not in the cache")
+    add_command(actions, "verify", _verify, "check each entry's owner, mode, size and digest")
+    why = add_command(actions, "why", _why, "say where a variant is, or why it is not in the cache")
     why.add_argument("slug", metavar="SLUG")
-    gc = _add(actions, "gc", _gc, "remove the least recently used entries")
+    gc = add_command(actions, "gc", _gc, "remove the least recently used entries")
     gc.add_argument("--max-size", type=parser.size, metavar="SIZE", help="until at most this is left, such as 2GB")
     gc.add_argument("--unused-for", type=parser.age, metavar="TIME", help="that nobody used for so long, such as 30d")
-    prune = _add(actions, "prune", _prune, "remove what this version of Quire would not use, logs and leftovers")
+    prune = add_command(actions, "prune", _prune, "remove what this version of Quire would not use, logs and leftovers")
     for action in (gc, prune):
         action.add_argument("--dry-run", action="store_true", help="say what would go, remove nothing")
-    export = _add(actions, "export", _export, "pack verified entries into a tar archive")
+    export = add_command(actions, "export", _export, "pack verified entries into a tar archive")
     export.add_argument("file", type=Path, metavar="FILE", help="such as cache.tar or cache.tar.gz")
     export.add_argument("words", nargs="*", metavar="WORD", help="only variants whose name has each of these words")
-    imported = _add(actions, "import", _import, "unpack an archive of `cache export`, which you must trust")
+    imported = add_command(actions, "import", _import, "unpack an archive of `cache export`, which you must trust")
     imported.add_argument("file", type=Path, metavar="FILE")
     imported.add_argument("--store", type=Path, metavar="DIR", help="into this directory, not the user's cache")
-    _add(actions, "clear", _clear, "remove every entry")
-
-
-def _add(actions: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
-    action: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text.capitalize() + ".")
-    action.set_defaults(run=run)
-    action.add_argument("--json", action="store_true", help="print one JSON object")
-    return action
-
-
-def _tell(options: argparse.Namespace, text: str, **answer: Any) -> int:
-    """Print `text`, or `answer` as JSON; returns the exit status of success."""
-    if options.json:
-        print_json(answer)
-    else:
-        print(text)
-    return 0
+    add_command(actions, "clear", _clear, "remove every entry")
 
 
 def _path(options: argparse.Namespace) -> int:
     root = str(user_store().root)
-    return _tell(options, root, path=root)
+    return tell(options, root, path=root)
 
 
 # --- show and verify -------------------------------------------------------------------------------------------------
@@ -95,9 +80,10 @@ def _list(options: argparse.Namespace) -> int:
     key = {"name": lambda e: e["slug"], "size": lambda e: -e["bytes"], "age": lambda e: e["age_seconds"]}[options.sort]
     entries = sorted((e for e in _entries() if _has(e["slug"], options.words)), key=key)
     total = sum(entry["bytes"] for entry in entries)
-    if options.json:
-        print_json({"entries": entries, "bytes": total})
-        return 0
+    return tell(options, partial(_print_entries, entries, total), entries=entries, bytes=total)
+
+
+def _print_entries(entries: list[dict[str, Any]], total: int) -> None:
     head = ("variant", "size", "age", "compiled in", "registers", "spills", "store")
     rows = (
         (e["slug"], spell_bytes(e["bytes"]), spell_seconds(e["age_seconds"]), f"{e['compile_seconds']:.2f} s",
@@ -108,7 +94,6 @@ def _list(options: argparse.Namespace) -> int:
     for name, text in {name: e["expression"] for e in entries if (name := _expression_of(e["slug"]))}.items():
         print(f"{name}:", *str(text).splitlines(), sep="\n  ")
     print(f"{len(entries)} entries, {spell_bytes(total)}, in {user_store().root}")
-    return 0
 
 
 def _expression_of(slug: str) -> str:
@@ -127,7 +112,7 @@ def _verify(options: argparse.Namespace) -> int:
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     count = len(list(store.paths()))
     text = "\n".join([*(f"{entry['path']}: {entry['error']}" for entry in bad), f"{count} entries, {len(bad)} bad"])
-    _tell(options, text, ok=not bad, entries=count, bad=bad)
+    tell(options, text, ok=not bad, entries=count, bad=bad)
     return int(bool(bad))
 
 
@@ -136,7 +121,7 @@ def _why(options: argparse.Namespace) -> int:
     if (entry := lookup(spec)) is None:
         reason = explain_miss(spec)
         text = f"it is not there: {reason}\nto build it: quire warmup {options.slug}"
-        return _tell(options, text, slug=options.slug, path=None, reason=reason)
+        return tell(options, text, slug=options.slug, path=None, reason=reason)
     m = entry.manifest
     made = (
         f"made {spell_seconds(time.time() - m.created)} ago by {m.toolchain.get('toolchain', 'an unknown toolchain')}"
@@ -144,7 +129,7 @@ def _why(options: argparse.Namespace) -> int:
     version = m.toolchain.get("version", "").partition("\n")[0]
     seconds = f" in {m.seconds:.1f} s" if m.seconds else ""  # unknown for packages
     text = f"it is there: {entry.path}\n{made} {version}{seconds}, {spell_bytes(m.size)}"
-    return _tell(options, text, slug=options.slug, path=str(entry.path), reason=None)
+    return tell(options, text, slug=options.slug, path=str(entry.path), reason=None)
 
 
 # --- remove ----------------------------------------------------------------------------------------------------------
@@ -162,7 +147,7 @@ def _remove(options: argparse.Namespace, store: Store, paths: list[Path]) -> int
     verb = "would remove" if options.dry_run else "removed"
     text = [f"{verb} {path.relative_to(store.root)}" for path in paths]
     text.append(f"{verb} {len(paths)} entries, {spell_bytes(freed)}, from {store.root}")
-    return _tell(options, "\n".join(text), removed=[str(path) for path in paths], bytes=freed)
+    return tell(options, "\n".join(text), removed=[str(path) for path in paths], bytes=freed)
 
 
 def _gc(options: argparse.Namespace) -> int:
@@ -195,7 +180,7 @@ def _prune(options: argparse.Namespace) -> int:
 def _clear(options: argparse.Namespace) -> int:
     store = user_store()
     freed, removed = store.total_bytes(), store.clear()
-    return _tell(
+    return tell(
         options, f"removed {removed} entries, {spell_bytes(freed)}, from {store.root}", removed=removed, bytes=freed
     )
 
@@ -209,11 +194,11 @@ def _export(options: argparse.Namespace) -> int:
     if not entries:
         raise CacheError(f"{store.root} has no sound entry of {' '.join(options.words) or 'any variant'}")
     count = export_entries(entries, options.file.expanduser().absolute())
-    return _tell(options, f"{count} entries in {options.file}", entries=count, path=str(options.file))
+    return tell(options, f"{count} entries in {options.file}", entries=count, path=str(options.file))
 
 
 def _import(options: argparse.Namespace) -> int:
     store = user_store() if options.store is None else Store(options.store.expanduser().absolute())
     entries = import_entries(options.file.expanduser().absolute(), store)
     slugs = [entry.slug for entry in entries]
-    return _tell(options, f"{len(slugs)} entries into {store.root}", entries=slugs, path=str(store.root))
+    return tell(options, f"{len(slugs)} entries into {store.root}", entries=slugs, path=str(store.root))

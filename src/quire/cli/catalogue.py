@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from itertools import product
 from typing import Any
 
-from quire.aot import spec_of
+import quire
 from quire.cli import parser
-from quire.cli.output import print_json, print_table, spell_bytes
+from quire.cli.aot import spec_of
+from quire.cli.parser import add_command, print_table, spell_bytes, tell
 from quire.jit import Spec, explain_miss, lookup, render_unit
+from quire.jit.doctor import examine
+from quire.jit.stores import prebuilt_stores, user_store
 from quire.jit.toolchain import for_target
 from quire.kernels import KERNELS, AttentionKernel, AttentionProblem
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.features import read_mask
-from quire.types import dtype_of
+from quire.kernels.types import dtype_of
 
 #: GPUs and processors on which variants were compared with the oracle. Variants of other targets are only compiled.
 RAN_ON = {
@@ -32,25 +37,20 @@ _TYPES = (("fp32", "fp32"), ("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3")
 
 
 def add_commands(commands: Any) -> None:
-    """Add `matrix` and `show` to the parser."""
-    matrix = commands.add_parser(
-        "matrix",
-        help="which kernels run where",
-        description="Say which kernels take which number types on which targets. Nothing is compiled.",
-    )
+    """Add `matrix`, `show` and `doctor` to the parser."""
+    matrix = add_command(
+        commands, "matrix", _matrix, "which kernels run where",
+        "Say which kernels take which number types on which targets. Nothing is compiled.",
+    )  # fmt: skip
     matrix.add_argument("--head-dim", type=parser.head_dims, default=((128, 128),), help="such as 128 or 192x128")
     matrix.add_argument("--page-size", type=parser.page_sizes, default=(16,), help="or ragged (default 16)")
     matrix.add_argument("--mask", type=parser.masks, default=("causal",), help="as of `quire warmup` (default causal)")
     matrix.add_argument("--arch", type=parser.targets, help="GPU architectures, such as 8.0,9.0a")
-    matrix.add_argument("--json", action="store_true", help="print one JSON object")
-    matrix.set_defaults(run=_matrix)
-    show = commands.add_parser(
-        "show", help="what a variant is", description="Say what a variant is and how it is built."
-    )
+    show = add_command(commands, "show", _show, "what a variant is", "Say what a variant is and how it is built.")
     show.add_argument("slug", metavar="SLUG")
     show.add_argument("--source", action="store_true", help="print the unit that is compiled")
-    show.add_argument("--json", action="store_true", help="print one JSON object")
-    show.set_defaults(run=_show)
+    text = "find what keeps Quire from compiling, caching or loading"
+    add_command(commands, "doctor", _doctor, text, f"{text.capitalize()}. Exit status 1 if there is a fault.")
 
 
 # --- matrix ----------------------------------------------------------------------------------------------------------
@@ -76,9 +76,10 @@ def _reason(kernel: AttentionKernel, target: str, q: str, kv: str, dims: Any, pa
 
 def _matrix(options: argparse.Namespace) -> int:
     cells = list(_cells(options))
-    if options.json:
-        print_json({"cells": cells, "ran_on": RAN_ON})
-        return 0
+    return tell(options, partial(_print_cells, cells), cells=cells, ran_on=RAN_ON)
+
+
+def _print_cells(cells: list[dict[str, Any]]) -> None:
     targets = list(dict.fromkeys(cell["target"] for cell in cells))
     marks = {(c["kernel"], c["q"], c["kv"], c["target"]): _mark(c) for c in cells}
     names = dict.fromkeys((c["kernel"], c["q"], c["kv"]) for c in cells)
@@ -92,7 +93,6 @@ def _matrix(options: argparse.Namespace) -> int:
         print(f"aarch64: {_ON_ARM}")
     reasons = dict.fromkeys((cell["kernel"], cell["reason"]) for cell in cells if cell["reason"])
     print(*(f"no: {kernel}: {reason}" for kernel, reason in reasons), sep="\n")
-    return 0
 
 
 def _mark(cell: dict[str, Any]) -> str:
@@ -108,12 +108,8 @@ def _show(options: argparse.Namespace) -> int:
         print(render_unit(spec))
         return 0
     answer = _answer(spec)
-    if options.json:
-        print_json(answer)
-    else:
-        for name, value in answer.items():
-            print(f"{name:<10} {', '.join(f'{k}={v}' for k, v in value.items()) if isinstance(value, dict) else value}")
-    return 0
+    texts = {n: ", ".join(f"{k}={v}" for k, v in a.items()) if isinstance(a, dict) else a for n, a in answer.items()}
+    return tell(options, "\n".join(f"{name:<10} {text}" for name, text in texts.items()), **answer)
 
 
 def _ran_on(target: str) -> str:
@@ -136,3 +132,16 @@ def _answer(spec: Spec) -> dict[str, Any]:
         "compiled": f"in {m.seconds:.2f} s" if m.seconds else "beforehand",
         "figures": {name: value for name, value in figures.items() if value is not None},
     }  # fmt: skip
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    findings = examine(user_store(), prebuilt_stores())
+    faults = sum(finding.status == "fault" for finding in findings)
+    lines = [f"quire {quire.__version__}"]
+    for finding in findings:
+        lines.append(f"{finding.status:<6} {finding.check:<10} {finding.text}")
+        if finding.fix and finding.status != "ok":
+            lines.append(f"{'':<17} -> {finding.fix}")
+    text = "\n".join([*lines, f"{faults} faults" if faults else "nothing is in the way"])
+    tell(options, text, version=quire.__version__, ok=not faults, findings=[asdict(f) for f in findings])
+    return int(bool(faults))

@@ -10,10 +10,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from quire.aot import PRESETS
-from quire.jit import prebuilt_stores, user_store
+from quire.cli.aot import PRESETS
+from quire.jit.stores import prebuilt_stores, user_store
 from quire.kernels import KERNELS
-from quire.types import DTYPES
+from quire.kernels.types import DTYPES
 
 _SCRIPTS = {
     "bash": """\

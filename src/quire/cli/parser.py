@@ -1,18 +1,19 @@
-"""Parses and checks arguments of the command line, and suggests corrections of misspelt names."""
+"""Types of arguments, tables and JSON on the terminal."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn, TypeVar
 
-from quire import config
 from quire.errors import QuireError
+from quire.jit import config
 from quire.jit.toolchain import CUDA_TARGETS
 from quire.kernels.features import MASK_FEATURES, read_mask
-from quire.types import DTYPES
+from quire.kernels.types import DTYPES
 
 _T = TypeVar("_T")
 
@@ -156,3 +157,53 @@ def age(text: str) -> float:
     if match is None:
         raise argparse.ArgumentTypeError(f"expected a time such as 30d or 12h, got {text!r}")
     return float(match.group(1)) * _TIMES[match.group(2)]
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], text: str, description: str = ""
+) -> argparse.ArgumentParser:
+    """A command whose answer tell() prints; `text` is its line of help."""
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=description or f"{text.capitalize()}."
+    )
+    command.set_defaults(run=run)
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    return command
+
+
+def tell(options: argparse.Namespace, show: str | Callable[[], None], **answer: Any) -> int:
+    """Print `answer` as JSON if the command line asks for it, else the text that `show` is or prints; returns the exit
+    status of success.
+    """
+    if options.json:
+        print(json.dumps(answer, indent=1))
+    elif isinstance(show, str):
+        print(show)
+    else:
+        show()
+    return 0
+
+
+def print_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    """Columns under `head`, padded with blanks; the first column suits `grep` and `cut`."""
+    lines = [list(head), *(["" if cell is None else str(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def spell_bytes(count: float) -> str:
+    """1536000 -> "1.5 MB"."""
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 100 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def spell_seconds(seconds: float) -> str:
+    """90061 -> "1 d"."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -8,23 +8,24 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire import config
-from quire.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.cli import parser, presets
-from quire.cli.output import print_json, print_table, spell_bytes
+from quire.cli.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
+from quire.cli.estimates import Estimate, estimate
+from quire.cli.parser import add_command, print_table, spell_bytes, tell
 from quire.errors import CacheError, ValidationError
-from quire.estimates import Estimate, estimate
-from quire.jit import Spec, Store, host_target, user_store
-from quire.jit.gpu import present_targets
+from quire.jit import Spec, Store, config, host_target
+from quire.jit.driver import present_targets
+from quire.jit.stores import user_store
 from quire.kernels import KERNELS
+from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import mask_words
-from quire.kernels.variant import Variant
-from quire.types import DTYPES
+from quire.kernels.types import DTYPES
 
 
 def add_commands(commands: Any) -> None:
@@ -34,12 +35,10 @@ def add_commands(commands: Any) -> None:
 
 
 def _add_warmup(commands: Any) -> None:
-    warmup = commands.add_parser(
-        "warmup",
-        help="compile variants ahead of time",
-        description="Compile variants ahead of time, also for GPUs that are not present. Lists are comma-separated.",
-    )
-    warmup.set_defaults(run=_warmup)
+    warmup = add_command(
+        commands, "warmup", _warmup, "compile variants ahead of time",
+        "Compile variants ahead of time, also for GPUs that are not present. Lists are comma-separated.",
+    )  # fmt: skip
     backends, types = [kernel.backend for kernel in KERNELS], ", ".join(d.slug for d in DTYPES)
     warmup.add_argument("slugs", nargs="*", metavar="SLUG", help="variants by name, as error messages print them")
     warmup.add_argument("--exact", action="store_true", help="of SLUG only itself, not what other lengths would take")
@@ -71,22 +70,18 @@ def _add_warmup(commands: Any) -> None:
     )
     warmup.add_argument("--store", type=Path, metavar="DIR", help="fill this directory instead of the user's cache")
     warmup.add_argument("--dry-run", action="store_true", help="list what would be compiled, compile nothing")
-    warmup.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _add_plan_for(commands: Any) -> None:
-    plan = commands.add_parser(
-        "plan-for",
-        help="what serving a model needs, in variants, seconds and bytes",
-        description="List the variants that serving a model needs, with estimated seconds and bytes.",
-    )
-    plan.set_defaults(run=_plan_for)
+    plan = add_command(
+        commands, "plan-for", _plan_for, "what serving a model needs, in variants, seconds and bytes",
+        "List the variants that serving a model needs, with estimated seconds and bytes.",
+    )  # fmt: skip
     plan.add_argument(
         "config", type=parser.checked(presets.read_config), metavar="CONFIG",
         help="a Hugging Face config.json, with options: config.json,tp=8,kv=e4m3,page=16,graph",
     )  # fmt: skip
     plan.add_argument("--arch", type=parser.targets, help="GPU architectures (default: those of this machine)")
-    plan.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def _presets(text: str) -> tuple[Any, ...]:
@@ -120,10 +115,9 @@ def _warmup(options: argparse.Namespace) -> int:
     store = None if options.store is None else Store(options.store.expanduser().absolute())
     dry_run = options.dry_run or _is_complete(specs, store)
     results = _build(specs, options, store, dry_run)
-    if options.json:
-        print_json({"variants": [asdict(r) for r in results], "seconds": round(perf_counter() - start, 3)})
-    else:
-        _print_results(results, perf_counter() - start)
+    seconds = perf_counter() - start
+    show = partial(_print_results, results, seconds)
+    tell(options, show, variants=[asdict(r) for r in results], seconds=round(seconds, 3))
     return int(any(result.status == "failed" for result in results))
 
 
@@ -241,10 +235,8 @@ def _plan_for(options: argparse.Namespace) -> int:
     needs = [presets.needs(options.config, target) for target in _targets(options.arch, with_host=False)]
     estimates = [estimate(spec) for spec in {s.slug: s for need in needs for s in need.specs}.values()]
     refusals = list(dict.fromkeys(refusal for need in needs for refusal in need.refusals))
-    if options.json:
-        print_json({"variants": [asdict(e) for e in estimates], "refused": refusals, "model": asdict(options.config)})
-    else:
-        _print_plan(estimates, refusals)
+    show, variants = partial(_print_plan, estimates, refusals), [asdict(e) for e in estimates]
+    tell(options, show, variants=variants, refused=refusals, model=asdict(options.config))
     return int(bool(refusals))
 
 

@@ -1,1 +1,3 @@
 """Drop-in replacements for other libraries."""
+
+from __future__ import annotations

@@ -10,16 +10,18 @@ graph. An lse is a natural logarithm, and -inf if the query sees no token. attn_
 are multiplied by exp(lse) / (exp(lse) + exp(attn_sink)), and the lse is that without sinks.
 """
 
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
 from __future__ import annotations
 
 from typing import Any
 
 import torch
 
-from quire.block_table_mla import decode_latents
-from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.block_tables import Scale
-from quire.runtime.checks import (
+from quire.calls.decode import TableCall
+from quire.calls.tables import Scale
+from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
+from quire.engine.checks import (
     check_flags,
     check_output,
     check_positive,
@@ -29,12 +31,12 @@ from quire.runtime.checks import (
     refuse,
     scalar,
 )
-from quire.runtime.layout import LATENT_DIM, ROW_BYTES, cached_parts, is_packed, latent_parts
-from quire.runtime.lse_layout import LN2
-from quire.runtime.replay import replayed
-from quire.runtime.schedule import KeptSchedules, Lengths
-from quire.runtime.selected_keys import row_indices, row_lengths, selected_keys, tokens_of
-from quire.runtime.workspace import OwnWorkspace
+from quire.engine.device import OwnWorkspace
+from quire.engine.foreign import foreign
+from quire.engine.plan_cache import replayed
+from quire.engine.schedule import KeptSchedules, Lengths
+from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.errors import UnsupportedError, ValidationError
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
@@ -57,6 +59,7 @@ def get_mla_metadata(*_args: Any, **_options: Any) -> tuple[MLAMetadata, None]:
 
 
 @replayed
+@foreign(refused="extra_k_cache extra_indices_in_kvcache extra_topk_length")
 def flash_mla_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None, cache_seqlens: torch.Tensor | None,
     head_dim_v: int, tile_scheduler_metadata: Any = None, num_splits: Any = None, softmax_scale: float | None = None,
@@ -85,10 +88,6 @@ def flash_mla_with_kvcache(
     """
     del num_splits
     kept = tile_scheduler_metadata if isinstance(tile_scheduler_metadata, MLAMetadata) else None
-    refuse(
-        extra_k_cache=extra_k_cache, extra_indices_in_kvcache=extra_indices_in_kvcache,
-        extra_topk_length=extra_topk_length,
-    )  # fmt: skip
     check_flags(causal=causal, is_fp8_kvcache=is_fp8_kvcache)
     check_shape(check_tensor(q, "q"), "q", {"batch": None, "seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
     cache = _latents(k_cache, "k_cache", is_fp8_kvcache)
@@ -110,6 +109,7 @@ def flash_mla_with_kvcache(
 
 
 @replayed
+@foreign(refused="indexer_topk")
 def flash_mla_sparse_fwd(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, d_v: int = LATENT_DIM,
     attn_sink: torch.Tensor | None = None, topk_length: torch.Tensor | None = None, indexer_topk: int = 0,
@@ -127,7 +127,6 @@ def flash_mla_sparse_fwd(
     >>> flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)[0].shape
     torch.Size([2, 16, 512])
     """
-    refuse(indexer_topk=indexer_topk or None)
     check_shape(check_tensor(q, "q"), "q", {"seqlen_q": None, "num_heads": None, "head_dim": _KEY_DIM})
     check_shape(check_tensor(kv, "kv"), "kv", {"seqlen_kv": None, "num_heads_k": 1, "head_dim": _KEY_DIM})
     rows, sm_scale = (q.shape[0], 1), scalar(sm_scale, "sm_scale", positive=True)
@@ -167,10 +166,10 @@ def _attend(
     if out is not None:
         check_output(out, "out")
     number = _KEY_DIM**-0.5 if scale is None else scalar(scale, "softmax_scale", positive=True)
-    result, lse = decode_latents(
+    result, lse = TableCall.of_latents(
         latent_parts(q, "q"), cached_parts(cache, "k_cache"), OwnWorkspace(q.device), table, lens, max(1, most),
         Scale(number), Scale(1.0), q_len=q_len, out=out, return_lse=True, lse_unit=LN2,
-    )  # fmt: skip
+    ).attend()  # fmt: skip
     if sink is not None:
         result.copy_(result.float() * torch.sigmoid(lse - sink).nan_to_num_(0.0)[..., None])
     return result, lse

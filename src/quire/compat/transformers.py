@@ -1,6 +1,7 @@
 """Quire as an attention implementation of Hugging Face transformers.
 
-    from quire.compat.transformers import register
+    from quire.engine.run import RunOptions
+from quire.compat.transformers import register
     register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="quire")
 
@@ -39,13 +40,13 @@ from transformers.masking_utils import flash_attention_mask, sdpa_mask
 
 from quire.compat import flash_attn
 from quire.compat.transformers_models import check_models, may_omit_masks
+from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
+from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.plan_cache import new_plan, plan_of, repeated
+from quire.engine.run import RunOptions
+from quire.engine.schedule import Indices, Lengths
+from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError, ValidationError
-from quire.runtime.attention import AttentionSpec
-from quire.runtime.ops import NOT_CAPTURABLE, is_tracing, operator
-from quire.runtime.options import PlanOptions, Types, heads, logits_options
-from quire.runtime.plan_cache import new_plan, plan_of
-from quire.runtime.replay import repeated
-from quire.runtime.schedule import Indices, Lengths
 
 __all__ = ["FLASH_NAME", "NAME", "attend", "make_mask", "register"]
 
@@ -306,8 +307,7 @@ def _attend(
     k, v = key.as_strided(k_size, k_stride), value.as_strided(v_size, v_stride)
     attention.run(
         query.squeeze(2) if query.shape[2] == 1 else query.transpose(1, 2).flatten(0, 1),
-        (k.unsqueeze(1), v.unsqueeze(1)) if has_pages else (k, v), out=out.flatten(0, 1), lse=None, return_lse=False,
-        sinks=sinks, q_scale=None, k_scale=None, v_scale=None, window_left=None, enable_pdl=None,
+        (k.unsqueeze(1), v.unsqueeze(1)) if has_pages else (k, v), out.flatten(0, 1), options=RunOptions(sinks),
     )  # fmt: skip
 
 

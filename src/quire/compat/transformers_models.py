@@ -24,9 +24,9 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from quire.errors import UnsupportedError
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
 __all__ = ["check_models", "may_omit_masks", "own_attention"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _logger = logging.getLogger(__name__)
 _PROBABILITIES = re.compile("softmax|scaled_dot_product_attention|multi_?head_?attention", re.IGNORECASE)

@@ -11,11 +11,8 @@ have any size, also 1, and its ranks may be on several hosts. docs/tutorial/rank
 
 from __future__ import annotations
 
-from quire.distributed.decode import ContextParallelDecode
+from quire.distributed.decode import ContextParallelDecode, Interleave
 from quire.distributed.exchange import merge_over_ranks
-from quire.distributed.interleave import Interleave
-from quire.distributed.prefill import ZigzagPrefill
-from quire.distributed.ulysses import Ulysses
-from quire.distributed.zigzag import Zigzag
+from quire.distributed.prefill import Ulysses, Zigzag, ZigzagPrefill
 
 __all__ = ["ContextParallelDecode", "Interleave", "Ulysses", "Zigzag", "ZigzagPrefill", "merge_over_ranks"]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 
-from quire.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.distributed.exchange import Exchange, exchange_of
-from quire.distributed.interleave import Interleave
 from quire.distributed.ranks import check_agreement, ranks_of, refuse_positions
+from quire.engine.checks import check_flags, check_positive, host_indices
+from quire.engine.tensors import PagedCache
+from quire.engine.wrapper import Pair
 from quire.errors import PlanError, UnsupportedError, ValidationError
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.runtime.checks import check_flags, check_positive, host_indices
-from quire.runtime.keywords import Pair
-from quire.runtime.layout import PagedCache
-from quire.types import dtype_of
+from quire.kernels.types import dtype_of
 
-__all__ = ["ContextParallelDecode"]
+__all__ = ["ContextParallelDecode", "Interleave"]
 
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
@@ -172,3 +171,42 @@ def _checked_pages(indptr: torch.Tensor, here: torch.Tensor, page_size: int) -> 
             f"rank, got {int(indptr.diff()[at])}."
         )
     return indptr
+
+
+class Interleave(NamedTuple):
+    """Runs of interleave_size tokens are assigned to the ranks in turn, and a rank stores its tokens contiguously.
+
+    Token t of a request is on rank t // interleave_size % num_ranks. With interleave_size=1 neighbouring tokens are on
+    different ranks; with the page size of the cache, a page has consecutive tokens. The numbers of tokens of two ranks
+    differ by at most interleave_size. This is the layout of vLLM's decode context parallel
+    (cp_kv_cache_interleave_size).
+
+    >>> from quire.distributed import Interleave
+    >>> own = Interleave(interleave_size=2, rank=1, num_ranks=2)
+    >>> own.lengths(torch.tensor([1, 3, 9]))  # how many tokens of each request are on this rank
+    tensor([0, 1, 4])
+    >>> positions = torch.arange(9)
+    >>> positions[own.holds(positions)]
+    tensor([2, 3, 6, 7])
+    >>> own.places(torch.tensor([2, 3, 6, 7]))  # their indices among the tokens of this rank
+    tensor([0, 1, 2, 3])
+    """
+
+    interleave_size: int
+    rank: int
+    num_ranks: int
+
+    def lengths(self, seq_lens: torch.Tensor) -> torch.Tensor:
+        """How many of the first seq_lens tokens are on this rank."""
+        stride = self.interleave_size * self.num_ranks
+        rest = seq_lens % stride - self.interleave_size * self.rank
+        return seq_lens // stride * self.interleave_size + rest.clamp(0, self.interleave_size)
+
+    def holds(self, positions: torch.Tensor) -> torch.Tensor:
+        """Whether tokens are on this rank: bool."""
+        return positions // self.interleave_size % self.num_ranks == self.rank
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """The indices of tokens among the tokens of their rank: where to append them in its cache."""
+        stride = self.interleave_size * self.num_ranks
+        return positions // stride * self.interleave_size + positions % self.interleave_size

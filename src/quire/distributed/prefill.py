@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 
-from quire.distributed.gather import Gather, Wait, gather_of
-from quire.distributed.ranks import Ranks, check_agreement, ranks_of, refuse_positions
-from quire.distributed.zigzag import Zigzag
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire.attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from quire.cache.merge import merge_state_in_place
+from quire.distributed.exchange import Gather, Wait, gather_of
+from quire.distributed.ranks import Ranks, check_agreement, check_divisible, ranks_of, refuse_positions
+from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
+from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError
-from quire.merge import merge_state_in_place
-from quire.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
-from quire.runtime.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
-from quire.runtime.keywords import Pair
 
-__all__ = ["ZigzagPrefill"]
+__all__ = ["Ulysses", "Zigzag", "ZigzagPrefill"]
 
 _MOST_TOKENS = 1 << 16  #: of a page: chunks are multiples of it, and so is what each rank allocates
 _EARLY, _LATE = _HALVES = (0, 1)  #: the chunks of a rank
@@ -216,3 +218,110 @@ def _padded(first: torch.Tensor, counts: torch.Tensor, lengths: torch.Tensor) ->
     owner = torch.repeat_interleave(torch.arange(len(lengths), device="cpu"), lengths)
     at = torch.arange(len(owner), device="cpu") - (lengths.cumsum(0) - lengths)[owner]
     return torch.where(at < counts[owner], first[owner] + at, 0)
+
+
+class Zigzag:
+    """Sequences are divided into 2 * num_ranks chunks; rank r has chunk r and chunk 2 * num_ranks - 1 - r of each.
+
+    seq_lens: int [batch_size], on the host. The length of a chunk is a multiple of page_size; the last chunks of a
+    sequence may be shorter, or empty. With one early and one late chunk, each rank computes the same number of
+    query-key pairs, as in Llama 3's context parallelism.
+
+    >>> from quire.distributed import Zigzag
+    >>> zigzag = Zigzag(torch.tensor([8, 3]), num_ranks=2, page_size=1)
+    >>> zigzag.rows(0), zigzag.rows(1)  # of the concatenated sequences: 0 to 7, and 8 to 10
+    (tensor([0, 1, 6, 7, 8]), tensor([ 2,  3,  4,  5,  9, 10]))
+    """
+
+    def __init__(self, seq_lens: torch.Tensor, num_ranks: int, page_size: int) -> None:
+        self.num_ranks, self.page_size = check_positive(num_ranks, "num_ranks"), check_positive(page_size, "page_size")
+        self.seq_lens = host_indices(seq_lens, "seq_lens").long()
+        if (self.seq_lens < 0).any():
+            raise ValidationError(f"seq_lens: expected lengths from 0 on, got {self.seq_lens.tolist()}.")
+        self.chunk_pages = -(-self.seq_lens // (2 * self.num_ranks * self.page_size))  #: of a chunk of each sequence
+
+    def begin(self, chunk: int) -> torch.Tensor:
+        """The first token of a chunk in each sequence."""
+        return torch.minimum(chunk * self.chunk_pages * self.page_size, self.seq_lens)
+
+    def length(self, chunk: int) -> torch.Tensor:
+        """The tokens of a chunk of each sequence."""
+        return self.begin(chunk + 1) - self.begin(chunk)
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """The numbers of the two chunks of a rank."""
+        return rank, 2 * self.num_ranks - 1 - rank
+
+    def rows(self, rank: int) -> torch.Tensor:
+        """Indices of a rank's tokens among the concatenated sequences: int64, in the rank's order, which is sequence by
+        sequence, with the early chunk before the late one. x[rows] are the rank's rows of x.
+        """
+        first = self.seq_lens.cumsum(0) - self.seq_lens
+        parts = [
+            first[i] + torch.arange(int(self.begin(chunk)[i]), int(self.begin(chunk + 1)[i]), device="cpu")
+            for i in range(len(first)) for chunk in self.chunks(rank)
+        ]  # fmt: skip
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64, device="cpu")
+
+
+class Ulysses:
+    """Two exchanges, between which each rank computes whole requests with its part of the heads, using any wrapper.
+
+    token_counts: how many consecutive tokens each rank has, in the order of ranks: any numbers, also 0; the same list
+        on all ranks. group: a torch.distributed process group; None: all processes.
+
+    >>> from quire.distributed import Ulysses
+    >>> ulysses = Ulysses([5])  # a group of one
+    >>> q, k, v = ulysses.to_heads(torch.randn(5, 8, 64), torch.randn(5, 2, 64), torch.randn(5, 2, 64))
+    >>> o = quire.single_prefill_with_kv_cache(q, k, v, causal=True)
+    >>> ulysses.to_tokens(o).shape
+    torch.Size([5, 8, 64])
+    """
+
+    def __init__(self, token_counts: Sequence[int], group: Any = None) -> None:
+        self._ranks = ranks_of(group)
+        self._counts = [int(count) for count in token_counts]
+        if len(self._counts) != self._ranks.size or min(self._counts, default=0) < 0:
+            raise ValidationError(
+                f"token_counts: expected a number of tokens for each of the {self._ranks.size} ranks of the group, got "
+                f"{self._counts}."
+            )
+
+    def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Each x [tokens of this rank, num_heads, head_dim] as [tokens of all ranks, num_heads / size, head_dim].
+
+        All tensors are sent in one message. Rank r gets the r-th part of the heads. If there are fewer KV heads than
+        ranks, KV heads are repeated, so that each rank has the one that its queries need.
+        """
+        size, own = self._ranks.size, self._counts[self._ranks.rank]
+        parts = [self._by_rank(tensor, f"tensors[{i}]") for i, tensor in enumerate(tensors)]
+        if len({part.dtype for part in parts}) > 1:
+            raise ValidationError(f"tensors: expected one dtype, got {[part.dtype for part in parts]}.")
+        sent = torch.cat([part.flatten(2) for part in parts], 2).transpose(0, 1).contiguous()
+        received = sent.new_empty(sum(self._counts), sent.shape[2])
+        self._exchange(received, sent.flatten(0, 1), self._counts, [own] * size)
+        columns = torch.split(received, [part.shape[2] * part.shape[3] for part in parts], 1)
+        return tuple(x.view(len(x), *part.shape[2:]) for x, part in zip(columns, parts, strict=True))
+
+    def _by_rank(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """x as [tokens, ranks, heads of a rank, head_dim]."""
+        tokens = {"tokens of this rank": self._counts[self._ranks.rank]}
+        check_shape(check_tensor(x, name), name, {**tokens, "num_heads": None, "head_dim": None})
+        size = self._ranks.size
+        if x.shape[1] and x.shape[1] < size and size % x.shape[1] == 0:
+            x = x.repeat_interleave(size // x.shape[1], 1)
+        check_divisible(x.shape[1], self._ranks, f"{name}: num_heads", "take a group whose size divides them")
+        return x.reshape(x.shape[0], size, x.shape[1] // size, x.shape[2])
+
+    def to_tokens(self, o: torch.Tensor) -> torch.Tensor:
+        """o [tokens of all ranks, heads of this rank, head_dim] as [tokens of this rank, heads of all, head_dim]."""
+        size, own = self._ranks.size, self._counts[self._ranks.rank]
+        check_shape(check_tensor(o, "o"), "o", {"tokens": sum(self._counts), "num_heads": None, "head_dim": None})
+        received = o.new_empty(size, own, *o.shape[1:])
+        self._exchange(received.view(size * own, *o.shape[1:]), o.contiguous(), [own] * size, self._counts)
+        return received.transpose(0, 1).flatten(1, 2)
+
+    def _exchange(
+        self, received: torch.Tensor, sent: torch.Tensor, received_counts: list[int], sent_counts: list[int]
+    ) -> None:
+        dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self._ranks.group)

@@ -36,35 +36,27 @@ CUDA_HOME, QUIRE_TOOLCHAIN) for the first time, is asked once for its version (`
 
 from __future__ import annotations
 
-import atexit
-import importlib.util
 import json
 import os
-import shutil
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from quire import _templates, config
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
-from quire.jit import events, progress
+from quire.jit import config, events, render
 from quire.jit.builder import compile_entry
+from quire.jit.compilation import stop_compilers
 from quire.jit.cpu import host_target, without_matrix_unit
 from quire.jit.driver import encode_tensor_map
 from quire.jit.lock import entry_lock
-from quire.jit.manifest import Manifest
-from quire.jit.miss import by_nearness, explain
+from quire.jit.manifest import Manifest, Request, make_request, toolchain_digest
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
-from quire.jit.ninja import stop_compilers
-from quire.jit.request import Request, make_request, toolchain_digest
 from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Store
+from quire.jit.stores import by_nearness, explain, reading_stores, user_store, writable
 from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
 
 if TYPE_CHECKING:
@@ -107,13 +99,8 @@ __all__ = [
 
 Status = Literal["hit", "built"]
 
-_PREBUILT_PACKAGE = "quire_jit_cache"
-_GROUP = "quire.stores"  #: entry points of this group name packages with a directory `store`
-_WRITABLE = "Set QUIRE_CACHE_DIR to a directory that you alone can write"
-
 _guard = threading.Lock()
 _modules: dict[tuple[Spec, Path | None], Module] = {}
-_stores: dict[tuple[Path, bool], Store] = {}
 _recorded: set[tuple[Path, str]] = set()
 _record_to: Path | None = None
 _sealed = False
@@ -122,81 +109,6 @@ _sealed = False
 def supported_cuda_targets() -> tuple[str, ...]:
     """Every device target that can be compiled for, oldest first."""
     return tuple(CUDA_TARGETS)
-
-
-# --- stores ----------------------------------------------------------------------------------------------------------
-
-
-def user_store() -> Store:
-    """The user's cache (QUIRE_CACHE_DIR, or the user's cache directory). Nothing is created here."""
-    root, private = config.cache_root(), not config.cache_root_is_explicit()
-    with _guard:
-        return _stores.setdefault((root, False), Store(root, private=private))
-
-
-def prebuilt_stores() -> tuple[Store, ...]:
-    """The read-only stores that exist: the machine's (QUIRE_SYSTEM_CACHE), then those of installed packages.
-
-    Such a package has a directory `store`, and is `quire_jit_cache` or named by an entry point of the group
-    `quire.stores`. The search runs no code of the packages.
-    """
-    system, packaged = config.system_cache(), _package_stores(tuple(sys.path))
-    roots = [root for root in (system, *packaged) if os.path.isdir(root / "entries")]  # noqa: PTH112 - as in _find
-    with _guard:
-        return tuple(_stores.setdefault((r, True), Store(r, readonly=True, trusted_group=r in packaged)) for r in roots)
-
-
-@cache
-def _package_stores(_search: tuple[str, ...]) -> tuple[Path, ...]:
-    """The directories `store` of installed packages, for this value of sys.path."""
-    import importlib.metadata  # after a miss in the user's cache only
-
-    packages = [_PREBUILT_PACKAGE, *sorted(point.value for point in importlib.metadata.entry_points(group=_GROUP))]
-    return tuple(place / "store" for package in dict.fromkeys(packages) for place in _places(package))
-
-
-def _places(package: str) -> list[Path]:
-    """The directories of a package, which is not imported."""
-    try:
-        found = importlib.util.find_spec(package.partition(".")[0])
-    except (ImportError, ValueError):  # an incomplete installation counts as absent
-        found = None
-    parents = list(found.submodule_search_locations or ()) if found is not None else []
-    return [Path(parent, *package.split(".")[1:]) for parent in parents]
-
-
-_private_store: Store | None = None
-
-
-def _temporary_store(instead_of: Store, reason: str) -> Store:
-    """A temporary store, deleted when this process ends, in place of a cache that cannot be written."""
-    global _private_store
-    with _guard:
-        if _private_store is None:
-            try:
-                root = Path(tempfile.mkdtemp(prefix="quire-"))
-            except OSError as error:
-                raise CacheError(
-                    f"cannot write to {instead_of.root} ({reason}) nor elsewhere ({error}). {_WRITABLE}"
-                ) from error
-            atexit.register(shutil.rmtree, root, ignore_errors=True)
-            _private_store = Store(root, private=True)
-            progress.warn_once(
-                f"the cache {instead_of.root} cannot be written ({reason}); compiling into {root} for this process. "
-                f"{_WRITABLE}"
-            )
-        return _private_store
-
-
-def _reading_stores(store: Store | None) -> Iterator[Store]:
-    """The stores to search, in order. An explicit store is the only one, because its caller wants it filled."""
-    if store is not None:
-        yield store
-        return
-    yield user_store()
-    if _private_store is not None:
-        yield _private_store
-    yield from prebuilt_stores()
 
 
 # --- hits ------------------------------------------------------------------------------------------------------------
@@ -214,7 +126,7 @@ def _accepted_toolchain(target: str, store: Store, *, denied: bool) -> str | Non
         try:
             version = toolchain.version(store.memory)
         except CompileError as error:
-            progress.warn_once(f"the compiler {toolchain.path} is unusable, so any compiler's entries will do: {error}")
+            events.warn_once(f"the compiler {toolchain.path} is unusable, so any compiler's entries will do: {error}")
             return None
     return toolchain_digest(toolchain.parts(target, version))
 
@@ -250,7 +162,7 @@ def _of_another_kind(request: Request, store: Store, *, quiet: bool) -> Entry | 
 
 def _request(spec: Spec, templates: Path | None) -> Request:
     kinds_for(spec.target)  # UnsupportedError for a target of no toolchain
-    return make_request(spec, templates or _templates.root())
+    return make_request(spec, templates or render.root())
 
 
 def request_parts(spec: Spec) -> Mapping[str, str]:
@@ -265,7 +177,7 @@ def render_unit(spec: Spec) -> str:
 
 def lookup(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> Entry | None:
     """The entry of `spec`, or None. Never builds."""
-    return _find(_request(spec, templates), _reading_stores(store), denied=denied())
+    return _find(_request(spec, templates), reading_stores(store), denied=denied())
 
 
 def is_obtainable(spec: Spec) -> bool:
@@ -278,13 +190,13 @@ def is_obtainable(spec: Spec) -> bool:
 def explain_miss(spec: Spec, *, store: Store | None = None, templates: Path | None = None) -> str:
     """Why `spec` is not in the cache: how it differs from the nearest entry. If the cache has it: where."""
     request = _request(spec, templates)
-    entry = _find(request, _reading_stores(store), denied=denied())
+    entry = _find(request, reading_stores(store), denied=denied())
     return _explain(request, store) if entry is None else f"it is in the cache: {entry.path}"
 
 
 def _explain(request: Request, store: Store | None) -> str:
-    written = store or _private_store or user_store()
-    stores = tuple(_reading_stores(store))
+    stores = tuple(reading_stores(store))
+    written = store or next(s for s in reversed(stores) if not s.readonly)
     try:
         slugs = {slug for one in stores for slug in one.slugs()}
         if not slugs:
@@ -339,7 +251,7 @@ def _refusal(missing: Sequence[Request], store: Store | None) -> CacheMissError:
 def cache_miss(specs: Iterable[Spec]) -> CacheMissError:
     """One error that names all of `specs` that no store has, instead of only the first."""
     requests = [_request(spec, None) for spec in specs]
-    missing = [request for request in requests if _find(request, _reading_stores(None), denied=True) is None]
+    missing = [request for request in requests if _find(request, reading_stores(None), denied=True) is None]
     return _refusal(missing or requests, None)
 
 
@@ -352,23 +264,11 @@ class _WaitReporter:
         self.holder = ""
 
     def __call__(self, holder: str, seconds: float) -> None:
-        if self.told is not None and seconds - self.told < progress.HEARTBEAT_SECONDS:
+        if self.told is not None and seconds - self.told < events.HEARTBEAT_SECONDS:
             return
         self.told, self.holder = seconds, holder
         events.emit(events.Event("wait", self._spec.slug, self._spec.target, seconds, cause=holder))
-        progress.info(f"waiting for {holder} to compile {self._spec.slug}, {seconds:.0f} s so far")
-
-
-def _writable(store: Store, *, lasting: bool) -> Store:
-    """`store`, if it can be written; else a temporary store, or CacheError if the store must be `lasting`."""
-    if not (reason := store.prepare()):
-        return store
-    if lasting:
-        raise CacheError(f"the cache {store.root} cannot be written: {reason}. {_WRITABLE}")
-    temporary = _temporary_store(store, reason)
-    if failure := temporary.prepare():
-        raise CacheError(f"cannot write to {store.root} ({reason}) nor {temporary.root} ({failure}). {_WRITABLE}")
-    return temporary
+        events.info(f"waiting for {holder} to compile {self._spec.slug}, {seconds:.0f} s so far")
 
 
 @contextmanager
@@ -394,7 +294,7 @@ def _from_tier(request: Request, store: Store, *, denied: bool, lasting: bool) -
     """The entry of `request`, copied from the remote cache to `store`, or put there by another process meanwhile."""
     if (tier := _shared_tier()) is None:
         return None
-    target_store, toolchain = _writable(store, lasting=lasting), find_toolchain(request.spec.target)
+    target_store, toolchain = writable(store, lasting=lasting), find_toolchain(request.spec.target)
     accepted = _accepted_toolchain(request.spec.target, target_store, denied=denied)
     named = accepted is not None and toolchain is not None and toolchain.named
     with _locked(request, target_store):
@@ -408,7 +308,7 @@ def _from_tier(request: Request, store: Store, *, denied: bool, lasting: bool) -
 def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tuple[Status, Entry]:
     spec = request.spec
     toolchain = require_toolchain(spec.target)
-    target_store = _writable(store, lasting=lasting)
+    target_store = writable(store, lasting=lasting)
     parts = toolchain.parts(spec.target, toolchain.version(target_store.memory))
     target_store.memory.save()  # compiler versions asked for before the root existed
     tier, digest = _shared_tier(), toolchain_digest(parts)
@@ -420,7 +320,7 @@ def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tupl
         if entry is not None:
             return "hit", entry
         if not held:
-            progress.warn_once(f"gave up waiting for the builder of {spec.slug}; building it here as well")
+            events.warn_once(f"gave up waiting for the builder of {spec.slug}; building it here as well")
         entry = compile_entry(request, toolchain, parts, target_store, cause)
     if tier is not None:
         tier.offer(entry)
@@ -438,7 +338,7 @@ def build(
     """
     start = time.monotonic()
     request, forbidden = _request(spec, templates), denied()
-    entry = _find(request, _reading_stores(store), denied=forbidden, builds=not forbidden)
+    entry = _find(request, reading_stores(store), denied=forbidden, builds=not forbidden)
     status: Status = "hit"
     if entry is None:
         entry = _from_tier(request, store or user_store(), denied=forbidden, lasting=lasting)

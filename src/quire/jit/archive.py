@@ -20,8 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, cast
 
 from quire.errors import CacheError
-from quire.jit.manifest import Manifest
-from quire.jit.request import Request
+from quire.jit.manifest import Manifest, Request
 from quire.jit.store import Entry, Store
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from quire import config
 from quire.errors import ValidationError
+from quire.jit import config
 
 #: What an x86-64 microarchitecture level adds, in the names of /proc/cpuinfo (psABI; lzcnt is abm there).
 _LEVELS: dict[str, frozenset[str]] = {

@@ -16,13 +16,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-from quire import _templates, config
 from quire.errors import QuireError
-from quire.jit import cpu, driver, gpu, trust
-from quire.jit.memory import Memory
-from quire.jit.ninja import find_ninja
+from quire.jit import config, cpu, driver, render, trust
+from quire.jit.compilation import find_ninja
+from quire.jit.compiler import Memory, Toolchain
 from quire.jit.store import Store
-from quire.jit.toolchain import CUDA_TARGETS, Toolchain, for_target
+from quire.jit.toolchain import CUDA_TARGETS, for_target
 
 Status = Literal["ok", "note", "fault"]
 
@@ -90,7 +89,7 @@ def _variables() -> Iterator[Finding]:
 
 
 def _check_templates() -> Iterator[Finding]:
-    yield Finding("templates", "ok", str(_templates.root()))
+    yield Finding("templates", "ok", str(render.root()))
 
 
 # --- the GPU ---------------------------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ def _check_templates() -> Iterator[Finding]:
 
 def _check_driver() -> Iterator[Finding]:
     if driver.available():
-        targets = ", ".join(gpu.present_targets()) or "no GPU"
+        targets = ", ".join(driver.present_targets()) or "no GPU"
         yield Finding("driver", "ok", f"libcuda {driver.driver().version_text()}: {targets}")
     elif any(file.exists() for file in _GPU_FILES):
         fix = "Start the container with `--gpus all` (nvidia-container-toolkit), or install the driver's libcuda.so.1."
@@ -123,7 +122,7 @@ def _check_torch() -> Iterator[Finding]:
 
 def _wanted_targets() -> tuple[str, ...]:
     """The targets of this machine's GPUs."""
-    return gpu.present_targets()
+    return driver.present_targets()
 
 
 # --- compilers -------------------------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ def _ask(*command: str) -> str:
 
 
 def _check_nvcc() -> Iterator[Finding]:
-    wanted = config.arch_list() or gpu.present_targets()
+    wanted = config.arch_list() or driver.present_targets()
     toolchain, findings = _found("nvcc", "sm90a")
     if toolchain is None:
         needed = bool(wanted) or config.nvcc() is not None

@@ -12,7 +12,8 @@ from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, 
 from functools import cache
 from typing import Any
 
-from quire.errors import DriverError, ValidationError
+from quire.errors import DriverError, UnsupportedError, ValidationError
+from quire.jit.toolchain import CUDA_TARGETS
 
 _MAX_SMEM_OPTIN = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 
@@ -256,3 +257,25 @@ def move_tensor_map(out: int, address: int, device: int) -> None:
         with api.current(device):
             code = replace(out, address)
         api.check(code, "cuTensorMapReplaceAddress", f"address={address:#x}")
+
+
+_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR = 75, 76  # CUdevice_attribute
+
+
+def present_targets() -> tuple[str, ...]:
+    """The targets of this machine's GPUs, each once."""
+    if not available():
+        return ()
+    return tuple(dict.fromkeys(cuda_target(index) for index in range(driver().device_count())))
+
+
+@cache
+def cuda_target(index: int) -> str:
+    """The most specific target that runs on GPU `index`: its own, else the nearest older one of its generation."""
+    api = driver()
+    major, minor = (api.attribute(index, which) for which in (_COMPUTE_CAPABILITY_MAJOR, _COMPUTE_CAPABILITY_MINOR))
+    for name in (f"sm{major}{minor}a", *(f"sm{major}{m}" for m in range(minor, -1, -1))):
+        if name in CUDA_TARGETS:
+            return name
+    known = ", ".join(CUDA_TARGETS)
+    raise UnsupportedError(f"device: cuda:{index} has compute capability {major}.{minor}; known are {known}.")

@@ -1,18 +1,27 @@
-"""Events of the JIT, for progress bars, counters and logs of a serving engine.
+"""Events of the cache, counters of them, and lines in the log.
 
     unsubscribe = quire.events.subscribe(lambda event: print(event.kind, event.slug))
 
 Callbacks run on the thread that does the work, in the order of subscription. An exception of a callback is logged and
 does not disturb the build. Events are also counted: `quire.metrics()` gives the counters in Prometheus' format.
+
+Lines go to the logger "quire". Most serving processes never configure logging, so lines go to stderr, from level
+QUIRE_LOG on, while neither that logger nor the root logger has a handler. Only the first rank of a node prints
+progress; every process prints warnings, each text once.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
+
+from quire.jit import config
 
 Kind = Literal["begin", "progress", "end", "hit", "wait", "waited"]
 
@@ -99,3 +108,54 @@ def metrics() -> str:
         values = {kernel: value for (counter, kernel), value in sorted(counted.items()) if counter == name}
         lines += [f'{name}{{kernel="{kernel}"}} {value:.6g}' for kernel, value in values.items()]
     return "\n".join(lines) + "\n"
+
+
+HEARTBEAT_SECONDS = 10.0
+
+_logger = logging.getLogger("quire")
+_warned: set[str] = set()
+_MOST_WARNED = 1000  #: texts remembered; with more, a text may be repeated
+_warn_guard = threading.Lock()
+
+
+def _write(level: int, text: str) -> None:
+    if _logger.hasHandlers():
+        _logger.log(level, text)
+    elif level >= config.log_level():
+        print(f"quire: {text}\n", end="", file=sys.stderr, flush=True)  # one write: threads report at the same time
+
+
+def info(text: str) -> None:
+    """A progress line, from one process of the node."""
+    if config.reports_progress():
+        _write(logging.INFO, text)
+
+
+def warn_once(text: str) -> None:
+    """Warn, unless this process has already warned with the same text."""
+    with _warn_guard:
+        if text in _warned:
+            return
+        if len(_warned) >= _MOST_WARNED:
+            _warned.clear()
+        _warned.add(text)
+    _write(logging.WARNING, text)
+
+
+@contextmanager
+def heartbeat(beat: Callable[[float], None]) -> Iterator[None]:
+    """Call `beat(elapsed seconds)` from a thread every HEARTBEAT_SECONDS while the body runs."""
+    finished = threading.Event()
+    start = time.monotonic()
+
+    def tick() -> None:
+        while not finished.wait(HEARTBEAT_SECONDS):
+            beat(time.monotonic() - start)
+
+    thread = threading.Thread(target=tick, name="quire-heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()

@@ -19,7 +19,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 from quire.errors import CacheError
-from quire.jit import progress, trust
+from quire.jit import events, trust
 
 #: Longer than any compile. After that the holder is presumed stuck (a stopped process, a lost NFS client).
 PATIENCE_SECONDS = 900.0
@@ -40,7 +40,7 @@ class _Lock:
 
     def _do_without(self, error: Exception) -> None:
         reason = getattr(error, "strerror", None) or error
-        progress.warn_once(
+        events.warn_once(
             f"no locks in {self._path.parent.parent} ({reason}); processes may repeat each other's compiles"
         )
 

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from quire.errors import CacheError
-from quire.jit import progress, trust
-from quire.jit.manifest import LARGEST_MANIFEST, MANIFEST, Manifest
-from quire.jit.memory import Memory
-from quire.jit.request import Request, entry_name
+from quire.jit import events, trust
+from quire.jit.compiler import Memory
+from quire.jit.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, Request, entry_name
 
 _DIRECTORIES = ("entries", "locks", "permits", "staging", "logs", "quarantine")
 _STALE_SECONDS = 3600.0
@@ -131,14 +130,14 @@ class Store:
         if not os.path.lexists(path):  # another process has just moved it away
             return
         if self.readonly or not repair:
-            progress.warn_once(f"ignored the cache entry {path}: {reason}")
+            events.warn_once(f"ignored the cache entry {path}: {reason}")
             return
         try:
             moved = self._move_away(path)
         except (OSError, CacheError) as error:
-            progress.warn_once(f"the cache entry {path} is unusable ({reason}) and cannot be moved away: {error}")
+            events.warn_once(f"the cache entry {path} is unusable ({reason}) and cannot be moved away: {error}")
         else:
-            progress.warn_once(f"moved the cache entry {path} to {moved}: {reason}")
+            events.warn_once(f"moved the cache entry {path} to {moved}: {reason}")
 
     def _move_away(self, path: Path) -> Path:
         """Move an entry, or a file with the name of a slug's directory, to the quarantine."""
@@ -185,7 +184,7 @@ class Store:
             try:
                 yield self.verify(path)
             except (CacheError, OSError) as error:
-                progress.warn_once(f"ignored the cache entry {path}: {error}")
+                events.warn_once(f"ignored the cache entry {path}: {error}")
 
     def manifests(self, slug: str | None = None) -> Iterator[tuple[Path, Manifest]]:
         """(directory, manifest) of every entry (of a slug) whose manifest can be read. Reads no artifact."""
@@ -282,7 +281,7 @@ class Store:
         try:
             return self._place(staging, final) or Entry(final, manifest, image)
         except CacheError as error:
-            progress.warn_once(f"{error}; this process uses {staging}")
+            events.warn_once(f"{error}; this process uses {staging}")
             return Entry(staging, manifest, image)
 
     def _place(self, staging: Path, final: Path) -> Entry | None:

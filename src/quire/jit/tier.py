@@ -31,11 +31,10 @@ from typing import Any, Literal, Protocol, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from quire import config
 from quire.errors import CacheError, ValidationError
-from quire.jit import progress
+from quire.jit import config, events
 from quire.jit.archive import import_entries, pack
-from quire.jit.request import Request, request_digest, toolchain_digest
+from quire.jit.manifest import Request, request_digest, toolchain_digest
 from quire.jit.store import Entry, Store
 
 LIMIT_SECONDS = 5.0  #: of one operation
@@ -196,9 +195,9 @@ class Tier:
         try:
             import_entries(io.BytesIO(self._unsigned(name, data)), store, only=request)
         except Exception as error:  # whatever the bytes are, they are no reason to end the user's call
-            progress.warn_once(f"ignored the object {name} of the shared cache {self.url}: {error}")
+            events.warn_once(f"ignored the object {name} of the shared cache {self.url}: {error}")
             return False
-        progress.info(f"{request.spec.slug} came from the shared cache {self.url}")
+        events.info(f"{request.spec.slug} came from the shared cache {self.url}")
         return True
 
     def claim(self, request: Request, toolchain: str) -> bool:
@@ -242,10 +241,10 @@ class Tier:
         try:
             archive = pack(entry)
         except (CacheError, OSError) as error:
-            progress.warn_once(f"{entry.slug} is not added to the shared cache: {_text(error)}")
+            events.warn_once(f"{entry.slug} is not added to the shared cache: {_text(error)}")
             return
         if len(archive) + 100 > LARGEST_OBJECT:
-            progress.warn_once(f"{entry.slug} is too large for the shared cache: {len(archive)} bytes")
+            events.warn_once(f"{entry.slug} is too large for the shared cache: {len(archive)} bytes")
             return
         for name in (object_name(request, toolchain), object_name(request, None)):
             data = self._signed(name, archive)
@@ -274,7 +273,7 @@ class Tier:
             return _within(LIMIT_SECONDS, call)
         except Exception as error:  # of whatever implementation
             self._retry[kind] = time.monotonic() + RETRY_SECONDS
-            progress.warn_once(
+            events.warn_once(
                 f"the shared cache {self.url} cannot be {'read' if kind == 'read' else 'written'} ({_text(error)}); "
                 f"doing without it for {RETRY_SECONDS:.0f} s"
             )

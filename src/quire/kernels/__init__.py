@@ -9,18 +9,6 @@ from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
 from quire.jit.spec import Spec
-from quire.kernels import (
-    attention_cpu,
-    attention_decode,
-    attention_fa2,
-    attention_fa3,
-    attention_fa3_fp8,
-    attention_mla_cpu,
-    attention_mla_decode,
-    attention_mla_fa2,
-    attention_mla_fa3,
-    attention_wide,
-)
 from quire.kernels.attention import (
     AttentionKernel,
     AttentionKey,
@@ -29,7 +17,13 @@ from quire.kernels.attention import (
     cascade_reason,
     same_rows,
 )
-from quire.kernels.operands import Operand, OperandBlock
+from quire.kernels.cpu import CPU
+from quire.kernels.decode import DECODE
+from quire.kernels.fa2 import FA2, WIDE
+from quire.kernels.fa3 import FA3
+from quire.kernels.fa3_fp8 import FA3_FP8
+from quire.kernels.features import Operand, OperandBlock
+from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
 
 __all__ = [
     "KERNELS",
@@ -50,17 +44,8 @@ __all__ = [
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
 KERNELS: tuple[AttentionKernel, ...] = (
-    attention_decode.KERNEL,
-    attention_fa3.KERNEL,
-    attention_fa3_fp8.KERNEL,
-    attention_fa2.KERNEL,
-    attention_wide.KERNEL,
-    attention_cpu.KERNEL,
-    attention_mla_decode.KERNEL,
-    attention_mla_fa3.KERNEL,
-    attention_mla_fa2.KERNEL,
-    attention_mla_cpu.KERNEL,
-)
+    DECODE, FA3, FA3_FP8, FA2, WIDE, CPU, MLA_DECODE, MLA_FA3, MLA_FA2, MLA_CPU,
+)  # fmt: skip
 
 PIN = "quire:"  #: `backend="quire:fa2"`: that kernel, or an error
 #: FlashInfer's names of its own implementations. They mean `auto`.
@@ -90,8 +75,8 @@ class Decision:
     kernel: AttentionKernel
     key: AttentionKey
     trace: tuple[Verdict, ...]
-    templates: dict[Any, Any] = field(default_factory=dict)  #: plan templates (runtime/planner.py)
-    checked: dict[Any, Any] = field(default_factory=dict)  #: layouts that passed all checks (runtime/attention.py)
+    templates: dict[Any, Any] = field(default_factory=dict)  #: plan templates (engine/planner.py)
+    checked: dict[Any, Any] = field(default_factory=dict)  #: layouts that passed all checks (engine/attention.py)
 
     @cached_property
     def spec(self) -> Spec:
@@ -166,10 +151,12 @@ def family(problem: AttentionProblem, backend: str) -> list[Spec]:
 
 
 def _allowed(kernel: AttentionKernel, backend: str) -> bool:
-    return backend in ("auto", PIN + kernel.backend)
+    return backend == PIN + kernel.backend or (backend == "auto" and not kernel.is_opt_in)
 
 
 def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
+    if kernel.is_opt_in and backend == "auto":
+        return _rejection(kernel, problem) or f"only backend={PIN + kernel.backend!r} chooses it: it rounds more"
     if not _allowed(kernel, backend):
         return f"backend={backend!r} was asked for"
     return _rejection(kernel, problem) or _split_reason(kernel, problem)

@@ -13,20 +13,23 @@ from typing import Annotated, Any, NamedTuple
 from quire.errors import ValidationError
 from quire.jit import without_matrix_unit
 from quire.jit.spec import Spec
-from quire.kernels.expression_cxx import operands_struct, render
-from quire.kernels.features import ANY_PAGE_SIZE, Feature, Features, rows_of
-from quire.kernels.operands import (
+from quire.kernels.expressions.cxx import operands_struct, render
+from quire.kernels.features import (
+    ANY_PAGE_SIZE,
     ATTENTION_OPERANDS,
     PREFIX_OPERANDS,
+    Feature,
+    Features,
     Operand,
     OperandBlock,
     TensorCopy,
     View,
     blocks_of,
+    rows_of,
 )
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, StampList, struct_of
-from quire.types import MaskMode, PosEncodingMode
+from quire.kernels.types import MaskMode, PosEncodingMode
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,7 @@ class AttentionKernel:
     #: whether its code for row tiles of that height uses the CPU's matrix unit
     uses_matrix_unit: Callable[[AttentionProblem, int], bool] = lambda *_: False
     yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why other kernels are preferred
+    is_opt_in: bool = False  #: `auto` does not choose it, because it rounds more than other kernels
     #: the page size for which its code is compiled
     page_size: Callable[[AttentionProblem], int] = lambda problem: ANY_PAGE_SIZE if problem.paged else 0
     operands: tuple[Operand, ...] = ATTENTION_OPERANDS
@@ -160,8 +164,8 @@ class AttentionKernel:
     prefix_params: type[ctypes.Structure] | None = None
     has_cascades: bool = False  #: merges partial results across the levels of a cascade
     has_gaps: bool = False  #: with pages of one token, masks page numbers beyond params.num_pages
-    notes_times: bool = False  #: has timed variants (core/stamps.h)
-    #: converts a key of 8 bits again for each row tile, which long prompts avoid: runtime/widen_ahead.py
+    notes_times: bool = False  #: has timed variants (tile/shared/stamps.h)
+    #: converts a key of 8 bits again for each row tile, which long prompts avoid: engine/upcast.py
     is_slower_over_8_bits: bool = False
     pdl: bool = False  #: waits for its predecessor itself, and so may start early (programmatic dependent launch)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quire.errors import ValidationError
 from quire.jit.spec import Spec
-from quire.kernels.expression_cxx import operands_struct, render
+from quire.kernels.expressions.cxx import operands_struct, render
+from quire.kernels.expressions.variant import Variant, find_variant
 from quire.kernels.params import (
     AppendLatentsParams,
     AppendParams,
@@ -24,7 +26,6 @@ from quire.kernels.params import (
     WidenParams,
     struct_of,
 )
-from quire.kernels.variant import Variant, find_variant
 
 #: Threads of a CTA of every operation on a GPU: kParallelThreads in core/parallel.h.
 PARALLEL_THREADS = 256
@@ -161,3 +162,35 @@ def _places(op: Operation, own: Variant | None) -> tuple[tuple[str, int], ...]:
     if own is None:
         return ()
     return ("kOperandsAt", ctypes.sizeof(op.params)), ("kScore", int(own.has_score)), ("kScoreMask", 1)
+
+
+#: Units per turn, so that 64-bit integers wrap around where angles do.
+_TURN = 2**64
+
+
+def rope_frequencies(rotary_dim: int, rope_scale: float, rope_theta: float) -> tuple[int, ...]:
+    """Rotations per token of the rotary_dim / 2 pairs, in units of 2**-64 turns: theta**(-2 i / rotary_dim) / scale
+    radians.
+    """
+    return tuple(fixed_point(rope_theta ** (-2 * pair / rotary_dim) / rope_scale) for pair in range(rotary_dim // 2))
+
+
+def fixed_point(radians: float) -> int:
+    """A frequency in radians per token as turns in fixed point."""
+    return round(math.fmod(radians / (2 * math.pi), 1.0) * _TURN) % _TURN
+
+
+def llama31_frequencies(
+    rotary_dim: int, rope_scale: float, rope_theta: float, low_freq_factor: float, high_freq_factor: float,
+    old_context_len: float,
+) -> tuple[int, ...]:  # fmt: skip
+    """The same for Llama 3.1: pairs with fewer than low_freq_factor rotations in old_context_len tokens are slowed down
+    by rope_scale, pairs with more than high_freq_factor rotations are unchanged, and pairs in between are interpolated.
+    """
+
+    def scaled(radians: float) -> float:
+        turns = old_context_len * radians / (2 * math.pi)
+        kept = min(max((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0), 1.0)
+        return (1 - kept) * radians / rope_scale + kept * radians
+
+    return tuple(fixed_point(scaled(rope_theta ** (-2 * pair / rotary_dim))) for pair in range(rotary_dim // 2))

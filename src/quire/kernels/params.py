@@ -12,7 +12,7 @@ from functools import cache
 from typing import TypeVar
 
 from quire.jit.spec import Struct
-from quire.kernels.operands import (
+from quire.kernels.features import (
     ATTENTION_OPERANDS,
     MLA_OPERANDS,
     PREFIX_OPERANDS,
@@ -118,7 +118,7 @@ def params_with(name: str, operands: Sequence[Operand]) -> type[ctypes.Structure
 #: AttentionParams, followed by shared keys in separate tensors; see core/cascade.h.
 AttentionPrefixParams = params_with("AttentionPrefixParams", (*ATTENTION_OPERANDS, *PREFIX_OPERANDS))
 
-#: The parameters of MLA kernels; see core/params_mla.h.
+#: The parameters of MLA kernels; see core/params.h.
 AttentionMlaParams = params_with("AttentionMlaParams", SCALED_MLA_OPERANDS)
 
 
@@ -129,7 +129,7 @@ class TensorMap(ctypes.Structure):
 
 
 class AttentionFa3Params(ctypes.Structure):
-    """The parameters of fa3; see core/params_fa3.h. Allocate with `aligned_copy`."""
+    """The parameters of fa3; see core/params.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         ("base", AttentionParams),
@@ -144,7 +144,7 @@ class AttentionFa3Params(ctypes.Structure):
 
 
 class AttentionFa3PrefixParams(ctypes.Structure):
-    """The same with shared keys in separate tensors; see core/params_fa3.h. Allocate with `aligned_copy`."""
+    """The same with shared keys in separate tensors; see core/params.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         *AttentionFa3Params._fields_,
@@ -155,7 +155,7 @@ class AttentionFa3PrefixParams(ctypes.Structure):
 
 
 class AttentionFa3Fp8Params(ctypes.Structure):
-    """The same with scales of query heads; see core/params_fa3_fp8.h. Allocate with `aligned_copy`."""
+    """The same with scales of query heads; see core/params.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         *AttentionFa3Params._fields_,
@@ -178,7 +178,7 @@ class PodParams(ctypes.Structure):
 
 
 class AttentionMlaFa3Params(ctypes.Structure):
-    """The parameters of MLA kernels with TMA; see core/params_mla_fa3.h. Allocate with `aligned_copy`."""
+    """The parameters of MLA kernels with TMA; see core/params.h. Allocate with `aligned_copy`."""
 
     _fields_ = (
         *AttentionFa3Params._fields_,
@@ -279,7 +279,7 @@ class ExpressionBlocksParams(ctypes.Structure):
 
 
 class StampList(ctypes.Structure):
-    """Memory in which a timed variant records the times of work tiles; see core/stamps.h."""
+    """Memory in which a timed variant records the times of work tiles; see tile/shared/stamps.h."""
 
     _fields_ = (("rows", c_void_p), ("capacity", c_int64))
 

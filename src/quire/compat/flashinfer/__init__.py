@@ -20,7 +20,7 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 
-from quire.compat.flashinfer import calls, overlay, standin
+from quire.compat.flashinfer import devices, overlay, standin
 
 __all__ = ["activate", "deactivate", "report"]
 
@@ -29,7 +29,7 @@ def activate() -> None:
     """Serve `flashinfer`'s attention from now on, in this process. May be called repeatedly."""
     if standin.is_active() or overlay.is_active():
         return
-    calls.start()
+    devices.start()
     (standin if _installed() is None else overlay).activate()
 
 
@@ -37,7 +37,7 @@ def deactivate() -> None:
     """Undo activate(). Names that a program has imported from `flashinfer` in the meantime remain Quire's."""
     overlay.deactivate()
     standin.deactivate()
-    calls.stop()
+    devices.stop()
 
 
 def report() -> str:
@@ -52,7 +52,7 @@ def report() -> str:
     ['served', 'single_decode_with_kv_cache', '1']
     >>> compat.deactivate()
     """
-    return calls.report()
+    return devices.report()
 
 
 def _installed() -> ModuleSpec | None:

@@ -11,10 +11,11 @@ from functools import cache
 from typing import Any
 
 import quire
+from quire import public
 from quire.compat.flashinfer import devices
+from quire.engine.operands import ATTENTION_SINK
 from quire.errors import UnsupportedError
-from quire.runtime.variant_operands import ATTENTION_SINK
-from quire.types import DTYPES
+from quire.kernels.types import DTYPES
 
 #: The release whose surface is meant. Engines compare it with what they need.
 VERSION = "0.7.2"
@@ -41,7 +42,7 @@ def served() -> Mapping[str, Mapping[str, Any]]:
     # What run() then takes is built in.
     table["jit.attention.variants"] = {"attention_sink_decl": dict.fromkeys(("fa2", "fa3"), ATTENTION_SINK)}
     of_modules = {name for names in table.values() for name in names}
-    table[""] = {name: getattr(quire, name) for name in quire.__all__ if name in of_modules}
+    table[""] = {name: getattr(quire, name) for name in public.__all__ if name in of_modules}
     return table
 
 
@@ -52,7 +53,7 @@ class Refusing(type):
 
     def __call__(cls, *_args: Any, **_kwargs: Any) -> Any:
         """What the name would have been called for."""
-        calls = importlib.import_module("quire.compat.flashinfer.calls")
+        calls = importlib.import_module("quire.compat.flashinfer.devices")
         calls.refused(cls.path)
         raise UnsupportedError(
             f"flashinfer.{cls.path}: Quire stands in for FlashInfer's attention alone and has no such kernel; install "

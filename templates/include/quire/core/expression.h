@@ -3,8 +3,8 @@
 //   row(operands, at)        what all keys of a row have in common
 //   score(operands, score, at, row) or score(operands, score, at)
 //   mask(operands, at)
-// Their template parameter M has the backend's functions (tile/expression.cuh, tile/cpu_expression.h). `at` says which
-// query and key (core/logits.h).
+// Their template parameter M has the backend's functions (tile/shared/expression.cuh, tile/cpu/expression.h). `at` says
+// which query and key (core/logits.h).
 //
 // Semantics of all backends: integers are 32 bits and wrap. Integer division by 0 gives 0, with the dividend as
 // remainder; // and % round towards minus infinity. Shifts count bits modulo 32. A float is converted to the nearest
@@ -154,5 +154,106 @@ QUIRE_HD int32_t floor_remainder(int32_t a, int32_t b) {
   const int32_t r = a % b;
   return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : 0);
 }
+
+// The functions of expressions that every backend writes alike. Math, which derives from this class, adds the others:
+// each() calls a function of numbers for each key or lane, compare() does the same for comparisons, and *_of() compute
+// functions of one number.
+template <class Math>
+struct SharedMath {
+  template <class At>
+  QUIRE_HD static auto q_idx(const At& at) {
+    return at.q_idx();
+  }
+  template <class At>
+  QUIRE_HD static auto kv_idx(const At& at) {
+    return at.kv_idx();
+  }
+  template <class At>
+  QUIRE_HD static auto head(const At& at) {
+    return at.head();
+  }
+  template <class At>
+  QUIRE_HD static int32_t request(const At& at) {
+    return at.request();
+  }
+  template <class At>
+  QUIRE_HD static int32_t qo_len(const At& at) {
+    return at.qo_len();
+  }
+  template <class At>
+  QUIRE_HD static int32_t kv_len(const At& at) {
+    return at.kv_len();
+  }
+
+  // read() reads an element of a tensor; row_of() gives the offset of a row, whose elements the backend's read_row()
+  // reads.
+  template <class Tensor, class... Index>
+  QUIRE_HD static auto read(const Tensor& tensor, const Index&... index) {
+    return Math::each([&](auto... i) { return tensor(i...); }, index...);
+  }
+  template <class Tensor, class... Index>
+  QUIRE_HD static auto row_of(const Tensor& tensor, const Index&... index) {
+    return Math::each([&](auto... i) { return tensor.row(i...); }, index...);
+  }
+
+  template <class A, class B>
+  QUIRE_HD static auto floordiv(const A& a, const B& b) {
+    return Math::each([](int32_t x, int32_t y) { return floor_divide(x, y); }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto mod(const A& a, const B& b) {
+    return Math::each([](int32_t x, int32_t y) { return floor_remainder(x, y); }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto shl(const A& a, const B& count) {
+    return Math::each([](int32_t x, int32_t y) { return wrapped(word(x) << (y & 31)); }, a, count);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto shr(const A& a, const B& count) {
+    return Math::each([](int32_t x, int32_t y) { return x >> (y & 31); }, a, count);
+  }
+
+  template <class A, class B>
+  QUIRE_HD static auto lt(const A& a, const B& b) {
+    return Math::compare([](auto x, auto y) { return x < y; }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto le(const A& a, const B& b) {
+    return Math::compare([](auto x, auto y) { return x <= y; }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto gt(const A& a, const B& b) {
+    return Math::compare([](auto x, auto y) { return x > y; }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto ge(const A& a, const B& b) {
+    return Math::compare([](auto x, auto y) { return x >= y; }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto eq(const A& a, const B& b) {
+    return Math::compare([](auto x, auto y) { return x == y; }, a, b);
+  }
+  template <class A, class B>
+  QUIRE_HD static auto ne(const A& a, const B& b) {
+    return Math::compare([](auto x, auto y) { return x != y; }, a, b);
+  }
+
+  template <class A>
+  QUIRE_HD static auto log2(const A& a) {
+    return Math::each([](float x) { return Math::log2_of(x); }, a);
+  }
+  template <class A>
+  QUIRE_HD static auto log(const A& a) {
+    return Math::each([](float x) { return Math::log_of(x); }, a);
+  }
+  template <class A>
+  QUIRE_HD static auto sqrt(const A& a) {
+    return Math::each([](float x) { return Math::sqrt_of(x); }, a);
+  }
+  template <class A>
+  QUIRE_HD static auto floor(const A& a) {
+    return Math::each([](float x) { return Math::floor_of(x); }, a);
+  }
+};
 
 }  // namespace quire

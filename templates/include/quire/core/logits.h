@@ -6,9 +6,9 @@
 //   score:    the expression of a user (core/expression.h) takes the scaled logit, natural, and gives another
 //
 // Another transform is a line of score() behind a constant of the variant, and a field for each number that it takes
-// from AttentionParams. A backend calls score() from its visitor of logits (tile/logits.cuh, tile/cpu_logits.h), and
-// need not know which transforms there are. fa3 has faster code of its own for soft caps and for scores of a pattern
-// (core/expression.h).
+// from AttentionParams. A backend calls score() from its visitor of logits (tile/shared/logits.cuh, tile/cpu/logits.h),
+// and need not know which transforms there are. fa3 has faster code of its own for soft caps and for scores of a
+// pattern (core/expression.h).
 #pragma once
 #ifndef __CUDACC__
 #include <math.h>

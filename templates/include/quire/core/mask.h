@@ -107,7 +107,7 @@ struct Mask {
   }
 
   // Mask bits of a query for keys [key, key + 32), `key` at bit 0; bits from kv_len on are 0. Only hosts call this
-  // function: it reads no byte without a wanted bit. GPUs call visible_word (tile/mask_bits.cuh).
+  // function: it reads no byte without a wanted bit. GPUs call visible_word (tile/shared/mask_bits.cuh).
   QUIRE_HD uint32_t word(int qo_idx, int key) const {
     const int first = max(key, first_key_with_bit()), skipped = min(32, first - key);
     const int count = min(32 - skipped, kv_len - first);

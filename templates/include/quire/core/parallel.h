@@ -16,8 +16,8 @@ constexpr int kParallelCtas = (__CUDA_ARCH__ == 750 ? 1024 : 1536) / kParallelTh
 
 // Calls body(row, column) for each row in [0, rows) and column in [0, columns). On a GPU each thread does one item,
 // because the registers of a loop would reduce the number of threads in flight. A CTA works on as many whole rows as it
-// has threads for, or on a part of one row (row_grid() in launch.py). The divisions are of CTA and thread numbers, in
-// 32 bits: two 64-bit divisions an item would cost more than a merge does.
+// has threads for, or on a part of one row (row_grid() in engine/launch.py). The divisions are of CTA and thread
+// numbers, in 32 bits: two 64-bit divisions an item would cost more than a merge does.
 template <class Body>
 QUIRE_HD void parallel_rows(int64_t rows, int columns, Body&& body) {
 #ifdef __CUDA_ARCH__

@@ -1,5 +1,6 @@
-// The parameters of an attention kernel: one struct, the same for every backend. AttentionParams in
-// quire/kernels/params.py mirrors it; the rendered unit asserts each offset.
+// The parameters of attention kernels. AttentionParams is the same for every backend; the structs for latent attention
+// (MLA) and for TMA begin with it. The structs of the same names in quire/kernels/params.py mirror them; the rendered
+// unit asserts each offset.
 #pragma once
 #include "quire/core/types.h"
 
@@ -62,13 +63,13 @@ struct alignas(16) Partition {
 struct alignas(16) MergeGroup {
   int32_t parts_begin, parts_end;
   int32_t num_rows;      // of each part; these are the output's rows
-  uint32_t num_arrived;  // 0 between launches: the last CTA resets it. In MLA three counters: tile/shared_merge.cuh
+  uint32_t num_arrived;  // 0 between launches: the last CTA resets it. In MLA three counters: tile/hopper/mla_merge.cuh
 
   QUIRE_HD int num_parts() const { return parts_end - parts_begin; }
 };
 
 struct AttentionParams {
-  // The operands, as the kernel's row of the catalogue declares them (kernels/operands.py): addresses, then strides in
+  // The operands, as the kernel's row of the catalogue declares them (kernels/features.py): addresses, then strides in
   // elements. The last dimension is contiguous.
   const void* q;  // [nnz_qo, num_qo_heads, head_dim_qk], by strides
   // ragged [nnz_kv, num_kv_heads, head_dim_qk] or pages [num_pages, page_size, num_kv_heads, head_dim_qk]
@@ -129,5 +130,78 @@ template <class Params>
 QUIRE_HD float output_scale(const Params& p) {
   return p.o_scale_by == nullptr ? p.o_scale : p.o_scale * *p.o_scale_by;
 }
+
+// Keys have one head of head_dim_qk dims: the latent ckv, head_dim_vo dims, which is the value too, and kpe, the rest,
+// which RoPE has rotated. Of `base`, q is q_pe [nnz_qo, num_qo_heads, kpe's dims], k is kpe [num_pages, page_size, 1,
+// kpe's dims] and v is ckv [num_pages, page_size, 1, head_dim_vo]. Both may be parts of one tensor: strides say so.
+// A logit is (q_nope . ckv + q_pe . kpe) * logits_scale. Packed rows are qo position * num_qo_heads + head.
+struct AttentionMlaParams {
+  AttentionParams base;
+  const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
+  int64_t q_nope_token_stride, q_nope_head_stride;
+  // [num_pages, page_size, 1, head_dim_vo / kTileDims] by strides; null but in variants with kTileScales. There a
+  // latent has 8 bits a dim and each kTileDims dims are to be multiplied by their scale; kpe is in q's type.
+  const float* ckv_scales;
+  int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;
+};
+
+constexpr int kTileDims = 128;  // of a latent that have a scale: TILE_DIMS in quire/kernels/features.py
+
+// A CUtensorMap, made by cuTensorMapEncodeTiled: opaque here, so that no driver header is parsed.
+struct alignas(64) TensorMap {
+  uint64_t opaque[16];
+};
+
+// All maps: 16-bit elements, 128-byte swizzle, zeros out of bounds, element strides 1. Dimensions innermost first, with
+// their strides in elements; a box is what one copy moves.
+struct AttentionFa3Params {
+  AttentionParams base;
+  // q [head_dim_qk; group_size, q_head_stride; nnz_qo, q_token_stride; num_kv_heads, group_size * q_head_stride],
+  // box [64; group_size; kTileRows / group_size; 1]. Not read unless group_size divides kTileRows.
+  TensorMap tensor_q;
+  // Ragged: k [head_dim_qk; nnz_kv, k_token_stride; num_kv_heads, k_head_stride; 1, any], box [64; kTileKv; 1; 1].
+  // Paged: k [head_dim_qk; page_size, k_token_stride; num_kv_heads, k_head_stride; num_pages, k_page_stride],
+  // box [64; gcd(page_size, kTileKv); 1; 1]. Not read where pages are gathered.
+  TensorMap tensor_k;
+  TensorMap tensor_v;  // the same of v, with head_dim_vo
+  // The tile counter for whole row tiles; 0 between launches. If null, CTA c computes row tiles c, c + grid, ...
+  uint32_t* tile_counter;
+  // For whole row tiles: a divisor of num_kv_heads. As many KV heads are computed at a time, to stay in L2.
+  int32_t heads_per_l2_group;
+  // Custom masks: [work units of one KV head] bits kBlockVisible and kBlockFull; see RowTile::work_begin.
+  const uint8_t* block_mask;
+};
+
+// The offsets of a struct with a base are what they are without one; the build proves that ctypes agrees.
+#ifdef __CUDACC__
+#pragma nv_diag_suppress 1427
+#endif
+
+// With kPrefix: the maps of k_prefix and v_prefix, like those of ragged keys and values.
+struct AttentionFa3PrefixParams : AttentionFa3Params {
+  TensorMap tensor_k_prefix, tensor_v_prefix;
+  const void* k_prefix;
+  const void* v_prefix;
+  int64_t k_prefix_token_stride, k_prefix_head_stride;
+  int64_t v_prefix_token_stride, v_prefix_head_stride;
+  unsigned char to_64[16];
+};
+
+// The kernel for 8-bit queries: the maps are of 8-bit elements, and a row of a box has 128. v has boxes of half a KV tile.
+struct AttentionFa3Fp8Params : AttentionFa3Params {
+  const float* q_scales;  // [num_qo_heads] factors of each head's logits, by stride; or null
+  int64_t q_scales_head_stride;
+  unsigned char to_64[48];
+};
+
+// As in AttentionMlaParams q is q_pe, k is kpe and v is ckv, of `base` and of the tensor maps; tensor_q is not read.
+struct AttentionMlaFa3Params : AttentionFa3Params {
+  const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
+  int64_t q_nope_token_stride, q_nope_head_stride;
+  int32_t num_pages;  // where tokens are gathered: page numbers below 0 or from here on are of no token
+  // As in AttentionMlaParams.
+  const float* ckv_scales;
+  int64_t ckv_scales_page_stride, ckv_scales_token_stride, ckv_scales_head_stride;
+};
 
 }  // namespace quire

@@ -16,7 +16,7 @@ struct Rotation {
 };
 
 // The angle of `position` in [-1/2, 1/2) turns, with 2^32 to the turn. frequency: turns per token, with 2^64 to the
-// turn (quire/kernels/rotation.py). A position may be negative.
+// turn (quire/kernels/operation.py). A position may be negative.
 QUIRE_HD int32_t rope_angle(int32_t position, uint64_t frequency) {
   return static_cast<int32_t>((static_cast<uint64_t>(static_cast<int64_t>(position)) * frequency) >> 32);
 }

@@ -120,6 +120,15 @@ struct WorkCursor {
   }
 };
 
+// The work tile that a CTA is busy with, and those that follow. Lies in shared memory, because the main loops have no
+// registers left for it.
+struct CurrentWork {
+  WorkTile work;
+  WorkCursor cursor;  // the work tiles that follow
+  bool exists;        // false: the CTA is done
+  bool is_last;       // the CTA is the last one to arrive at the merge group
+};
+
 // The number of partitions. It is the smallest for which no partition is longer than with max_partitions, because fewer
 // partitions have fewer partials. If row tiles are divided at all, a partition has at least two units: merging costs
 // more than a unit. If that loses at most one partition in sixteen, each row tile gets the same number of partitions,
@@ -135,10 +144,20 @@ QUIRE_HD int num_partitions(int num_tiles, int work_per_head, int total_units, i
   return 16 * (count - even) <= count ? even : count;
 }
 
-// All work units in order, and the places among them where partitions of equal cost begin. The cost of a work tile is
-// its units and a start, for what each work tile needs however short it is: loading queries and page numbers, and a
-// merge at its end. Costs are in sixteenths of a unit.
-struct WorkLine {
+// A position in the sequence of all work units: before a unit, or behind the last one.
+struct WorkPosition {
+  int kv_head, tile;
+  int offset;  // units of the row tile before this position
+
+  QUIRE_HD bool is_in_tile_of(const WorkPosition& other) const {
+    return kv_head == other.kv_head && tile == other.tile;
+  }
+};
+
+// The sequence of all work units, which is divided into partitions of equal cost. The cost of a work tile is its units
+// and a start, for what each work tile needs however short it is: loading queries and page numbers, and a merge at its
+// end. Costs are in sixteenths of a unit.
+struct WorkSequence {
   static constexpr int kUnitCost = 16;
 
   const RowTile* tiles;
@@ -149,29 +168,23 @@ struct WorkLine {
   int num_partitions;  // that have work; later ones are empty
   double partition_cost;
 
-  QUIRE_HD static WorkLine of(const RowTile* tiles, int num_tiles, int num_kv_heads, int work_per_head, int start_cost,
-                              bool may_divide, int max_partitions) {
+  QUIRE_HD static WorkSequence of(const RowTile* tiles, int num_tiles, int num_kv_heads, int work_per_head,
+                                  int start_cost, bool may_divide, int max_partitions) {
     const int count = quire::num_partitions(num_tiles, work_per_head, work_per_head * num_kv_heads, max_partitions);
-    WorkLine line = {tiles, num_tiles, num_kv_heads, work_per_head, start_cost, may_divide, num_tiles == 0 ? 0 : count};
-    line.partition_cost = static_cast<double>(line.cost_before(num_tiles, work_per_head) * num_kv_heads) / count;
-    return line;
+    WorkSequence sequence = {
+        tiles, num_tiles, num_kv_heads, work_per_head, start_cost, may_divide, num_tiles == 0 ? 0 : count};
+    sequence.partition_cost =
+        static_cast<double>(sequence.cost_before(num_tiles, work_per_head) * num_kv_heads) / count;
+    return sequence;
   }
-
-  // A place between two units.
-  struct Place {
-    int kv_head, tile;
-    int offset;  // units of the row tile before this place
-
-    QUIRE_HD bool is_in_tile_of(const Place& other) const { return kv_head == other.kv_head && tile == other.tile; }
-  };
 
   QUIRE_HD int64_t cost_before(int tile, int units) const {
     return static_cast<int64_t>(kUnitCost) * units + static_cast<int64_t>(start_cost) * tile;
   }
 
-  // The place where partition `i` begins. If a row tile is divided, each partition pays for its part of the start.
-  // `near`: an earlier place or the same, from which to search forwards.
-  QUIRE_HD Place begin_of(int i, const Place* near = nullptr) const {
+  // The position where partition `i` begins. If a row tile is divided, each partition pays for its part of the start.
+  // `near`: an earlier position or the same, from which to search forwards.
+  QUIRE_HD WorkPosition begin_of_partition(int i, const WorkPosition* near = nullptr) const {
     if (i >= num_partitions) return {num_kv_heads, 0, 0};
     const int64_t head_cost = cost_before(num_tiles, work_per_head), at = static_cast<int64_t>(i * partition_cost);
     int kv_head = near == nullptr ? static_cast<int>(at / head_cost) : near->kv_head;
@@ -182,11 +195,11 @@ struct WorkLine {
     const int64_t cost = cost_before(1, units), into = rest - cost_before(tile, tiles[tile].work_begin);
     const int offset = nearest_end(static_cast<int>(static_cast<double>(into) * units / cost + 0.5), units);
     if (offset < units) return {kv_head, tile, offset};
-    return tile + 1 < num_tiles ? Place{kv_head, tile + 1, 0} : Place{kv_head + 1, 0, 0};
+    return tile + 1 < num_tiles ? WorkPosition{kv_head, tile + 1, 0} : WorkPosition{kv_head + 1, 0, 0};
   }
 
   // The end of a partition that begins at `at` and costs at most `budget`, if it pays a whole start for each work tile.
-  QUIRE_HD Place end_within(Place at, int64_t budget) const {
+  QUIRE_HD WorkPosition end_within_budget(WorkPosition at, int64_t budget) const {
     const int least =
         static_cast<int>(min<int64_t>(start_cost, budget / 2)) / kUnitCost + 1;  // units worth a start of their own
     for (bool is_first = true; at.kv_head < num_kv_heads; is_first = false) {
@@ -194,10 +207,10 @@ struct WorkLine {
       const int64_t fit = max<int64_t>(0, budget - start_cost) / kUnitCost;
       if (fit < left) {
         const int part = min(static_cast<int>(fit), max(left - least, is_first ? 1 : 0));
-        return part < least && !is_first ? at : Place{at.kv_head, at.tile, at.offset + part};
+        return part < least && !is_first ? at : WorkPosition{at.kv_head, at.tile, at.offset + part};
       }
       budget -= start_cost + int64_t{kUnitCost} * left;
-      at = at.tile + 1 < num_tiles ? Place{at.kv_head, at.tile + 1, 0} : Place{at.kv_head + 1, 0, 0};
+      at = at.tile + 1 < num_tiles ? WorkPosition{at.kv_head, at.tile + 1, 0} : WorkPosition{at.kv_head + 1, 0, 0};
     }
     return at;
   }
@@ -214,8 +227,8 @@ struct WorkLine {
     return high;
   }
   QUIRE_HD bool holds_all(int count, int64_t budget) const {
-    Place at = {0, 0, 0};
-    for (; count > 0 && at.kv_head < num_kv_heads; --count) at = end_within(at, budget);
+    WorkPosition at = {0, 0, 0};
+    for (; count > 0 && at.kv_head < num_kv_heads; --count) at = end_within_budget(at, budget);
     return at.kv_head >= num_kv_heads;
   }
 
@@ -243,12 +256,12 @@ struct WorkLine {
     return 2 * offset < units ? 0 : units;
   }
 
-  QUIRE_HD int units_before(const Place& at) const {
+  QUIRE_HD int units_before(const WorkPosition& at) const {
     return work_per_head * at.kv_head + (at.kv_head < num_kv_heads ? tiles[at.tile].work_begin + at.offset : 0);
   }
 
-  // The partition between two places, before which there are `partials` partials and `groups` merge groups.
-  QUIRE_HD Partition between(const Place& begin, const Place& end, int partials, int groups) const {
+  // The partition between two positions, before which there are `partials` partials and `groups` merge groups.
+  QUIRE_HD Partition between(const WorkPosition& begin, const WorkPosition& end, int partials, int groups) const {
     const int units = units_before(end) - units_before(begin);
     return {begin.kv_head, begin.tile, begin.offset, units, partials - (begin.offset == 0), groups - 1, num_tiles, 0};
   }
@@ -259,7 +272,7 @@ struct WorkLine {
 struct PartialsOfPartition {
   bool continues, ends, begins;
 
-  QUIRE_HD PartialsOfPartition(const WorkLine::Place& begin, const WorkLine::Place& end) {
+  QUIRE_HD PartialsOfPartition(const WorkPosition& begin, const WorkPosition& end) {
     const bool is_inside = begin.offset > 0 && end.offset > 0 && begin.is_in_tile_of(end);
     continues = begin.offset > 0 && !(is_inside && begin.offset == end.offset);
     ends = continues && !is_inside;
@@ -268,14 +281,14 @@ struct PartialsOfPartition {
 
   QUIRE_HD int count() const { return continues + begins; }
 
-  // Writes what this partition knows of its groups: the first part and the rows of the group that it begins, the end of
-  // the one that it ends.
-  QUIRE_HD void write(const WorkLine& line, const Partition& partition, const WorkLine::Place& end, int tile_rows,
+  // Writes this partition's part of the merge table: the first part and the rows of the group that it begins, and the
+  // last part of the group that it ends.
+  QUIRE_HD void write(const WorkSequence& sequence, const Partition& partition, const WorkPosition& end, int tile_rows,
                       int group_size, MergeGroup* groups) const {
     if (ends) groups[partition.group].parts_end = partition.partial + 1;
     if (!begins) return;
     MergeGroup& group = groups[partition.group + 1];
-    const RowTile& tile = line.tiles[end.tile];
+    const RowTile& tile = sequence.tiles[end.tile];
     group.parts_begin = partition.partial + 1;
     group.num_rows = min(tile_rows, tile.qo_len * group_size - tile.row_begin);
     group.num_arrived = 0;

@@ -3,13 +3,13 @@
 // scale for each kTileDims dims of a latent.
 //
 // The kernel is limited by memory bandwidth: each number is read once and written once. The first threads of a token
-// each have a vector of its latent. The others have two vectors whose dims are rotated as pairs: those of two query
-// heads or, last, those of the key. The code is small, because each CTA must fetch its instructions before it starts,
-// which would otherwise take longer than its work.
+// each have a vector of its latent. Each of the others has two vectors whose dims are rotated as pairs, of two query
+// heads or, for the last threads, of the key. The code is small, because a CTA must fetch its instructions before it
+// starts, and fetching more of them would take longer than its work.
 #pragma once
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
-#include "quire/core/params_mla.h"
+#include "quire/core/params.h"
 #include "quire/core/rope.h"
 
 namespace quire {

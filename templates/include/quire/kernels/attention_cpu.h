@@ -2,19 +2,18 @@
 //
 // Prefill is limited by the floating-point units, decode by memory. Work comes from core/schedule.h; an OpenMP thread
 // computes the work tiles of one CTA at a time. A row tile of up to kFewRows rows streams keys and values through
-// registers (tile/cpu_stream.h). A larger one copies each KV tile, converted to float, next to a panel of rows
-// (tile/cpu_panel.h). RoPE is applied to such copies, so it uses them for few rows, too, and so do head dims that are
+// registers (tile/cpu/stream.h). A larger one copies each KV tile, converted to float, next to a panel of rows
+// (tile/cpu/panel.h). RoPE is applied to such copies, so it uses them for few rows, too, and so do head dims that are
 // no multiple of a vector. All arithmetic is in float32, whatever the tensors hold; on targets with a matrix unit
-// (tile/cpu_tiles.h), bf16 numbers are multiplied and summed in float32. Keys that no row of a panel sees are neither
+// (tile/cpu/tiles.h), bf16 numbers are multiplied and summed in float32. Keys that no row of a panel sees are neither
 // read nor used.
 #pragma once
 #include <stdlib.h>
-#include "quire/tile/cpu_panel.h"
-#include "quire/tile/cpu_rope.h"
-#include "quire/tile/cpu_rows.h"
-#include "quire/tile/cpu_stamps.h"
-#include "quire/tile/cpu_stream.h"
-#include "quire/tile/cpu_tiles.h"
+#include "quire/tile/cpu/panel.h"
+#include "quire/tile/cpu/rows.h"
+#include "quire/tile/shared/stamps.h"
+#include "quire/tile/cpu/stream.h"
+#include "quire/tile/cpu/tiles.h"
 
 extern "C" int omp_get_num_threads();  // omp.h declares much more
 
@@ -286,18 +285,14 @@ struct AttentionCpu {
   static void stage(const Context& c, KeyRange keys, int tile_begin) {
     Scratch& x = c.scratch;
     const int begin = keys.begin - tile_begin, end = keys.end - tile_begin, count = end - begin;
-    const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
-    const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
     const Kv **k_rows = x.k_rows[0], **v_rows = x.v_rows[0];
     c.keys.resolve(keys, k_rows, v_rows);
-    memset(x.k + block_begin * kQk, 0, sizeof(float) * (begin - block_begin) * kQk);
-    cpu::widen_rows<V::kHeadDimQk>(x.k + begin * kQk, k_rows, count);
+    cpu::stage_keys<V::kHeadDimQk, kQk>(x.k, k_rows, begin, end);
     if constexpr (kHasRope) {
       for (int i = 0; i < count; ++i) {
         cpu::rotate_row<V::kHeadDimQk>(x.k + (begin + i) * kQk, keys.begin + i, c.p.rope_frequencies);
       }
     }
-    memset(x.k + end * kQk, 0, sizeof(float) * (block_end - end) * kQk);
     cpu::widen_rows<V::kHeadDimVo>(x.v + begin * kVo, v_rows, count);
   }
 
@@ -308,57 +303,12 @@ struct AttentionCpu {
     const KeyRange visible = c.visible(row, row + count - 1, tile);
     if (visible.empty()) return;
     const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin};
-    score(x, row, keys, count);
-    describe_panel(c, row, tile, count);
-    const bool full = c.full(row, row + count - 1, visible);
-    if (full) {
-      softmax_panel<false>(c, row, keys, tile.begin, count);
-    } else {
-      softmax_panel<true>(c, row, keys, tile.begin, count);
-    }
-    if (full || finite) {
-      cpu::accumulate_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
-    } else {
-      cpu::accumulate_visible_values<kVo>(x.o + row * kVo, x.s, x.v, x.alpha, keys, count);
-    }
-  }
-
-  static void score(Scratch& x, int row, KeyRange keys, int count) {
-    const float* qt = x.qt + row * kQk;
-    const int begin = keys.begin / cpu::kKeyBlock * cpu::kKeyBlock;
-    if (count > 2 * cpu::kLanes) {
-      cpu::score_block<kQk, 3>(x.s, x.k, qt, begin, keys.end);
-    } else if (count > cpu::kLanes) {
-      cpu::score_block<kQk, 2>(x.s, x.k, qt, begin, keys.end);
-    } else {
-      cpu::score_block<kQk, 1>(x.s, x.k, qt, begin, keys.end);
-    }
-  }
-
-  template <bool kMasked>
-  static void softmax_panel(const Context& c, int row, KeyRange keys, int tile_begin, int count) {
-    Scratch& x = c.scratch;
-    for (int i = 0; i < count; i += cpu::kLanes) {
-      const auto score = [&](cpu::Floats s, int at) {
-        return cpu::score_logits<kMasked>(c.logits, s,
-                                          cpu::RowLanes<V, decltype(x.panel)>{c.logits, x.panel, i, tile_begin, at});
-      };
-      cpu::store(x.alpha + i, cpu::softmax_rows(x.s + i, keys, score, x.m + row + i, x.d + row + i));
-    }
-  }
-
-  // What softmax has to know of each row.
-  static void describe_panel(const Context& c, int row, KeyRange tile, int count) {
-    auto& panel = c.scratch.panel;
-    for (int i = 0; i < count; ++i) {
-      const int qo_idx = c.rows.qo_idx(row + i);
-      const KeyRange keys = c.logits.mask.visible(qo_idx);
-      panel.q_idx[i] = qo_idx, panel.head[i] = c.rows.head(row + i);
-      panel.begin[i] = keys.begin - tile.begin, panel.end[i] = keys.end - tile.begin;
-      if constexpr (mask_has_bits(V::kMask)) {
-        for (int w = 0; w < kTileKv / 32; ++w) panel.words[w][i] = c.logits.mask.word(qo_idx, tile.begin + 32 * w);
-      }
-    }
+    cpu::score_panel<kQk>(x.s, x.k, x.qt + row * kQk, keys, count);
+    const cpu::PanelMemory<decltype(x.panel)> memory = {x.panel,         x.s, x.alpha, x.m + row, x.d + row,
+                                                        x.o + row * kVo, x.v};
+    const bool is_full = c.full(row, row + count - 1, visible);
+    const auto add = [](cpu::Floats s, int, int) { return s; };
+    cpu::add_panel<kVo>(memory, c.logits, row, count, tile.begin, keys, is_full, finite, add);
   }
 
   // ---- many rows, on a matrix unit ----
@@ -418,7 +368,7 @@ struct AttentionCpu {
     const bool plain = LogitsTransform<V, cpu::Math>::kIsIdentity && whole.begin == keys.begin &&
                        whole.end == keys.end && c.full(row, row + count - 1, visible) &&
                        cpu::SoftmaxTile<kVo>::takes(c.logits.q_scale());
-    if (!plain) describe_panel(c, row, tile, count);
+    if (!plain) cpu::describe_panel(x.panel, c.logits, row, count, tile.begin);
     for (int i = 0; i < kRowTiles; ++i) {
       const int at = row + i * cpu::kTileSide;
       cpu::SoftmaxTile<kVo> softmax = {x.tiles.weights(i), x.s + i * (kTileKv * cpu::kTileSide), x.m + at, x.d + at,

@@ -7,22 +7,21 @@
 // Flash decoding at three levels:
 //   1. All work units are divided into one partition per CTA (core/schedule.h); the last CTA to arrive at a merge group
 //      merges its partials.
-//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/decode_shape.cuh). Each KV split has its
-//      own ring of cp.async stages and its own softmax, so the main loop needs no barrier of the CTA. The results of KV
-//      splits are merged in shared memory at the end of a work tile.
+//   2. The keys of a KV tile are divided among the KV splits of a CTA (tile/ampere/decode_shape.cuh). Each KV split has
+//      a ring of cp.async stages and a softmax, so the main loop needs no barrier of the CTA. The results of KV splits
+//      are merged in shared memory at the end of a work tile.
 //   3. A KV split computes its keys block by block with the online softmax.
 // Loads continue across the ends of work tiles: 64 KB must be in flight in every SM to keep the memory busy.
 // Sources: Flash-Decoding (Dao et al., 2023) for splitting keys, Stream-K (Osama et al., 2023) for equal partitions.
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
-#include "quire/ptx/grid.cuh"
-#include "quire/tile/fragments.cuh"
-#include "quire/tile/decode_bias.cuh"
-#include "quire/tile/decode_merge.cuh"
-#include "quire/tile/decode_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/stamps.cuh"
+#include "quire/tile/ampere/fragments.cuh"
+#include "quire/tile/ampere/decode_bias.cuh"
+#include "quire/tile/ampere/decode_merge.cuh"
+#include "quire/tile/ampere/decode_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/stamps.h"
 
 namespace quire {
 
@@ -31,18 +30,18 @@ template <class V, class Cta = WholeCta>
 class AttentionDecode {
   using Shape = DecodeShape<V>;
   using SharedMemory = typename Shape::SharedMemory;
-  using T = typename conditional<Shape::kNarrow, fp16_t, typename V::Q>::type;  // of the matrix products
+  using T = typename conditional<Shape::kIsFp8, fp16_t, typename V::Q>::type;  // of the matrix products
 
  public:
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kThreads = Shape::kThreads, kMinCtas = Shape::kMinCtas, kSmemBytes = Shape::kSmemBytes;
 
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
-  static_assert(Shape::kNarrow || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
+  static_assert(Shape::kIsFp8 || is_same<typename V::Q, typename V::Kv>::value, "16-bit keys have the dtype of q");
   static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && max(V::kHeadDimQk, V::kHeadDimVo) <= 512,
                 "head dims are multiples of 8 up to 512");
   static_assert(Shape::kDimWarps == 1 || V::kPosEncoding != kPosEncodingRope, "a warp has both dims of a pair");
-  static_assert((!Shape::kNarrow && V::kPosEncoding != kPosEncodingRope) ||
+  static_assert((!Shape::kIsFp8 && V::kPosEncoding != kPosEncodingRope) ||
                     (Shape::kQk == V::kHeadDimQk && Shape::kVo == V::kHeadDimVo),
                 "8-bit and rotated heads are whole blocks");
 
@@ -62,7 +61,7 @@ class AttentionDecode {
   static constexpr bool kRuns = Shape::kRotationsRun;
   using Rotations = typename conditional<kRuns, RunningKeyRotations<kQk / 16, kTileKv>, KeyRotations>::type;
   using Query =
-      QueryFragments<typename V::Q, Shape::kNarrow, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
+      QueryFragments<typename V::Q, Shape::kIsFp8, kM, V::kHeadDimQk / Shape::kDimWarps, Shape::kHeldQ, kHasRope>;
   using WarpK = TileSlice<typename Shape::TileK, kQk>;
   using WarpV = TileSlice<typename Shape::TileV, kVo>;
 

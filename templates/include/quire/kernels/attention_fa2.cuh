@@ -10,15 +10,15 @@
 #pragma once
 #include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/cascade_merge.cuh"
-#include "quire/tile/fa2_pipeline.cuh"
-#include "quire/tile/fragments.cuh"
-#include "quire/tile/kv_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/partial.cuh"
-#include "quire/tile/rope.cuh"
-#include "quire/tile/softmax.cuh"
-#include "quire/tile/stamps.cuh"
+#include "quire/tile/shared/cascade_merge.cuh"
+#include "quire/tile/ampere/instruction_order.cuh"
+#include "quire/tile/ampere/fragments.cuh"
+#include "quire/tile/ampere/kv_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/partial.cuh"
+#include "quire/tile/ampere/rope.cuh"
+#include "quire/tile/shared/softmax.cuh"
+#include "quire/tile/shared/stamps.h"
 
 namespace quire {
 
@@ -27,16 +27,16 @@ struct AttentionFa2 {
   using Q = typename V::Q;
   using Kv = typename V::Kv;
   static constexpr int kKvBits = 8 * static_cast<int>(sizeof(Kv));
-  static constexpr bool kNarrow = kKvBits == 8;              // keys and values are widened to fp16
-  using T = typename conditional<kNarrow, fp16_t, Q>::type;  // of the matrix products
+  static constexpr bool kIsFp8 = kKvBits == 8;              // keys and values are widened to fp16
+  using T = typename conditional<kIsFp8, fp16_t, Q>::type;  // of the matrix products
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = whole_blocks(V::kHeadDimQk), kVo = whole_blocks(V::kHeadDimVo), kHeadDim = max(kQk, kVo);
 
-  static_assert((kNarrow || is_same<Q, Kv>::value) && is_same<Q, typename V::O>::value,
+  static_assert((kIsFp8 || is_same<Q, Kv>::value) && is_same<Q, typename V::O>::value,
                 "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(V::kHeadDimQk % 8 == 0 && V::kHeadDimVo % 8 == 0 && kHeadDim <= 256,
                 "head dims are multiples of 8 up to 256");
-  static_assert((!kNarrow && V::kPosEncoding != kPosEncodingRope) || (kQk == V::kHeadDimQk && kVo == V::kHeadDimVo),
+  static_assert((!kIsFp8 && V::kPosEncoding != kPosEncodingRope) || (kQk == V::kHeadDimQk && kVo == V::kHeadDimVo),
                 "8-bit and rotated heads are whole blocks");
   static_assert(kTileRows == 16 || kTileRows == 64 || (kTileRows == 128 && kVo <= 128),
                 "a tile has 16, 64 or, while 32 rows of o fit a warp's registers, 128 rows");
@@ -58,17 +58,17 @@ struct AttentionFa2 {
   using TileV = SmemTile<kTileKv, kVo, kKvBits>;
   using CursorQ = BlockCursor<TileQ>;
   static constexpr bool kHasRope = V::kPosEncoding == kPosEncodingRope;
-  using Query = QueryFragments<Q, kNarrow, kM, kQk, 0, kHasRope>;  // in place of TileQ, for keys of 8 bits
+  using Query = QueryFragments<Q, kIsFp8, kM, kQk, 0, kHasRope>;  // in place of TileQ, for keys of 8 bits
   using CursorK = BlockCursor<TileK, Quarters::kTopFirst>;
   using CursorV = BlockCursor<TileV>;
-  // Few rows: memory is the limit, so k and v are each refilled as soon as they have been read. Many rows: k and v are
-  // refilled together, with one barrier per tile.
+  // With few rows, memory is the limit: k and v are each refilled as soon as they have been read. With many rows, k and
+  // v are refilled together, with one barrier per tile.
   static constexpr bool kEager = kM == 1 && kStages == 2;
   static constexpr int kTableStages = kEager ? 3 : 2;
   using Rows = KvRows<V, kThreads, kTableStages>;
 
   static constexpr int kSteps = kTileKv / 16;  // of o += p v
-  static constexpr Fa2Pipeline kOrder = fa2_pipeline<V>();
+  static constexpr InstructionOrder kOrder = instruction_order<V>();
   static_assert(kOrder.keys_after + 1 < kSteps, "the next tile's copies start within the steps");
 
   static constexpr int kWarpBytes = max(TileQ::kBytes, TileO::kBytes);
@@ -144,7 +144,7 @@ struct AttentionFa2 {
     copy_keys(rows, kv_begin);
     if constexpr (kStages == 2) copy_values(rows, kv_begin);
     if constexpr (kEager) copy_keys(rows, kv_begin + 1), copy_values(rows, kv_begin + 1);
-    if constexpr (kHasRope && !kNarrow) {
+    if constexpr (kHasRope && !kIsFp8) {
       ptx::cp_async_wait<kEager ? 4 : kStages>();
       rotate_q();
     }
@@ -162,48 +162,52 @@ struct AttentionFa2 {
     for (int i = kv_begin; more; ++i) {
       // Read before the barrier: after it, the code would wait for each read from shared memory.
       const WarpTiles tiles = warp_tiles();
-      bool some = tiles.any.contains(i), every = tiles.all.contains(i);
+      bool is_visible = tiles.any.contains(i), is_unmasked = tiles.all.contains(i);
       if constexpr (V::kScoreMask != 0) {
         const ExpressionOf<V> expression(p_);
         const int unit = work_.tile.work_begin + i - work_.tile.kv_begin;
-        some = some && block_is_visible<V>(expression, unit), every = every && block_is_full<V>(expression, unit);
+        is_visible = is_visible && block_is_visible<V>(expression, unit);
+        is_unmasked = is_unmasked && block_is_full<V>(expression, unit);
       }
       if constexpr (!kOrder.end_late) more = i + 1 < work_.kv_end;
       ptx::cp_async_wait<kEager ? 3 : 0>();
-      __syncthreads();  // k of tile i is there (two stages: v too), and all are done with tile i - 1
+      __syncthreads();  // k of tile i is loaded (with two stages v too), and every warp is done with tile i - 1
       if constexpr (kStages == 1) copy_values(rows, i);
-      if constexpr (kHasRope && !kNarrow) {
+      if constexpr (kHasRope && !kIsFp8) {
         rotate_tile<T, kThreads>(k_tile(i), p_.rope_frequencies, thread_, [&](int row) { return i * kTileKv + row; });
         __syncthreads();  // k of tile i is rotated
       }
       Accumulator<kM, kTileKv> s;
-      if (some) {
+      // Compute S = Q K^T.
+      if (is_visible) {
         const CursorK k(k_tile(i), lane_);
-        if constexpr (kNarrow && kHasRope) {  // rotated 8-bit keys have no space in memory, so each warp rotates them
+        if constexpr (kIsFp8 && kHasRope) {  // rotated 8-bit keys have no space in memory, so each warp rotates them
           KeyRotations rotations{p_.rope_frequencies, nullptr};
           mma_rotated_keys<T, Kv, kM, kTileKv, kQk>(s, query, k_tile(i), 0, lane_, i * kTileKv, rotations);
-        } else if constexpr (kNarrow) {
-          mma_narrow_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
+        } else if constexpr (kIsFp8) {
+          mma_fp8_keys<T, Kv, kM, kTileKv, kQk>(s, query, k, 0, lane_);
         } else {
           mma_ABt<T>(s, CursorQ({warp_at()}, lane_), k);
         }
       }
       if constexpr (kEager) {
-        __syncthreads();  // all are done with k of tile i
+        __syncthreads();  // release K: every warp is done with k of tile i
         copy_keys(rows, i + 2);
         ptx::cp_async_wait<3>();
       }
       if constexpr (kStages == 1) ptx::cp_async_wait<0>();
-      if constexpr (kEager || kStages == 1) __syncthreads();  // v of tile i is there, all are done with its k
-      if (some) {
+      if constexpr (kEager || kStages == 1) __syncthreads();  // v of tile i is loaded, and k is released
+      if (is_visible) {
+        // Transform and mask S, and rescale O if a maximum has grown.
         const LogitsTransform<V, FragmentMath<false>> transform(p_);
         const float scale = transform.factor;
-        if (every) {
+        if (is_unmasked) {
           score_logits<false>(s, transform, logits_tile(i));
         } else {
           score_logits<true>(s, transform, logits_tile(i));
         }
         softmax.raise_max(s, scale, o);
+        // Compute O += P V, 16 keys at a time, and start the copies of the next KV tile meanwhile.
         const CursorV v(v_tile(i), lane_);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -223,7 +227,7 @@ struct AttentionFa2 {
         if constexpr (kStages == 2 && !kEager) copy_values(rows, i + 1);
       }
       if constexpr (kEager) {
-        __syncthreads();  // all are done with v of tile i
+        __syncthreads();  // release V: every warp is done with v of tile i
         copy_values(rows, i + 2);
       }
       rows.publish_offsets(i + kTableStages);
@@ -274,7 +278,7 @@ struct AttentionFa2 {
     if constexpr (kThreads > kWarps * 32) {
       if (!owns_rows()) return;
     }
-    if constexpr (kNarrow) {
+    if constexpr (kIsFp8) {
       query.shared = warp_at() + lane_ * 16;
       query.load(p_, work_, row_begin(), lane_, true, nullptr);
       return;
@@ -309,9 +313,10 @@ struct AttentionFa2 {
   }
 
   // Two neighbouring columns of o: pair n of those that a lane has of row h of block m. Column 8 n + 2 c is the first
-  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2): see tile/fragments.cuh.
+  // for lane c of a quad, or, where keys and values have 8 bits, 16 (n / 2) + 4 c + 2 (n % 2): see
+  // tile/ampere/fragments.cuh.
   QUIRE_DEVICE static float2 columns(const Accumulator<kM, kVo>& o, int m, int h, int n) {
-    if constexpr (kNarrow) return {o.at[m][n / 2 * 2][2 * h + n % 2], o.at[m][n / 2 * 2 + 1][2 * h + n % 2]};
+    if constexpr (kIsFp8) return {o.at[m][n / 2 * 2][2 * h + n % 2], o.at[m][n / 2 * 2 + 1][2 * h + n % 2]};
     return {o.at[m][n][2 * h], o.at[m][n][2 * h + 1]};
   }
 
@@ -333,8 +338,8 @@ struct AttentionFa2 {
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) {
           const float2 x = columns(o, m, h, n);
-          const int chunk = kNarrow ? n / 2 * 2 + lane_ % 4 / 2 : n,
-                    byte = kNarrow ? lane_ % 2 * 8 + n % 2 * 4 : lane_ % 4 * 4;
+          const int chunk = kIsFp8 ? n / 2 * 2 + lane_ % 4 / 2 : n,
+                    byte = kIsFp8 ? lane_ % 2 * 8 + n % 2 * 4 : lane_ % 4 * 4;
           ptx::st_shared(tile.chunk(r, chunk) + byte, ptx::pack(Q{}, x.x * result.scale, x.y * result.scale));
         }
         if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) {
@@ -376,9 +381,9 @@ struct AttentionFa2 {
         const int row = row_begin() + m * 16 + h * 8 + lane_ / 4;
         if (row >= work_.row_end) continue;
         const int64_t at = partial_row + row - work_.tile.row_begin;
-        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * V::kHeadDimVo) + (kNarrow ? 2 : 1) * (lane_ % 4);
+        float2* dst = reinterpret_cast<float2*>(p_.partial_o + at * V::kHeadDimVo) + (kIsFp8 ? 2 : 1) * (lane_ % 4);
 #pragma unroll
-        for (int n = 0; n < V::kHeadDimVo / 8; ++n) dst[kNarrow ? n / 2 * 8 + n % 2 : 4 * n] = columns(o, m, h, n);
+        for (int n = 0; n < V::kHeadDimVo / 8; ++n) dst[kIsFp8 ? n / 2 * 8 + n % 2 : 4 * n] = columns(o, m, h, n);
         if (lane_ % 4 == 0) reinterpret_cast<float2*>(p_.partial_md)[at] = {softmax.m[m][h], softmax.d[m][h]};
       }
     }

@@ -4,7 +4,7 @@
 // The kernel is limited by the exponential function and by shared memory as much as by the tensor cores, which are
 // twice as fast as over 16 bits. The schedule is that of attention_fa3.cuh. What differs:
 // Values: products of 8 bits have no transposed operand, so that two loading warps transpose values in shared memory
-// (tile/sm90_transpose.cuh). The order of tokens in the transposed tile makes the accumulators of S = Q K^T the operand
+// (tile/hopper/transpose.cuh). The order of tokens in the transposed tile makes the accumulators of S = Q K^T the operand
 // of O += P V without an exchange between lanes.
 // Sums: the tensor cores add up with about 14 bits. O += P V of each KV tile starts from 0, a part of the columns at a
 // time, and is added to O in float32: the error does not grow with the number of keys.
@@ -13,16 +13,16 @@
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline and the transpose; DeepSeek-V3 for sums in two levels.
 #pragma once
-#include "quire/core/params_fa3_fp8.h"
+#include "quire/core/params.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/sm90_fp8_gemm.cuh"
-#include "quire/tile/sm90_kv_tiles.cuh"
-#include "quire/tile/sm90_load.cuh"
-#include "quire/tile/sm90_softmax.cuh"
-#include "quire/tile/sm90_store.cuh"
-#include "quire/tile/sm90_transpose.cuh"
-#include "quire/tile/smem.cuh"
-#include "quire/tile/stamps.cuh"
+#include "quire/tile/hopper/fp8_gemm.cuh"
+#include "quire/tile/hopper/kv_loader.cuh"
+#include "quire/tile/hopper/kv_tiles.cuh"
+#include "quire/tile/hopper/rows.cuh"
+#include "quire/tile/hopper/softmax.cuh"
+#include "quire/tile/hopper/transpose.cuh"
+#include "quire/tile/shared/smem.cuh"
+#include "quire/tile/shared/stamps.h"
 
 namespace quire {
 
@@ -49,8 +49,8 @@ struct AttentionFa3Fp8 {
   using TileK = SwizzledTile<kTileKv, kQk, 8>;
   using TileV = SwizzledTile<kVo, kTileKv, 8>;  // transposed
   using Stage = WorkStage<V>;
-  static constexpr bool kIsGathered = kv_path<V>() == KvPath::kGather;
-  using Keys = typename conditional<kIsGathered, NarrowGather<V, TileK, kTileKv>, KvLoader<V>>::type;
+  static constexpr bool kIsGathered = kv_load_path<V>() == KvLoadPath::kGather;
+  using Keys = typename conditional<kIsGathered, Fp8Gather<V, TileK, kTileKv>, KvLoader<V>>::type;
   using Math = FragmentMath<kVo <= 128>;
   using Transform = LogitsTransform<V, Math>;
   using Bits = TileBits<V, 2>;
@@ -378,10 +378,10 @@ struct AttentionFa3Fp8 {
     const TileDescriptor q = queries(rings.q, turn);
     if constexpr (kOverlaps) {
       KvTileWalk<V> walk(current);
-      const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
+      const UnmaskedTiles<V> unmasked(p_.base, current, current.work.tile.row_begin + turn * 64);
       first_tile(rows, current, rings, q, walk);
       while (walk.exists()) {
-        if (full.contains(walk)) {
+        if (unmasked.contains(walk)) {
           next_tile<false>(rows, current, rings, q, turn, walk);
         } else {
           next_tile<true>(rows, current, rings, q, turn, walk);
@@ -408,11 +408,11 @@ struct AttentionFa3Fp8 {
   // warpgroups at once, and then on none.
   QUIRE_DEVICE void attend_in_turns(Rows& rows, const Stage& current, Rings& rings, TileDescriptor q, int turn) const {
     KvTileWalk<V> walk(current);
-    const FullTiles<V> full(p_.base, current, current.work.tile.row_begin + turn * 64);
+    const UnmaskedTiles<V> unmasked(p_.base, current, current.work.tile.row_begin + turn * 64);
     k_.wait_full(rings.k);
     ptx::named_barrier_sync(kTurn + turn, 256);
     while (walk.exists()) {
-      if (full.contains(walk)) {
+      if (unmasked.contains(walk)) {
         whole_tile<false>(rows, current, rings, q, turn, walk);
       } else {
         whole_tile<true>(rows, current, rings, q, turn, walk);

@@ -3,13 +3,13 @@
 //
 // From a few heads on, the kernel is limited by the floating-point units, because each key is read once for all heads.
 // Work comes from core/schedule.h; an OpenMP thread computes the work tiles of one CTA at a time. Each KV tile is
-// copied once, converted to float, next to panels of rows (tile/cpu_panel.h). All arithmetic is in float32, whatever
+// copied once, converted to float, next to panels of rows (tile/cpu/panel.h). All arithmetic is in float32, whatever
 // the tensors hold. Keys that no row of a panel sees are neither read nor used.
 #pragma once
 #include <stdlib.h>
-#include "quire/core/params_mla.h"
-#include "quire/tile/cpu_panel.h"
-#include "quire/tile/cpu_rows.h"
+#include "quire/core/params.h"
+#include "quire/tile/cpu/panel.h"
+#include "quire/tile/cpu/rows.h"
 
 namespace quire {
 
@@ -110,24 +110,14 @@ struct AttentionMlaCpu {
     Scratch& x = c.scratch;
     const int begin = keys.begin - tile.begin, end = keys.end - tile.begin;
     c.keys.resolve(keys, x.kpe_rows, x.ckv_rows);
-    stage<kKpe>(x.kpe, x.kpe_rows, begin, end);
-    stage<kCkv>(x.ckv, x.ckv_rows, begin, end);
+    cpu::stage_keys<kKpe, kKpe>(x.kpe, x.kpe_rows, begin, end);
+    cpu::stage_keys<kCkv, kCkv>(x.ckv, x.ckv_rows, begin, end);
     if constexpr (V::kTileScales != 0) {
       for (int i = begin; i < end; ++i) multiply_by_scales(c, x.ckv + i * kCkv, tile.begin + i);
     }
     const bool finite = c.logits.mask.full(c.rows.qo_idx(0), c.rows.qo_idx(c.rows.count - 1), keys) ||
                         cpu::all_finite(x.ckv + begin * kCkv, static_cast<int64_t>(end - begin) * kCkv);
     for (int row = 0; row < c.rows.count; row += cpu::kPanel) panel_tile(c, row, tile, finite);
-  }
-
-  // Rows [begin, end) of a tile as floats; the rest of the first and last key blocks is 0.
-  template <int kDim, class T>
-  static void stage(float* to, const T* const* rows, int begin, int end) {
-    const int block_begin = begin / cpu::kKeyBlock * cpu::kKeyBlock;
-    const int block_end = static_cast<int>(round_up(end, cpu::kKeyBlock));
-    memset(to + block_begin * kDim, 0, sizeof(float) * (begin - block_begin) * kDim);
-    cpu::widen_rows<kDim>(to + begin * kDim, rows, end - begin);
-    memset(to + end * kDim, 0, sizeof(float) * (block_end - end) * kDim);
   }
 
   // The latent of a token of the request, by its scales, rounded to the type of queries, as FlashMLA does.
@@ -150,55 +140,13 @@ struct AttentionMlaCpu {
     const KeyRange visible = c.visible(row, row + count - 1, tile);
     if (visible.empty()) return;
     const KeyRange keys = {visible.begin - tile.begin, visible.end - tile.begin};
-    score<kCkv>(x.s, x.ckv, x.q_nope + row * kCkv, keys, count);
-    score<kKpe>(x.s_pe, x.kpe, x.q_pe + row * kKpe, keys, count);
-    describe_panel(c, row, tile, count);
-    const bool full = c.logits.mask.full(c.rows.qo_idx(row), c.rows.qo_idx(row + count - 1), visible);
-    if (full) {
-      softmax_panel<false>(c, row, keys, tile.begin, count);
-    } else {
-      softmax_panel<true>(c, row, keys, tile.begin, count);
-    }
-    if (full || finite) {
-      cpu::accumulate_values<kCkv>(x.o + row * kCkv, x.s, x.ckv, x.alpha, keys, count);
-    } else {
-      cpu::accumulate_visible_values<kCkv>(x.o + row * kCkv, x.s, x.ckv, x.alpha, keys, count);
-    }
-  }
-
-  template <int kDim>
-  static void score(float* s, const float* k, const float* q, KeyRange keys, int count) {
-    const int begin = keys.begin / cpu::kKeyBlock * cpu::kKeyBlock;
-    if (count > 2 * cpu::kLanes) {
-      cpu::score_block<kDim, 3>(s, k, q, begin, keys.end);
-    } else if (count > cpu::kLanes) {
-      cpu::score_block<kDim, 2>(s, k, q, begin, keys.end);
-    } else {
-      cpu::score_block<kDim, 1>(s, k, q, begin, keys.end);
-    }
-  }
-
-  template <bool kMasked>
-  static void softmax_panel(const Context& c, int row, KeyRange keys, int tile_begin, int count) {
-    Scratch& x = c.scratch;
-    for (int i = 0; i < count; i += cpu::kLanes) {
-      const auto score = [&](cpu::Floats s, int at) {
-        const cpu::RowLanes<V, decltype(x.panel)> lanes = {c.logits, x.panel, i, tile_begin, at};
-        return cpu::score_logits<kMasked>(c.logits, s + cpu::load(x.s_pe + at * cpu::kPanel + i), lanes);
-      };
-      cpu::store(x.alpha + i, cpu::softmax_rows(x.s + i, keys, score, x.m + row + i, x.d + row + i));
-    }
-  }
-
-  // What softmax has to know of each row.
-  static void describe_panel(const Context& c, int row, KeyRange tile, int count) {
-    auto& panel = c.scratch.panel;
-    for (int i = 0; i < count; ++i) {
-      const int qo_idx = c.rows.qo_idx(row + i);
-      const KeyRange keys = c.logits.mask.visible(qo_idx);
-      panel.q_idx[i] = qo_idx, panel.head[i] = c.rows.head(row + i);
-      panel.begin[i] = keys.begin - tile.begin, panel.end[i] = keys.end - tile.begin;
-    }
+    cpu::score_panel<kCkv>(x.s, x.ckv, x.q_nope + row * kCkv, keys, count);
+    cpu::score_panel<kKpe>(x.s_pe, x.kpe, x.q_pe + row * kKpe, keys, count);
+    const cpu::PanelMemory<decltype(x.panel)> memory = {x.panel,          x.s,  x.alpha, x.m + row, x.d + row,
+                                                        x.o + row * kCkv, x.ckv};
+    const bool is_full = c.logits.mask.full(c.rows.qo_idx(row), c.rows.qo_idx(row + count - 1), visible);
+    const auto add = [&](cpu::Floats s, int key, int lane) { return s + cpu::load(x.s_pe + key * cpu::kPanel + lane); };
+    cpu::add_panel<kCkv>(memory, c.logits, row, count, tile.begin, keys, is_full, finite, add);
   }
 };
 

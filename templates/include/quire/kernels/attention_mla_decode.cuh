@@ -1,88 +1,40 @@
 // Decode with multi-head latent attention (MLA) and few rows: the warpgroup matrix instruction and the bulk copy
 // engine, sm_90a.
 //
-// Bound: reading the cache once. Tokens are the rows of both products and heads their columns, so that few heads need
-// no padding to 64: S^T = [ckv, kpe] Q^T, and O^T += ckv^T P^T, which reads the same bytes transposed.
-// Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the end of a work
-// tile: while one waits for its softmax the other's products run. A warp loads, as far ahead as shared memory allows: a
-// ring of atoms of 64 tokens x 128 bytes, of which a KV tile takes nine, or five of latents of 8 bits
-// (tile/mla_narrow.cuh). Those of small pages, or that indices name, are gathered token by token by four warps.
-// Schedule: persistent CTAs, one an SM; all CTAs of a merge group merge it.
+// The kernel is limited by reading the cache once. Tokens are the rows of both products and heads their columns, so
+// that few heads need no padding to 64: S^T = [ckv, kpe] Q^T, and O^T += ckv^T P^T, which reads the same bytes
+// transposed. Two warpgroups take KV tiles in turn, each with a softmax and an O^T of its own, and add up both at the
+// end of a work tile: the products of one run while the other computes its softmax. A warp loads, as far ahead as
+// shared memory allows: a ring of atoms of 64 tokens x 128 bytes, of which a KV tile takes nine, or five of latents of
+// 8 bits (tile/hopper/mla_fp8.cuh). Tokens of small pages, or that indices name, are gathered one by one by four warps.
+// Schedule: persistent CTAs, one per SM. All CTAs of a merge group merge it.
 //
 // Sources: vLLM's FlashAttention for heads as columns.
 #pragma once
 #include "quire/core/mask.h"
-#include "quire/core/params_mla_fa3.h"
-#include "quire/ptx/grid.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/core/params.h"
+#include "quire/kernels/attention_mla_decode_shape.cuh"
+#include "quire/ptx/barrier.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/mla_narrow.cuh"
-#include "quire/tile/shared_merge.cuh"
-#include "quire/tile/sm90_load.cuh"
-#include "quire/tile/sm90_scheduler.cuh"
+#include "quire/tile/hopper/mla_merge.cuh"
+#include "quire/tile/hopper/scheduler.cuh"
 
 namespace quire {
 
 template <class V>
-class AttentionMlaDecode {
-  using T = typename V::Q;
-  static constexpr int kRows = V::kTileRows, kCkv = V::kHeadDimVo;
-  static constexpr bool kIsNarrow = sizeof(typename V::Kv) == 1;
-  static_assert(is_same<T, typename V::O>::value && (kIsNarrow || is_same<T, typename V::Kv>::value),
-                "q, latents and o are alike, but that latents may have 8 bits");
-  static_assert(kCkv == 512 && V::kHeadDimQk == 576 && V::kTileKv == 64, "a KV tile is nine atoms, or five");
-  static constexpr bool kGathers = kv_path<V>() == KvPath::kGather;
-  static_assert(V::kPaged != 0 && (kGathers ? kIsNarrow : V::kPageSize % 64 == 0), "a page holds whole KV tiles");
-  static_assert(kRows % 16 == 0 && kRows <= 32, "O^T has half as many registers as rows, for each of eight blocks");
-
-  static constexpr int kGroups = 2, kWarps = 4 * kGroups, kWorkStages = 2, kTileStages = kIsNarrow ? 6 : 4;
-  static constexpr int kAtomBytes = 64 * 128, kTileAtoms = kIsNarrow ? 5 : 9, kBlocks = 8;  // of ckv: 64 columns each
-
-  using TileQ = SwizzledTile<kRows, V::kHeadDimQk>;
-  using TileP = SwizzledTile<kRows, 64>;
-  using Narrow = MlaNarrow<V>;
-  using P = typename conditional<kIsNarrow, fp16_t, T>::type;
-  static constexpr int kPBytes = Narrow::kPs * TileP::kBytes;
-  // Scales: of KV tiles, and of queries.
-  static constexpr bool kIsScaled = V::kTileScales != 0;
-  static constexpr int kTileScalesBytes = kTileStages * Narrow::kTileScalesBytes;
-  static constexpr int kQScalesBytes = kIsNarrow ? kRows * 4 : 0;
-  static constexpr int kExistingBytes = kGathers ? kTileStages * 8 : 0;  // behind them: tokens that exist, a bit each
-  // Columns of O^T, as blocks, of 16 rows and of each warpgroup that the atoms of a KV tile hold.
-  static constexpr int kMeetingBlocks = kIsNarrow ? 4 : kBlocks;
-
-  using Scores = float[kRows / 2];  // S^T of a KV tile: tokens 16 * warp + lane / 4 and + 8, columns as in Wgmma
-  using Values = float[kBlocks][kRows / 2];
-
-  struct Shared {
-    CurrentWork work[kWorkStages];
-    float tops[kGroups][4][kRows];  // of each warp's tokens; at the end of a work tile denominators
-    float maxima[kGroups][kRows];
-    int number;  // of the last whole row tile taken
-    int turn;    // at merging
-    alignas(8) unsigned char work_barriers[RingBarriers<kWorkStages>::kBytes];
-    uint64_t full[kTileStages][2], empty[kTileStages];  // KV tiles come in two parts
-  };
-
-  static constexpr int kSpace = 227 * 1024 - TileQ::kBytes - kGroups * kPBytes - kTileScalesBytes -
-                                static_cast<int>(sizeof(Shared)) - kQScalesBytes - kExistingBytes;
-  static constexpr int kRingAtoms = kSpace / kAtomBytes;
-  // The first atoms of a KV tile take the places of the KV tile kLag before, the others those of the one after that.
-  static constexpr int kLag = ceil_div(kRingAtoms, kTileAtoms), kEarly = kRingAtoms - (kLag - 1) * kTileAtoms;
-  static constexpr int kParts = kEarly < kTileAtoms ? 2 : 1;
-  static_assert(kLag > 1 && kLag < kTileStages, "two warpgroups hold a KV tile each");
-  static constexpr int kQAt = kRingAtoms * kAtomBytes, kPAt = kQAt + TileQ::kBytes;
-  static constexpr int kTileScalesAt = kPAt + kGroups * kPBytes, kSharedAt = kTileScalesAt + kTileScalesBytes;
-
-  // Registers a thread: 504 for a thread of each warpgroup.
-  static constexpr int kComputeRegisters = 232, kLoadRegisters = 40;
-
-  enum NamedBarrier { kAll = 1, kGroup };  // kGroup + i: of a warpgroup
+class AttentionMlaDecode : MlaDecodeCta<V> {
+  using Cta = MlaDecodeCta<V>;
+  using Cta::kRows, Cta::kCkv, Cta::kIsFp8, Cta::kGathers, Cta::kGroups, Cta::kWarps, Cta::kWorkStages,
+      Cta::kTileStages, Cta::kAtomBytes, Cta::kTileAtoms, Cta::kBlocks, Cta::kIsScaled, Cta::kMeetingBlocks, Cta::kLag,
+      Cta::kEarly, Cta::kParts, Cta::kComputeRegisters, Cta::kLoadRegisters, Cta::kAll, Cta::kGroup, Cta::base,
+      Cta::group, Cta::warp_of_group, Cta::q_tile, Cta::p_tile, Cta::tile_scales, Cta::existing, Cta::query_scales,
+      Cta::work_ring, Cta::full, Cta::empty, Cta::kv_end, Cta::row_of, Cta::p_, Cta::shared_;
+  using typename Cta::T, typename Cta::TileQ, typename Cta::TileP, typename Cta::Fp8, typename Cta::P,
+      typename Cta::Scores, typename Cta::Values, typename Cta::TilePosition;
 
  public:
-  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
-  static constexpr int kThreads = 32 * kWarps + 128, kMinCtas = 1;
-  static constexpr int kSmemBytes = kSharedAt + static_cast<int>(sizeof(Shared)) + kQScalesBytes + kExistingBytes;
+  using Cta::kTileRows, Cta::kTileKv, Cta::kThreads, Cta::kMinCtas, Cta::kSmemBytes;
 
   QUIRE_DEVICE static void run(const AttentionMlaFa3Params& p, unsigned char* smem) {
     const AttentionMlaDecode cta(p, smem);
@@ -108,66 +60,7 @@ class AttentionMlaDecode {
   }
 
  private:
-  const AttentionMlaFa3Params& p_;
-  Shared& shared_;
-  uint32_t barriers_;  // address of `shared_`
-
-  QUIRE_DEVICE AttentionMlaDecode(const AttentionMlaFa3Params& p, unsigned char* smem)
-      : p_(p), shared_(*reinterpret_cast<Shared*>(smem + kSharedAt)), barriers_(ptx::smem_address(smem) + kSharedAt) {}
-
-  // ---- Who and where.
-
-  QUIRE_DEVICE static uint32_t base() {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    return ptx::smem_address(smem);
-  }
-  QUIRE_DEVICE static int group() { return ptx::uniform(ptx::thread_id() / 128); }
-  QUIRE_DEVICE static int warp_of_group() { return ptx::uniform(ptx::thread_id() / 32 % 4); }
-  QUIRE_DEVICE static TileQ q_tile() { return {base() + kQAt}; }
-  QUIRE_DEVICE static TileP p_tile() { return {base() + kPAt + group() * kPBytes}; }
-  QUIRE_DEVICE static uint32_t tile_scales(int stage) {
-    return base() + kTileScalesAt + stage * Narrow::kTileScalesBytes;
-  }
-  // Of a KV tile's tokens 16 * warp to + 15.
-  QUIRE_DEVICE uint16_t& existing(int stage, int warp) const {
-    return reinterpret_cast<uint16_t*>(query_scales() + kRows)[stage * 4 + warp];
-  }
-  QUIRE_DEVICE float* query_scales() const { return reinterpret_cast<float*>(&shared_ + 1); }
-
-  // A KV tile's place in the ring.
-  struct TilePlace {
-    int count = 0, first = 0;  // KV tiles before it; its first atom
-
-    QUIRE_DEVICE void advance() { ++count, first = wrap(first + kTileAtoms); }
-    QUIRE_DEVICE static int wrap(int atom) { return atom >= kRingAtoms ? atom - kRingAtoms : atom; }
-    QUIRE_DEVICE int atom_at(int i) const { return wrap(first + i) * kAtomBytes; }
-    QUIRE_DEVICE int stage() const { return count % kTileStages; }
-    QUIRE_DEVICE int parity() const { return count / kTileStages & 1; }
-  };
-
-  QUIRE_DEVICE RingBarriers<kWorkStages> work_ring() const {
-    return {barriers_ + static_cast<uint32_t>(__builtin_offsetof(Shared, work_barriers))};
-  }
-  QUIRE_DEVICE uint32_t full(int stage, int part) const {
-    return barriers_ + static_cast<uint32_t>(__builtin_offsetof(Shared, full)) + 16 * stage + 8 * part;
-  }
-  QUIRE_DEVICE uint32_t empty(int stage) const {
-    return barriers_ + static_cast<uint32_t>(__builtin_offsetof(Shared, empty)) + 8 * stage;
-  }
-  QUIRE_DEVICE void init_barriers() const {
-    work_ring().init(1, kWarps);
-    // Who gathers arrives by itself and with its copies; the copy engine may have the scales beside it.
-    constexpr int kArrivals = kGathers ? 128 + 4 : kIsScaled ? 32 + 1 : 1;
-    for (int i = 0; i < 2 * kTileStages; ++i) ptx::mbarrier_init(full(0, i), i % 2 == 0 ? kArrivals : 1);
-    for (int i = 0; i < kTileStages; ++i) ptx::mbarrier_init(empty(i), 4);
-    ptx::fence_mbarrier_init();
-  }
-
-  // A work tile without keys has one KV tile, of zeros that no row sees.
-  QUIRE_DEVICE static int kv_end(const WorkTile& work) { return max(work.kv_end, work.kv_begin + 1); }
-
-  // Rows that do not exist repeat the last one; their results are not stored.
-  QUIRE_DEVICE static int row_of(const WorkTile& work, int i) { return min(work.tile.row_begin + i, work.row_end - 1); }
+  QUIRE_DEVICE AttentionMlaDecode(const AttentionMlaFa3Params& p, unsigned char* smem) : Cta(p, smem) {}
 
   // ---- The warp that loads.
 
@@ -177,7 +70,7 @@ class AttentionMlaDecode {
     WorkList::next(p_, before.cursor, shared_.work[0], shared_.number, kTileKv);
   }
 
-  // Each CTA brings a line of the row tiles into the L2, while partitions are read that say which one is whose.
+  // Each CTA brings a line of the row tiles into the L2, while it reads its partition, which says which one it needs.
   QUIRE_DEVICE void prefetch_row_tiles() const {
     const int64_t line = static_cast<int64_t>(blockIdx.x) * 128;
     if (line < p_.base.num_tiles * static_cast<int64_t>(sizeof(RowTile))) {
@@ -187,7 +80,7 @@ class AttentionMlaDecode {
 
   QUIRE_DEVICE void load() const {
     RingPosition<kWorkStages> at;
-    TilePlace to;
+    TilePosition to;
     for (;; at.advance()) {
       CurrentWork& stage = shared_.work[at.stage()];
       if (kGathers && warp_of_group() != 0) {
@@ -212,7 +105,7 @@ class AttentionMlaDecode {
   }
 
   // Page numbers of 32 KV tiles at a time, one a lane.
-  QUIRE_DEVICE void load_work_tile(const WorkTile& work, TilePlace& to) const {
+  QUIRE_DEVICE void load_work_tile(const WorkTile& work, TilePosition& to) const {
     const int begin = work.kv_begin, end = kv_end(work);
     int pages = 0;
 #pragma unroll 1
@@ -233,7 +126,7 @@ class AttentionMlaDecode {
     return p_.base.kv_indices[work.tile.kv_first + token / V::kPageSize];
   }
 
-  QUIRE_DEVICE void load_tile(TilePlace to, int page, int row) const {
+  QUIRE_DEVICE void load_tile(TilePosition to, int page, int row) const {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int begin = part == 0 ? 0 : kEarly, end = part == 0 ? kEarly : kTileAtoms;
@@ -250,7 +143,7 @@ class AttentionMlaDecode {
   }
 
   // Scales of a KV tile, of which `count` tokens exist: 16 bytes a token, zeros for others. All lanes.
-  QUIRE_DEVICE void load_scales(TilePlace to, int page, int row, int count) const {
+  QUIRE_DEVICE void load_scales(TilePosition to, int page, int row, int count) const {
     __syncwarp();
     wait_empty(to.count - kLag);
     const float* from = p_.ckv_scales + page * p_.ckv_scales_page_stride + row * p_.ckv_scales_token_stride;
@@ -263,8 +156,8 @@ class AttentionMlaDecode {
     ptx::cp_async_arrive(full(to.stage(), 0));
   }
 
-  // Where a token lies, of 16 that lanes 0 to 15 and again 16 to 31 have. In the place of one that does not exist are
-  // zeros: nothing is read.
+  // Where a token is in the cache. Lanes i and i + 16 find token i of 16. Zeros are copied for a token that does not
+  // exist, and nothing is read.
   struct Token {
     int page = -1, row = 0;
   };
@@ -276,7 +169,7 @@ class AttentionMlaDecode {
     return {p_.base.kv_indices[work.tile.kv_first + index], token - index * static_cast<int>(p_.base.page.divisor)};
   }
 
-  QUIRE_DEVICE void gather_work_tile(const WorkTile& work, TilePlace& to) const {
+  QUIRE_DEVICE void gather_work_tile(const WorkTile& work, TilePosition& to) const {
     const int begin = work.kv_begin, end = kv_end(work);
     Token token = find(work, begin);
 #pragma unroll 1
@@ -288,7 +181,7 @@ class AttentionMlaDecode {
   }
 
   // This warp's 16 tokens, four at a time by eight lanes each.
-  QUIRE_DEVICE void gather_tile(TilePlace to, Token token) const {
+  QUIRE_DEVICE void gather_tile(TilePosition to, Token token) const {
     const AttentionParams& p = p_.base;
     const int lane = ptx::lane_id(), warp = warp_of_group();
     const bool exists = static_cast<uint32_t>(token.page) < static_cast<uint32_t>(p_.num_pages);
@@ -330,31 +223,32 @@ class AttentionMlaDecode {
     __syncwarp();
   }
 
-  // Until the KV tile that `count` others precede has been used.
+  // Waits until KV tile `count` of the CTA has been used.
   QUIRE_DEVICE void wait_empty(int count) const {
     if (count >= 0) ptx::mbarrier_wait(empty(count % kTileStages), count / kTileStages & 1);
   }
 
   // ---- The warpgroups that compute.
 
-  // Of this lane's columns 8 * n + 2 * (lane % 4) + c: [2 * n + c].
+  // The softmax of this lane's heads: element 2 * n + c belongs to column 8 * n + 2 * (lane % 4) + c.
   struct Softmax {
     float m[kRows / 4];  // reference maximum, base-2 exponent; lags behind the true one by at most kMostLag
     float d[kRows / 4];  // this lane's part of the denominator
-    float scale[kIsNarrow ? kRows / 4 : 1];  // of logits
+    float scale[kIsFp8 ? kRows / 4 : 1];  // of logits
 
-    QUIRE_DEVICE float scale_of(int i) const { return scale[kIsNarrow ? i : 0]; }
+    QUIRE_DEVICE float scale_of(int i) const { return scale[kIsFp8 ? i : 0]; }
   };
 
   QUIRE_DEVICE static constexpr int column_of(int i) { return i / 4 * 2 + i % 2; }  // of register i of 8 tokens x kRows
 
   QUIRE_DEVICE void compute() const {
     RingPosition<kWorkStages> at;
-    TilePlace from;
+    TilePosition from;
     for (;; at.advance()) {
       work_ring().wait_full(at);
       const CurrentWork& stage = shared_.work[at.stage()];
       if (!ptx::uniform(stage.exists)) return;
+      // Load queries.
       load_queries(stage.work);
       Softmax softmax;
       Values o;
@@ -362,9 +256,11 @@ class AttentionMlaDecode {
 #pragma unroll
       for (int i = 0; i < static_cast<int>(sizeof(softmax.scale) / sizeof(float)); ++i) {
         softmax.scale[i] = logits_scale<V>(p_.base);
-        if (kIsNarrow) softmax.scale[i] *= query_scales()[i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2];
+        if (kIsFp8) softmax.scale[i] *= query_scales()[i / 2 * 8 + ptx::lane_id() % 4 * 2 + i % 2];
       }
-      const TilePlace last = add_tiles(stage.work, from, softmax, o);
+      // Compute O^T, m and d over this warpgroup's KV tiles.
+      const TilePosition last = add_tiles(stage.work, from, softmax, o);
+      // Add both warpgroups' O^T, store, and release the work tile.
       store(stage, last, softmax, o);
       __syncwarp();
       if (ptx::lane_id() == 0) work_ring().arrive_empty(at);
@@ -391,8 +287,8 @@ class AttentionMlaDecode {
           static_cast<const T*>(p_.q_nope) + at.token * p_.q_nope_token_stride + at.head * p_.q_nope_head_stride;
       const T* pe =
           static_cast<const T*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
-      if constexpr (kIsNarrow) {
-        const float scale = Narrow::load_query(q_tile(), row, nope, pe, lane);
+      if constexpr (kIsFp8) {
+        const float scale = Fp8::load_query(q_tile(), row, nope, pe, lane);
         if (lane == 0) query_scales()[row] = scale;
       } else {
 #pragma unroll
@@ -407,11 +303,12 @@ class AttentionMlaDecode {
     ptx::named_barrier_sync(kAll, 32 * kWarps);
   }
 
-  // This warpgroup's KV tiles of a work tile. Where the last of all lies, which is still to be released.
-  QUIRE_DEVICE TilePlace add_tiles(const WorkTile& work, TilePlace& from, Softmax& softmax, Values& o) const {
+  // Computes this warpgroup's KV tiles of a work tile. Returns the position of the work tile's last KV tile, which is
+  // not yet released.
+  QUIRE_DEVICE TilePosition add_tiles(const WorkTile& work, TilePosition& from, Softmax& softmax, Values& o) const {
     const int begin = ptx::uniform(work.kv_begin), end = ptx::uniform(kv_end(work));
     const int all_see = ptx::uniform(mask(work).visible(p_.base.group.div(row_of(work, 0))).end);
-    TilePlace last;
+    TilePosition last;
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile, from.advance()) {
       last = from;
@@ -423,38 +320,43 @@ class AttentionMlaDecode {
     return last;
   }
 
-  QUIRE_DEVICE void release(TilePlace from) const {
+  QUIRE_DEVICE void release(TilePosition from) const {
     __syncwarp();
     if (ptx::lane_id() == 0) ptx::mbarrier_arrive(empty(from.stage()));
   }
 
-  QUIRE_DEVICE void add_tile(const WorkTile& work, int tile, bool is_masked, TilePlace from, Softmax& softmax,
+  QUIRE_DEVICE void add_tile(const WorkTile& work, int tile, bool is_masked, TilePosition from, Softmax& softmax,
                              Values& o) const {
     Scores s;
-    typename Narrow::TileScales scales;
+    typename Fp8::TileScales scales;
+    // Compute S^T.
     multiply(s, scales, from);
+    // Hide keys.
     if (is_masked) hide(s, work, tile * kTileKv);
     if constexpr (kGathers) hide_gaps(s, existing(from.stage(), warp_of_group()) >> ptx::lane_id() / 4);
+    // Turn S^T into weights, and rescale O^T if a maximum has grown.
     raise_max(s, softmax, o);
     exponentiate(s, scales, softmax);
+    // Clear values that do not exist: they may be NaN, and 0 * NaN is NaN.
     if (is_masked && !kGathers) clear_missing((tile + 1) * kTileKv - work.tile.kv_len, from);
+    // Compute O^T += ckv^T P^T, when all warps have written their weights.
     ptx::fence_proxy_async();
     ptx::named_barrier_sync(kGroup + group(), 128);
     add_values(o, scales, from);
   }
 
   // s = [ckv, kpe] q^T.
-  QUIRE_DEVICE void multiply(Scores& s, typename Narrow::TileScales& scales, TilePlace from) const {
+  QUIRE_DEVICE void multiply(Scores& s, typename Fp8::TileScales& scales, TilePosition from) const {
     const TileDescriptor keys(base(), 16), q(q_tile().base, 16);
-    if constexpr (kIsNarrow) {
+    if constexpr (kIsFp8) {
       const auto wait = [&](int atom) {
         if (atom == 0) ptx::mbarrier_wait(full(from.stage(), 0), from.parity());
         if (atom == kEarly && !kGathers) ptx::mbarrier_wait(full(from.stage(), 1), from.parity());
         if (kGathers && kIsScaled && atom == kTileAtoms - 1) ptx::fence_proxy_async();  // kpe is read in place
       };
       const int lane = ptx::lane_id(), warp = warp_of_group();
-      return Narrow::multiply(s, scales, base(), q, from, warp, lane, wait,
-                              [&] { scales.load(tile_scales(from.stage()), warp, lane); });
+      return Fp8::multiply(s, scales, base(), q, from, warp, lane, wait,
+                           [&] { scales.load(tile_scales(from.stage()), warp, lane); });
     } else {
       ptx::pin(s);
 #pragma unroll
@@ -500,9 +402,9 @@ class AttentionMlaDecode {
     }
   }
 
-  // fp16 weights are to lie high in their range, so that small ones keep their bits: the reference maximum is this far
-  // below a new maximum.
-  static constexpr float kMargin = kIsNarrow ? 7.f : 0.f, kMostLag = kMaxLag + kMargin;
+  // How far below a new maximum the reference maximum is set, in powers of two. Weights of fp16 are then near the upper
+  // end of fp16's range, so that small weights keep their bits.
+  static constexpr float kMargin = kIsFp8 ? 7.f : 0.f, kMostLag = kMaxLag + kMargin;
 
   // Raises m where a logit exceeds it by more than kMostLag, in any warp of the warpgroup.
   QUIRE_DEVICE void raise_max(const Scores& s, Softmax& softmax, Values& o) const {
@@ -533,7 +435,7 @@ class AttentionMlaDecode {
     }
   }
 
-  // The greatest, or the sum, of a warp's lanes of the same columns, to `to` [kRows].
+  // Reduces each column over the lanes of a warp, to the maximum or the sum, and writes it to `to` [kRows].
   template <bool kIsMax>
   QUIRE_DEVICE static void share(const float (&x)[kRows / 4], float* to) {
     const int lane = ptx::lane_id();
@@ -549,8 +451,8 @@ class AttentionMlaDecode {
     }
   }
 
-  // Weights, to shared memory as rows of P.
-  QUIRE_DEVICE void exponentiate(Scores& s, const typename Narrow::TileScales& scales, Softmax& softmax) const {
+  // Computes weights and writes them to shared memory, as rows of P.
+  QUIRE_DEVICE void exponentiate(Scores& s, const typename Fp8::TileScales& scales, Softmax& softmax) const {
 #pragma unroll
     for (int i = 0; i < kRows / 2; ++i) {
       s[i] = ptx::ex2(fmaf(s[i], softmax.scale_of(column_of(i)), -softmax.m[column_of(i)]));
@@ -559,7 +461,7 @@ class AttentionMlaDecode {
     const int lane = ptx::lane_id();
     const uint32_t to = p_tile().chunk(lane / 16 * 8 + lane % 8, warp_of_group() * 2 + lane / 8 % 2);
 #pragma unroll
-    for (int n = 0; n < Narrow::kPs; ++n) {
+    for (int n = 0; n < Fp8::kPs; ++n) {
 #pragma unroll
       for (int i = 0; i < kRows / 2; i += 8) {
         uint32_t weights[4];
@@ -573,8 +475,8 @@ class AttentionMlaDecode {
     }
   }
 
-  // Values that do not exist may be anything, and 0 * NaN is NaN: zeros in the last `count` tokens of a KV tile.
-  QUIRE_DEVICE static void clear_missing(int count, TilePlace from) {
+  // Writes zeros to the last `count` tokens of a KV tile.
+  QUIRE_DEVICE static void clear_missing(int count, TilePosition from) {
     constexpr int kAtoms = kTileAtoms - 1;
     const int end = min(count, kTileKv) * kAtoms * 8;
 #pragma unroll 1
@@ -585,10 +487,10 @@ class AttentionMlaDecode {
   }
 
   // o += ckv^T p^T.
-  QUIRE_DEVICE void add_values(Values& o, const typename Narrow::TileScales& scales, TilePlace from) const {
+  QUIRE_DEVICE void add_values(Values& o, const typename Fp8::TileScales& scales, TilePosition from) const {
     const TileDescriptor values(base(), 16), weights(p_tile().base, 16);
-    if constexpr (kIsNarrow) {
-      return Narrow::add_values(o, scales, base(), weights, from, warp_of_group(), ptx::lane_id());
+    if constexpr (kIsFp8) {
+      return Fp8::add_values(o, scales, base(), weights, from, warp_of_group(), ptx::lane_id());
     } else {
 #pragma unroll
       for (int block = 0; block < kBlocks; ++block) ptx::pin(o[block]);
@@ -608,10 +510,10 @@ class AttentionMlaDecode {
     }
   }
 
-  // ---- The end of a work tile. The warpgroups' O^T meet in the place of its last KV tile, 16 rows and kMeetingBlocks
-  // blocks at a time.
+  // ---- The end of a work tile. The two O^T are added in the stage of the last KV tile, 16 rows and kMeetingBlocks
+  // blocks of columns at a time.
 
-  // Where a warpgroup's column of 64 that one atom holds lies in the atom.
+  // The address of a row and column of a warpgroup's block of 64 columns, which is in one atom.
   QUIRE_DEVICE static uint32_t exchange(int group, int row, int col) {
     const int swizzle = ((row >> 1 & 3) ^ row % 2 * 2) * 8;
     return base() + group * (kAtomBytes / kGroups) + (row * 64 + (col ^ swizzle)) * 4;
@@ -632,7 +534,7 @@ class AttentionMlaDecode {
     return x;
   }
 
-  QUIRE_DEVICE void store(const CurrentWork& stage, TilePlace last, const Softmax& softmax, const Values& o) const {
+  QUIRE_DEVICE void store(const CurrentWork& stage, TilePosition last, const Softmax& softmax, const Values& o) const {
     const WorkTile& work = stage.work;
     const int lane = ptx::lane_id();
     share<false>(softmax.d, shared_.tops[group()][warp_of_group()]);
@@ -644,7 +546,7 @@ class AttentionMlaDecode {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         const int row = i / 4 * 8 + lane % 4 * 2 + i % 2, half = i / 2 % 2;
-        const int col = warp_of_group() * 16 + (kIsNarrow ? lane / 4 * 2 + half : half * 8 + lane / 4);
+        const int col = warp_of_group() * 16 + (kIsFp8 ? lane / 4 * 2 + half : half * 8 + lane / 4);
         const uint32_t to = exchange(group(), row, col);
 #pragma unroll
         for (int block = 0; block < kMeetingBlocks; ++block) {
@@ -664,7 +566,7 @@ class AttentionMlaDecode {
 
   // 16 rows from `first` on, and kMeetingBlocks blocks of columns; a warp every eighth 8 columns, a lane columns of a
   // row and of the one 8 below.
-  QUIRE_DEVICE void store_rows(const WorkTile& work, TilePlace from, int first, int first_block) const {
+  QUIRE_DEVICE void store_rows(const WorkTile& work, TilePosition from, int first, int first_block) const {
     const AttentionParams& p = p_.base;
     const int lane = ptx::lane_id(), warp = ptx::uniform(ptx::thread_id() / 32);
     const Total totals[2] = {total(first + lane / 4), total(first + lane / 4 + 8)};

@@ -10,19 +10,18 @@
 // (kTileScales), they are multiplied by these in float32 and rounded once, as in FlashMLA.
 #pragma once
 #include "quire/core/convert.h"
-#include "quire/core/params_mla.h"
+#include "quire/core/params.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
-#include "quire/ptx/float8.cuh"
-#include "quire/ptx/store.cuh"
+#include "quire/ptx/math.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/column_warps.cuh"
-#include "quire/tile/current_work.cuh"
-#include "quire/tile/gemm.cuh"
-#include "quire/tile/kv_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/partial.cuh"
-#include "quire/tile/softmax.cuh"
+#include "quire/tile/ampere/column_warps.cuh"
+#include "quire/tile/shared/gemm.cuh"
+#include "quire/tile/ampere/kv_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/partial.cuh"
+#include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
 
@@ -102,8 +101,8 @@ struct AttentionMlaFa2 {
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
   static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo, kKpe = kQk - kVo;
   using Kv = typename V::Kv;
-  static constexpr bool kNarrow = sizeof(Kv) == 1, kScaled = V::kTileScales != 0;
-  static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
+  static constexpr bool kIsFp8 = sizeof(Kv) == 1, kScaled = V::kTileScales != 0;
+  static_assert((kIsFp8 || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
                 "q and o have one number type, and so have latents unless they have 8 bits");
   static_assert(kQk == 576 && kVo == 512, "512 dims of a latent and 64 more");
   static_assert(kTileRows == 16 || kTileRows == 32 || kTileRows == 64, "a tile has 16, 32 or 64 rows");
@@ -127,17 +126,17 @@ struct AttentionMlaFa2 {
   using CursorK = BlockCursor<TileKv, Quarters::kTopFirst>;
   static_assert(TileKv::kSwizzled, "columns begin at a multiple of 128 bytes");
 
-  // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
+  // What warps of the same rows exchange: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
     typename Warp::OfRows of_rows;
   };
   static constexpr int kOffsetBytes = kTileKv * 16;  // of a tile's tokens
-  static constexpr int kWideBytes = kNarrow ? TileKv::kBytes : 0;
+  static constexpr int kWideBytes = kIsFp8 ? TileKv::kBytes : 0;
   static constexpr int kFixedBytes = TileQ::kBytes + kWideBytes + TileP::kBytes + round_up(sizeof(Shared), 16);
   static constexpr int kStages =
       max(1, min(4, (kMostSharedBytes - kFixedBytes - kOffsetBytes) / (TileRing::kBytes + kOffsetBytes)));
-  static constexpr int kTableStages = kStages + (kNarrow || kStages == 1 ? 1 : 0);
+  static constexpr int kTableStages = kStages + (kIsFp8 || kStages == 1 ? 1 : 0);
   using Rows =
       typename conditional<kScaled, ScaledRows<V, kThreads, kTableStages>, KvRows<V, kThreads, kTableStages>>::type;
 
@@ -152,14 +151,7 @@ struct AttentionMlaFa2 {
 
   QUIRE_DEVICE static void run(const AttentionMlaParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
-    if (threadIdx.x == 0) shared.current.cursor = WorkCursor::of_cta(p.base, static_cast<int>(blockIdx.x));
-    for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work tile before
-      if (threadIdx.x == 0) shared.current.exists = shared.current.cursor.next(p.base, kTileKv, shared.current.work);
-      __syncthreads();
-      if (!shared.current.exists) return;
-      AttentionMlaFa2(p, shared, smem).attend();
-    }
+    Warp::for_each_work_tile(p.base, shared.current, [&] { AttentionMlaFa2(p, shared, smem).attend(); });
   }
 
  private:
@@ -183,14 +175,14 @@ struct AttentionMlaFa2 {
 
   QUIRE_DEVICE uint32_t smem_at(int offset) const { return ptx::smem_address(smem_) + offset; }
   QUIRE_DEVICE TileRing ring_tile(int i) const { return {smem_at(kRingAt + i % kStages * TileRing::kBytes)}; }
-  QUIRE_DEVICE TileKv kv_tile(int i) const { return {kNarrow ? smem_at(kWideAt) : ring_tile(i).base}; }
+  QUIRE_DEVICE TileKv kv_tile(int i) const { return {kIsFp8 ? smem_at(kWideAt) : ring_tile(i).base}; }
 
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
     Rows rows(row_params(), work_, smem_ + kTableAt, thread_);
     load_q();
     rows.begin(kv_begin);
-    constexpr int kAhead = kNarrow ? kStages : max(1, kStages - 1);
+    constexpr int kAhead = kIsFp8 ? kStages : max(1, kStages - 1);
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) copy(rows, kv_begin + i);
     KeyRange any, all;
@@ -202,70 +194,41 @@ struct AttentionMlaFa2 {
 #pragma unroll 1
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<kAhead - 1>();
-      __syncthreads();  // tile i is there, and all are done with tile i - 1
-      if constexpr (kNarrow) {
+      __syncthreads();  // tile i is loaded, and tile i - 1 is released
+      if constexpr (kIsFp8) {
         if constexpr (kScaled) {
           multiply_by_scales(ring_tile(i), kv_tile(i));
         } else {
           widen(ring_tile(i), kv_tile(i));
         }
-        __syncthreads();  // tile i is wide
+        __syncthreads();  // tile i is widened
       }
-      if constexpr (kNarrow || kStages > 1) copy(rows, i + kAhead);
+      if constexpr (kIsFp8 || kStages > 1) copy(rows, i + kAhead);
       rows.prefetch_pages(i + kTableStages);
       typename Warp::Scores s;
-      const bool some = any.contains(i), attends = some && warp_.tells();
+      const bool is_visible = any.contains(i), attends = is_visible && warp_.publishes_maxima();
       if (attends) score(s, i, all.contains(i));
-      sync_rows();  // the maxima of all keys are there
-      if (some) warp_.raise_max(o, softmax);
+      sync_rows();  // every warp of these rows has published its maxima
+      if (is_visible) warp_.raise_max(o, softmax);
       if (attends) warp_.exponentiate(s, softmax);
       rows.publish_offsets(i + kTableStages);
-      sync_rows();  // so are the weights
-      if (some) warp_.add_values(o, kv_tile(i));
-      if constexpr (!kNarrow && kStages == 1) {
-        __syncthreads();  // all are done with tile i
+      sync_rows();  // every warp of these rows has written its weights
+      if (is_visible) warp_.add_values(o, kv_tile(i));
+      if constexpr (!kIsFp8 && kStages == 1) {
+        __syncthreads();  // tile i is released
         copy(rows, i + 1);
       }
     }
-    ptx::cp_async_wait<0>();
-    warp_.sum_denominators(softmax);
-    if (work_.is_whole()) {
-      warp_.store(o, softmax, {smem_at(0)});
-      return;
-    }
-    const MergeGroup group = p_.groups[work_.group];
-    warp_.store_partial(o, softmax);
-    if (arrives_last(p_.groups + work_.group, group.num_parts(), thread_ == 0, shared_.current.is_last,
-                     [] { __syncthreads(); })) {
-      call_merge_partials<V, kWarps>(p_, work_, group, thread_);
-    }
+    warp_.finish(o, softmax, {smem_at(0)}, shared_.current.is_last);
   }
 
   // Waits for the warps of the same rows.
   QUIRE_DEVICE void sync_rows() const { ptx::named_barrier_sync(1 + warp_.rows / Warp::kWarpRows, kColGroups * 32); }
 
-  // Rows that do not exist become zeros.
   QUIRE_DEVICE void load_q() const {
     const TileQ tile = {smem_at(0)};
-    copy_q<kVo>(TileColumns<TileQ, 0, kVo>{tile}, mla_.q_nope, mla_.q_nope_token_stride, mla_.q_nope_head_stride);
-    copy_q<kKpe>(TileColumns<TileQ, kVo / 8, kKpe>{tile}, p_.q, p_.q_token_stride, p_.q_head_stride);
-  }
-
-  template <int kDims, class Columns>
-  QUIRE_DEVICE void copy_q(Columns tile, const void* q, int64_t token_stride, int64_t head_stride) const {
-    using Split = RowSplit<kThreads, Columns::kChunks>;
-    const Split split(thread_);
-#pragma unroll 4
-    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
-      const int row = work_.tile.row_begin + r;
-      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const T* src = static_cast<const T*>(q) + at.token * token_stride + at.head * head_stride;
-#pragma unroll
-      for (int c = 0; c < Split::kChunksPerLane; ++c) {
-        const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(tile.chunk(r, chunk), src + chunk * 8, row < work_.row_end ? 16 : 0);
-      }
-    }
+    warp_.copy_q(TileColumns<TileQ, 0, kVo>{tile}, mla_.q_nope, mla_.q_nope_token_stride, mla_.q_nope_head_stride);
+    warp_.copy_q(TileColumns<TileQ, kVo / 8, kKpe>{tile}, p_.q, p_.q_token_stride, p_.q_head_stride);
   }
 
   // One group of asynchronous copies.
@@ -343,8 +306,8 @@ struct AttentionMlaFa2 {
     }
   }
 
-  // s = q k^T of the warp's rows and keys, masked and scaled; tells the maxima.
-  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool every) const {
+  // s = q k^T of the warp's rows and keys, masked and scaled; publishes the maxima.
+  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool is_unmasked) const {
     CursorQ q({smem_at(0)}, lane_);
     CursorK k(kv_tile(i), lane_);
     q.lane_base += warp_.rows * TileQ::kRowBytes;
@@ -381,16 +344,7 @@ struct AttentionMlaFa2 {
         for (int x = 0; x < 4; ++x) s.at[0][n][x] += other.at[0][n][x];
       }
     }
-    const LogitsTile<V> tile = {warp_.mask(),
-                                p_.group,
-                                work_.tile.request,
-                                work_.kv_head,
-                                warp_.row_begin() + lane_ / 4,
-                                i * kTileKv + warp_.columns * kKeys,
-                                lane_};
-    const LogitsTransform<V, FragmentMath<false>> transform(p_);
-    if (!every) score_logits<true>(s, transform, tile);
-    warp_.tell_maxima(s, transform.factor);
+    warp_.score(s, i * kTileKv + warp_.columns * kKeys, is_unmasked);
   }
 };
 

@@ -1,34 +1,37 @@
 // Decode with multi-head latent attention (MLA) on the warpgroup matrix instruction and the bulk copy engine: sm_90a.
 //
-// Bound: from 64 rows on the tensor cores, below that reading the cache once. All query heads share one head of keys
-// [ckv, kpe], and the latent ckv is the value too: a KV tile lies in shared memory once and serves S = Q [ckv, kpe]^T
-// and O += P ckv.
-// Three warpgroups: one computes S and its softmax; two compute half of O's columns each. The first holds most of Q in
-// registers, so that three KV tiles fit into shared memory: one in each product and one on its way. Weights P take the
-// place of the kpe that they were computed with.
-// The two products take turns at the tensor cores: P of a KV tile is handed on when S of the next one is done, and the
-// softmax of that one runs beside O += P ckv. Warps cannot overlap the two themselves: a product with queries in
-// registers keeps its warps waiting until the one before it is under way.
-// Loading needs no warps of its own: a half of ckv's columns is reloaded by the warpgroup that has used it up, by the
-// copy engine where pages are boxes (tile/mla_boxes.cuh), else token by token (tile/mla_gather.cuh), which also serves
-// sparse attention: pages of one token are then the indices of the tokens that a query sees. Latents of 8 bits come
-// token by token too, and are widened where they have arrived (tile/mla_widen.cuh).
-// Schedule: persistent CTAs, one an SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
-// at the same time, once from memory. The last warpgroup takes work tiles as it starts to load them, up to three KV
+// With 64 rows and more the kernel is limited by the tensor cores, with fewer by reading the cache once. All query
+// heads share one head of keys [ckv, kpe], and the latent ckv is the value too: a KV tile lies in shared memory once
+// and serves S = Q [ckv, kpe]^T and O += P ckv.
+//
+// Three warpgroups: one computes S and its softmax, and each of the two others half of O's columns. The first holds
+// most of Q in registers, so that three KV tiles fit into shared memory: one in each product and one that is being
+// loaded. Weights P replace the kpe that they were computed with.
+//
+// The two products take turns at the tensor cores. P of a KV tile is handed on when S of the next KV tile is done, and
+// the softmax of that S runs beside O += P ckv. One warpgroup could not overlap the two products: a product with
+// queries in registers keeps its warps waiting until the product before it is under way.
+//
+// No warp only loads. A half of ckv's columns is reloaded by the warpgroup that has used it up, by the copy engine
+// where pages are boxes, else token by token (tile/hopper/mla_loader.cuh). In sparse attention, pages of one
+// token are the indices of the tokens that a query sees. Latents of 8 bits are also loaded token by token, and widened
+// in place (tile/hopper/mla_widen.cuh).
+//
+// Schedule: persistent CTAs, one per SM. Row tiles of more than 64 rows belong to pairs of CTAs that read the same keys
+// at the same time, once from memory. The last warpgroup takes work tiles when it starts to load them, up to three KV
 // tiles ahead.
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
 #pragma once
-#include "quire/core/params_mla_fa3.h"
-#include "quire/ptx/grid.cuh"
-#include "quire/ptx/store.cuh"
-#include "quire/tile/mla_boxes.cuh"
-#include "quire/tile/mla_cta.cuh"
-#include "quire/tile/mla_gather.cuh"
-#include "quire/tile/mla_scores.cuh"
-#include "quire/tile/mla_widen.cuh"
-#include "quire/tile/shared_merge.cuh"
-#include "quire/tile/sm90_store.cuh"
+#include "quire/core/params.h"
+#include "quire/ptx/barrier.cuh"
+#include "quire/ptx/copy.cuh"
+#include "quire/tile/hopper/mla_loader.cuh"
+#include "quire/tile/hopper/mla_cta.cuh"
+#include "quire/tile/hopper/mla_scores.cuh"
+#include "quire/tile/hopper/mla_widen.cuh"
+#include "quire/tile/hopper/mla_merge.cuh"
+#include "quire/tile/hopper/rows.cuh"
 
 namespace quire {
 
@@ -98,19 +101,24 @@ class AttentionMlaFa3 {
     source.finish();
   }
 
-  // o += p ckv of a KV tile, in whose place `source` loads another. Whether it was the work tile's last.
+  // Computes o += p ckv of a KV tile, and loads another KV tile in its place. Returns whether it was the work tile's
+  // last one.
   QUIRE_DEVICE bool add_tile(float (&o)[Cta::kHalfCols / 2], RingPosition<2> kpe, Source& source) const {
     const int stage = kpe.count % Cta::kStages;
     source.before_product(kpe);
+    // Start O += P V as soon as the weights are there.
     const bool is_last = start_values(o, kpe, stage);
+    // Find or widen a later KV tile meanwhile.
     source.beside_product(kpe);
+    // Wait for O.
     ptx::wgmma_wait<0>();
     ptx::pin(o);
+    // Release V and the weights, and load into their places.
     source.after_product(kpe, stage);
     return is_last;
   }
 
-  // Starts o += p ckv of a KV tile. Whether that is the work tile's last one.
+  // Starts o += p ckv of a KV tile. Returns whether it is the work tile's last one.
   QUIRE_DEVICE bool start_values(float (&o)[Cta::kHalfCols / 2], RingPosition<2> at, int stage) const {
     const TileDescriptor weights(cta_.weights_tile(at.stage()).base, 16);
     const TileDescriptor values(cta_.ckv_tile(stage).base + Cta::half_of_o() * (TileCkv::kBytes / Cta::kHalves),

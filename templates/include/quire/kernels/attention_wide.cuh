@@ -13,16 +13,15 @@
 // Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
 #pragma once
 #include "quire/core/schedule.h"
-#include "quire/ptx/float8.cuh"
+#include "quire/ptx/math.cuh"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/column_warps.cuh"
-#include "quire/tile/current_work.cuh"
-#include "quire/tile/gemm.cuh"
-#include "quire/tile/kv_ring.cuh"
-#include "quire/tile/logits.cuh"
-#include "quire/tile/partial.cuh"
-#include "quire/tile/rope.cuh"
-#include "quire/tile/softmax.cuh"
+#include "quire/tile/ampere/column_warps.cuh"
+#include "quire/tile/shared/gemm.cuh"
+#include "quire/tile/ampere/kv_ring.cuh"
+#include "quire/tile/shared/logits.cuh"
+#include "quire/tile/shared/partial.cuh"
+#include "quire/tile/ampere/rope.cuh"
+#include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
 
@@ -31,8 +30,8 @@ struct AttentionWide {
   using T = typename V::Q;
   using Kv = typename V::Kv;
   static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv, kDims = 512;
-  static constexpr bool kNarrow = sizeof(Kv) == 1, kHasRope = V::kPosEncoding == kPosEncodingRope;
-  static_assert((kNarrow || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
+  static constexpr bool kIsFp8 = sizeof(Kv) == 1, kHasRope = V::kPosEncoding == kPosEncodingRope;
+  static_assert((kIsFp8 || is_same<T, Kv>::value) && is_same<T, typename V::O>::value,
                 "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(V::kHeadDimQk == kDims && V::kHeadDimVo == kDims, "heads have 512 dims");
   static_assert(kTileRows == 16 || kTileRows == 64, "a tile has 16 or 64 rows");
@@ -57,8 +56,8 @@ struct AttentionWide {
       return base + row * TileKv::kRowBytes + kDims + ((col ^ (row & 7)) << 4);
     }
   };
-  using CopiedKv = typename conditional<kNarrow, ByteRows, TileKv>::type;
-  // What warps of the same rows tell each other: the maxima, and at the end the denominators, of their keys.
+  using CopiedKv = typename conditional<kIsFp8, ByteRows, TileKv>::type;
+  // What warps of the same rows exchange: the maxima, and at the end the denominators, of their keys.
   struct Shared {
     CurrentWork current;
     typename Warp::OfRows of_rows;
@@ -82,14 +81,7 @@ struct AttentionWide {
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
-    if (threadIdx.x == 0) shared.current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
-    for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work tile before
-      if (threadIdx.x == 0) shared.current.exists = shared.current.cursor.next(p, kTileKv, shared.current.work);
-      __syncthreads();
-      if (!shared.current.exists) return;
-      AttentionWide(p, shared, smem).attend();
-    }
+    Warp::for_each_work_tile(p, shared.current, [&] { AttentionWide(p, shared, smem).attend(); });
   }
 
  private:
@@ -118,7 +110,7 @@ struct AttentionWide {
   QUIRE_DEVICE void attend() {
     const int kv_begin = work_.kv_begin, kv_end = work_.kv_end;
     Rows rows(p_, work_, smem_ + kTableAt, thread_);
-    load_q();
+    warp_.copy_q(TileQ{smem_at(0)}, p_.q, p_.q_token_stride, p_.q_head_stride);
     if constexpr (kHasRope) rotate_q();
     rows.begin(kv_begin);
 #pragma unroll
@@ -135,59 +127,34 @@ struct AttentionWide {
 #pragma unroll 1
     for (int i = kv_begin; i < kv_end; ++i) {
       ptx::cp_async_wait<2 * (kStages - 1)>();
-      if constexpr (kNarrow) widen(keys(i));
+      if constexpr (kIsFp8) widen(keys(i));
       if constexpr (kHasRope) rotate_keys(i);
-      __syncthreads();  // keys of tile i are there, and all are done with values of tile i - 1
+      __syncthreads();  // keys of tile i are loaded, and the values of tile i - 1 are released
       copy<1>(rows, values(i + kStages - 1), i + kStages - 1);
       rows.prefetch_pages(i + kStages + 1);
       typename Warp::Scores s;
-      const bool some = any.contains(i);
-      if (some) multiply_keys(s, i);
+      const bool is_visible = any.contains(i);
+      if (is_visible) multiply_keys(s, i);
       if constexpr (kDimGroups > 1) {
-        __syncthreads();  // the sums of all dims are there
-        if (some) add_sums(s);
+        __syncthreads();  // every warp has written its sums
+        if (is_visible) add_sums(s);
       }
-      if (some) score(s, i, all.contains(i));
-      __syncthreads();  // the maxima of all keys are there, and all are done with keys of tile i
+      if (is_visible) warp_.score(s, i * kTileKv + keys_ * kKeys, all.contains(i));
+      __syncthreads();  // every warp has published its maxima, and the keys of tile i are released
       copy<0>(rows, keys(i + kStages), i + kStages);
-      if (some) warp_.raise_max(o, softmax);
-      if (some && warp_.tells()) warp_.exponentiate(s, softmax);
+      if (is_visible) warp_.raise_max(o, softmax);
+      if (is_visible && warp_.publishes_maxima()) warp_.exponentiate(s, softmax);
       ptx::cp_async_wait<2 * kStages - 1>();
-      if constexpr (kNarrow) widen(values(i));
+      if constexpr (kIsFp8) widen(values(i));
       rows.publish_offsets(i + kStages + 1);
-      __syncthreads();  // weights and values of tile i are there
-      if (some) warp_.add_values(o, values(i));
+      __syncthreads();  // weights and values of tile i are in shared memory
+      if (is_visible) warp_.add_values(o, values(i));
     }
-    ptx::cp_async_wait<0>();
-    warp_.sum_denominators(softmax);
-    if (work_.is_whole()) {
-      warp_.store(o, softmax, {smem_at(0)});
-      return;
-    }
-    const MergeGroup group = p_.groups[work_.group];
-    warp_.store_partial(o, softmax);
-    if (arrives_last(p_.groups + work_.group, group.num_parts(), thread_ == 0, shared_.current.is_last,
-                     [] { __syncthreads(); })) {
-      call_merge_partials<V, kWarps>(p_, work_, group, thread_);
-    }
+    warp_.finish(o, softmax, {smem_at(0)}, shared_.current.is_last);
   }
 
-  // What the warp of the same rows and group `columns` of columns tells of its dims.
+  // The sums over its dims of the warp with the same rows and group `columns` of columns.
   QUIRE_DEVICE float (*sums(int columns) const)[32][4] { return shared_.sums[thread_ / 32 - warp_.columns + columns]; }
-
-  // Rows that do not exist become zeros.
-  QUIRE_DEVICE void load_q() const {
-    using Split = RowSplit<kThreads, TileQ::kChunks>;
-    const Split split(thread_);
-    const TileQ tile = {smem_at(0)};
-#pragma unroll 4
-    for (int r = split.row; r < kTileRows; r += Split::kRowsAtOnce) {
-      const int row = work_.tile.row_begin + r;
-      const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-      const T* src = static_cast<const T*>(p_.q) + at.token * p_.q_token_stride + at.head * p_.q_head_stride;
-      ptx::cp_async_16(tile.chunk(r, split.lane), src + split.lane * 8, row < work_.row_end ? 16 : 0);
-    }
-  }
 
   // Keys (kOf: 0) or values (1): one group of asynchronous copies.
   template <int kOf>
@@ -227,7 +194,7 @@ struct AttentionWide {
                              [&](int row) { return p_.group.div(first + row) + diagonal; });
   }
 
-  // s = q k^T of the warp's rows, keys and dims; tells it to the warps of the same keys.
+  // s = q k^T of the warp's rows, keys and dims, which is also written to shared memory for the warps of the same keys.
   QUIRE_DEVICE void multiply_keys(typename Warp::Scores& s, int i) const {
     constexpr int kAtoms = kDims / 64 / kDimGroups;  // 128 bytes of a row each
     BlockCursor<TileQ> q({smem_at(0)}, lane_);
@@ -269,24 +236,6 @@ struct AttentionWide {
         to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
       }
     }
-  }
-
-  // Masks and scales s; tells the maxima.
-  QUIRE_DEVICE void score(typename Warp::Scores& s, int i, bool every) const {
-    const LogitsTile<V> tile = {warp_.mask(),
-                                p_.group,
-                                work_.tile.request,
-                                work_.kv_head,
-                                warp_.row_begin() + lane_ / 4,
-                                i * kTileKv + keys_ * kKeys,
-                                lane_};
-    const LogitsTransform<V, FragmentMath<false>> transform(p_);
-    if (every) {
-      score_logits<false>(s, transform, tile);
-    } else {
-      score_logits<true>(s, transform, tile);
-    }
-    warp_.tell_maxima(s, transform.factor);
   }
 };
 

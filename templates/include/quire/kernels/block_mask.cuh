@@ -2,16 +2,17 @@
 // Kernels then skip empty tiles, and read mask bits only in partial tiles. The mask is the same for all KV heads.
 #pragma once
 #include "quire/core/parallel.h"
-#include "quire/ptx/grid.cuh"
-#include "quire/tile/mask_bits.cuh"
-#include "quire/tile/tile_order.cuh"
+#include "quire/ptx/barrier.cuh"
+#include "quire/tile/shared/mask_bits.cuh"
+#include "quire/tile/shared/tile_order.cuh"
 
 namespace quire {
 
 struct BlockMaskParams {
   const uint8_t* mask;  // as AttentionParams has them
   const int64_t* mask_indptr;
-  RowTile* tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
+  RowTile*
+      tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/shared/tile_order.cuh)
   void* scratch;
   uint32_t* arrivals;
   uint8_t* block_mask;  // [work units of one kv head], a tile's from its work_begin on

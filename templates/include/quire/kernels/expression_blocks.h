@@ -3,11 +3,11 @@
 // as full or empty only if it is so for all query heads.
 #pragma once
 #ifdef __CUDACC__
-#include "quire/ptx/grid.cuh"
-#include "quire/tile/expression.cuh"
-#include "quire/tile/tile_order.cuh"
+#include "quire/ptx/barrier.cuh"
+#include "quire/tile/shared/expression.cuh"
+#include "quire/tile/shared/tile_order.cuh"
 #else
-#include "quire/tile/cpu_expression.h"
+#include "quire/tile/cpu/expression.h"
 #endif
 #include "quire/core/mask.h"
 #include "quire/core/parallel.h"
@@ -15,7 +15,8 @@
 namespace quire {
 
 struct ExpressionBlocksParams {
-  RowTile* tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/tile_order.cuh)
+  RowTile*
+      tiles;  // [num_tiles], in any order; sorted in the end if there is scratch memory (tile/shared/tile_order.cuh)
   void* scratch;
   uint32_t* arrivals;
   int32_t num_tiles;  // a divisor of the grid
@@ -77,7 +78,7 @@ struct BuildExpressionBlocks {
     int query, key, query_head;
 
     QUIRE_DEVICE int q_idx() const { return query; }
-    QUIRE_DEVICE int keys() const { return key; }
+    QUIRE_DEVICE int kv_idx() const { return key; }
     QUIRE_DEVICE int head() const { return query_head; }
     QUIRE_DEVICE int request() const { return tile.request; }
     QUIRE_DEVICE int qo_len() const { return tile.qo_len; }

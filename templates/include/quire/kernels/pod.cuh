@@ -1,7 +1,7 @@
 // Prefill and decode of one step in one launch: sm_90a.
 //
-// Bound: decode by memory, which some of the SMs use up, and prefill by the tensor cores. So the first CTAs of the
-// launch compute decodes and the others prefills, one CTA an SM. A CTA that has no more decodes goes on with prefills:
+// Decode is limited by memory, which some of the SMs use up, and prefill by the tensor cores. So the first CTAs of the
+// launch compute decodes and the others prefills, one CTA per SM. A CTA that has no more decodes goes on with prefills:
 // row tiles that it takes from the tile counter, so that all CTAs end together. Where row tiles are divided, partitions
 // belong to the other CTAs.
 // A warpgroup of a decoding CTA is what attention_decode knows as a CTA. It takes the registers of the warpgroups that
@@ -61,8 +61,9 @@ struct Pod {
     }
   }
 
-  // A warpgroup takes partitions, or row tiles, until there are none: memory serves some SMs faster than others.
-  // A launch counts each beyond the first ones and one a warpgroup that gets none, num_ctas in all.
+  // A warpgroup takes partitions, or row tiles, until there are none, because memory serves some SMs faster than
+  // others. Each take but a warpgroup's first, which follows from its number, increments the counter, as does each
+  // warpgroup's final failed take: num_ctas increments per launch, after which atomicInc has wrapped to 0.
   QUIRE_DEVICE static void decode_all(const PodParams& p, unsigned char* smem, int warpgroup) {
     const int all = p.num_decode_ctas * kDecoding, num_parts = p.decode.num_ctas;
     volatile int* next = reinterpret_cast<int*>(smem + kUsedBytes);

@@ -2,11 +2,11 @@
 // more; RotateAppend also divides each head by its root mean square before, quantises to 8 bits, and writes keys and
 // values into a paged cache, in one pass over memory. RotatePages reads keys and values out of a paged cache.
 //
-// All are bound by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
-// a token: the two whose dims turn together, or two that do not turn. CTAs stay, and go from tokens to tokens: a thread
-// copies what it has of the next ones to shared memory while it computes, so that the memory is never idle. The
-// rotations of a token and its page are found by the CTA, once and ahead of time, too. To find a page takes three trips
-// to memory behind one another, which stand in line with the data: those of kTurns turns are found at a time.
+// All are limited by memory: each number is read and written once. A thread has the same two vectors of kHeads heads of
+// a token: two whose dims are rotated as pairs, or two that are not rotated. CTAs are persistent. A thread copies its
+// vectors of the next tokens to shared memory while it computes, so that the memory is never idle. The CTA finds the
+// rotations and the page of a token once, and ahead of time, too. A page takes three dependent reads, which queue
+// behind the data, so the pages of kTurns turns are found at a time.
 #pragma once
 #ifndef __CUDACC__
 #pragma GCC optimize("O3")  // a third faster than with the toolchain's -O2

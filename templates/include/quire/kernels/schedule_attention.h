@@ -199,7 +199,7 @@ struct ScheduleAttention {
   // Whether each partition is to pay its own starts in full, where a formula would spread them over units: where starts
   // cost much, row tiles differ, and so few partitions hold them that to walk through all is quick.
   bool starts_matter(int longest) const {
-    return in_.start_cost >= 2 * WorkLine::kUnitCost &&
+    return in_.start_cost >= 2 * WorkSequence::kUnitCost &&
            static_cast<int64_t>(longest) * out_.num_tiles != out_.work_per_head &&
            static_cast<int64_t>(out_.num_tiles) * in_.num_kv_heads <= 4 * in_.max_ctas;
   }
@@ -281,21 +281,22 @@ struct ScheduleAttention {
   void fill_partitions(const RowTile* tiles) const {
     Partition* partitions = at<Partition>(out_.partitions_offset);
     MergeGroup* groups = at<MergeGroup>(out_.groups_offset);
-    const WorkLine line = WorkLine::of(tiles, out_.num_tiles, in_.num_kv_heads, out_.work_per_head, in_.start_cost,
-                                       in_.fixed_split_size == 0, in_.max_ctas);
+    const WorkSequence sequence = WorkSequence::of(tiles, out_.num_tiles, in_.num_kv_heads, out_.work_per_head,
+                                                   in_.start_cost, in_.fixed_split_size == 0, in_.max_ctas);
     int num_partials = 0, num_groups = 0;
-    const int64_t budget = counts_starts_ ? line.budget_of(out_.num_ctas) : 0;
-    WorkLine::Place begin = line.begin_of(0);
+    const int64_t budget = counts_starts_ ? sequence.budget_of(out_.num_ctas) : 0;
+    WorkPosition begin = sequence.begin_of_partition(0);
     for (int i = 0; i < out_.num_ctas; ++i) {
       if (out_.is_dynamic) {
         partitions[i] = {0, 0, 0, 0, 0, 0, out_.num_tiles, out_.heads_per_l2_group};
         continue;
       }
-      const WorkLine::Place end = counts_starts_ ? line.end_within(begin, budget) : line.begin_of(i + 1, &begin);
+      const WorkPosition end =
+          counts_starts_ ? sequence.end_within_budget(begin, budget) : sequence.begin_of_partition(i + 1, &begin);
       const PartialsOfPartition adds(begin, end);
-      const Partition partition = line.between(begin, end, num_partials, num_groups);
+      const Partition partition = sequence.between(begin, end, num_partials, num_groups);
       partitions[i] = partition;
-      adds.write(line, partition, end, in_.tile_rows, in_.group_size, groups);
+      adds.write(sequence, partition, end, in_.tile_rows, in_.group_size, groups);
       num_partials += adds.count(), num_groups += adds.begins;
       begin = end;
     }

@@ -89,10 +89,10 @@ class CascadeSchedule {
     return true;
   }
 
-  WorkLine line(bool is_last, int max_partitions) const {
+  WorkSequence sequence(bool is_last, int max_partitions) const {
     const int first = is_last ? num_shared_tiles_ : 0, count = is_last ? num_tiles_ - first : num_shared_tiles_;
-    return WorkLine::of(tiles_ + first, count, in_.num_kv_heads, static_cast<int>(units_[is_last]), in_.start_cost,
-                        true, max_partitions);
+    return WorkSequence::of(tiles_ + first, count, in_.num_kv_heads, static_cast<int>(units_[is_last]), in_.start_cost,
+                            true, max_partitions);
   }
 
   // Whether whole shared row tiles, dealt out to CTAs in turn, end at nearly equal times.
@@ -110,21 +110,21 @@ class CascadeSchedule {
 
   bool make_partitions() {
     has_whole_tiles_ = whole_shared_tiles_suffice();
-    const WorkLine shared = line(false, in_.max_ctas);
+    const WorkSequence shared = sequence(false, in_.max_ctas);
     count_[0] = has_whole_tiles_ ? num_shared_tiles_ * in_.num_kv_heads : shared.num_partitions;
-    const WorkLine last = line(true, most_last_ctas());
+    const WorkSequence last = sequence(true, most_last_ctas());
     count_[1] = last.num_partitions;
     num_ctas_ = min(in_.max_ctas, count_[0] + count_[1]);
     partitions_ = static_cast<Partition*>(calloc(max(1, count_[0] + count_[1]), sizeof(Partition)));
     if (partitions_ == nullptr) return false;
-    has_whole_tiles_ ? fill_whole_tiles() : fill_line(shared, false);
-    fill_line(last, true);
+    has_whole_tiles_ ? fill_whole_tiles() : fill_sequence(shared, false);
+    fill_sequence(last, true);
     if (has_whole_tiles_) return true;
     for (int cta = num_ctas_ - count_[1]; cta < count_[0]; ++cta) partitions_[cta].next = count_[1] + cta;
     return true;
   }
 
-  // Where partition i of a line lies: at its CTA's number where the CTA begins with it, else behind all of those.
+  // Where partition i of a sequence lies: at its CTA's number where the CTA begins with it, else behind all of those.
   int place_of(bool is_last, int i) const {
     if (has_whole_tiles_) return is_last ? count_[0] + i : i;
     const int cta = is_last ? num_ctas_ - 1 - i : i;
@@ -146,13 +146,13 @@ class CascadeSchedule {
     }
   }
 
-  void fill_line(const WorkLine& line, bool is_last) {
+  void fill_sequence(const WorkSequence& sequence, bool is_last) {
     const int first_tile = is_last ? num_shared_tiles_ : 0;
-    WorkLine::Place begin = line.num_partitions > 0 ? line.begin_of(0) : WorkLine::Place{0, 0, 0};
-    for (int i = 0; i < line.num_partitions; ++i) {
-      const WorkLine::Place end = line.begin_of(i + 1, &begin);
+    WorkPosition begin = sequence.num_partitions > 0 ? sequence.begin_of_partition(0) : WorkPosition{0, 0, 0};
+    for (int i = 0; i < sequence.num_partitions; ++i) {
+      const WorkPosition end = sequence.begin_of_partition(i + 1, &begin);
       Partition& partition = partitions_[place_of(is_last, i)];
-      partition = line.between(begin, end, 0, 0);
+      partition = sequence.between(begin, end, 0, 0);
       partition.partial = static_cast<int32_t>(partial_rows_);
       partition.first_tile = first_tile, partition.tile += first_tile, partition.num_tiles += first_tile;
       partition.next = 0;

@@ -42,7 +42,7 @@ struct ScheduleInput {
   int32_t tile_kv;    // tokens of a KV tile
   int32_t mask_mode;
   int32_t window_left;       // -1: none
-  int32_t start_cost;        // of a work tile, in sixteenths of a unit; see WorkLine
+  int32_t start_cost;        // of a work tile, in sixteenths of a unit; see WorkSequence
   int32_t max_ctas;          // CTAs that fill the machine: as many partitions at most
   int32_t fixed_split_size;  // tokens, a multiple of tile_kv: row tiles are divided there and nowhere else; 0:
                              // automatic; -1: never divided

@@ -6,7 +6,7 @@
 #pragma once
 #include "quire/core/parallel.h"
 #include "quire/core/schedule.h"
-#include "quire/ptx/grid.cuh"
+#include "quire/ptx/barrier.cuh"
 
 namespace quire {
 
@@ -31,7 +31,7 @@ struct ScheduleLengthsParams {
   int32_t tile_kv;
   int32_t mask_mode;
   int32_t window_left;
-  int32_t start_cost;  // of a work tile, in sixteenths of a unit; see WorkLine
+  int32_t start_cost;  // of a work tile, in sixteenths of a unit; see WorkSequence
   int32_t max_ctas;
   int32_t num_rows;     // of q
   int32_t max_tiles;    // as many as any lengths give
@@ -234,20 +234,20 @@ struct ScheduleLengths {
 
   // A thread a partition. Partials and groups are counted in one sum, groups in the upper half.
   QUIRE_DEVICE static void write_partitions(const ScheduleLengthsParams& p, const Sizes& sizes) {
-    const WorkLine line = WorkLine::of(p.tiles, sizes.num_tiles, p.num_kv_heads, sizes.units, p.start_cost,
-                                       p.may_divide != 0, p.max_ctas);
+    const WorkSequence sequence = WorkSequence::of(p.tiles, sizes.num_tiles, p.num_kv_heads, sizes.units, p.start_cost,
+                                                   p.may_divide != 0, p.max_ctas);
     int counted = 0;
     for (int first = 0; first < p.max_ctas; first += kThreads) {
       const int i = first + static_cast<int>(threadIdx.x);
-      const WorkLine::Place begin = line.begin_of(i), end = line.begin_of(i + 1);
+      const WorkPosition begin = sequence.begin_of_partition(i), end = sequence.begin_of_partition(i + 1);
       const PartialsOfPartition adds(begin, end);
       int total;
       const int before = counted + sum_before(adds.count() + (adds.begins << 16), total);
       counted += total;
       if (i >= p.max_ctas) continue;
-      const Partition partition = line.between(begin, end, before & 0xffff, before >> 16);
+      const Partition partition = sequence.between(begin, end, before & 0xffff, before >> 16);
       p.partitions[i] = partition;
-      adds.write(line, partition, end, p.tile_rows, p.group_size, p.groups);
+      adds.write(sequence, partition, end, p.tile_rows, p.group_size, p.groups);
     }
   }
 

@@ -5,7 +5,7 @@
 #include "quire/core/convert.h"
 #include "quire/core/parallel.h"
 #ifdef __CUDACC__
-#include "quire/ptx/float8.cuh"
+#include "quire/ptx/math.cuh"
 #endif
 
 namespace quire {

@@ -1,5 +1,6 @@
 // Barriers and fences: mbarriers, which also count bytes of asynchronous copies; named barriers of some warps of a CTA;
-// fences between ordinary accesses and those of TMA and the tensor cores (the async proxy).
+// fences between ordinary accesses and those of TMA and the tensor cores (the async proxy); and programmatic dependent
+// launch, by which a launch waits for the preceding one.
 #pragma once
 #include "quire/core/types.h"
 
@@ -78,5 +79,20 @@ QUIRE_DEVICE void named_barrier_arrive(int id, int threads) {
 
 // Orders this thread's ordinary accesses to shared memory before later ones of the async proxy.
 QUIRE_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Returns when all writes of the preceding launch are visible: at once, if launched without the attribute, or before
+// sm_90.
+QUIRE_DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets CTAs of the next launch start on SMs with space. They wait for the results of this launch themselves.
+QUIRE_DEVICE void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 }  // namespace quire::ptx

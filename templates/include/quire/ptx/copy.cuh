@@ -1,5 +1,8 @@
-// Copies: asynchronously from global to shared memory, and from shared memory to matrix fragments.
+// Copies: asynchronously from global to shared memory, by threads (cp.async) or of tensor boxes (TMA); between shared
+// memory and matrix fragments; atomic accesses; and stores of 8 and 16 bytes per lane. The wide stores are in assembly,
+// because the compiler splits them where this saves moves, and four narrow stores cause four times the traffic.
 #pragma once
+#include "quire/core/params.h"
 #include "quire/core/types.h"
 
 namespace quire::ptx {
@@ -112,6 +115,80 @@ QUIRE_DEVICE uint32_t load_acquire(const uint32_t* p) {
   uint32_t x;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
+}
+
+QUIRE_DEVICE void st_shared_8(uint32_t dst, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(dst), "f"(a), "f"(b) : "memory");
+}
+QUIRE_DEVICE void st_shared_16(uint32_t dst, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+QUIRE_DEVICE void st_shared_16(uint32_t dst, const uint32_t (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements: lane 8 * i + r has the address of row r of matrix i, 16 bytes; lane l holds
+// elements 2 * (l % 4) and + 1 of row l / 4 of each.
+QUIRE_DEVICE void st_matrix(uint32_t dst, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+QUIRE_DEVICE void st_matrix_trans(uint32_t dst, const uint32_t (&x)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(x[0]),
+               "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+QUIRE_DEVICE void ld_shared_16(uint32_t src, uint32_t (&x)[4]) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(src)
+               : "memory");
+}
+
+// dst: global memory, a multiple of 16.
+QUIRE_DEVICE void st_global_16(void* dst, const uint32_t (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(dst)), "r"(x[0]), "r"(x[1]),
+               "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+
+QUIRE_DEVICE void prefetch_tensor_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the map's box at these coordinates, innermost first, to dst and counts its bytes on the barrier. Elements
+// outside of the tensor become zeros and are counted, too.
+QUIRE_DEVICE void tma_load_4d(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// The same for data that is read once: the L2 evicts it first.
+QUIRE_DEVICE void tma_load_4d_once(uint32_t dst, const TensorMap* map, uint32_t barrier, int c0, int c1, int c2,
+                                   int c3) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2], policy;\n"
+      "}\n" ::"r"(dst),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// Prefetches the same box into the L2.
+QUIRE_DEVICE void tma_prefetch_4d(const TensorMap* map, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(c0), "r"(c1),
+               "r"(c2), "r"(c3)
+               : "memory");
 }
 
 }  // namespace quire::ptx

@@ -7,7 +7,7 @@
 
 namespace quire::ptx {
 
-// Read anew each time: what is asked for again holds no register through the main loop.
+// Volatile, so that each call reads the index again and it takes no register through the main loop.
 QUIRE_DEVICE int thread_id() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));

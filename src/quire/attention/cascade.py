@@ -1,0 +1,227 @@
+"""Cascade attention: requests that share prefixes read each shared part once.
+
+MultiLevelCascadeAttentionWrapper attends to all levels in one launch, which also merges their results
+(engine/joined.py). This works on the CPU, on Hopper, and on other GPUs if `backend` forces a kernel that supports it.
+The wrappers whose shared keys are in separate tensors do the same on the CPU and on Hopper. In all other cases each
+level is an attention call that returns its log-sum-exp, and further calls merge the results. The API is FlashInfer's
+(https://docs.flashinfer.ai/api/cascade.html).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
+from quire.attention.shared_prefix import (
+    BatchDecodeWithSharedPrefixPagedKVCacheWrapper,
+    BatchPrefillWithSharedPrefixPagedKVCacheWrapper,
+    batch_decode_with_shared_prefix_padded_kv_cache,
+)
+from quire.cache.merge import merge_state, merge_state_in_place, merge_states
+from quire.engine.checks import check_flags, check_positive
+from quire.engine.joined import check_kernel_for_levels, join_levels
+from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
+from quire.engine.schedule import Indices
+from quire.engine.tensors import PagedCache
+from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.expressions.rewrite import variant_of_level
+from quire.kernels.expressions.variant import Variant
+from quire.kernels.types import PosEncodingMode
+
+__all__ = [
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper",
+    "batch_decode_with_shared_prefix_padded_kv_cache",
+    "merge_state",
+    "merge_state_in_place",
+    "merge_states",
+]
+
+_LevelCall = tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], dict[str, Any]]
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention over a tree of shared prefixes in one paged cache. Most requests share level 0, none share the last.
+
+    num_levels: the number of levels. float_workspace_buffer, kv_layout, use_cuda_graph and backend are as in
+    BatchPrefillWithPagedKVCacheWrapper, and so are the buffers, one per level. variant: a custom quire.Variant.
+
+    >>> wrapper = quire.MultiLevelCascadeAttentionWrapper(2, torch.empty(1 << 20, dtype=torch.uint8))
+    >>> int32 = {"dtype": torch.int32}
+    >>> wrapper.plan(
+    ...     [torch.tensor([0, 2], **int32), torch.tensor([0, 1, 2], **int32)],  # both queries, then one each
+    ...     [torch.tensor([0, 3], **int32), torch.tensor([0, 1, 2], **int32)],  # 3 pages for both, 1 for each
+    ...     [torch.tensor([0, 1, 2], **int32), torch.tensor([3, 4], **int32)],  # the numbers of the pages
+    ...     [torch.tensor([16], **int32), torch.tensor([7, 9], **int32)],  # tokens in the last pages
+    ...     num_qo_heads=8, num_kv_heads=2, head_dim=64, page_size=16, q_data_type=torch.bfloat16,
+    ... )
+    >>> q = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    >>> wrapper.run(q, torch.randn(5, 2, 16, 2, 64, dtype=torch.bfloat16)).shape
+    torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self, num_levels: int, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD",
+        use_cuda_graph: bool = False, qo_indptr_buf_arr: Any = None, paged_kv_indptr_buf_arr: Any = None,
+        paged_kv_indices_buf_arr: Any = None, paged_kv_last_page_len_buf_arr: Any = None, *, backend: str = "auto",
+        variant: Variant | None = None,
+    ) -> None:  # fmt: skip
+        if (count := check_positive(num_levels, "num_levels")) > 1024:
+            raise ValidationError(f"num_levels: expected at most 1024, got {count}.")
+        arrays: dict[str, Any] = {
+            "qo_indptr_buf_arr": qo_indptr_buf_arr, "paged_kv_indptr_buf_arr": paged_kv_indptr_buf_arr,
+            "paged_kv_indices_buf_arr": paged_kv_indices_buf_arr,
+            "paged_kv_last_page_len_buf_arr": paged_kv_last_page_len_buf_arr,
+        }  # fmt: skip
+        buffers = _of_levels({name: array for name, array in arrays.items() if array is not None}, count)
+        self._joined = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout, backend=backend)
+        self._apart = "not planned"  # why levels are planned one by one; "": they are one launch
+        self._variant = variant_of(variant)
+        self._operands: PlacedOperands | None = None  # once planned, what the variant reads
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(
+                float_workspace_buffer, kv_layout, use_cuda_graph, backend=backend,
+                variant=None if self._variant is None else variant_of_level(self._variant),
+                **{name.removesuffix("_arr"): buffer for name, buffer in of_level.items()},
+            )
+            for of_level in buffers
+        ]  # fmt: skip
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: Sequence[torch.Tensor] | None = None
+    ) -> None:
+        """Use another buffer from the next plan() on. No int workspace is needed: plans own their index arrays."""
+        self._joined.reset_workspace_buffer(float_workspace_buffer)
+        for i, level in enumerate(self._levels):
+            level.reset_workspace_buffer(
+                float_workspace_buffer, None if int_workspace_buffers is None else int_workspace_buffers[i]
+            )
+
+    def plan(
+        self, qo_indptr_arr: Sequence[torch.Tensor], paged_kv_indptr_arr: Sequence[torch.Tensor],
+        paged_kv_indices_arr: Sequence[torch.Tensor], paged_kv_last_page_len: Sequence[torch.Tensor],
+        num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, causal: bool = False,
+        pos_encoding_mode: str = "NONE", use_fp16_qk_reduction: bool = False, sm_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, rope_scale: float | None = None,
+        rope_theta: float | None = None, q_data_type: str | torch.dtype = "float16",
+        kv_data_type: str | torch.dtype | None = None, *, allow_fp16_qk_reduction: bool = False, **operands: Any,
+    ) -> None:  # fmt: skip
+        """Plan all levels. The arguments are those of the paged prefill wrapper's plan(), with index arrays per level.
+
+        An entry of level i is a group of requests that share pages; qo_indptr_arr[i] gives the query rows of each
+        group. `causal` applies to the last level, whose last key has the position of the last query; all keys of
+        earlier levels are visible.
+
+        All levels run in one launch if the kernel supports it (quire:cpu, quire:fa3; with `backend` also quire:fa2 and
+        quire:decode), the workspace is large enough for its partial results, and CUDA graphs are off; explain() says
+        so. plan() then copies page numbers that are on a device; otherwise each run() reads the caller's tensors. With
+        a variant each level is a launch. In a variant, positions refer to whole requests: kv_idx counts from the first
+        key of a request in level 0. operands: tensors and numbers that the variant's mask reads.
+
+        Raises the errors of the paged prefill wrapper's plan(). The previous plan then stays valid.
+        """
+        options = dict(locals())
+        arrays = {name: options.pop(name) for name in ("qo_indptr_arr", "paged_kv_indptr_arr", "paged_kv_indices_arr")}
+        arrays["paged_kv_last_page_len"] = options.pop("paged_kv_last_page_len")
+        del options["self"], options["causal"], options["operands"]
+        levels = [copy(level) for level in self._levels]
+        tables = _of_levels(arrays, len(levels))
+        check_flags(causal=causal)
+        if window_left != -1 and len(levels) > 1:
+            raise UnsupportedError(
+                f"window_left: expected -1 with several levels, got {window_left}: a level does not know how far its "
+                f"keys are from the queries."
+            )
+        if PosEncodingMode.of(pos_encoding_mode) is not PosEncodingMode.NONE and len(levels) > 1:
+            raise UnsupportedError(
+                f"pos_encoding_mode: expected 'NONE' with several levels, got {pos_encoding_mode!r}: a level does not "
+                f"know where its keys stand; rotate q and k before the call."
+            )
+        calls = [
+            (level, [*of_level.values()], {**options, "causal": causal and level is levels[-1]})
+            for level, of_level in zip(levels, tables, strict=True)
+        ]
+        if not (apart := self._plan_joined(calls, operands)):
+            self._apart = ""
+            return
+        has_graph = self._levels[0].is_cuda_graph_enabled
+        own = self._operands_of(calls)
+        planned = own.in_place_of(self._operands) if own and has_graph else own
+        for (_, _, kwargs), given in zip(calls, planned.of_plan(operands) if planned else (), strict=False):
+            kwargs.update(given)
+        for level, indices, kwargs in calls:
+            if level.is_cuda_graph_enabled:  # plan() of one of these writes what its graph reads: look at all first
+                level.workspace_size(*indices, **kwargs)
+        if own is not None and planned is not None and planned is not own:
+            planned.copy_from(own)
+        for level, indices, kwargs in calls:
+            level.plan(*indices, **kwargs)
+        for level, twin in zip(self._levels, levels, strict=True):  # the same wrappers: graphs know them
+            level._attention = twin._attention
+        self._apart, self._operands = apart, planned
+
+    begin_forward = plan
+
+    def _operands_of(self, calls: Sequence[_LevelCall]) -> PlacedOperands | None:
+        if self._variant is None:
+            return None
+        specs = [level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]
+        levels = [Level.of(spec.indices) for spec in specs if isinstance(spec.indices, Indices)]
+        return operands_of_levels(self._variant, levels, specs[0].options.num_qo_heads, self._levels[0].device)
+
+    def _plan_joined(self, calls: Sequence[_LevelCall], operands: Mapping[str, Any]) -> str:
+        """Plan all levels as one launch; why not, where they cannot be one, or where a level is wrong."""
+        if self._variant is not None:
+            return "a variant of one's own is attended to level by level"
+        unexpected("plan", operands)
+        if len(calls) == 1:
+            return "there is one level"
+        if calls[0][0].is_cuda_graph_enabled:
+            return "CUDA graphs fix each level's launch"
+        first = calls[0][0]
+        try:
+            check_kernel_for_levels(first.device, first._backend)
+            self._joined.set_plan(join_levels([level.spec_of(*indices, **kwargs) for level, indices, kwargs in calls]))
+        except (UnsupportedError, ValidationError) as error:
+            return str(error)
+        return ""
+
+    def explain(self) -> str:
+        """Whether all levels run in one launch, or why not, and what was planned."""
+        if not self._apart:
+            return f"all levels in one launch\n{self._joined.explain()}"
+        plans = (f"level {i}\n{level.explain()}" for i, level in enumerate(self._levels))
+        return "\n".join((f"level by level: {self._apart}", *plans))
+
+    def run(self, q: torch.Tensor, paged_kv_cache: PagedCache, **operands: Any) -> torch.Tensor:
+        """Attention of q [nnz_qo, num_qo_heads, head_dim] over all levels, which are in one cache; returns o like q.
+
+        operands: tensors and numbers, by name, that the score of the constructor's variant reads.
+        """
+        if not self._apart:
+            unexpected("run", operands)
+            return self._joined.run(q, paged_kv_cache)
+        given = [operands] * len(self._levels) if self._operands is None else self._operands.of_run(operands)
+        o, lse = self._levels[0].run_return_lse(q, paged_kv_cache, **given[0])
+        for level, own in zip(self._levels[1:], given[1:], strict=True):
+            merge_state_in_place(o, lse, *level.run_return_lse(q, paged_kv_cache, **own))
+        return o
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Does nothing: plans are released with the wrapper or by the next plan()."""
+
+
+def _of_levels(arrays: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
+    """The tensors of each level, by name."""
+    for name, array in arrays.items():
+        if not isinstance(array, Sequence) or len(array) != count:
+            got = len(array) if isinstance(array, Sequence) else type(array).__name__
+            raise ValidationError(f"{name}: expected a list of num_levels={count} tensors, got {got}.")
+    return [{name: array[i] for name, array in arrays.items()} for i in range(count)]

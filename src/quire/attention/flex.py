@@ -1,0 +1,331 @@
+"""torch's FlexAttention with Quire's kernels: its score and mask functions are traced like those of a quire.Variant.
+
+The API is that of torch.nn.attention.flex_attention (Dong et al., 2024, https://arxiv.org/abs/2412.05496).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from quire.engine.attention import Attention
+from quire.engine.checks import check_flags, check_shape, check_tensor, refuse, scalar
+from quire.engine.operands import of_plan_and_run
+from quire.engine.operators import is_tracing
+from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.plan_cache import plan_of, repeated
+from quire.engine.run import RunOptions
+from quire.engine.schedule import Indices
+from quire.engine.spec import AttentionSpec
+from quire.engine.tensors import LN2
+from quire.engine.wrapper import Pair
+from quire.errors import UnsupportedError, ValidationError
+from quire.kernels.expressions.dependencies import FunctionState, state_of
+from quire.kernels.expressions.functions import call_traced
+from quire.kernels.expressions.rewrite import MaskParts, split_mask
+from quire.kernels.expressions.trace import Tracer, Value, call_torch, fail
+from quire.kernels.expressions.tree import BOOL, FLOAT, OPERAND_TYPES
+from quire.kernels.expressions.variant import Variant, variant_of_trees
+
+__all__ = ["flex_attention"]
+
+_MOST_TRACES = 256  #: that are kept
+_TENSORS = torch.Tensor, torch.nn.Parameter
+
+
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: Any = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True], kernel_options: Any = None,
+) -> Pair: ...  # fmt: skip
+@overload
+def flex_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **options: Any) -> Any: ...
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any = None, block_mask: Any = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: bool = False, kernel_options: Any = None,
+) -> Any:  # fmt: skip
+    """Attention of query [batch, num_qo_heads, q_len, head_dim] over key and value [batch, num_kv_heads, kv_len, ...].
+
+    score_mod(score, batch, head, q_idx, kv_idx): returns the new score. block_mask: the result of torch's
+        create_block_mask(), of which the function mask_mod(batch, head, q_idx, kv_idx) is used. Both functions are
+        traced, so they cannot contain an `if` on a value. They may read tensors of the enclosing scope, as in
+        x[head, q_idx]; new values of these tensors do not compile again. Python numbers are constants. Comparisons of
+        q_idx and kv_idx that mean causal or a sliding window run as kernels' own masks, also beside others (`&`).
+    scale: None: 1 / sqrt(head_dim). enable_gqa: num_kv_heads may divide num_qo_heads. kernel_options is refused.
+
+    Tensors that are views of [batch, length, heads, head_dim] are read in place; others are copied. The same functions
+    are traced once, and the plan of a block mask serves all layers that use it: create a new block mask when its
+    tensors change. After one call of the same shapes, the call may be captured in a CUDA graph.
+
+    Returns o [batch, num_qo_heads, q_len, head_dim of value], or (o, lse) with return_lse=True, lse [batch,
+    num_qo_heads, q_len] in float32, with the natural logarithm, as in torch. Raises ValidationError that names the
+    argument, or the line of a function that cannot be traced.
+
+    >>> q, k, v = torch.randn(2, 4, 9, 64), torch.randn(2, 4, 30, 64), torch.randn(2, 4, 30, 64)
+    >>> slopes = torch.rand(4)
+    >>> quire.flex_attention(q, k, v, lambda score, b, h, i, j: score + slopes[h] * (j - i)).shape
+    torch.Size([2, 4, 9, 64])
+    """
+    if is_tracing():
+        raise UnsupportedError(
+            "score_mod: torch traces this call, and Quire traces functions itself; call it outside of torch.compile "
+            "(torch.compiler.disable), capture it in a CUDA graph, or plan a wrapper with a quire.Variant."
+        )
+    traced = _known_trace(score_mod, getattr(block_mask, "mask_mod", None), query, key)
+    is_plain = type(enable_gqa) is type(return_lse) is bool and type(scale) in (float, int, type(None))
+    if traced is None or kernel_options is not None or not is_plain:
+        return _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options)
+    options = traced.key, scale, type(scale), enable_gqa, return_lse
+    return repeated(
+        options, (query, key, value, *traced.of_score.values()),
+        lambda: _attend(query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, None, traced),
+        _sources(block_mask, traced),
+    )  # fmt: skip
+
+
+def _sources(block_mask: Any, traced: _Trace) -> tuple[Any, ...]:
+    """What the plan of a call is made from."""
+    return traced.sources if block_mask is None else (block_mask, *traced.sources)
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float | None,
+    enable_gqa: bool, return_lse: bool, kernel_options: Any, traced: _Trace | None = None,
+) -> Any:  # fmt: skip
+    check_flags(enable_gqa=enable_gqa, return_lse=return_lse)
+    refuse(kernel_options=kernel_options)
+    if scale is not None:
+        scalar(scale, "scale", positive=True)
+    _check_shapes(query, key, value, enable_gqa)
+    mask_mod = _mask_of(block_mask, (query, key))
+    traced = traced or _Trace.of(score_mod, mask_mod, (query.shape[2], key.shape[2]))
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (query, key, value))
+    attention = _planned(block_mask, (query, key, value), scale, traced)
+    options = RunOptions(operands=traced.of_score, lse_unit=LN2)
+    result = attention.run(q, (k, v), return_lse=return_lse, options=options)
+    o, lse = result if return_lse else (result, None)
+    batch, _, q_len, _ = query.shape
+    o = o.unflatten(0, (batch, q_len)).transpose(1, 2)
+    return o if lse is None else (o, lse.unflatten(0, (batch, q_len)).transpose(1, 2))
+
+
+def _mask_of(block_mask: Any, tensors: tuple[torch.Tensor, ...]) -> Any:
+    """Its function; None if it hides nothing."""
+    if block_mask is None:
+        return None
+    found = getattr(block_mask, "mask_mod", None)
+    if found is None:
+        raise ValidationError(
+            f"block_mask: expected what torch's create_block_mask() gives, got {type(block_mask).__name__}."
+        )
+    lens = [t.shape[2] for t in tensors]
+    if lens != [*block_mask.shape[-2:]]:
+        raise ValidationError(
+            f"block_mask: expected one of {lens[0]} queries and {lens[1]} keys, got {list(block_mask.shape)}; create "
+            f"one for these lengths."
+        )
+    from torch.nn.attention.flex_attention import noop_mask  # loaded by whoever made the block mask
+
+    if found is not noop_mask:
+        return found
+    if not block_mask.to_dense().all():
+        raise ValidationError(
+            "block_mask: expected a function mask_mod, got lists of blocks alone: write the mask as a function, or "
+            "pass the lists to BlockSparseAttentionWrapper."
+        )
+    return None
+
+
+def _check_shapes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool) -> None:
+    sizes: dict[str, int | None] = {"batch": None, "num_qo_heads": None, "q_len": None, "head_dim": None}
+    check_shape(check_tensor(query, "query"), "query", sizes)
+    batch, qo_heads, _, head_dim = query.shape
+    sizes = {"batch": batch, "num_kv_heads": None if enable_gqa else qo_heads, "kv_len": None, "head_dim": head_dim}
+    check_shape(check_tensor(key, "key"), "key", sizes)
+    sizes = {"batch": batch, "num_kv_heads": key.shape[1], "kv_len": key.shape[2], "head_dim_vo": None}
+    check_shape(check_tensor(value, "value"), "value", sizes)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype is not query.dtype:
+            raise ValidationError(f"{name}: expected the dtype of query, {query.dtype}, got {tensor.dtype}.")
+
+
+def _planned(block_mask: Any, tensors: tuple[torch.Tensor, ...], scale: float | None, traced: _Trace) -> Attention:
+    """The plan of the last such call, if its mask read the same tensors, or a new one."""
+    (batch, qo_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = tensors[0].shape, tensors[1].shape
+    query, parts, of_mask = tensors[0], traced.parts, traced.of_mask
+    options = PlanOptions(
+        *heads(qo_heads, kv_heads), head_dim, tensors[2].shape[3], Types.of(query.dtype, None, None),
+        logits_options(head_dim, scale, parts.window_left, None, "NONE"), causal=parts.causal, page_size=0,
+        variant=traced.variant,
+    )  # fmt: skip
+
+    def spec() -> AttentionSpec:
+        kv_indptr = torch.arange(batch + 1, dtype=torch.int32, device="cpu") * kv_len
+        return AttentionSpec(Indices(batch, None, q_len, kv_indptr, None, None, 1), options, operands=of_mask)
+
+    return plan_of(("flex", options, batch, q_len, kv_len), _sources(block_mask, traced), query.device, spec)
+
+
+# --- tracing ---------------------------------------------------------------------------------------------------------
+
+#: torch's functions that read no values of tensors.
+_SIZES = frozenset({"__get__", "size", "dim", "numel", "stride", "__len__", "ndimension", "nelement"})
+#: Number types of captured tensors that are converted first.
+_CONVERTED = {torch.float64: torch.float32, torch.int8: torch.int32, torch.int16: torch.int32}
+
+
+def _as_operand(tensor: torch.Tensor) -> torch.Tensor:
+    """A captured tensor as kernels read it."""
+    tensor = tensor.to(_CONVERTED[tensor.dtype]) if tensor.dtype in _CONVERTED else tensor
+    return tensor.reshape(1) if tensor.dim() == 0 else tensor
+
+
+class _Capturing(Tracer):
+    """Declares tensors of the enclosing scope when a function reads them."""
+
+    def __init__(self) -> None:
+        super().__init__({}, {})
+        self.captured: dict[str, torch.Tensor] = {}
+        self.origins: dict[str, torch.Tensor] = {}  #: what was captured, where `captured` may have another type
+        self.is_lasting = True
+        self._names: dict[int, str] = {}
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The operand that stands for a tensor."""
+        if id(tensor) not in self._names:
+            operand = _as_operand(tensor)
+            kind = str(operand.dtype).removeprefix("torch.")
+            if kind not in OPERAND_TYPES:
+                fail(f"expected a captured tensor of {', '.join(OPERAND_TYPES)}, got {tensor.dtype}.")
+            name = self._names[id(tensor)] = f"t{len(self.captured)}"
+            self.tensors[name], self.captured[name], self.origins[name] = kind, operand, tensor
+        return self._names[id(tensor)]
+
+    def lift(self, value: Any) -> Value:
+        """A captured tensor of one element is an operand, whose value may be another one in the next call."""
+        if isinstance(value, torch.Tensor):
+            if value.dim():
+                fail(f"expected captured tensors to be indexed, got {list(value.shape)} beside an operator.")
+            return self.read(self.name_of(value), 0)
+        return super().lift(value)
+
+    def index(self, tensor: torch.Tensor, index: Any) -> Value:
+        """tensor[index] of which a part is a value of the kernel."""
+        indices = index if isinstance(index, tuple) else (index,)
+        if len(indices) != tensor.dim():
+            fail(f"expected {tensor.dim()} indices of a tensor {list(tensor.shape)}, got {len(indices)}.")
+        return self.read(self.name_of(tensor), tuple(self.lift(i) for i in indices))
+
+    def variant_of(self, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> tuple[Variant | None, MaskParts]:
+        """Trace both functions: their variant, without the parts of the mask that kernels have built in, and these."""
+        if score_mod is mask_mod is None:
+            return None, MaskParts()
+        index = {name: self.value("index", "int", value=name) for name in ("request", "head", "q_idx", "kv_idx")}
+        trees = {}
+        for name, function, first in (
+            ("score_mod", score_mod, (self.value("score", FLOAT),)), ("block_mask", mask_mod, ()),
+        ):  # fmt: skip
+            if function is not None:
+                with _Captures(self):
+                    result = call_traced(function, (*first, *index.values()), {}, name)
+                trees[name] = self.lift(result).node
+        score, mask = trees.get("score_mod"), trees.get("block_mask")
+        if mask is not None and mask.type != BOOL:
+            raise ValidationError(f"block_mask: expected a function that returns a bool, got a {mask.type}.")
+        parts = split_mask(mask, self.tree, *lengths)
+        rest = score is not None or parts.rest is not None
+        return variant_of_trees(score, parts.rest, self) if rest else None, parts
+
+
+class _Captures(TorchFunctionMode):
+    """While a function is traced: torch's functions of values of the kernel are recorded, others happen."""
+
+    def __init__(self, tracer: _Capturing) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        given += [part for arg in given if isinstance(arg, tuple) for part in arg]
+        if not any(isinstance(arg, Value) for arg in given):
+            if func.__name__ not in _SIZES and any(isinstance(arg, torch.Tensor) for arg in given):
+                self._tracer.is_lasting = False  # what the function does next may depend on values
+            return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.__getitem__:
+            return self._tracer.index(*args)
+        return call_torch(func.__name__, args, kwargs or {})
+
+
+class _Trace(NamedTuple):
+    """Both functions as the kernels have them, and the tensors that they read."""
+
+    variant: Variant | None  #: without the parts of the mask that kernels have built in
+    parts: MaskParts
+    of_mask: Mapping[str, torch.Tensor]
+    of_score: Mapping[str, torch.Tensor]
+    sources: tuple[torch.Tensor, ...] = ()  #: those of the mask as the function captures them
+    key: Hashable = None  #: of a trace that is kept
+
+    @classmethod
+    def of(cls, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> _Trace:
+        """Call the functions with values that record operations."""
+        tracer = _Capturing()
+        variant, parts = tracer.variant_of(score_mod, mask_mod, lengths)
+        of_mask, of_score = of_plan_and_run("flex_attention", variant, {} if variant is None else tracer.captured)
+        return cls(variant, parts, of_mask, of_score, tuple(tracer.origins[name] for name in of_mask))
+
+
+class _KeptTrace(NamedTuple):
+    """A trace without tensors."""
+
+    trace: _Trace
+    of_mask: Mapping[str, int]  #: places of its tensors in FunctionState.tensors
+    of_score: Mapping[str, int]
+    state: list[Any]  #: what keeps the ids in the key valid
+
+    @classmethod
+    def of(cls, state: FunctionState, score_mod: Any, mask_mod: Any, lengths: tuple[int, int]) -> _KeptTrace | None:
+        """Trace; None if the functions compute tensors or numbers of their own, in each call anew."""
+        tracer, places = _Capturing(), {id(tensor): i for i, tensor in enumerate(state.tensors)}
+        variant, parts = tracer.variant_of(score_mod, mask_mod, lengths)
+        origins = tracer.origins.values()
+        if not tracer.is_lasting or any(id(t) not in places or t.dtype in _CONVERTED for t in origins):
+            return None
+        captured = {} if variant is None else {name: places[id(t)] for name, t in tracer.origins.items()}
+        of_mask, of_score = of_plan_and_run("flex_attention", variant, captured)
+        return cls(_Trace(variant, parts, {}, {}), of_mask, of_score, state.kept)
+
+    def with_tensors(self, tensors: list[torch.Tensor], key: Hashable) -> _Trace:
+        """The trace with today's tensors."""
+        of_mask, of_score = (
+            {name: _as_operand(tensors[i]) for name, i in places.items()} for places in (self.of_mask, self.of_score)
+        )
+        sources = tuple(tensors[i] for i in self.of_mask.values())
+        return self.trace._replace(of_mask=of_mask, of_score=of_score, sources=sources, key=key)
+
+
+_traces: dict[Hashable, _KeptTrace | None] = {}
+
+
+def _known_trace(score_mod: Any, mask_mod: Any, query: Any, key: Any) -> _Trace | None:
+    """The trace of functions that are known to depend on nothing else than earlier ones did; else None."""
+    is_noop = getattr(mask_mod, "__name__", "") == "noop_mask"  # the lists of its block mask are looked at in each call
+    state = None if is_noop else state_of(score_mod, mask_mod)
+    if state is None or type(query) not in _TENSORS or type(key) not in _TENSORS or not query.dim() == key.dim() == 4:
+        return None
+    whole = state.key, query.shape[2], key.shape[2]
+    if whole not in _traces:
+        if len(_traces) >= _MOST_TRACES:
+            _traces.clear()
+        _traces[whole] = _KeptTrace.of(state, score_mod, mask_mod, (query.shape[2], key.shape[2]))
+    kept = _traces[whole]
+    return None if kept is None else kept.with_tensors(state.tensors, whole)

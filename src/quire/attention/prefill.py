@@ -1,0 +1,262 @@
+"""Prefill and append attention: one request, or a batch over paged or ragged keys and values.
+
+A wrapper's plan() takes the index arrays of a batch, and chooses, compiles and schedules a kernel; run() is then called
+once per layer. The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html), with the argument names of its
+older and newer versions: `head_dim` and `head_dim_qk`, `qk_indptr_buf` and `mask_indptr_buf`, `begin_forward` and
+`forward`, `allow_fp16_qk_reduction` and `use_fp16_qk_reduction`. The last two and `non_blocking` are permissions that
+Quire does not need: logits are always accumulated in float32, and plan() does not wait for uploads.
+"""
+
+# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+
+from quire.attention.ragged import (
+    BatchPrefillWithRaggedKVCacheWrapper,
+    positional_scales,
+    prefill_options,
+    without_flag,
+)
+from quire.calls.cudnn import cudnn_batch_prefill_with_kv_cache
+from quire.calls.prefill import trtllm_batch_context_with_kv_cache, trtllm_fmha_v2_prefill
+from quire.calls.single import (
+    single_prefill_with_kv_cache,
+    single_prefill_with_kv_cache_return_lse,
+    single_prefill_with_kv_cache_with_jit_module,
+)
+from quire.engine.checks import batch_size_of, host_indices, refuse
+from quire.engine.foreign import foreign
+from quire.engine.masks import with_items
+from quire.engine.operands import takes_sinks, variant_of
+from quire.engine.run import Result, RunOptions
+from quire.engine.schedule import Indices
+from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
+from quire.engine.tensors import PagedCache, converted
+from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
+from quire.kernels.expressions.variant import Variant
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "cudnn_batch_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_fmha_v2_prefill",
+]
+
+
+class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
+    """Attention of a batch of requests, each with any number of queries, over a paged cache.
+
+    float_workspace_buffer, kv_layout, backend: see quire.engine.wrapper.AttentionWrapper; 128 MiB of any dtype on the
+        device of the calls, "NHD" or "HND", and "auto".
+    use_cuda_graph: run() may be captured in a CUDA graph, and plan() called again before each replay. The buffers are
+        then required, on the device: qo_indptr_buf and paged_kv_indptr_buf int32 [batch_size + 1],
+        paged_kv_last_page_len_buf int32 [batch_size], and paged_kv_indices_buf int32 [largest number of pages], into
+        which plan() copies page numbers. With a custom mask so is custom_mask_buf uint8 [largest number of bytes], into
+        which plan() copies the mask's bits. The first plan() fixes everything but lengths, and the largest number of
+        rows of q.
+
+    plan() reads the bits of a custom mask to find the KV tiles that need them: plan again when the mask changes.
+
+    >>> wrapper = quire.BatchPrefillWithPagedKVCacheWrapper(torch.empty(1 << 20, dtype=torch.uint8), "NHD")
+    >>> qo_indptr = torch.tensor([0, 3, 5], dtype=torch.int32)  # 3 and 2 queries
+    >>> kv_indptr = torch.tensor([0, 2, 3], dtype=torch.int32)  # 2 pages and 1 page
+    >>> kv_indices = torch.tensor([4, 0, 2], dtype=torch.int32)  # the numbers of the pages
+    >>> kv_last_page_len = torch.tensor([5, 16], dtype=torch.int32)  # 21 and 16 tokens in all
+    >>> wrapper.plan(
+    ...     qo_indptr, kv_indptr, kv_indices, kv_last_page_len, num_qo_heads=8, num_kv_heads=2, head_dim_qk=64,
+    ...     page_size=16, causal=True, q_data_type=torch.bfloat16,
+    ... )
+    >>> q = torch.randn(5, 8, 64, dtype=torch.bfloat16)
+    >>> cache = torch.randn(6, 2, 16, 2, 64, dtype=torch.bfloat16)  # [num_pages, 2, page_size, num_kv_heads, head_dim]
+    >>> wrapper.run(q, cache).shape
+    torch.Size([5, 8, 64])
+    >>> o, lse = wrapper.run(q, cache, return_lse=True)
+    >>> lse.shape
+    torch.Size([5, 8])
+    """
+
+    @foreign(refused="variant_owns_mask")
+    def __init__(
+        self, float_workspace_buffer: torch.Tensor, kv_layout: str = "NHD", use_cuda_graph: bool = False,
+        qo_indptr_buf: torch.Tensor | None = None, paged_kv_indptr_buf: torch.Tensor | None = None,
+        paged_kv_indices_buf: torch.Tensor | None = None, paged_kv_last_page_len_buf: torch.Tensor | None = None,
+        custom_mask_buf: torch.Tensor | None = None, mask_indptr_buf: torch.Tensor | None = None,
+        backend: str = "auto", jit_args: Any = None, jit_kwargs: Any = None, *,
+        qk_indptr_buf: torch.Tensor | None = None, variant: Variant | None = None, variant_owns_mask: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            float_workspace_buffer, kv_layout, use_cuda_graph, backend,
+            variant_of(variant) if takes_sinks(jit_args) else variant_of(variant, jit_args, jit_kwargs),
+            qo_indptr_buf=qo_indptr_buf, paged_kv_indptr_buf=paged_kv_indptr_buf, custom_mask_buf=custom_mask_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf, paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
+            mask_indptr_buf=mask_indptr_buf, qk_indptr_buf=qk_indptr_buf,
+        )  # fmt: skip
+        self._takes_sinks = takes_sinks(jit_args)
+
+    @foreign(
+        permissions="use_fp16_qk_reduction allow_fp16_qk_reduction non_blocking uniform_q_len",
+        added="head_dim_vo o_data_type",
+    )
+    def plan(
+        self, qo_indptr: torch.Tensor, paged_kv_indptr: torch.Tensor, paged_kv_indices: torch.Tensor,
+        paged_kv_last_page_len: torch.Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None = None,
+        page_size: int | None = None, head_dim_vo: int | None = None, custom_mask: torch.Tensor | None = None,
+        packed_custom_mask: torch.Tensor | None = None, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, sm_scale: float | None = None, window_left: int = -1,
+        logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+        q_data_type: str | torch.dtype = "float16", kv_data_type: str | torch.dtype | None = None,
+        o_data_type: str | torch.dtype | None = None, non_blocking: bool = True,
+        prefix_len_ptr: torch.Tensor | None = None, token_pos_in_items_ptr: torch.Tensor | None = None,
+        token_pos_in_items_len: int = 0, max_item_len_ptr: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None, seq_lens_q: torch.Tensor | None = None,
+        block_tables: torch.Tensor | None = None, max_token_per_sequence: int | None = None,
+        max_sequence_kv: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False, *,
+        head_dim: int | None = None, allow_fp16_qk_reduction: bool = False, attention_chunk_size: int | None = None,
+        uniform_q_len: int | None = None, **operands: Any,
+    ) -> None:  # fmt: skip
+        """Plan a batch.
+
+        qo_indptr, paged_kv_indptr: int32 [batch_size + 1], offsets into the rows of q and into paged_kv_indices.
+        paged_kv_indices: int32, page numbers. If they are on the host, plan() copies them. If they are on a device,
+            each run() reads this tensor: the caller must keep it, and changes to it take effect with the next run().
+        paged_kv_last_page_len: int32 [batch_size], tokens in each last page, 1..page_size. With index arrays on the
+            host plan() does not synchronise; arrays on a device are copied to the host first.
+        custom_mask: bool, flat, of sum(qo_len * kv_len) values: which keys each query sees. It replaces `causal`.
+            packed_custom_mask: uint8, its bits, little-endian, each request from a byte of its own on.
+        prefix_len_ptr: uint32 [batch_size], for multi-item scoring. Request i has prefix_len_ptr[i] tokens that all
+            later tokens see, followed by items that do not see each other, with a delimiter before, between and after
+            them. token_pos_in_items_ptr: uint16 [batch_size * token_pos_in_items_len], the position of each of these
+            tokens in its item, counted from 1, with 0 for delimiters and as padding. max_item_len_ptr: uint16
+            [batch_size], the largest of these positions (redundant, and checked). These arrays define a custom mask:
+            it replaces `causal`, can be combined with a window, and for a GPU is computed on the GPU.
+        causal: query i of a request sees keys up to i + kv_len - qo_len; with more queries than keys the first ones
+            see none, and their results are 0.
+        sm_scale: the factor that logits are multiplied by; None: 1 / sqrt(head_dim_qk).
+        window_left: how many keys to the left of the diagonal are visible; -1: all.
+        attention_chunk_size: divides the keys of a request into chunks of this size. The mask is causal, and a query
+            sees no key before its own chunk (Llama 4's local layers). Not with a window or a custom mask.
+        logits_soft_cap: c replaces each logit by c * tanh(logit / c); None or 0: no cap.
+        pos_encoding_mode: "NONE"; "ALIBI", which adds slope * (key position - query position) to each scaled logit,
+            with a slope for each head; or "ROPE_LLAMA", which rotates the pairs of dims (d, d + head_dim_qk / 2) of q
+            and k by position / rope_scale * rope_theta ** (-2 * d / head_dim_qk). The position of a key is its index in
+            the request; the last query has the position of the last key. rope_scale defaults to 1, rope_theta to 1e4.
+        seq_lens, seq_lens_q: int32 [batch_size], keys and queries of each request; block_tables: int32 [batch_size,
+            pages], page numbers; max_token_per_sequence, max_sequence_kv: the largest numbers of queries and of keys.
+            All of these are redundant, and are compared with the index arrays if they are on the host. uniform_q_len: a
+            hint for FlashInfer's kernels.
+        q_data_type, kv_data_type, o_data_type: torch dtypes or their names. The default for q is float16; keys, values
+            and results default to q's type. 8-bit queries are converted to 16 bits in a copy, and give float16 results.
+        fixed_split_size, disable_split_kv: divide row tiles at multiples of so many tokens; do not divide them. With
+            either, the result of a request does not depend on the rest of the batch, bit for bit.
+        operands: tensors and numbers, by name, that the mask of the constructor's variant reads. plan() reads them to
+            find the KV tiles that need the mask: plan again when they change.
+
+        Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
+        """
+        options = prefill_options(
+            True, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, page_size, q_data_type, kv_data_type,
+            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, fixed_split_size,
+            disable_split_kv, rope_scale, rope_theta, attention_chunk_size,
+        )  # fmt: skip
+        qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
+        batch = batch_size_of(qo_indptr_host, "qo_indptr")
+        kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
+        last = last_page_lens(paged_kv_last_page_len, "paged_kv_last_page_len", kv_indptr, options.page_size)
+        pages = page_indices(paged_kv_indices)
+        lens = None if seq_lens is None else host_lens(seq_lens, batch)
+        indices = Indices(batch, qo_indptr_host, 0, kv_indptr, last, pages, options.page_size, lens)
+        most = max_token_per_sequence, max_sequence_kv
+        if seq_lens_q is not None or block_tables is not None or most != (None, None):
+            check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
+        custom_mask = with_items(
+            custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
+            token_pos_in_items_len, max_item_len_ptr,
+        )  # fmt: skip
+        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
+
+    begin_forward = plan
+
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[False] = False,
+        **options: Unpack[PrefillKeywords],
+    ) -> torch.Tensor: ...  # fmt: skip
+    @overload
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: float | None, return_lse: Literal[True],
+        **options: Unpack[PrefillKeywords],
+    ) -> Pair: ...  # fmt: skip
+    @overload  # with operands of a variant
+    def run(self, *args: Any, **options: Any) -> Result: ...
+    @foreign(
+        refused="kv_cache_sf skip_softmax_threshold_scale_factor use_fp16_softmax uses_spcompress", checks_itself=True
+    )
+    def run(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, *scales: Any, q_scale: float | None = None,
+        k_scale: float | None = None, v_scale: float | None = None, out: torch.Tensor | None = None,
+        lse: torch.Tensor | None = None, return_lse: bool = False, enable_pdl: bool | None = None,
+        window_left: int | None = None, sinks: torch.Tensor | None = None, kv_cache_sf: Any = None,
+        skip_softmax_threshold_scale_factor: float | None = None, lse_base: str = "log2", lse_layout: str = "NH",
+        use_fp16_softmax: bool | None = None, uses_spcompress: bool | None = None, **operands: Any,
+    ) -> Result:  # fmt: skip
+        """Attention of q over the cache, as planned.
+
+        q: [nnz_qo, num_qo_heads, head_dim_qk].
+        paged_kv_cache: [num_pages, 2, page_size, num_kv_heads, head_dim] (HND swaps page_size and num_kv_heads), or a
+            pair of such tensors without the second dimension; only the last one must be contiguous.
+        q_scale, k_scale: multiply the logits; their product must be positive. v_scale multiplies the result. With 8-bit
+            queries each may be float32 [heads], for the heads of q or of keys and values; run() also takes the three,
+            or k_scale and v_scale, by position, and return_lse after them.
+        out, lse: tensors that results are written into, with the shapes of what is returned; None: new tensors.
+        enable_pdl: whether the kernel may be launched before the previous kernel ends (programmatic dependent launch);
+            None: if that is faster.
+        window_left: must be the value given to plan().
+        sinks: float32 [num_qo_heads], logits (natural logarithm) that are added to each denominator.
+        lse_base, lse_layout: "ln" for an lse in base e; "HN" for a contiguous lse [num_qo_heads, nnz_qo].
+        operands: tensors and numbers, by name, that the score of the constructor's variant reads.
+
+        Returns o [nnz_qo, num_qo_heads, head_dim_vo], or (o, lse) with return_lse=True, lse [nnz_qo, num_qo_heads] in
+        float32, base 2. Raises PlanError if plan() was not called, and ValidationError for tensors that do not fit the
+        plan or that require grad.
+        """
+        if scales:
+            scales, return_lse = without_flag(scales, return_lse)
+        if kv_cache_sf is not None or skip_softmax_threshold_scale_factor is not None:
+            refuse(kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor)
+        if use_fp16_softmax or uses_spcompress:
+            refuse(use_fp16_softmax=use_fp16_softmax, uses_spcompress=uses_spcompress)
+        if lse_base != "log2" or lse_layout != "NH":
+            run = partial(
+                self.run, q, paged_kv_cache, *scales, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out=out,
+                enable_pdl=enable_pdl, window_left=window_left, sinks=sinks, **operands,
+            )  # fmt: skip
+            return converted(run, lse, return_lse, lse_base, lse_layout)
+        if scales and self._takes_sinks:
+            sinks = self._sinks_and_scale(*scales)
+        elif scales:
+            q_scale, k_scale, v_scale = positional_scales(scales, q_scale, k_scale, v_scale)
+        options = RunOptions(sinks, q_scale, k_scale, v_scale, window_left, enable_pdl, operands=operands)
+        return self._runner().run(q, paged_kv_cache, out, lse, return_lse, options)
+
+    def forward(
+        self, q: torch.Tensor, paged_kv_cache: PagedCache, causal: bool = False, pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False, k_scale: float | None = None, v_scale: float | None = None,
+        window_left: int = -1, logits_soft_cap: float | None = None, sm_scale: float | None = None,
+        rope_scale: float | None = None, rope_theta: float | None = None, *, return_lse: bool = False,
+        allow_fp16_qk_reduction: bool = False, **operands: Any,
+    ) -> Result:  # fmt: skip
+        """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
+        self._replan(locals())
+        return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)

@@ -1,0 +1,1 @@
+"""Operations beside attention: appending to a cache, rotary embeddings, merging states, packing bits."""

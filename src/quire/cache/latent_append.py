@@ -1,0 +1,217 @@
+"""Append MLA latents to a paged cache, with rotation and quantisation in the same launch.
+
+Names and arguments are those of vLLM's operators (vllm/_custom_ops.py). Token i is written to row slot_mapping[i] %
+page_size of page slot_mapping[i] // page_size; a token with a negative entry is not written. Index arrays on the host
+are checked before anything is written. slot_mapping and positions on a device are not, because that would wait for the
+device: a token whose page is beyond the cache is skipped, and a token with an invalid position gets NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from quire.engine.checks import check_output, check_same_device, check_shape, check_tensor, flag
+from quire.engine.device import on_cuda, target_of
+from quire.engine.launch import launch
+from quire.engine.operators import operator
+from quire.engine.rotate import INPUTS, Angles, check_heads, rotary_dim_of
+from quire.engine.schedule import check_count, check_range
+from quire.engine.tensors import LATENT_DIM, cached_parts, check_apart, is_packed
+from quire.errors import ValidationError
+from quire.jit import get_module
+from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
+from quire.kernels.params import AppendLatentsParams
+
+__all__ = ["concat_and_cache_mla", "concat_and_cache_mla_rope_fused"]
+
+_ROWS = "fp8_ds_mla"  #: vLLM's name of FlashMLA's rows of 656 bytes
+#: LatentType in kernels/append_latents.h, and torch's type, by vLLM's names
+_EIGHT_BITS = {
+    "fp8": (1, torch.float8_e4m3fn), "fp8_e4m3": (1, torch.float8_e4m3fn), "fp8_e5m2": (2, torch.float8_e5m2),
+}  # fmt: skip
+
+
+def concat_and_cache_mla(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str,
+    scale: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write latents kv_c [tokens, kv_lora_rank] and k_pe [tokens, rope_dim] to the rows that slot_mapping gives.
+
+    kv_cache: [num_pages, page_size, kv_lora_rank + rope_dim], in the tokens' dtype with kv_cache_dtype "auto". With
+        "fp8", "fp8_e4m3" and "fp8_e5m2" it has 8-bit numbers (dtype uint8 or the 8-bit type), divided by `scale`,
+        float32 [1] on the device; the other formats do not use `scale`. With "fp8_ds_mla" it has FlashMLA's rows of
+        uint8 [num_pages, page_size, 656], for bfloat16 tokens of 512 + 64 dims: float8_e4m3fn numbers, a float32 scale
+        for each 128 of them, such that the largest becomes 448, and k_pe unchanged.
+    slot_mapping: int64 [tokens], page * page_size + row in the page; negative: the token is not written. If it is
+        shorter than kv_c, the last tokens are not written.
+
+    Raises ValidationError naming the argument, before anything is written.
+
+    >>> kv_c, k_pe = torch.randn(2, 512).bfloat16(), torch.randn(2, 64).bfloat16()
+    >>> kv_cache, rows = torch.zeros(4, 16, 656, dtype=torch.uint8), torch.tensor([17, -1])
+    >>> quire.mla.concat_and_cache_mla(kv_c, k_pe, kv_cache, rows, "fp8_ds_mla", torch.ones(1))
+    >>> torch.equal(kv_cache[1, 1, 528:].view(torch.bfloat16), k_pe[0])
+    True
+    """
+    _append(None, None, k_pe, kv_c, None, True, slot_mapping, kv_cache, kv_cache_dtype, scale)
+
+
+def concat_and_cache_mla_rope_fused(
+    positions: torch.Tensor, q_pe: torch.Tensor, k_pe: torch.Tensor, kv_c: torch.Tensor, cos_sin_cache: torch.Tensor,
+    is_neox: bool, slot_mapping: torch.Tensor, kv_cache: torch.Tensor, kv_cache_dtype: str,
+    kv_cache_scale: torch.Tensor,
+) -> None:  # fmt: skip
+    """Rotate q_pe [tokens, num_heads, rope_dim] and k_pe [tokens, rope_dim] in place by `positions`, int32 or int64
+    [tokens], and write kv_c and the rotated k_pe into the cache as concat_and_cache_mla() does.
+
+    cos_sin_cache: float32 [max_position, rope_dim], cosines before sines. is_neox: dims i and i + rope_dim / 2 are
+    a pair; False: 2 i and 2 i + 1. Tokens that are not written to the cache are rotated, too.
+
+    Raises ValidationError naming the argument, before anything is written.
+
+    >>> q_pe, k_pe, kv_c = torch.randn(2, 8, 64), torch.randn(2, 64), torch.randn(2, 512)
+    >>> angles = torch.arange(8)[:, None] * 1e4 ** (-torch.arange(32) / 32)
+    >>> cos_sin_cache, kv_cache = torch.cat((angles.cos(), angles.sin()), dim=1), torch.zeros(4, 16, 576)
+    >>> quire.mla.concat_and_cache_mla_rope_fused(
+    ...     torch.tensor([3, 4]), q_pe, k_pe, kv_c, cos_sin_cache, True, torch.tensor([5, 6]), kv_cache, "auto",
+    ...     torch.ones(1),
+    ... )
+    >>> torch.equal(kv_cache[0, 5:7, 512:], k_pe)
+    True
+    """
+    flag(is_neox, "is_neox")
+    check_tensor(positions, "positions"), check_tensor(q_pe, "q_pe"), check_tensor(cos_sin_cache, "cos_sin_cache")
+    _append(positions, q_pe, k_pe, kv_c, cos_sin_cache, is_neox, slot_mapping, kv_cache, kv_cache_dtype, kv_cache_scale)
+
+
+@operator("append_latents", writes="q_pe k_pe kv_cache")
+def _append(
+    positions: torch.Tensor | None, q_pe: torch.Tensor | None, k_pe: torch.Tensor, kv_c: torch.Tensor,
+    cos_sin_cache: torch.Tensor | None, is_neox: bool, slot_mapping: torch.Tensor, kv_cache: torch.Tensor,
+    kv_cache_dtype: str, scale: torch.Tensor,
+) -> None:  # fmt: skip
+    check_heads(kv_c, "kv_c", {"tokens": None, "kv_lora_rank": None})
+    check_heads(k_pe, "k_pe", {"tokens": kv_c.shape[0], "rope_dim": None}, kv_c)
+    row = _row(kv_cache, kv_cache_dtype, kv_c, k_pe)
+    rows, divisor = _rows(slot_mapping, kv_c, kv_cache), _scale(scale, kv_c.device)
+    nnz = rows.shape[0]
+    params = AppendLatentsParams(
+        k_pe=k_pe.data_ptr(), ckv=kv_c.data_ptr(), cache=kv_cache.data_ptr(), cache_rows=rows.data_ptr(),
+        kv_scale=divisor.data_ptr(), nnz=nnz, k_token_stride=k_pe.stride(0), ckv_token_stride=kv_c.stride(0),
+        page_bytes=kv_cache.stride(0) * kv_cache.element_size(), row_bytes=kv_cache.stride(1) * kv_cache.element_size(),
+        rope_dim=k_pe.shape[1], latent_dim=kv_c.shape[1], num_pages=kv_cache.shape[0], page_size=kv_cache.shape[1],
+        interleave=not is_neox, **row,
+    )  # fmt: skip
+    read, written = {"kv_c": kv_c, "k_pe": k_pe}, {"kv_cache": kv_cache}
+    if q_pe is not None and cos_sin_cache is not None:
+        places = _positions(positions, q_pe, k_pe, cos_sin_cache, nnz)
+        read, written = (
+            {"kv_c": kv_c},
+            {**written, "q_pe": check_output(q_pe, "q_pe"), "k_pe": check_output(k_pe, "k_pe")},
+        )
+        params.q_pe, params.num_heads = q_pe.data_ptr(), q_pe.shape[1]
+        params.q_token_stride, params.q_head_stride, _ = q_pe.stride()
+        params.pos_ids, params.has_long_pos_ids = places.data_ptr(), places.dtype is torch.int64
+        params.cos_sin_cache, params.cos_sin_stride = cos_sin_cache.data_ptr(), cos_sin_cache.stride(0)
+        params.num_positions = min(cos_sin_cache.shape[0], 2**31 - 1)
+    check_apart(written, read)
+    if nnz:
+        _launch(params, kv_c)
+
+
+def _launch(params: AppendLatentsParams, like: torch.Tensor) -> None:
+    """Launch on torch's current stream, with the widest vectors that all addresses and strides allow."""
+    slug = INPUTS[like.dtype]
+    vector = max(n for n in OPERATIONS["append_latents"].widths[slug] if n == 1 or _allows(params, n, like.itemsize))
+    if params.scales_at and vector == 1 and on_cuda(like.device):
+        raise ValidationError(
+            "kv_c, k_pe, q_pe, kv_cache: expected addresses and strides that are multiples of 16 bytes; call "
+            ".contiguous() on them."
+        )
+    threads = (-(-params.num_heads // LATENT_HEADS) + 1) * (params.rope_dim // (2 * vector))
+    columns = LATENT_THREADS + -(-threads // 32) * 32
+    module = get_module(OperationKey("append_latents", target_of(like.device), slug, vector).spec())
+    grid = -(-params.nnz * columns // PARALLEL_THREADS)
+    launch(module, ctypes.addressof(params), like.device, grid=grid, block=PARALLEL_THREADS)
+
+
+def _allows(p: AppendLatentsParams, vector: int, size: int) -> bool:
+    """Whether dims, addresses and strides are whole vectors of numbers of `size` bytes."""
+    strides = p.q_token_stride, p.q_head_stride, p.k_token_stride, p.ckv_token_stride, p.latent_dim, p.rope_dim // 2
+    written = vector * (1 if p.latent_type and p.k_pe_type else size)  # bytes
+    places = p.cache, p.page_bytes, p.row_bytes, p.k_pe_at
+    if any(n % vector for n in strides) or any(n % written for n in places) or p.cos_sin_stride % min(4, vector):
+        return False
+    addresses = ((p.q_pe, vector * size), (p.k_pe, vector * size), (p.ckv, vector * size), (p.cos_sin_cache, 16))
+    return not any((address or 0) % step for address, step in addresses)
+
+
+def _row(kv_cache: Any, dtype: Any, kv_c: torch.Tensor, k_pe: torch.Tensor) -> dict[str, int]:
+    """The format of a row of the cache, as fields of the parameter struct."""
+    if dtype not in ("auto", _ROWS, *_EIGHT_BITS):
+        raise ValidationError(f"kv_cache_dtype: expected 'auto', {_ROWS!r} or one of {[*_EIGHT_BITS]}, got {dtype!r}.")
+    cache, dims = check_output(kv_cache, "kv_cache"), (kv_c.shape[1], k_pe.shape[1])
+    check_same_device(cache, "kv_cache", kv_c.device)
+    for size, what in zip(cache.shape, ("pages", "tokens of a page"), strict=False):
+        check_count(size, "kv_cache", what)
+    if dims[1] % 2:
+        raise ValidationError(f"k_pe: expected an even number of dims, got {dims[1]}.")
+    if dtype == _ROWS:
+        if not is_packed(cache) or dims != (LATENT_DIM, 64) or kv_c.dtype is not torch.bfloat16:
+            raise ValidationError(
+                f"kv_cache: expected rows of 656 bytes, of bfloat16 tokens of 512 + 64 dims, for {_ROWS!r}; got "
+                f"{list(cache.shape)} {cache.dtype} for tokens of {dims[0]} + {dims[1]} {kv_c.dtype}."
+            )
+        latents, rest, scales = (part.data_ptr() for part in cached_parts(cache, "kv_cache"))
+        return {"scales_at": scales - latents, "k_pe_at": rest - latents, "latent_type": 1, "k_pe_type": 0}
+    check_shape(cache, "kv_cache", {"num_pages": None, "page_size": None, "kv_lora_rank + rope_dim": sum(dims)})
+    check_count(sum(dims) * kv_c.itemsize, "kv_c, k_pe", "bytes of a token")
+    code, wanted = (0, kv_c.dtype) if dtype == "auto" else _EIGHT_BITS[dtype]
+    if cache.dtype not in (wanted, *((torch.uint8,) if code else ())) or cache.stride(-1) != 1:
+        raise ValidationError(
+            f"kv_cache: expected contiguous rows of {wanted} with kv_cache_dtype={dtype!r}, got {cache.dtype} with "
+            f"strides {cache.stride()}."
+        )
+    return {"scales_at": 0, "k_pe_at": dims[0] * cache.itemsize, "latent_type": code, "k_pe_type": code}
+
+
+def _rows(slot_mapping: Any, kv_c: torch.Tensor, kv_cache: torch.Tensor) -> torch.Tensor:
+    rows = check_tensor(slot_mapping, "slot_mapping")
+    check_shape(rows, "slot_mapping", {"tokens": None})
+    check_same_device(rows, "slot_mapping", kv_c.device)
+    if rows.dtype is not torch.int64 or rows.shape[0] > kv_c.shape[0]:
+        raise ValidationError(
+            f"slot_mapping: expected int64 for at most {kv_c.shape[0]} tokens, got {rows.shape[0]} of {rows.dtype}."
+        )
+    if not on_cuda(kv_c.device):
+        most = kv_cache.shape[0] * kv_cache.shape[1] - 1
+        check_range(rows, "slot_mapping", -(2**63), most, "rows of the cache")
+    return rows.contiguous()
+
+
+def _scale(scale: Any, device: torch.device) -> torch.Tensor:
+    check_same_device(check_tensor(scale, "scale"), "scale", device)
+    if scale.dtype is not torch.float32 or scale.numel() != 1:
+        raise ValidationError(f"scale: expected one float32, got {list(scale.shape)} of {scale.dtype}.")
+    found: torch.Tensor = scale
+    return found
+
+
+def _positions(
+    positions: Any, q_pe: torch.Tensor, k_pe: torch.Tensor, cos_sin_cache: torch.Tensor, nnz: int
+) -> torch.Tensor:
+    """Of the tokens, whose heads and angles are checked too."""
+    dim = k_pe.shape[1]
+    check_heads(q_pe, "q_pe", {"tokens": nnz, "num_heads": None, "rope_dim": dim}, k_pe)
+    if k_pe.shape[0] != nnz:
+        raise ValidationError(f"slot_mapping: expected one for each of {k_pe.shape[0]} tokens, got {nnz}.")
+    if rotary_dim_of(None, dim, cos_sin_cache, q_pe.device) != dim:
+        raise ValidationError(
+            f"cos_sin_cache: expected [max_position, rope_dim={dim}], got {list(cos_sin_cache.shape)}."
+        )
+    found = Angles(positions, None, None, cos_sin_cache, False, 1, 1).checked(nnz, q_pe.device, "positions").pos_ids
+    assert found is not None
+    return found

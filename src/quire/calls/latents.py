@@ -1,0 +1,316 @@
+"""MLA in one call, without a plan(), over a block table; and the index arrays of quire.mla's plan() in one object."""
+
+# ruff: noqa: ARG001  # @foreign declares them, and tests/test_foreign.py looks
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.calls.decode import TableCall
+from quire.calls.tables import Scale, check_lengths, indices_of
+from quire.engine.batch import row_indices, row_lengths, selected_keys, tokens_of
+from quire.engine.checks import (
+    batch_size_of,
+    check_output,
+    check_positive,
+    check_shape,
+    check_tensor,
+    host_indices,
+    refuse,
+    to_int32,
+)
+from quire.engine.device import UserWorkspace
+from quire.engine.foreign import foreign
+from quire.engine.plan_cache import replayed
+from quire.engine.run import Result
+from quire.engine.schedule import Indices, Lengths, check_offsets, check_range
+from quire.engine.spec import check_repeated, page_indices
+from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
+from quire.errors import UnsupportedError, ValidationError
+
+
+@replayed
+@foreign(
+    refused="skip_softmax_threshold_scale_factor uses_shared_paged_kv_idx enable_dcp cp_world cp_rank "
+    "causal_seqlens_kv_global use_fp16_softmax",
+    permissions="is_var_seq cute_dsl_impl kv_scale_format multi_ctas_kv_counter_buffer",
+)
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor | None,
+    max_seq_len: int, sparse_mla_top_k: int = 0, out: torch.Tensor | None = None,
+    bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0, sinks: Any = None,
+    skip_softmax_threshold_scale_factor: float | None = None, enable_pdl: bool | None = None, backend: str = "auto",
+    is_var_seq: bool = True, uses_shared_paged_kv_idx: bool = True, lse: torch.Tensor | None = None,
+    return_lse: bool = False, cute_dsl_impl: str = "auto", kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None, max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None, sparse_mla_top_k_lens: Any = None,
+    enable_dcp: bool = False, cp_world: int = 1, cp_rank: int = 0, causal_seqlens_kv_global: Any = None,
+    use_fp16_softmax: bool | None = None, return_lse_base: str | None = None,
+) -> Result:  # fmt: skip
+    """MLA of the last tokens of each request over its pages of latents, like FlashInfer's function.
+
+    query: [batch_size, q_len, num_heads, kv_lora_rank + qk_rope_head_dim] in float16 or bfloat16 (on the CPU also
+    float32); q_len > 1 is causal. Or [total_q, num_heads, ...] with cum_seq_lens_q int32 [batch_size + 1] and
+    max_q_len, the largest number of queries of a request. kv_cache: [num_pages, page_size, kv_lora_rank +
+    qk_rope_head_dim], or with a dimension of 1 before page_size, with any strides but a contiguous last dimension; or
+    uint8 [num_pages, page_size, 656] with bfloat16 queries, FlashMLA's rows of 512 float8_e4m3fn numbers, a float32
+    scale for each 128 of them and 64 bfloat16 numbers. block_tables int32 [batch_size, pages], seq_lens [batch_size],
+    max_seq_len, bmm1_scale, bmm2_scale: as in xqa_batch_decode_with_kv_cache(). The host does not wait for arrays on a
+    GPU, and the call may be captured in a CUDA graph. kv_lora_rank and qk_rope_head_dim are 512 and 64;
+    qk_nope_head_dim is that of the model before projections were absorbed into `query`.
+
+    out: [*query.shape[:-1], kv_lora_rank]. lse: float32 [rows, num_heads] or [batch_size, q_len, num_heads], written
+    if given and returned with return_lse=True. return_lse_base: "base2" (None) or "basee". sinks: float32 [num_heads]
+    logits (natural logarithm), or a list of one such tensor. backend: as in wrappers. is_var_seq, cute_dsl_impl,
+    kv_scale_format and the counter buffer concern FlashInfer's kernels and have no effect. Arguments for distributed or
+    approximate attention are refused.
+
+    With sparse_mla_top_k > 0, block_tables [*query.shape[:-2], sparse_mla_top_k] are the tokens that each query attends
+    to, page number * page_size + index in the page; pages must be contiguous in memory. seq_lens (per request or per
+    query, or None) and sparse_mla_top_k_lens (per query) say how many of them are used. Indices below 0 or beyond the
+    cache are ignored, and an index that is listed twice counts twice. max_seq_len is not used.
+
+    Returns the result, or (result, lse). Raises ValidationError naming the argument, or UnsupportedError.
+
+    >>> query = torch.randn(2, 1, 16, 576, dtype=torch.bfloat16)
+    >>> kv_cache = torch.randn(6, 16, 576, dtype=torch.bfloat16)
+    >>> block_tables = torch.tensor([[4, 0], [2, 0]], dtype=torch.int32)
+    >>> quire.mla.trtllm_batch_decode_with_kv_cache_mla(
+    ...     query, kv_cache, torch.empty(1 << 20, dtype=torch.uint8), 128, 512, 64, block_tables,
+    ...     seq_lens=torch.tensor([21, 16], dtype=torch.int32), max_seq_len=32, bmm1_scale=192**-0.5,
+    ... ).shape
+    torch.Size([2, 1, 16, 512])
+    """
+    if return_lse_base not in (None, "base2", "basee"):
+        raise ValidationError(f"return_lse_base: expected one of base2, basee, got {return_lse_base!r}.")
+    check_positive(qk_nope_head_dim, "qk_nope_head_dim")
+    check_positive(kv_lora_rank, "kv_lora_rank"), check_positive(qk_rope_head_dim, "qk_rope_head_dim")
+    if (kv_lora_rank, qk_rope_head_dim) != (LATENT_DIM, 64):
+        raise UnsupportedError(
+            f"kv_lora_rank, qk_rope_head_dim: expected {LATENT_DIM} and 64, got {kv_lora_rank} and {qk_rope_head_dim}."
+        )
+    if (cum_seq_lens_q is None) != (max_q_len is None):
+        raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, and only there, got {max_q_len}.")
+    head_dims: dict[str, int | None] = {"num_heads": None, "head_dim": LATENT_DIM + 64}
+    rows: dict[str, int | None] = {"batch_size": None, "q_len": None} if max_q_len is None else {"total_q": None}
+    check_shape(check_tensor(query, "query"), "query", {**rows, **head_dims})
+    if check_tensor(kv_cache, "kv_cache").dim() == 4 and kv_cache.shape[1] == 1:
+        kv_cache = kv_cache.squeeze(1)
+    width = ROW_BYTES if is_packed(kv_cache) else LATENT_DIM + 64
+    check_shape(kv_cache, "kv_cache", {"num_pages": None, "page_size": None, "head_dim": width})
+    if out is not None:
+        sizes = dict(zip((*rows, "num_heads"), query.shape, strict=False))
+        check_shape(check_output(out, "out"), "out", {**sizes, "head_dim": LATENT_DIM})
+    workspace = UserWorkspace(workspace_buffer, "workspace_buffer")
+    q_rows, statistics = query.flatten(0, -3), None if lse is None else _rows_of_lse(lse, query)
+    q_len = max_q_len or query.shape[1]
+    tables: torch.Tensor | Lengths = block_tables
+    if sparse_mla_top_k:
+        table = row_indices(block_tables, query.shape[:-2], "block_tables", kv_cache.device)
+        check_shape(table, "block_tables", {"rows": None, "sparse_mla_top_k": sparse_mla_top_k})
+        kv_cache = tokens_of(kv_cache)
+        most = _fewest((seq_lens, sparse_mla_top_k_lens), table, q_len, cum_seq_lens_q)
+        tables, seq_lens = selected_keys(table, most, kv_cache.shape[0])
+        q_len, cum_seq_lens_q, max_seq_len = 1, None, sparse_mla_top_k
+    else:
+        refuse(sparse_mla_top_k_lens=sparse_mla_top_k_lens)
+        seq_lens = check_tensor(seq_lens, "seq_lens")
+    result = TableCall.of_latents(
+        latent_parts(q_rows, "query"), cached_parts(kv_cache, "kv_cache"), workspace, tables, seq_lens,
+        max_seq_len, Scale.of(bmm1_scale, "bmm1_scale", workspace.device, positive=True),
+        Scale.of(bmm2_scale, "bmm2_scale", workspace.device), q_len=q_len,
+        q_cu_seq_lens=cum_seq_lens_q, out=None if out is None else out.view(*q_rows.shape[:-1], LATENT_DIM),
+        lse=statistics, return_lse=return_lse, sinks=_one_tensor(sinks), enable_pdl=enable_pdl, backend=backend,
+        lse_unit=LN2 if return_lse_base == "basee" else 1.0,
+    ).attend()  # fmt: skip
+    o, statistics = result if return_lse else (result, None)
+    o = out if out is not None else o.view(*query.shape[:-1], LATENT_DIM)
+    return (o, statistics if lse is None else lse) if return_lse else o
+
+
+@replayed
+def xqa_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor, kv_cache: torch.Tensor, workspace_buffer: torch.Tensor, qk_nope_head_dim: int,
+    kv_lora_rank: int, qk_rope_head_dim: int, block_tables: torch.Tensor, seq_lens: torch.Tensor, max_seq_len: int,
+    out: torch.Tensor | None = None, bmm1_scale: float | torch.Tensor = 1.0, bmm2_scale: float | torch.Tensor = 1.0,
+    sinks: Any = None, enable_pdl: bool | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """trtllm_batch_decode_with_kv_cache_mla() with the arguments of FlashInfer's function of this name, for any number
+    of heads and of queries per request.
+
+    Returns [batch_size, q_len, num_heads, kv_lora_rank]. Raises ValidationError or UnsupportedError. There is an
+    example at trtllm_batch_decode_with_kv_cache_mla().
+    """
+    result: torch.Tensor = trtllm_batch_decode_with_kv_cache_mla(
+        query, kv_cache, workspace_buffer, qk_nope_head_dim, kv_lora_rank, qk_rope_head_dim, block_tables, seq_lens,
+        max_seq_len, out=out, bmm1_scale=bmm1_scale, bmm2_scale=bmm2_scale, sinks=sinks, enable_pdl=enable_pdl,
+    )  # fmt: skip
+    return result
+
+
+def _fewest(
+    lengths: tuple[Any, Any], table: torch.Tensor, q_len: int, offsets: torch.Tensor | None
+) -> torch.Tensor | None:
+    """How many indices of each row of `table` count, where seq_lens and sparse_mla_top_k_lens say it."""
+    most = None
+    for value, name in zip(lengths, ("seq_lens", "sparse_mla_top_k_lens"), strict=True):
+        lens = row_lengths(value, name, table.shape[0], q_len, offsets)
+        if lens is not None:
+            lens = lens.to(table.device)
+            most = lens if most is None else torch.minimum(most, lens)
+    return most
+
+
+def _rows_of_lse(lse: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """lse [batch_size, q_len, num_heads] or [rows, num_heads] as the latter."""
+    heads = dict(zip(("batch_size", "q_len", "num_heads"), query.shape, strict=False))
+    if check_output(lse, "lse").dim() == 3:
+        check_shape(lse, "lse", heads)
+    return lse.view(-1, lse.shape[-1])
+
+
+def _one_tensor(sinks: Any) -> Any:
+    """Sinks, of which FlashInfer's functions take a list."""
+    if isinstance(sinks, (list, tuple)):
+        if len(sinks) != 1:
+            raise ValidationError(f"sinks: expected a tensor or a list of one, got {len(sinks)}.")
+        return sinks[0]
+    return sinks
+
+
+_OFFSETS = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+_TABLES = ("cum_seq_lens_q", "block_tables", "seq_lens")
+
+
+@dataclass(frozen=True, eq=False)
+class MLAPlanMetadata:
+    """The `metadata` of BatchMLAPagedAttentionWrapper.plan(), created by csr(), dense() or dual().
+
+    qo_indptr, kv_indptr [batch_size + 1], kv_indices [pages], kv_len_arr [batch_size]: offsets and page numbers.
+    cum_seq_lens_q [batch_size + 1], block_tables [batch_size, pages], seq_lens [batch_size], max_q_len: a block
+    table. All int32, on the host or the device of the calls.
+
+    >>> table = quire.mla.MLAPlanMetadata.dense(
+    ...     torch.tensor([0, 1, 2]), torch.tensor([[4, 0], [2, 0]]), torch.tensor([21, 16])
+    ... )
+    >>> table.seq_lens.tolist()
+    [21, 16]
+    """
+
+    qo_indptr: torch.Tensor | None = None
+    kv_indptr: torch.Tensor | None = None
+    kv_indices: torch.Tensor | None = None
+    kv_len_arr: torch.Tensor | None = None
+    cum_seq_lens_q: torch.Tensor | None = None
+    block_tables: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    max_q_len: int | None = None
+
+    @classmethod
+    def csr(
+        cls, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor
+    ) -> MLAPlanMetadata:
+        """A batch as offsets and page numbers."""
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+
+    @classmethod
+    def dense(
+        cls, cum_seq_lens_q: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:  # fmt: skip
+        """A batch as a block table and lengths."""
+        return cls(None, None, None, None, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+
+    @classmethod
+    def dual(
+        cls, qo_indptr: torch.Tensor, kv_indptr: torch.Tensor, kv_indices: torch.Tensor, kv_len_arr: torch.Tensor, *,
+        cum_seq_lens_q: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor,
+        max_q_len: int | None = None,
+    ) -> MLAPlanMetadata:  # fmt: skip
+        """Both, which must agree if they are on the host."""
+        return cls(qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len)
+
+    def or_else(self, metadata: Any) -> MLAPlanMetadata:
+        """`metadata`, Quire's or FlashInfer's object of this kind, which excludes flat arguments, `self`; or these."""
+        names = (*_OFFSETS, *_TABLES, "max_q_len")
+        if metadata is None:
+            return self
+        if not all(hasattr(metadata, name) for name in names):
+            raise ValidationError(f"metadata: expected MLAPlanMetadata, got {type(metadata).__name__}.")
+        if any(getattr(self, name) is not None for name in names):
+            raise ValidationError("metadata: expected it or arrays beside it, and not both.")
+        return MLAPlanMetadata(*(getattr(metadata, name) for name in names))
+
+    def indices(self, page_size: int) -> Indices:
+        """What the planner is given. ValidationError naming the array that is wrong or missing."""
+        given = [names for names in (_OFFSETS, _TABLES) if any(getattr(self, name) is not None for name in names)]
+        for names in given or [_OFFSETS]:
+            for name in names:
+                if getattr(self, name) is None:
+                    raise ValidationError(f"{name}: expected a tensor, as of {', '.join(names)}; got None.")
+        result = self._from_offsets(page_size) if _OFFSETS in given else self._from_tables(page_size)
+        if len(given) == 2:
+            self._check_tables(result)
+        if self.max_q_len is not None:
+            if _TABLES not in given:
+                raise ValidationError(f"max_q_len: expected it beside cum_seq_lens_q, got {self.max_q_len}.")
+            check_repeated(result, max_token_per_sequence=self.max_q_len)
+        return result
+
+    def _from_offsets(self, page_size: int) -> Indices:
+        qo_indptr = self._on_host("qo_indptr")
+        batch = batch_size_of(qo_indptr, "qo_indptr")
+        lens, kv_indptr = self._on_host("kv_len_arr", batch), self._on_host("kv_indptr")
+        if kv_indptr.shape[0] < batch + 1:
+            check_shape(kv_indptr, "kv_indptr", {"batch_size + 1": batch + 1})
+        kv_indptr = kv_indptr[: batch + 1]  # of a buffer for more requests
+        pages = page_indices(self.kv_indices)
+        used = lens if page_size == 1 else (lens + (page_size - 1)).div_(page_size, rounding_mode="floor")
+        if not torch.equal(used, kv_indptr.diff()):
+            kv_indptr, pages = _without_surplus(kv_indptr, pages, lens, used, page_size)
+        # Of requests without pages the planner asks for no tokens of a last one: there this is page_size.
+        last = torch.add(lens, used, alpha=-page_size).add_(page_size)
+        return Indices(batch, qo_indptr, 0, kv_indptr, last, pages, page_size)
+
+    def _from_tables(self, page_size: int) -> Indices:
+        tables = to_int32(check_tensor(self.block_tables, "block_tables"), "block_tables")
+        check_shape(tables, "block_tables", {"batch_size": None, "pages": None})
+        batch, num_pages = tables.shape
+        lens, qo_indptr = self._on_host("seq_lens", batch), self._on_host("cum_seq_lens_q", batch + 1)
+        check_lengths(lens, num_pages, page_size, num_pages * page_size, "block_tables")
+        return indices_of(tables, lens, qo_indptr, 0, page_size)
+
+    def _check_tables(self, indices: Indices) -> None:
+        """Check that the block table agrees with the offsets, if both are on the host."""
+        for name, first_name in (("cum_seq_lens_q", "qo_indptr"), ("seq_lens", "kv_len_arr")):
+            first, again = self._on_host(first_name), check_tensor(getattr(self, name), name)
+            check_shape(again, name, {"entries": first.shape[0]})
+            if again.is_cpu and not torch.equal(to_int32(again, name), first):
+                raise ValidationError(f"{name}: expected {first.tolist()}, as {first_name} says, got {again.tolist()}.")
+        check_repeated(indices, block_tables=self.block_tables)
+
+    def _on_host(self, name: str, length: int | None = None) -> torch.Tensor:
+        return host_indices(getattr(self, name), name, length)
+
+
+def _without_surplus(
+    kv_indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor, used: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and page numbers without surplus pages, which the lengths do not use."""
+    check_offsets(kv_indptr, "kv_indptr")
+    if page_size > 1:
+        used = lens // page_size + (lens % page_size > 0)  # without a sum beyond 32 bits
+    check_range(lens, "kv_len_arr", 0, 2**31 - 1, "lengths from 0 on")
+    if bool((used > kv_indptr.diff()).any()) or int(kv_indptr[-1]) > pages.numel():
+        raise ValidationError(
+            f"kv_len_arr: expected at most as many tokens as fit the pages of {page_size} tokens that kv_indptr and "
+            f"kv_indices give each request, got {lens.tolist()} tokens in {kv_indptr.diff().tolist()} pages."
+        )
+    indptr = torch.zeros_like(kv_indptr)
+    torch.cumsum(used, 0, out=indptr[1:])
+    shift = torch.repeat_interleave(kv_indptr[:-1] - indptr[:-1], used)
+    return indptr, pages[(torch.arange(shift.numel(), device="cpu") + shift).to(pages.device)]

@@ -1,0 +1,374 @@
+"""Batches and caches of FlashAttention's functions, as Quire's engine takes them."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from quire.attention.variants import get_alibi_slopes
+from quire.cache.page import append_paged_kv_cache
+from quire.cache.rope import apply_rope_with_cos_sin_cache
+from quire.calls.tables import check_lengths, equal_lengths, indices_of, row_step
+from quire.engine.attention import AttentionCall
+from quire.engine.checks import (
+    batch_size_of,
+    check_flags,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    device_indices,
+    float_sinks,
+    host_indices,
+    scalar,
+    to_int32,
+)
+from quire.engine.device import OwnWorkspace
+from quire.engine.graph import refuse_capture
+from quire.engine.masks import kv_lens, qo_lens
+from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
+from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
+from quire.engine.run import RunOptions
+from quire.engine.schedule import LEAST_TILE, Indices, Lengths
+from quire.engine.spec import AttentionSpec
+from quire.engine.tensors import LN2
+from quire.errors import UnsupportedError, ValidationError
+
+if TYPE_CHECKING:
+    pass
+
+Window = tuple[int, int]
+
+
+Source = torch.Tensor | None  #: a tensor that describes a batch
+
+
+class Scoring(NamedTuple):
+    """The arguments that are not tensors."""
+
+    softmax_scale: float | None
+    causal: bool
+    left: int  #: keys to the left of a query that it sees; -1: all
+    right: int  #: keys to its right; -1: all
+    softcap: float
+    has_alibi: bool
+    num_splits: int = 0
+
+    @classmethod
+    def of(
+        cls, softmax_scale: float | None, causal: bool, window_size: Window, softcap: float,
+        alibi_slopes: torch.Tensor | None, num_heads: int, qo_len: int | None, num_splits: int = 0,
+        dropout_p: float = 0.0, deterministic: bool = False,
+    ) -> Scoring:  # fmt: skip
+        """Checked; qo_len is None where it differs between requests."""
+        check_flags(causal=causal, deterministic=deterministic)
+        if scalar(dropout_p, "dropout_p") != 0:
+            raise UnsupportedError(f"dropout_p: expected 0, as Quire is for inference only, got {dropout_p}.")
+        if isinstance(num_splits, bool) or not isinstance(num_splits, int) or num_splits < 0:
+            raise ValidationError(f"num_splits: expected 0 (any number) or a positive integer, got {num_splits!r}.")
+        if softmax_scale is not None:
+            softmax_scale = scalar(softmax_scale, "softmax_scale", positive=True)
+        softcap = scalar(softcap, "softcap")
+        left, right = _window(window_size)
+        if alibi_slopes is not None:
+            if not (causal or right == 0 or qo_len == 1):
+                raise UnsupportedError("alibi_slopes: expected causal=True, as keys to the right have no bias here.")
+            _check_slopes(alibi_slopes, num_heads)
+        causal = causal or right == 0
+        return cls(softmax_scale, causal, left, 0 if causal else right, softcap, alibi_slopes is not None, num_splits)
+
+
+def _window(window_size: Any) -> Window:
+    """One side of window_size, where any negative number means no limit."""
+    try:
+        left, right = (int(side) for side in window_size)
+    except (TypeError, ValueError) as error:
+        raise ValidationError(f"window_size: expected (left, right), two integers, got {window_size!r}.") from error
+    return max(-1, left), max(-1, right)
+
+
+def _check_slopes(slopes: Any, num_heads: int) -> None:
+    """Refuse other slopes than those of the paper (Press et al., 2022), which the kernels compute themselves."""
+    given = check_tensor(slopes, "alibi_slopes")
+    if given.dim() not in (1, 2) or given.shape[-1] != num_heads:
+        raise ValidationError(
+            f"alibi_slopes: expected [num_heads={num_heads}] or [batch, num_heads], got {list(given.shape)}."
+        )
+    known = get_alibi_slopes(num_heads, "cpu").double()
+    if not torch.allclose(given.cpu().double(), known.expand(given.shape), rtol=1e-5, atol=0):
+        raise UnsupportedError(
+            f"alibi_slopes: expected those of the ALiBi paper for {num_heads} heads, which the kernels compute "
+            f"({known[0]:.6g}, {known[1 % num_heads]:.6g}, ...), got other numbers."
+        )
+
+
+def attend_equal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: tuple[Source, Source, Source, Source], scoring: Scoring,
+    sinks: torch.Tensor | None, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """out [batch, seqlen_q, num_heads, head_dim], and the lse as FlashAttention has it. `where` is as in _attend()."""
+    flat = q.flatten(0, 1)
+    out, lse = new_results(flat, v, return_lse)
+    attend_batch(flat, k, v, out, lse, sinks, *where, q.shape[1], *scoring)
+    out = out.view(*q.shape[:3], out.shape[2])
+    return out, None if lse is None else lse.view(q.shape[:3]).transpose(1, 2).contiguous()
+
+
+def new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    check_flags(return_lse=return_lse)
+    out = q.new_empty((*q.shape[:2], v.shape[-1]))
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
+    sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
+    seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
+    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int,
+) -> None:  # fmt: skip
+    """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
+    seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
+    """
+    if q.dtype.itemsize == 1:
+        raise UnsupportedError(
+            f"q: expected float16 or bfloat16 (float32 on the CPU), got {q.dtype}; convert q, or call "
+            f"quire.single_prefill_with_kv_cache() or a wrapper, which take 8-bit queries with their scales."
+        )
+    page_size = 0 if block_table is None else k.shape[1]
+    options = PlanOptions(
+        *heads(q.shape[1], k.shape[-2]), q.shape[2], v.shape[-1], Types.of(q.dtype, k.dtype, None),
+        logits_options(q.shape[2], softmax_scale, left, softcap, "ALIBI" if has_alibi else "NONE"), causal, page_size,
+        split_size(None, num_splits == 1),
+    )  # fmt: skip
+    has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
+    if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
+        return
+    batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
+    lengths = None if right > 0 else batch.on_device(q, k, (out, lse), options)
+    if lengths is not None:
+        spec = AttentionSpec(lengths, options)
+    else:
+        indices = batch.on_host(q.device)
+        spec = AttentionSpec(indices, options, _right_window(indices, right, q.device) if right > 0 else None)
+    rows = spec.nnz_qo
+    if rows > q.shape[0]:
+        raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
+    AttentionCall(
+        spec, q[:rows], (k, v), OwnWorkspace(q.device), out=out[:rows], lse=None if lse is None else lse[:rows],
+        options=RunOptions(float_sinks(sinks, "s_aux"), lse_unit=LN2),
+    ).attend()  # fmt: skip
+    if rows < q.shape[0]:
+        out[rows:].zero_()
+        if lse is not None:
+            lse[rows:].fill_(-math.inf)
+
+
+_record = operator(
+    """flash_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
+       Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? block_table, SymInt qo_len,
+       float? softmax_scale, bool causal, int left, int right, float softcap, bool has_alibi, int num_splits) -> ()""",
+    tags=NOT_CAPTURABLE,
+)(_attend)
+
+
+def attend_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
+    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
+    (_record if is_tracing() else _attend)(q, k, v, *rest)
+
+
+class _Batch(NamedTuple):
+    """What describes a batch: see _attend()."""
+
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    qo_len: int
+    page_size: int
+
+    def on_device(
+        self, q: torch.Tensor, k: torch.Tensor, results: tuple[torch.Tensor, torch.Tensor | None], options: PlanOptions
+    ) -> Lengths | None:
+        """The batch for a plan on the GPU, which the host does not wait for; None if the host has to plan."""
+        arrays = self.cu_seqlens_q, self.cu_seqlens_k, self.seq_lens
+        if not q.is_cuda or any(t is not None and t.is_cpu for t in arrays):
+            return None
+        cu_q, cu_k, lens = (
+            t if t is None else device_indices(t, name)
+            for t, name in zip(arrays, ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens"), strict=True)
+        )
+        table = None if self.block_table is None else _rows(self.block_table.to(q.device))
+        batch = self._batch_size(cu_q, cu_k, lens, table)
+        lengths = Lengths(
+            lens, table, self.qo_len, self.page_size, qo_indptr=cu_q, kv_indptr=None if lens is not None else cu_k,
+            num_rows=0 if cu_q is None else q.shape[0], num_tokens=0 if table is not None else k.shape[0],
+            results=results,
+        )  # fmt: skip
+        return (
+            lengths if batch and lengths.can_be_counted(*LEAST_TILE, options.num_kv_heads, options.group_size) else None
+        )
+
+    @staticmethod
+    def _batch_size(*arrays: torch.Tensor | None) -> int:
+        """The batch size, in which offsets, lengths and tables must agree."""
+        names, batch = ("cu_seqlens_q", "cu_seqlens_k", "seq_lens", "block_table"), None
+        for i, (name, tensor) in enumerate(zip(names, arrays, strict=True)):
+            if tensor is None:
+                continue
+            size = tensor.shape[0] - (i < 2)
+            if batch is not None and size != batch:
+                raise ValidationError(f"{name}: expected {batch + (i < 2)} entries, got {list(tensor.shape)}.")
+            batch = size
+        return batch or 0
+
+    def on_host(self, device: torch.device) -> Indices:
+        """Its index arrays; those of a GPU are copied, which waits for it."""
+        if any(t is not None and not t.is_cpu for t in self[:3]):
+            refuse_capture("a call whose lengths the host must know", device)
+        indptr = None if self.cu_seqlens_q is None else host_indices(self.cu_seqlens_q, "cu_seqlens_q")
+        if self.block_table is None:
+            assert indptr is not None and self.cu_seqlens_k is not None
+            batch = batch_size_of(indptr, "cu_seqlens_q")
+            return Indices(batch, indptr, 0, host_indices(self.cu_seqlens_k, "cu_seqlens_k", batch + 1), None, None, 1)
+        if self.seq_lens is None:
+            assert self.cu_seqlens_k is not None
+            lens = host_indices(self.cu_seqlens_k, "cu_seqlens_k").diff()
+        else:
+            lens = self.seq_lens.cpu().clamp(min=0)
+        if indptr is not None:
+            check_shape(indptr, "cu_seqlens_q", {"batch + 1": lens.shape[0] + 1})
+        check_shape(self.block_table, "block_table", {"batch": lens.shape[0], "pages": None})
+        check_lengths(lens, self.block_table.shape[1], self.page_size, 2**31 - 1, "2^31 - 1")
+        return indices_of(_rows(self.block_table), lens, indptr, self.qo_len, self.page_size)
+
+
+def _rows(table: torch.Tensor) -> torch.Tensor:
+    table = to_int32(table, "block_table")
+    return table if table.stride(1) == 1 else table.contiguous()
+
+
+def _right_window(indices: Indices, right: int, device: torch.device) -> torch.Tensor | None:
+    """Which keys each query sees, flat; None if no query has as many to its right: the first one has qo - 1."""
+    lens = list(zip(qo_lens(indices), kv_lens(indices), strict=True))
+    if all(right >= qo - 1 or not kv for qo, kv in lens):
+        return None
+    longest = max(max(pair) for pair in lens)
+    at = torch.arange(longest, dtype=torch.int32, device=device)
+    return torch.cat([(at[:kv] <= (at[:qo] + (kv - qo + right))[:, None]).flatten() for qo, kv in lens])
+
+
+class Cache(NamedTuple):
+    """A cache in pages: those of the block table, or a row of the cache as one page."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    lens: torch.Tensor  #: int32 [batch], tokens
+    pages: torch.Tensor  #: int32 [batch, pages]
+    leftpad: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls, k_cache: Any, v_cache: Any, batch: int, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
+        block_table: Any,
+    ) -> Cache:  # fmt: skip
+        """Checked, with index tensors on the cache's device or the host."""
+        for tensor, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+            tensor_of(tensor, name)
+            check_shape(tensor, name, sizes("num_pages", None, "page_size"))
+        rows, size = k_cache.shape[:2]
+        check_shape(v_cache, "v_cache", sizes("num_pages", rows, "page_size", size, k_cache.shape[2]))
+        if block_table is None:
+            at = equal_lengths(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
+            pages = _index(at, "cache_batch_idx", batch, k_cache.device, rows - 1)[:, None]
+        elif cache_batch_idx is not None or cache_leftpad is not None:
+            name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
+            raise ValidationError(f"{name}: expected None beside block_table, which says where keys are.")
+        else:
+            pages = tensor_of(block_table, "block_table")
+            check_shape(pages, "block_table", {"batch": batch, "pages": None})
+        most = pages.shape[1] * size
+        lens = most if cache_seqlens is None else cache_seqlens
+        if not isinstance(lens, torch.Tensor):
+            if not isinstance(lens, Integral):
+                raise ValidationError(f"cache_seqlens: expected a number of tokens or a tensor, got {lens!r}.")
+            lens = equal_lengths(batch, int(lens)).lens
+        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
+        if cache_leftpad is not None and not (row_step(k_cache) and row_step(k_cache) == row_step(v_cache)):
+            raise ValidationError(f"cache_leftpad: expected rows a multiple of tokens apart, got {k_cache.stride()}.")
+        pad = None if cache_leftpad is None else _index(cache_leftpad, "cache_leftpad", batch, k_cache.device, most)
+        return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"), pad)
+
+    def append(self, k: torch.Tensor, v: torch.Tensor) -> Cache:
+        """Writes new tokens behind those that are there; returns the cache with them."""
+        batch, device = self.lens.shape[0], self.tensors[0].device
+        for tensor, name in ((k, "k"), (v, "v")):
+            check_shape(tensor_of(tensor, name), name, sizes("batch", batch, "seqlen_new"))
+        new, most = k.shape[1], self.pages.shape[1] * self.tensors[0].shape[1]
+        if self.lens.is_cpu and not is_tracing() and batch and int(self.lens.max()) + new > most:
+            raise ValidationError(
+                f"cache_seqlens: expected at most {most - new}, as {new} new tokens follow in {most} places, got "
+                f"{int(self.lens.max())}."
+            )
+        lens, pages = self.lens.to(device), self.pages.to(device).contiguous()
+        positions = (lens[:, None] + torch.arange(new, dtype=torch.int32, device=device)).view(-1)
+        requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(new)
+        indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * pages.shape[1]
+        append_paged_kv_cache(
+            k.flatten(0, 1), v.flatten(0, 1), torch.where(lens[requests] < 0, -1, requests), positions, self.tensors,
+            pages.view(-1), indptr, torch.ones_like(lens),
+        )  # fmt: skip
+        return self._replace(lens=torch.where(self.lens < 0, self.lens, self.lens + new))
+
+    def without_padding(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens behind the padding on the left, and the numbers of their pages of one token (token_pages())."""
+        assert self.leftpad is not None
+        keys, size = self.tensors[0], self.tensors[0].shape[1]
+        pad, lens, rows = (t.to(keys.device) for t in (self.leftpad, self.lens, self.pages))
+        tokens = pad[:, None] + torch.arange(size, dtype=torch.int32, device=keys.device)
+        pages = rows * row_step(keys) + tokens.clamp(max=size - 1)
+        lens = (lens - pad).clamp(min=0)
+        return lens.to(self.lens.device), pages.to(torch.int32)
+
+
+def _index(value: Any, name: str, batch: int, device: torch.device, most: int) -> torch.Tensor:
+    """An int32 index tensor on the host, where its numbers are checked, or on `device`."""
+    tensor = to_int32(tensor_of(value, name), name)
+    check_shape(tensor, name, {"batch": batch})
+    if tensor.is_cpu and not is_tracing() and tensor.numel() and int(tensor.max()) > most:
+        raise ValidationError(f"{name}: expected at most {most}, got {int(tensor.max())}.")
+    if not tensor.is_cpu:
+        check_same_device(tensor, name, device)
+    return tensor
+
+
+def rotated(
+    q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor, cos: Any, sin: Any, interleaved: bool, moves: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k, rotated by where their tokens stand; all of q at the first new token unless it moves."""
+    check_shape(tensor_of(cos, "rotary_cos"), "rotary_cos", {"seqlen_rotary": None, "rotary_dim / 2": None})
+    sizes_of_cos = dict(zip(("seqlen_rotary", "rotary_dim / 2"), cos.shape, strict=True))
+    check_shape(tensor_of(sin, "rotary_sin"), "rotary_sin", sizes_of_cos)
+    table = torch.cat([cos, sin], dim=1).float()
+    start = lens.to(q.device).clamp(min=0)[:, None]
+
+    def turn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(x.shape[0] * x.shape[1], -1)
+        none = flat.new_zeros(flat.shape[0], 0)
+        return apply_rope_with_cos_sin_cache(at, flat, none, x.shape[3], table, not interleaved)[0].view(x.shape)
+
+    steps = [torch.arange(t.shape[1], dtype=torch.int32, device=q.device) for t in (q, k)]
+    return turn(q, (start + steps[0] * moves).view(-1)), turn(k, (start + steps[1]).view(-1))
+
+
+def tensor_of(value: Any, name: str) -> torch.Tensor:
+    """check_tensor(), for tensors that have memory."""
+    if is_tracing() and isinstance(value, torch.Tensor):
+        return value
+    return check_tensor(value, name)
+
+
+def sizes(
+    first: str, rows: int | None, second: str, tokens: int | None = None, num_heads: int | None = None
+) -> dict[str, int | None]:
+    return {first: rows, second: tokens, "num_heads_k": num_heads, "head_dim": None}

@@ -1,0 +1,240 @@
+"""Repeated calls of functions without a plan(), found by the signature of their arguments; plans for layers of a model.
+
+A call is recorded and replayed by replay.py.
+
+A plan is found by what decided it, by the thread, and by the stream, because two runs of a plan must not overlap.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from enum import Enum
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from quire.engine.attention import Attention
+from quire.engine.device import OwnWorkspace, current_stream
+from quire.engine.graph import is_capturing
+from quire.engine.launch import recorded
+from quire.engine.operators import is_tracing
+from quire.engine.replay import Recording, Replay, fits_of, getter, is_source
+from quire.engine.schedule import KeptSchedules
+from quire.engine.spec import AttentionSpec
+from quire.engine.tensors import has_nested
+from quire.kernels.expressions.variant import Variant
+from quire.kernels.types import KVLayout
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_MOST_KEYS = 512  #: that a thread knows
+_MOST_SIGNATURES = 8  #: of a key
+_MOST_BYTES = 64 << 20  #: of kept plans, on devices
+#: Types of arguments that are compared as parts of a key.
+_CONSTANTS = (int, float, str, bool, type(None), torch.dtype, torch.device, Enum, Variant, KeptSchedules)
+
+
+class _Kept(NamedTuple):
+    """A signature that has been met."""
+
+    fits: Callable[..., bool]
+    replay: Replay | None
+    sources: tuple[Callable[[], Any], ...]  #: weak references
+    num_bytes: int
+    is_recorded: bool  #: without a replay: such calls cannot be replayed
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], sources: Sequence[Any], is_recorded: bool = False) -> _Kept:
+        """That there was a call with these tensors."""
+        return cls(fits_of(tensors), None, tuple(map(weakref.ref, sources)), 0, is_recorded)
+
+    @classmethod
+    def of_replay(cls, replay: Replay, sources: Sequence[Any]) -> _Kept:
+        """What was recorded."""
+        return cls(replay.fits, replay, tuple(map(weakref.ref, sources)), replay.num_bytes, True)
+
+
+class _Known(threading.local):
+    """What a thread has met, by key."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Hashable, list[_Kept]] = {}
+        self.num_bytes = 0
+
+
+_known = _Known()
+
+
+def repeated(
+    key: Hashable, tensors: Sequence[torch.Tensor], call: Callable[[], Any], sources: Sequence[Any] = ()
+) -> Any:
+    """call(), or a replay of a call with an equal key and tensors of the same signature.
+
+    What the result depends on beside the tensors is in the key. sources: objects that a plan was made from, which must
+    be the same, and tensors among them unchanged; the call finds the plan by them itself (plan_cache.py).
+    """
+    first = tensors[0]
+    index = first.get_device()
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    if recorded.call is not None or has_nested(tensors) or (stream and is_capturing(first.device)):
+        return call()
+    key = key, first.shape, stream, torch.is_grad_enabled()
+    if sources:
+        if any(isinstance(source, torch.Tensor) and source.is_inference() for source in sources):
+            return call()  # they count no changes
+        key = key, *map(id, sources), *[source._version for source in sources if isinstance(source, torch.Tensor)]
+    found = _known.calls.get(key)
+    if found is None:
+        found = _remember(key)
+    for kept in found:
+        if kept.fits(*tensors) and (not sources or all(map(is_source, kept.sources, sources))):
+            if kept.replay is None:
+                return call() if kept.is_recorded else _record(found, kept, tensors, call, sources)
+            result = kept.replay(tensors, stream)
+            return call() if result is NotImplemented else result
+    result = call()
+    _keep(found, _Kept.of(tensors, sources))
+    return result
+
+
+def _record(
+    found: list[_Kept], seen: _Kept, tensors: Sequence[torch.Tensor], call: Callable[[], Any], sources: Sequence[Any]
+) -> Any:
+    """call(), which is recorded in place of `seen`."""
+    recording = Recording(tensors)
+    result = recording.result_of(call)
+    replay = recording.replay(result)
+    found.remove(seen)
+    _keep(found, _Kept.of(tensors, sources, True) if replay is None else _Kept.of_replay(replay, sources))
+    return result
+
+
+def _remember(key: Hashable) -> list[_Kept]:
+    """A place for the signatures of a key."""
+    calls = _known.calls
+    while len(calls) >= _MOST_KEYS or _known.num_bytes > _MOST_BYTES:
+        _known.num_bytes -= sum(kept.num_bytes for kept in calls.pop(next(iter(calls))))
+    found = calls[key] = []
+    return found
+
+
+def _keep(found: list[_Kept], kept: _Kept) -> None:
+    """Store it as the first of a key."""
+    found.insert(0, kept)
+    _known.num_bytes += kept.num_bytes - sum(old.num_bytes for old in found[_MOST_SIGNATURES:])
+    del found[_MOST_SIGNATURES:]
+
+
+class _Spelling:
+    """How a call is spelt: the types of its values, and which of them are tensors."""
+
+    def __init__(self, types: Sequence[type]) -> None:
+        tensors = [i for i, kind in enumerate(types) if kind is torch.Tensor or kind is torch.nn.Parameter]
+        others = [i for i, kind in enumerate(types) if i not in tensors]
+        #: Whether some values are tuples or lists, such as pairs of tensors and windows: they are spelt out.
+        self.is_nested = tuple in types or list in types
+        #: Whether such calls can be recorded.
+        self.is_known = bool(tensors) and all(issubclass(types[i], _CONSTANTS) for i in others)
+        self.tensors: Callable[[Sequence[Any]], tuple[Any, ...]] = getter(tensors)
+        self.others: Callable[[Sequence[Any]], tuple[Any, ...]] = getter(others)
+
+
+def replayed(function: _Function) -> _Function:
+    """`function`, whose repeated calls are replayed."""
+    spellings: dict[Hashable, _Spelling] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if is_tracing():
+            return function(*args, **kwargs)
+        values: Sequence[Any] = (*args, *kwargs.values()) if kwargs else args
+        spelling: Hashable = (*map(type, values), *kwargs)
+        known = spellings.get(spelling) or _learn(spellings, spelling, values)
+        if known.is_nested:
+            sizes = [len(value) for value in values if type(value) in (tuple, list)]
+            values = _flat(values)
+            spelling = spelling, *sizes, *map(type, values)
+            known = spellings.get(spelling) or _learn(spellings, spelling, values)
+        if not known.is_known:
+            return function(*args, **kwargs)
+        return repeated((known, known.others(values)), known.tensors(values), lambda: function(*args, **kwargs))
+
+    call.__code__ = call.__code__.replace(co_name=function.__name__)  # in reports, profiles and tracebacks
+    return wraps(function)(call)  # type: ignore[return-value]
+
+
+def _learn(spellings: dict[Hashable, _Spelling], spelling: Hashable, values: Sequence[Any]) -> _Spelling:
+    """Store a spelling that has not been met."""
+    if len(spellings) >= _MOST_KEYS:
+        spellings.clear()
+    known = spellings[spelling] = _Spelling([*map(type, values)])
+    return known
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """The values, with those of pairs and lists in their places."""
+    flat: list[Any] = []
+    for value in values:
+        flat.extend(value) if type(value) in (tuple, list) else flat.append(value)
+    return flat
+
+
+_MOST_PLANS = 32  #: plans of a thread
+_MOST_PLAN_BYTES = 64 << 20  #: of their memory on devices
+
+
+class _Entry(NamedTuple):
+    plan: Attention
+    sources: tuple[Callable[[], Any], ...]  #: weak references
+    num_bytes: int
+
+
+class _Plans(threading.local):
+    def __init__(self) -> None:
+        self.entries: dict[Hashable, _Entry] = {}
+        self.num_bytes = 0
+
+    def keep(self, key: Hashable, entry: _Entry) -> None:
+        """Store it, and drop the oldest ones beyond the limits."""
+        self.drop(key)
+        self.entries[key] = entry
+        self.num_bytes += entry.num_bytes
+        while len(self.entries) > _MOST_PLANS or (self.num_bytes > _MOST_PLAN_BYTES and len(self.entries) > 1):
+            self.drop(next(iter(self.entries)))
+
+    def drop(self, key: Hashable) -> None:
+        """Forget the plan of a key, if there is one."""
+        entry = self.entries.pop(key, None)
+        self.num_bytes -= 0 if entry is None else entry.num_bytes
+
+
+_plans = _Plans()
+
+
+def plan_of(
+    key: Hashable, sources: Sequence[Any], device: torch.device, make: Callable[[], AttentionSpec]
+) -> Attention:
+    """The plan of make(), whose tensors are in the order of NHD.
+
+    key: everything that decides the plan but `sources`, objects (tensors, block masks) that must be the same, and
+    tensors among them unchanged. Nothing is kept in a capture, or for tensors that do not count changes (inference
+    mode).
+    """
+    if is_capturing(device) or any(isinstance(source, torch.Tensor) and source.is_inference() for source in sources):
+        return new_plan(make(), device)
+    versions = [source._version if isinstance(source, torch.Tensor) else 0 for source in sources]
+    key = key, device, current_stream(device), *map(id, sources), *versions
+    entry = _plans.entries.get(key)
+    if entry is not None and all(ref() is source for ref, source in zip(entry.sources, sources, strict=True)):
+        return entry.plan
+    attention = new_plan(make(), device)
+    references = tuple(weakref.ref(source, lambda _: _plans.drop(key)) for source in sources)
+    _plans.keep(key, _Entry(attention, references, attention.plan.num_bytes))
+    return attention
+
+
+def new_plan(spec: AttentionSpec, device: torch.device) -> Attention:
+    """A plan for one call, whose tensors are in the order of NHD."""
+    return Attention(spec, KVLayout.NHD, OwnWorkspace(device), "auto")

@@ -1,0 +1,361 @@
+"""Repeated calls of functions without a plan(): found by the signature of their arguments, and launched at once.
+
+The layers and steps of a model make the same call with other tensors. What a call checks, chooses and plans does not
+depend on their addresses, so a later call with the same signature takes new addresses and a launch.
+
+A call is recorded when its signature occurs for the second time. It can be replayed if
+
+- it launched one attention kernel, and beside it at most the scheduler of the GPU,
+- torch computed nothing with its arguments or results (it may make views and allocate memory), and
+- each address that the kernel was given lies in an argument, in memory that the call allocated, or in the plan.
+
+Calls that cannot be replayed run as they did before. Tensors on the host that a plan may have been made from are
+compared by content. While a CUDA graph is captured nothing is recorded or replayed. No memory of a caller is kept, and
+calls of one thread on one stream share one buffer for schedules and partial results.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.engine.launch import AttentionPlan, recorded
+from quire.engine.tensors import Signature
+
+_MOST_STREAMS = 8  #: for which a thread keeps memory for partial results
+_MOST_READ = 1 << 16  #: bytes of a tensor that is compared by content
+_ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::new_empty", "aten::new_empty_strided", "aten::empty_like"}
+
+
+class Run(NamedTuple):
+    """A launch of an attention kernel, as Attention.run() reports it to the recording of its call."""
+
+    plan: AttentionPlan
+    operands: list[tuple[torch.Tensor | None, int]]  #: tensors, and the bytes from each to the operand in it; or None
+    lse: torch.Tensor | None
+    sinks: torch.Tensor | None
+    scales: tuple[float, float]  #: of the logits and of the output
+    scales_by: tuple[torch.Tensor | None, torch.Tensor | None]
+    lse_unit: float
+    enable_pdl: bool | None
+    captured: list[tuple[int, torch.Tensor]]  #: tensors that a variant reads, and where the parameters say so
+
+
+class _NotRepeatable(Exception):
+    pass
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what torch allocates, and the memory that it computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.new: list[torch.Tensor] = []
+        self.touched: set[int] = set()
+        self._alive: list[Any] = []  # so that no storage gets the address of an earlier one
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._alive.append(result)
+        if func._schema.name in _ALLOCATIONS:
+            self.new.append(result)
+        elif not func.is_view:
+            self.touched.update(_storage(t) for t in _tensors_in((args, tuple((kwargs or {}).values()), result)))
+        return result
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors_in(part)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Scratch(threading.local):
+    """Memory of a thread, for each of its streams."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[torch.device, int], tuple[torch.Tensor, int, int]] = {}
+
+    def of(self, device: torch.device, stream: int, num_bytes: int) -> int:
+        """The address of memory for the schedule and the partial results of one call: all calls of this thread on a
+        stream use the same, as each needs them until its kernel has ended.
+        """
+        known = self._memory.get((device, stream))
+        if known is None or known[1] < num_bytes:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._memory.pop((device, stream), None)
+            known = self._memory[device, stream] = memory, num_bytes, memory.data_ptr()
+            if len(self._memory) > _MOST_STREAMS:
+                del self._memory[next(iter(self._memory))]
+        return known[2]
+
+
+_scratch = _Scratch()
+
+
+class Recording:
+    """What happens in one call: `recorded.call` of its thread."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.launches: list[Any] = []  #: modules that were launched beside the attention kernel
+        self.runs: list[Run] = []
+        self._watch = _Watch()
+
+    def add_run(self, plan: AttentionPlan, operands: list[tuple[torch.Tensor | None, int]], **options: Any) -> None:
+        """Note what Attention.run() has launched."""
+        self.runs.append(Run(plan, operands, **options))
+
+    def result_of(self, call: Callable[[], Any]) -> Any:
+        """call(), recorded."""
+        before, recorded.call = recorded.call, self
+        try:
+            with self._watch:
+                return call()
+        finally:
+            recorded.call = before
+
+    def replay(self, result: Any) -> Replay | None:
+        """How to repeat the call; None if it cannot be repeated."""
+        if len(self.runs) != 1:
+            return None
+        run = self.runs[0]
+        planners = [] if run.plan.on_device is None else [run.plan.on_device.planner]
+        if self.launches not in ([], planners):
+            return None
+        try:
+            places = _Places(self.tensors, self._watch.new, self._watch.touched)
+            return Replay(run, places, result)
+        except _NotRepeatable:
+            return None
+
+
+class _Places:
+    """Where the addresses of a recorded call come from: (index, bytes from it), of arguments and then new tensors."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], new: Sequence[torch.Tensor], touched: set[int]) -> None:
+        self.tensors, self._touched = tensors, touched
+        self._new: list[torch.Tensor] = []  # of those in `new`: those that a kernel writes or the caller gets
+        self._allocated = {_storage(t): t for t in new}
+        self._given: dict[int, list[int]] = {}
+        for i, tensor in enumerate(tensors):
+            self._given.setdefault(_storage(tensor), []).append(i)
+
+    def of(self, tensor: torch.Tensor | None, offset: int = 0) -> tuple[int, int]:
+        """Of the address of a tensor; index -1 stands for address 0."""
+        if tensor is None:
+            return -1, 0
+        storage, address = _storage(tensor), tensor.data_ptr() + offset
+        if storage in self._touched:
+            raise _NotRepeatable
+        if storage in self._given:
+            index = self._given[storage][0]
+            return index, address - self.tensors[index].data_ptr()
+        if storage not in self._allocated:
+            raise _NotRepeatable
+        whole = self._allocated[storage]
+        if all(whole is not known for known in self._new):
+            self._new.append(whole)
+        index = next(i for i, known in enumerate(self._new) if known is whole)
+        return len(self.tensors) + index, address - whole.data_ptr()
+
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether it lies in an argument."""
+        return _storage(tensor) in self._given
+
+    def new_tensors(self, results: Sequence[torch.Tensor | None]) -> list[tuple[Any, ...]]:
+        """Sizes, strides and types to allocate, as the caller gets them."""
+        made = [(t.shape, t.stride(), t.dtype) for t in self._new]
+        replaced = set()
+        for result in results:
+            index, offset = self.of(result)
+            at = index - len(self.tensors)
+            if result is None or at < 0:
+                continue
+            if offset or at in replaced or result.nbytes != self._new[at].nbytes:
+                raise _NotRepeatable
+            replaced.add(at)
+            made[at] = result.shape, result.stride(), result.dtype
+        return made
+
+    def shared(self) -> list[tuple[int, int, int]]:
+        """Pairs of arguments in the same memory, and the distance between both."""
+        pairs = [(group[0], i) for group in self._given.values() for i in group[1:]]
+        return [(i, j, self.tensors[j].data_ptr() - self.tensors[i].data_ptr()) for i, j in pairs]
+
+    def content(self, device: torch.device) -> list[tuple[int, bytes]]:
+        """Arguments that a plan may have been made from, and their bytes. Others must not have been computed with."""
+        found = []
+        for i, tensor in enumerate(self.tensors):
+            if tensor.is_cpu and (device.type != "cpu" or not tensor.is_floating_point()):
+                if tensor.nbytes > _MOST_READ or not tensor.is_contiguous():
+                    raise _NotRepeatable
+                found.append((i, ctypes.string_at(tensor.data_ptr(), tensor.nbytes)))
+            elif _storage(tensor) in self._touched:
+                raise _NotRepeatable
+        return found
+
+    def check_plan(self, params: ctypes.Structure, known: set[int]) -> None:
+        """No address in the parameters lies in an argument, except for those that each replay sets."""
+        count = ctypes.sizeof(params) // 8
+        words = set((ctypes.c_uint64 * count).from_address(ctypes.addressof(params))) - known
+        storages = [(begin, self.tensors[group[0]].untyped_storage()) for begin, group in self._given.items()]
+        ends = [(begin, begin + storage.nbytes()) for begin, storage in storages]
+        if any(begin <= word < end for word in words for begin, end in ends):
+            raise _NotRepeatable
+
+
+class Replay:
+    """A recorded call, which is repeated with other tensors of the same signature. It belongs to one thread."""
+
+    def __init__(self, run: Run, places: _Places, result: Any) -> None:
+        self._plan, self._run, maker = run.plan, run, run.plan.on_device
+        tensors, self._device = places.tensors, run.plan.device
+        fits = fits_of(tensors)
+        self._bits = 15 if self._device.type == "cuda" else 0
+        self._operands = [places.of(*operand) for operand in run.operands]
+        self._others = [places.of(t) for t in (run.lse, run.sinks, *run.scales_by)]
+        self._captured = [(address, *places.of(tensor)) for address, tensor in run.captured]
+        self._made = None if maker is None else maker.made
+        known = {t.data_ptr() + offset for t, offset in run.operands if t is not None}
+        known.update(t.data_ptr() for t in (run.lse, run.sinks, *run.scales_by) if t is not None)
+        known.update(tensor.data_ptr() for _, tensor in run.captured)
+        self._last_places: tuple[int, ...] = ()
+        if maker is not None and self._made is not None:
+            made = self._made
+            self._arrays = [places.of(t) for t in made.arrays]
+            self._table, self._partials = places.of(made.table), self._place_of_partials(places, made.partials)
+            known.update(t.data_ptr() for t in (made.table, made.partials) if t is not None)
+            known.add(made.partials.data_ptr() + maker.maxima_offset)
+            self._scratch = maker.num_bytes * (made.kept is None) + maker.partials_bytes * (self._partials is None)
+            maker.made = None
+        content = places.content(self._device)
+        #: Whether a call is one of this signature.
+        self.fits = fits if not content else lambda *given: fits(*given) and _are_equal(given, content)
+        results = list(result) if isinstance(result, tuple) else [result]
+        self._results = [places.of(t) for t in results]
+        self._is_tuple = isinstance(result, tuple)
+        self._new = places.new_tensors(results)
+        self._shared = places.shared()
+        places.check_plan(run.plan.params, known)
+        self._run = run._replace(operands=[], lse=None, sinks=None, scales_by=(None, None), captured=[])
+        self._check_results(tensors, results)
+
+    @staticmethod
+    def _place_of_partials(places: _Places, partials: torch.Tensor) -> tuple[int, int] | None:
+        """In the caller's workspace; None: in memory of the stream."""
+        return places.of(partials) if places.is_given(partials) else None
+
+    def _check_results(self, tensors: Sequence[torch.Tensor], results: Sequence[torch.Tensor | None]) -> None:
+        """A result that lies in an argument is that argument."""
+        for (index, _), result in zip(self._results, results, strict=True):
+            if 0 <= index < len(tensors) and result is not None:
+                given = tensors[index]
+                if (given.data_ptr(), given.shape, given.stride()) != (
+                    result.data_ptr(),
+                    result.shape,
+                    result.stride(),
+                ):
+                    raise _NotRepeatable
+
+    @property
+    def kernel(self) -> str:
+        """The variant that it launches."""
+        return self._plan.kernel
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory on the device that is kept."""
+        return self._plan.num_bytes
+
+    def __call__(self, tensors: Sequence[torch.Tensor], stream: int) -> Any:
+        """The result of the call with these tensors, which fit; NotImplemented if their addresses do not."""
+        at = [tensor.data_ptr() for tensor in tensors]
+        for i, j, distance in self._shared:
+            if at[j] - at[i] != distance:
+                return NotImplemented
+        device = self._device
+        given: list[Any] = [*tensors]
+        for size, stride, dtype in self._new:
+            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            given.append(tensor)
+            at.append(tensor.data_ptr())
+        at.append(0)
+        given.append(None)
+        pointers = [at[i] + offset for i, offset in self._operands]
+        if self._bits:
+            for pointer in pointers:
+                if pointer & 15:
+                    return NotImplemented
+        for address, i, offset in self._captured:
+            ctypes.c_uint64.from_address(address).value = at[i] + offset
+        if self._made is not None:
+            self._schedule(at, stream)
+        run = self._run
+        lse, sinks, logits_by, o_by = [at[i] + offset for i, offset in self._others]
+        self._plan.run(stream, pointers, lse, sinks, *run.scales, logits_by, o_by, run.lse_unit, run.enable_pdl)
+        results = [given[i] for i, _ in self._results]
+        return tuple(results) if self._is_tuple else results[0]
+
+    def _schedule(self, at: list[int], stream: int) -> None:
+        """Plan on the GPU."""
+        maker, made = self._plan.on_device, self._made
+        assert maker is not None and made is not None
+        begin = _scratch.of(self._device, stream, self._scratch)
+        schedule = begin if made.kept is None else made.kept.data_ptr()
+        if self._partials is None:
+            partials = begin + self._scratch - maker.partials_bytes
+        else:
+            partials = at[self._partials[0]] + self._partials[1]
+        index, offset = self._table
+        places = schedule, partials, at[index] + offset
+        if places != self._last_places:
+            maker.place(*places)
+            self._last_places = places
+        if made.kept is None:
+            maker.launch(*[at[i] + offset for i, offset in self._arrays], stream=stream)
+
+
+def is_source(reference: Callable[[], Any], source: Any) -> bool:
+    return reference() is source
+
+
+def _are_equal(tensors: Sequence[torch.Tensor], content: list[tuple[int, bytes]]) -> bool:
+    """Whether some of the tensors have this content."""
+    return all(ctypes.string_at(tensors[i].data_ptr(), len(expected)) == expected for i, expected in content)
+
+
+# --- finding calls ---------------------------------------------------------------------------------------------------
+
+
+def fits_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Whether other dense tensors have the signature of these, and the same of them are one object (which torch's check
+    of signatures refuses).
+    """
+    first = {id(tensor): i for i, tensor in reversed([*enumerate(tensors)])}
+    unique, again = sorted(first.values()), [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
+    fits, of_unique = Signature([tensors[i] for i in unique]).of_dense, getter(unique)
+    if not again:
+        return fits
+    return lambda *given: all(given[i] is given[j] for i, j in again) and fits(*of_unique(given))
+
+
+def getter(indices: list[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    if indices:
+        (only,) = indices
+        return lambda values: (values[only],)
+    return lambda _: ()

@@ -1,0 +1,244 @@
+"""What plan() was asked for: the batch and the options of an attention, checked, without tensors of run()."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.engine.checks import (
+    check_positive,
+    check_shape,
+    check_tensor,
+    device_indices,
+    host_indices,
+    last_entry,
+    to_int32,
+)
+from quire.engine.device import target_of
+from quire.engine.graph import GraphState
+from quire.engine.operands import describe, refuse_beside
+from quire.engine.options import PlanOptions
+from quire.engine.planner import NO_OPERANDS
+from quire.engine.schedule import Indices, Lengths
+from quire.errors import UnsupportedError, ValidationError
+from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
+from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
+from quire.kernels.fa3_fp8 import FA3_FP8
+from quire.kernels.features import planned_features
+from quire.kernels.types import MaskMode, PosEncodingMode
+
+_READS_8_BITS = PIN + FA3_FP8.backend
+
+
+def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:
+    """seq_lens [batch_size] for the scheduler, which compares them; None if they are on a device, because plan() does
+    not wait for it.
+    """
+    seq_lens = _flat(seq_lens, "seq_lens", batch_size)
+    if not seq_lens.is_cpu:
+        return None
+    lens = seq_lens.view(torch.int32) if seq_lens.dtype is torch.uint32 else seq_lens
+    return host_indices(lens, "seq_lens", batch_size)
+
+
+def _flat(lens: Any, name: str, batch_size: int) -> torch.Tensor:
+    """Lengths as [batch_size]; cuDNN's [batch_size, 1, 1, 1] are accepted, too."""
+    tensor = check_tensor(lens, name)
+    if tuple(tensor.shape) == (batch_size, 1, 1, 1):
+        return tensor.reshape(batch_size)
+    check_shape(tensor, name, {"batch_size": batch_size})
+    return tensor
+
+
+def check_repeated(
+    indices: Indices, seq_lens_q: Any = None, block_tables: Any = None, max_token_per_sequence: Any = None,
+    max_sequence_kv: Any = None,
+) -> None:  # fmt: skip
+    """Compare the given arrays with `indices`, if both are on the host."""
+    qo_lens = torch.tensor([indices.qo_len], device="cpu") if indices.qo_indptr is None else indices.qo_indptr.diff()
+    if seq_lens_q is not None:
+        seq_lens_q = _flat(seq_lens_q, "seq_lens_q", indices.batch_size)
+        if seq_lens_q.is_cpu and not torch.equal(to_int32(seq_lens_q, "seq_lens_q"), qo_lens):
+            got = seq_lens_q.tolist()
+            raise ValidationError(f"seq_lens_q: expected {qo_lens.tolist()}, as qo_indptr says, got {got}.")
+    _check_most("max_token_per_sequence", max_token_per_sequence, qo_lens, 0)
+    size = indices.page_size
+    _check_most("max_sequence_kv", max_sequence_kv, indices.kv_indptr.diff() * size, size - 1)
+    if block_tables is not None:
+        _check_tables(indices, block_tables)
+
+
+def _check_most(name: str, given: Any, lens: torch.Tensor, spare: int) -> None:
+    """Check that `given` is not less than any of `lens`, each of which may be up to `spare` too large."""
+    least = int(lens.max()) - spare if lens.numel() else 0
+    if given is not None and check_positive(given, name) < least:
+        raise ValidationError(f"{name}: expected at least {least}, which a request has, got {given}.")
+
+
+def _check_tables(indices: Indices, block_tables: Any) -> None:
+    tables = to_int32(check_tensor(block_tables, "block_tables"), "block_tables")
+    check_shape(tables, "block_tables", {"batch_size": indices.batch_size, "pages": None})
+    pages = indices.kv_indices
+    if pages is None or not (pages.is_cpu and tables.is_cpu):
+        return
+    for request, (begin, end) in enumerate(pairwise(indices.kv_indptr.tolist())):
+        if not torch.equal(tables[request, : end - begin], pages[begin:end]):
+            got = tables[request].tolist()
+            raise ValidationError(
+                f"block_tables: expected request {request} to begin with {pages[begin:end].tolist()}, as the page "
+                f"numbers say, got {got}."
+            )
+
+
+class AttentionSpec(NamedTuple):
+    """The arguments of plan(), normalised. `forward()` plans again with some of the options replaced."""
+
+    indices: Indices | Lengths
+    options: PlanOptions
+    custom_mask: torch.Tensor | None = None
+    packed_custom_mask: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None  #: uint8, of the bits [batch_size, qo_len, round_up(qo_len, 32)]
+    operands: Mapping[str, Any] = NO_OPERANDS  #: what the mask of a variant reads
+
+    @property
+    def mask(self) -> MaskMode:
+        if self.options.logits.chunked:
+            return self._chunked()
+        if self.tree_mask is not None:
+            return MaskMode.TREE
+        if self.custom_mask is not None or self.packed_custom_mask is not None:
+            return MaskMode.CUSTOM
+        return MaskMode.CAUSAL if self.options.causal else MaskMode.NONE
+
+    def _chunked(self) -> MaskMode:
+        if (self.tree_mask, self.custom_mask, self.packed_custom_mask) != (None, None, None):
+            raise ValidationError(
+                "attention_chunk_size: expected None beside a custom mask; leave the chunks to its bits."
+            )
+        return MaskMode.CHUNKED
+
+    @property
+    def nnz_qo(self) -> int:
+        """The rows of q: the last entry of qo_indptr, which the scheduler checks later."""
+        if isinstance(self.indices, Lengths):
+            return self.indices.nnz_qo
+        qo_indptr = self.indices.qo_indptr
+        nnz = self.indices.qo_len * self.indices.batch_size if qo_indptr is None else last_entry(qo_indptr)
+        if nnz < 0:
+            raise ValidationError(f"qo_indptr: expected to ascend from 0, got {nnz} as its last offset.")
+        return nnz
+
+    def _typical_rows(self) -> int:
+        """Rows of q of a typical request: the mean; in a cascade, the mean of the rows that attend to a page."""
+        indices, batch_size = self.indices, self.indices.batch_size
+        if indices.qo_indptr is None:
+            return indices.qo_len if batch_size else 0
+        if isinstance(indices, Lengths) or not indices.num_shared_nodes:
+            return -(-self.nnz_qo // batch_size) if batch_size else 0
+        begin, end = indices.qo_indptr.view(-1, 2).long().unbind(1)
+        tokens = indices.kv_indptr.diff().long() * indices.page_size
+        if indices.prefix_indptr is not None:
+            tokens[: indices.num_shared_nodes] = indices.prefix_indptr.diff()
+        return int(((end - begin) * tokens).sum()) // max(1, int(tokens.sum()))
+
+    def decide(self, device: torch.device, backend: str) -> Decision:
+        """The kernel that takes this on `device`, among those that `backend` allows."""
+        options = self.options
+        if options.variant is not None:
+            cap, encoding = options.logits.logits_soft_cap, options.logits.pos_encoding
+            has_bits = self.mask in (MaskMode.CUSTOM, MaskMode.TREE)
+            refuse_beside(options.variant, soft_cap=cap, has_alibi=encoding is PosEncodingMode.ALIBI, has_bits=has_bits)
+        rows = self._typical_rows() * options.num_qo_heads // options.num_kv_heads
+        uniform = self.indices.qo_indptr is None
+        return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
+
+    def with_8_bit_queries(self, backend: str) -> AttentionSpec:
+        """The same with queries that are not upcast, if `backend` names the kernel that reads them as they are."""
+        if str(backend) != _READS_8_BITS or self.options.types.given is None:
+            return self
+        return self._replace(options=self.options._replace(types=self.options.types.as_given))
+
+
+@lru_cache(maxsize=4096)
+def _decide(
+    backend: str, device: torch.device, options: PlanOptions, mask: MaskMode, rows: int, uniform: bool
+) -> Decision:
+    problem = AttentionProblem(
+        target=target_of(device, matrix_unit=True), mask=mask, **planned_features(options), rows=rows, uniform=uniform,
+        group_size=options.group_size, fixed_split_size=options.fixed_split_size, is_mla=options.is_mla,
+    )  # fmt: skip
+    decision = decide(problem, backend)
+    portable = without_matrix_unit(problem.target)
+    if decision.key.target != portable and config.cpu_target() is None and not is_obtainable(decision.spec):
+        decision = decide(replace(problem, target=portable), backend)  # which prebuilt stores have
+    if is_recording():  # with what other lengths take, so that a process that is sealed later has it
+        for spec in family(problem, backend):
+            record_use(spec)
+    return decision
+
+
+_PAGES = (
+    "1-D, the pages of all requests one after another (a table with a row for each request is for "
+    "trtllm_batch_decode_with_kv_cache)"
+)
+_LAST_PAGES = (
+    "[batch_size={length}], as indptr has batch_size + 1 offsets (0 first, then the sums of the requests' page counts)"
+)
+
+
+def page_indices(indices: Any) -> torch.Tensor:
+    """Page numbers as a 1-D int32 tensor: plan() copies them if they are on the host, each run() reads them on a
+    device.
+    """
+    taken = host_indices if isinstance(indices, torch.Tensor) and indices.is_cpu else device_indices
+    return taken(indices, "paged_kv_indices", shape=_PAGES)
+
+
+def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request's last page, on the host.
+
+    With pages of one token they are redundant, and not copied from a device: SGLang plans in this way between replays.
+    """
+    if page_size == 1 and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        check_shape(value, name, {"batch_size": kv_indptr.shape[0] - 1})
+        return kv_indptr.diff().clamp_(0, 1)
+    return host_indices(value, name, kv_indptr.numel() - 1, shape=_LAST_PAGES)
+
+
+def last_of_lens(kv_lens: torch.Tensor, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request's last page, int32, from the tokens of the request and the offsets of its pages."""
+    return (kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * page_size).to(torch.int32)
+
+
+def within_limits(graph: GraphState, spec: AttentionSpec, backend: str) -> AttentionSpec:
+    """Check that `spec` equals the first plan() except for lengths, and that these are within its limits. Returns it
+    with the options of the launch, which the first forward() may have changed.
+    """
+    indices, nnz = spec.indices, spec.nnz_qo
+    if backend == _READS_8_BITS:
+        raise UnsupportedError(f"backend={backend!r} is not for CUDA graphs; \"auto\" converts 8-bit queries in them.")
+    assert isinstance(indices, Indices)
+    if indices.batch_size != graph.batch_size:
+        raise ValidationError(
+            f"plan(): expected batch_size={graph.batch_size}, which the buffers of the constructor fix, "
+            f"got {indices.batch_size}."
+        )
+    spec = spec._replace(options=graph.options(spec.options))
+    fixed = {name: describe(value) for name, value in spec.operands.items()}
+    graph.fix(mask=spec.mask.name, q_len=indices.qo_len, **fixed)
+    tokens = int(indices.kv_indptr[-1]) * indices.page_size
+    if not graph.is_planned:
+        graph.max_rows = nnz
+        graph.max_tokens = tokens if graph.kv_indices is None else graph.kv_indices.numel() * indices.page_size
+    for name, got, most in (("qo_indptr", nnz, graph.max_rows), ("kv_indptr", tokens, graph.max_tokens)):
+        if got > most:
+            raise ValidationError(
+                f"{name}: expected at most {most} tokens, which the buffers and the first plan() of a wrapper for CUDA "
+                f"graphs fix, got {got}."
+            )
+    return spec

@@ -1,0 +1,443 @@
+"""The tensors of run(): layouts, what a plan expects of them, comparison with those of the last run, overlap.
+
+A paged cache is a 5-D tensor (keys at [:, 0], values at [:, 1]) or a pair of 4-D tensors; a page is NHD [page_size,
+num_kv_heads, head_dim] or HND [num_kv_heads, page_size, head_dim]. Only the last dimension must be contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.engine.checks import (
+    check_contiguous_last,
+    check_dtype,
+    check_output,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+from quire.engine.device import on_cuda
+from quire.engine.options import PlanOptions
+from quire.errors import ValidationError
+from quire.kernels import Decision
+from quire.kernels.features import TILE_DIMS, Operand, View
+from quire.kernels.types import DType, KVLayout
+
+LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
+#: Bytes of FlashMLA's row of a token: 512 e4m3 numbers, a float32 scale for each 128 of them, 64 bfloat16 numbers.
+ROW_BYTES = 656
+PagedCache = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def span_bytes(sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first element of a tensor to the end of its last one; 0 without elements."""
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return 0 if 0 in sizes else (last + 1) * dtype.itemsize
+
+
+def _tokens_first(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    return pages if layout is KVLayout.NHD else pages.transpose(1, 2)
+
+
+def ragged_view(tensor: torch.Tensor, name: str, layout: KVLayout) -> torch.Tensor:
+    """A ragged tensor, NHD [nnz_kv, num_kv_heads, head_dim] or HND [num_kv_heads, nnz_kv, head_dim], as one page."""
+    check_tensor(tensor, name)
+    if tensor.dim() != 3:
+        dims = "nnz_kv, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, nnz_kv"
+        raise ValidationError(f"{name}: expected [{dims}, head_dim], got {list(tensor.shape)}.")
+    return _tokens_first(tensor.unsqueeze(0), layout)
+
+
+def cache_tensors(cache: Any) -> tuple[torch.Tensor, ...]:
+    """The one or two tensors that a paged cache is made of."""
+    if isinstance(cache, torch.Tensor):
+        return (cache,)
+    if isinstance(cache, (tuple, list)) and len(cache) == 2:
+        return cache[0], cache[1]
+    raise ValidationError(
+        f"paged_kv_cache: expected a tensor or a pair (k_cache, v_cache), got {type(cache).__name__}."
+    )
+
+
+def cache_view(cache: tuple[torch.Tensor, ...], layout: KVLayout, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of the tensors of a paged cache. With page_size 1 the page dimension may be left out."""
+    if len(cache) == 2:
+        k, v = (_pages(tensor, f"paged_kv_cache[{i}]", layout, page_size) for i, tensor in enumerate(cache))
+        return k, v
+    tensor = check_tensor(cache[0], "paged_kv_cache")
+    if tensor.dim() not in ((4, 5) if page_size == 1 else (5,)) or tensor.shape[1] != 2:
+        raise _wrong_shape("paged_kv_cache", "num_pages, 2", layout, tensor)
+    k, v = (_pages(tensor.select(1, which), "paged_kv_cache", layout, page_size) for which in (0, 1))
+    return k, v
+
+
+def latent_parts(value: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, torch.Tensor]:
+    """The latent part and the rest of queries or keys of multi-head latent attention (MLA): a pair of 3-D tensors, or
+    views of one in which they are side by side. FlashInfer's (pair, tensor) is its pair. `latent` and `rest` are the
+    names of a pair's tensors.
+    """
+    if type(value) is tuple and len(value) == 2 and getattr(value[0], "ndim", 0) == getattr(value[1], "ndim", 0) == 3:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.dim() != 3 or value.shape[-1] <= LATENT_DIM:
+            raise ValidationError(
+                f"{name}: expected 3 dimensions, {LATENT_DIM} + 64 the last, got {list(value.shape)}."
+            )
+        latents, others = value.split_with_sizes((LATENT_DIM, value.shape[-1] - LATENT_DIM), -1)
+        return latents, others
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        raise ValidationError(f"{name}: expected a tensor or a pair of tensors, got {type(value).__name__}.")
+    pair = next((part for part in value if isinstance(part, (tuple, list))), value)
+    if len(pair) != 2:
+        raise ValidationError(f"{latent}: expected a tensor of 3 dimensions, got {type(value[0]).__name__}.")
+    for tensor, part in zip(pair, (latent, rest), strict=True):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 3:
+            got = list(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ValidationError(f"{part}: expected a tensor of 3 dimensions, got {got}.")
+    return pair[0], pair[1]
+
+
+def is_packed(cache: Any) -> bool:
+    """Whether a cache of latents is one of rows of ROW_BYTES, as bytes or as 8-bit numbers."""
+    dtype = getattr(cache, "dtype", None)
+    return dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn) and cache.dim() > 0 and cache.shape[-1] == ROW_BYTES
+
+
+def cached_parts(cache: Any, name: str, latent: str = "", rest: str = "") -> tuple[torch.Tensor, ...]:
+    """latent_parts() of a cache; of rows of ROW_BYTES also the scales."""
+    return _packed_parts(cache, name) if is_packed(cache) else latent_parts(cache, name, latent, rest)
+
+
+def _packed_parts(cache: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of pages [num_pages, page_size, ROW_BYTES]: latents e4m3, the rest of keys bfloat16, and the scales."""
+    ends = LATENT_DIM + 4 * (LATENT_DIM // TILE_DIMS)
+    parts = cache[..., :LATENT_DIM], cache[..., ends:], cache[..., LATENT_DIM:ends]
+    types = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+    try:
+        latents, rest, scales = (part.view(dtype) for part, dtype in zip(parts, types, strict=True))
+    except RuntimeError as error:  # rows that are not contiguous, or no multiple of 4 bytes apart
+        raise ValidationError(
+            f"{name}: expected pages [num_pages, page_size, {ROW_BYTES}] of bytes, rows contiguous and at multiples of "
+            f"4 bytes, got {list(cache.shape)} with strides {list(cache.stride())}."
+        ) from error
+    return latents, rest, scales
+
+
+def _pages(tensor: torch.Tensor, name: str, layout: KVLayout, page_size: int) -> torch.Tensor:
+    check_tensor(tensor, name)
+    if tensor.dim() == 3 and page_size == 1:
+        return tensor.unsqueeze(1)
+    if tensor.dim() != 4:
+        raise _wrong_shape(name, "num_pages", layout, tensor)
+    return _tokens_first(tensor, layout)
+
+
+def _wrong_shape(name: str, pages: str, layout: KVLayout, tensor: torch.Tensor) -> ValidationError:
+    page = "page_size, num_kv_heads" if layout is KVLayout.NHD else "num_kv_heads, page_size"
+    return ValidationError(f"{name}: expected [{pages}, {page}, head_dim], got {list(tensor.shape)}.")
+
+
+def page_size_of(cache: PagedCache, layout: KVLayout) -> int:
+    """Tokens of a page: 1 where that dimension is left out."""
+    tensors = cache_tensors(cache)
+    first = check_tensor(tensors[0], "paged_kv_cache")
+    if first.dim() != (5 if len(tensors) == 1 else 4):
+        return 1
+    return first.shape[-3 if layout is KVLayout.NHD else -2]
+
+
+#: (bytes from one to the next, how many), the largest steps first
+Steps = tuple[tuple[int, int], ...]
+
+
+def check_apart(outputs: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]) -> None:
+    """Check that no output overlaps another output, or an input other than itself."""
+    spans = [(name, tensor, *_span(tensor)) for name, tensor in (*outputs.items(), *inputs.items())]
+    for i, (name, tensor, begin, end) in enumerate(spans[: len(outputs)]):
+        for j, (other, theirs, their_begin, their_end) in enumerate(spans[i + 1 :], i + 1):
+            if begin >= their_end or their_begin >= end or not may_overlap(tensor, theirs):
+                continue
+            if j < len(outputs) or not is_same(tensor, theirs):
+                raise ValidationError(
+                    f"{name}: expected memory of its own, as results are written there; got a tensor that lies on "
+                    f"{other}; pass a copy."
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Its first byte and the one behind its last."""
+    begin = tensor.data_ptr()
+    return begin, begin + span_bytes(tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """The same elements in the same order."""
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride() and a.dtype is b.dtype
+
+
+def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether elements of both have a byte in common; also True if rows of one tensor reach into the next row, which is
+    not analysed further.
+    """
+    return bool(a.numel() and b.numel()) and _meet(b.data_ptr() - a.data_ptr(), _steps(a), _steps(b))
+
+
+def _steps(tensor: torch.Tensor) -> Steps:
+    size = tensor.element_size()
+    steps = ((step * size, n) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    return (*sorted(steps, reverse=True), (1, size))
+
+
+def _length(steps: Steps) -> int:
+    return sum(step * (n - 1) for step, n in steps) + 1
+
+
+def _meet(distance: int, a: Steps, b: Steps) -> bool:
+    """Whether bytes at `a`'s steps and, `distance` further, at `b`'s coincide."""
+    if distance >= _length(a) or -distance >= _length(b):
+        return False
+    step = max(a[0][0], b[0][0])
+    a, b = (steps if steps[0][0] == step else ((step, 1), *steps) for steps in (a, b))
+    if step == 1 or step < max(_length(a[1:]), _length(b[1:])):
+        return True
+    rows, rest = divmod(distance, step)  # row i of b begins `rest` behind row i + rows of a
+    return any(
+        -b[0][1] < ahead < a[0][1] and _meet(shift, a[1:], b[1:])
+        for ahead, shift in ((rows, rest), (rows + 1, rest - step))
+    )
+
+
+Check = Callable[..., bool]
+_IS_NESTED = attrgetter("is_nested")
+
+
+def pointers_of(tensors: Sequence[Any]) -> list[int]:
+    """Addresses of tensors; [0] if one of them is no tensor, or has no memory."""
+    try:
+        if len(tensors) == 4:  # q, k, v and the result; a fifth less than the loop takes
+            q, k, v, out = tensors
+            return [q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()]
+        pointers = []
+        for tensor in tensors:  # a list comprehension would be a call
+            pointers.append(tensor.data_ptr())
+    except (AttributeError, RuntimeError):
+        return [0]
+    return pointers
+
+
+class Signature:
+    """Shapes, strides, types, devices, and whether tensors are negated views or need a gradient."""
+
+    __slots__ = ("count", "fits", "of_dense")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.count = len(tensors)
+        #: whether as many other tensors, none of them nested, have this signature
+        self.of_dense: Check = _guards(tensors) if _guards_work() else _comparison(tensors)
+        #: whether as many other tensors have this signature; false of what is no tensor, or a nested one
+        self.fits: Check = {3: _dense_3, 4: _dense_4}.get(len(tensors), _dense)(self.of_dense)
+
+
+def has_nested(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether some of the tensors are nested."""
+    return True in map(_IS_NESTED, tensors)
+
+
+def _guards(tensors: Sequence[torch.Tensor]) -> Check:
+    """By torch.compile's own check: one call takes a fifth of the time of reading the same attributes."""
+    from torch._C._dynamo.guards import TensorGuards
+
+    sizes: Any = [list(t.shape) for t in tensors]
+    strides: Any = [list(t.stride()) for t in tensors]
+    check: Check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
+
+
+# The check asks nested tensors for their sizes, which they do not have, and no code catches that: the process ends.
+
+
+def _dense_3(check: Check) -> Check:
+    def fits(q: Any, kv: Any, out: Any) -> bool:
+        try:
+            return not (q.is_nested or kv.is_nested or out.is_nested) and check(q, kv, out)
+        except AttributeError:  # no tensor
+            return False
+
+    return fits
+
+
+def _dense_4(check: Check) -> Check:
+    def fits(q: Any, k: Any, v: Any, out: Any) -> bool:
+        try:
+            return not (q.is_nested or k.is_nested or v.is_nested or out.is_nested) and check(q, k, v, out)
+        except AttributeError:
+            return False
+
+    return fits
+
+
+def _dense(check: Check) -> Check:
+    def fits(*tensors: Any) -> bool:
+        try:
+            return not has_nested(tensors) and check(*tensors)
+        except AttributeError:
+            return False
+
+    return fits
+
+
+def _comparison(tensors: Sequence[torch.Tensor]) -> Check:
+    """By comparing attributes."""
+
+    def describe(t: torch.Tensor) -> tuple[Any, ...]:
+        return type(t), t.shape, t.stride(), t.dtype, t.device, t.is_neg(), t.requires_grad
+
+    def fits(*others: Any) -> bool:
+        try:
+            return own == [describe(t) for t in others]
+        except (AttributeError, RuntimeError):  # no tensor, or one without sizes
+            return False
+
+    own = [describe(t) for t in tensors]
+    return fits
+
+
+@cache
+def _guards_work() -> bool:
+    """Whether torch.compile's check, which is no public part of torch, is there and answers as the comparison does.
+
+    Asked once. Whatever else it does in some version of torch, the comparison is used instead.
+    """
+    one, other = (torch.zeros(2, 3, 4, device="cpu", dtype=torch.float32) for _ in range(2))
+    try:
+        fits = _dense(_guards((one, other)))
+        answers = [fits(*tensors) for tensors in _examples(one, other)]
+    except Exception:
+        return False
+    return answers == [True, True] + [False] * (len(answers) - 2)
+
+
+def _examples(one: torch.Tensor, other: torch.Tensor) -> list[tuple[Any, Any]]:
+    """Two pairs of tensors with the signature of `one` and `other`, and one pair for each way not to have it."""
+    different = (
+        one[:, :2], one.transpose(0, 1).contiguous().transpose(0, 1), one.expand(2, 2, 3, 4), one.to(torch.float16),
+        one.to("meta"), one.clone().requires_grad_(), torch._neg_view(one), torch.nn.Parameter(one, False), None,
+    )  # fmt: skip
+    return [(one, other), (other.clone(), one.clone()), *((wrong, other) for wrong in different), (one, different[0])]
+
+
+#: The argument of plan() that says the number type of an operand.
+_OPTION_OF = {"kv": "kv_data_type", "o": "o_data_type"}
+_LAYOUT_HINTS = {
+    KVLayout.NHD: " (read as kv_layout='NHD'; make the wrapper with 'HND' if heads come before tokens)",
+    KVLayout.HND: " (shown in the order of NHD; the wrapper has kv_layout='HND')",
+}
+
+
+def view_of(tensor: torch.Tensor) -> View:
+    """Where a tensor lies, its sizes and strides."""
+    return View(tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
+
+
+class Expected(NamedTuple):
+    """What the kernel declares of its operands, in the numbers of a plan."""
+
+    decision: Decision
+    options: PlanOptions
+    layout: KVLayout
+    device: torch.device
+
+    def view(self, operand: Operand, tensor: torch.Tensor, name: str) -> View:
+        """The view of a tensor with the operand's dimensions, in the order of the plan's layout."""
+        (check_output if operand.name == "o" else check_tensor)(tensor, name)
+        if "page_size" in operand.dims and self.layout is KVLayout.HND:
+            tensor = tensor.transpose(1, 2)
+        return view_of(tensor)
+
+    def check(self, operand: Operand, tensor: torch.Tensor, name: str, view: View, nnz_qo: int) -> None:
+        """Check a tensor against what the kernel declares."""
+        dtype = self.options.types.kv if operand.type == "kv" else self.decision.key.type_of(operand.type)
+        self._check_sizes(operand, name, view.sizes, nnz_qo)
+        check_dtype(tensor, name, dtype, _OPTION_OF.get(operand.type, "q_data_type"))
+        check_same_device(tensor, name, self.device)
+        if len(operand.strides) < len(operand.dims):
+            check_contiguous_last(tensor, name)
+        self._check_alignment(view, name, dtype)
+        self._check_reach(span_bytes(view.sizes, view.strides, tensor.dtype), name, operand.name)
+
+    def _check_sizes(self, operand: Operand, name: str, sizes: tuple[int, ...], nnz_qo: int) -> None:
+        options = self.options
+        known = {"nnz_qo": nnz_qo, "num_pages": None, "nnz_prefix": None, "page_size": options.page_size or None}
+        wanted = [known[dim] if dim in known else getattr(options, dim) for dim in operand.dims]
+        if len(sizes) == len(wanted) and all(w in (None, size) for w, size in zip(wanted, sizes, strict=True)):
+            return
+        dims = [dim if size is None else f"{dim}={size}" for dim, size in zip(operand.dims, wanted, strict=True)]
+        if dims[0] == "num_pages" and not options.page_size:
+            dims, sizes = ["nnz_kv", *dims[2:]], sizes[1:]
+        layout = _LAYOUT_HINTS[self.layout] if operand.type == "kv" else ""
+        raise ValidationError(f"{name}: expected [{', '.join(dims)}], got {list(sizes)}{layout}.")
+
+    def _check_alignment(self, view: View, name: str, dtype: DType) -> None:
+        """GPU kernels load 16 bytes at a time."""
+        if not on_cuda(self.device):
+            return
+        step = 128 // dtype.bits
+        if view.pointer % 16 or any(stride % step for stride in view.strides if stride != 1):
+            raise ValidationError(
+                f"{name}: expected a 16-byte aligned tensor whose strides are multiples of {step} elements, "
+                f"got address {view.pointer:#x} and strides {list(view.strides)}; call .contiguous() on it."
+            )
+
+    def _check_reach(self, num_bytes: int, name: str, operand: str) -> None:
+        """Some kernels find rows by numbers of 32 bits."""
+        kernel = self.decision.kernel
+        most = kernel.max_bytes(self.decision.key, operand)
+        if most and num_bytes > most:
+            raise ValidationError(
+                f"{name}: expected at most {most} bytes from its first element to its last, which {kernel.name} "
+                f"reaches, got {num_bytes}; plan with another backend."
+            )
+
+
+def check_floats(tensor: torch.Tensor, name: str, device: torch.device) -> None:
+    """Check lse, or sinks: contiguous float32 on the device of the plan."""
+    check_same_device(tensor, name, device)
+    if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+        raise ValidationError(
+            f"{name}: expected a contiguous float32 tensor, got {tensor.dtype}, strides {tuple(tensor.stride())}."
+        )
+
+
+LN2 = math.log(2)  #: an lse in base 2 times this is in base e
+
+
+def to_base_e(lse: torch.Tensor) -> torch.Tensor:
+    """Converts an lse of base 2 to base e, in place."""
+    return lse.mul_(LN2)
+
+
+def converted(run: Callable[..., Any], lse: torch.Tensor | None, return_lse: bool, base: Any, layout: Any) -> Any:
+    """run(lse=, return_lse=), which returns or writes an lse [rows, heads] in base 2, with the lse converted.
+
+    base: "log2" or "ln". layout: "NH", or "HN" for a contiguous lse [heads, rows].
+    """
+    for name, value, words in (("lse_base", base, ("log2", "ln")), ("lse_layout", layout, ("NH", "HN"))):
+        if value not in words:
+            raise ValidationError(f"{name}: expected {words[0]!r} or {words[1]!r}, got {value!r}.")
+    if lse is None and not return_lse:
+        return run(lse=None, return_lse=False)
+    o, found = run(lse=lse if layout == "NH" else None, return_lse=True)
+    if base == "ln":
+        to_base_e(found)
+    if layout == "HN":
+        found = found.t()
+        if lse is not None:
+            check_shape(check_output(lse, "lse"), "lse", {"num_qo_heads": found.shape[0], "nnz_qo": found.shape[1]})
+        found = found.contiguous() if lse is None else lse.copy_(found)
+    return (o, found) if return_lse else o

@@ -1,0 +1,270 @@
+"""Upcasts to 16 bits: a prologue converts 8-bit keys and values of long prompts, and torch converts 8-bit queries
+unless the kernel reads them as they are.
+
+A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it
+is faster to write keys and values once in 16 bits and to read them again. The copies are in the workspace, page after
+page in the order of paged_kv_indices. A page that several requests share is copied for each.
+
+FlashInfer's kernels for such queries also take a scale for each head of q, k and v. A query head has one KV head, so
+the scales of q and k can multiply the copy, and those of v the result. In float16 the copy is also divided by a power
+of two that brings its largest number below 2^15, and logits are multiplied by it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quire.engine.checks import check_same_device, check_shape, check_tensor
+from quire.engine.device import OwnWorkspace, Workspace
+from quire.engine.graph import is_capturing
+from quire.engine.launch import launch, row_grid
+from quire.engine.options import PlanOptions
+from quire.engine.rope_prologue import Ahead, kept, largest_page, set_aside, view_of
+from quire.engine.schedule import Indices
+from quire.errors import ValidationError
+from quire.jit import get_module, is_obtainable, without_matrix_unit
+from quire.kernels import PIN, Decision
+from quire.kernels.features import View
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey
+from quire.kernels.params import WidenParams
+from quire.kernels.types import MaskMode, PosEncodingMode
+
+#: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
+#: of memory for each number, against the sixth by which such a kernel is slower over 8-bit keys.
+_LEAST_ROWS = 1400
+_BYTES = 8  #: of a cache that a thread reads at a time: kVec in kernels/widen.h
+
+
+def plain_options(options: PlanOptions) -> PlanOptions:
+    """The options of attention over widened keys."""
+    return options._replace(types=options.types._replace(kv=options.types.q))
+
+
+def may_pay(options: PlanOptions, decision: Decision, backend: str) -> bool:
+    """Of 8-bit keys: whether widening ahead is possible and worth a look. Prompts are long, no mask hides most keys,
+    the caller has pinned no kernel, and results may depend on neighbours, as the choice of a kernel does.
+    """
+    problem, types = decision.problem, options.types
+    return (
+        types.q == types.o
+        and types.q.bits == 16
+        and not backend.startswith(PIN)
+        and decision.kernel.is_slower_over_8_bits
+        and problem.rows >= _LEAST_ROWS
+        and problem.mask in (MaskMode.NONE, MaskMode.CAUSAL)
+        and options.page_size > 0
+        and options.logits.window_left < 0
+        and not (options.fixed_split_size or options.cascade or options.variant)
+    )
+
+
+def is_faster(plain: Decision, decision: Decision) -> bool:
+    """Whether the same kernel takes the converted keys, and its variant is available or may be compiled."""
+    return plain.kernel is decision.kernel and is_obtainable(plain.spec) and is_obtainable(_key(decision).spec())
+
+
+def _key(decision: Decision) -> OperationKey:
+    return OperationKey("widen", without_matrix_unit(decision.key.target), decision.key.q.slug)
+
+
+class WideningAhead(Ahead):
+    """The part of a plan that converts: the memory of the copies, and the batch that the kernel is planned on."""
+
+    def __init__(
+        self, plain: Decision, indices: Indices, options: PlanOptions, rest: Workspace, memory: torch.Tensor
+    ) -> None:
+        indices = kept(indices)
+        assert indices.kv_indices is not None
+        self._first, count = _pages(indices)
+        pages = torch.arange(-self._first, count, dtype=torch.int32, device="cpu").clamp_(min=0)
+        planned = indices._replace(kv_indices=pages)
+        super().__init__(indices, planned, plain_options(options), rest, 0, largest_page(indices))
+        self._pages = indices.kv_indices.to(memory.device, torch.int32)  # the same memory where it lies there already
+        self._use(memory, self._pages)
+        numbers, rows = memory.view(options.types.q.torch), (count, options.page_size, options.num_kv_heads)
+        size = math.prod(rows) * options.head_dim_qk
+        self._k = numbers[:size].view(*rows, options.head_dim_qk)
+        self._v = numbers[size : size + math.prod(rows) * options.head_dim_vo].view(*rows, options.head_dim_vo)
+        self._params = WidenParams(
+            k_out=self._k.data_ptr(), v_out=self._v.data_ptr(),
+            kv_indices=self._pages.data_ptr() + self._first * self._pages.element_size(), num_indices=count,
+            page_size=options.page_size, num_kv_heads=options.num_kv_heads, head_dim_k=options.head_dim_qk,
+            head_dim_v=options.head_dim_vo, is_e5m2=options.types.kv.slug == "e5m2",
+        )  # fmt: skip
+        self._key = _key(plain)
+        vectors = max(options.head_dim_qk, options.head_dim_vo) // _BYTES
+        self._grid = row_grid(count * options.page_size, options.num_kv_heads * vectors)
+
+    def bind(self, _q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _out: torch.Tensor) -> dict[str, View]:
+        for name, tensor in (("k", k), ("v", v)):
+            for dim, stride in zip(("page", "token", "head"), tensor.stride(), strict=False):
+                setattr(self._params, f"{name}_{dim}_stride", stride)
+        self._params.num_pages = min(k.shape[0], v.shape[0], 2**31 - 1)  # page numbers have 32 bits
+        return {"k": view_of(self._k), "v": view_of(self._v)}
+
+    def start(self, pointers: list[int]) -> list[int]:
+        q, k, v, *others = pointers
+        self._record_stream()
+        self._params.k, self._params.v = k, v
+        module = get_module(self._key.spec())
+        launch(module, ctypes.addressof(self._params), self._pages.device, grid=self._grid, block=PARALLEL_THREADS)
+        return [q, self._k.data_ptr(), self._v.data_ptr(), *others]
+
+
+def within(
+    workspace: Workspace, indices: Indices, options: PlanOptions, plain: Decision
+) -> tuple[WideningAhead | None, str]:
+    """The launch, or None if the copies do not fit into the caller's workspace, if too few queries see the keys, or if
+    plan() will refuse the pages; and a note for explain().
+    """
+    if isinstance(workspace, OwnWorkspace):  # a copy of the cache is too much to ask torch for
+        return None, ""
+    first, count = _pages(indices)
+    if first < 0 or count <= 0 or indices.kv_indices is None or indices.kv_indices.shape[0] < first + count:
+        return None, ""
+    if _rows_of_a_key(indices, options) < _LEAST_ROWS:
+        return None, ""
+    token_bytes = options.num_kv_heads * (options.head_dim_qk + options.head_dim_vo) * options.types.q.bits // 8
+    parts, num_bytes = set_aside(workspace, count * options.page_size * token_bytes)
+    if parts is None:
+        return None, (
+            f"keys and values are widened in the kernel: {num_bytes} bytes of workspace would hold widened ones, over "
+            f"which {plain.kernel.name} is faster"
+        )
+    note = f"keys and values are widened into {num_bytes} bytes of the workspace, ahead of the kernel"
+    return WideningAhead(plain, indices, options, *parts), note
+
+
+def _pages(indices: Indices) -> tuple[int, int]:
+    """Where the batch's page numbers begin among paged_kv_indices, and how many there are."""
+    first = int(indices.kv_indptr[0])
+    return first, int(indices.kv_indptr[-1]) - first
+
+
+def _rows_of_a_key(indices: Indices, options: PlanOptions) -> float:
+    """How many query rows see a key, in the mean."""
+    kv_lens = indices.kv_indptr.diff().long() * options.page_size
+    qo_lens = torch.full_like(kv_lens, indices.qo_len) if indices.qo_indptr is None else indices.qo_indptr.diff()
+    seen = kv_lens - qo_lens.minimum(kv_lens) / 2 if options.causal else kv_lens
+    return options.group_size * float((qo_lens * seen).sum()) / max(1, int(kv_lens.sum()))
+
+
+_LARGEST_EXPONENT = 15  #: of numbers in the copy: float16 ends at 2^16
+_MOST_SHIFT = 64  #: binary places by which it is moved at most: the scale of logits stays within float32
+
+
+def run_upcast(
+    run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, kv: Any, out: torch.Tensor | None,
+    lse: torch.Tensor | None, return_lse: bool, given: Any,
+) -> Any:  # fmt: skip
+    """`run` of a plan with queries converted to the kernel's type. Each scale of the RunOptions `given` is a number or
+    float32 [heads].
+    """
+    check_shape(check_tensor(q, "q"), "q", {"rows": None, "num_qo_heads": None, "head_dim_qk": None})
+    wide, (q_scale, k_scale, v_scale) = q.to(options.types.q.torch), (given.q_scale, given.k_scale, given.v_scale)
+    of_q, of_k, of_v = _of_heads(options, given, q.device)
+    logits_scale_by = given.logits_scale_by
+    if of_q is not None or of_k is not None:
+        wide, number, by = _scaled(wide, _product(of_q, of_k), torch.finfo(q.dtype).max, _reads_scales(options))
+        q_scale = number if of_q is not None else q_scale
+        k_scale = k_scale if of_k is None else number if of_q is None else None
+        logits_scale_by = _product(logits_scale_by, by)
+    others = tuple(tensor.to(wide.dtype) if tensor.dtype is q.dtype else tensor for tensor in given.others)
+    upcast = given._replace(
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale if of_v is None else None, logits_scale_by=logits_scale_by,
+        others=others,
+    )  # fmt: skip
+    result = run(wide, kv, out, lse, return_lse, upcast)
+    if of_v is not None:
+        (result[0] if isinstance(result, tuple) else result).mul_(of_v)
+    return result
+
+
+def has_scales_of_heads(given: Any) -> bool:
+    """Whether a scale of the RunOptions is a tensor of several numbers."""
+    scales = given.q_scale, given.k_scale, given.v_scale
+    return any(isinstance(scale, torch.Tensor) and scale.numel() != 1 for scale in scales)
+
+
+def run_scaled(
+    run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, kv: Any, out: torch.Tensor | None,
+    lse: torch.Tensor | None, return_lse: bool, given: Any,
+) -> Any:  # fmt: skip
+    """`run` of a plan whose kernel reads 8-bit queries as they are, with scales of heads: it takes those of logits."""
+    of_q, of_k, of_v = _of_heads(options, given, q.device)
+    of_logits = _product(of_q, of_k)
+    rest = given._replace(
+        q_scale=given.q_scale if of_q is None else None, k_scale=given.k_scale if of_k is None else None,
+        v_scale=given.v_scale if of_v is None else None, others=() if of_logits is None else (of_logits.view(-1),),
+    )  # fmt: skip
+    result = run(q, kv, out, lse, return_lse, rest)
+    if of_v is not None:
+        (result[0] if isinstance(result, tuple) else result).mul_(of_v)
+    return result
+
+
+def check_scales(q: torch.Tensor, **scales: Any) -> None:
+    """ValidationError for scales per head with 16-bit queries, by the caller's name."""
+    for name, scale in scales.items():
+        if isinstance(scale, torch.Tensor) and scale.numel() != 1 and check_tensor(q, "q").element_size() > 1:
+            raise ValidationError(f"{name}: expected one number with queries of {q.dtype}, got {list(scale.shape)}.")
+
+
+def _of_heads(options: PlanOptions, given: Any, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """Those of q_scale, k_scale and v_scale that are scales of heads, as scales of query heads."""
+    num_qo_heads, num_kv_heads = options.num_qo_heads, options.num_kv_heads
+    return (
+        _of_query_heads(given.q_scale, "q_scale", num_qo_heads, num_qo_heads, device),
+        _of_query_heads(given.k_scale, "k_scale", num_kv_heads, num_qo_heads, device),
+        _of_query_heads(given.v_scale, "v_scale", num_kv_heads, num_qo_heads, device),
+    )
+
+
+def _of_query_heads(scale: Any, name: str, count: int, num_qo_heads: int, device: torch.device) -> torch.Tensor | None:
+    """Scales of heads as float32 [num_qo_heads, 1]; None for one number, which kernels take."""
+    if not isinstance(scale, torch.Tensor) or scale.numel() == 1:
+        return None
+    check_same_device(check_tensor(scale, name), name, device)
+    check_shape(scale, name, {"heads": count})
+    return scale.float().repeat_interleave(num_qo_heads // count)[:, None]
+
+
+def _product(a: torch.Tensor | None, b: torch.Tensor | None) -> torch.Tensor | None:
+    return b if a is None else a if b is None else a * b
+
+
+def _reads_scales(options: PlanOptions) -> bool:
+    """Whether kernels on a GPU read a scale of logits there: over pages, but not over copies of rotated keys."""
+    return options.page_size > 0 and options.logits.pos_encoding is not PosEncodingMode.ROPE_LLAMA
+
+
+def _scaled(
+    wide: torch.Tensor, factors: Any, most: float, reads_scales: bool
+) -> tuple[torch.Tensor, float | None, torch.Tensor | None]:
+    """`wide` times the factors of its heads, moved into the range of its type, which it has for itself; and what
+    logits are to be multiplied by, as a number and as a float32 on the device.
+
+    most: the largest number of the queries' type. Only a kernel that cannot read the device's number makes the host
+    wait for it; where it cannot wait, in a capture, the range is not moved.
+    """
+    if torch.finfo(wide.dtype).max > 2.0**16 or not wide.numel():  # bfloat16 has the range of the factors
+        return wide.mul_(factors), None, None
+    is_on_host = wide.device.type == "cpu"
+    if not (is_on_host or reads_scales) and is_capturing(wide.device):
+        return wide.mul_(factors), None, None
+    unit = _unit(wide, factors, most)
+    wide.mul_(factors / unit)
+    return (wide, None, unit) if reads_scales and not is_on_host else (wide, float(unit), None)
+
+
+def _unit(wide: torch.Tensor, factors: torch.Tensor, most: float) -> torch.Tensor:
+    """The power of two that brings the largest finite product below 2^15; float32 on the device."""
+    peaks = torch.linalg.vector_norm(wide, math.inf, dim=(0, 2), dtype=torch.float32).nan_to_num(most, most)
+    top = (peaks * factors[:, 0].abs()).nan_to_num(0.0, 0.0).amax()
+    places = torch.frexp(top).exponent - _LARGEST_EXPONENT
+    return torch.exp2(places.clamp(-_MOST_SHIFT, _MOST_SHIFT).float())

@@ -1,0 +1,283 @@
+"""attention_fa3: warp-specialised, with wgmma and TMA, sm_90a."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from quire.errors import ValidationError
+from quire.jit.spec import Spec
+from quire.kernels.attention import (
+    GPU_EXPORTS,
+    AttentionKernel,
+    AttentionKey,
+    AttentionProblem,
+    TileShape,
+    tensor_core_reason,
+)
+from quire.kernels.decode import DECODE
+from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, takes_registers
+from quire.kernels.expressions.tree import Expression
+from quire.kernels.features import ANY_PAGE_SIZE, TensorCopy, View
+from quire.kernels.operation import CTAS_PER_ROW_TILE, OperationKey
+from quire.kernels.params import (
+    AttentionFa3Params,
+    AttentionFa3PrefixParams,
+    BlockMaskParams,
+    PodParams,
+    ScheduleInput,
+    ScheduleOutput,
+    struct_of,
+)
+from quire.kernels.types import MaskMode, PosEncodingMode
+
+_ATOM = 64  #: columns of a swizzled row of 128 bytes
+
+#: Keys and values that CTAs read at the same time, of an H200's 50 MB of L2. 17 MB (2 of 8 heads of 2 x 8192 keys, 128
+#: dims) is faster than the keys of 1, 4 or all heads.
+_L2_BYTES = 17 << 20
+
+#: Query heads of a KV head whose biases fit into shared memory, see tile/hopper/distance_bias.cuh.
+_MOST_BIASED_HEADS = 32
+
+
+def _reject(problem: AttentionProblem) -> str | None:
+    if problem.target != "sm90a":
+        return f"target {problem.target} is not sm90a"
+    if problem.mask is MaskMode.TREE:
+        return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
+    if problem.pos_encoding is PosEncodingMode.ROPE_LLAMA:
+        return (
+            "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
+        )
+    if problem.prefix and (_page_size(problem) == ANY_PAGE_SIZE or problem.kv.bits == 8):
+        return "beside shared keys in tensors of their own it takes 16-bit keys, in pages of a multiple of 8 or ragged"
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+        if dim % 16 and not dim % 8:
+            return f"{name}={dim}: its matrix instruction takes multiples of 16"
+    if problem.group_size > _MOST_BIASED_HEADS and _has_distance_bias(problem):
+        return f"biases of {problem.group_size} query heads of a KV head do not fit into shared memory"
+    return tensor_core_reason(problem, takes_8_bit_kv=True)
+
+
+def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """For cascades only the low tile, with which two warpgroups take rows of requests in turn."""
+    return _all_tiles(problem)[:1] if problem.cascade else _all_tiles(problem)
+
+
+def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """The tiles that use most of the registers and shared memory without spills; timings are in benchmarks/results."""
+    qk, vo = problem.head_dim_qk, problem.head_dim_vo
+    widest, custom = max(qk, vo), problem.mask is MaskMode.CUSTOM
+    more = problem.window or problem.soft_cap or problem.pos_encoding or problem.variant
+    expression = problem.variant.expression if problem.variant else Expression("", None, None, ())
+    has_score = expression.score is not None
+    plain = not (custom or more)  # everything else needs registers
+    if widest <= 64:  # three warpgroups; gathering rows needs more registers
+        tall = plain and _page_size(problem) != ANY_PAGE_SIZE
+        return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
+    if widest <= 128 and problem.soft_cap and problem.pos_encoding:
+        return (TileShape(128, 128),)
+    if widest <= 128 and problem.kv.bits == 8 and more:  # conversion needs registers, too
+        return (TileShape(128, 128),)
+    has_scale = has_row_scale(expression) and problem.kv.bits == 16
+    has_pattern_here = has_pattern(expression) or has_scale or _has_distance_bias(problem)
+    if widest <= 192 and has_score and not has_pattern_here:
+        return (TileShape(128, 64 if takes_registers(expression) else 128 if widest <= 128 else 96),)
+    if widest <= 128:  # 192 rows: a third less L2 traffic; with 64 keys four stages fit
+        return (TileShape(128, 128), TileShape(192, 64))
+    if widest <= 192:
+        return (TileShape(128, 128 if vo <= 128 else 96 if problem.kv.bits == 8 else 112),)
+    return (
+        TileShape(
+            128,
+            48
+            if problem.pos_encoding or has_score or problem.kv.bits == 8
+            else 64
+            if custom or problem.soft_cap
+            else 80,
+        ),
+    )
+
+
+def _has_distance_bias(problem: AttentionProblem) -> bool:
+    """Whether a loading warp computes the bias that the score adds."""
+    is_small = max(problem.head_dim_qk, problem.head_dim_vo) <= 128 and problem.kv.bits == 16
+    return is_small and problem.variant is not None and has_distance_bias(problem.variant.expression)
+
+
+def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
+    return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
+
+
+def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
+    """Whether TMA copies keys and values. For 8-bit ones, a row must be one row of a swizzle atom."""
+    return bits == 16 or head_dim_qk == head_dim_vo == 2 * _ATOM
+
+
+def _page_size(problem: AttentionProblem) -> int:
+    """Pages of a multiple of 8 tokens are copied as TMA boxes, whose size is compiled in. Other pages, and 8-bit rows
+    that TMA cannot copy, are gathered row by row.
+    """
+    has_boxes = _has_boxes(problem.kv.bits, problem.head_dim_qk, problem.head_dim_vo)
+    return problem.page_size if problem.page_size % 8 == 0 and (has_boxes or not problem.paged) else ANY_PAGE_SIZE
+
+
+def _max_bytes(key: AttentionKey, operand: str) -> int:
+    """Addresses of gathered rows, and of results, are 32-bit offsets in units of 16 bytes."""
+    has_boxes = key.page_size != ANY_PAGE_SIZE and _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo)
+    gathered = operand in ("k", "v") and not has_boxes
+    return 1 << 36 if operand == "o" or gathered else 0
+
+
+def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params.h."""
+    copies = []
+    (nnz_qo, num_qo_heads, head_dim), (token, head, _) = views["q"].sizes, views["q"].strides
+    num_kv_heads = views["k"].sizes[2]
+    group = num_qo_heads // num_kv_heads
+    if tile.rows % group == 0 and nnz_qo:
+        dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
+        copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
+    atom, rows = (_ATOM, tile.kv) if key.kv.bits == 16 else (2 * _ATOM, tile.kv // 2)  # 8-bit: a warp's rows
+    for name in ("k", "v") if _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo) else ():
+        (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
+        if not key.paged and tokens:
+            dims, box = (head_dim, tokens, heads, 1), (atom, rows, 1, 1)
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 128 // key.kv.bits), box))
+        elif key.page_size > 0 and pages:
+            dims, box = (head_dim, tokens, heads, pages), (atom, math.gcd(tokens, rows), 1, 1)
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
+    for name in ("k_prefix", "v_prefix") if key.prefix else ():
+        (tokens, heads, head_dim), (token, head, _) = views[name].sizes, views[name].strides
+        if tokens:
+            dims, box = (head_dim, tokens, heads, 1), (_ATOM, tile.kv, 1, 1)
+            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 8), box))
+    return tuple(copies)
+
+
+def _schedule_input(key: AttentionKey) -> Mapping[str, int]:
+    """CTAs may take row tiles from a tile counter, a few KV heads at a time, so that keys and values stay in L2."""
+    token_bits = (key.head_dim_qk + key.head_dim_vo) * key.kv.bits
+    return {"l2_tokens": max(1, 8 * _L2_BYTES // token_bits), "arrives_late": 1}
+
+
+def _unit_bytes(key: AttentionKey) -> int:
+    """One byte of block mask: whether the unit's keys are hidden, visible in part or visible in full."""
+    return int(key.mask is MaskMode.CUSTOM)
+
+
+def _operation(key: AttentionKey) -> OperationKey | None:
+    """For custom masks, plan() computes the block mask."""
+    return OperationKey("block_mask", key.target) if key.mask is MaskMode.CUSTOM else None
+
+
+def _fill(
+    params: AttentionFa3Params, given: ScheduleInput, s: ScheduleOutput, at: int, block_mask: int
+) -> tuple[BlockMaskParams | None, int]:
+    """With CUDA graphs and lengths on the device, each partition has the number of KV heads per L2 group."""
+    base = params.base
+    params.tile_counter = at + s.tile_counter_offset
+    params.heads_per_l2_group = 0 if given.tile_capacity else s.heads_per_l2_group
+    if not block_mask:
+        return None, 0
+    params.block_mask = block_mask
+    mask = BlockMaskParams(
+        mask=base.mask, mask_indptr=base.mask_indptr, tiles=base.tiles, block_mask=block_mask, num_tiles=s.num_tiles,
+        tile_rows=given.tile_rows, tile_kv=given.tile_kv, group_size=given.group_size, window_left=given.window_left,
+    )  # fmt: skip
+    return mask, CTAS_PER_ROW_TILE * s.num_tiles
+
+
+FA3 = AttentionKernel(
+    name="attention_fa3",
+    backend="fa3",
+    header="quire/kernels/attention_fa3.cuh",
+    cxx="AttentionFa3",
+    on_cuda=True,
+    reject=_reject,
+    tiles=_tiles,
+    choose_rows=_choose_rows,
+    page_size=_page_size,
+    params=AttentionFa3Params,
+    copies=_copies,
+    max_bytes=_max_bytes,
+    persistent=True,
+    has_expression_blocks=True,
+    has_cascades=True,
+    prefix_params=AttentionFa3PrefixParams,
+    schedule_input=_schedule_input,
+    unit_bytes=_unit_bytes,
+    operation=_operation,
+    fill=_fill,
+    notes_times=True,
+    is_slower_over_8_bits=True,
+)
+
+
+_PREFILL, _DECODE = FA3, DECODE
+_NAME, _BESIDE = "pod", ".beside."  #: a slug: "pod.sm90a.", the prefill's, ".beside.", the decode's
+
+
+@dataclass(frozen=True)
+class PodKey:
+    """The keys of the two kernels. `parse` is the inverse of `slug`."""
+
+    prefill: AttentionKey
+    decode: AttentionKey
+
+    def __post_init__(self) -> None:
+        if reason := pod_reason(self.prefill, self.decode):
+            raise ValidationError(f"pod: {reason}.")
+
+    @property
+    def slug(self) -> str:
+        return f"{_NAME}.{self.prefill.target}.{self.prefill.slug}{_BESIDE}{self.decode.slug}"
+
+    @classmethod
+    def parse(cls, slug: str) -> PodKey:
+        """The key that `slug` names."""
+        prefill, _, decode = slug.partition(_BESIDE)
+        return cls(AttentionKey.parse(prefill.split(".", 2)[-1]), AttentionKey.parse(decode))
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def spec(self) -> Spec:
+        """The input of the compiler."""
+        return Spec(
+            slug=self.slug,
+            target=self.prefill.target,
+            header="quire/kernels/pod.cuh",
+            kernel="Pod",
+            entry="quire_pod",
+            params=struct_of(PodParams),
+            code=_members("Prefill", _PREFILL.spec(self.prefill)) + _members("Decode", _DECODE.spec(self.decode)),
+            exports=(*GPU_EXPORTS, "kDecoding"),
+            warmup=self.slug,
+        )
+
+
+def _members(name: str, spec: Spec) -> str:
+    """`spec`'s Variant as a struct inside of another one."""
+    types = "".join(f" using {key} = {value};" for key, value in spec.types)
+    constants = "".join(f" static constexpr int {key} = {value};" for key, value in spec.constants)
+    return f"  struct {name} {{{types}{constants} }};\n"
+
+
+def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
+    """Why these variants do not run in one launch; None if they do."""
+    if (prefill.kernel, decode.kernel) != (_PREFILL.name, _DECODE.name):
+        return f"expected {_PREFILL.name} and {_DECODE.name}, got {prefill.kernel} and {decode.kernel}"
+    if any(_has_more(key) for key in (prefill, decode)):
+        return "a variant of one's own, or a cascade, has a launch of its own"
+    if prefill.page_size == ANY_PAGE_SIZE:
+        return "tokens that are gathered one by one take ptxas ten times as long beside another kernel"
+    if decode.tile_rows > 32 or _DECODE.tile(decode).kv == 32:
+        return "a warpgroup decodes at most 32 rows, and heads of which four warps have 16 tokens each"
+    return None
+
+
+def _has_more(key: AttentionKey) -> bool:
+    return key.variant is not None or key.cascade or key.prefix or key.timed

@@ -1,1 +1,0 @@
-"""Makes plans from index arrays, and runs them on tensors."""
