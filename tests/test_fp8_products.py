@@ -1,4 +1,4 @@
-"""Queries, keys and values of e4m3 that are multiplied as they are: attention_fa3_fp8.
+"""Queries, keys and values of e4m3 that are multiplied as they are: attention_fa3_fp8, which runs if it is named.
 
 The truth is attention over the stored numbers, in float64. Weights have 4 significant bits, whose rounding is most of
 the error; it does not grow with the number of keys.
@@ -14,6 +14,9 @@ import torch
 
 from calls import paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import Problem
+from quire.attention.ragged import prefill_options
+from quire.engine.schedule import Indices
+from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError
 from quire.kernels import AttentionKey, AttentionProblem, decide
 from quire.kernels.types import DTYPES, MaskMode, PosEncodingMode
@@ -39,7 +42,7 @@ _PROMPT = AttentionProblem(
 def test_long_prompts_of_e4m3_are_multiplied_as_they_are(head_dims, page_size, mask):
     qk, vo = head_dims
     problem = replace(_PROMPT, head_dim_qk=qk, head_dim_vo=vo, page_size=page_size, mask=mask)
-    decision = decide(problem)
+    decision = decide(problem, "quire:fp8")
     assert decision.kernel.name == "attention_fa3_fp8"
     assert AttentionKey.parse(decision.key.slug) == decision.key
 
@@ -62,14 +65,32 @@ def test_other_problems_are_refused_with_a_reason(changes, reason):
         decide(replace(_PROMPT, **changes), "quire:fp8")
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"), [({"rows": 64}, "rows=64"), ({"fixed_split_size": -1}, "other requests")], ids=str
-)
-def test_what_yields_to_products_of_16_bits(changes, reason):
-    """Few rows; and fixed splits, because the choice of a kernel must not depend on the batch."""
-    decision = decide(replace(_PROMPT, **changes))
-    yields = {verdict.kernel.backend: verdict.yields for verdict in decision.trace}
-    assert reason in yields["fp8"]
+@pytest.mark.parametrize("changes", [{"rows": 16}, {"fixed_split_size": -1}], ids=str)
+def test_a_named_kernel_takes_any_number_of_rows(changes):
+    assert decide(replace(_PROMPT, **changes), "quire:fp8").kernel.backend == "fp8"
+
+
+def test_auto_does_not_choose_it():
+    """Because it rounds more; the reasons say how to choose it."""
+    with pytest.raises(UnsupportedError, match="only backend='quire:fp8' chooses it"):
+        decide(_PROMPT)
+    upcast = decide(replace(_PROMPT, q=_TYPES["bf16"]))
+    assert upcast.kernel.backend == "fa3"
+    reasons = {verdict.kernel.backend: verdict.reason for verdict in upcast.trace}
+    assert 'backend="quire:fp8"' in reasons["fp8"]
+
+
+def test_queries_are_upcast_unless_the_kernel_is_named():
+    options = prefill_options(
+        False, 4, 2, 128, None, None, None, E4M3, E4M3, None, True, "NONE", None, -1, None, None, False, None, None,
+        None,
+    )  # fmt: skip
+    spec = AttentionSpec(Indices(0, None, 0, torch.zeros(1, dtype=torch.int32), None, None, 1, None), options)
+    assert spec.options.types.q.bits == 16
+    for backend in ("auto", "fa3", "quire:fa3"):
+        assert spec.with_8_bit_queries(backend) is spec
+    types = spec.with_8_bit_queries("quire:fp8").options.types
+    assert (types.q, types.given, types.o.slug) == (_E4M3, None, "fp16")
 
 
 def batch(dtype, device, qo_lens=QO_LENS, kv_lens=KV_LENS, **more):
@@ -207,12 +228,25 @@ def test_one_key_is_its_value(device, backend, dtype):
     assert torch.equal(out, p.v[request].to(dtype).repeat_interleave(2, dim=1))
 
 
-def test_auto_tells_what_it_chose(device, backend, dtype):
+def test_explain_tells_what_was_chosen(device, backend, dtype):
+    """With auto the upcast that it chose, and how to choose this kernel."""
     on_gpu(device)
     p = batch(dtype, device, (1024,), (1024,))
-    wrapper = ragged_wrapper(p, "auto")
-    plan_ragged(wrapper, p, plan=plan_of(p))
-    assert "attention_fa3_fp8" in str(wrapper.explain())
-    wrapper = ragged_wrapper(p, "quire:fa3")
-    plan_ragged(wrapper, p, plan=plan_of(p))
-    assert "attention_fa3_fp8" not in str(wrapper.explain()).split("->")[-1]
+    chosen = {}
+    for name in ("auto", "quire:fa3", backend):
+        wrapper = ragged_wrapper(p, name)
+        plan_ragged(wrapper, p, plan=plan_of(p))
+        told = str(wrapper.explain())
+        chosen[name] = "attention_fa3_fp8" in told.split("->")[-1]
+        assert name != "auto" or 'backend="quire:fp8"' in told
+    assert chosen == {"auto": False, "quire:fa3": False, backend: True}
+
+
+def test_few_rows_and_other_options_of_forward(device, backend, dtype):
+    """A plan that is made again keeps 8-bit queries."""
+    on_gpu(device)
+    p = batch(dtype, device, (3, 1), (200, 77))
+    check(p, *prefill_ragged(p, backend, plan=plan_of(p)))
+    wrapper = ragged_wrapper(p, backend)
+    plan_ragged(wrapper, p, plan={**plan_of(p), "causal": False})
+    check(p, *wrapper.forward_return_lse(p.q, p.k, p.v, causal=True))

@@ -221,7 +221,7 @@ def within_limits(graph: GraphState, spec: AttentionSpec, backend: str) -> Atten
     """
     indices, nnz = spec.indices, spec.nnz_qo
     if backend == _READS_8_BITS:
-        raise UnsupportedError(f"backend={backend!r} is not for CUDA graphs; \"auto\" converts 8-bit queries in them.")
+        raise UnsupportedError(f'backend={backend!r} is not for CUDA graphs; "auto" converts 8-bit queries in them.')
     assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:
         raise ValidationError(

@@ -187,7 +187,8 @@ def _refusal(problem: AttentionProblem, backend: str, trace: tuple[Verdict, ...]
         return UnsupportedError(
             f"backend={backend!r} does not run on {problem.target}; expected auto or one of {names}."
         )
-    reasons = "".join(f"\n  {verdict}" for verdict in allowed)
+    told = trace if backend == "auto" else allowed  # with how to choose the kernels that have to be named
+    reasons = "".join(f"\n  {verdict}" for verdict in told)
     if any(_rejection(verdict.kernel, problem) is None for verdict in allowed):
         size = problem.fixed_split_size
         return ValidationError(f"fixed_split_size: expected a multiple of a kernel's kv tile, got {size}:{reasons}")

@@ -23,7 +23,7 @@ def _reject(problem: AttentionProblem) -> str | None:
     if problem.target != "sm90a":
         return f"target {problem.target} is not sm90a"
     if (problem.q.slug, problem.kv.slug) != ("e4m3", "e4m3"):
-        return f"q dtype {problem.q}, kv dtype {problem.kv}: it takes e4m3 alone, if backend=\"quire:fp8\" names it"
+        return f'q dtype {problem.q}, kv dtype {problem.kv}: it takes e4m3 alone, if backend="quire:fp8" names it'
     if problem.o.slug not in ("fp16", "bf16"):
         return f"o dtype {problem.o} is not fp16 or bf16"
     if problem.mask is MaskMode.TREE:

@@ -4,12 +4,12 @@
 // The kernel is limited by the exponential function and by shared memory as much as by the tensor cores, which are
 // twice as fast as over 16 bits. The schedule is that of attention_fa3.cuh. What differs:
 // Values: products of 8 bits have no transposed operand, so that two loading warps transpose values in shared memory
-// (tile/hopper/transpose.cuh). The order of tokens in the transposed tile makes the accumulators of S = Q K^T the operand
-// of O += P V without an exchange between lanes.
-// Sums: the tensor cores add up with about 14 bits. O += P V of each KV tile starts from 0, a part of the columns at a
-// time, and is added to O in float32: the error does not grow with the number of keys.
-// Weights: the largest weight of a row is 2^kFirstExponent when its reference maximum is chosen, and at most 2^kMaxLag
-// later, of the 448 that e4m3 reaches. The scale is the same for all KV tiles, and a row's largest weight is exact.
+// (tile/hopper/transpose.cuh). The order of tokens in the transposed tile makes the accumulators of S = Q K^T the
+// operand of O += P V without an exchange between lanes. Sums: the tensor cores add up with about 14 bits. O += P V of
+// each KV tile starts from 0, a part of the columns at a time, and is added to O in float32: the error does not grow
+// with the number of keys. Weights: the largest weight of a row is 2^kFirstExponent when its reference maximum is
+// chosen, and at most 2^kMaxLag later, of the 448 that e4m3 reaches. The scale is the same for all KV tiles, and a
+// row's largest weight is exact.
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline and the transpose; DeepSeek-V3 for sums in two levels.
 #pragma once
