@@ -29,6 +29,7 @@ TENSOR_CORE = {
     "attention_decode": re.compile(r"\bHMMA\."),
     "attention_fa2": re.compile(r"\bHMMA\."),
     "attention_fa3": re.compile(r"\bHGMMA\."),
+    "attention_fa3_fp8": re.compile(r"\bQGMMA\."),
     "attention_wide": re.compile(r"\bHMMA\."),
     "attention_mla_decode": re.compile(r"\bHGMMA\."),
     "attention_mla_fa2": re.compile(r"\bHMMA\."),

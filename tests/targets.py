@@ -28,7 +28,7 @@ CPU = Target("cpu", pin("cpu"), (torch.float32, torch.float16, torch.bfloat16))
 CUDA_BACKENDS = {"decode": (8, 0), "fa2": (8, 0), "fa3": (9, 0), "auto": (8, 0)}
 
 #: Backends that take too few problems for the whole suite, and the files of their own.
-APART = {"wide": "test_head_dims.py"}
+APART = {"wide": "test_head_dims.py", "fp8": "test_fp8_products.py"}
 
 
 def targets(backends: Mapping[str, tuple[int, int]] = CUDA_BACKENDS) -> list[Target]:
@@ -37,6 +37,8 @@ def targets(backends: Mapping[str, tuple[int, int]] = CUDA_BACKENDS) -> list[Tar
         return [CPU]
     capability = torch.cuda.get_device_capability()
     names = [
-        name for name, oldest in backends.items() if capability >= oldest and (name != "fa3" or capability[0] == 9)
+        name
+        for name, oldest in backends.items()
+        if capability >= oldest and (name not in ("fa3", "fp8") or capability[0] == 9)
     ]
     return [CPU, *(Target("cuda:0", pin(name), (torch.float16, torch.bfloat16)) for name in names)]

@@ -226,6 +226,7 @@ ATTENTION = [
     "attention_fa2.sm90a.bf16-bf16-bf16.d128-128.ragged.custom.m128",
     "attention_fa2.sm90a.bf16-e4m3-bf16.d128-128.paged.causal.m64",
     "attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m128",
+    "attention_fa3_fp8.sm90a.e4m3-e4m3-bf16.d128-128.paged16.causal.m192",
     "pod.sm90a.attention_fa3.sm90a.bf16-bf16-bf16.d128-128.paged16.causal.m192.beside."
     "attention_decode.sm90a.bf16-bf16-bf16.d128-128.paged.none.m16",
 ]

@@ -41,7 +41,7 @@ class Attention(PlannedRun):
         graph: GraphState | None = None, before: Attention | None = None,
     ) -> None:  # fmt: skip
         options = spec.options
-        self.o_dtype, self._given = options.types.o.torch, options.types.given
+        self.o_dtype = options.types.o.torch
         if spec.operands and options.variant is None:
             unexpected("plan", spec.operands)
         self._layout = layout
@@ -57,9 +57,9 @@ class Attention(PlannedRun):
         else:
             refuse_capture("plan()", self._device)
         told, note = options, ""
-        if graph is not None:
-            spec = within_limits(graph, spec)
-            options = spec.options
+        spec = spec.with_8_bit_queries(backend) if graph is None else within_limits(graph, spec, backend)
+        options = spec.options
+        self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
         rotates = options.logits.pos_encoding is PosEncodingMode.ROPE_LLAMA
         if graph is None and (rotates or options.types.kv.bits == 8):
@@ -212,7 +212,9 @@ def workspace_bytes_of(spec: AttentionSpec, device: torch.device, backend: str, 
     decision = None
     if graph is not None:
         graph, decision = copy(graph), graph.decision
-        spec = within_limits(graph, spec)
+        spec = within_limits(graph, spec, backend)
+    else:
+        spec = spec.with_8_bit_queries(backend)
     assert isinstance(spec.indices, Indices)
     return workspace_bytes(decision or spec.decide(device, backend), spec.indices, spec.options, device, graph)
 

@@ -67,6 +67,11 @@ class Types(NamedTuple):
         wide = kv_type if kv_type.bits > 8 else o_type or dtype_of("float16", names[2])
         return cls(wide, kv_type, o_type or wide, q_type)
 
+    @property
+    def as_given(self) -> Types:
+        """The types for a kernel that reads 8-bit queries as they are."""
+        return self if self.given is None else Types(self.given, self.kv, self.o)
+
 
 class LogitsOptions(NamedTuple):
     """The run-time values that change logits."""

@@ -27,7 +27,7 @@ from quire.engine.tensors import (
     ragged_view,
     view_of,
 )
-from quire.engine.upcast import run_upcast
+from quire.engine.upcast import has_scales_of_heads, run_scaled, run_upcast
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision
 from quire.kernels.types import DType, KVLayout
@@ -94,6 +94,7 @@ class PlannedRun:
     _on_cuda: bool
     _index: int  # of the GPU
     _given: DType | None  # the type of 8-bit queries, which are upcast
+    _reads_8_bits: bool  # the kernel takes 8-bit queries as they are
     _has_fixed_lengths: bool
     _nnz_qo: int
     _q_shape: tuple[int, int, int]
@@ -120,6 +121,8 @@ class PlannedRun:
         """
         if self._given is not None and getattr(q, "dtype", None) is self._given.torch:
             return run_upcast(self.run, self._plan_options, q, kv, out, lse, return_lse, options)
+        if self._reads_8_bits and has_scales_of_heads(options):
+            return run_scaled(self.run, self._plan_options, q, kv, out, lse, return_lse, options)
         cache, known = cache_tensors(kv), self._signature
         tensors: list[Any] = [q, *cache, out, *options.others]
         is_known = out is not None and known is not None and len(tensors) == known.count and known.fits(*tensors)

@@ -25,11 +25,14 @@ from quire.engine.operands import describe, refuse_beside
 from quire.engine.options import PlanOptions
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.schedule import Indices, Lengths
-from quire.errors import ValidationError
+from quire.errors import UnsupportedError, ValidationError
 from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
-from quire.kernels import AttentionProblem, Decision, decide, family, same_rows
+from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
+from quire.kernels.fa3_fp8 import FA3_FP8
 from quire.kernels.features import planned_features
 from quire.kernels.types import MaskMode, PosEncodingMode
+
+_READS_8_BITS = PIN + FA3_FP8.backend
 
 
 def host_lens(seq_lens: Any, batch_size: int) -> torch.Tensor | None:
@@ -154,6 +157,12 @@ class AttentionSpec(NamedTuple):
         uniform = self.indices.qo_indptr is None
         return _decide(str(backend), device, options, self.mask, same_rows(rows), uniform)
 
+    def with_8_bit_queries(self, backend: str) -> AttentionSpec:
+        """The same with queries that are not upcast, if `backend` names the kernel that reads them as they are."""
+        if str(backend) != _READS_8_BITS or self.options.types.given is None:
+            return self
+        return self._replace(options=self.options._replace(types=self.options.types.as_given))
+
 
 @lru_cache(maxsize=4096)
 def _decide(
@@ -206,11 +215,13 @@ def last_of_lens(kv_lens: torch.Tensor, kv_indptr: torch.Tensor, page_size: int)
     return (kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * page_size).to(torch.int32)
 
 
-def within_limits(graph: GraphState, spec: AttentionSpec) -> AttentionSpec:
+def within_limits(graph: GraphState, spec: AttentionSpec, backend: str) -> AttentionSpec:
     """Check that `spec` equals the first plan() except for lengths, and that these are within its limits. Returns it
     with the options of the launch, which the first forward() may have changed.
     """
     indices, nnz = spec.indices, spec.nnz_qo
+    if backend == _READS_8_BITS:
+        raise UnsupportedError(f'backend={backend!r} is not for CUDA graphs; "auto" converts 8-bit queries in them.')
     assert isinstance(indices, Indices)
     if indices.batch_size != graph.batch_size:
         raise ValidationError(

@@ -1,4 +1,5 @@
-"""Upcasts to 16 bits: a prologue converts 8-bit keys and values of long prompts, and torch converts 8-bit queries.
+"""Upcasts to 16 bits: a prologue converts 8-bit keys and values of long prompts, and torch converts 8-bit queries
+unless the kernel reads them as they are.
 
 A kernel that converts keys as it reads them converts a key again for each row tile that sees it. For long prompts it
 is faster to write keys and values once in 16 bits and to read them again. The copies are in the workspace, page after
@@ -165,14 +166,8 @@ def run_upcast(
     float32 [heads].
     """
     check_shape(check_tensor(q, "q"), "q", {"rows": None, "num_qo_heads": None, "head_dim_qk": None})
-    wide, heads = q.to(options.types.q.torch), (options.num_qo_heads, options.num_kv_heads)
-    q_scale, k_scale, v_scale = given.q_scale, given.k_scale, given.v_scale
-    of_q, of_k, of_v = (
-        _of_query_heads(scale, name, count, heads[0], q.device)
-        for scale, name, count in (
-            (q_scale, "q_scale", heads[0]), (k_scale, "k_scale", heads[1]), (v_scale, "v_scale", heads[1]),
-        )
-    )  # fmt: skip
+    wide, (q_scale, k_scale, v_scale) = q.to(options.types.q.torch), (given.q_scale, given.k_scale, given.v_scale)
+    of_q, of_k, of_v = _of_heads(options, given, q.device)
     logits_scale_by = given.logits_scale_by
     if of_q is not None or of_k is not None:
         wide, number, by = _scaled(wide, _product(of_q, of_k), torch.finfo(q.dtype).max, _reads_scales(options))
@@ -190,11 +185,44 @@ def run_upcast(
     return result
 
 
+def has_scales_of_heads(given: Any) -> bool:
+    """Whether a scale of the RunOptions is a tensor of several numbers."""
+    scales = given.q_scale, given.k_scale, given.v_scale
+    return any(isinstance(scale, torch.Tensor) and scale.numel() != 1 for scale in scales)
+
+
+def run_scaled(
+    run: Callable[..., Any], options: PlanOptions, q: torch.Tensor, kv: Any, out: torch.Tensor | None,
+    lse: torch.Tensor | None, return_lse: bool, given: Any,
+) -> Any:  # fmt: skip
+    """`run` of a plan whose kernel reads 8-bit queries as they are, with scales of heads: it takes those of logits."""
+    of_q, of_k, of_v = _of_heads(options, given, q.device)
+    of_logits = _product(of_q, of_k)
+    rest = given._replace(
+        q_scale=given.q_scale if of_q is None else None, k_scale=given.k_scale if of_k is None else None,
+        v_scale=given.v_scale if of_v is None else None, others=() if of_logits is None else (of_logits.view(-1),),
+    )  # fmt: skip
+    result = run(q, kv, out, lse, return_lse, rest)
+    if of_v is not None:
+        (result[0] if isinstance(result, tuple) else result).mul_(of_v)
+    return result
+
+
 def check_scales(q: torch.Tensor, **scales: Any) -> None:
     """ValidationError for scales per head with 16-bit queries, by the caller's name."""
     for name, scale in scales.items():
         if isinstance(scale, torch.Tensor) and scale.numel() != 1 and check_tensor(q, "q").element_size() > 1:
             raise ValidationError(f"{name}: expected one number with queries of {q.dtype}, got {list(scale.shape)}.")
+
+
+def _of_heads(options: PlanOptions, given: Any, device: torch.device) -> tuple[torch.Tensor | None, ...]:
+    """Those of q_scale, k_scale and v_scale that are scales of heads, as scales of query heads."""
+    num_qo_heads, num_kv_heads = options.num_qo_heads, options.num_kv_heads
+    return (
+        _of_query_heads(given.q_scale, "q_scale", num_qo_heads, num_qo_heads, device),
+        _of_query_heads(given.k_scale, "k_scale", num_kv_heads, num_qo_heads, device),
+        _of_query_heads(given.v_scale, "v_scale", num_kv_heads, num_qo_heads, device),
+    )
 
 
 def _of_query_heads(scale: Any, name: str, count: int, num_qo_heads: int, device: torch.device) -> torch.Tensor | None:

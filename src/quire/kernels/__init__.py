@@ -21,6 +21,7 @@ from quire.kernels.cpu import CPU
 from quire.kernels.decode import DECODE
 from quire.kernels.fa2 import FA2, WIDE
 from quire.kernels.fa3 import FA3
+from quire.kernels.fa3_fp8 import FA3_FP8
 from quire.kernels.features import Operand, OperandBlock
 from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
 
@@ -42,7 +43,9 @@ __all__ = [
 ]
 
 #: In order of preference: `auto` takes the first kernel that accepts and does not yield to later ones.
-KERNELS: tuple[AttentionKernel, ...] = (DECODE, FA3, FA2, WIDE, CPU, MLA_DECODE, MLA_FA3, MLA_FA2, MLA_CPU)
+KERNELS: tuple[AttentionKernel, ...] = (
+    DECODE, FA3, FA3_FP8, FA2, WIDE, CPU, MLA_DECODE, MLA_FA3, MLA_FA2, MLA_CPU,
+)  # fmt: skip
 
 PIN = "quire:"  #: `backend="quire:fa2"`: that kernel, or an error
 #: FlashInfer's names of its own implementations. They mean `auto`.
@@ -110,7 +113,7 @@ def backends() -> tuple[str, ...]:
     name as the corresponding kernel for other attention.
 
     >>> quire.backends()
-    ('auto', 'quire:decode', 'quire:fa3', 'quire:fa2', 'quire:wide', 'quire:cpu')
+    ('auto', 'quire:decode', 'quire:fa3', 'quire:fp8', 'quire:fa2', 'quire:wide', 'quire:cpu')
     """
     return ("auto", *dict.fromkeys(PIN + kernel.backend for kernel in KERNELS))
 
@@ -148,10 +151,12 @@ def family(problem: AttentionProblem, backend: str) -> list[Spec]:
 
 
 def _allowed(kernel: AttentionKernel, backend: str) -> bool:
-    return backend in ("auto", PIN + kernel.backend)
+    return backend == PIN + kernel.backend or (backend == "auto" and not kernel.is_opt_in)
 
 
 def _reason(kernel: AttentionKernel, problem: AttentionProblem, backend: str) -> str | None:
+    if kernel.is_opt_in and backend == "auto":
+        return _rejection(kernel, problem) or f"only backend={PIN + kernel.backend!r} chooses it: it rounds more"
     if not _allowed(kernel, backend):
         return f"backend={backend!r} was asked for"
     return _rejection(kernel, problem) or _split_reason(kernel, problem)
@@ -182,7 +187,8 @@ def _refusal(problem: AttentionProblem, backend: str, trace: tuple[Verdict, ...]
         return UnsupportedError(
             f"backend={backend!r} does not run on {problem.target}; expected auto or one of {names}."
         )
-    reasons = "".join(f"\n  {verdict}" for verdict in allowed)
+    told = trace if backend == "auto" else allowed  # with how to choose the kernels that have to be named
+    reasons = "".join(f"\n  {verdict}" for verdict in told)
     if any(_rejection(verdict.kernel, problem) is None for verdict in allowed):
         size = problem.fixed_split_size
         return ValidationError(f"fixed_split_size: expected a multiple of a kernel's kv tile, got {size}:{reasons}")

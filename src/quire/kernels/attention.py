@@ -141,6 +141,7 @@ class AttentionKernel:
     #: whether its code for row tiles of that height uses the CPU's matrix unit
     uses_matrix_unit: Callable[[AttentionProblem, int], bool] = lambda *_: False
     yields: Callable[[AttentionProblem], str | None] = lambda _: None  #: why other kernels are preferred
+    is_opt_in: bool = False  #: `auto` does not choose it, because it rounds more than other kernels
     #: the page size for which its code is compiled
     page_size: Callable[[AttentionProblem], int] = lambda problem: ANY_PAGE_SIZE if problem.paged else 0
     operands: tuple[Operand, ...] = ATTENTION_OPERANDS

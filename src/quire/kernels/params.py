@@ -154,6 +154,17 @@ class AttentionFa3PrefixParams(ctypes.Structure):
     )
 
 
+class AttentionFa3Fp8Params(ctypes.Structure):
+    """The same with scales of query heads; see core/params.h. Allocate with `aligned_copy`."""
+
+    _fields_ = (
+        *AttentionFa3Params._fields_,
+        ("q_scales", c_void_p),
+        ("q_scales_head_stride", c_int64),
+        ("_to_64", ctypes.c_char * 48),
+    )
+
+
 class PodParams(ctypes.Structure):
     """The parameters of two kernels in one launch; see kernels/pod.cuh. Allocate with `aligned_copy`."""
 

@@ -39,7 +39,7 @@ DTYPES: tuple[DType, ...] = (
     DType("float32", "float", "fp32", 32, "f32"),
     DType("float16", "fp16_t", "fp16", 16, "f16"),
     DType("bfloat16", "bf16_t", "bf16", 16, "bf16"),
-    DType("float8_e4m3fn", "e4m3_t", "e4m3", 8, "u8"),  # 8 bits: keys and values only
+    DType("float8_e4m3fn", "e4m3_t", "e4m3", 8, "u8"),
     DType("float8_e5m2", "e5m2_t", "e5m2", 8, "u8"),
 )
 _BY_NAME = {name: d for d in DTYPES for name in (d.slug, d.torch_name, f"torch.{d.torch_name}")}

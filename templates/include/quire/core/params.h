@@ -187,6 +187,14 @@ struct AttentionFa3PrefixParams : AttentionFa3Params {
   unsigned char to_64[16];
 };
 
+// The kernel for 8-bit queries: the maps are of 8-bit elements, and a row of a box has 128. v has boxes of half a KV
+// tile.
+struct AttentionFa3Fp8Params : AttentionFa3Params {
+  const float* q_scales;  // [num_qo_heads] factors of each head's logits, by stride; or null
+  int64_t q_scales_head_stride;
+  unsigned char to_64[48];
+};
+
 // As in AttentionMlaParams q is q_pe, k is kpe and v is ckv, of `base` and of the tensor maps; tensor_q is not read.
 struct AttentionMlaFa3Params : AttentionFa3Params {
   const void* q_nope;  // [nnz_qo, num_qo_heads, head_dim_vo], by strides
