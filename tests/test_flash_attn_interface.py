@@ -348,6 +348,24 @@ def test_rows_of_a_cache(device, dtype, n):
     check(every.flatten(0, 1), None, q.flatten(0, 1), *(t.flatten(0, 1) for t in old), (n, n), (11, 11))
 
 
+def test_requests_of_negative_length_have_no_keys_and_get_none():
+    q, new, caches = random(4, 2, 64), random(4, 2, 64), [torch.zeros(2, 8, 2, 64) for _ in range(2)]
+    cu = offsets((3, 1))
+    lens = {"cache_seqlens": ints((-2, 1), "cpu"), "cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 3}
+    out = flash_attn_with_kvcache(q, *caches, new, new, causal=True, **lens)
+    assert not out[:3].any() and not caches[0][0].any() and torch.equal(caches[0][1, 1], new[3])
+
+
+def test_more_new_rows_than_offsets_say(device, dtype):
+    """The rows behind the last offset, as in the batch of a CUDA graph, are neither written nor attended to."""
+    b, k, v, old = with_new(device, dtype)
+    more = [torch.cat([t, torch.full_like(t[:2], math.nan)]) for t in (b.q, k, v)]
+    lens = {"cache_seqlens": ints(old, device), "cu_seqlens_q": b.cu_q, "cu_seqlens_k_new": offsets(NEW, device)}
+    out = flash_attn_with_kvcache(more[0], *b.pages, *more[1:], page_table=b.table, causal=True, **lens)
+    assert not out[-2:].any()
+    b.check(out[:-2], causal=True)
+
+
 # Scales, latents
 
 
@@ -379,6 +397,13 @@ def test_descales(device, kind):
     ref = oracle.attention(q, k, v, *indptrs, causal=True)
     own = oracle.attention(*(t.bfloat16() for t in (q, k, v)), *indptrs, causal=True, dtype=torch.bfloat16)
     oracle.assert_close(out, ref.o, own.o.double(), indptrs[0])
+
+
+def test_descales_of_16_bits(device, dtype):
+    b = Batch(device, dtype)
+    k_scale, v_scale = (torch.full((1,), x, device=device).expand(4, 2) for x in (0.5, 2.0))  # exact in any type
+    out = b.paged(q_descale=None, k_descale=k_scale, v_descale=v_scale, causal=True)
+    check(out, None, b.q, b.k / 2, b.v * 2, Q_LENS, KV_LENS, causal=True)
 
 
 @pytest.mark.parametrize("call", ["cache", "varlen", "ragged", "dense"])

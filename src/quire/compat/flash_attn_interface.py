@@ -195,7 +195,7 @@ def flash_attn_varlen_func(
     used_q, used_k = used_lengths(seqused_q, "seqused_q", batch), used_lengths(seqused_k, "seqused_k", batch)
     keys = keys_of(k, v, batch, cu_seqlens_k, used_k, table, name)
     if qv is not None and keys.table is None:
-        keys = ragged_tokens(keys, k.shape[0] if max_seqlen_k is None else max_seqlen_k)
+        keys = ragged_tokens(keys, k.shape[0] if max_seqlen_k is None else int(max_seqlen_k))
     queries, keys = with_used_lengths(Queries(q, qv, batch, 0, cu_seqlens_q), keys, used_q, used_k)
     out, lse = attend(queries, keys, options, Scales(q_descale, k_descale, v_descale))
     return _with_lse(out, lse)

@@ -13,6 +13,7 @@ from quire.compat.flash_attn_interface_options import Options
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_output, check_same_device, check_shape, float_sinks
 from quire.engine.device import OwnWorkspace
+from quire.engine.graph import is_capturing
 from quire.engine.masks import kv_lens, qo_lens
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
@@ -88,11 +89,20 @@ class Scales(NamedTuple):
         """The product of those of q and k."""
         if self.q is None or self.k is None:
             return self.k if self.q is None else self.q
+        if _is_one(self.q) and _is_one(self.k):
+            return (self.q[:1, :1] * self.k[:1, :1]).expand(self.q.shape)
         return self.q * self.k
+
+
+def _is_one(tensor: torch.Tensor) -> bool:
+    """Whether it is one number, expanded."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return bool(tensor.numel()) and all(stride == 0 or size == 1 for size, stride in sizes)
 
 
 def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tuple[torch.Tensor, torch.Tensor | None]:
     """out [rows, num_heads, head_dim of v], and the lse [rows, num_heads] in base e if it is asked for."""
+    queries, keys = _together(queries, keys)
     q, qv = queries.q, queries.qv
     scales.check(queries.batch, keys.k.shape[-2], q.device)
     dim_v, is_paged = keys.v.shape[-1], keys.table is not None
@@ -118,6 +128,15 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     return _given_back(options.out, out[..., :dim_v]), lse
 
 
+def _together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+    """Offsets and lengths on the GPU if some of them lie there: the host then need not wait for these."""
+    arrays, device = (queries.offsets, keys.offsets, keys.lens), queries.q.device
+    if device.type == "cpu" or all(t is None or t.is_cpu for t in arrays) or is_capturing(device):
+        return queries, keys
+    offsets, k_offsets, lens = (t if t is None else t.to(device, non_blocking=True) for t in arrays)
+    return queries._replace(offsets=offsets), keys._replace(offsets=k_offsets, lens=lens)
+
+
 class _Factors(NamedTuple):
     """Scales as kernels take them: one for all, or one for each row and head, which are applied before and after."""
 
@@ -134,7 +153,7 @@ class _Factors(NamedTuple):
         for tensor, one, many in given:
             if tensor is None:
                 continue
-            if takes_one and (tensor.numel() == 1 or not any(tensor.stride())):
+            if takes_one and _is_one(tensor):
                 found[one] = tensor.as_strided((1,), (1,))
             else:
                 requests = queries.requests().clamp(max=queries.batch - 1)
