@@ -328,6 +328,27 @@ def test_rotation(device, dtype, interleaved, causal, begins):
     check(out, None, turned(b.q, b.q_lens, causal), keys, b.v, b.q_lens, b.kv_lens, causal=causal)
 
 
+def test_rotation_of_8_bits(device):
+    """Queries are rotated to bfloat16, and new keys back to 8 bits."""
+    narrow, angles = torch.float8_e4m3fn, oracle.rope_angles(torch.arange(64), 64).float().to(device)
+    q, k, v = (random(2, 1, h, 64, device=device, dtype=torch.bfloat16).to(narrow) for h in (4, 2, 2))
+    pages = [torch.zeros(2, 16, 2, 64, device=device).to(narrow) for _ in range(2)]
+    call = {"rotary_cos": angles.cos(), "rotary_sin": angles.sin(), "rotary_interleaved": False, "causal": True}
+    out = flash_attn_with_kvcache(q, *pages, k, v, cache_seqlens=ints((3, 9), device), **call)
+    wide = [t.to(torch.bfloat16) for t in (q, k, v)]
+    caches = [torch.zeros(2, 16, 2, 64, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    want = flash_attn_with_kvcache(wide[0], *caches, *wide[1:], cache_seqlens=ints((3, 9), device), **call)
+    assert torch.equal(pages[0].bfloat16(), caches[0].to(narrow).bfloat16()) and out.dtype is torch.bfloat16
+    assert torch.allclose(out, want, atol=0.1)
+
+
+def test_rotary_seqlens_alone_have_no_effect():
+    b = Batch("cpu", torch.float32)
+    call = {"page_table": b.table, "cache_seqlens": b.lens, "cu_seqlens_q": b.cu_q}
+    same = flash_attn_with_kvcache(b.q, *b.pages, rotary_seqlens=b.lens, **call)
+    assert torch.equal(same, flash_attn_with_kvcache(b.q, *b.pages, **call))
+
+
 @pytest.mark.parametrize("n", [1, 3])
 def test_rows_of_a_cache(device, dtype, n):
     """Queries and new tokens of equal length; lengths as a number, or all of the cache."""
@@ -369,7 +390,7 @@ def test_more_new_rows_than_offsets_say(device, dtype):
 # Scales, latents
 
 
-@pytest.mark.parametrize("kind", ["expanded", "each", "ragged"])
+@pytest.mark.parametrize("kind", ["expanded", "each", "ragged", "used", "used pages"])
 def test_descales(device, kind):
     narrow = torch.float8_e4m3fn
     b = Batch(device, torch.bfloat16)
@@ -380,8 +401,11 @@ def test_descales(device, kind):
         scales = [t[:1, :1].reshape(1).expand(4, 2) for t in scales]
     named = dict(zip(("q_descale", "k_descale", "v_descale"), scales, strict=True))
     options = {"cu_seqlens_q": b.cu_q, "max_seqlen_q": 17, "causal": True, **named}
-    if kind == "ragged":
-        out = flash_attn_varlen_func(b.q, b.k, b.v, cu_seqlens_k=b.cu_k, max_seqlen_k=33, **options)
+    used = {"seqused_q": b.cu_q.diff(), "seqused_k": b.lens} if kind.startswith("used") else {}
+    if kind in ("ragged", "used"):
+        out = flash_attn_varlen_func(b.q, b.k, b.v, cu_seqlens_k=b.cu_k, max_seqlen_k=33, **options, **used)
+    elif kind == "used pages":
+        out = flash_attn_varlen_func(b.q, *pages, page_table=b.table, **options, **used)
     else:
         out = flash_attn_with_kvcache(b.q, *pages, page_table=b.table, cache_seqlens=b.lens, **options)
     assert out.dtype is torch.bfloat16

@@ -226,8 +226,9 @@ def flash_attn_with_kvcache(
     cu_seqlens_k_new without k has no effect. cache_seqlens: tokens of each request before that, one number or int32
     [batch]; None: all of the cache. Where it is on a GPU, it is read only there.
     rotary_cos, rotary_sin: [seqlen_rotary, rotary_dim / 2]: k is rotated by its position, and q by its own with causal
-    or a window, else by the first new one. rotary_seqlens int32 [batch]: that position; None: cache_seqlens.
-    rotary_interleaved: True: dims 2 i and 2 i + 1 are a pair; False: i and i + rotary_dim / 2.
+    or a window, else by the first new one. rotary_seqlens int32 [batch]: that position; None: cache_seqlens. Without
+    rotary_cos it has no effect. rotary_interleaved: True: dims 2 i and 2 i + 1 are a pair; False: i and i +
+    rotary_dim / 2.
     cache_batch_idx: int32 [batch], the row of the cache, or of page_table, of each request. cache_leftpad: int32
     [batch], where the keys of each request begin. max_seqlen_q: redundant beside cu_seqlens_q. Other arguments and
     errors: at the top of the module. Returns out in q's shape, with the head_dim of v, or (out, softmax_lse).
@@ -258,16 +259,15 @@ def flash_attn_with_kvcache(
     )
     if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
         raise ValidationError("k, v and rotary_cos, rotary_sin: expected both of a pair or neither.")
+    begins = used_lengths(rotary_seqlens, "rotary_seqlens", queries.batch)
     if k is not None and v is not None:
         new = NewTokens.of(k, v, cu_seqlens_k_new, queries.batch)
         if rotary_cos is not None and rotary_sin is not None:
-            start = (
-                cache.lens if rotary_seqlens is None else used_lengths(rotary_seqlens, "rotary_seqlens", queries.batch)
-            )
+            start = cache.lens if begins is None else begins
             rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved)
             queries, new = rotated(queries, new, rotation, start, options.is_local)
         cache = new.append(cache)
-    elif rotary_cos is not None or rotary_seqlens is not None:
+    elif rotary_cos is not None:
         raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
     elif cu_seqlens_k_new is not None:
         check_shape(tensor_of(cu_seqlens_k_new, "cu_seqlens_k_new"), "cu_seqlens_k_new", {"batch + 1": None})

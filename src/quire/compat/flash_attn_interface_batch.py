@@ -33,11 +33,12 @@ class Queries(NamedTuple):
     qv: torch.Tensor | None  #: [rows, num_heads, head_dim of v]
     batch: int
     qo_len: int  #: of each request, where there are no offsets
-    offsets: torch.Tensor | None  #: int32 [batch + 1]
+    offsets: torch.Tensor | None  #: int32 [batch * num_parts + 1]
+    num_parts: int = 1  #: that each request is divided into, of which the first has queries with keys
 
     def requests(self) -> torch.Tensor:
         """The request of each row; `batch` for rows behind the last offset."""
-        return Rows.of(self.offsets, self.batch, self.qo_len, self.q).request
+        return Rows.of(self.offsets, self.batch * self.num_parts, self.qo_len, self.q).request // self.num_parts
 
 
 class Keys(NamedTuple):
@@ -134,7 +135,7 @@ def _together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
     if device.type == "cpu" or all(t is None or t.is_cpu for t in arrays) or is_capturing(device):
         return queries, keys
     offsets, k_offsets, lens = (t if t is None else t.to(device, non_blocking=True) for t in arrays)
-    return queries._replace(offsets=offsets), keys._replace(offsets=k_offsets, lens=lens)
+    return queries._replace(offsets=offsets, num_parts=2), keys._replace(offsets=k_offsets, lens=lens)
 
 
 class _Factors(NamedTuple):
@@ -170,8 +171,9 @@ def _check_latents(queries: Queries, keys: Keys, options: Options, scales: Scale
     check_shape(qv, "qv", sizes)
     if (q.shape[-1], keys.v.shape[-1], keys.k.shape[-2]) != (64, LATENT_DIM, 1):
         raise UnsupportedError(
-            f"qv: expected q of 64 dims and v of {LATENT_DIM} with one head of keys (latents), got q of {q.shape[-1]}, "
-            f"v of {keys.v.shape[-1]} and {keys.k.shape[-2]} heads of keys; concatenate q and qv, and k and v, instead."
+            f"qv: expected q of 64 dims and v of {LATENT_DIM} with one head of keys, which kernels of latents take, "
+            f"got q of {q.shape[-1]}, v of {keys.v.shape[-1]} and {keys.k.shape[-2]} heads of keys; where their dims are "
+            f"256 at most, concatenate q and qv, and k and v."
         )
     if any(scale is not None for scale in scales):
         raise UnsupportedError("q_descale, k_descale, v_descale: expected None beside qv, whose keys have 16 bits.")
@@ -304,13 +306,13 @@ def with_used_lengths(
         assert lens is not None
         lens = torch.stack((lens, torch.zeros_like(lens)), 1).flatten()
         table = keys.table.repeat_interleave(2, 0)
-        return queries._replace(offsets=offsets), keys._replace(offsets=None, lens=lens, table=table)
+        return queries._replace(offsets=offsets, num_parts=2), keys._replace(offsets=None, lens=lens, table=table)
     assert keys.offsets is not None
     k_first, k_behind = keys.offsets[:-1], keys.offsets[1:]
     most = k_behind - k_first
     k_end = k_first + (most if used_k is None else torch.minimum(used_k.clamp(min=0).to(most.device), most))
     return (
-        queries._replace(offsets=_flat_offsets((first, end, behind), behind)),
+        queries._replace(offsets=_flat_offsets((first, end, behind), behind), num_parts=3),
         keys._replace(offsets=_flat_offsets((k_first, k_end, k_end), k_behind)),
     )
 

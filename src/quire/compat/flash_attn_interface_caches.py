@@ -157,7 +157,9 @@ class Rotation(NamedTuple):
     interleaved: bool
 
     def turned(self, x: torch.Tensor, rows: Rows, start: torch.Tensor, moves: bool = True) -> torch.Tensor:
-        """x [rows, heads, dim], whose requests begin at positions `start`, where all rows stand unless `moves`."""
+        """x [rows, heads, dim], whose requests begin at positions `start`, where all rows stand unless `moves`.
+        Numbers of 8 bits become bfloat16.
+        """
         first = {"seqlen_rotary": None, "rotary_dim / 2": None}
         check_shape(tensor_of(self.cos, "rotary_cos"), "rotary_cos", first)
         second = dict(zip(first, self.cos.shape, strict=True))
@@ -166,7 +168,7 @@ class Rotation(NamedTuple):
             return x
         table = torch.cat([self.cos, self.sin], dim=1).float()
         at = start.to(x.device).clamp(min=0)[rows.request.clamp(max=start.shape[0] - 1)] + rows.place * moves
-        flat = x.reshape(x.shape[0], -1)
+        flat = (x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x).reshape(x.shape[0], -1)
         none = flat.new_zeros(flat.shape[0], 0)
         turned = apply_rope_with_cos_sin_cache(at, flat, none, x.shape[2], table, not self.interleaved)[0]
         return turned.view(x.shape)
@@ -200,5 +202,8 @@ def rotated(
     queries: Queries, new: NewTokens, rotation: Rotation, start: torch.Tensor, moves: bool
 ) -> tuple[Queries, NewTokens]:
     rows = Rows.of(queries.offsets, queries.batch, queries.qo_len, queries.q)
-    turned = rotation.turned(queries.q, rows, start, moves)
-    return queries._replace(q=turned), new._replace(k=rotation.turned(new.k, new.rows, start))
+    turned, k = rotation.turned(queries.q, rows, start, moves), rotation.turned(new.k, new.rows, start)
+    if k.dtype is not new.k.dtype:  # 8 bits
+        most = torch.finfo(new.k.dtype).max
+        k = k.clamp(-most, most).to(new.k.dtype)
+    return queries._replace(q=turned), new._replace(k=k)
