@@ -172,8 +172,8 @@ def _check_latents(queries: Queries, keys: Keys, options: Options, scales: Scale
     if (q.shape[-1], keys.v.shape[-1], keys.k.shape[-2]) != (64, LATENT_DIM, 1):
         raise UnsupportedError(
             f"qv: expected q of 64 dims and v of {LATENT_DIM} with one head of keys, which kernels of latents take, "
-            f"got q of {q.shape[-1]}, v of {keys.v.shape[-1]} and {keys.k.shape[-2]} heads of keys; where their dims are "
-            f"256 at most, concatenate q and qv, and k and v."
+            f"got q of {q.shape[-1]}, v of {keys.v.shape[-1]} and {keys.k.shape[-2]} heads of keys; where "
+            f"their dims are 256 at most, concatenate q and qv, and k and v."
         )
     if any(scale is not None for scale in scales):
         raise UnsupportedError("q_descale, k_descale, v_descale: expected None beside qv, whose keys have 16 bits.")
