@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-from quire import attention, errors, jit
-from quire.attention import batch, cascade, decode, flex, mla, pod, prefill, selection, sparse, variants, viz
+from typing import TYPE_CHECKING
+
+from quire import attention as attention
+from quire import errors as errors
+from quire import jit as jit
+from quire.attention import batch, flex, selection
+from quire.attention import cascade as cascade
+from quire.attention import decode as decode
+from quire.attention import mla as mla
+from quire.attention import pod as pod
+from quire.attention import prefill as prefill
+from quire.attention import sparse as sparse
+from quire.attention import variants as variants
+from quire.attention import viz as viz
 from quire.attention.batch import *  # noqa: F403
 from quire.attention.cascade import *  # noqa: F403
 from quire.attention.decode import *  # noqa: F403
@@ -13,40 +25,39 @@ from quire.attention.pod import *  # noqa: F403
 from quire.attention.prefill import *  # noqa: F403
 from quire.attention.selection import *  # noqa: F403
 from quire.attention.sparse import *  # noqa: F403
-from quire.attention.variants import get_alibi_slopes
-from quire.cache import merge, page, quantization, rope
+from quire.attention.variants import get_alibi_slopes as get_alibi_slopes
+from quire.cache import merge as merge
+from quire.cache import page as page
+from quire.cache import quantization as quantization
+from quire.cache import rope as rope
 from quire.cache.page import *  # noqa: F403
 from quire.cache.quantization import *  # noqa: F403
 from quire.cache.rope import *  # noqa: F403
-from quire.calls import cudnn, xqa
-from quire.calls.xqa import xqa_mla
-from quire.cli import aot
-from quire.cli.aot import warmup
-from quire.cli.estimates import estimate, is_supported
+from quire.calls import cudnn as cudnn
+from quire.calls import xqa as xqa
+from quire.calls.xqa import xqa_mla as xqa_mla
+from quire.cli import aot as aot
+from quire.cli.aot import warmup as warmup
+from quire.cli.estimates import estimate as estimate
+from quire.cli.estimates import is_supported as is_supported
 from quire.errors import *  # noqa: F403
-from quire.jit import events, record, seal
-from quire.jit.events import metrics
-from quire.kernels import backends
-from quire.kernels import expressions as expression
-from quire.kernels.expressions.variant import Variant
+from quire.jit import events as events
+from quire.jit import record as record
+from quire.jit import seal as seal
+from quire.jit.events import metrics as metrics
+from quire.kernels import backends as backends
+from quire.kernels import expressions
+from quire.kernels.expressions.variant import Variant as Variant
 
-__all__ = [
-    "Variant", "aot", "attention", "backends", "cascade", "cudnn", "decode", "errors", "estimate", "events",
-    "expression",
-    "get_alibi_slopes", "is_supported", "jit", "merge", "metrics", "mla", "page", "pod", "prefill", "quantization",
-    "record",
-    "rope", "seal", "sparse", "variants", "viz", "warmup", "xqa", "xqa_mla",
-]  # fmt: skip
-__all__ += batch.__all__
-__all__ += cascade.__all__
-__all__ += decode.__all__
-__all__ += errors.__all__
-__all__ += flex.__all__
-__all__ += mla.__all__
-__all__ += page.__all__
-__all__ += pod.__all__
-__all__ += prefill.__all__
-__all__ += quantization.__all__
-__all__ += rope.__all__
-__all__ += selection.__all__
-__all__ += sparse.__all__
+expression = expressions
+
+if not TYPE_CHECKING:  # type checkers take names imported with *, or as themselves
+    __all__ = [
+        "Variant", "aot", "attention", "backends", "cascade", "cudnn", "decode", "errors", "estimate", "events",
+        "expression", "get_alibi_slopes", "is_supported", "jit", "merge", "metrics", "mla", "page", "pod", "prefill",
+        "quantization", "record", "rope", "seal", "sparse", "variants", "viz", "warmup", "xqa", "xqa_mla",
+    ]  # fmt: skip
+    for _module in (
+        batch, cascade, decode, errors, flex, mla, page, pod, prefill, quantization, rope, selection, sparse,
+    ):  # fmt: skip
+        __all__ += _module.__all__

@@ -42,7 +42,7 @@ def served() -> Mapping[str, Mapping[str, Any]]:
     # What run() then takes is built in.
     table["jit.attention.variants"] = {"attention_sink_decl": dict.fromkeys(("fa2", "fa3"), ATTENTION_SINK)}
     of_modules = {name for names in table.values() for name in names}
-    table[""] = {name: getattr(quire, name) for name in public.__all__ if name in of_modules}
+    table[""] = {name: getattr(quire, name) for name in vars(public)["__all__"] if name in of_modules}
     return table
 
 

@@ -1,0 +1,209 @@
+"""Queries, keys and caches of FlashAttention-3's functions: where they lie, new tokens, rotation and padding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quire.cache.page import append_paged_kv_cache
+from quire.cache.rope import apply_rope_with_cos_sin_cache
+from quire.calls.tables import check_page_numbers, equal_lengths, row_step, token_pages
+from quire.compat.flash_attn import _check_longest
+from quire.compat.flash_attn_batch import Cache, _index, tensor_of
+from quire.compat.flash_attn_interface_batch import Keys, Queries, Rows
+from quire.engine.checks import check_shape, to_int32
+from quire.engine.operators import is_tracing
+from quire.errors import ValidationError
+
+
+def batch_of(offsets: Any) -> int:
+    if not isinstance(offsets, torch.Tensor):
+        raise ValidationError(
+            f"cu_seqlens_q: expected int32 [batch + 1], got {offsets!r}; forks have other orders of arguments: pass "
+            f"those behind v by name."
+        )
+    check_shape(tensor_of(offsets, "cu_seqlens_q"), "cu_seqlens_q", {"batch + 1": None})
+    if not offsets.shape[0]:
+        raise ValidationError("cu_seqlens_q: expected [batch + 1] offsets, got none.")
+    return offsets.shape[0] - 1
+
+
+def used_lengths(lens: torch.Tensor | None, name: str, batch: int) -> Any:
+    if lens is None:
+        return None
+    check_shape(tensor_of(lens, name), name, {"batch": batch})
+    return to_int32(lens, name)
+
+
+def flat_qv(qv: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
+    if qv is None:
+        return None
+    sizes = dict(zip(("batch", "seqlen_q", "num_heads"), q.shape[:3], strict=True))
+    check_shape(tensor_of(qv, "qv"), "qv", {**sizes, "head_dim_v": None})
+    return qv.flatten(0, 1)
+
+
+def rows_of_keys(k: Any, v: Any, batch: int, lens: torch.Tensor | None, is_ragged: bool) -> Keys:
+    """Keys [batch, seqlen_k, num_heads_k, head_dim]: ragged where they can be, else a page for each request."""
+    sizes: dict[str, int | None] = {"batch": batch, "seqlen_k": None, "num_heads_k": None, "head_dim": None}
+    check_shape(tensor_of(k, "k"), "k", sizes)
+    check_shape(tensor_of(v, "v"), "v", {**sizes, "seqlen_k": k.shape[1], "num_heads_k": k.shape[2]})
+    equal = equal_lengths(batch, k.shape[1])
+    is_flat = all(t.stride(0) == k.shape[1] * t.stride(1) or not t.numel() for t in (k, v))
+    is_odd = any(t.shape[3] < 32 or t.shape[3] % 8 for t in (k, v))  # to be copied in any case
+    if is_ragged and (is_flat or is_odd):
+        return Keys(k.flatten(0, 1), v.flatten(0, 1), equal.offsets, None, None)
+    return Keys(k, v, None, equal.lens if lens is None else lens, equal.rows)
+
+
+def keys_of(
+    k: Any, v: Any, batch: int, offsets: torch.Tensor | None, used: torch.Tensor | None, table: Any, name: str
+) -> Keys:
+    """What flash_attn_varlen_func() is given."""
+    if offsets is not None:
+        check_shape(tensor_of(offsets, "cu_seqlens_k"), "cu_seqlens_k", {"batch + 1": batch + 1})
+        offsets = to_int32(offsets, "cu_seqlens_k")
+    if table is None and offsets is None:
+        return rows_of_keys(k, v, batch, used, is_ragged=False)
+    dims = ("total_k",) if table is None else ("num_blocks", "page_block_size")
+    for tensor, of in ((k, "k"), (v, "v")):
+        check_shape(tensor_of(tensor, of), of, dict.fromkeys((*dims, "num_heads_k", "head_dim")))
+    if table is None:
+        return Keys(k, v, offsets, None, None)
+    check_shape(tensor_of(table, name), name, {"batch": batch, "pages": None})
+    lens = used if used is not None else None if offsets is None else offsets.diff()
+    if lens is None:
+        raise ValidationError(f"seqused_k: expected it, or cu_seqlens_k, beside {name}; got neither.")
+    check_pages(table, lens, k, name)
+    return Keys(k, v, None, lens, to_int32(table, name))
+
+
+def cache_queries(q: Any, qv: Any, offsets: torch.Tensor | None, most: int | None) -> Queries:
+    dims = ("batch", "seqlen_q") if offsets is None else ("total_q",)
+    check_shape(tensor_of(q, "q"), "q", dict.fromkeys((*dims, "num_heads", "head_dim")))
+    if offsets is None:
+        return Queries(q.flatten(0, 1), flat_qv(qv, q), q.shape[0], q.shape[1], None)
+    batch = batch_of(offsets)
+    if most is not None:
+        _check_longest(offsets, most, "max_seqlen_q")
+    return Queries(q, None if qv is None else tensor_of(qv, "qv"), batch, 0, offsets)
+
+
+def cache_of(
+    k_cache: Any, v_cache: Any, batch: int, lens: Any, rows: Any, padding: Any, table: Any, name: str
+) -> tuple[Cache, torch.Tensor | None]:
+    """The cache, and where the keys of each request begin. Rows beside a table are those of the table."""
+    if table is not None:
+        check_shape(tensor_of(table, name), name, {"batch" if rows is None else "batch_cache": None, "pages": None})
+        if rows is not None:
+            at = _index(rows, "cache_batch_idx", batch, table.device, table.shape[0] - 1)
+            table, rows = table.index_select(0, at.to(table.device)), None
+        check_shape(table, name, {"batch": batch, "pages": None})
+    cache = Cache.of(k_cache, v_cache, batch, lens, rows, None, table)
+    if padding is not None:
+        padding = _index(padding, "cache_leftpad", batch, k_cache.device, cache.pages.shape[1] * k_cache.shape[1])
+    return cache, padding
+
+
+class NewTokens(NamedTuple):
+    """Keys and values that are written into a cache."""
+
+    k: torch.Tensor  #: [rows, num_heads_k, head_dim]
+    v: torch.Tensor
+    rows: Rows
+    lens: int | torch.Tensor  #: of each request
+
+    @classmethod
+    def of(cls, k: torch.Tensor, v: torch.Tensor, offsets: torch.Tensor | None, batch: int) -> NewTokens:
+        """Of k and v [batch, seqlen_new, ...], or [total, ...] with offsets [batch + 1]."""
+        names = ("batch", "seqlen_new") if offsets is None else ("total_k_new",)
+        for tensor, name in ((k, "k"), (v, "v")):
+            check_shape(tensor_of(tensor, name), name, dict.fromkeys((*names, "num_heads_k", "head_dim")))
+        if offsets is None:
+            check_shape(k, "k", {"batch": batch, "seqlen_new": None, "num_heads_k": None, "head_dim": None})
+            length = k.shape[1]
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+            return cls(k, v, Rows.of(None, batch, length, k), length)
+        check_shape(tensor_of(offsets, "cu_seqlens_k_new"), "cu_seqlens_k_new", {"batch + 1": batch + 1})
+        offsets = to_int32(offsets, "cu_seqlens_k_new")
+        return cls(k, v, Rows.of(offsets, batch, 0, k), offsets.diff())
+
+    def append(self, cache: Cache) -> Cache:
+        """Writes them behind the tokens that are there; returns the cache with them."""
+        batch, device = cache.lens.shape[0], cache.tensors[0].device
+        new = self.lens if isinstance(self.lens, int) else self.lens.to(cache.lens.device)
+        total, most = cache.lens + new, cache.pages.shape[1] * cache.tensors[0].shape[1]
+        if total.is_cpu and not is_tracing() and batch and int(total.max()) > most:
+            raise ValidationError(
+                f"cache_seqlens: expected at most {most} tokens together with those of k, got {int(total.max())}."
+            )
+        lens, pages = cache.lens.to(device), cache.pages.to(device).contiguous()
+        request = self.rows.request.clamp(max=batch - 1)
+        is_none = (self.rows.request >= batch) | (lens[request] < 0)
+        append_paged_kv_cache(
+            self.k, self.v, torch.where(is_none, -1, request), lens[request] + self.rows.place, cache.tensors,
+            pages.view(-1), torch.arange(batch + 1, dtype=torch.int32, device=device) * pages.shape[1],
+            torch.ones_like(lens),
+        )  # fmt: skip
+        return cache._replace(lens=torch.where(cache.lens < 0, cache.lens, total))
+
+
+class Rotation(NamedTuple):
+    """Rotary embedding of queries and new keys by tables of cosines and sines."""
+
+    cos: torch.Tensor  #: [seqlen_rotary, rotary_dim / 2]
+    sin: torch.Tensor
+    interleaved: bool
+
+    def turned(self, x: torch.Tensor, rows: Rows, start: torch.Tensor, moves: bool = True) -> torch.Tensor:
+        """x [rows, heads, dim], whose requests begin at positions `start`, where all rows stand unless `moves`.
+        Numbers of 8 bits become bfloat16.
+        """
+        first = {"seqlen_rotary": None, "rotary_dim / 2": None}
+        check_shape(tensor_of(self.cos, "rotary_cos"), "rotary_cos", first)
+        second = dict(zip(first, self.cos.shape, strict=True))
+        check_shape(tensor_of(self.sin, "rotary_sin"), "rotary_sin", second)
+        if not x.shape[0]:
+            return x
+        table = torch.cat([self.cos, self.sin], dim=1).float()
+        at = start.to(x.device).clamp(min=0)[rows.request.clamp(max=start.shape[0] - 1)] + rows.place * moves
+        flat = (x.to(torch.bfloat16) if x.dtype.itemsize == 1 else x).reshape(x.shape[0], -1)
+        none = flat.new_zeros(flat.shape[0], 0)
+        turned = apply_rope_with_cos_sin_cache(at, flat, none, x.shape[2], table, not self.interleaved)[0]
+        return turned.view(x.shape)
+
+
+def without_left_padding(cache: Cache, leftpad: torch.Tensor) -> Keys:
+    """Tokens behind the padding on the left, as pages of one token (token_pages())."""
+    keys, values = cache.tensors
+    if not (row_step(keys) and row_step(keys) == row_step(values)):
+        raise ValidationError(f"cache_leftpad: expected pages a multiple of tokens apart, got {keys.stride()}.")
+    size, device = keys.shape[1], keys.device
+    padding, lens, pages = (t.to(device) for t in (leftpad, cache.lens, cache.pages))
+    most = pages.shape[1] * size
+    places = (padding[:, None] + torch.arange(most, dtype=torch.int32, device=device)).clamp(max=most - 1)
+    table = pages.gather(1, (places // size).long()) * row_step(keys) + places % size
+    left = (lens - padding).clamp(min=0).to(cache.lens.device)
+    return Keys(token_pages(keys), token_pages(values), None, left, table.to(torch.int32))
+
+
+def check_pages(table: torch.Tensor, lens: torch.Tensor, cache: torch.Tensor, name: str) -> None:
+    """Page numbers are those of the cache, where the host can see tables and lengths."""
+    if is_tracing() or not (table.is_cpu and lens.is_cpu):
+        return
+    try:
+        check_page_numbers(to_int32(table, name), lens.clamp(min=0), cache.shape[1], cache.shape[0])
+    except ValidationError as error:
+        raise ValidationError(str(error).replace("block_tables", name)) from None
+
+
+def rotated(
+    queries: Queries, new: NewTokens, rotation: Rotation, start: torch.Tensor, moves: bool
+) -> tuple[Queries, NewTokens]:
+    rows = Rows.of(queries.offsets, queries.batch, queries.qo_len, queries.q)
+    turned, k = rotation.turned(queries.q, rows, start, moves), rotation.turned(new.k, new.rows, start)
+    if k.dtype is not new.k.dtype:  # 8 bits
+        most = torch.finfo(new.k.dtype).max
+        k = k.clamp(-most, most).to(new.k.dtype)
+    return queries._replace(q=turned), new._replace(k=k)
