@@ -20,6 +20,7 @@ from quire.kernels.types import dtype_of
 _TYPICAL: Mapping[str, tuple[float, int]] = {
     "attention_fa2": (1.0, 60_000),
     "attention_fa3": (1.7, 85_000),
+    "attention_fa3_fp8": (2.5, 75_000),
     "attention_decode": (1.0, 50_000),
     "attention_wide": (1.5, 60_000),
     "attention_cpu": (1.5, 35_000),
