@@ -18,6 +18,7 @@ from quire.compat.flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
+from quire.compat.flash_attn_interface_batch import Keys, Queries, _together
 
 # Prefill
 
@@ -324,6 +325,16 @@ def test_descales(device, kind):
     ref = oracle.attention(q, k, v, *indptrs, causal=True)
     own = oracle.attention(*(t.bfloat16() for t in (q, k, v)), *indptrs, causal=True, dtype=torch.bfloat16)
     oracle.assert_close(out, ref.o, own.o.double(), indptrs[0])
+
+
+@pytest.mark.parametrize("num_parts", [1, 2, 3])
+def test_rows_keep_their_requests_on_another_device(num_parts):
+    """Offsets that follow the others to a device are divided into as many parts as before."""
+    queries = Queries(torch.empty(9, 8, 64, device="meta"), None, 2, 0, torch.zeros(2 * num_parts + 1), num_parts)
+    keys = Keys(queries.q, queries.q, torch.zeros(3, device="meta"), None, None)
+    moved, _ = _together(queries, keys)
+    assert moved.offsets.device.type == "meta"
+    assert (moved.num_parts, moved.batch) == (num_parts, 2)
 
 
 def test_descales_of_16_bits(device, dtype):

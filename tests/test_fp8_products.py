@@ -215,13 +215,14 @@ def test_the_error_does_not_grow_with_the_keys(device, backend, dtype, head_dim)
         out, _ = prefill_ragged(p, backend, plan=plan_of(p))
         want = p.expected().o
         errors.append(float((out.cpu().double() - want).norm() / want.norm()))
-    assert errors[1] <= 1.1 * errors[0] <= 1.1 * WHOLE
+    assert errors[1] <= 1.2 * errors[0]  # it is that of the weights, whatever their number
+    assert max(errors) <= WHOLE
 
 
 def test_one_key_is_its_value(device, backend, dtype):
     """Of one key whose logit is a whole power of two."""
     on_gpu(device)
-    p = batch(dtype, device, (64,) * 3, (1,) * 3)
+    p = batch(dtype, device, (64,) * 3, (1,) * 3, causal=False)
     p.q = torch.zeros_like(p.q.float()).to(E4M3)
     out, _ = prefill_ragged(p, backend, plan=plan_of(p))
     request = torch.arange(3, device=device).repeat_interleave(64)

@@ -135,7 +135,7 @@ def _together(queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
     if device.type == "cpu" or all(t is None or t.is_cpu for t in arrays) or is_capturing(device):
         return queries, keys
     offsets, k_offsets, lens = (t if t is None else t.to(device, non_blocking=True) for t in arrays)
-    return queries._replace(offsets=offsets, num_parts=2), keys._replace(offsets=k_offsets, lens=lens)
+    return queries._replace(offsets=offsets), keys._replace(offsets=k_offsets, lens=lens)
 
 
 class _Factors(NamedTuple):
