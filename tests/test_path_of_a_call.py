@@ -35,7 +35,8 @@ def path_of(call: Callable[[], Any]) -> Path_:
     files: list[str] = []
 
     def note(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(SOURCES):
+        is_own = frame.f_code.co_filename.startswith(SOURCES) and frame.f_code.co_name != "__del__"
+        if event == "call" and is_own:
             files.append(frame.f_code.co_filename)
 
     before = sys.getprofile()

@@ -183,10 +183,12 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         most = max_token_per_sequence, max_sequence_kv
         if seq_lens_q is not None or block_tables is not None or most != (None, None):
             check_repeated(indices, seq_lens_q, block_tables, max_token_per_sequence, max_sequence_kv)
-        custom_mask = with_items(
-            custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
-            token_pos_in_items_len, max_item_len_ptr,
-        )  # fmt: skip
+        has_items = prefix_len_ptr is not None or token_pos_in_items_ptr is not None or max_item_len_ptr is not None
+        if has_items or token_pos_in_items_len:
+            custom_mask = with_items(
+                custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr,
+                token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr,
+            )  # fmt: skip
         self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
 
     begin_forward = plan

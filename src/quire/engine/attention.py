@@ -57,7 +57,10 @@ class Attention(PlannedRun):
         else:
             refuse_capture("plan()", self._device)
         told, note = options, ""
-        spec = spec.with_8_bit_queries(backend) if graph is None else within_limits(graph, spec, backend)
+        if graph is not None:
+            spec = within_limits(graph, spec, backend)
+        elif options.types.given is not None:
+            spec = spec.with_8_bit_queries(backend)
         options = spec.options
         self._given, self._reads_8_bits = options.types.given, options.types.q.bits == 8
         self.decision: Decision = (graph and graph.decision) or spec.decide(self._device, backend)
