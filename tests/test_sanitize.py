@@ -43,10 +43,10 @@ EXPORTED int whole(float x) { return static_cast<int>(x); }
 
 _CALLS = """
 import ctypes, sys, torch, sanitize
-from quire.jit import library
+from quire.jit import module
 
 sanitize.load_from_files()
-faults = library.load_library("faults", open(sys.argv[1], "rb").read())
+faults = module.load_library("faults", open(sys.argv[1], "rb").read())
 x = torch.zeros(10)
 begin = ctypes.c_void_p(x.data_ptr())
 faults.last.argtypes, faults.at.argtypes = [ctypes.c_void_p, ctypes.c_long], [ctypes.c_void_p, ctypes.c_long]
