@@ -133,24 +133,35 @@ def _max_bytes(key: AttentionKey, operand: str) -> int:
     return 1 << 36 if operand == "o" or gathered else 0
 
 
-def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
-    """The tensor maps of core/params.h."""
-    copies = []
+def query_copies(tile: TileShape, views: Mapping[str, View], atom: int) -> list[TensorCopy]:
+    """The tensor map of queries, by which all heads of a group are copied at once; none if a group divides no tile."""
     (nnz_qo, num_qo_heads, head_dim), (token, head, _) = views["q"].sizes, views["q"].strides
     num_kv_heads = views["k"].sizes[2]
     group = num_qo_heads // num_kv_heads
-    if tile.rows % group == 0 and nnz_qo:
-        dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
-        copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
+    if tile.rows % group or not nnz_qo:
+        return []
+    dims, box = (head_dim, group, nnz_qo, num_kv_heads), (atom, group, tile.rows // group, 1)
+    return [TensorCopy("tensor_q", "q", dims, (head, token, group * head), box)]
+
+
+def kv_copies(key: AttentionKey, name: str, view: View, atom: int, rows: int) -> list[TensorCopy]:
+    """The tensor map of keys or values, ragged or in pages, in boxes of `rows` tokens; none if they are gathered."""
+    (pages, tokens, heads, head_dim), (page, token, head, _) = view.sizes, view.strides
+    if not key.paged and tokens:
+        dims, box = (head_dim, tokens, heads, 1), (atom, rows, 1, 1)
+        return [TensorCopy(f"tensor_{name}", name, dims, (token, head, 128 // key.kv.bits), box)]
+    if key.page_size > 0 and pages:
+        dims, box = (head_dim, tokens, heads, pages), (atom, math.gcd(tokens, rows), 1, 1)
+        return [TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box)]
+    return []
+
+
+def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params.h."""
+    copies = query_copies(tile, views, _ATOM)
     atom, rows = (_ATOM, tile.kv) if key.kv.bits == 16 else (2 * _ATOM, tile.kv // 2)  # 8-bit: a warp's rows
     for name in ("k", "v") if _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo) else ():
-        (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
-        if not key.paged and tokens:
-            dims, box = (head_dim, tokens, heads, 1), (atom, rows, 1, 1)
-            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 128 // key.kv.bits), box))
-        elif key.page_size > 0 and pages:
-            dims, box = (head_dim, tokens, heads, pages), (atom, math.gcd(tokens, rows), 1, 1)
-            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
+        copies += kv_copies(key, name, views[name], atom, rows)
     for name in ("k_prefix", "v_prefix") if key.prefix else ():
         (tokens, heads, head_dim), (token, head, _) = views[name].sizes, views[name].strides
         if tokens:

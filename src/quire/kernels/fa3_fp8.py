@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from quire.kernels.attention import AttentionKernel, AttentionKey, AttentionProblem, TileShape, head_dim_reason
-from quire.kernels.fa3 import FA3
+from quire.kernels.fa3 import FA3, kv_copies, query_copies
 from quire.kernels.features import ANY_PAGE_SIZE, ATTENTION_OPERANDS, Operand, TensorCopy, View
 from quire.kernels.params import AttentionFa3Fp8Params
 from quire.kernels.types import MaskMode, PosEncodingMode
@@ -68,21 +67,9 @@ def _max_bytes(key: AttentionKey, operand: str) -> int:
 
 def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params.h. Columns of a box beyond the head are filled with zeros."""
-    copies = []
-    (nnz_qo, num_qo_heads, head_dim), (token, head, _) = views["q"].sizes, views["q"].strides
-    num_kv_heads = views["k"].sizes[2]
-    group = num_qo_heads // num_kv_heads
-    if tile.rows % group == 0 and nnz_qo:
-        dims, box = (head_dim, group, nnz_qo, num_kv_heads), (_ATOM, group, tile.rows // group, 1)
-        copies.append(TensorCopy("tensor_q", "q", dims, (head, token, group * head), box))
+    copies = query_copies(tile, views, _ATOM)
     for name, rows in (("k", tile.kv), ("v", tile.kv // 2)):  # of v: a warp's rows
-        (pages, tokens, heads, head_dim), (page, token, head, _) = views[name].sizes, views[name].strides
-        if not key.paged and tokens:
-            dims, box = (head_dim, tokens, heads, 1), (_ATOM, rows, 1, 1)
-            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, 16), box))
-        elif key.page_size > 0 and pages:
-            dims, box = (head_dim, tokens, heads, pages), (_ATOM, math.gcd(tokens, rows), 1, 1)
-            copies.append(TensorCopy(f"tensor_{name}", name, dims, (token, head, page), box))
+        copies += kv_copies(key, name, views[name], _ATOM, rows)
     return tuple(copies)
 
 
