@@ -211,8 +211,7 @@ def decode(me: Rank, name: str, lens: torch.Tensor, kinds: list[str], is_timed: 
 
 def exchange(me: Rank, kinds: list[str]) -> None:
     """What a layer adds to attention: exchange and merge of 64 rows of 64 heads, which lie where attention wrote."""
-    from quire.distributed.exchange import exchange_of
-    from quire.distributed.ranks import ranks_of
+    from quire.distributed.exchange import exchange_of, ranks_of
 
     rows, heads = 64, 64
     o, lse = me.randn(rows, heads, HEAD_DIM, seed=10 + me.rank), me.randn(rows, heads, seed=30 + me.rank).float()

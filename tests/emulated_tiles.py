@@ -11,7 +11,7 @@ import pytest
 
 from quire import jit
 from quire.engine import schedule, spec
-from quire.jit import cpu, render, toolchain
+from quire.jit import cpu, toolchain, unit
 
 TARGET = "x86-64-v4-amx"
 _HEADER = Path(__file__).with_name("emulated_tiles.h")
@@ -21,11 +21,11 @@ _HEADER = Path(__file__).with_name("emulated_tiles.h")
 def processor_with_tiles(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In here this machine, which has AVX-512, has AMX too. `directory` gets a copy of the templates."""
     templates = directory / "templates"
-    shutil.copytree(render.root(), templates, dirs_exist_ok=True)
+    shutil.copytree(unit.root(), templates, dirs_exist_ok=True)
     shutil.copyfile(_HEADER, templates / "include/quire/tile/cpu/amx.h")
     with monkeypatch.context() as patch:
         patch.setenv("QUIRE_CPU_TARGET", TARGET)
-        patch.setattr(render, "root", lambda: templates)
+        patch.setattr(unit, "root", lambda: templates)
         patch.setattr(cpu, "supports", lambda _: True)
         patch.setitem(toolchain.HOST_TARGETS, TARGET, "x86-64-v4")
         _forget()

@@ -25,7 +25,7 @@ from problems import Problem
 from quire.cli.aot import PRESETS, Selection, select
 from quire.engine.device import target_of
 from quire.kernels import AttentionKey, kernel_of
-from quire.kernels.types import MaskMode, PosEncodingMode
+from quire.kernels.features import MaskMode, PosEncodingMode
 from test_mla import parts, planned
 from test_xqa import Draft, call, with_draft
 

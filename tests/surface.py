@@ -4,7 +4,7 @@
 
 A line of TABLE is `names: how test`: `used` (the test compares the effect with tests/oracle.py), `checked` (a
 repetition or a permission with an effect: the test shows that it is taken, and wrong values refused), or `foreign`: the
-function declares with @foreign (engine/foreign.py) what becomes of it. A function stands before the lines of its
+function declares with @foreign (engine/options.py) what becomes of it. A function stands before the lines of its
 arguments, and `shown` before those that a page has.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import quire
 import quire.compat.flash_mla
-from quire.engine.foreign import Policy
+from quire.engine.options import Policy
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "surface.md"
 HEAD = """# What becomes of each argument

@@ -17,7 +17,7 @@ from quire.cli import aot
 from quire.engine import device, spec
 from quire.jit import config, cpu
 from quire.kernels import AttentionProblem, decide
-from quire.kernels.types import MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.features import MaskMode, PosEncodingMode, dtype_of
 
 HAS_AVX512 = cpu.supports("x86-64-v4")
 BF16 = torch.bfloat16

@@ -14,8 +14,12 @@ from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide, famil
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
     ATTENTION_OPERANDS,
+    DTYPES,
     Features,
+    MaskMode,
     Operand,
+    PosEncodingMode,
+    dtype_of,
     mask_words,
     operand_fields,
     read_mask,
@@ -23,7 +27,6 @@ from quire.kernels.features import (
 )
 from quire.kernels.operation import OPERATIONS, OperationKey
 from quire.kernels.params import FastDivisor, params_with
-from quire.kernels.types import DTYPES, MaskMode, PosEncodingMode, dtype_of
 
 ROWS = [*range(1, 300), *(bound + i for bound in (512, 1024, 2048, 4096, 100_000) for i in (-1, 0, 1))]
 

@@ -25,7 +25,7 @@ from quire.engine.checks import (
     scalar,
     to_int32,
 )
-from quire.kernels.types import dtype_of
+from quire.kernels.features import dtype_of
 
 FLOAT = torch.zeros(4, 4)
 

@@ -20,8 +20,7 @@ import pytest
 
 import quire
 from quire import jit
-from quire.cli import aot, main, new_parser
-from quire.cli.completion import candidates
+from quire.cli import aot, candidates, main, new_parser
 from quire.jit import builder, events, stores
 from stub_compiler import compiles, write_stub
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import quire
-from quire.jit.render import root
+from quire.jit.unit import root
 from quire.kernels import KERNELS
 
 ROOT = Path(quire.__file__).parent

@@ -12,7 +12,7 @@ import torch
 
 import quire
 import surface
-from quire.engine.foreign import Policy, foreign
+from quire.engine.options import Policy, foreign
 
 ROOT = Path(quire.__file__).parent
 #: Files in which the linter does not look for unused arguments.

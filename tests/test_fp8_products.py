@@ -14,12 +14,12 @@ import torch
 
 from calls import paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import Problem
-from quire.attention.ragged import prefill_options
+from quire.attention.prefill import prefill_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError
 from quire.kernels import AttentionKey, AttentionProblem, decide
-from quire.kernels.types import DTYPES, MaskMode, PosEncodingMode
+from quire.kernels.features import DTYPES, MaskMode, PosEncodingMode
 
 CUDA_BACKENDS = {"fp8": (9, 0)}
 E4M3 = torch.float8_e4m3fn

@@ -12,7 +12,7 @@ from calls import decode, prefill_paged, prefill_ragged
 from problems import Problem
 from quire.errors import UnsupportedError
 from quire.kernels import KERNELS, AttentionKey, AttentionProblem, decide
-from quire.kernels.types import MaskMode, PosEncodingMode, dtype_of
+from quire.kernels.features import MaskMode, PosEncodingMode, dtype_of
 
 CUDA_BACKENDS = {"auto": (8, 0)}  #: decode for few rows, fa2 or fa3 for more, wide for more of 512 dims
 #: (dims of a key, of a value)

@@ -18,7 +18,7 @@ from quire.compat.flash_mla import flash_mla_sparse_fwd
 from quire.engine.batch import BlockMatrix
 from quire.engine.schedule import Indices, measure_schedule, schedule_input
 from quire.kernels import TileShape
-from quire.kernels.types import MaskMode
+from quire.kernels.features import MaskMode
 
 MOST = 2**31 - 1
 

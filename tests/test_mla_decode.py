@@ -10,9 +10,8 @@ import torch
 import oracle
 from latents import Latents, packed, unpacked
 from quire.kernels import decide
-from quire.kernels.features import ANY_PAGE_SIZE, View
+from quire.kernels.features import ANY_PAGE_SIZE, MaskMode, View, dtype_of
 from quire.kernels.mla import MLA_DECODE
-from quire.kernels.types import MaskMode, dtype_of
 from test_mla import attend, parts, planned
 from test_mla_fa3 import BF16, E4M3, FP16, problem
 from test_packed_latents import Rows

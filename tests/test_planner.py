@@ -17,8 +17,8 @@ from quire.engine.device import OwnWorkspace
 from quire.engine.options import LogitsOptions, PlanOptions, Types
 from quire.engine.schedule import Indices, Lengths
 from quire.kernels import AttentionProblem, decide
+from quire.kernels.features import MaskMode, dtype_of
 from quire.kernels.params import AttentionFa3Params, aligned_copy
-from quire.kernels.types import MaskMode, dtype_of
 
 
 class Sm90Module:

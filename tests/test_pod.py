@@ -21,9 +21,9 @@ from quire.engine.options import LogitsOptions, PlanOptions, Types
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.kernels import AttentionProblem, decide
-from quire.kernels.fa3 import PodKey
+from quire.kernels.features import MaskMode, dtype_of
+from quire.kernels.hopper import PodKey
 from quire.kernels.params import PodParams
-from quire.kernels.types import MaskMode, dtype_of
 
 PAGE = 16
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ import quire
 from calls import decode, decode_wrapper, plan_decode, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import Problem, ints, workspace
 from quire.kernels import KERNELS, AttentionKey
-from quire.kernels.types import PosEncodingMode, dtype_of
+from quire.kernels.features import PosEncodingMode, dtype_of
 
 MODES = ("ALIBI", "ROPE_LLAMA")
 #: Requests of every sort: append, decode-like, empty, square, one key, no key, more queries than keys.

@@ -26,7 +26,7 @@ QO_LENS, KV_LENS = (700, 1, 0, 9, 300), (700, 1300, 4, 4, 900)
 @pytest.fixture(autouse=True)
 def _rotates(monkeypatch, device):
     if device == "cpu":
-        rope = quire.kernels.types.PosEncodingMode.ROPE_LLAMA
+        rope = quire.kernels.features.PosEncodingMode.ROPE_LLAMA
         monkeypatch.setattr(rope_prologue, "may_pay", lambda options, *_: options.logits.pos_encoding is rope)
         monkeypatch.setattr(rope_prologue, "is_faster", lambda *_: True)
 

@@ -22,8 +22,8 @@ from quire.engine.graph import GraphState
 from quire.engine.schedule import Indices, Lengths, check_fits_on_device, make_schedule, schedule_input
 from quire.errors import ValidationError
 from quire.kernels import TileShape
+from quire.kernels.features import MaskMode
 from quire.kernels.params import MergeGroup, Partition, RowTile
-from quire.kernels.types import MaskMode
 
 
 @dataclass(frozen=True)

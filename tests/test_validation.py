@@ -15,7 +15,7 @@ from problems import Problem, ints, workspace
 from quire.distributed import Zigzag
 from quire.engine.tensors import cache_view, ragged_view, span_bytes
 from quire.errors import PlanError, UnsupportedError, ValidationError
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 DTYPE = torch.float16
 

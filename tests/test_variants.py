@@ -29,7 +29,7 @@ from quire.engine import planner
 from quire.kernels import AttentionKey, decide, kernel_of
 from quire.kernels.expressions import tanh, where
 from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, render
-from quire.kernels.types import dtype_of
+from quire.kernels.features import dtype_of
 
 LENS = (5, 1, 0, 40), (60, 7, 9, 40)
 HEADS = 4

@@ -7,7 +7,7 @@ import importlib.machinery
 import sys
 import types
 
-from quire.compat.flashinfer import standin
+from quire.compat.flashinfer.finders import standin
 from quire.compat.flashinfer.names import refusing
 
 #: Questions whose answer is known: tests skip what is not there.

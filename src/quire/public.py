@@ -38,8 +38,8 @@ from quire.calls import xqa as xqa
 from quire.calls.xqa import xqa_mla as xqa_mla
 from quire.cli import aot as aot
 from quire.cli.aot import warmup as warmup
-from quire.cli.estimates import estimate as estimate
-from quire.cli.estimates import is_supported as is_supported
+from quire.cli.catalogue import estimate as estimate
+from quire.cli.catalogue import is_supported as is_supported
 from quire.errors import *  # noqa: F403
 from quire.jit import events as events
 from quire.jit import record as record

@@ -12,7 +12,7 @@ import pytest
 from scale import FACTOR, KERNEL, FakeCompiler
 
 from quire import jit
-from quire.jit import events, render, stores
+from quire.jit import events, stores, unit
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def templates(tmp_path: Path) -> Path:
     (root / "include/quire/kernels").mkdir(parents=True)
     (root / "include/quire/core").mkdir()
     for name in ("variant.jinja", "build.ninja.jinja"):
-        shutil.copy(render.root() / name, root / name)
+        shutil.copy(unit.root() / name, root / name)
     (root / "include/quire/kernels/scale.h").write_text(KERNEL)
     (root / "include/quire/core/factor.h").write_text(FACTOR)
     return root

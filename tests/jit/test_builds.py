@@ -23,7 +23,7 @@ from scale import DEVICE, HOST, Collect, FakeCompiler
 from quire import jit
 from quire.errors import CacheError, CompileError, UnsupportedError
 from quire.jit import compilation
-from quire.jit.lock import entry_lock
+from quire.jit.builder import entry_lock
 
 needs_nvcc = pytest.mark.skipif(jit.toolchain.Nvcc.find() is None, reason="no nvcc")
 
@@ -472,7 +472,7 @@ def test_a_lock_that_cannot_say_who_holds_it_holds(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("quire.jit.lock.os.pwrite", full)
+    monkeypatch.setattr("quire.jit.builder.os.pwrite", full)
     assert jit.build(HOST, templates=templates)[0] == "built"
 
 
@@ -480,7 +480,7 @@ def test_patience_ends_in_a_build_of_ones_own(
     templates: Path, fake: FakeCompiler, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The holder is stuck (a stopped process, a lost client of a network file system)."""
-    monkeypatch.setattr("quire.jit.lock.PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr("quire.jit.builder.PATIENCE_SECONDS", 0.05)
     store = jit.Store(cache)
     store.prepare()
     with entry_lock(store.lock_path(jit._request(HOST, templates)), lambda *_: None) as held:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from quire.errors import CompileError
-from quire.jit import render
-from quire.jit.render import closure
+from quire.jit import unit
 from quire.jit.toolchain import Nvcc
+from quire.jit.unit import closure
 
 
 def write(root: Path, **texts: str) -> Path:
@@ -93,7 +93,7 @@ def test_a_missing_header_names_its_includer(tmp_path: Path) -> None:
 
 # What nvcc includes of its own accord
 
-BEFORE = render.root() / "include" / "cuda_runtime.h"
+BEFORE = unit.root() / "include" / "cuda_runtime.h"
 
 
 def test_device_units_reach_what_nvcc_includes(tmp_path: Path) -> None:

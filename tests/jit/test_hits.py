@@ -17,7 +17,7 @@ from scale import DEVICE, HOST, FakeCompiler
 
 from quire import jit
 from quire.errors import CacheMissError, CompileError
-from quire.jit import events, lock
+from quire.jit import builder, events
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_hit_starts_no_process_and_writes_nothing(
     built: FakeCompiler, templates: Path, cache: Path, no_processes: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_processes()
-    monkeypatch.setattr(lock._Lock, "__init__", lambda _, path: pytest.fail(f"a lock was taken: {path}"))
+    monkeypatch.setattr(builder._Lock, "__init__", lambda _, path: pytest.fail(f"a lock was taken: {path}"))
     before = snapshot(cache)
     status, entry = jit.build(HOST, templates=templates)
     assert status == "hit"

@@ -16,7 +16,7 @@ from processes import Child, wait_for
 from scale import HOST, Collect, FakeCompiler
 
 from quire import jit
-from quire.jit.lock import _Lock, build_permit, entry_lock
+from quire.jit.builder import _Lock, build_permit, entry_lock
 
 
 @pytest.fixture

@@ -17,17 +17,15 @@ from typing import Any
 
 import torch
 
-from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.attention.ragged import head_dims
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, head_dims
 from quire.cache.merge import merge_state_in_place
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import batch_size_of, check_flags, check_positive, device_of, host_indices, scalar
 from quire.engine.device import max_ctas, on_cuda
-from quire.engine.foreign import foreign
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
-from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
 from quire.engine.spec import AttentionSpec, last_of_lens

@@ -30,7 +30,7 @@ from quire.engine.tensors import PagedCache
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.rewrite import variant_of_level
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import PosEncodingMode
+from quire.kernels.features import PosEncodingMode
 
 __all__ = [
     "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
-from quire.attention.ragged import positional_scales, without_flag
+from quire.attention.prefill import positional_scales, without_flag
 from quire.cache.page import get_seq_lens
 from quire.calls.cudnn import cudnn_batch_decode_with_kv_cache
 from quire.calls.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
@@ -20,10 +20,9 @@ from quire.calls.latents import trtllm_batch_decode_with_kv_cache_mla, xqa_batch
 from quire.calls.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from quire.engine.attention import planned
 from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
-from quire.engine.foreign import foreign
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
-from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised, split_size
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised, split_size
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices

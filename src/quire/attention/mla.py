@@ -24,9 +24,8 @@ from quire.calls.latents import (
 from quire.calls.tables import Scale
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_flags, check_positive, check_tensor, scalar
-from quire.engine.foreign import foreign
 from quire.engine.operators import is_tracing
-from quire.engine.options import PlanOptions, Types, logits_options, memoised, split_size
+from quire.engine.options import PlanOptions, Types, foreign, logits_options, memoised, split_size
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import cached_parts, latent_parts, to_base_e

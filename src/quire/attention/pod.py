@@ -20,19 +20,19 @@ from quire.calls.single import single_prefill_with_kv_cache, spec_of_one
 from quire.engine.attention import planned
 from quire.engine.checks import check_flags, check_tensor
 from quire.engine.device import on_cuda
-from quire.engine.foreign import foreign
 from quire.engine.graph import is_capturing
 from quire.engine.inspection import Explanation
 from quire.engine.joined import SideBySide
 from quire.engine.operands import variant_of
 from quire.engine.operators import is_tracing
+from quire.engine.options import foreign
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 __all__ = ["BatchPODWithPagedKVCacheWrapper", "PODWithPagedKVCacheWrapper"]
 

@@ -43,9 +43,9 @@ from quire.kernels.expressions.rewrite import variant_without_mask, with_places
 from quire.kernels.expressions.trace import Tracer, Value
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
+from quire.kernels.features import KVLayout, dtype_of
 from quire.kernels.operation import OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import PageScoresParams
-from quire.kernels.types import KVLayout, dtype_of
 
 __all__ = ["SelectedPages", "batch_decode_with_selected_pages", "page_key_bounds", "select_pages", "select_tokens"]
 

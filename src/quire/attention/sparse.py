@@ -15,10 +15,9 @@ import torch
 
 from quire.engine.batch import BlockLists, BlockMatrix, lists_of_heads
 from quire.engine.checks import check_flags, check_output, check_positive, check_shape, check_tensor
-from quire.engine.foreign import foreign
 from quire.engine.operands import PlacedOperands, variant_of
 from quire.engine.operators import is_tracing
-from quire.engine.options import PlanOptions, Types, heads, logits_options, memoised
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.upcast import check_scales

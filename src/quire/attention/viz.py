@@ -23,8 +23,7 @@ import torch
 from quire.attention.batch import BatchAttention
 from quire.attention.cascade import MultiLevelCascadeAttentionWrapper
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
-from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.engine.attention import planned
 from quire.engine.inspection import Explanation, Placed, Work
 from quire.engine.wrapper import AttentionWrapper

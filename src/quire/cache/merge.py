@@ -19,9 +19,9 @@ from quire.engine.operators import operator
 from quire.engine.schedule import check_count
 from quire.errors import ValidationError
 from quire.jit import get_module
+from quire.kernels.features import dtype_of
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import MergeParams
-from quire.kernels.types import dtype_of
 
 __all__ = ["merge_state", "merge_state_in_place", "merge_states"]
 

@@ -30,9 +30,9 @@ from quire.engine.schedule import check_count, check_offsets, check_range, index
 from quire.engine.tensors import PagedCache, cache_tensors, cache_view, page_size_of
 from quire.errors import ValidationError
 from quire.jit import get_module
+from quire.kernels.features import KVLayout
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendParams
-from quire.kernels.types import KVLayout
 
 __all__ = ["append_paged_kv_cache", "append_paged_mla_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quire.engine.checks import check_tensor, host_indices
-from quire.engine.masks import byte_offsets, pack_bits
+from quire.engine.operands import byte_offsets, pack_bits
 from quire.errors import ValidationError
 
 __all__ = ["packbits", "segment_packbits"]

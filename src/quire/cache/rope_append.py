@@ -34,14 +34,14 @@ from quire.engine.checks import (
     shape_of,
 )
 from quire.engine.device import on_cuda
-from quire.engine.foreign import foreign
 from quire.engine.operators import operator
+from quire.engine.options import foreign
 from quire.engine.rotate import Angles, Heads, check_heads, rotary_dim_of, split, start
 from quire.engine.schedule import index_table
 from quire.engine.tensors import PagedCache, cache_tensors, check_apart
 from quire.errors import ValidationError
+from quire.kernels.features import KVLayout
 from quire.kernels.params import RopeParams
-from quire.kernels.types import KVLayout
 
 __all__ = [
     "mla_rope_quantize_fp8",

@@ -26,16 +26,15 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
-from quire.engine.foreign import foreign
 from quire.engine.graph import refuse_capture
-from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import ValidationError
-from quire.kernels.types import KVLayout, dtype_of
+from quire.kernels.features import KVLayout, dtype_of
 
 __all__ = ["cudnn_batch_decode_with_kv_cache", "cudnn_batch_prefill_with_kv_cache"]
 

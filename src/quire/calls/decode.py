@@ -14,10 +14,9 @@ from quire.engine.attention import AttentionCall
 from quire.engine.batch import PaddedQueries
 from quire.engine.checks import check_flags, check_positive, check_same_device, check_shape, check_tensor
 from quire.engine.device import UserWorkspace, Workspace
-from quire.engine.foreign import foreign
 from quire.engine.launch import refuse_make_fx
 from quire.engine.operands import of_plan_and_run, variant_of
-from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
@@ -27,7 +26,7 @@ from quire.engine.tensors import PagedCache
 from quire.errors import ValidationError
 from quire.kernels.expressions.rewrite import variant_without_mask
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 
 class TableCall(NamedTuple):

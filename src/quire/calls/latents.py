@@ -23,7 +23,7 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
-from quire.engine.foreign import foreign
+from quire.engine.options import foreign
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result
 from quire.engine.schedule import Indices, Lengths, check_offsets, check_range

@@ -24,9 +24,8 @@ from quire.engine.checks import (
     to_int32,
 )
 from quire.engine.device import UserWorkspace
-from quire.engine.foreign import foreign
 from quire.engine.operands import of_plan_and_run, variant_of
-from quire.engine.options import LogitsOptions, PlanOptions, Types, heads, logits_options
+from quire.engine.options import LogitsOptions, PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import LEAST_TILE, Indices, Lengths
@@ -34,7 +33,7 @@ from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 
 @replayed

@@ -16,10 +16,9 @@ import torch
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_flags, check_shape, check_tensor, is_choice
 from quire.engine.device import OwnWorkspace
-from quire.engine.foreign import foreign
 from quire.engine.operands import by_position, of_plan_and_run, variant_of, variant_of_module
 from quire.engine.operators import NOT_CAPTURABLE, OPERANDS, TracedOperands, is_tracing, new_results, operator
-from quire.engine.options import PlanOptions, Types, heads, logits_options
+from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.plan_cache import replayed
 from quire.engine.planner import NO_OPERANDS
 from quire.engine.run import Result, RunOptions
@@ -29,7 +28,7 @@ from quire.engine.upcast import check_scales
 from quire.engine.wrapper import Pair, SingleDecodeKeywords, SinglePrefillKeywords
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,7 +21,7 @@ from quire.engine.operators import is_tracing
 from quire.engine.schedule import Indices, Lengths
 from quire.engine.tensors import PagedCache, cache_tensors
 from quire.errors import PlanError, ValidationError
-from quire.kernels.types import KVLayout, dtype_of
+from quire.kernels.features import KVLayout, dtype_of
 
 
 class CacheParts(NamedTuple):

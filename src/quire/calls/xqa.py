@@ -23,12 +23,12 @@ from quire.calls.decode import TableCall
 from quire.calls.tables import CacheParts, Scale, Target
 from quire.engine.checks import check_output, check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, UserWorkspace, Workspace
-from quire.engine.foreign import foreign
+from quire.engine.options import foreign
 from quire.engine.plan_cache import replayed
 from quire.engine.tensors import LATENT_DIM, LN2, latent_parts
 from quire.errors import ValidationError
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 __all__ = ["xqa", "xqa_mla"]
 

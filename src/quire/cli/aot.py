@@ -22,10 +22,9 @@ from quire.jit.toolchain import HOST_TARGETS
 from quire.kernels import KERNELS, AttentionKernel, AttentionKey, AttentionProblem, kernel_of
 from quire.kernels.attention import MLA_DIMS
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.fa3 import PodKey
-from quire.kernels.features import read_mask
+from quire.kernels.features import dtype_of, read_mask
+from quire.kernels.hopper import PodKey
 from quire.kernels.operation import OPERATIONS, OperationKey
-from quire.kernels.types import dtype_of
 
 __all__ = [
     "PRESETS",

@@ -12,8 +12,7 @@ from typing import Any, NoReturn, TypeVar
 from quire.errors import QuireError
 from quire.jit import config
 from quire.jit.toolchain import CUDA_TARGETS
-from quire.kernels.features import MASK_FEATURES, read_mask
-from quire.kernels.types import DTYPES
+from quire.kernels.features import DTYPES, MASK_FEATURES, read_mask
 
 _T = TypeVar("_T")
 

@@ -17,8 +17,8 @@ from quire.errors import UnsupportedError, ValidationError
 from quire.jit import Spec, host_target, without_matrix_unit
 from quire.kernels import AttentionProblem, decide, family, kernel_of, same_rows
 from quire.kernels.attention import MLA_DIMS, AttentionKey
+from quire.kernels.features import DType, MaskMode, PosEncodingMode, dtype_of
 from quire.kernels.operation import OperationKey
-from quire.kernels.types import DType, MaskMode, PosEncodingMode, dtype_of
 
 _LARGEST_CONFIG = 1 << 24  #: bytes
 _LONG_ROWS = 4096  #: packed rows of a long prompt

@@ -27,7 +27,6 @@ from quire.engine.checks import (
 )
 from quire.engine.device import OwnWorkspace
 from quire.engine.graph import refuse_capture
-from quire.engine.masks import kv_lens, qo_lens
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.engine.run import RunOptions
@@ -251,7 +250,7 @@ def _rows(table: torch.Tensor) -> torch.Tensor:
 
 def _right_window(indices: Indices, right: int, device: torch.device) -> torch.Tensor | None:
     """Which keys each query sees, flat; None if no query has as many to its right: the first one has qo - 1."""
-    lens = list(zip(qo_lens(indices), kv_lens(indices), strict=True))
+    lens = list(zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), strict=True))
     if all(right >= qo - 1 or not kv for qo, kv in lens):
         return None
     longest = max(max(pair) for pair in lens)

@@ -14,7 +14,6 @@ from quire.engine.attention import AttentionCall
 from quire.engine.checks import check_output, check_same_device, check_shape, float_sinks
 from quire.engine.device import OwnWorkspace
 from quire.engine.graph import is_capturing
-from quire.engine.masks import kv_lens, qo_lens
 from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
 from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
 from quire.engine.run import RunOptions
@@ -277,7 +276,7 @@ def _mask(indices: Indices, left: int, right: int, chunk: int, device: torch.dev
     if not chunk:
         return _right_window(indices, right, device)
     masks = []
-    for qo, kv in zip(qo_lens(indices), kv_lens(indices), strict=True):
+    for qo, kv in zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), strict=True):
         place = torch.arange(kv - qo, kv, device=device)[:, None]
         key, begin = torch.arange(kv, device=device), place - place % chunk
         seen = (key >= begin) & (key < begin + chunk)

@@ -32,7 +32,7 @@ from quire.engine.checks import (
     scalar,
 )
 from quire.engine.device import OwnWorkspace
-from quire.engine.foreign import foreign
+from quire.engine.options import foreign
 from quire.engine.plan_cache import replayed
 from quire.engine.schedule import KeptSchedules, Lengths
 from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts

@@ -8,13 +8,12 @@ import torch
 
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.distributed.exchange import Exchange, exchange_of
-from quire.distributed.ranks import check_agreement, ranks_of, refuse_positions
+from quire.distributed.exchange import Exchange, check_agreement, exchange_of, ranks_of, refuse_positions
 from quire.engine.checks import check_flags, check_positive, host_indices
 from quire.engine.tensors import PagedCache
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, UnsupportedError, ValidationError
-from quire.kernels.types import dtype_of
+from quire.kernels.features import dtype_of
 
 __all__ = ["ContextParallelDecode", "Interleave"]
 

@@ -8,11 +8,18 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
-from quire.attention.ragged import BatchPrefillWithRaggedKVCacheWrapper
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPrefillWithRaggedKVCacheWrapper
 from quire.cache.merge import merge_state_in_place
-from quire.distributed.exchange import Gather, Wait, gather_of
-from quire.distributed.ranks import Ranks, check_agreement, check_divisible, ranks_of, refuse_positions
+from quire.distributed.exchange import (
+    Gather,
+    Ranks,
+    Wait,
+    check_agreement,
+    check_divisible,
+    gather_of,
+    ranks_of,
+    refuse_positions,
+)
 from quire.engine.checks import check_flags, check_positive, check_shape, check_tensor, host_indices
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError

@@ -16,8 +16,7 @@ from quire.engine.device_planner import make_plan_on_device
 from quire.engine.graph import GraphState, is_capturing, refuse_capture
 from quire.engine.inspection import Explanation, Placed, Stamps, figures_of, place_work
 from quire.engine.launch import AttentionPlan
-from quire.engine.masks import pack_mask
-from quire.engine.operands import unexpected
+from quire.engine.operands import pack_mask, unexpected
 from quire.engine.options import LogitsOptions
 from quire.engine.planner import make_plan, variants_of, workspace_bytes
 from quire.engine.rope_prologue import Ahead
@@ -28,7 +27,7 @@ from quire.engine.tensors import PagedCache
 from quire.errors import CacheMissError, PlanError, UnsupportedError
 from quire.jit import cache_miss
 from quire.kernels import PIN, Decision
-from quire.kernels.types import KVLayout, PosEncodingMode
+from quire.kernels.features import KVLayout, PosEncodingMode
 
 
 class Attention(PlannedRun):

@@ -1,4 +1,4 @@
-"""Batches that are attended to as other batches: padded queries, chosen tokens, and lists of blocks.
+"""Batches that are attended to as other batches: padded queries, chosen tokens, lists of blocks, items to score.
 
 The rows of a request are the last of its q_len rows in this batch. Query i then has position i + kv_len - q_len, so
 causal masks and windows are right. The rows before them are copies of some row, and their results are dropped. All of
@@ -7,6 +7,10 @@ this runs on the device of the call without a synchronisation, so the call may b
 This runs on the device of the call without a synchronisation, so the call may be captured in a CUDA graph.
 
 Nothing but pages that are listed is read, and no kernel evaluates a mask for them.
+
+In multi-item scoring a token of an item sees the prefix and its own item up to itself, a delimiter sees only the
+prefix, and a token of the prefix sees earlier tokens. One pass therefore scores items independently. Kernels read this
+as a custom mask.
 """
 
 from __future__ import annotations
@@ -331,3 +335,91 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
     if int(offsets[-1]) >= 2**31:
         raise ValidationError(f"blocks: expected fewer than 2**31 rows and listed keys in all, got {int(offsets[-1])}.")
     return offsets.to(torch.int32)
+
+
+# --- multi-item scoring ----------------------------------------------------------------------------------------------
+
+
+def with_items(
+    custom_mask: torch.Tensor | None, packed_custom_mask: torch.Tensor | None, indices: Indices, device: torch.device,
+    prefix_len_ptr: Any, token_pos_in_items_ptr: Any, token_pos_in_items_len: Any, max_item_len_ptr: Any,
+) -> torch.Tensor | None:  # fmt: skip
+    """The mask of multi-item scoring if plan() was asked for it, else `custom_mask`."""
+    if prefix_len_ptr is None:
+        if token_pos_in_items_ptr is not None or token_pos_in_items_len or max_item_len_ptr is not None:
+            raise ValidationError(
+                "prefix_len_ptr: expected a tensor beside token_pos_in_items_ptr, token_pos_in_items_len and "
+                "max_item_len_ptr, got None."
+            )
+        return custom_mask
+    if custom_mask is not None or packed_custom_mask is not None:
+        name = "packed_custom_mask" if custom_mask is None else "custom_mask"
+        raise ValidationError(f"{name}: expected None beside prefix_len_ptr, which says all that is seen.")
+    length = check_positive(token_pos_in_items_len, "token_pos_in_items_len")
+    batch = {"batch_size": indices.batch_size}
+    prefixes = _prefix_lens(prefix_len_ptr, indices, length)
+    positions = _of_type(token_pos_in_items_ptr, "token_pos_in_items_ptr", torch.uint16, device)
+    missing = len(prefixes) * length - positions.numel()  # zeros behind the last request's tokens
+    spare = length - (int(indices.kv_lens()[-1]) - prefixes[-1]) if prefixes else 0
+    if positions.dim() != 1 or not 0 <= missing <= spare:
+        check_shape(
+            positions, "token_pos_in_items_ptr", {"batch_size * token_pos_in_items_len": len(prefixes) * length}
+        )
+    positions = torch.nn.functional.pad(positions.to(torch.int32), (0, missing)).view(-1, length)
+    if max_item_len_ptr is not None:
+        most = _of_requests(_of_type(max_item_len_ptr, "max_item_len_ptr", torch.uint16, device))
+        check_shape(most, "max_item_len_ptr", batch)
+        _check_longest(positions, most)
+    positions = positions.to(device, non_blocking=True)
+    lens = zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), prefixes, positions, strict=True)
+    return torch.cat([torch.empty(0, dtype=torch.bool, device=device), *(_seen(*one).flatten() for one in lens)])
+
+
+def _of_type(value: Any, name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of FlashInfer's number type, on the host or the device."""
+    tensor = check_tensor(value, name)
+    if tensor.dtype is not dtype:
+        raise ValidationError(f"{name}: expected dtype {dtype}, got {tensor.dtype}.")
+    if not tensor.is_cpu:
+        check_same_device(tensor, name, device)
+    return tensor.contiguous()
+
+
+def _of_requests(tensor: torch.Tensor) -> torch.Tensor:
+    """[batch_size]; that of one request may be a number."""
+    return tensor.view(1) if tensor.dim() == 0 else tensor
+
+
+def _prefix_lens(value: Any, indices: Indices, length: int) -> list[int]:
+    """On the host, to which a device's are copied, as index arrays are."""
+    tensor = check_tensor(value, "prefix_len_ptr")
+    prefixes = _of_requests(_of_type(tensor, "prefix_len_ptr", torch.uint32, tensor.device))
+    check_shape(prefixes, "prefix_len_ptr", {"batch_size": indices.batch_size})
+    numbers: list[int] = prefixes.cpu().tolist()
+    for request, (prefix, kv_len) in enumerate(zip(numbers, indices.kv_lens().tolist(), strict=True)):
+        if not kv_len - length <= prefix <= kv_len:
+            raise ValidationError(
+                f"prefix_len_ptr: expected {max(0, kv_len - length)}..{kv_len} of request {request}, with {kv_len} "
+                f"tokens (token_pos_in_items_len={length}), got {prefix}."
+            )
+    return numbers
+
+
+def _check_longest(positions: torch.Tensor, most: torch.Tensor) -> None:
+    """Compare max_item_len_ptr, which is redundant, with the positions, if both are on the host."""
+    if positions.is_cpu and most.is_cpu and positions.numel():
+        longest = positions.amax(dim=1)
+        if bool((longest > most.to(torch.int32)).any()):
+            raise ValidationError(
+                f"max_item_len_ptr: expected at least {longest.tolist()}, the largest positions in "
+                f"token_pos_in_items_ptr, got {most.tolist()}."
+            )
+
+
+def _seen(qo_len: int, kv_len: int, prefix_len: int, positions: torch.Tensor) -> torch.Tensor:
+    """Which keys each query of one request sees: bool [qo_len, kv_len]. `positions` begin after the prefix."""
+    key = torch.arange(kv_len, dtype=torch.int32, device=positions.device)
+    at = torch.arange(kv_len - qo_len, kv_len, dtype=torch.int32, device=positions.device)
+    position = positions[(at - prefix_len).clamp_(0, positions.shape[0] - 1)]
+    begin = torch.where(at < prefix_len, 0, at + 1 - position)
+    return (key <= at[:, None]) & ((key < prefix_len) | (key >= begin[:, None]))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from quire.errors import ValidationError
-from quire.kernels.types import DType
+from quire.kernels.features import DType
 
 _INT32_MAX = 2**31 - 1
 _LARGEST = torch.finfo(torch.float32).max / 2  # kernels multiply scales by log2(e)

@@ -26,9 +26,9 @@ from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import is_obtainable
 from quire.kernels import PIN
-from quire.kernels.fa3 import PodKey, pod_reason
+from quire.kernels.features import KVLayout, MaskMode
+from quire.kernels.hopper import PodKey, pod_reason
 from quire.kernels.params import PodParams, aligned_copy
-from quire.kernels.types import KVLayout, MaskMode
 
 
 def check_kernel_for_levels(device: torch.device, backend: str) -> None:

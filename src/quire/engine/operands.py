@@ -1,4 +1,7 @@
-"""Tensors and numbers that a custom variant reads: checked, and written into the parameters; also for cascades."""
+"""What kernels read beside q, k and v: packed bits of masks, and the tensors and numbers of a custom variant.
+
+Operands of a variant are checked and written into the parameters; for cascades, too.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,24 @@ import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.engine.checks import check_same_device, check_tensor
-from quire.engine.masks import kv_lens, qo_lens
+from quire.engine.device import target_of
+from quire.engine.launch import launch
 from quire.engine.schedule import Indices
 from quire.engine.tensors import span_bytes
 from quire.errors import ValidationError
+from quire.jit import get_module
 from quire.kernels.expressions.cxx import operands_struct
 from quire.kernels.expressions.rewrite import COLUMNS, FIRST_ROWS, ROWS, has_places, variant_of_level
 from quire.kernels.expressions.tree import Expression, Operand, as_float32
 from quire.kernels.expressions.variant import Variant
+from quire.kernels.operation import PARALLEL_THREADS, OperationKey
+from quire.kernels.params import PackbitsParams
 
 #: In jit_args: FlashInfer's variant with sinks, whose run() takes (sink, sm_scale) by position.
 ATTENTION_SINK = "struct AttentionSink, which kernels of Quire have built in"
@@ -280,10 +288,7 @@ class Level(NamedTuple):
     @classmethod
     def of(cls, indices: Indices) -> Level:
         """Of index arrays."""
-        rows, lens = (
-            torch.tensor([0, *qo_lens(indices)], device="cpu").cumsum(0),
-            torch.tensor(kv_lens(indices), device="cpu"),
-        )
+        rows, lens = torch.nn.functional.pad(indices.qo_lens().cumsum(0), (1, 0)), indices.kv_lens()
         if rows.diff().lt(0).any():
             raise ValidationError("qo_indptr: expected to ascend.")
         return cls(rows, lens)
@@ -320,3 +325,56 @@ def _tables(levels: Sequence[Level], lens: torch.Tensor, device: torch.device) -
         rows = torch.stack([columns[name] for name in COLUMNS], 1)
         found.append({FIRST_ROWS: int32_table(level.qo_indptr[:-1], device), ROWS: int32_table(rows, device)})
     return found
+
+
+# --- masks -----------------------------------------------------------------------------------------------------------
+
+_BYTES_A_CTA = 1024  #: of the result: two for each of the kChunk items in kernels/packbits.h
+
+
+def pack_mask(mask: torch.Tensor, indices: Indices, device: torch.device) -> torch.Tensor:
+    """The bits of a flat bool mask, sum(qo_len * kv_len) values, as the kernels read them."""
+    check_tensor(mask, "custom_mask")
+    check_same_device(mask, "custom_mask", device)
+    segments = [0]
+    for qo_len, kv_len in zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), strict=True):
+        segments.append(segments[-1] + qo_len * kv_len)
+    if mask.numel() != segments[-1]:
+        raise ValidationError(
+            f"custom_mask: expected sum(qo_len * kv_len)={segments[-1]} elements, got {mask.numel()}."
+        )
+    return pack_bits(mask.reshape(-1), segments, "little", "custom_mask")
+
+
+def byte_offsets(segments: list[int]) -> list[int]:
+    """The byte at which the bits of each segment begin, and the number of bytes in all."""
+    offsets = [0]
+    for begin, end in pairwise(segments):
+        offsets.append(offsets[-1] + (end - begin + 7) // 8)
+    return offsets
+
+
+def pack_bits(x: torch.Tensor, segments: list[int], bitorder: str, name: str = "x") -> torch.Tensor:
+    """Packs eight booleans into a byte: uint8 [byte_offsets(segments)[-1]]. Each segment begins with a new byte."""
+    if bitorder not in ("big", "little"):
+        raise ValidationError(f"bitorder: expected 'big' or 'little', got {bitorder!r}.")
+    if x.dtype not in (torch.bool, torch.uint8):
+        raise ValidationError(f"{name}: expected dtype torch.bool or torch.uint8, got {x.dtype}.")
+    offsets = byte_offsets(segments)
+    if offsets[-1] == 0:
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+    num_bytes = -(-offsets[-1] // 4) * 4  # attention reads masks by the word, and no byte that nothing has written
+    y = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+    x = x.contiguous()
+    params = PackbitsParams(
+        x=x.data_ptr(), y=y.data_ptr(), n=x.shape[0], num_bytes=num_bytes, num_segments=len(segments) - 1,
+        little=int(bitorder == "little"),
+    )  # fmt: skip
+    if segments != [0, x.shape[0]]:
+        index = torch.tensor([segments, offsets], dtype=torch.int64, device="cpu", pin_memory=x.is_cuda)
+        sent = index.to(x.device, non_blocking=True)
+        params.segment_begin, params.byte_begin = sent.data_ptr(), sent.data_ptr() + 8 * len(segments)
+    module = get_module(OperationKey("packbits", target_of(x.device)).spec())
+    grid = -(-num_bytes // _BYTES_A_CTA)
+    launch(module, ctypes.addressof(params), x.device, grid=grid, block=PARALLEL_THREADS)
+    return y[: offsets[-1]]

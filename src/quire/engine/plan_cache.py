@@ -26,7 +26,7 @@ from quire.engine.schedule import KeptSchedules
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import has_nested
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout
+from quire.kernels.features import KVLayout
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -28,12 +28,13 @@ from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule, measure_schedule, schedule_input
 from quire.errors import PlanError, ValidationError
 from quire.jit import CudaModule, Module, get_module, host_target
-from quire.jit.spec import Spec
+from quire.jit.unit import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import with_operands
 from quire.kernels.expressions.cxx import operands_struct
 from quire.kernels.expressions.tree import indices_in
 from quire.kernels.expressions.variant import Variant
+from quire.kernels.features import MaskMode, PosEncodingMode
 from quire.kernels.operation import CTAS_PER_ROW_TILE, PARALLEL_THREADS, OperationKey, rope_frequencies
 from quire.kernels.params import (
     AttentionParams,
@@ -44,7 +45,6 @@ from quire.kernels.params import (
     ScheduleOutput,
     aligned_copy,
 )
-from quire.kernels.types import MaskMode, PosEncodingMode
 
 NO_OPERANDS: Mapping[str, Any] = {}
 TILE_ALIGNMENT = 16  #: bytes, of row tiles

@@ -20,9 +20,8 @@ from quire.engine.rotate import Angles, Heads, Rotation
 from quire.engine.schedule import Indices, measure_schedule, schedule_input
 from quire.errors import ValidationError
 from quire.kernels import PIN, Decision
-from quire.kernels.features import View
+from quire.kernels.features import PosEncodingMode, View
 from quire.kernels.params import RopeParams
-from quire.kernels.types import PosEncodingMode
 
 ALIGNMENT = 256  #: bytes
 #: Of the workspace that copies may take: partial results need the rest.

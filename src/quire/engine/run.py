@@ -30,7 +30,7 @@ from quire.engine.tensors import (
 from quire.engine.upcast import has_scales_of_heads, run_scaled, run_upcast
 from quire.errors import PlanError, ValidationError
 from quire.kernels import Decision
-from quire.kernels.types import DType, KVLayout
+from quire.kernels.features import DType, KVLayout
 
 Result = torch.Tensor | Any  #: o, or (o, lse) with return_lse=True
 

@@ -14,9 +14,9 @@ from quire.engine.device import CaptureUploader, HostBuffer, Uploader
 from quire.errors import ValidationError
 from quire.jit import HostModule, get_module, host_target
 from quire.kernels import TileShape
+from quire.kernels.features import MaskMode
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import ScheduleInput, ScheduleOutput, ScheduleParams, bytes_type
-from quire.kernels.types import MaskMode
 
 #: No kernel has row tiles of fewer rows, or KV tiles of fewer tokens.
 LEAST_TILE = 16, 16
@@ -42,6 +42,19 @@ class Indices(NamedTuple):
     #: [num_shared_nodes + 1]: where shared keys lie in tensors of their own, their rows there; shared nodes then have
     #: none of kv_indptr's pages or tokens
     prefix_indptr: torch.Tensor | None = None
+
+    def qo_lens(self) -> torch.Tensor:
+        """Rows of each request, int64 [batch_size]."""
+        if self.qo_indptr is None:
+            return torch.full((self.batch_size,), self.qo_len, device="cpu")
+        return self.qo_indptr.long().diff()
+
+    def kv_lens(self) -> torch.Tensor:
+        """Tokens of each request, int64 [batch_size]."""
+        pages = self.kv_indptr.long().diff()
+        if self.kv_last_page_len is None:
+            return pages
+        return torch.where(pages > 0, (pages - 1) * self.page_size + self.kv_last_page_len, 0)
 
 
 class KeptSchedules:

@@ -28,9 +28,8 @@ from quire.engine.schedule import Indices, Lengths
 from quire.errors import UnsupportedError, ValidationError
 from quire.jit import config, is_obtainable, is_recording, record_use, without_matrix_unit
 from quire.kernels import PIN, AttentionProblem, Decision, decide, family, same_rows
-from quire.kernels.fa3_fp8 import FA3_FP8
-from quire.kernels.features import planned_features
-from quire.kernels.types import MaskMode, PosEncodingMode
+from quire.kernels.features import MaskMode, PosEncodingMode, planned_features
+from quire.kernels.hopper import FA3_FP8
 
 _READS_8_BITS = PIN + FA3_FP8.backend
 

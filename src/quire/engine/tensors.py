@@ -26,8 +26,7 @@ from quire.engine.device import on_cuda
 from quire.engine.options import PlanOptions
 from quire.errors import ValidationError
 from quire.kernels import Decision
-from quire.kernels.features import TILE_DIMS, Operand, View
-from quire.kernels.types import DType, KVLayout
+from quire.kernels.features import TILE_DIMS, DType, KVLayout, Operand, View
 
 LATENT_DIM = 512  #: of a latent of MLA, where one tensor holds it and the rest of a key
 #: Bytes of FlashMLA's row of a token: 512 e4m3 numbers, a float32 scale for each 128 of them, 64 bfloat16 numbers.

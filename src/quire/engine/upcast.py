@@ -29,10 +29,9 @@ from quire.engine.schedule import Indices
 from quire.errors import ValidationError
 from quire.jit import get_module, is_obtainable, without_matrix_unit
 from quire.kernels import PIN, Decision
-from quire.kernels.features import View
+from quire.kernels.features import MaskMode, PosEncodingMode, View
 from quire.kernels.operation import PARALLEL_THREADS, OperationKey
 from quire.kernels.params import WidenParams
-from quire.kernels.types import MaskMode, PosEncodingMode
 
 #: Query rows that see a key, tokens times grouped heads, from which on the pass takes less time than it saves: 3 bytes
 #: of memory for each number, against the sixth by which such a kernel is slower over 8-bit keys.

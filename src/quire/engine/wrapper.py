@@ -26,7 +26,7 @@ from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, last_of_lens
 from quire.errors import PlanError, UnsupportedError
 from quire.kernels.expressions.variant import Variant
-from quire.kernels.types import KVLayout, MaskMode
+from quire.kernels.features import KVLayout, MaskMode
 
 Pair = tuple[torch.Tensor, torch.Tensor]  #: (o, lse)
 

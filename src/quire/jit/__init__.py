@@ -3,9 +3,9 @@
 The path of `get_module(spec)`:
 
     memory    return the module if this process has loaded it                          a dictionary lookup
-    request   hash what the source file is made from, with its headers and target      request.py
+    request   hash what the source file is made from, with its headers and target      manifest.py
     stores    look in the user's cache, the machine's cache, installed packages        store.py
-    lock      let one process build the entry; look in the store again                 lock.py
+    lock      let one process build the entry; look in the store again                 builder.py
     tier      copy the entry from the remote cache, if one is configured               tier.py
     build     compile in a private staging directory                                   toolchain.py, builder.py
     publish   fsync, then one rename                                                   store.py
@@ -46,18 +46,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from quire.errors import CacheError, CacheMissError, CompileError, ValidationError
-from quire.jit import config, events, render
-from quire.jit.builder import compile_entry
+from quire.jit import config, events, unit
+from quire.jit.builder import compile_entry, entry_lock
 from quire.jit.compilation import stop_compilers
 from quire.jit.cpu import host_target, without_matrix_unit
 from quire.jit.driver import encode_tensor_map
-from quire.jit.lock import entry_lock
 from quire.jit.manifest import Manifest, Request, make_request, toolchain_digest
 from quire.jit.module import CudaModule, HostModule, Launch, Module, load
-from quire.jit.spec import Spec, Struct
 from quire.jit.store import Entry, Store
 from quire.jit.stores import by_nearness, explain, reading_stores, user_store, writable
 from quire.jit.toolchain import CUDA_TARGETS, find_toolchain, kinds_for, require_toolchain
+from quire.jit.unit import Spec, Struct
 
 if TYPE_CHECKING:
     from quire.jit.tier import Tier
@@ -162,7 +161,7 @@ def _of_another_kind(request: Request, store: Store, *, quiet: bool) -> Entry | 
 
 def _request(spec: Spec, templates: Path | None) -> Request:
     kinds_for(spec.target)  # UnsupportedError for a target of no toolchain
-    return make_request(spec, templates or render.root())
+    return make_request(spec, templates or unit.root())
 
 
 def request_parts(spec: Spec) -> Mapping[str, str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from quire.errors import CacheError, CompileError
-from quire.jit import compilation, config, events, render, trust
+from quire.jit import compilation, config, events, trust, unit
 from quire.jit.manifest import Request
 
 _LARGEST = 1 << 20  #: bytes; an answer takes a few hundred
@@ -271,7 +271,7 @@ class Toolchain(ABC):
 
     def _run(self, request: Request, staging: Path, words: list[str]) -> compilation.Run:
         """Run the command line; the compiler's own words go to build.log."""
-        text = render.render_ninja(
+        text = unit.render_ninja(
             request.templates,
             slug=request.spec.slug, command=shlex.join(words), source=self.source, artifact=self.artifact,
         )  # fmt: skip

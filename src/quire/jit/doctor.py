@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.errors import QuireError
-from quire.jit import config, cpu, driver, render, trust
+from quire.jit import config, cpu, driver, trust, unit
 from quire.jit.compilation import find_ninja
 from quire.jit.compiler import Memory, Toolchain
 from quire.jit.store import Store
@@ -89,7 +89,7 @@ def _variables() -> Iterator[Finding]:
 
 
 def _check_templates() -> Iterator[Finding]:
-    yield Finding("templates", "ok", str(render.root()))
+    yield Finding("templates", "ok", str(unit.root()))
 
 
 # --- the GPU ---------------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from quire.errors import CacheError, ValidationError
-from quire.jit import cpu, render
-from quire.jit.spec import Spec
+from quire.jit import cpu, unit
+from quire.jit.unit import Spec
 
 #: Version of the entry's format and of the calls of artifacts. Raise it when either changes, and when flags change what
 #: the code computes, because hosts without a compiler accept entries with any flags.
@@ -33,14 +33,14 @@ class Request:
 
     spec: Spec
     templates: Path
-    headers: tuple[render.Header, ...]
+    headers: tuple[unit.Header, ...]
     parts: Mapping[str, str]  #: label -> the part, or its sha256
     digest: str  #: of `parts`: the first half of an entry's name
 
     @property
     def source(self) -> str:
         """The text of the translation unit, rendered on each access."""
-        return render.render_source(self.templates, self.spec)
+        return unit.render_source(self.templates, self.spec)
 
 
 def _digest_of(parts: Mapping[str, str]) -> str:
@@ -72,11 +72,11 @@ def make_request(spec: Spec, templates: Path) -> Request:
     """Hash the spec and the headers under `templates` that it includes. Starts no process."""
     if not is_slug(spec.slug):
         raise ValidationError(f"slug: expected [a-z0-9._-]+ of at most 200 characters, got {spec.slug!r}")
-    found = render.closure(templates / "include", spec.header, device=spec.device)
+    found = unit.closure(templates / "include", spec.header, device=spec.device)
     parts = {
         "schema": SCHEMA,
         "target": f"native {cpu.fingerprint()}" if spec.target == "native" else spec.target,
-        "source": render.source_digest(templates, spec),
+        "source": unit.source_digest(templates, spec),
         **{f"header {header.name}": header.digest for header in found},
     }
     return Request(spec, templates, found, parts, request_digest(parts))

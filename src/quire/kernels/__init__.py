@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from quire.errors import QuireError, UnsupportedError, ValidationError
-from quire.jit.spec import Spec
+from quire.jit.unit import Spec
 from quire.kernels.attention import (
     AttentionKernel,
     AttentionKey,
@@ -17,13 +17,10 @@ from quire.kernels.attention import (
     cascade_reason,
     same_rows,
 )
-from quire.kernels.cpu import CPU
-from quire.kernels.decode import DECODE
-from quire.kernels.fa2 import FA2, WIDE
-from quire.kernels.fa3 import FA3
-from quire.kernels.fa3_fp8 import FA3_FP8
 from quire.kernels.features import Operand, OperandBlock
+from quire.kernels.hopper import FA3, FA3_FP8
 from quire.kernels.mla import MLA_CPU, MLA_DECODE, MLA_FA2, MLA_FA3
+from quire.kernels.portable import CPU, DECODE, FA2, WIDE
 
 __all__ = [
     "KERNELS",

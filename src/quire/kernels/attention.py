@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 
 from quire.errors import ValidationError
 from quire.jit import without_matrix_unit
-from quire.jit.spec import Spec
+from quire.jit.unit import Spec
 from quire.kernels.expressions.cxx import operands_struct, render
 from quire.kernels.features import (
     ANY_PAGE_SIZE,
@@ -20,8 +20,10 @@ from quire.kernels.features import (
     PREFIX_OPERANDS,
     Feature,
     Features,
+    MaskMode,
     Operand,
     OperandBlock,
+    PosEncodingMode,
     TensorCopy,
     View,
     blocks_of,
@@ -29,7 +31,6 @@ from quire.kernels.features import (
 )
 from quire.kernels.operation import OperationKey
 from quire.kernels.params import AttentionParams, ScheduleInput, ScheduleOutput, StampList, struct_of
-from quire.kernels.types import MaskMode, PosEncodingMode
 
 
 @dataclass(frozen=True)

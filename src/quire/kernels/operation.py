@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from quire.errors import ValidationError
-from quire.jit.spec import Spec
+from quire.jit.unit import Spec
 from quire.kernels.expressions.cxx import operands_struct, render
 from quire.kernels.expressions.variant import Variant, find_variant
 from quire.kernels.params import (

@@ -11,7 +11,7 @@ from ctypes import c_float, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from typing import TypeVar
 
-from quire.jit.spec import Struct
+from quire.jit.unit import Struct
 from quire.kernels.features import (
     ATTENTION_OPERANDS,
     MLA_OPERANDS,

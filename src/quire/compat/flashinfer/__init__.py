@@ -20,7 +20,8 @@ import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 
-from quire.compat.flashinfer import devices, overlay, standin
+from quire.compat.flashinfer import devices
+from quire.compat.flashinfer.finders import overlay, standin
 
 __all__ = ["activate", "deactivate", "report"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quire.engine.attention import Attention
-from quire.engine.foreign import foreign
+from quire.engine.options import foreign
 from quire.engine.replay import Replay
 from quire.engine.run import Result
 from quire.errors import UnsupportedError

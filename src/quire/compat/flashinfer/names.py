@@ -15,7 +15,7 @@ from quire import public
 from quire.compat.flashinfer import devices
 from quire.engine.operands import ATTENTION_SINK
 from quire.errors import UnsupportedError
-from quire.kernels.types import DTYPES
+from quire.kernels.features import DTYPES
 
 #: The release whose surface is meant. Engines compare it with what they need.
 VERSION = "0.7.2"

@@ -82,7 +82,7 @@ struct DecodeShape {
   // Warps that divide the dims of a head, and the dims of each.
   static constexpr int kDimWarps = max(kQk, kVo) > 256 ? 2 : 1, kWarpQk = kQk / kDimWarps, kWarpVo = kVo / kDimWarps;
   // Blocks of 16 rows in a warp: two where o and q then take at most 192 registers, or 96 if widening needs some too.
-  // Heads of more than 512 bytes have one: their KV tiles are made for one (kernels/decode.py).
+  // Heads of more than 512 bytes have one: their KV tiles are made for one (kernels/portable.py).
   static constexpr int kM =
       kRows > 16 && (kQk + kVo) * kKvBits <= 512 * 8 && 2 * (kVo / 2 + kQk / 4) <= (kIsFp8 ? 96 : 192) ? 2 : 1;
   static constexpr int kRowWarps = kRows / (16 * kM);                        // warps that divide the rows of a row tile

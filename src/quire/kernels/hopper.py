@@ -1,4 +1,4 @@
-"""attention_fa3: warp-specialised, with wgmma and TMA, sm_90a."""
+"""Rows of the kernels with wgmma and TMA, on sm_90a: attention_fa3, and attention_fa3_fp8 for products of 8 bits."""
 
 from __future__ import annotations
 
@@ -8,21 +8,30 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from quire.errors import ValidationError
-from quire.jit.spec import Spec
+from quire.jit.unit import Spec
 from quire.kernels.attention import (
     GPU_EXPORTS,
     AttentionKernel,
     AttentionKey,
     AttentionProblem,
     TileShape,
+    head_dim_reason,
     tensor_core_reason,
 )
-from quire.kernels.decode import DECODE
 from quire.kernels.expressions.cxx import has_distance_bias, has_pattern, has_row_scale, takes_registers
 from quire.kernels.expressions.tree import Expression
-from quire.kernels.features import ANY_PAGE_SIZE, TensorCopy, View
+from quire.kernels.features import (
+    ANY_PAGE_SIZE,
+    ATTENTION_OPERANDS,
+    MaskMode,
+    Operand,
+    PosEncodingMode,
+    TensorCopy,
+    View,
+)
 from quire.kernels.operation import CTAS_PER_ROW_TILE, OperationKey
 from quire.kernels.params import (
+    AttentionFa3Fp8Params,
     AttentionFa3Params,
     AttentionFa3PrefixParams,
     BlockMaskParams,
@@ -31,7 +40,7 @@ from quire.kernels.params import (
     ScheduleOutput,
     struct_of,
 )
-from quire.kernels.types import MaskMode, PosEncodingMode
+from quire.kernels.portable import DECODE
 
 _ATOM = 64  #: columns of a swizzled row of 128 bytes
 
@@ -43,7 +52,7 @@ _L2_BYTES = 17 << 20
 _MOST_BIASED_HEADS = 32
 
 
-def _reject(problem: AttentionProblem) -> str | None:
+def _reject_fa3(problem: AttentionProblem) -> str | None:
     if problem.target != "sm90a":
         return f"target {problem.target} is not sm90a"
     if problem.mask is MaskMode.TREE:
@@ -52,7 +61,7 @@ def _reject(problem: AttentionProblem) -> str | None:
         return (
             "keys go from memory to the tensor cores as they are: rotate them before the call, or when they are stored"
         )
-    if problem.prefix and (_page_size(problem) == ANY_PAGE_SIZE or problem.kv.bits == 8):
+    if problem.prefix and (_page_size_fa3(problem) == ANY_PAGE_SIZE or problem.kv.bits == 8):
         return "beside shared keys in tensors of their own it takes 16-bit keys, in pages of a multiple of 8 or ragged"
     for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
         if dim % 16 and not dim % 8:
@@ -62,7 +71,7 @@ def _reject(problem: AttentionProblem) -> str | None:
     return tensor_core_reason(problem, takes_8_bit_kv=True)
 
 
-def _tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
+def _tiles_fa3(problem: AttentionProblem) -> tuple[TileShape, ...]:
     """For cascades only the low tile, with which two warpgroups take rows of requests in turn."""
     return _all_tiles(problem)[:1] if problem.cascade else _all_tiles(problem)
 
@@ -76,7 +85,7 @@ def _all_tiles(problem: AttentionProblem) -> tuple[TileShape, ...]:
     has_score = expression.score is not None
     plain = not (custom or more)  # everything else needs registers
     if widest <= 64:  # three warpgroups; gathering rows needs more registers
-        tall = plain and _page_size(problem) != ANY_PAGE_SIZE
+        tall = plain and _page_size_fa3(problem) != ANY_PAGE_SIZE
         return (TileShape(128, 128), TileShape(192, 112)) if tall else (TileShape(128, 128),)
     if widest <= 128 and problem.soft_cap and problem.pos_encoding:
         return (TileShape(128, 128),)
@@ -108,7 +117,7 @@ def _has_distance_bias(problem: AttentionProblem) -> bool:
     return is_small and problem.variant is not None and has_distance_bias(problem.variant.expression)
 
 
-def _choose_rows(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+def _choose_rows_fa3(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
     """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
     return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
 
@@ -118,7 +127,7 @@ def _has_boxes(bits: int, head_dim_qk: int, head_dim_vo: int) -> bool:
     return bits == 16 or head_dim_qk == head_dim_vo == 2 * _ATOM
 
 
-def _page_size(problem: AttentionProblem) -> int:
+def _page_size_fa3(problem: AttentionProblem) -> int:
     """Pages of a multiple of 8 tokens are copied as TMA boxes, whose size is compiled in. Other pages, and 8-bit rows
     that TMA cannot copy, are gathered row by row.
     """
@@ -126,7 +135,7 @@ def _page_size(problem: AttentionProblem) -> int:
     return problem.page_size if problem.page_size % 8 == 0 and (has_boxes or not problem.paged) else ANY_PAGE_SIZE
 
 
-def _max_bytes(key: AttentionKey, operand: str) -> int:
+def _max_bytes_fa3(key: AttentionKey, operand: str) -> int:
     """Addresses of gathered rows, and of results, are 32-bit offsets in units of 16 bytes."""
     has_boxes = key.page_size != ANY_PAGE_SIZE and _has_boxes(key.kv.bits, key.head_dim_qk, key.head_dim_vo)
     gathered = operand in ("k", "v") and not has_boxes
@@ -156,7 +165,7 @@ def kv_copies(key: AttentionKey, name: str, view: View, atom: int, rows: int) ->
     return []
 
 
-def _copies(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+def _copies_fa3(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
     """The tensor maps of core/params.h."""
     copies = query_copies(tile, views, _ATOM)
     atom, rows = (_ATOM, tile.kv) if key.kv.bits == 16 else (2 * _ATOM, tile.kv // 2)  # 8-bit: a warp's rows
@@ -209,13 +218,13 @@ FA3 = AttentionKernel(
     header="quire/kernels/attention_fa3.cuh",
     cxx="AttentionFa3",
     on_cuda=True,
-    reject=_reject,
-    tiles=_tiles,
-    choose_rows=_choose_rows,
-    page_size=_page_size,
+    reject=_reject_fa3,
+    tiles=_tiles_fa3,
+    choose_rows=_choose_rows_fa3,
+    page_size=_page_size_fa3,
     params=AttentionFa3Params,
-    copies=_copies,
-    max_bytes=_max_bytes,
+    copies=_copies_fa3,
+    max_bytes=_max_bytes_fa3,
     persistent=True,
     has_expression_blocks=True,
     has_cascades=True,
@@ -292,3 +301,93 @@ def pod_reason(prefill: AttentionKey, decode: AttentionKey) -> str | None:
 
 def _has_more(key: AttentionKey) -> bool:
     return key.variant is not None or key.cascade or key.prefix or key.timed
+
+
+# --- attention_fa3_fp8: queries, keys and values of e4m3, multiplied as they are -------------------------------------
+
+
+_FP8_ATOM = 2 * _ATOM
+
+_Q_SCALES = Operand("q_scales", ("num_qo_heads",), "fp32")
+_OPERANDS = tuple(
+    operand._replace(scales=_Q_SCALES) if operand.name == "q" else operand for operand in ATTENTION_OPERANDS
+)
+
+
+def _reject_fp8(problem: AttentionProblem) -> str | None:
+    if problem.target != "sm90a":
+        return f"target {problem.target} is not sm90a"
+    if (problem.q.slug, problem.kv.slug) != ("e4m3", "e4m3"):
+        return f'q dtype {problem.q}, kv dtype {problem.kv}: it takes e4m3 alone, if backend="quire:fp8" names it'
+    if problem.o.slug not in ("fp16", "bf16"):
+        return f"o dtype {problem.o} is not fp16 or bf16"
+    if problem.mask is MaskMode.TREE:
+        return "a tree mask is for a few rows over long keys, which its tiles of 128 rows and more waste"
+    if problem.pos_encoding is not PosEncodingMode.NONE or problem.variant is not None:
+        return "it has no position encodings and no custom variants"
+    for name, dim in (("head_dim_qk", problem.head_dim_qk), ("head_dim_vo", problem.head_dim_vo)):
+        if dim % 32:
+            return f"{name}={dim}: its matrix instruction takes multiples of 32"
+    return head_dim_reason(problem)
+
+
+def _tiles_fp8(problem: AttentionProblem) -> tuple[TileShape, ...]:
+    """The tiles that use most of the registers and shared memory without spills; three warpgroups share a transpose."""
+    widest, more = max(problem.head_dim_qk, problem.head_dim_vo), problem.soft_cap
+    loads_more = problem.mask is MaskMode.CUSTOM or _page_size_fp8(problem) == ANY_PAGE_SIZE
+    if widest <= 64:
+        return (TileShape(128, 128), TileShape(192, 128 if more or loads_more else 160 if problem.paged else 192))
+    if widest <= 128:
+        low = TileShape(128, 96 if loads_more else 128)
+        return (low,) if more or loads_more else (low, TileShape(192, 128))
+    if widest <= 192:
+        return (TileShape(128, 64 if loads_more else 96),)
+    return (TileShape(128, 64 if loads_more else 96 if more else 128),)
+
+
+def _choose_rows_fp8(problem: AttentionProblem, shapes: tuple[TileShape, ...]) -> int:
+    """Low tiles for chunks, whose last tiles then waste fewer rows, and if requests must not influence each other."""
+    return shapes[0].rows if problem.fixed_split_size or problem.rows <= 2048 else shapes[-1].rows
+
+
+def _page_size_fp8(problem: AttentionProblem) -> int:
+    """Pages of a multiple of 8 tokens are copied as TMA boxes, whose size is compiled in. Others are gathered."""
+    return problem.page_size if problem.page_size % 8 == 0 else ANY_PAGE_SIZE
+
+
+def _max_bytes_fp8(key: AttentionKey, operand: str) -> int:
+    """Addresses of gathered rows, and of results, are 32-bit offsets in units of 16 bytes."""
+    gathered = operand in ("k", "v") and key.page_size == ANY_PAGE_SIZE
+    return 1 << 36 if operand == "o" or gathered else 0
+
+
+def _copies_fp8(key: AttentionKey, tile: TileShape, views: Mapping[str, View]) -> tuple[TensorCopy, ...]:
+    """The tensor maps of core/params.h. Columns of a box beyond the head are filled with zeros."""
+    copies = query_copies(tile, views, _FP8_ATOM)
+    for name, rows in (("k", tile.kv), ("v", tile.kv // 2)):  # of v: a warp's rows
+        copies += kv_copies(key, name, views[name], _FP8_ATOM, rows)
+    return tuple(copies)
+
+
+FA3_FP8 = AttentionKernel(
+    name="attention_fa3_fp8",
+    backend="fp8",
+    header="quire/kernels/attention_fa3_fp8.cuh",
+    cxx="AttentionFa3Fp8",
+    on_cuda=True,
+    reject=_reject_fp8,
+    is_opt_in=True,
+    tiles=_tiles_fp8,
+    choose_rows=_choose_rows_fp8,
+    page_size=_page_size_fp8,
+    operands=_OPERANDS,
+    params=AttentionFa3Fp8Params,
+    copies=_copies_fp8,
+    max_bytes=_max_bytes_fp8,
+    persistent=True,
+    schedule_input=FA3.schedule_input,
+    unit_bytes=FA3.unit_bytes,
+    operation=FA3.operation,
+    fill=FA3.fill,
+    notes_times=True,
+)

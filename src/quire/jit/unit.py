@@ -1,10 +1,10 @@
-"""Sources of a unit: where templates and headers lie, which headers it includes, and its rendered text.
+"""The unit that a compiler takes: what names it (Spec), the headers that it includes, its rendered text, its exports.
 
-The parser is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers that come
-with the compiler. Any other include could change an artifact without changing its key, so it is an error. Sections
-under `#ifdef __CUDACC__` and its negations are followed only in the kind of unit that compiles them. Other conditions
-are not evaluated, so the closure is never too small. A device unit reaches `cuda_runtime.h` as well, which nvcc
-includes of its own accord; the toolkit's headers that it includes in turn are part of the compiler.
+The parser of includes is strict on purpose. A header may include `"quire/..."` and, in host units, a few system headers
+that come with the compiler. Any other include could change an artifact without changing its key, so it is an error.
+Sections under `#ifdef __CUDACC__` and its negations are followed only in the kind of unit that compiles them. Other
+conditions are not evaluated, so the closure is never too small. A device unit reaches `cuda_runtime.h` as well, which
+nvcc includes of its own accord; the toolkit's headers that it includes in turn are part of the compiler.
 
 The templates stay readable as C++ and as ninja. Jinja's default delimiters clash with C++ (`}}`) and with raw PTX
 (`"{%3, %4}"`); `@{ name }` and lines that begin with `//%` occur in neither language. Jinja is imported on first use,
@@ -13,19 +13,119 @@ because the import takes longer than the rest of a hit.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import io
 import json
 import re
+import struct
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.errors import CacheError, CompileError
-from quire.jit.spec import Spec
 
 if TYPE_CHECKING:
     import jinja2
+
+
+@dataclass(frozen=True)
+class Struct:
+    """The memory layout of a parameter struct, as its ctypes mirror sees it.
+
+    The rendered unit asserts each field, so the build fails if the mirror differs from the C++ header.
+    """
+
+    name: str  #: the C++ type, e.g. "AttentionParams"
+    size: int  #: sizeof, in bytes
+    offsets: tuple[tuple[str, int], ...]  #: (field, offset in bytes), in order
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One variant: one translation unit, one entry point, one artifact.
+
+    The unit includes `header`, defines `struct Variant` from `types`, `constants` and `code`, checks `params`,
+    `operands` and `asserts`, and instantiates `kernel<Variant>` behind the exported symbol `entry`. The slug, `warmup`
+    and `fields` are for readers: the unit does not contain them, so they are not part of the key.
+    """
+
+    slug: str  #: [a-z0-9._-]+, unique per variant and target; up to the first dot the kernel: "attention_fa2.sm90a...."
+    #: "sm80", "sm90a", ... -> a cubin; "x86-64-v3", "x86-64-v4", "aarch64", "native", ... -> a host library
+    target: str
+    header: str  #: the kernel's header, e.g. "quire/kernels/attention_fa2.cuh"
+    kernel: str  #: the class template that the header defines, e.g. "AttentionFa2"
+    entry: str  #: exported C symbol, e.g. "quire_attention"
+    params: Struct
+    types: tuple[tuple[str, str], ...] = ()  #: type aliases in Variant: (("Q", "bf16_t"), ...)
+    constants: tuple[tuple[str, int], ...] = ()  #: static constexpr ints in Variant: (("kHeadDimQk", 128), ...)
+    asserts: tuple[tuple[str, int], ...] = ()  #: constexpr members of kernel<Variant> that Python relies on
+    code: str = ""  #: further members of Variant, in C++
+    operands: Struct | None = None  #: Variant::Operands, which follows the parameters; None: `code` has none
+    exports: tuple[str, ...] = ()  #: constexpr ints of kernel<Variant> that the builder reads back from the artifact
+    warmup: str = ""  #: the `quire warmup` arguments that build exactly this variant, for error messages
+    fields: tuple[tuple[str, str], ...] = ()  #: (name, value) as the user writes them: (("mask", "custom"), ...)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Computed once per spec, because each plan() looks its module up by this hash."""
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def device(self) -> bool:
+        """Whether the variant is device code (a cubin)."""
+        return self.target.startswith("sm")
+
+
+def read_exports(image: bytes, spec: Spec) -> dict[str, int]:
+    """The values of `spec.exports`, which the unit holds as an array of ints in this order.
+
+    CompileError if `image` is not an ELF file that defines the entry point and these values.
+    """
+    from elftools.elf.elffile import ELFFile  # needed after a compile only
+
+    try:
+        return _read_elf(ELFFile(io.BytesIO(image)), spec)
+    except CompileError:
+        raise
+    except Exception as error:  # whatever the parser stumbles over
+        raise _unusable(spec, f"it is no whole ELF file ({type(error).__name__}: {error})") from error
+
+
+def _read_elf(elf: Any, spec: Spec) -> dict[str, int]:
+    _symbol(elf, spec, spec.entry)
+    if not spec.exports:
+        return {}
+    symbol = _symbol(elf, spec, f"{spec.entry}_exports")
+    section = elf.get_section(symbol["st_shndx"])
+    begin = symbol["st_value"] - section["sh_addr"]
+    values = struct.unpack_from(f"<{len(spec.exports)}i", section.data(), begin)
+    return dict(zip(spec.exports, values, strict=True))
+
+
+def _symbol(elf: Any, spec: Spec, name: str) -> Any:
+    """The symbol `name`, which the file defines."""
+    from elftools.elf.sections import SymbolTableSection
+
+    for table in (section for section in elf.iter_sections() if isinstance(section, SymbolTableSection)):
+        for symbol in table.get_symbol_by_name(name) or ():
+            if symbol["st_shndx"] != "SHN_UNDEF":
+                return symbol
+    raise _unusable(spec, f"expected it to export {name}, which it does not")
+
+
+def _unusable(spec: Spec, reason: str) -> CompileError:
+    return CompileError(
+        f"{spec.slug}: the compiler reported success, but what it made cannot be used: {reason}. "
+        "Try another compiler (QUIRE_NVCC, QUIRE_CXX)"
+    )
+
+
+# --- templates and headers -------------------------------------------------------------------------------------------
 
 
 def root() -> Path:
@@ -187,23 +287,23 @@ def _template(text: str) -> jinja2.Template:
     return environment.from_string(text)
 
 
-def _read(templates: Path, name: str) -> str:
+def _read_text(templates: Path, name: str) -> str:
     return (templates / name).read_text(encoding="utf-8")
 
 
 def render_source(templates: Path, spec: Spec) -> str:
     """The C++ text of `spec`'s translation unit: a pure function of `variant.jinja` and the spec."""
-    return _template(_read(templates, "variant.jinja")).render(spec=spec)
+    return _template(_read_text(templates, "variant.jinja")).render(spec=spec)
 
 
 def source_digest(templates: Path, spec: Spec) -> str:
     """sha256 of everything that determines the text of render_source(), without importing Jinja."""
     unit = {name: value for name, value in asdict(spec).items() if name not in ("slug", "warmup", "fields")}
-    text = json.dumps(unit, sort_keys=True) + "\n" + _read(templates, "variant.jinja")
+    text = json.dumps(unit, sort_keys=True) + "\n" + _read_text(templates, "variant.jinja")
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def render_ninja(templates: Path, *, slug: str, command: str, source: str, artifact: str) -> str:
     """The ninja file that builds one artifact; `command` is a shell command line."""
-    text = _template(_read(templates, "build.ninja.jinja"))
+    text = _template(_read_text(templates, "build.ninja.jinja"))
     return text.render(slug=slug, command=command.replace("$", "$$"), source=source, artifact=artifact)
