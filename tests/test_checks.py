@@ -247,7 +247,7 @@ def test_each_argument_of_plan_arrives_under_its_name(cls, name, monkeypatch):
     if name in TAKEN:
         value, found = TAKEN[name]
         specs = []
-        monkeypatch.setattr(wrapper, "_set_plan", specs.append)
+        monkeypatch.setattr(wrapper, "set_plan", specs.append)
         wrapper.plan(**{**right, name: value})
         assert found(specs[0].options) == value
         return

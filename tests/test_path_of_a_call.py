@@ -77,7 +77,7 @@ def plan() -> Callable[[], Any]:
 
 @pytest.mark.parametrize(
     ("make", "most"),
-    [(xqa, Path_(60, 10, 25)), (mla, Path_(60, 10, 25)), (flex, Path_(60, 12, 30)), (plan, Path_(45, 16, 33))],
+    [(xqa, Path_(30, 10, 15)), (mla, Path_(30, 10, 15)), (flex, Path_(45, 10, 15)), (plan, Path_(40, 10, 18))],
 )
 def test_paths_are_short(make, most):
     path = path_of(make())

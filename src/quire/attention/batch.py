@@ -20,7 +20,15 @@ import torch
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, head_dims
 from quire.cache.merge import merge_state_in_place
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import batch_size_of, check_flags, check_positive, device_of, host_indices, scalar
+from quire.engine.checks import (
+    batch_size_of,
+    check_flags,
+    check_positive,
+    device_of,
+    host_indices,
+    last_of_lens,
+    scalar,
+)
 from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
@@ -28,7 +36,7 @@ from quire.engine.operands import Level, PlacedOperands, operands_of_levels, une
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
-from quire.engine.spec import AttentionSpec, last_of_lens
+from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache, ragged_view
 from quire.engine.wrapper import AttentionWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
@@ -156,13 +164,13 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
 
     begin_forward = plan
 
-    def _set_plan(self, spec: AttentionSpec) -> None:
+    def set_plan(self, spec: AttentionSpec) -> None:
         dims = spec.options.head_dim_qk, spec.options.head_dim_vo
         if dims != self._head_dims:
             raise ValidationError(
                 f"head_dim_qk, head_dim_vo: expected {self._head_dims}, which the constructor was told, got {dims}."
             )
-        super()._set_plan(spec)
+        super().set_plan(spec)
 
     def run(  # type: ignore[override]  # as in the surface
         self, q: torch.Tensor, paged_kv_cache: PagedCache, sink: torch.Tensor | None = None,
@@ -262,13 +270,13 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
             unexpected("plan", operands[1])
             self._check_one_launch_is_faster(spec)
             joined = with_prefix(spec, rows, prefix) if spec.nnz_qo else spec
-            self._set_plan(check_kernel_for_prefix(joined, self._workspace.device, self._backend))
+            self.set_plan(check_kernel_for_prefix(joined, self._workspace.device, self._backend))
             self._apart, self._prefix = "", None
         except (UnsupportedError, ValidationError) as error:
             options = spec.options._replace(causal=False, variant=self._variant)
             prefixes = AttentionSpec(spec.indices._replace(kv_indptr=prefix), options, operands=operands[0])
             shared = Attention(prefixes, self._layout, self._workspace, self._backend)
-            self._set_plan(spec._replace(operands=operands[1]))
+            self.set_plan(spec._replace(operands=operands[1]))
             self._apart, self._prefix = str(error), shared
 
     def _check_one_launch_is_faster(self, spec: AttentionSpec) -> None:

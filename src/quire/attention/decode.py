@@ -19,13 +19,21 @@ from quire.calls.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_deco
 from quire.calls.latents import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from quire.calls.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from quire.engine.attention import planned
-from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
+from quire.engine.checks import (
+    batch_size_of,
+    check_flags,
+    check_positive,
+    host_indices,
+    last_page_lens,
+    page_indices,
+    refuse,
+)
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised, split_size
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
+from quire.engine.spec import AttentionSpec, check_repeated, host_lens
 from quire.engine.tensors import PagedCache
 from quire.engine.wrapper import DecodeKeywords, ForwardWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
@@ -170,7 +178,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
             check_repeated(pages, block_tables=block_tables)
         spec = AttentionSpec(pages, options, operands=operands)
         if shared_prefix is None:
-            self._set_plan(spec)
+            self.set_plan(spec)
         else:
             self._set_shared(spec, shared_prefix)
 
@@ -183,8 +191,8 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         cascade = None if self._variant is not None else with_shared_prefixes(spec)
         if cascade is not None:
             with suppress(UnsupportedError, ValidationError):  # then the batch is planned as it is
-                return self._set_plan(cascade)
-        return self._set_plan(spec)
+                return self.set_plan(cascade)
+        return self.set_plan(spec)
 
     begin_forward = plan
 

@@ -157,7 +157,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         flat = MLAPlanMetadata(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
-        self._set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
+        self.set_plan(AttentionSpec(flat.or_else(metadata).indices(options.page_size), options))
         self._has_kpe = head_dim_kpe != 0
         self._lse_base_on_e, self._told = _LSE_MODES[lse_mode], (enable_pdl, use_sinks)
         self._causal, self._sm_scale, self._page_size = options.causal, options.logits.sm_scale, options.page_size

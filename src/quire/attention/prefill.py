@@ -24,12 +24,20 @@ from quire.calls.single import (
     single_prefill_with_kv_cache_with_jit_module,
 )
 from quire.engine.batch import with_items
-from quire.engine.checks import batch_size_of, check_flags, check_positive, host_indices, refuse
+from quire.engine.checks import (
+    batch_size_of,
+    check_flags,
+    check_positive,
+    host_indices,
+    last_page_lens,
+    page_indices,
+    refuse,
+)
 from quire.engine.operands import takes_sinks, variant_of
 from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised, split_size
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec, check_repeated, host_lens, last_page_lens, page_indices
+from quire.engine.spec import AttentionSpec, check_repeated, host_lens
 from quire.engine.tensors import PagedCache, converted
 from quire.engine.wrapper import ForwardWrapper, Pair, PrefillKeywords
 from quire.errors import ValidationError
@@ -155,7 +163,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
             custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr, token_pos_in_items_ptr,
             token_pos_in_items_len, max_item_len_ptr,
         )  # fmt: skip
-        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
+        self.set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
 
     begin_forward = plan
 
@@ -363,7 +371,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
                 custom_mask, packed_custom_mask, indices, self._workspace.device, prefix_len_ptr,
                 token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr,
             )  # fmt: skip
-        self._set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
+        self.set_plan(AttentionSpec(indices, options, custom_mask, packed_custom_mask, operands=operands))
 
     begin_forward = plan
 

@@ -19,7 +19,7 @@ from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, BatchPr
 from quire.cache.merge import merge_state_in_place
 from quire.calls.single import single_prefill_with_kv_cache
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import check_tensor, host_indices
+from quire.engine.checks import check_tensor, host_indices, page_indices
 from quire.engine.device import OwnWorkspace, Workspace
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, operands_of_levels, unexpected, variant_of
@@ -27,7 +27,7 @@ from quire.engine.operators import is_tracing
 from quire.engine.options import foreign, logits_options
 from quire.engine.run import RunOptions
 from quire.engine.schedule import Indices, check_count
-from quire.engine.spec import AttentionSpec, page_indices
+from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache, page_size_of
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.rewrite import variant_of_level, variant_without_mask

@@ -72,7 +72,7 @@ class BlockListsWrapper(AttentionWrapper):
                 raise ValidationError("mask: expected none beside a variant with a mask: let that read a tensor.")
             placed = lists.placed(self._of_matrix, heads, options.group_size, sizes, self._workspace.device)
             options, (operands,) = options._replace(variant=placed.planned), placed.of_plan(operands)
-        self._set_plan(AttentionSpec(lists.indices(), options, mask, packed_mask, operands=operands))
+        self.set_plan(AttentionSpec(lists.indices(), options, mask, packed_mask, operands=operands))
         self._placed = placed
 
     def _of_run(self, operands: Mapping[str, Any]) -> Mapping[str, Any]:

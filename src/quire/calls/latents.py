@@ -19,6 +19,7 @@ from quire.engine.checks import (
     check_shape,
     check_tensor,
     host_indices,
+    page_indices,
     refuse,
     to_int32,
 )
@@ -27,7 +28,7 @@ from quire.engine.options import foreign
 from quire.engine.plan_cache import replayed
 from quire.engine.run import Result
 from quire.engine.schedule import Indices, Lengths, check_offsets, check_range
-from quire.engine.spec import check_repeated, page_indices
+from quire.engine.spec import check_repeated
 from quire.engine.tensors import LATENT_DIM, LN2, ROW_BYTES, cached_parts, is_packed, latent_parts
 from quire.errors import UnsupportedError, ValidationError
 

@@ -53,7 +53,7 @@ class Attention(PlannedRun):
             self._has_fixed_lengths = False
         elif graph is None and isinstance(workspace, OwnWorkspace):  # one call, which a graph may hold
             self._has_fixed_lengths = not is_capturing(self._device)
-        else:
+        elif self._on_cuda:
             refuse_capture("plan()", self._device)
         told, note = options, ""
         if graph is not None:

@@ -221,6 +221,39 @@ def device_indices(value: Any, name: str, shape: str = "1-D") -> torch.Tensor:
     return to_int32(tensor, name).contiguous()
 
 
+_PAGES = (
+    "1-D, the pages of all requests one after another (a table with a row for each request is for "
+    "trtllm_batch_decode_with_kv_cache)"
+)
+_LAST_PAGES = (
+    "[batch_size={length}], as indptr has batch_size + 1 offsets (0 first, then the sums of the requests' page counts)"
+)
+
+
+def page_indices(indices: Any) -> torch.Tensor:
+    """Page numbers as a 1-D int32 tensor: plan() copies them if they are on the host, each run() reads them on a
+    device.
+    """
+    taken = host_indices if isinstance(indices, torch.Tensor) and indices.is_cpu else device_indices
+    return taken(indices, "paged_kv_indices", shape=_PAGES)
+
+
+def last_page_lens(value: Any, name: str, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request's last page, on the host.
+
+    With pages of one token they are redundant, and not copied from a device: SGLang plans in this way between replays.
+    """
+    if page_size == 1 and isinstance(value, torch.Tensor) and value.device.type != "cpu":
+        check_shape(value, name, {"batch_size": kv_indptr.shape[0] - 1})
+        return kv_indptr.diff().clamp_(0, 1)
+    return host_indices(value, name, kv_indptr.numel() - 1, shape=_LAST_PAGES)
+
+
+def last_of_lens(kv_lens: torch.Tensor, kv_indptr: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Tokens of each request's last page, int32, from the tokens of the request and the offsets of its pages."""
+    return (kv_lens - (kv_indptr.diff() - 1).clamp_(min=0) * page_size).to(torch.int32)
+
+
 def batch_size_of(offsets: torch.Tensor, name: str) -> int:
     """batch_size of offsets [batch_size + 1]."""
     batch_size = offsets.numel() - 1

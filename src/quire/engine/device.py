@@ -318,10 +318,8 @@ def _taken(pop: Callable[[], _Item]) -> _Item | None:
 _uploaders: dict[tuple[int, int], Uploader] = {}
 
 
-def uploader_of(device: torch.device, *, for_capture: bool = False) -> Uploader | CaptureUploader | None:
-    """The uploader of torch's current stream of a GPU; None on the CPU, where the schedule is used in place."""
-    if not on_cuda(device):
-        return None
+def uploader_of(device: torch.device, *, for_capture: bool = False) -> Uploader | CaptureUploader:
+    """The uploader of torch's current stream of a GPU."""
     index = device.index or 0
     key = index, torch._C._cuda_getCurrentRawStream(index)
     if for_capture:

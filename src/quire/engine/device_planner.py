@@ -63,7 +63,7 @@ class DeviceSchedule:
         ctas = max(1, ctas // decision.ctas_per_tile)
         self.template = template = plan_template(decision, options, self._device, ctas)
         self.ctas = ctas = max(1, min(ctas, workspace.most_bytes // template.partials_bytes(2)))
-        self.params = template.new_params()
+        self.params, base = template.new_params()
         check_fits_on_device(lengths, template.schedule)
         self.planner, _ = load(OperationKey("schedule_lengths", decision.key.target).spec(), self._device)
         num_tiles = lengths.num_row_tiles(options.group_size, template.tile.rows)
@@ -80,7 +80,6 @@ class DeviceSchedule:
         )  # fmt: skip
         self._grid = 1 + self._FILLING_CTAS * has_offsets
         self._shape = self._device, bytes(self._params)  # what a schedule for lengths that are all alike depends on
-        base = base_of(self.params)
         base.num_tiles, base.num_ctas = num_tiles, ctas
         self._places = _pointers_at(self._params, "kv_lens", "lse")
         self._in_plan = _pointers_at(base, "kv_indices", "partial_md")

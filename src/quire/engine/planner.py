@@ -18,6 +18,7 @@ from quire.engine.device import (
     Uploader,
     Workspace,
     max_ctas,
+    on_cuda,
     partials_bytes,
     uploader_of,
 )
@@ -27,7 +28,7 @@ from quire.engine.operands import check_names, write_operands
 from quire.engine.options import LogitsOptions, PlanOptions
 from quire.engine.schedule import Indices, Lengths, Schedule, make_schedule, measure_schedule, schedule_input
 from quire.errors import PlanError, ValidationError
-from quire.jit import CudaModule, Module, get_module, host_target
+from quire.jit import CudaModule, HostModule, Module, get_module, host_target
 from quire.jit.unit import Spec
 from quire.kernels import Decision, TileShape
 from quire.kernels.attention import with_operands
@@ -88,10 +89,11 @@ class _PlanTemplate(NamedTuple):
     frequencies: torch.Tensor | None  #: the table of rotary embeddings, to which `params` points
     unit_bytes: int  #: of the kernel's own plan memory, for each work unit of a kv head
 
-    def new_params(self) -> ctypes.Structure:
-        """A copy of the parameters for one plan."""
+    def new_params(self) -> tuple[ctypes.Structure, AttentionParams]:
+        """A copy of the parameters for one plan, and in it the part that all kernels have."""
         same = type(self.params)
-        return aligned_copy(self.params) if same is not AttentionParams else same.from_buffer_copy(self.params)
+        params = aligned_copy(self.params) if same is not AttentionParams else same.from_buffer_copy(self.params)
+        return params, params if isinstance(params, AttentionParams) else params.base
 
     def partials_bytes(self, num_partials: int) -> int:
         """Bytes of the workspace that a schedule takes."""
@@ -153,9 +155,12 @@ def _template_for(
     decision: Decision, indices: Indices, options: PlanOptions, device: torch.device, graph: GraphState | None
 ) -> tuple[Module, _PlanTemplate]:
     """The kernel and the template for plans of this batch; with a graph, for those of the largest batch."""
-    if not decision.templates:
+    if device not in decision.loaded:
         _compile_together(decision)
-    (module, ctas), capacity = load(decision.spec, device), 0
+        decision.loaded[device] = load(decision.spec, device)
+    (module, ctas), capacity = decision.loaded[device], 0
+    if isinstance(module, HostModule):
+        ctas = torch.get_num_threads()  # which a program may change
     if graph is not None:
         rows, split = decision.key.tile_rows, max(0, options.fixed_split_size)
         capacity = graph.tile_capacity(indices.batch_size, indices.qo_len, options.group_size, rows, split)
@@ -192,15 +197,17 @@ def make_plan(
     module, template = _template_for(decision, indices, options, device, graph)
     operation = _load_operation(decision, device) if template.unit_bytes else None
     for_one_call = isinstance(workspace, OwnWorkspace)
-    uploader = uploader_of(device, for_capture=for_one_call and graph is None and is_capturing(device))
+    uploader = None
+    if on_cuda(device):
+        uploader = uploader_of(device, for_capture=for_one_call and graph is None and is_capturing(device))
     schedule, note = make_schedule(indices, template.schedule, uploader), ""
     s = schedule.sizes
     does_not_fit = s.num_partials * template.partial_bytes > workspace.most_bytes
     if does_not_fit and not options.fixed_split_size and not options.cascade:
         template, schedule, note = _schedule_within(decision, indices, options, workspace, template, schedule, uploader)
         s = schedule.sizes
-    params = template.new_params()
-    base, stream = base_of(params), 0 if uploader is None else uploader.stream
+    params, base = template.new_params()
+    stream = 0 if uploader is None else uploader.stream
     bits = _mask_bits(mask_bits, s.mask_bytes, device) if decision.key.mask is MaskMode.CUSTOM else mask_bits
     partials = None
     if not for_one_call:

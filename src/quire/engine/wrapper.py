@@ -16,14 +16,14 @@ from typing import Any, TypedDict
 import torch
 
 from quire.engine.attention import Attention, planned, workspace_bytes_of
-from quire.engine.checks import check_flags, check_same_device, check_tensor
+from quire.engine.checks import check_flags, check_same_device, check_tensor, last_of_lens
 from quire.engine.device import ALIGNMENT, UserWorkspace
 from quire.engine.graph import GraphState, graph_state
 from quire.engine.inspection import Explanation
 from quire.engine.operators import TracedRun, handle_of, is_tracing
 from quire.engine.options import logits_options, split_size
 from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec, last_of_lens
+from quire.engine.spec import AttentionSpec
 from quire.errors import PlanError, UnsupportedError
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout, MaskMode
@@ -330,16 +330,13 @@ class AttentionWrapper(EngineAttributes):
         """What run() calls: the plan or, while torch traces, an operator."""
         return TracedRun(self) if is_tracing() else self._attention or planned(None)
 
-    def _set_plan(self, spec: AttentionSpec) -> None:
+    def set_plan(self, spec: AttentionSpec) -> None:
+        """Plan what plan() was asked for; for spec_of(), only note it."""
         if self._variant is not None:
             spec = spec._replace(options=spec.options._replace(variant=self._variant))
         if self._specs is not None:
             self._specs.append(spec)
             return
-        self.set_plan(spec)
-
-    def set_plan(self, spec: AttentionSpec) -> None:
-        """Plan the AttentionSpec that spec_of() returned."""
         self._attention = Attention(spec, self._layout, self._workspace, self._backend, self._graph, self._attention)
 
     def _sinks_and_scale(self, sinks: torch.Tensor | None, sm_scale: float | None = None) -> torch.Tensor | None:

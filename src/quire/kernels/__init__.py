@@ -72,6 +72,7 @@ class Decision:
     kernel: AttentionKernel
     key: AttentionKey
     trace: tuple[Verdict, ...]
+    loaded: dict[Any, Any] = field(default_factory=dict)  #: its module on each device (engine/planner.py)
     templates: dict[Any, Any] = field(default_factory=dict)  #: plan templates (engine/planner.py)
     checked: dict[Any, Any] = field(default_factory=dict)  #: layouts that passed all checks (engine/attention.py)
 

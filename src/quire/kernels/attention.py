@@ -49,6 +49,7 @@ class AttentionProblem(Features):
         return f"({self.target}, {', '.join(told)})"
 
 
+@lru_cache(maxsize=1024)
 def same_rows(rows: int) -> int:
     """`rows`, rounded up to a multiple of 16 up to 256, then to a power of two.
 
