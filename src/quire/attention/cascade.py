@@ -33,14 +33,10 @@ from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import PosEncodingMode
 
 __all__ = [
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-    "MultiLevelCascadeAttentionWrapper",
-    "batch_decode_with_shared_prefix_padded_kv_cache",
-    "merge_state",
-    "merge_state_in_place",
-    "merge_states",
-]
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper", "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+    "MultiLevelCascadeAttentionWrapper", "batch_decode_with_shared_prefix_padded_kv_cache", "merge_state",
+    "merge_state_in_place", "merge_states",
+]  # fmt: skip
 
 _LevelCall = tuple[BatchPrefillWithPagedKVCacheWrapper, list[Any], dict[str, Any]]
 

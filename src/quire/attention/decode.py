@@ -43,18 +43,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "BatchDecodeWithPagedKVCacheWrapper",
-    "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
-    "cudnn_batch_decode_with_kv_cache",
-    "fast_decode_plan",
-    "get_seq_lens",
-    "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "trtllm_batch_decode_with_kv_cache",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "xqa_batch_decode_with_kv_cache",
-    "xqa_batch_decode_with_kv_cache_mla",
-]
+    "BatchDecodeWithPagedKVCacheWrapper", "CUDAGraphBatchDecodeWithPagedKVCacheWrapper",
+    "cudnn_batch_decode_with_kv_cache", "fast_decode_plan", "get_seq_lens", "single_decode_with_kv_cache",
+    "single_decode_with_kv_cache_with_jit_module", "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
+]  # fmt: skip
 
 
 @memoised

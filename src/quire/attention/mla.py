@@ -36,13 +36,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "BatchMLAPagedAttentionWrapper",
-    "MLAPlanMetadata",
-    "concat_and_cache_mla",
-    "concat_and_cache_mla_rope_fused",
-    "trtllm_batch_decode_with_kv_cache_mla",
-    "xqa_batch_decode_with_kv_cache_mla",
-]
+    "BatchMLAPagedAttentionWrapper", "MLAPlanMetadata", "concat_and_cache_mla", "concat_and_cache_mla_rope_fused",
+    "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache_mla",
+]  # fmt: skip
 
 _NO_KPE = 64  #: dims of zeros that a kernel reads as q_pe where there is none
 _LSE_MODES = {"none": None, "base2": False, "basee": True}  #: what return_lse_base_on_e must be

@@ -47,15 +47,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "BatchPrefillWithPagedKVCacheWrapper",
-    "BatchPrefillWithRaggedKVCacheWrapper",
-    "cudnn_batch_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-    "single_prefill_with_kv_cache_with_jit_module",
-    "trtllm_batch_context_with_kv_cache",
-    "trtllm_fmha_v2_prefill",
-]
+    "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper", "cudnn_batch_prefill_with_kv_cache",
+    "single_prefill_with_kv_cache", "single_prefill_with_kv_cache_return_lse",
+    "single_prefill_with_kv_cache_with_jit_module", "trtllm_batch_context_with_kv_cache", "trtllm_fmha_v2_prefill",
+]  # fmt: skip
 
 # ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
 

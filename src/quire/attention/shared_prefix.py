@@ -34,12 +34,6 @@ from quire.kernels.expressions.rewrite import variant_of_level, variant_without_
 from quire.kernels.expressions.variant import Variant
 from quire.kernels.features import KVLayout
 
-__all__ = [
-    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
-    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
-    "batch_decode_with_shared_prefix_padded_kv_cache",
-]
-
 
 def _join(own: AttentionSpec, k_shared: torch.Tensor, *place: Any) -> Attention:
     """A plan of `own` whose requests all begin with the keys k_shared [shared_len, num_kv_heads, head_dim]; place: the

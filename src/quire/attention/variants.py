@@ -28,23 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "alibi",
-    "dilated_window",
-    "document_mask",
-    "get_alibi_slopes",
-    "kerple",
-    "noise",
-    "prefix_lm",
-    "relative_bias",
-    "sigmoid",
-    "sigmoid_output",
-    "sink_score",
-    "soft_cap",
-    "strided_window",
-    "t5_bias",
-    "temperature",
-    "tree_mask",
-]
+    "alibi", "dilated_window", "document_mask", "get_alibi_slopes", "kerple", "noise", "prefix_lm", "relative_bias",
+    "sigmoid", "sigmoid_output", "sink_score", "soft_cap", "strided_window", "t5_bias", "temperature", "tree_mask",
+]  # fmt: skip
 
 
 def _distance(q_idx: Any, kv_idx: Any, qo_len: Any, kv_len: Any) -> Any:

@@ -25,8 +25,6 @@ from quire.jit import get_module
 from quire.kernels.operation import LATENT_HEADS, LATENT_THREADS, OPERATIONS, PARALLEL_THREADS, OperationKey
 from quire.kernels.params import AppendLatentsParams
 
-__all__ = ["concat_and_cache_mla", "concat_and_cache_mla_rope_fused"]
-
 _ROWS = "fp8_ds_mla"  #: vLLM's name of FlashMLA's rows of 656 bytes
 #: LatentType in kernels/append_latents.h, and torch's type, by vLLM's names
 _EIGHT_BITS = {

@@ -28,21 +28,12 @@ from quire.engine.tensors import check_apart
 from quire.errors import ValidationError
 
 __all__ = [
-    "apply_llama31_rope",
-    "apply_llama31_rope_inplace",
-    "apply_llama31_rope_pos_ids",
-    "apply_llama31_rope_pos_ids_inplace",
-    "apply_rope",
-    "apply_rope_inplace",
-    "apply_rope_pos_ids",
-    "apply_rope_pos_ids_inplace",
-    "apply_rope_with_cos_sin_cache",
-    "apply_rope_with_cos_sin_cache_inplace",
-    "mla_rope_quantize_fp8",
-    "rope_append_paged_kv_cache",
-    "rope_quantize_fp8",
+    "apply_llama31_rope", "apply_llama31_rope_inplace", "apply_llama31_rope_pos_ids",
+    "apply_llama31_rope_pos_ids_inplace", "apply_rope", "apply_rope_inplace", "apply_rope_pos_ids",
+    "apply_rope_pos_ids_inplace", "apply_rope_with_cos_sin_cache", "apply_rope_with_cos_sin_cache_inplace",
+    "mla_rope_quantize_fp8", "rope_append_paged_kv_cache", "rope_quantize_fp8",
     "rope_quantize_fp8_append_paged_kv_cache",
-]
+]  # fmt: skip
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -43,13 +43,6 @@ from quire.errors import ValidationError
 from quire.kernels.features import KVLayout
 from quire.kernels.params import RopeParams
 
-__all__ = [
-    "mla_rope_quantize_fp8",
-    "rope_append_paged_kv_cache",
-    "rope_quantize_fp8",
-    "rope_quantize_fp8_append_paged_kv_cache",
-]
-
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 Tables = Mapping[str, torch.Tensor]
 

@@ -33,14 +33,6 @@ from quire.kernels.features import KVLayout
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "single_decode_with_kv_cache",
-    "single_decode_with_kv_cache_with_jit_module",
-    "single_prefill_with_kv_cache",
-    "single_prefill_with_kv_cache_return_lse",
-    "single_prefill_with_kv_cache_with_jit_module",
-]
-
 
 def attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool, o_dtype: Any = None,

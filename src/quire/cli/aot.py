@@ -27,18 +27,9 @@ from quire.kernels.hopper import PodKey
 from quire.kernels.operation import OPERATIONS, OperationKey
 
 __all__ = [
-    "PRESETS",
-    "Built",
-    "Selection",
-    "families",
-    "family",
-    "for_hosts",
-    "read_manifest",
-    "select",
-    "spec_of",
-    "warm",
+    "PRESETS", "Built", "Selection", "families", "family", "for_hosts", "read_manifest", "select", "spec_of", "warm",
     "warmup",
-]
+]  # fmt: skip
 
 _LONGEST_SLUG = 300  #: what is longer is no slug, and not repeated whole in an error
 

@@ -67,17 +67,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "FA2_AVAILABLE",
-    "FA3_AVAILABLE",
-    "fa_version_unsupported_reason",
-    "flash_attn_combine",
-    "flash_attn_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_with_kvcache",
-    "get_scheduler_metadata",
+    "FA2_AVAILABLE", "FA3_AVAILABLE", "fa_version_unsupported_reason", "flash_attn_combine", "flash_attn_func",
+    "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata",
     "is_fa_version_supported",
-]
+]  # fmt: skip
 
 __version__ = "3.0.0"  #: of the API
 FA2_AVAILABLE = FA3_AVAILABLE = True  #: as in vllm.vllm_flash_attn

@@ -15,8 +15,6 @@ from quire.engine.wrapper import Pair
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.kernels.features import dtype_of
 
-__all__ = ["ContextParallelDecode", "Interleave"]
-
 Wrapper = BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
 
 

@@ -17,23 +17,6 @@ from quire.cache.merge import merge_state, merge_states
 from quire.engine.checks import check_flags, check_shape, check_tensor
 from quire.errors import PlanError, UnsupportedError, ValidationError
 
-__all__ = [
-    "EXCHANGES",
-    "Exchange",
-    "Gather",
-    "Ranks",
-    "Wait",
-    "all_gather",
-    "check_agreement",
-    "check_divisible",
-    "exchange_of",
-    "gather_of",
-    "merge_over_ranks",
-    "peer_memory",
-    "ranks_of",
-    "refuse_positions",
-]
-
 #: Arguments of plan() that count from where a token stands in its request, which a rank's part does not say.
 _POSITIONS = {
     "attention_chunk_size": None, "pos_encoding_mode": "NONE", "rope_scale": None, "rope_theta": None, "window_left": -1

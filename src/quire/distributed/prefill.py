@@ -24,8 +24,6 @@ from quire.engine.checks import check_flags, check_positive, check_shape, check_
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, ValidationError
 
-__all__ = ["Ulysses", "Zigzag", "ZigzagPrefill"]
-
 _MOST_TOKENS = 1 << 16  #: of a page: chunks are multiples of it, and so is what each rank allocates
 _EARLY, _LATE = _HALVES = (0, 1)  #: the chunks of a rank
 

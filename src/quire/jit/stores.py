@@ -29,8 +29,6 @@ from quire.jit.store import Store
 if TYPE_CHECKING:
     pass
 
-__all__ = ["prebuilt_stores", "user_store"]
-
 _PREBUILT_PACKAGE = "quire_jit_cache"
 _GROUP = "quire.stores"  #: entry points of this group name packages with a directory `store`
 _WRITABLE = "Set QUIRE_CACHE_DIR to a directory that you alone can write"

@@ -15,22 +15,9 @@ from typing import Any
 from quire.kernels.expressions.trace import call
 
 __all__ = [
-    "abs",
-    "exp",
-    "exp2",
-    "floor",
-    "log",
-    "log2",
-    "maximum",
-    "minimum",
-    "rsqrt",
-    "sigmoid",
-    "sqrt",
-    "tanh",
-    "to_float",
-    "to_int",
-    "where",
-]
+    "abs", "exp", "exp2", "floor", "log", "log2", "maximum", "minimum", "rsqrt", "sigmoid", "sqrt", "tanh", "to_float",
+    "to_int", "where",
+]  # fmt: skip
 
 abs: Any = partial(call, "abs")
 exp: Any = partial(call, "exp")
