@@ -18,7 +18,8 @@ from quire.compat.flash_attn_interface import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from quire.compat.flash_attn_interface_batch import Keys, Queries, _together
+from quire.compat.flash_attn_interface_batch import _together
+from quire.compat.flash_attn_tokens import Keys, Queries
 
 # Prefill
 

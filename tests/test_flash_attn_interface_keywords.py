@@ -13,8 +13,8 @@ from torch import Tensor
 import quire
 from calls import capture, no_synchronisation
 from interface_batches import Batch, check, random
+from quire.compat import flash_attn_batch
 from quire.compat import flash_attn_interface as fa3
-from quire.compat import flash_attn_interface_batch
 from quire.compat.flash_attn_interface import (
     flash_attn_combine,
     flash_attn_func,
@@ -97,8 +97,8 @@ def test_ranks():
 
 def test_layers_of_one_batch_plan_twice(monkeypatch):
     """The second call is recorded, and the others repeat it."""
-    plans, made = [], flash_attn_interface_batch.AttentionCall
-    monkeypatch.setattr(flash_attn_interface_batch, "AttentionCall", lambda *a, **o: plans.append(a) or made(*a, **o))
+    plans, made = [], flash_attn_batch.AttentionCall
+    monkeypatch.setattr(flash_attn_batch, "AttentionCall", lambda *a, **o: plans.append(a) or made(*a, **o))
     b = Batch("cpu", torch.float32)
     out, q = torch.empty_like(b.q), b.q
     for layer in range(5):

@@ -29,21 +29,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from quire.calls.tables import equal_lengths, token_pages
-from quire.compat.flash_attn_batch import (
-    Cache,
-    Scoring,
-    Source,
-    Window,
-    attend_batch,
-    attend_equal,
-    new_results,
-    rotated,
-    sizes,
-    tensor_of,
-)
-from quire.engine.checks import check_flags, check_shape, check_tensor, scalar
-from quire.engine.operators import is_tracing
+from quire.calls.tables import equal_lengths
+from quire.compat.flash_attn_batch import Scoring, Source, Window, attend_batch, attend_equal, new_results, tensor_of
+from quire.compat.flash_attn_tokens import Queries, cache_of, check_longest, sizes, with_new_tokens
+from quire.engine.checks import check_flags, check_shape
 from quire.engine.plan_cache import replayed
 from quire.errors import ValidationError
 
@@ -211,7 +200,7 @@ def flash_attn_varlen_func(
         (cu_seqlens_q, max_seqlen_q, "max_seqlen_q"),
         (cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
     ):
-        _check_longest(offsets, most, name)
+        check_longest(offsets, most, name)
     out, lse = new_results(q, v, return_attn_probs)
     attend_batch(q, k, v, out, lse, s_aux, cu_seqlens_q, cu_seqlens_k, None, block_table, 0, *scoring)
     return (out, lse.t().contiguous(), None) if lse is not None else out
@@ -296,20 +285,20 @@ def flash_attn_with_kvcache(
     """
     batch, seqlen_q, num_heads = _check_queries(q)
     check_flags(rotary_interleaved=rotary_interleaved)
-    cache = Cache.of(k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    if block_table is not None and (cache_batch_idx is not None or cache_leftpad is not None):
+        name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
+        raise ValidationError(f"{name}: expected None beside block_table, which says where keys are.")
+    cache, padding = cache_of(
+        k_cache, v_cache, batch, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, "block_table"
+    )
     scoring = Scoring.of(softmax_scale, causal, window_size, softcap, alibi_slopes, num_heads, seqlen_q, num_splits)
-    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
-        raise ValidationError("k, v and rotary_cos, rotary_sin: expected both of a pair or neither.")
-    if k is not None and v is not None:
-        if rotary_cos is not None and rotary_sin is not None:
-            moves = scoring.causal or (scoring.left, scoring.right) != _ALL
-            q, k = rotated(q, k, cache.lens, rotary_cos, rotary_sin, rotary_interleaved, moves)
-        cache = cache.append(k, v)
-    elif rotary_cos is not None:
-        raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
-    lens, pages = (cache.lens, cache.pages) if cache.leftpad is None else cache.without_padding()
-    page_k, page_v = cache.tensors if cache.leftpad is None else (token_pages(t) for t in cache.tensors)
-    out, lse = attend_equal(q, page_k, page_v, (None, None, lens, pages), scoring, s_aux, return_softmax_lse)
+    moves = scoring.causal or (scoring.left, scoring.right) != _ALL
+    queries, keys = with_new_tokens(
+        Queries(q.flatten(0, 1), None, batch, seqlen_q, None), cache, padding, (k, v), None,
+        (rotary_cos, rotary_sin, rotary_interleaved), None, moves, "block_table",
+    )  # fmt: skip
+    where = None, None, keys.lens, keys.table
+    out, lse = attend_equal(queries.q.view(q.shape), keys.k, keys.v, where, scoring, s_aux, return_softmax_lse)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -325,22 +314,3 @@ def _unpacked(tensor: Any, name: str, dims: int, count: int) -> tuple[torch.Tens
     if given.dim() != dims or given.shape[-3] != count:
         raise ValidationError(f"{name}: expected [..., {count}, num_heads, head_dim], got {list(given.shape)}.")
     return given.unbind(-3)
-
-
-def _check_longest(offsets: Any, most: int | torch.Tensor, name: str) -> None:
-    """max_seqlen only repeats what offsets say: it is compared with them where both lie on the host."""
-    if is_tracing():
-        return
-    if (
-        not check_tensor(offsets, name.replace("max_seqlen", "cu_seqlens")).is_cpu
-        or offsets.dim() != 1
-        or offsets.numel() < 2
-    ):
-        return
-    if isinstance(most, torch.Tensor) and not most.is_cpu:
-        return
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise ValidationError(f"{name.replace('max_seqlen', 'cu_seqlens')}: expected int32, got {offsets.dtype}.")
-    longest = int(offsets.diff().max())
-    if longest > (given := scalar(most, name)):
-        raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {given:g}.")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from quire.attention.variants import get_alibi_slopes
-from quire.cache.page import append_paged_kv_cache
-from quire.cache.rope import apply_rope_with_cos_sin_cache
-from quire.calls.tables import check_lengths, equal_lengths, indices_of, row_step
+from quire.calls.tables import check_lengths, indices_of
 from quire.engine.attention import AttentionCall
 from quire.engine.checks import (
     batch_size_of,
     check_flags,
-    check_same_device,
     check_shape,
     check_tensor,
     device_indices,
@@ -34,9 +30,6 @@ from quire.engine.schedule import LEAST_TILE, Indices, Lengths
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import LN2
 from quire.errors import UnsupportedError, ValidationError
-
-if TYPE_CHECKING:
-    pass
 
 Window = tuple[int, int]
 
@@ -121,14 +114,17 @@ def new_results(q: torch.Tensor, v: torch.Tensor, return_lse: bool) -> tuple[tor
     return out, q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
 
 
+@operator("flash_attention", writes="out lse", tags=NOT_CAPTURABLE)
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
     sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
     seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qo_len: int, softmax_scale: float | None,
-    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int,
+    causal: bool, left: int, right: int, softcap: float, has_alibi: bool, num_splits: int, chunk: int = 0,
+    qv: torch.Tensor | None = None, logits_by: torch.Tensor | None = None, out_by: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes out, and lse in base e. Keys are ragged by cu_seqlens_k, or pages of block_table; of these there are
-    seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says.
+    seq_lens tokens, or as many as cu_seqlens_k says. There are qo_len queries a request, or as cu_seqlens_q says. With
+    qv, k and v are the parts of latents. logits_by, out_by: one factor each of all logits and of the result.
     """
     if q.dtype.itemsize == 1:
         raise UnsupportedError(
@@ -136,27 +132,33 @@ def _attend(
             f"quire.single_prefill_with_kv_cache() or a wrapper, which take 8-bit queries with their scales."
         )
     page_size = 0 if block_table is None else k.shape[1]
+    dim = q.shape[2] + (0 if qv is None else v.shape[-1])
+    is_masked = right > 0 or (chunk > 0 and (not causal or left >= 0))  # bits say which keys a query sees
+    window, chunks = (-1, None) if is_masked and chunk else (left, chunk or None)
     options = PlanOptions(
-        *heads(q.shape[1], k.shape[-2]), q.shape[2], v.shape[-1], Types.of(q.dtype, k.dtype, None),
-        logits_options(q.shape[2], softmax_scale, left, softcap, "ALIBI" if has_alibi else "NONE"), causal, page_size,
-        split_size(None, num_splits == 1),
+        *heads(q.shape[1], k.shape[-2]), dim, v.shape[-1], Types.of(q.dtype, k.dtype, None),
+        logits_options(dim, softmax_scale, window, softcap, "ALIBI" if has_alibi else "NONE", None, None, chunks),
+        causal, page_size, split_size(None, num_splits == 1), qv is not None,
     )  # fmt: skip
     has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
     if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
         return
     batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
-    lengths = None if right > 0 else batch.on_device(q, k, (out, lse), options)
+    lengths = None if is_masked else batch.on_device(q, k, (out, lse), options)
     if lengths is not None:
         spec = AttentionSpec(lengths, options)
     else:
         indices = batch.on_host(q.device)
-        spec = AttentionSpec(indices, options, _right_window(indices, right, q.device) if right > 0 else None)
+        spec = AttentionSpec(indices, options, _mask(indices, left, right, chunk, q.device) if is_masked else None)
     rows = spec.nnz_qo
     if rows > q.shape[0]:
         raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
     AttentionCall(
         spec, q[:rows], (k, v), OwnWorkspace(q.device), out=out[:rows], lse=None if lse is None else lse[:rows],
-        options=RunOptions(float_sinks(sinks, "s_aux"), lse_unit=LN2),
+        options=RunOptions(
+            float_sinks(sinks, "s_aux"), logits_scale_by=logits_by, o_scale_by=out_by, lse_unit=LN2,
+            others=() if qv is None else (qv[:rows],),
+        ),
     ).attend()  # fmt: skip
     if rows < q.shape[0]:
         out[rows:].zero_()
@@ -164,17 +166,9 @@ def _attend(
             lse[rows:].fill_(-math.inf)
 
 
-_record = operator(
-    """flash_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
-       Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? block_table, SymInt qo_len,
-       float? softmax_scale, bool causal, int left, int right, float softcap, bool has_alibi, int num_splits) -> ()""",
-    tags=NOT_CAPTURABLE,
-)(_attend)
-
-
 def attend_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    (_record if is_tracing() else _attend)(q, k, v, *rest)
+    _attend(q, k, v, *rest)
 
 
 class _Batch(NamedTuple):
@@ -258,106 +252,19 @@ def _right_window(indices: Indices, right: int, device: torch.device) -> torch.T
     return torch.cat([(at[:kv] <= (at[:qo] + (kv - qo + right))[:, None]).flatten() for qo, kv in lens])
 
 
-class Cache(NamedTuple):
-    """A cache in pages: those of the block table, or a row of the cache as one page."""
-
-    tensors: tuple[torch.Tensor, torch.Tensor]
-    lens: torch.Tensor  #: int32 [batch], tokens
-    pages: torch.Tensor  #: int32 [batch, pages]
-    leftpad: torch.Tensor | None
-
-    @classmethod
-    def of(
-        cls, k_cache: Any, v_cache: Any, batch: int, cache_seqlens: Any, cache_batch_idx: Any, cache_leftpad: Any,
-        block_table: Any,
-    ) -> Cache:  # fmt: skip
-        """Checked, with index tensors on the cache's device or the host."""
-        for tensor, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
-            tensor_of(tensor, name)
-            check_shape(tensor, name, sizes("num_pages", None, "page_size"))
-        rows, size = k_cache.shape[:2]
-        check_shape(v_cache, "v_cache", sizes("num_pages", rows, "page_size", size, k_cache.shape[2]))
-        if block_table is None:
-            at = equal_lengths(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
-            pages = _index(at, "cache_batch_idx", batch, k_cache.device, rows - 1)[:, None]
-        elif cache_batch_idx is not None or cache_leftpad is not None:
-            name = "cache_leftpad" if cache_batch_idx is None else "cache_batch_idx"
-            raise ValidationError(f"{name}: expected None beside block_table, which says where keys are.")
-        else:
-            pages = tensor_of(block_table, "block_table")
-            check_shape(pages, "block_table", {"batch": batch, "pages": None})
-        most = pages.shape[1] * size
-        lens = most if cache_seqlens is None else cache_seqlens
-        if not isinstance(lens, torch.Tensor):
-            if not isinstance(lens, Integral):
-                raise ValidationError(f"cache_seqlens: expected a number of tokens or a tensor, got {lens!r}.")
-            lens = equal_lengths(batch, int(lens)).lens
-        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
-        if cache_leftpad is not None and not (row_step(k_cache) and row_step(k_cache) == row_step(v_cache)):
-            raise ValidationError(f"cache_leftpad: expected rows a multiple of tokens apart, got {k_cache.stride()}.")
-        pad = None if cache_leftpad is None else _index(cache_leftpad, "cache_leftpad", batch, k_cache.device, most)
-        return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"), pad)
-
-    def append(self, k: torch.Tensor, v: torch.Tensor) -> Cache:
-        """Writes new tokens behind those that are there; returns the cache with them."""
-        batch, device = self.lens.shape[0], self.tensors[0].device
-        for tensor, name in ((k, "k"), (v, "v")):
-            check_shape(tensor_of(tensor, name), name, sizes("batch", batch, "seqlen_new"))
-        new, most = k.shape[1], self.pages.shape[1] * self.tensors[0].shape[1]
-        if self.lens.is_cpu and not is_tracing() and batch and int(self.lens.max()) + new > most:
-            raise ValidationError(
-                f"cache_seqlens: expected at most {most - new}, as {new} new tokens follow in {most} places, got "
-                f"{int(self.lens.max())}."
-            )
-        lens, pages = self.lens.to(device), self.pages.to(device).contiguous()
-        positions = (lens[:, None] + torch.arange(new, dtype=torch.int32, device=device)).view(-1)
-        requests = torch.arange(batch, dtype=torch.int32, device=device).repeat_interleave(new)
-        indptr = torch.arange(batch + 1, dtype=torch.int32, device=device) * pages.shape[1]
-        append_paged_kv_cache(
-            k.flatten(0, 1), v.flatten(0, 1), torch.where(lens[requests] < 0, -1, requests), positions, self.tensors,
-            pages.view(-1), indptr, torch.ones_like(lens),
-        )  # fmt: skip
-        return self._replace(lens=torch.where(self.lens < 0, self.lens, self.lens + new))
-
-    def without_padding(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens behind the padding on the left, and the numbers of their pages of one token (token_pages())."""
-        assert self.leftpad is not None
-        keys, size = self.tensors[0], self.tensors[0].shape[1]
-        pad, lens, rows = (t.to(keys.device) for t in (self.leftpad, self.lens, self.pages))
-        tokens = pad[:, None] + torch.arange(size, dtype=torch.int32, device=keys.device)
-        pages = rows * row_step(keys) + tokens.clamp(max=size - 1)
-        lens = (lens - pad).clamp(min=0)
-        return lens.to(self.lens.device), pages.to(torch.int32)
-
-
-def _index(value: Any, name: str, batch: int, device: torch.device, most: int) -> torch.Tensor:
-    """An int32 index tensor on the host, where its numbers are checked, or on `device`."""
-    tensor = to_int32(tensor_of(value, name), name)
-    check_shape(tensor, name, {"batch": batch})
-    if tensor.is_cpu and not is_tracing() and tensor.numel() and int(tensor.max()) > most:
-        raise ValidationError(f"{name}: expected at most {most}, got {int(tensor.max())}.")
-    if not tensor.is_cpu:
-        check_same_device(tensor, name, device)
-    return tensor
-
-
-def rotated(
-    q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor, cos: Any, sin: Any, interleaved: bool, moves: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k, rotated by where their tokens stand; all of q at the first new token unless it moves."""
-    check_shape(tensor_of(cos, "rotary_cos"), "rotary_cos", {"seqlen_rotary": None, "rotary_dim / 2": None})
-    sizes_of_cos = dict(zip(("seqlen_rotary", "rotary_dim / 2"), cos.shape, strict=True))
-    check_shape(tensor_of(sin, "rotary_sin"), "rotary_sin", sizes_of_cos)
-    table = torch.cat([cos, sin], dim=1).float()
-    start = lens.to(q.device).clamp(min=0)[:, None]
-
-    def turn(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(x.shape[0] * x.shape[1], -1)
-        none = flat.new_zeros(flat.shape[0], 0)
-        return apply_rope_with_cos_sin_cache(at, flat, none, x.shape[3], table, not interleaved)[0].view(x.shape)
-
-    steps = [torch.arange(t.shape[1], dtype=torch.int32, device=q.device) for t in (q, k)]
-    return turn(q, (start + steps[0] * moves).view(-1)), turn(k, (start + steps[1]).view(-1))
+def _mask(indices: Indices, left: int, right: int, chunk: int, device: torch.device) -> torch.Tensor | None:
+    """Which keys each query sees, flat. Chunks are counted from the first key; a query sees all keys of its chunk."""
+    if not chunk:
+        return _right_window(indices, right, device)
+    masks = []
+    for qo, kv in zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), strict=True):
+        place = torch.arange(kv - qo, kv, device=device)[:, None]
+        key, begin = torch.arange(kv, device=device), place - place % chunk
+        seen = (key >= begin) & (key < begin + chunk)
+        seen &= (key <= place + right) if right >= 0 else True
+        seen &= (key >= place - left) if left >= 0 else True
+        masks.append(seen.flatten())
+    return torch.cat(masks) if masks else None
 
 
 def tensor_of(value: Any, name: str) -> torch.Tensor:
@@ -365,9 +272,3 @@ def tensor_of(value: Any, name: str) -> torch.Tensor:
     if is_tracing() and isinstance(value, torch.Tensor):
         return value
     return check_tensor(value, name)
-
-
-def sizes(
-    first: str, rows: int | None, second: str, tokens: int | None = None, num_heads: int | None = None
-) -> dict[str, int | None]:
-    return {first: rows, second: tokens, "num_heads_k": num_heads, "head_dim": None}

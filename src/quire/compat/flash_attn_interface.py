@@ -31,33 +31,35 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quire.calls.tables import equal_lengths
-from quire.compat.flash_attn import _check_longest, _unpacked
+from quire.compat.flash_attn import _unpacked
 from quire.compat.flash_attn_batch import tensor_of
-from quire.compat.flash_attn_interface_batch import Keys, Queries, Scales, attend, ragged_tokens, with_used_lengths
-from quire.compat.flash_attn_interface_caches import (
-    NewTokens,
-    Rotation,
-    batch_of,
-    cache_of,
-    cache_queries,
-    check_pages,
-    flat_qv,
-    keys_of,
-    rotated,
-    rows_of_keys,
-    used_lengths,
-    without_left_padding,
-)
-from quire.compat.flash_attn_interface_options import (
+from quire.compat.flash_attn_interface_batch import (
     ALL,
     CacheKeywords,
     Given,
     Keywords,
     Options,
+    Scales,
     VarlenKeywords,
     Window,
+    attend,
     check_count,
+    ragged_tokens,
     the_same,
+    with_used_lengths,
+)
+from quire.compat.flash_attn_tokens import (
+    Keys,
+    Queries,
+    batch_of,
+    cache_of,
+    cache_queries,
+    check_longest,
+    flat_qv,
+    keys_of,
+    rows_of_keys,
+    used_lengths,
+    with_new_tokens,
 )
 from quire.engine.checks import check_flags, check_output, check_shape, is_choice
 from quire.engine.plan_cache import replayed
@@ -183,7 +185,7 @@ def flash_attn_varlen_func(
         (cu_seqlens_k, max_seqlen_k, "max_seqlen_k"),
     ):
         if offsets is not None and most is not None:
-            _check_longest(offsets, most, name)
+            check_longest(offsets, most, name)
     table, name = the_same({"block_table": forks.get("block_table"), "page_table": forks.get("page_table")})
     used_q, used_k = used_lengths(seqused_q, "seqused_q", batch), used_lengths(seqused_k, "seqused_k", batch)
     keys = keys_of(k, v, batch, cu_seqlens_k, used_k, table, name)
@@ -250,23 +252,11 @@ def flash_attn_with_kvcache(
     cache, padding = cache_of(
         k_cache, v_cache, queries.batch, cache_seqlens, cache_batch_idx, cache_leftpad, table, name
     )
-    if (k is None) != (v is None) or (rotary_cos is None) != (rotary_sin is None):
-        raise ValidationError("k, v and rotary_cos, rotary_sin: expected both of a pair or neither.")
     begins = used_lengths(rotary_seqlens, "rotary_seqlens", queries.batch)
-    if k is not None and v is not None:
-        new = NewTokens.of(k, v, cu_seqlens_k_new, queries.batch)
-        if rotary_cos is not None and rotary_sin is not None:
-            start = cache.lens if begins is None else begins
-            rotation = Rotation(rotary_cos, rotary_sin, rotary_interleaved)
-            queries, new = rotated(queries, new, rotation, start, options.is_local)
-        cache = new.append(cache)
-    elif rotary_cos is not None:
-        raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
-    elif cu_seqlens_k_new is not None:
-        check_shape(tensor_of(cu_seqlens_k_new, "cu_seqlens_k_new"), "cu_seqlens_k_new", {"batch + 1": None})
-    check_pages(cache.pages, cache.lens, k_cache, name)
-    keys = Keys(*cache.tensors, None, cache.lens, cache.pages)
-    keys = keys if padding is None else without_left_padding(cache, padding)
+    queries, keys = with_new_tokens(
+        queries, cache, padding, (k, v), cu_seqlens_k_new, (rotary_cos, rotary_sin, rotary_interleaved), begins,
+        options.is_local, name,
+    )  # fmt: skip
     scales = Scales(q_descale, k_descale, v_descale)
     if cu_seqlens_q is None:
         return _equal(q, queries, keys, options, scales)

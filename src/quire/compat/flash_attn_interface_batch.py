@@ -1,70 +1,206 @@
-"""Batches and scales of FlashAttention-3's functions, as Quire's engine takes them."""
+"""The keywords of FlashAttention-3's functions and of its forks, checked, and their batches and scales."""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch.nn.functional import pad
 
-from quire.compat.flash_attn_batch import Source, _Batch, _right_window, tensor_of
-from quire.compat.flash_attn_interface_options import Options
-from quire.engine.attention import AttentionCall
-from quire.engine.checks import check_output, check_same_device, check_shape, float_sinks
-from quire.engine.device import OwnWorkspace
+from quire.compat.flash_attn_batch import Scoring, attend_batch, tensor_of
+from quire.compat.flash_attn_tokens import Keys, Queries
+from quire.engine.checks import check_flags, check_output, check_same_device, check_shape, float_sinks, is_choice
 from quire.engine.graph import is_capturing
-from quire.engine.operators import NOT_CAPTURABLE, is_tracing, operator
-from quire.engine.options import PlanOptions, Types, heads, logits_options, split_size
-from quire.engine.run import RunOptions
-from quire.engine.schedule import Indices
-from quire.engine.spec import AttentionSpec
-from quire.engine.tensors import LATENT_DIM, LN2
+from quire.engine.tensors import LATENT_DIM
 from quire.errors import UnsupportedError, ValidationError
 
 _LEAST_DIM = 32  #: of heads that kernels take
+Window = Any  #: (left, right), as a tuple or a list; None: all keys
+ALL = (-1, -1)
 
 
-class Queries(NamedTuple):
-    """Rows of q, and which request each belongs to."""
-
-    q: torch.Tensor  #: [rows, num_heads, head_dim]
-    qv: torch.Tensor | None  #: [rows, num_heads, head_dim of v]
-    batch: int
-    qo_len: int  #: of each request, where there are no offsets
-    offsets: torch.Tensor | None  #: int32 [batch * num_parts + 1]
-    num_parts: int = 1  #: that each request is divided into, of which the first has queries with keys
-
-    def requests(self) -> torch.Tensor:
-        """The request of each row; `batch` for rows behind the last offset."""
-        return Rows.of(self.offsets, self.batch * self.num_parts, self.qo_len, self.q).request // self.num_parts
+class _Common(TypedDict, total=False):
+    out: torch.Tensor | None
+    sinks: torch.Tensor | None
+    s_aux: torch.Tensor | None
+    learnable_sink: torch.Tensor | None
+    alibi_slopes: torch.Tensor | None
+    dropout_p: float
+    fa_version: int
+    ver: int
 
 
-class Keys(NamedTuple):
-    """Keys and values, ragged or in pages, and where those of each request lie."""
+class Keywords(_Common, total=False):
+    """Keywords that forks of FlashAttention-3 add to all functions without a cache."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    offsets: Source  #: int32 [batch + 1]: of ragged keys; of pages cumulative lengths
-    lens: Source  #: int32 [batch]
-    table: Source  #: int32 [batch, pages]; None: ragged
+    return_softmax_lse: bool
 
 
-class Rows(NamedTuple):
-    """Where each row of a concatenation stands."""
+class VarlenKeywords(Keywords, total=False):
+    """Those of flash_attn_varlen_func()."""
 
-    request: torch.Tensor  #: [rows]; the number of requests for rows of none
-    place: torch.Tensor  #: [rows], in the request
+    page_table: torch.Tensor | None
+    block_table: torch.Tensor | None
+    q_v: torch.Tensor | None
+    scheduler_metadata: torch.Tensor | None
+    cp_world_size: int
+    cp_rank: int
+    cp_tot_seqused_k: torch.Tensor | None
 
-    @classmethod
-    def of(cls, offsets: torch.Tensor | None, batch: int, length: int, like: torch.Tensor) -> Rows:
-        """Of requests of `length` rows each, or from offsets; `like` has the rows, and is where the result lies."""
-        at = torch.arange(like.shape[0], dtype=torch.int32, device=like.device)
-        if offsets is None:
-            return cls(at // max(1, length), at % max(1, length))
-        offsets = offsets.to(like.device).contiguous()
-        request = torch.searchsorted(offsets[1:].contiguous(), at, right=True).to(torch.int32)
-        return cls(request, at - offsets[request.clamp(max=batch)])
+
+class CacheKeywords(_Common, total=False):
+    """Those of flash_attn_with_kvcache()."""
+
+    return_attn_probs: bool
+    deterministic: bool
+    block_table: torch.Tensor | None
+    q_v: torch.Tensor | None
+    cp_world_size: int
+    cp_rank: int
+    cp_tot_seqused_k: torch.Tensor | None
+
+
+_OF_SIGNATURES = {"scheduler_metadata"}  #: passed on beside those of forks
+
+
+#: Keywords of forks that are refused unless they are None or False, and why.
+_REFUSED = {
+    "gather_kv_indices": "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
+    "gather_kv_length": "flash_mla_sparse_fwd() of quire.compat.flash_mla attends to tokens by their numbers",
+    "only_qv": "pass q and qv, whose products are added",
+    "bidirectional_block_ids": "use a custom mask of quire.BatchPrefillWithPagedKVCacheWrapper",
+    "score_mod": "use quire.flex_attention() or a quire.Variant",
+    "mask_mod": "use quire.flex_attention() or a quire.Variant",
+    "aux_tensors": "use quire.flex_attention() or a quire.Variant",
+    "q_scale": "q_descale is the factor of 8-bit queries",
+    "attention_mask": "use a custom mask of quire.BatchPrefillWithRaggedKVCacheWrapper",
+}
+
+
+class Options(NamedTuple):
+    """What all functions take beside tensors of queries, keys and values."""
+
+    scoring: Scoring
+    chunk: int  #: attention_chunk; 0: none
+    sinks: torch.Tensor | None
+    out: torch.Tensor | None
+    returns_lse: bool
+
+    @property
+    def is_local(self) -> bool:
+        """Whether queries see keys by where they stand, as FlashAttention says "causal or local"."""
+        scoring = self.scoring
+        return scoring.causal or (scoring.left, scoring.right) != ALL or self.chunk > 0
+
+
+class Given(NamedTuple):
+    """The keywords that a call has in FlashAttention-3's own signature."""
+
+    num_heads: int
+    qo_len: int | None  #: of each request; None: they differ
+    softmax_scale: float | None
+    causal: bool
+    window_size: Window
+    attention_chunk: int
+    softcap: float
+    num_splits: int
+    pack_gqa: bool | None
+    sm_margin: int
+    return_lse: bool
+    deterministic: bool = False
+
+    def options(self, function: str, known: Any, keywords: Mapping[str, Any]) -> Options:
+        """Checked, with the keywords of forks. ValidationError or UnsupportedError naming the keyword."""
+        _check_names(function, known, keywords)
+        get = keywords.get
+        window = ALL if self.window_size is None else self.window_size
+        scoring = Scoring.of(
+            self.softmax_scale, self.causal, window, self.softcap, get("alibi_slopes"), self.num_heads, self.qo_len,
+            self.num_splits, get("dropout_p", 0.0), get("deterministic", self.deterministic),
+        )  # fmt: skip
+        check_flags(pack_gqa=self.pack_gqa, return_lse=self.return_lse)
+        check_flags(**{name: get(name) for name in _LSE})
+        _check_version(keywords)
+        check_count(self.sm_margin, "sm_margin")
+        metadata = get("scheduler_metadata")
+        if metadata is not None:
+            tensor_of(metadata, "scheduler_metadata")
+        options = Options(
+            scoring, check_count(self.attention_chunk, "attention_chunk"), _one_of(keywords, _SINKS, self.num_heads),
+            get("out"), self.return_lse or any(map(get, _LSE)),
+        )  # fmt: skip
+        _check_ranks(options, self.qo_len, keywords)
+        return options
+
+
+_LSE = ("return_softmax_lse", "return_attn_probs")
+_SINKS = ("sinks", "s_aux", "learnable_sink")
+
+
+def _check_names(function: str, known: Any, keywords: Mapping[str, Any]) -> None:
+    for name, value in keywords.items():
+        if name in known.__optional_keys__ or name in _OF_SIGNATURES:
+            continue
+        if name not in _REFUSED:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if value is not None and value is not False:
+            raise UnsupportedError(f"{name}: expected None, as {function}() does not support it: {_REFUSED[name]}.")
+
+
+def _check_version(keywords: Mapping[str, Any]) -> None:
+    """All versions of FlashAttention compute the same, so that a valid version has no effect."""
+    for name in ("fa_version", "ver"):
+        if not is_choice(keywords.get(name, 3), (2, 3, 4)):
+            raise ValidationError(f"{name}: expected 2, 3 or 4, which all give the same here, got {keywords[name]!r}.")
+
+
+def check_count(value: Any, name: str) -> int:
+    """`value`, which must be an integer from 0 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValidationError(f"{name}: expected an integer from 0 on, got {value!r}.")
+    return value
+
+
+def _one_of(keywords: Mapping[str, Any], names: tuple[str, ...], num_heads: int) -> torch.Tensor | None:
+    """Sinks, for which each fork has another name."""
+    given = [name for name in names if keywords.get(name) is not None]
+    if len(given) > 1:
+        raise ValidationError(f"{', '.join(given)}: expected one of them, as they are names of the same tensor.")
+    if not given:
+        return None
+    sinks = tensor_of(keywords[given[0]], given[0])
+    check_shape(sinks, given[0], {"num_heads": num_heads})
+    return sinks
+
+
+def the_same(given: Mapping[str, Any]) -> tuple[Any, str]:
+    """The value that is given by one of several names, and that name."""
+    found = [(value, name) for name, value in given.items() if value is not None]
+    if len(found) > 1:
+        names = " and ".join(name for _, name in found)
+        raise ValidationError(f"{names}: expected one of them, as they are names of the same tensor.")
+    return found[0] if found else (None, next(iter(given)))
+
+
+def _check_ranks(options: Options, qo_len: int | None, keywords: Mapping[str, Any]) -> None:
+    """Context parallelism deals keys to ranks in turns, so that only masks that hide no key are the same on a rank."""
+    world, rank = (keywords.get(name, start) for name, start in (("cp_world_size", 1), ("cp_rank", 0)))
+    if check_count(rank, "cp_rank") >= max(1, check_count(world, "cp_world_size")):
+        raise ValidationError(f"cp_rank: expected a number below cp_world_size={world}, got {rank}.")
+    total = keywords.get("cp_tot_seqused_k")
+    if total is not None:
+        check_shape(tensor_of(total, "cp_tot_seqused_k"), "cp_tot_seqused_k", {"batch": None})
+    scoring = options.scoring
+    sees_all = scoring.left < 0 and not options.chunk and (qo_len == 1 or (not scoring.causal and scoring.right < 0))
+    if world > 1 and not (sees_all and not scoring.has_alibi):
+        raise UnsupportedError(
+            f"cp_world_size: expected 1 where a mask hides keys, got {world}; with causal=True and max_seqlen_q > 1, a "
+            f"window, attention_chunk or alibi_slopes, queries must know where the keys of a rank stand in the request."
+        )
+
+
+# --- batches ---------------------------------------------------------------------------------------------------------
 
 
 class Scales(NamedTuple):
@@ -119,9 +255,9 @@ def attend(queries: Queries, keys: Keys, options: Options, scales: Scales) -> tu
     out = _result(options.out, q, dim_v, v.shape[-1])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32) if options.returns_lse else None
     scoring = options.scoring._replace(softmax_scale=scale)
-    _start(
+    attend_batch(
         q, k, v, out, lse, float_sinks(options.sinks, "sinks"), queries.offsets, keys.offsets, keys.lens, keys.table,
-        qv, factors.logits_by, factors.out_by, queries.qo_len, *scoring, options.chunk,
+        queries.qo_len, *scoring, options.chunk, qv, factors.logits_by, factors.out_by,
     )  # fmt: skip
     if factors.out_rows is not None:
         out.copy_(out.float() * factors.out_rows)
@@ -212,78 +348,6 @@ def _given_back(given: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
     if given is None or given is out or given.data_ptr() == out.data_ptr():
         return out
     return given.copy_(out)
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None,
-    sinks: torch.Tensor | None, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None,
-    seq_lens: torch.Tensor | None, block_table: torch.Tensor | None, qv: torch.Tensor | None,
-    logits_by: torch.Tensor | None, out_by: torch.Tensor | None, qo_len: int, softmax_scale: float | None, causal: bool,
-    left: int, right: int, softcap: float, has_alibi: bool, num_splits: int, chunk: int,
-) -> None:  # fmt: skip
-    """Writes out, and lse in base e. The arrays are those of _attend() of flash_attn_batch.py."""
-    page_size = 0 if block_table is None else k.shape[1]
-    dim = q.shape[2] + (0 if qv is None else v.shape[-1])
-    is_masked = right > 0 or (chunk > 0 and (not causal or left >= 0))  # bits say which keys a query sees
-    window, chunks = (-1, None) if is_masked and chunk else (left, chunk or None)
-    options = PlanOptions(
-        *heads(q.shape[1], k.shape[-2]), dim, v.shape[-1], Types.of(q.dtype, v.dtype, None),
-        logits_options(dim, softmax_scale, window, softcap, "ALIBI" if has_alibi else "NONE", None, None, chunks),
-        causal, page_size, split_size(None, num_splits == 1), qv is not None,
-    )  # fmt: skip
-    has_offsets = cu_seqlens_q is not None and cu_seqlens_q.is_cpu and cu_seqlens_q.numel() > 0
-    if not q.shape[0] and not (has_offsets and int(cu_seqlens_q[-1])):  # type: ignore[index]
-        return
-    batch = _Batch(cu_seqlens_q, cu_seqlens_k, seq_lens, block_table, qo_len, page_size)
-    lengths = None if is_masked else batch.on_device(q, k, (out, lse), options)
-    if lengths is not None:
-        spec = AttentionSpec(lengths, options)
-    else:
-        indices = batch.on_host(q.device)
-        spec = AttentionSpec(indices, options, _mask(indices, left, right, chunk, q.device) if is_masked else None)
-    rows = spec.nnz_qo
-    if rows > q.shape[0]:
-        raise ValidationError(f"cu_seqlens_q: expected offsets up to the {q.shape[0]} rows of q, got {rows}.")
-    AttentionCall(
-        spec, q[:rows], (k, v), OwnWorkspace(q.device), out=out[:rows], lse=None if lse is None else lse[:rows],
-        options=RunOptions(
-            sinks, logits_scale_by=logits_by, o_scale_by=out_by, lse_unit=LN2,
-            others=() if qv is None else (qv[:rows],),
-        ),
-    ).attend()  # fmt: skip
-    if rows < q.shape[0]:
-        out[rows:].zero_()
-        if lse is not None:
-            lse[rows:].fill_(-math.inf)
-
-
-_record = operator(
-    """flash_attention_3(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse, Tensor? sinks,
-       Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seq_lens, Tensor? block_table, Tensor? qv,
-       Tensor? logits_by, Tensor? out_by, SymInt qo_len, float? softmax_scale, bool causal, int left, int right,
-       float softcap, bool has_alibi, int num_splits, int chunk) -> ()""",
-    tags=NOT_CAPTURABLE,
-)(_attend)
-
-
-def _start(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> None:
-    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] < 2 else t.contiguous() for t in (q, k, v))
-    (_record if is_tracing() else _attend)(q, k, v, *rest)
-
-
-def _mask(indices: Indices, left: int, right: int, chunk: int, device: torch.device) -> torch.Tensor | None:
-    """Which keys each query sees, flat. Chunks are counted from the first key; a query sees all keys of its chunk."""
-    if not chunk:
-        return _right_window(indices, right, device)
-    masks = []
-    for qo, kv in zip(indices.qo_lens().tolist(), indices.kv_lens().tolist(), strict=True):
-        place = torch.arange(kv - qo, kv, device=device)[:, None]
-        key, begin = torch.arange(kv, device=device), place - place % chunk
-        seen = (key >= begin) & (key < begin + chunk)
-        seen &= (key <= place + right) if right >= 0 else True
-        seen &= (key >= place - left) if left >= 0 else True
-        masks.append(seen.flatten())
-    return torch.cat(masks) if masks else None
 
 
 def with_used_lengths(

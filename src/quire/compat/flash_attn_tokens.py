@@ -1,7 +1,8 @@
-"""Queries, keys and caches of FlashAttention-3's functions: where they lie, new tokens, rotation and padding."""
+"""Queries, keys and caches of FlashAttention's functions: where they lie, new tokens, rotation and padding."""
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -9,12 +10,88 @@ import torch
 from quire.cache.page import append_paged_kv_cache
 from quire.cache.rope import apply_rope_with_cos_sin_cache
 from quire.calls.tables import check_page_numbers, equal_lengths, row_step, token_pages
-from quire.compat.flash_attn import _check_longest
-from quire.compat.flash_attn_batch import Cache, _index, tensor_of
-from quire.compat.flash_attn_interface_batch import Keys, Queries, Rows
-from quire.engine.checks import check_shape, to_int32
+from quire.compat.flash_attn_batch import Source, tensor_of
+from quire.engine.checks import check_same_device, check_shape, check_tensor, scalar, to_int32
 from quire.engine.operators import is_tracing
 from quire.errors import ValidationError
+
+
+class Queries(NamedTuple):
+    """Rows of q, and which request each belongs to."""
+
+    q: torch.Tensor  #: [rows, num_heads, head_dim]
+    qv: torch.Tensor | None  #: [rows, num_heads, head_dim of v]
+    batch: int
+    qo_len: int  #: of each request, where there are no offsets
+    offsets: torch.Tensor | None  #: int32 [batch * num_parts + 1]
+    num_parts: int = 1  #: that each request is divided into, of which the first has queries with keys
+
+    def requests(self) -> torch.Tensor:
+        """The request of each row; `batch` for rows behind the last offset."""
+        return Rows.of(self.offsets, self.batch * self.num_parts, self.qo_len, self.q).request // self.num_parts
+
+
+class Keys(NamedTuple):
+    """Keys and values, ragged or in pages, and where those of each request lie."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    offsets: Source  #: int32 [batch + 1]: of ragged keys; of pages cumulative lengths
+    lens: Source  #: int32 [batch]
+    table: Source  #: int32 [batch, pages]; None: ragged
+
+
+class Rows(NamedTuple):
+    """Where each row of a concatenation stands."""
+
+    request: torch.Tensor  #: [rows]; the number of requests for rows of none
+    place: torch.Tensor  #: [rows], in the request
+
+    @classmethod
+    def of(cls, offsets: torch.Tensor | None, batch: int, length: int, like: torch.Tensor) -> Rows:
+        """Of requests of `length` rows each, or from offsets; `like` has the rows, and is where the result lies."""
+        at = torch.arange(like.shape[0], dtype=torch.int32, device=like.device)
+        if offsets is None:
+            return cls(at // max(1, length), at % max(1, length))
+        offsets = offsets.to(like.device).contiguous()
+        request = torch.searchsorted(offsets[1:].contiguous(), at, right=True).to(torch.int32)
+        return cls(request, at - offsets[request.clamp(max=batch)])
+
+
+def sizes(
+    first: str, rows: int | None, second: str, tokens: int | None = None, num_heads: int | None = None
+) -> dict[str, int | None]:
+    return {first: rows, second: tokens, "num_heads_k": num_heads, "head_dim": None}
+
+
+def _index(value: Any, name: str, batch: int, device: torch.device, most: int) -> torch.Tensor:
+    """An int32 index tensor on the host, where its numbers are checked, or on `device`."""
+    tensor = to_int32(tensor_of(value, name), name)
+    check_shape(tensor, name, {"batch": batch})
+    if tensor.is_cpu and not is_tracing() and tensor.numel() and int(tensor.max()) > most:
+        raise ValidationError(f"{name}: expected at most {most}, got {int(tensor.max())}.")
+    if not tensor.is_cpu:
+        check_same_device(tensor, name, device)
+    return tensor
+
+
+def check_longest(offsets: Any, most: int | torch.Tensor, name: str) -> None:
+    """max_seqlen only repeats what offsets say: it is compared with them where both lie on the host."""
+    if is_tracing():
+        return
+    if (
+        not check_tensor(offsets, name.replace("max_seqlen", "cu_seqlens")).is_cpu
+        or offsets.dim() != 1
+        or offsets.numel() < 2
+    ):
+        return
+    if isinstance(most, torch.Tensor) and not most.is_cpu:
+        return
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise ValidationError(f"{name.replace('max_seqlen', 'cu_seqlens')}: expected int32, got {offsets.dtype}.")
+    longest = int(offsets.diff().max())
+    if longest > (given := scalar(most, name)):
+        raise ValidationError(f"{name}: expected at least {longest}, as the offsets say, got {given:g}.")
 
 
 def batch_of(offsets: Any) -> int:
@@ -86,8 +163,41 @@ def cache_queries(q: Any, qv: Any, offsets: torch.Tensor | None, most: int | Non
         return Queries(q.flatten(0, 1), flat_qv(qv, q), q.shape[0], q.shape[1], None)
     batch = batch_of(offsets)
     if most is not None:
-        _check_longest(offsets, most, "max_seqlen_q")
+        check_longest(offsets, most, "max_seqlen_q")
     return Queries(q, None if qv is None else tensor_of(qv, "qv"), batch, 0, offsets)
+
+
+class Cache(NamedTuple):
+    """A cache in pages: those of the block table, or a row of the cache as one page."""
+
+    tensors: tuple[torch.Tensor, torch.Tensor]
+    lens: torch.Tensor  #: int32 [batch], tokens
+    pages: torch.Tensor  #: int32 [batch, pages]
+
+    @classmethod
+    def of(
+        cls, k_cache: Any, v_cache: Any, batch: int, cache_seqlens: Any, cache_batch_idx: Any, block_table: Any
+    ) -> Cache:  # fmt: skip
+        """Checked, with index tensors on the cache's device or the host."""
+        for tensor, name in ((k_cache, "k_cache"), (v_cache, "v_cache")):
+            tensor_of(tensor, name)
+            check_shape(tensor, name, sizes("num_pages", None, "page_size"))
+        rows, size = k_cache.shape[:2]
+        check_shape(v_cache, "v_cache", sizes("num_pages", rows, "page_size", size, k_cache.shape[2]))
+        if block_table is None:
+            at = equal_lengths(batch, 0).rows[:, 0] if cache_batch_idx is None else cache_batch_idx
+            pages = _index(at, "cache_batch_idx", batch, k_cache.device, rows - 1)[:, None]
+        else:
+            pages = tensor_of(block_table, "block_table")
+            check_shape(pages, "block_table", {"batch": batch, "pages": None})
+        most = pages.shape[1] * size
+        lens = most if cache_seqlens is None else cache_seqlens
+        if not isinstance(lens, torch.Tensor):
+            if not isinstance(lens, Integral):
+                raise ValidationError(f"cache_seqlens: expected a number of tokens or a tensor, got {lens!r}.")
+            lens = equal_lengths(batch, int(lens)).lens
+        lens = _index(lens, "cache_seqlens", batch, k_cache.device, most)
+        return cls((k_cache, v_cache), lens, to_int32(pages, "block_table"))
 
 
 def cache_of(
@@ -100,7 +210,7 @@ def cache_of(
             at = _index(rows, "cache_batch_idx", batch, table.device, table.shape[0] - 1)
             table, rows = table.index_select(0, at.to(table.device)), None
         check_shape(table, name, {"batch": batch, "pages": None})
-    cache = Cache.of(k_cache, v_cache, batch, lens, rows, None, table)
+    cache = Cache.of(k_cache, v_cache, batch, lens, rows, table)
     if padding is not None:
         padding = _index(padding, "cache_leftpad", batch, k_cache.device, cache.pages.shape[1] * k_cache.shape[1])
     return cache, padding
@@ -207,3 +317,32 @@ def rotated(
         most = torch.finfo(new.k.dtype).max
         k = k.clamp(-most, most).to(new.k.dtype)
     return queries._replace(q=turned), new._replace(k=k)
+
+
+def with_new_tokens(
+    queries: Queries, cache: Cache, padding: torch.Tensor | None, pair: tuple[Any, Any], offsets: Any,
+    rotary: tuple[Any, Any, bool], begins: torch.Tensor | None, moves: bool, table: str,
+) -> tuple[Queries, Keys]:  # fmt: skip
+    """The queries, rotated, and the keys of the cache, into which new ones are written first.
+
+    pair: new k and v, or None; offsets: cu_seqlens_k_new. rotary: cosines, sines and whether pairs are interleaved.
+    begins: the position of the first new token, instead of the tokens in the cache. moves: queries have positions of
+    their own. table: the name of the argument with page numbers.
+    """
+    (k, v), (cos, sin, interleaved) = pair, rotary
+    if (k is None) != (v is None) or (cos is None) != (sin is None):
+        raise ValidationError("k, v and rotary_cos, rotary_sin: expected both of a pair or neither.")
+    if k is not None:
+        new = NewTokens.of(k, v, offsets, queries.batch)
+        if cos is not None:
+            start = cache.lens if begins is None else begins
+            queries, new = rotated(queries, new, Rotation(cos, sin, interleaved), start, moves)
+        cache = new.append(cache)
+    elif cos is not None:
+        raise ValidationError("rotary_cos: expected k and v beside it, as keys in the cache are rotated already.")
+    elif offsets is not None:
+        check_shape(tensor_of(offsets, "cu_seqlens_k_new"), "cu_seqlens_k_new", {"batch + 1": None})
+    check_pages(cache.pages, cache.lens, cache.tensors[0], table)
+    if padding is not None:
+        return queries, without_left_padding(cache, padding)
+    return queries, Keys(*cache.tensors, None, cache.lens, cache.pages)
