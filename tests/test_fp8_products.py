@@ -14,7 +14,7 @@ import torch
 
 from calls import paged_wrapper, plan_paged, plan_ragged, prefill_paged, prefill_ragged, ragged_wrapper
 from problems import Problem
-from quire.attention.prefill import prefill_options
+from quire.engine.options import plan_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec
 from quire.errors import UnsupportedError
@@ -81,10 +81,7 @@ def test_auto_does_not_choose_it():
 
 
 def test_queries_are_upcast_unless_the_kernel_is_named():
-    options = prefill_options(
-        False, 4, 2, 128, None, None, None, E4M3, E4M3, None, True, "NONE", None, -1, None, None, False, None, None,
-        None,
-    )  # fmt: skip
+    options = plan_options(4, 2, 128, q_data_type=E4M3, kv_data_type=E4M3, causal=True)
     spec = AttentionSpec(Indices(0, None, 0, torch.zeros(1, dtype=torch.int32), None, None, 1, None), options)
     assert spec.options.types.q.bits == 16
     for backend in ("auto", "fa3", "quire:fa3"):

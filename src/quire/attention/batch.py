@@ -17,23 +17,15 @@ from typing import Any
 
 import torch
 
-from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper, head_dims
+from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.cache.merge import merge_state_in_place
 from quire.engine.attention import Attention, planned
-from quire.engine.checks import (
-    batch_size_of,
-    check_flags,
-    check_positive,
-    device_of,
-    host_indices,
-    last_of_lens,
-    scalar,
-)
+from quire.engine.checks import batch_size_of, check_positive, device_of, host_indices, last_of_lens, scalar
 from quire.engine.device import max_ctas, on_cuda
 from quire.engine.inspection import Explanation
 from quire.engine.joined import check_kernel_for_prefix, with_prefix
 from quire.engine.operands import Level, PlacedOperands, operands_of_levels, unexpected, variant_of
-from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options
+from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
 from quire.engine.spec import AttentionSpec
@@ -238,12 +230,7 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         The other arguments are those of BatchPrefillWithPagedKVCacheWrapper.plan(). Raises ValidationError or
         UnsupportedError.
         """
-        check_flags(causal=causal)
-        qk, vo = head_dims(head_dim_qk, head_dim_vo, None)
-        options = PlanOptions(
-            *heads(num_qo_heads, num_kv_heads), qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-            logits_options(qk, sm_scale, -1, logits_soft_cap, "NONE"), causal, page_size=0,
-        )  # fmt: skip
+        options = _options(locals())
         qo = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo, "qo_indptr")
         own = qo if kv_indptr is None else host_indices(kv_indptr, "kv_indptr", batch + 1)
@@ -332,3 +319,6 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
         if self._prefix is not None:
             attention._plan.note = f"the prefix is a launch of its own, and merged: {self._apart}"
         return attention.explain()
+
+
+_options = options_of(BatchPrefillWithPrefixWrapper.plan)

@@ -3,7 +3,7 @@
 The API is FlashInfer's (https://docs.flashinfer.ai/api/attention.html); fast_decode_plan() is SGLang's.
 """
 
-# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+# @foreign declares them, and tests/test_foreign.py looks
 
 from __future__ import annotations
 
@@ -19,18 +19,10 @@ from quire.calls.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_deco
 from quire.calls.latents import trtllm_batch_decode_with_kv_cache_mla, xqa_batch_decode_with_kv_cache_mla
 from quire.calls.single import single_decode_with_kv_cache, single_decode_with_kv_cache_with_jit_module
 from quire.engine.attention import planned
-from quire.engine.checks import (
-    batch_size_of,
-    check_flags,
-    check_positive,
-    host_indices,
-    last_page_lens,
-    page_indices,
-    refuse,
-)
+from quire.engine.checks import batch_size_of, check_flags, host_indices, last_page_lens, page_indices, refuse
 from quire.engine.joined import check_kernel_for_levels, with_shared_prefixes
 from quire.engine.operands import variant_of
-from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised, split_size
+from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
@@ -48,26 +40,6 @@ __all__ = [
     "single_decode_with_kv_cache_with_jit_module", "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla", "xqa_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache_mla",
 ]  # fmt: skip
-
-
-@memoised
-def _plan_options(
-    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, pos_encoding_mode: str, window_left: int,
-    logits_soft_cap: float | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, data_type: Any,
-    sm_scale: float | None, rope_scale: Any, rope_theta: Any, fixed_split_size: int | None, disable_split_kv: bool,
-    q_len_per_req: int, attention_chunk_size: int | None,
-) -> PlanOptions:  # fmt: skip
-    check_flags(disable_split_kv=disable_split_kv)
-    dim = check_positive(head_dim, "head_dim")
-    return PlanOptions(
-        *heads(num_qo_heads, num_kv_heads), dim, dim,
-        Types.of(q_data_type or data_type or "float16", kv_data_type or data_type, o_data_type),
-        logits_options(
-            dim, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta, attention_chunk_size
-        ),
-        causal=check_positive(q_len_per_req, "q_len_per_req") > 1, page_size=check_positive(page_size, "page_size"),
-        fixed_split_size=split_size(fixed_split_size, disable_split_kv),
-    )  # fmt: skip
 
 
 def _check_right_side(window_right: Any, is_causal: Any, q_len_per_req: int) -> None:
@@ -157,11 +129,7 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         """
         if window_right != 0 or is_causal is not None:
             _check_right_side(window_right, is_causal, q_len_per_req)
-        options = _plan_options(
-            num_qo_heads, num_kv_heads, head_dim, page_size, pos_encoding_mode, window_left, logits_soft_cap,
-            q_data_type, kv_data_type, o_data_type, data_type, sm_scale, rope_scale, rope_theta, fixed_split_size,
-            disable_split_kv, q_len_per_req, attention_chunk_size,
-        )  # fmt: skip
+        options = _options(locals())
         kv_indptr, size = host_indices(indptr, "indptr"), options.page_size
         batch = batch_size_of(kv_indptr, "indptr")
         last = last_page_lens(last_page_len, "last_page_len", kv_indptr, size)
@@ -237,6 +205,9 @@ class BatchDecodeWithPagedKVCacheWrapper(ForwardWrapper):
         return self.run(
             q, paged_kv_cache, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands
         )
+
+
+_options = options_of(BatchDecodeWithPagedKVCacheWrapper.plan)
 
 
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):

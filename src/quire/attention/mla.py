@@ -25,7 +25,7 @@ from quire.calls.tables import Scale
 from quire.engine.attention import Attention, planned
 from quire.engine.checks import check_flags, check_positive, check_tensor, scalar
 from quire.engine.operators import is_tracing
-from quire.engine.options import PlanOptions, Types, foreign, logits_options, memoised, split_size
+from quire.engine.options import PlanOptions, Types, foreign, logits_options, options_of, split_size
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import cached_parts, latent_parts, to_base_e
@@ -44,8 +44,7 @@ _NO_KPE = 64  #: dims of zeros that a kernel reads as q_pe where there is none
 _LSE_MODES = {"none": None, "base2": False, "basee": True}  #: what return_lse_base_on_e must be
 
 
-@memoised
-def _plan_options(
+def _read_options(
     num_heads: int, head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,
     q_data_type: Any, kv_data_type: Any, output_dtype: Any, fixed_split_size: int | None, disable_split_kv: bool,
 ) -> PlanOptions:  # fmt: skip
@@ -146,10 +145,7 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
         _check_word("lse_mode", lse_mode, tuple(_LSE_MODES))
         _check_word("output_scale", output_scale, ("none",))
         _check_word("scale_mode", scale_mode, ("default", "kv-per-tensor"))
-        options = _plan_options(
-            num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, q_data_type, kv_data_type,
-            output_dtype, fixed_split_size, disable_split_kv,
-        )  # fmt: skip
+        options = _options(locals())
         flat = MLAPlanMetadata(
             qo_indptr, kv_indptr, kv_indices, kv_len_arr, cum_seq_lens_q, block_tables, seq_lens, max_q_len
         )
@@ -304,6 +300,9 @@ class BatchMLAPagedAttentionWrapper(AttentionWrapper):
     @property
     def _cached_module(self) -> MlaModule | None:  # type: ignore[override]
         return None if self._attention is None else MlaModule(self)
+
+
+_options = options_of(BatchMLAPagedAttentionWrapper.plan, _read_options)
 
 
 def _scaled(pe: torch.Tensor, ckv_scale: Any, kpe_scale: Any) -> torch.Tensor:

@@ -24,17 +24,9 @@ from quire.calls.single import (
     single_prefill_with_kv_cache_with_jit_module,
 )
 from quire.engine.batch import with_items
-from quire.engine.checks import (
-    batch_size_of,
-    check_flags,
-    check_positive,
-    host_indices,
-    last_page_lens,
-    page_indices,
-    refuse,
-)
+from quire.engine.checks import batch_size_of, host_indices, last_page_lens, page_indices, refuse
 from quire.engine.operands import takes_sinks, variant_of
-from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised, split_size
+from quire.engine.options import foreign, options_of
 from quire.engine.run import Result, run_options
 from quire.engine.schedule import Indices
 from quire.engine.spec import AttentionSpec, check_repeated, host_lens
@@ -53,34 +45,6 @@ __all__ = [
 ]  # fmt: skip
 
 # ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
-
-
-def head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None) -> tuple[int, int]:
-    """head_dim_qk and head_dim_vo; `head_dim` is the older name for both."""
-    if (head_dim_qk is None) == (head_dim is None):
-        raise ValidationError(f"head_dim_qk: expected it or head_dim, got {head_dim_qk} and {head_dim}.")
-    qk = check_positive(head_dim if head_dim_qk is None else head_dim_qk, "head_dim_qk")
-    return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
-
-
-@memoised
-def prefill_options(
-    paged: bool, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None, head_dim_vo: int | None,
-    head_dim: int | None, page_size: int | None, q_data_type: Any, kv_data_type: Any, o_data_type: Any, causal: bool,
-    pos_encoding_mode: str, sm_scale: float | None, window_left: int, logits_soft_cap: float | None,
-    fixed_split_size: int | None, disable_split_kv: bool, rope_scale: Any, rope_theta: Any,
-    attention_chunk_size: int | None,
-) -> PlanOptions:  # fmt: skip
-    check_flags(causal=causal, disable_split_kv=disable_split_kv)
-    qo, kv = heads(num_qo_heads, num_kv_heads)
-    qk, vo = head_dims(head_dim_qk, head_dim_vo, head_dim)
-    return PlanOptions(
-        qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type),
-        logits_options(
-            qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta, attention_chunk_size
-        ),
-        causal, check_positive(page_size, "page_size") if paged else 0, split_size(fixed_split_size, disable_split_kv),
-    )  # fmt: skip
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
@@ -141,11 +105,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(ForwardWrapper):
         logits_soft_cap come before sm_scale). v_indptr and o_indptr are refused: values have the offsets of keys, and
         results those of queries. Raises ValidationError or UnsupportedError.
         """
-        options = prefill_options(
-            False, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, None, q_data_type, kv_data_type,
-            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, fixed_split_size,
-            disable_split_kv, rope_scale, rope_theta, attention_chunk_size,
-        )  # fmt: skip
+        options = _ragged_options(locals())
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr_host = host_indices(kv_indptr, "kv_indptr", batch + 1)
@@ -345,11 +305,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
 
         Raises ValidationError naming the argument, or UnsupportedError with each kernel's reason.
         """
-        options = prefill_options(
-            True, num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, head_dim, page_size, q_data_type, kv_data_type,
-            o_data_type, causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap, fixed_split_size,
-            disable_split_kv, rope_scale, rope_theta, attention_chunk_size,
-        )  # fmt: skip
+        options = _paged_options(locals())
         qo_indptr_host = host_indices(qo_indptr, "qo_indptr")
         batch = batch_size_of(qo_indptr_host, "qo_indptr")
         kv_indptr = host_indices(paged_kv_indptr, "paged_kv_indptr", batch + 1)
@@ -442,3 +398,7 @@ class BatchPrefillWithPagedKVCacheWrapper(ForwardWrapper):
         """run() that also takes arguments of plan(), and plans again if they differ from those of the plan."""
         self._replan(locals())
         return self.run(q, paged_kv_cache, k_scale=k_scale, v_scale=v_scale, return_lse=return_lse, **operands)
+
+
+_ragged_options = options_of(BatchPrefillWithRaggedKVCacheWrapper.plan)
+_paged_options = options_of(BatchPrefillWithPagedKVCacheWrapper.plan)

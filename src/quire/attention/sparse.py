@@ -4,7 +4,7 @@ The API is FlashInfer's (https://docs.flashinfer.ai/api/sparse.html). A row of b
 pages are the listed blocks (quire.engine.batch), so the kernels are those for paged caches.
 """
 
-# ruff: noqa: ARG002  # @foreign declares them, and tests/test_foreign.py looks
+# @foreign declares them, and tests/test_foreign.py looks
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 
 from quire.engine.batch import BlockLists, BlockMatrix, lists_of_heads
-from quire.engine.checks import check_flags, check_output, check_positive, check_shape, check_tensor
+from quire.engine.checks import check_output, check_shape, check_tensor
 from quire.engine.operands import PlacedOperands, variant_of
 from quire.engine.operators import is_tracing
-from quire.engine.options import PlanOptions, Types, foreign, heads, logits_options, memoised
+from quire.engine.options import PlanOptions, foreign, heads, options_of
 from quire.engine.run import Result, RunOptions
 from quire.engine.spec import AttentionSpec
 from quire.engine.upcast import check_scales
@@ -31,19 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
 _TILE_ROWS = 128  #: of the tensor-core kernels
-
-
-@memoised
-def _plan_options(
-    num_qo_heads: int, num_kv_heads: int, head_dim: int, page_size: int, causal: bool, pos_encoding_mode: str,
-    logits_soft_cap: float | None, sm_scale: float | None, rope_scale: float | None, rope_theta: float | None,
-    q_data_type: Any, kv_data_type: Any, o_data_type: Any,
-) -> PlanOptions:  # fmt: skip
-    check_flags(causal=causal)
-    dim = check_positive(head_dim, "head_dim")
-    logits = logits_options(dim, sm_scale, -1, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta)
-    types = Types.of(q_data_type, kv_data_type, o_data_type)
-    return PlanOptions(*heads(num_qo_heads, num_kv_heads), dim, dim, types, logits, causal, page_size)
 
 
 class BlockListsWrapper(AttentionWrapper):
@@ -134,10 +121,7 @@ class BlockSparseAttentionWrapper(BlockListsWrapper):
             raise ValidationError("packed_mask: expected it or mask, got both.")
         matrix = BlockMatrix.of(indptr, indices, M, N, R, C)
         lists = matrix.lists()
-        options = _plan_options(
-            num_qo_heads, num_kv_heads, head_dim, lists.page_size, causal, pos_encoding_mode, logits_soft_cap, sm_scale,
-            rope_scale, rope_theta, q_data_type, kv_data_type, o_data_type,
-        )  # fmt: skip
+        options = _options({**locals(), "page_size": lists.page_size})
         bools = None if mask is None else matrix.flat_mask(mask)
         shape = matrix.num_rows, matrix.num_columns
         self._plan_lists(lists, options, heads(num_qo_heads, num_kv_heads), shape, operands, bools, packed_mask)
@@ -238,10 +222,8 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         lists, group = lists_of_heads(block_mask_map, block_row_sz, block_col_sz, kv), qo // kv
         if not (lists.qo_indptr % _TILE_ROWS).any():  # then row tiles are full without the heads of a group in them
             lists, group = lists.for_each_query_head(kv, group), 1
-        options = _plan_options(
-            group, 1, head_dim, lists.page_size, causal, pos_encoding_mode, logits_soft_cap, sm_scale, rope_scale,
-            rope_theta, q_data_type, kv_data_type, None,
-        )  # fmt: skip
+        sizes = {"num_qo_heads": group, "num_kv_heads": 1, "page_size": lists.page_size}
+        options = _variable_options({**locals(), **sizes})
         qo_len, kv_len = int(lists.qo_indptr[-1]) * group // qo, int(block_col_sz[0].sum())
         self._plan_lists(lists, options, (qo, kv), (qo_len, kv_len), operands)
         self._shape = _Shape(qo, kv, group, qo_len, kv_len, lists.page_size)
@@ -292,6 +274,10 @@ class VariableBlockSparseAttentionWrapper(BlockListsWrapper):
         """run() with arguments of plan(); plans again where they differ from what was planned."""
         self._replan({**locals(), "window_left": -1})
         return self.run(q, k, v, **operands)
+
+
+_options = options_of(BlockSparseAttentionWrapper.plan, also="page_size")
+_variable_options = options_of(VariableBlockSparseAttentionWrapper.plan, also="page_size")
 
 
 class _Shape(NamedTuple):

@@ -14,6 +14,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial, wraps
+from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -52,6 +53,19 @@ def memoised(function: Callable[..., _Returned]) -> Callable[..., _Returned]:
 
 class _NotPlain(Exception):
     pass
+
+
+def options_of(
+    plan: Callable[..., None], read: Callable[..., PlanOptions] | None = None, also: str = ""
+) -> Callable[[Mapping[str, Any]], PlanOptions]:
+    """The function that reads the options of `plan` from its arguments by name, `locals()`, once for equal values.
+
+    read: what makes options of those arguments that both it and `plan` name, or `also`; None: plan_options().
+    """
+    function, arguments = read or plan_options, {*inspect.signature(plan).parameters, *also.split()}
+    names = tuple(name for name in inspect.signature(function).parameters if name in arguments)
+    take, once = itemgetter(*names), memoised(lambda *values: function(**dict(zip(names, values, strict=True))))
+    return lambda given: once(*take(given))
 
 
 class Types(NamedTuple):
@@ -146,6 +160,44 @@ def heads(num_qo_heads: Any, num_kv_heads: Any) -> tuple[int, int]:
     if qo % kv:
         raise ValidationError(f"num_qo_heads: expected a multiple of num_kv_heads={kv}, got {qo}.")
     return qo, kv
+
+
+_ABSENT: Any = object()  #: of an argument that plan() does not have
+
+
+def plan_options(
+    num_qo_heads: int, num_kv_heads: int, head_dim_qk: int | None = None, head_dim_vo: int | None = None,
+    head_dim: int | None = None, page_size: Any = _ABSENT, q_data_type: Any = "float16", kv_data_type: Any = None,
+    o_data_type: Any = None, data_type: Any = _ABSENT, causal: bool = False, q_len_per_req: Any = _ABSENT,
+    pos_encoding_mode: str = "NONE", sm_scale: float | None = None, window_left: int = -1,
+    logits_soft_cap: float | None = None, rope_scale: float | None = None, rope_theta: float | None = None,
+    attention_chunk_size: int | None = None, fixed_split_size: int | None = None, disable_split_kv: bool = False,
+) -> PlanOptions:  # fmt: skip
+    """The options of plan(), whose arguments these are. Without page_size: ragged; q_len_per_req decides `causal`."""
+    check_flags(causal=causal, disable_split_kv=disable_split_kv)
+    qo, kv = heads(num_qo_heads, num_kv_heads)
+    qk, vo = _head_dims(head_dim_qk, head_dim_vo, head_dim)
+    if data_type is not _ABSENT:
+        q_data_type, kv_data_type = q_data_type or data_type or "float16", kv_data_type or data_type
+    if q_len_per_req is not _ABSENT:
+        causal = check_positive(q_len_per_req, "q_len_per_req") > 1
+    logits = logits_options(
+        qk, sm_scale, window_left, logits_soft_cap, pos_encoding_mode, rope_scale, rope_theta, attention_chunk_size
+    )
+    return PlanOptions(
+        qo, kv, qk, vo, Types.of(q_data_type, kv_data_type, o_data_type), logits, causal,
+        0 if page_size is _ABSENT else check_positive(page_size, "page_size"),
+        split_size(fixed_split_size, disable_split_kv),
+    )  # fmt: skip
+
+
+def _head_dims(head_dim_qk: int | None, head_dim_vo: int | None, head_dim: int | None) -> tuple[int, int]:
+    """head_dim_qk and head_dim_vo; `head_dim` is a name for both."""
+    if (head_dim_qk is None) == (head_dim is None):
+        raise ValidationError(f"head_dim_qk: expected it or head_dim, got {head_dim_qk} and {head_dim}.")
+    name, dim = ("head_dim", head_dim) if head_dim_qk is None else ("head_dim_qk", head_dim_qk)
+    qk = check_positive(dim, name)
+    return qk, qk if head_dim_vo is None else check_positive(head_dim_vo, "head_dim_vo")
 
 
 def split_size(fixed_split_size: int | None, disable_split_kv: bool) -> int:
