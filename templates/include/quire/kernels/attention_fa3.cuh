@@ -27,7 +27,6 @@
 #include "quire/tile/hopper/kv_tiles.cuh"
 #include "quire/tile/hopper/rows.cuh"
 #include "quire/tile/hopper/softmax.cuh"
-#include "quire/tile/shared/stamps.h"
 
 namespace quire {
 
@@ -36,10 +35,12 @@ class AttentionFa3 : public Fa3Cta<V> {
   using Cta = Fa3Cta<V>;
   using Cta::kQk, Cta::kVo, Cta::kIsFp8, Cta::kRescaled, Cta::kWarpgroups, Cta::kConsumers, Cta::kHasZeros,
       Cta::kIsRamp, Cta::kIsCap, Cta::kIsDistance, Cta::kIsRowScale, Cta::kWorkStages, Cta::kQStages, Cta::kStages,
-      Cta::kStartsEarly, Cta::kResultsAt, Cta::kIsStaged, Cta::kHoldsRows, Cta::kWorkStagesAt, Cta::kQueryFactorsAt,
-      Cta::kDeferredArrivalsAt, Cta::kLoadRegisters, Cta::kComputeRegisters, Cta::kTurn, Cta::kWarpgroup,
-      Cta::kAllConsumers, Cta::kSharedStored, Cta::q_tile, Cta::k_tile, Cta::v_tile, Cta::q_by_tma, Cta::bias_at,
-      Cta::ramp_scale, Cta::p_, Cta::stages_, Cta::smem_, Cta::work_, Cta::q_, Cta::k_, Cta::v_;
+      Cta::kStartsEarly, Cta::kResultsAt, Cta::kHoldsRows, Cta::kLoadRegisters, Cta::kComputeRegisters, Cta::kTurn,
+      Cta::kWarpgroup, Cta::kAllConsumers, Cta::kSharedStored, Cta::q_tile, Cta::v_tile, Cta::q_by_tma, Cta::bias_at,
+      Cta::ramp_scale, Cta::warpgroup, Cta::is_leader, Cta::fits_one_warpgroup, Cta::part_of, Cta::lane_row, Cta::note,
+      Cta::queries, Cta::keys, Cta::logits_tile, Cta::query_factor_at, Cta::copy_q, Cta::store_whole,
+      Cta::store_partial, Cta::deferred_arrivals, Cta::p_, Cta::stages_, Cta::smem_, Cta::work_, Cta::q_, Cta::k_,
+      Cta::v_;
   using typename Cta::Q, typename Cta::T, typename Cta::TileQ, typename Cta::TileK, typename Cta::TileV,
       typename Cta::Stage, typename Cta::Math, typename Cta::Transform, typename Cta::Bits;
 
@@ -120,31 +121,11 @@ class AttentionFa3 : public Fa3Cta<V> {
     ending.merge(p_.base, warpgroup(), [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); });
   }
 
-  QUIRE_DEVICE DeferredArrivals& deferred_arrivals() const {
-    return *reinterpret_cast<DeferredArrivals*>(reinterpret_cast<unsigned char*>(stages_) + kDeferredArrivalsAt -
-                                                kWorkStagesAt);
-  }
-
-  // Whether one warpgroup computes, stores and merges a work tile. In a cascade many work tiles have a few rows: each
-  // warpgroup computes one of them, at the same time and without taking turns at the tensor cores.
-  QUIRE_DEVICE static bool fits_one_warpgroup(const WorkTile& work) {
-    if constexpr (V::kCascade == 0 || kWarpgroups == 1) return false;
-    return ptx::uniform(work.row_end - work.tile.row_begin) <= 64;
-  }
-
   // Whether this warpgroup computes a work tile that fits one warpgroup. Where there are two stages of queries, each
   // warpgroup has one.
   QUIRE_DEVICE static bool owns_work_tile(const Rings& rings) {
     constexpr bool kAlternate = kWarpgroups == 2 && kQStages == 2 && !kIsFp8;
     return warpgroup() == (kAlternate ? ptx::uniform(rings.q.stage()) : 0);
-  }
-
-  // Index of this warpgroup's 64 rows in the row tile.
-  QUIRE_DEVICE static int part_of(const WorkTile& work) { return fits_one_warpgroup(work) ? 0 : warpgroup(); }
-
-  // Of the warpgroups that compute the work tile, the first acts for all.
-  QUIRE_DEVICE void note(const WorkTile& work, Moment moment) const {
-    if constexpr (V::kTimed != 0) stamp<V>(p_.base, work, moment, part_of(work) == 0 && is_leader());
   }
 
   // Releases the queries, keys and values of another warpgroup's work tile. One thread waits for them, and the others
@@ -218,7 +199,7 @@ class AttentionFa3 : public Fa3Cta<V> {
       ptx::pin(rows.o);
       if (is_leader()) v_.arrive_empty(last_values);  // release V
       rows.softmax.reduce();
-      store_whole(rows, current.work, lane_row(ptx::lane_id()), ptx::lane_id());
+      store_whole(rows.o, rows.softmax, current.work, lane_row(ptx::lane_id()), ptx::lane_id());
       note(current.work, Moment::kEnd);
       note(stages_[next.stage()].work, Moment::kBegin);
       release_work_tile(at);
@@ -232,10 +213,6 @@ class AttentionFa3 : public Fa3Cta<V> {
       rows.distances.set(logits_tile(stage, 0), stage.work.tile.row_begin);
       rows.distances.read(s, bias_at(rings.k));
     }
-  }
-
-  QUIRE_DEVICE TileDescriptor queries(RingPosition<kQStages> at, int turn) const {
-    return {q_tile(at.stage()).base + turn * 64 * 128, 16};
   }
 
   // Values of this lane's rows for ScoreRows.
@@ -264,11 +241,6 @@ class AttentionFa3 : public Fa3Cta<V> {
       ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
     }
     k_.wait_full(rings.k);
-  }
-
-  // The factor that undoes the scale of this lane's row h.
-  QUIRE_DEVICE uint32_t query_factor_at(int h) const {
-    return smem_ + kQueryFactorsAt + (lane_row(ptx::lane_id()) + 8 * h) * 4;
   }
 
   // The main loop: O, m and d of this warpgroup's 64 rows over the KV tiles of the work tile, except O += P V of the
@@ -308,18 +280,6 @@ class AttentionFa3 : public Fa3Cta<V> {
     rings.q.advance();
   }
 
-  // Reads again on each call, to save registers.
-  QUIRE_DEVICE static int warpgroup() { return ptx::thread_id() / 128 - 1; }
-  QUIRE_DEVICE static bool is_leader() { return ptx::thread_id() % 128 == 0; }
-
-  // This lane's upper row in the tile.
-  QUIRE_DEVICE static int lane_row(int lane) { return (ptx::thread_id() - 128) / 32 * 16 + lane / 4; }
-  QUIRE_DEVICE static int lane_row(const WorkTile& work, int lane) {
-    if constexpr (V::kCascade == 0) return lane_row(lane);
-    return part_of(work) * 64 + ptx::thread_id() % 128 / 32 * 16 + lane / 4;
-  }
-
-  QUIRE_DEVICE TileDescriptor keys(RingPosition<kStages> at) const { return {k_tile(at.stage()).base, 16}; }
   QUIRE_DEVICE TileDescriptor values(RingPosition<kStages> at) const {
     return {v_tile(at.stage()).base, TileV::kAtomBytes};
   }
@@ -399,19 +359,6 @@ class AttentionFa3 : public Fa3Cta<V> {
     seen.read(ExpressionOf<V>(p_.base), at);
   }
 
-  // The logits of this lane.
-  QUIRE_DEVICE LogitsTile<V> logits_tile(const Stage& stage, int tile) const {
-    const WorkTile& work = stage.work;
-    const int lane = ptx::lane_id(), row = work.tile.row_begin + lane_row(work, lane);
-    return {{work.tile.qo_len, work.tile.kv_len, p_.base.window_left, stage.bits()},
-            p_.base.group,
-            work.tile.request,
-            work.kv_head,
-            row,
-            tile * kTileKv,
-            lane};
-  }
-
   // Turns q . k into weights, with the variant's transform and mask.
   template <bool kMasked>
   QUIRE_DEVICE void apply_softmax(Rows& rows, float (&s)[kTileKv / 2], const Stage& stage, int tile,
@@ -482,86 +429,13 @@ class AttentionFa3 : public Fa3Cta<V> {
     ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
   }
 
-  // This warpgroup's rows of q, where a tile may begin amid a token's heads; rows that do not exist become zeros.
-  QUIRE_DEVICE void copy_q(TileQ q, const WorkTile& work) const {
-    using Split = RowSplit<128, TileQ::kChunks>;
-    const Split split(ptx::thread_id() % 128);
-    for (int r = split.row; r < 64; r += Split::kRowsAtOnce) {
-      const int row = work.tile.row_begin + part_of(work) * 64 + r;
-      const WorkTile::Place at = work.place(p_.base.group, min(row, work.row_end - 1));
-      const Q* src =
-          static_cast<const Q*>(p_.base.q) + at.token * p_.base.q_token_stride + at.head * p_.base.q_head_stride;
-#pragma unroll
-      for (int c = 0; c < Split::kChunksPerLane; ++c) {
-        const int chunk = c * Split::kLanes + split.lane;
-        ptx::cp_async_16(q.chunk(part_of(work) * 64 + r, chunk), src + chunk * 8, row < work.row_end ? 16 : 0);
-      }
-    }
-    ptx::cp_async_commit();
-    ptx::cp_async_wait<0>();
-    ptx::fence_proxy_async();
-    ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128);
-  }
-
   QUIRE_DEVICE void store(Rows& rows, Stage& stage, int deferred_at) const {
     rows.softmax.reduce();
     const int lane = ptx::lane_id(), row = lane_row(stage.work, lane);
     if (V::kCascade == 0 && stage.work.is_whole()) {
-      store_whole(rows, stage.work, row, lane);
+      store_whole(rows.o, rows.softmax, stage.work, row, lane);
     } else {
-      store_partial(rows, stage, row, lane, deferred_at);
-    }
-  }
-
-  QUIRE_DEVICE void store_whole(const Rows& rows, const WorkTile& work, int tile_row, int lane) const {
-    const AttentionParams& p = p_.base;
-    float scale[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = work.tile.row_begin + tile_row + 8 * h;
-      const WorkTile::Place at = work.place(p.group, min(row, work.row_end - 1));
-      const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
-      const RowResult result = finish_row(rows.softmax.m[h], rows.softmax.d[h], sink, output_scale(p));
-      scale[h] = result.scale;
-      if (p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
-        p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
-      }
-      if constexpr (!kIsStaged) {
-        Q* dst = static_cast<Q*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
-        store_row(dst, rows.o, h, result.scale, row < work.row_end, lane);
-      }
-    }
-    if constexpr (kIsStaged) {
-      const int warp = ptx::thread_id() / 32 - 4, first = work.tile.row_begin + warp * 16;
-      const WorkTile::Place at = work.place(p.group, min(first + lane % 16, work.row_end - 1));
-      const int64_t begin = at.token * p.o_token_stride + at.head * p.o_head_stride;  // a multiple of 8
-      const StagedRows<kVo> staged = {smem_ + kResultsAt + warp * StagedRows<kVo>::kBytes};
-      staged.store(static_cast<Q*>(p.o), static_cast<uint32_t>(begin >> 3), work.row_end - first, rows.o, scale, lane);
-    }
-  }
-
-  // deferred_at: the first of the work tile's places in DeferredArrivals; -1: it arrives at its merge groups at once.
-  QUIRE_DEVICE void store_partial(const Rows& rows, Stage& stage, int tile_row, int lane, int deferred_at) const {
-    const AttentionParams& p = p_.base;
-    const WorkTile& work = stage.work;
-    const int thread = ptx::thread_id() - 128;
-    MergeGroup group = {};
-    if constexpr (V::kCascade == 0) group = p.groups[work.group];
-    store_partial_rows<V::kCascade != 0 ? 1 : kTileRows>(p, work.partial, rows.o, rows.softmax.m, rows.softmax.d,
-                                                         tile_row, work.row_end - work.tile.row_begin, lane);
-    const auto sync_all = [] { ptx::named_barrier_sync(kAllConsumers, kConsumers); };
-    if constexpr (V::kCascade == 0) {
-      if (arrives_last(p.groups + work.group, group.num_parts(), thread == 0, stage.is_last, sync_all)) {
-        call_merge_partials<V, kConsumers / 32, kVo <= 128>(p, work, group, thread);
-      }
-    } else if (deferred_at >= 0) {
-      if (fits_one_warpgroup(work) || warpgroup() == 0)
-        deferred_arrivals().put(p, work, deferred_at, ptx::thread_id() % 128);
-    } else if (fits_one_warpgroup(work)) {
-      merge_cascade<V, 4>(p, work, stage.work.group, ptx::thread_id() % 128,
-                          [] { ptx::named_barrier_sync(kWarpgroup + warpgroup(), 128); });
-    } else {
-      merge_cascade<V, kConsumers / 32>(p, work, stage.work.group, thread, sync_all);
+      store_partial(rows.o, rows.softmax, stage, row, lane, deferred_at);
     }
   }
 };

@@ -12,12 +12,12 @@ template <class V, class WorkList>
 class Fa3Loaders : Fa3Cta<V> {
   using Cta = Fa3Cta<V>;
   using Cta::kTileKv, Cta::kQk, Cta::kVo, Cta::kIsFp8, Cta::kIsGathered, Cta::kIsDistance, Cta::kWorkStages,
-      Cta::kShortTiles, Cta::kQStages, Cta::kStages, Cta::kSchedulesLate, Cta::kKAt, Cta::kVAt, Cta::kWorkStagesAt,
-      Cta::kPreparedAt, Cta::kLoadK, Cta::kLoadV, Cta::kLoadQ, Cta::kSchedule, Cta::kKeysLoaded, Cta::q_tile,
-      Cta::k_tile, Cta::v_tile, Cta::q_by_tma, Cta::bytes_arrived, Cta::bias_at, Cta::ramp_scale, Cta::p_, Cta::stages_,
-      Cta::smem_, Cta::work_, Cta::q_, Cta::k_, Cta::v_;
-  using typename Cta::TileQ, typename Cta::TileK, typename Cta::TileV, typename Cta::Stage, typename Cta::Loader,
-      typename Cta::Transform;
+      Cta::kQStages, Cta::kStages, Cta::kSchedulesLate, Cta::kKAt, Cta::kVAt, Cta::kWorkStagesAt, Cta::kPreparedAt,
+      Cta::kLoadK, Cta::kLoadV, Cta::kLoadQ, Cta::kSchedule, Cta::kKeysLoaded, Cta::k_tile, Cta::v_tile, Cta::q_by_tma,
+      Cta::is_short_work, Cta::for_each_work_stage, Cta::copy_q_by_tma, Cta::bytes_arrived, Cta::bias_at,
+      Cta::ramp_scale, Cta::p_, Cta::stages_, Cta::smem_, Cta::work_, Cta::k_, Cta::v_;
+  using typename Cta::TileK, typename Cta::TileV, typename Cta::Stage, typename Cta::Loader, typename Cta::Transform,
+      typename Cta::Schedule;
 
  public:
   QUIRE_DEVICE explicit Fa3Loaders(const Cta& cta) : Cta(cta) {}
@@ -39,46 +39,10 @@ class Fa3Loaders : Fa3Cta<V> {
   }
 
  private:
-  // State of the scheduling warp between work tiles.
-  struct Schedule {
-    RingPosition<kWorkStages> at;
-    int number = 0;
-    bool exists = true, is_short = true;
-  };
-
   QUIRE_DEVICE void schedule(int lane) const {
     Schedule s;
     if (lane == 0) WorkList::begin(p_, stages_[kWorkStages - 1].cursor, s.number);
-    while (s.exists) schedule_next(s, lane);
-  }
-
-  QUIRE_DEVICE void schedule_next(Schedule& s, int lane) const {
-    work_.wait_empty(s.at);
-    // Wait until the work tile before the last is done, if the last is long: with two long work tiles taken ahead, CTAs
-    // would end at less equal times.
-    const auto work_tile_before_last = s.at.before().before();
-    if constexpr (kSchedulesLate) {
-      if (!s.is_short) ptx::named_barrier_sync(kKeysLoaded, 64);
-    } else {
-      if (!s.is_short) ptx::mbarrier_wait(work_.empty(work_tile_before_last.stage()), work_tile_before_last.parity());
-    }
-    Stage& current = stages_[s.at.stage()];
-    // Take the next work tile.
-    if (lane == 0) {
-      const Stage& before = stages_[s.at.before().stage()];
-      WorkList::next<V::kCascade != 0>(p_, before.cursor, current, s.number, kTileKv);
-    }
-    __syncwarp();
-    s.exists = current.exists;
-    s.is_short = is_short_work(current);
-    // Hand it to the other warps.
-    if (s.exists) current.read_block_mask(p_, lane);
-    if (lane == 0) work_.arrive_full(s.at);
-    s.at.advance();
-  }
-
-  QUIRE_DEVICE static bool is_short_work(const Stage& stage) {
-    return stage.work.kv_end - stage.work.kv_begin <= kShortTiles;
+    while (s.exists) this->template schedule_next<WorkList>(s, lane);
   }
 
   // Where kIsFp8, one lane schedules and loads queries beside widening. It keeps this in shared memory, ahead of the
@@ -138,21 +102,8 @@ class Fa3Loaders : Fa3Cta<V> {
     Schedule s;
     s.at = at.after(), s.is_short = is_short;
     if (lane == 0) s.number = prepared.number;
-    schedule_next(s, lane);
+    this->template schedule_next<WorkList>(s, lane);
     if (lane == 0) prepared.number = s.number;
-  }
-
-  // Calls body(current, position) for each work tile.
-  template <class Body>
-  QUIRE_DEVICE void for_each_work_stage(Body&& body) const {
-    RingPosition<kWorkStages> at;
-    for (;;) {
-      work_.wait_full(at);
-      Stage& current = stages_[at.stage()];
-      if (!current.exists) return;
-      body(current, at);
-      at.advance();
-    }
   }
 
   // `prefix`: what shared levels' keys or values are copied from, with kPrefix.
@@ -165,43 +116,17 @@ class Fa3Loaders : Fa3Cta<V> {
       if constexpr (V::kPrefix != 0) {
         static_assert(!kIsGathered && !kIsFp8, "tensors beside the cache come by the copy engine, as the cache does");
         if (is_in_prefix<V>(current.work.tile)) {
-          load_work_tile<KvLoader<V, KvLoadPath::kRagged>>(prefix, current, ring, stage, tile_at, lane);
+          this->template load_work_tile<KvLoader<V, KvLoadPath::kRagged>>(prefix, current, ring, stage, tile_at, lane);
         } else {
-          load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
+          this->template load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
         }
       } else {
-        load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
+        this->template load_work_tile<Loader>(from, current, ring, stage, tile_at, lane);
       }
       __syncwarp();
       if (kSchedulesLate && ring.base == k_.base && !is_short_work(current)) ptx::named_barrier_arrive(kKeysLoaded, 64);
       if (lane == 0) work_.arrive_empty(at);
     });
-  }
-
-  template <class Load, class TileAt>
-  QUIRE_DEVICE void load_work_tile(const KvSource& from, const Stage& current, RingBarriers<kStages> ring,
-                                   RingPosition<kStages>& stage, TileAt&& tile_at, int lane) const {
-    KvTileWalk<V> walk(current);
-    Load next(p_.base, from, current.work, lane);
-    bool is_copying = false;
-    if (walk.exists()) next.prefetch_pages(walk.tile());
-#pragma unroll 1
-    while (walk.exists()) {
-      next.resolve_pages();
-      const Load loader = next;
-      walk.advance();
-      if (walk.exists()) next.prefetch_pages(walk.tile());
-      ring.wait_empty(stage);
-      loader.load(tile_at(stage.stage()), ring.full(stage.stage()));
-      if constexpr (kIsGathered) {
-        if (is_copying) Load::template arrive_copied<1>(ring.full(stage.before().stage()));
-        is_copying = true;
-      }
-      stage.advance();
-    }
-    if constexpr (kIsGathered) {
-      if (is_copying) Load::template arrive_copied<0>(ring.full(stage.before().stage()));
-    }
   }
 
   QUIRE_DEVICE void load_q(int lane) const {
@@ -247,22 +172,6 @@ class Fa3Loaders : Fa3Cta<V> {
       right = tile;
       __syncwarp();
       if (lane == 0) k_.arrive_full(stage);
-      stage.advance();
-    }
-  }
-
-  QUIRE_DEVICE void copy_q_by_tma(const Stage& current, RingPosition<kQStages>& stage, int lane) const {
-    const bool has_tiles = KvTileWalk<V>(current).exists();
-    if (lane == 0 && q_by_tma() && has_tiles) {
-      q_.wait_empty(stage);
-      const uint32_t barrier = q_.full(stage.stage());
-      ptx::mbarrier_arrive_expect(barrier, TileQ::kBytes);
-      const int token = current.work.tile.qo_begin + p_.base.group.div(current.work.tile.row_begin);
-#pragma unroll
-      for (int i = 0; i < TileQ::kAtoms; ++i) {
-        ptx::tma_load_4d(q_tile(stage.stage()).base + i * TileQ::kAtomBytes, &p_.tensor_q, barrier, i * 64, 0, token,
-                         current.work.kv_head);
-      }
       stage.advance();
     }
   }

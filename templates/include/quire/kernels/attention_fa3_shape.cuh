@@ -2,21 +2,23 @@
 #pragma once
 #include "quire/core/params.h"
 #include "quire/ptx/barrier.cuh"
-#include "quire/ptx/copy.cuh"
 #include "quire/tile/hopper/cascade.cuh"
+#include "quire/tile/hopper/cta.cuh"
 #include "quire/tile/hopper/distance_bias.cuh"
 #include "quire/tile/hopper/kv_loader.cuh"
-#include "quire/tile/hopper/kv_tiles.cuh"
-#include "quire/tile/hopper/rows.cuh"
 #include "quire/tile/shared/smem.cuh"
 
 namespace quire {
 
 template <class V>
-struct Fa3Shape {
+struct Fa3Shape : WgmmaShape<V> {
+  using Base = WgmmaShape<V>;
+  using Base::kTileRows, Base::kTileKv, Base::kQk, Base::kVo, Base::kWarpgroups, Base::kIsGathered, Base::kWorkStages,
+      Base::kMaxStages, Base::kCapacity, Base::kResultBytes, Base::registers_suffice;
+  using typename Base::Stage, typename Base::Math, typename Base::Transform;
+  template <int kQStages, int kStages>
+  using Barriers = typename Base::template Barriers<kQStages, kStages>;
   using Q = typename V::Q;
-  static constexpr int kTileRows = V::kTileRows, kTileKv = V::kTileKv;
-  static constexpr int kQk = V::kHeadDimQk, kVo = V::kHeadDimVo;
 
   // Keys and values of 8 bits are widened on their way to the tensor cores.
   static constexpr bool kIsFp8 = sizeof(typename V::Kv) == 1;
@@ -27,25 +29,11 @@ struct Fa3Shape {
   static_assert((kIsFp8 || is_same<Q, typename V::Kv>::value) && is_same<Q, typename V::O>::value,
                 "q and o have one dtype, and so have k and v unless they have 8 bits");
   static_assert(kQk % 16 == 0 && kVo % 16 == 0 && max(kQk, kVo) <= 256, "head dims are multiples of 16 up to 256");
-  static_assert(kTileRows % 64 == 0 && kTileRows <= 192, "one to three warpgroups own 64 rows each");
-  static_assert(kTileKv % 16 == 0 && kTileKv <= 256,
-                "a key tile is the N of one wgmma and the inner dimension of others");
-
-  static constexpr int kWarpgroups = kTileRows / 64;  // that compute
-  static constexpr int kConsumers = kWarpgroups * 128;
-  static constexpr int kThreads = kConsumers + 128;
-  static constexpr int kMinCtas = 1;
-
   using TileQ = SwizzledTile<kTileRows, kQk>;
   using TileK = SwizzledTile<kTileKv, kQk>;
   using TileV = SwizzledTile<kTileKv, kVo>;
-  using Stage = WorkStage<V>;
   using Loader = KvLoader<V>;
-  static constexpr bool kIsGathered = kv_load_path<V>() == KvLoadPath::kGather;
   static constexpr bool kHasZeros = kIsGathered || kIsFp8;  // from kv_len on
-  // Heads of 256 leave no registers for pairs, and so much work to the tensor cores that no pairs are needed.
-  using Math = FragmentMath<kVo <= 128>;
-  using Transform = LogitsTransform<V, Math>;
   static constexpr bool kIsRamp = has_ramps<V, Math>();
   // What is known of a mask before the logits of a KV tile.
   using Bits = typename conditional<V::kScoreMask != 0, SeenKeys<V, 2>, TileBits<V, 2>>::type;
@@ -58,20 +46,11 @@ struct Fa3Shape {
   // The factor of a row in a score is part of the softmax's scale.
   static constexpr bool kIsRowScale = score_pattern<V>() == kPatternRowScale && !kIsFp8;
 
-  static constexpr int kWorkStages = 4;
-  static constexpr int kShortTiles = 4;  // KV tiles; after a work tile of so few, the next but one is scheduled at once
   static constexpr int kBiasBytes = kIsDistance ? DistanceSlice<V>::kBytes : 0;
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes + kBiasBytes;
-  static constexpr int kMaxStages = 4;
 
   // Shared memory, 227 KB: tiles of queries, keys and values at multiples of 1024 bytes, results on their way out, work
   // stages, mbarriers. What is not queries, keys and values:
-  template <int kQStages, int kStages>
-  struct Barriers {
-    unsigned char work[RingBarriers<kWorkStages>::kBytes], q[RingBarriers<kQStages>::kBytes];
-    unsigned char k[RingBarriers<kStages>::kBytes], v[RingBarriers<kStages>::kBytes];
-  };
-  static constexpr int kCapacity = 227 * 1024;
   static constexpr int kPreparedBytes = kIsFp8 ? 16 + 4 * kMaxStages * 8 : 0,
                        kQueryFactorsBytes = kRescaled ? kTileRows * 4 : 0;
   static constexpr int kDeferredArrivalsBytes =
@@ -95,7 +74,6 @@ struct Fa3Shape {
   static constexpr int kBiasAt = kVAt + kStages * TileV::kBytes;
   static constexpr int kResultsAt = kBiasAt + kStages * kBiasBytes;
   // Results are stored by way of shared memory where that takes no stage away.
-  static constexpr int kResultBytes = kTileRows / 16 * StagedRows<kVo>::kBytes;
   static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity;
   // Whether a warp keeps the row-dependent part of a score in shared memory, in the place of its results.
   static constexpr bool kHoldsRows =
@@ -112,10 +90,8 @@ struct Fa3Shape {
   static_assert(V::kCascade == 0 || kDeferredArrivalsAt % 16 == 0, "deferred arrivals are aligned");
   static_assert(sizeof(AllBarriers) == 16 * (kWorkStages + kQStages + 2 * kStages), "a ring has two mbarriers a stage");
 
-  // Registers a thread: the loading warps give up some, the computing warps take them. Together they may not exceed
-  // what the launch has, 65,536 rounded down to a multiple of 8 for each thread, or the kernel hangs. The scheduling
-  // warp needs 56, because it divides 64-bit numbers; beside three warpgroups with 128 keys it has 32 and spills, once
-  // a work tile. Widening needs 88.
+  // Registers a thread. The scheduling warp needs 56, because it divides 64-bit numbers; beside three warpgroups with
+  // 128 keys it has 32 and spills, once a work tile. Widening needs 88.
   static constexpr int kLoadRegisters = kIsFp8 || kIsDistance               ? (kWarpgroups == 3 ? 80 : 88)
                                         : kWarpgroups == 3 && kTileKv > 112 ? 32
                                                                             : 56;
@@ -123,38 +99,21 @@ struct Fa3Shape {
   static constexpr int kComputeRegisters = kWarpgroups == 3   ? (kIsFp8 || kIsDistance ? 144 : kWidestCompute)
                                            : kWarpgroups == 2 ? (kIsFp8 || kIsDistance ? 208 : 224)
                                                               : 240;
-  static_assert(kConsumers * kComputeRegisters + 128 * kLoadRegisters <= 65536 / kThreads / 8 * 8 * kThreads,
-                "the warps ask for more registers than the launch has, and would wait for them forever");
+  static_assert(registers_suffice(kLoadRegisters, kComputeRegisters), "the launch has the warps' registers");
 
   enum Role { kLoadK, kLoadV, kLoadQ, kSchedule };
-  // 0 is the barrier of the CTA (__syncthreads). kTurn + i: warpgroup i may start products; kWarpgroup + i: its
-  // threads.
-  enum NamedBarrier { kTurn = 1, kWarpgroup = kTurn + 3, kAllConsumers = kWarpgroup + 3, kSharedStored, kKeysLoaded };
-
   static constexpr int kSmemBytes = kBarriersAt + static_cast<int>(sizeof(AllBarriers));
   static_assert(kSmemBytes <= kCapacity, "the tiles do not fit into shared memory");
 };
 
-// The rings and tiles in shared memory, as every warp of the CTA sees them.
 template <class V>
-class Fa3Cta : public Fa3Shape<V> {
-  using Shape = Fa3Shape<V>;
+class Fa3Cta : public WgmmaCta<V, Fa3Shape<V>, AttentionFa3Params> {
+  using Cta = WgmmaCta<V, Fa3Shape<V>, AttentionFa3Params>;
 
  public:
-  using Shape::kTileRows, Shape::kIsFp8, Shape::kWarpgroups, Shape::kIsDistance, Shape::kWorkStages, Shape::kBiasBytes,
-      Shape::kQStages, Shape::kStages, Shape::kKAt, Shape::kVAt, Shape::kBiasAt, Shape::kWorkStagesAt,
-      Shape::kPreparedAt, Shape::kBarriersAt;
-  using typename Shape::TileQ, typename Shape::TileK, typename Shape::TileV, typename Shape::Stage,
-      typename Shape::Loader, typename Shape::AllBarriers;
-
-  QUIRE_DEVICE Fa3Cta(const AttentionFa3Params& p, unsigned char* smem)
-      : p_(p), stages_(reinterpret_cast<Stage*>(smem + kWorkStagesAt)), smem_(ptx::smem_address(smem)) {
-    const uint32_t barriers = smem_ + kBarriersAt;
-    work_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, work));
-    q_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, q));
-    k_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, k));
-    v_.base = barriers + static_cast<int>(__builtin_offsetof(AllBarriers, v));
-  }
+  using Cta::Cta, Cta::kIsFp8, Cta::kWarpgroups, Cta::kIsDistance, Cta::kBiasBytes, Cta::kStages, Cta::kBiasAt,
+      Cta::kPreparedAt;
+  using typename Cta::Loader;
 
   // Full barriers: the loading warp arrives, once a stage. Empty barriers: each computing warpgroup arrives once,
   // because the reads of a product end for all of its threads together; work stages are read by lanes, so that each
@@ -171,19 +130,7 @@ class Fa3Cta : public Fa3Shape<V> {
   }
 
  protected:
-  const AttentionFa3Params& p_;
-  Stage* stages_;
-  uint32_t smem_;
-  RingBarriers<kWorkStages> work_;
-  RingBarriers<kQStages> q_;
-  RingBarriers<kStages> k_, v_;
-
-  QUIRE_DEVICE TileQ q_tile(int stage) const { return {smem_ + stage * TileQ::kBytes}; }
-  QUIRE_DEVICE TileK k_tile(int stage) const { return {smem_ + kKAt + stage * TileK::kBytes}; }
-  QUIRE_DEVICE TileV v_tile(int stage) const { return {smem_ + kVAt + stage * TileV::kBytes}; }
-
-  // Queries come by the copy engine where tiles begin with a token's first head.
-  QUIRE_DEVICE bool q_by_tma() const { return kTileRows % p_.base.group.divisor == 0; }
+  using Cta::p_, Cta::smem_, Cta::work_, Cta::q_, Cta::k_, Cta::v_;
 
   // The mbarriers at which a widening warp waits for bytes, one a stage.
   QUIRE_DEVICE uint32_t bytes_arrived(int warp) const { return smem_ + kPreparedAt + 16 + warp * kStages * 8; }

@@ -112,6 +112,16 @@ class KvLoader<V, KvLoadPath::kPages, kRows> {
   int lane_, row_, page_;
 };
 
+// For rows that are gathered: waits for the copies of all KV tiles but the latest kLater, and arrives at the full
+// barrier of the last KV tile that it waited for. The fence between these copies and the tensor cores' reads is
+// executed here, so that it costs the readers nothing.
+template <int kLater>
+QUIRE_DEVICE void arrive_copied(uint32_t barrier) {
+  ptx::cp_async_wait<kLater>();
+  ptx::fence_proxy_async();
+  ptx::mbarrier_arrive(barrier);
+}
+
 // Each lane finds the row of one token in 32. Four rows at a time are then copied, each by eight lanes, which get the
 // row's address by a shuffle. Tokens from kv_len on arrive as zeros: a copy of zero bytes reads no address.
 template <class V>
@@ -153,16 +163,6 @@ class KvLoader<V, KvLoadPath::kGather, V::kTileKv> {
       copy<false>(dst, left);
     }
     ptx::cp_async_commit();
-  }
-
-  // Waits for the copies of all KV tiles but the latest kLater, and arrives at the full barrier of the last KV tile
-  // that it waited for. The fence between these copies and the tensor cores' reads is executed here, so that it costs
-  // the readers nothing.
-  template <int kLater>
-  QUIRE_DEVICE static void arrive_copied(uint32_t barrier) {
-    ptx::cp_async_wait<kLater>();
-    ptx::fence_proxy_async();
-    ptx::mbarrier_arrive(barrier);
   }
 
  private:

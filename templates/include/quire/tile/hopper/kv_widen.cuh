@@ -128,13 +128,14 @@ class Fp8Gather {
     }
   }
 
-  // `first`: the address of the first row's bytes.
-  QUIRE_DEVICE void load(uint32_t first) const {
+  // dst: the tile of the bytes.
+  template <class Dst>
+  QUIRE_DEVICE void load(Dst dst, uint32_t) const {
     int lane_row = row(lane_);
     asm volatile("" : "+r"(lane_row));  // sums with it are not worth a register each through the loop
     const int lane_chunk = chunk(lane_);
     const uint32_t to =
-        first + (lane_chunk >> 3) * Tile::kAtomBytes + lane_row * 128 + (((lane_chunk ^ lane_row) & 7) << 4);
+        dst.base + (lane_chunk >> 3) * Tile::kAtomBytes + lane_row * 128 + (((lane_chunk ^ lane_row) & 7) << 4);
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep) {
       const uint64_t chunks = __shfl_sync(0xffffffffu, places_[row / 32], (row + lane_row) % 32);
@@ -145,6 +146,7 @@ class Fp8Gather {
         ptx::cp_async_16(at, reinterpret_cast<const void*>(base_ + chunks * 16 + c * 16));
       }
     }
+    ptx::cp_async_commit();
   }
 
  private:
@@ -206,6 +208,7 @@ class KvWidener {
   static constexpr bool kIsBoxed = kLoadPath != KvLoadPath::kGather;
   using Rows = Fp8Rows<V, Tile, kRows>;
   using Bytes = typename conditional<kIsBoxed, KvLoader<V, kLoadPath, kRows>, Fp8Gather<V, Tile, kRows>>::type;
+  using BytesTile = typename conditional<kIsBoxed, SwizzledTile<kRows, Tile::kCols, 8>, Tile>::type;
   // Whether the copies of a KV tile start before its predecessor is widened. With two stages they would wait until the
   // tensor cores have read the tile before the predecessor, which is when the tile itself is needed.
   static constexpr int kAhead = kStages > 2;
@@ -215,12 +218,7 @@ class KvWidener {
     bytes.resolve_pages();
     ring_.wait_empty(copied_);
     const uint32_t to = bytes_at_ + copied_.stage() * Tile::kBytes;
-    if constexpr (kIsBoxed) {
-      bytes.load(SwizzledTile<kRows, Tile::kCols, 8>{to}, arrived_ + 8 * copied_.stage());
-    } else {
-      bytes.load(to);
-      ptx::cp_async_commit();
-    }
+    bytes.load(BytesTile{to}, arrived_ + 8 * copied_.stage());
     copied_.advance();
     walk.advance();
     if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);

@@ -132,12 +132,7 @@ class ValueTransposer {
   QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk, RingPosition<kOwnStages> at) {
     bytes.resolve_pages();
     const uint32_t to = own_ + at.stage() * kOwnBytes;
-    if constexpr (kIsBoxed) {
-      bytes.load(typename Rows::From{to}, arrived_ + 8 * at.stage());
-    } else {
-      bytes.load(to);
-      ptx::cp_async_commit();
-    }
+    bytes.load(typename Rows::From{to}, arrived_ + 8 * at.stage());
     walk.advance();
     if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);
   }
