@@ -164,7 +164,7 @@ def _tiles_fa2(problem: AttentionProblem) -> tuple[TileShape, ...]:
 
 
 def _spills_fa2(problem: AttentionProblem) -> bool:
-    """Whether 128 rows leave too few registers in every order of tile/ampere/instruction_order.cuh."""
+    """Whether 128 rows leave too few registers in every order of instructions in attention_fa2.cuh."""
     is_sm86 = problem.target.rstrip("af") in ("sm86", "sm87", "sm88", "sm89")
     if is_blackwell(problem) or (is_sm86 and problem.mask is MaskMode.CUSTOM and problem.soft_cap):
         return True

@@ -112,4 +112,19 @@ QUIRE_HD uint32_t two_from_floats<e5m2_t>(float first, float second) {
 }
 #endif
 
+// A row of bf16 as fp16, which has a smaller range: a power of two brings the row's largest magnitude, `top`, to
+// 2^14..2^15. Numbers 2^28 times smaller than the largest lose bits.
+struct Fp16Range {
+  float scale, factor;  // the row is multiplied by `scale`, and products of the row by `factor`, its inverse
+
+  QUIRE_HD explicit Fp16Range(float top) {
+    const uint32_t exponent = max(__builtin_bit_cast(uint32_t, top) >> 23, 27u);
+    scale = __builtin_bit_cast(float, (268 - exponent) << 23);
+    factor = __builtin_bit_cast(float, (exponent - 14) << 23);
+  }
+};
+
+QUIRE_HD float low_bf16(uint32_t x) { return __builtin_bit_cast(float, x << 16); }
+QUIRE_HD float high_bf16(uint32_t x) { return __builtin_bit_cast(float, x & 0xffff0000u); }
+
 }  // namespace quire

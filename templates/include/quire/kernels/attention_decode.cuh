@@ -17,9 +17,8 @@
 #include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/tile/ampere/fragments.cuh"
-#include "quire/tile/ampere/decode_bias.cuh"
 #include "quire/tile/ampere/decode_merge.cuh"
-#include "quire/tile/ampere/decode_ring.cuh"
+#include "quire/tile/ampere/decode_loader.cuh"
 #include "quire/tile/shared/logits.cuh"
 #include "quire/tile/shared/stamps.h"
 

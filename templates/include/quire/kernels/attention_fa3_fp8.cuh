@@ -16,7 +16,7 @@
 #include "quire/core/params.h"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/cta.cuh"
-#include "quire/tile/hopper/fp8_gemm.cuh"
+#include "quire/tile/hopper/gemm.cuh"
 #include "quire/tile/hopper/kv_loader.cuh"
 #include "quire/tile/hopper/kv_tiles.cuh"
 #include "quire/tile/hopper/softmax.cuh"

@@ -60,6 +60,20 @@ QUIRE_DEVICE uint32_t pack(fp16_t, float low, float high) {
   return d;
 }
 
+// Four numbers rounded to nearest even, `a` in the lowest byte. Numbers beyond 448 become 448.
+QUIRE_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t x;
+  asm("{\n"
+      ".reg .b16 l, h;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\n"
+      "mov.b32 %0, {l, h};\n"
+      "}"
+      : "=r"(x)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return x;
+}
+
 // Four numbers, byte i of x: {0, 1} go to `low`, {2, 3} to `high`, each as two fp16.
 QUIRE_DEVICE void widen(e5m2_t, uint32_t x, uint32_t& low, uint32_t& high) {
   low = __byte_perm(x, 0, 0x1404);

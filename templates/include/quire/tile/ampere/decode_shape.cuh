@@ -7,7 +7,7 @@
 #pragma once
 #include "quire/core/rope.h"
 #include "quire/ptx/barrier.cuh"
-#include "quire/tile/ampere/decode_scheduler.cuh"
+#include "quire/core/schedule.h"
 #include "quire/tile/shared/smem.cuh"
 
 namespace quire {
@@ -21,6 +21,8 @@ constexpr int kSmemOfSm = 164 * 1024;
 constexpr int kSmemOfSm = 100 * 1024;
 #endif
 constexpr int kSmemReservedOfCta = 1024;
+
+constexpr int kWindowTiles = 32;  // row tiles that a warp reads at a time
 
 // Areas of shared memory that some variants have. The others derive from an empty struct, which takes no bytes: an
 // array without elements is beyond C++, and NVRTC refuses it.
@@ -125,7 +127,7 @@ struct DecodeShape {
                  StepArea<kHasRope ? kQk / (kRotationsRun ? 1 : 2) : 0> {
     float2 states[kWarps][kM * 16];  // maximum and denominator of each row
     WorkTile work[kWarps];
-    RowTile tiles[kWarps][TileWindow<V::kCascade != 0>::kTiles];
+    RowTile tiles[kWarps][kWindowTiles];
     alignas(16) uint32_t is_last;  // this CTA is the last of a merge group to arrive
   };
 

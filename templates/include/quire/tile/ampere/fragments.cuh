@@ -6,10 +6,10 @@
 // eight dims from 8 b on and those that they are paired with, from 8 b + head_dim / 2 on. 8-bit dims keep their order:
 // the pairs of block b are in block b + head_dim / 32.
 #pragma once
+#include "quire/core/convert.h"
 #include "quire/core/schedule.h"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/copy.cuh"
-#include "quire/tile/shared/fp16_range.cuh"
 #include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/ampere/rope.cuh"
 #include "quire/tile/shared/softmax.cuh"

@@ -2,10 +2,10 @@
 // results are stored 16 bytes a lane. Results go through shared memory if that takes no stage away; otherwise from
 // registers, after the four lanes that share a row have exchanged words.
 #pragma once
+#include "quire/core/convert.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/math.cuh"
-#include "quire/tile/shared/fp16_range.cuh"
 #include "quire/tile/shared/partial.cuh"
 #include "quire/tile/shared/smem.cuh"
 #include "quire/tile/shared/softmax.cuh"

@@ -1,11 +1,74 @@
-// Copies keys and values into the rings of decode. Each warp copies its own tokens with cp.async, and copies run ahead
-// of the arithmetic by a ring of stages, across the ends of work tiles: the memory system does not notice that a
-// request has ended.
+// What a warp of decode reads ahead of its use: row tiles, keys and values, and biases. Every warp reads for itself, so
+// that no warp waits for another.
 #pragma once
+#include "quire/core/schedule.h"
 #include "quire/tile/ampere/decode_shape.cuh"
+#include "quire/tile/shared/logits.cuh"
 
 namespace quire {
 
+// The number of row tiles of the schedule. In a cascade a cursor has only the number of those in its own sequence.
+template <bool kCascade>
+struct TileCount {
+  QUIRE_DEVICE explicit TileCount(const AttentionParams&) {}
+  QUIRE_DEVICE int count(const WorkCursor& cursor) const { return cursor.left.num_tiles; }
+};
+template <>
+struct TileCount<true> {
+  int num_tiles;
+  QUIRE_DEVICE explicit TileCount(const AttentionParams& p) : num_tiles(p.num_tiles) {}
+  QUIRE_DEVICE int count(const WorkCursor&) const { return num_tiles; }
+};
+
+// The next 32 row tiles, in shared memory, a copy for each warp. A CTA's work tiles are neighbours, so one round of
+// loads serves many of them. If the schedule has at most 32 row tiles, they are loaded before the partition is, which
+// says where to begin. In a cascade a CTA goes on from shared levels to any row tile of the last level.
+template <bool kCascade>
+class TileWindow : TileCount<kCascade> {
+ public:
+  static constexpr int kTiles = kWindowTiles;
+
+  // `window`: this warp's shared memory.
+  QUIRE_DEVICE TileWindow(const AttentionParams& p, const WorkCursor& cursor, RowTile (&window)[kTiles], int lane)
+      : TileCount<kCascade>(p), tiles_(p.tiles), window_(window), first_(0) {
+    if (p.partitions == nullptr) {
+      first_ = cursor.left.tile, tiles_ += first_;
+      load(0, 1, lane);
+    } else if (p.num_tiles <= kTiles) {
+      load(0, p.num_tiles, lane);
+    } else {
+      load(cursor.left.tile, this->count(cursor), lane);
+    }
+  }
+
+  // The row tile that the cursor stands at; all lanes of a warp together.
+  QUIRE_DEVICE const RowTile& get(const WorkCursor& cursor, int lane) {
+    int at = cursor.left.tile - first_ - base_;
+    if (at < 0) at = kCascade ? kTiles : at + cursor.left.num_tiles;
+    if (at >= kTiles) load(cursor.left.tile, this->count(cursor), lane), at = 0;
+    return window_[at];
+  }
+
+ private:
+  // Row tiles [base, base + 32) of `count`, after the last of which comes the first.
+  QUIRE_DEVICE void load(int base, int count, int lane) {
+    base_ = base;
+    int index = base + lane;
+    if (index >= count) index = max(0, min(index - count, count - 1));
+    const RowTile tile = tiles_[index];
+    __syncwarp();  // every lane is done with the row tiles before
+    window_[lane] = tile;
+    __syncwarp();
+  }
+
+  const RowTile* tiles_;
+  RowTile* window_;
+  int first_, base_;
+};
+
+// Copies keys and values into the rings. Each warp copies its own tokens with cp.async, and copies run ahead of the
+// arithmetic by a ring of stages, across the ends of work tiles: the memory system does not notice that a request has
+// ended.
 template <class V>
 class DecodeLoader {
   using Shape = DecodeShape<V>;
@@ -109,6 +172,57 @@ class DecodeLoader {
   int warp_, lane_;
   int kv_first_, kv_len_, page_;
   const char *k_, *v_;  // token 0 (page 0) of the KV head
+};
+
+// The biases of a warp's next block of 16 rows x kN keys are on their way from memory while a block is computed. A bias
+// that grows evenly from key to key reads nothing for each key.
+template <class V, class Math, int kN, bool kFits, bool kExists_ = kFits && has_bias<V>() && !has_ramps<V, Math>()>
+struct BiasAhead {
+  static constexpr bool kExists = false;
+  QUIRE_DEVICE void clear() {}
+};
+
+template <class V, class Math, int kN, bool kFits>
+struct BiasAhead<V, Math, kN, kFits, true> {
+  static constexpr bool kExists = true;
+  Accumulator<1, kN> bias, next;
+  int next_key;  // -1: none
+
+  QUIRE_DEVICE void clear() {
+    next_key = -1;
+    bias.clear(), next.clear();
+  }
+
+  QUIRE_DEVICE bool has_next(int key) const { return next_key == key; }
+  // The block that was read last becomes the present one.
+  QUIRE_DEVICE void advance() { bias = next; }
+
+  // Starts to read a block. has_low_rows: whether some of the lower eight rows exist. Groups of up to eight heads have
+  // none.
+  QUIRE_DEVICE void read(const LogitsTransform<V, Math>& transform, const LogitsTile<V>& tile, bool has_low_rows) {
+    next_key = tile.key;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i == 1 && !has_low_rows) continue;
+      const int qo_idx = tile.qo_idx(i);
+#pragma unroll
+      for (int n = 0; n < kN / 8; n += 2) {
+        const LogitsPlace<V> place = {tile, i, qo_idx, 8 * n};
+        const Four<float> x = Math::as_logits(V::template bias<Math>(transform.operands, place));
+        float *left = next.at[0][n] + 2 * i, *right = next.at[0][n + 1] + 2 * i;
+        left[0] = x.at[0], left[1] = x.at[1], right[0] = x.at[2], right[1] = x.at[3];
+      }
+    }
+  }
+
+  // q . k becomes score(q . k).
+  QUIRE_DEVICE void add(Accumulator<1, kN>& s, float scale) const {
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s.at[0][n][i] = fmaf(s.at[0][n][i], scale, bias.at[0][n][i]);
+    }
+  }
 };
 
 }  // namespace quire
