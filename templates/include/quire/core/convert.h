@@ -67,19 +67,27 @@ QUIRE_HD T to_8_bits(float x) {
   return {static_cast<uint8_t>(sign | (size > 0x7f800000 ? 0x7f : min<uint32_t>(y, T::kLargest)))};
 }
 
+// Two numbers side by side, the first in the low bits.
+template <class T>
+QUIRE_HD uint32_t two_from_floats(float first, float second) {
+  return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 8 * sizeof(T);
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-template <>
-QUIRE_HD e4m3_t to_8_bits<e4m3_t>(float x) {
-  uint16_t two;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.f), "f"(x));
-  return {static_cast<uint8_t>(two)};
-}
-template <>
-QUIRE_HD e5m2_t to_8_bits<e5m2_t>(float x) {
-  uint16_t two;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(0.f), "f"(x));
-  return {static_cast<uint8_t>(two)};
-}
+#define QUIRE_TO_8_BITS(T, instruction)                                    \
+  template <>                                                              \
+  QUIRE_HD uint32_t two_from_floats<T>(float first, float second) {        \
+    uint16_t two;                                                          \
+    asm(instruction " %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first)); \
+    return two;                                                            \
+  }                                                                        \
+  template <>                                                              \
+  QUIRE_HD T to_8_bits<T>(float x) {                                       \
+    return {static_cast<uint8_t>(two_from_floats<T>(x, 0.f))};             \
+  }
+QUIRE_TO_8_BITS(e4m3_t, "cvt.rn.satfinite.e4m3x2.f32")
+QUIRE_TO_8_BITS(e5m2_t, "cvt.rn.satfinite.e5m2x2.f32")
+#undef QUIRE_TO_8_BITS
 #endif
 
 template <>
@@ -90,27 +98,6 @@ template <>
 QUIRE_HD e5m2_t from_float<e5m2_t>(float x) {
   return to_8_bits<e5m2_t>(x);
 }
-
-// Two numbers side by side, the first in the low bits.
-template <class T>
-QUIRE_HD uint32_t two_from_floats(float first, float second) {
-  return from_float<T>(first).bits | static_cast<uint32_t>(from_float<T>(second).bits) << 8 * sizeof(T);
-}
-
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-template <>
-QUIRE_HD uint32_t two_from_floats<e4m3_t>(float first, float second) {
-  uint16_t two;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
-  return two;
-}
-template <>
-QUIRE_HD uint32_t two_from_floats<e5m2_t>(float first, float second) {
-  uint16_t two;
-  asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(two) : "f"(second), "f"(first));
-  return two;
-}
-#endif
 
 // A row of bf16 as fp16, which has a smaller range: a power of two brings the row's largest magnitude, `top`, to
 // 2^14..2^15. Numbers 2^28 times smaller than the largest lose bits.

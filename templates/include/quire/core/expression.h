@@ -155,35 +155,35 @@ QUIRE_HD int32_t floor_remainder(int32_t a, int32_t b) {
   return r + ((r != 0) & ((r < 0) != (b < 0)) ? b : 0);
 }
 
+// A function of expressions: `result` of numbers x, and y, for each key or lane.
+#define QUIRE_OF_ONE(name, T, result)                 \
+  template <class A>                                  \
+  QUIRE_HD static auto name(const A& a) {             \
+    return Math::each([](T x) { return result; }, a); \
+  }
+#define QUIRE_OF_TWO(name, T, result)                         \
+  template <class A, class B>                                 \
+  QUIRE_HD static auto name(const A& a, const B& b) {         \
+    return Math::each([](T x, T y) { return result; }, a, b); \
+  }
+
 // The functions of expressions that every backend writes alike. Math, which derives from this class, adds the others:
 // each() calls a function of numbers for each key or lane, compare() does the same for comparisons, and *_of() compute
 // functions of one number.
 template <class Math>
 struct SharedMath {
-  template <class At>
-  QUIRE_HD static auto q_idx(const At& at) {
-    return at.q_idx();
+#define QUIRE_OF_PLACE(name)                \
+  template <class At>                       \
+  QUIRE_HD static auto name(const At& at) { \
+    return at.name();                       \
   }
-  template <class At>
-  QUIRE_HD static auto kv_idx(const At& at) {
-    return at.kv_idx();
-  }
-  template <class At>
-  QUIRE_HD static auto head(const At& at) {
-    return at.head();
-  }
-  template <class At>
-  QUIRE_HD static int32_t request(const At& at) {
-    return at.request();
-  }
-  template <class At>
-  QUIRE_HD static int32_t qo_len(const At& at) {
-    return at.qo_len();
-  }
-  template <class At>
-  QUIRE_HD static int32_t kv_len(const At& at) {
-    return at.kv_len();
-  }
+  QUIRE_OF_PLACE(q_idx)
+  QUIRE_OF_PLACE(kv_idx)
+  QUIRE_OF_PLACE(head)
+  QUIRE_OF_PLACE(request)
+  QUIRE_OF_PLACE(qo_len)
+  QUIRE_OF_PLACE(kv_len)
+#undef QUIRE_OF_PLACE
 
   // read() reads an element of a tensor; row_of() gives the offset of a row, whose elements the backend's read_row()
   // reads.
@@ -196,64 +196,28 @@ struct SharedMath {
     return Math::each([&](auto... i) { return tensor.row(i...); }, index...);
   }
 
-  template <class A, class B>
-  QUIRE_HD static auto floordiv(const A& a, const B& b) {
-    return Math::each([](int32_t x, int32_t y) { return floor_divide(x, y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto mod(const A& a, const B& b) {
-    return Math::each([](int32_t x, int32_t y) { return floor_remainder(x, y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto shl(const A& a, const B& count) {
-    return Math::each([](int32_t x, int32_t y) { return wrapped(word(x) << (y & 31)); }, a, count);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto shr(const A& a, const B& count) {
-    return Math::each([](int32_t x, int32_t y) { return x >> (y & 31); }, a, count);
-  }
+  QUIRE_OF_TWO(floordiv, int32_t, floor_divide(x, y))
+  QUIRE_OF_TWO(mod, int32_t, floor_remainder(x, y))
+  QUIRE_OF_TWO(shl, int32_t, wrapped(word(x) << (y & 31)))
+  QUIRE_OF_TWO(shr, int32_t, x >> (y & 31))
 
-  template <class A, class B>
-  QUIRE_HD static auto lt(const A& a, const B& b) {
-    return Math::compare([](auto x, auto y) { return x < y; }, a, b);
+#define QUIRE_COMPARISON(name, operator)                                     \
+  template <class A, class B>                                                \
+  QUIRE_HD static auto name(const A& a, const B& b) {                        \
+    return Math::compare([](auto x, auto y) { return x operator y; }, a, b); \
   }
-  template <class A, class B>
-  QUIRE_HD static auto le(const A& a, const B& b) {
-    return Math::compare([](auto x, auto y) { return x <= y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto gt(const A& a, const B& b) {
-    return Math::compare([](auto x, auto y) { return x > y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto ge(const A& a, const B& b) {
-    return Math::compare([](auto x, auto y) { return x >= y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto eq(const A& a, const B& b) {
-    return Math::compare([](auto x, auto y) { return x == y; }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_HD static auto ne(const A& a, const B& b) {
-    return Math::compare([](auto x, auto y) { return x != y; }, a, b);
-  }
+  QUIRE_COMPARISON(lt, <)
+  QUIRE_COMPARISON(le, <=)
+  QUIRE_COMPARISON(gt, >)
+  QUIRE_COMPARISON(ge, >=)
+  QUIRE_COMPARISON(eq, ==)
+  QUIRE_COMPARISON(ne, !=)
+#undef QUIRE_COMPARISON
 
-  template <class A>
-  QUIRE_HD static auto log2(const A& a) {
-    return Math::each([](float x) { return Math::log2_of(x); }, a);
-  }
-  template <class A>
-  QUIRE_HD static auto log(const A& a) {
-    return Math::each([](float x) { return Math::log_of(x); }, a);
-  }
-  template <class A>
-  QUIRE_HD static auto sqrt(const A& a) {
-    return Math::each([](float x) { return Math::sqrt_of(x); }, a);
-  }
-  template <class A>
-  QUIRE_HD static auto floor(const A& a) {
-    return Math::each([](float x) { return Math::floor_of(x); }, a);
-  }
+  QUIRE_OF_ONE(log2, float, Math::log2_of(x))
+  QUIRE_OF_ONE(log, float, Math::log_of(x))
+  QUIRE_OF_ONE(sqrt, float, Math::sqrt_of(x))
+  QUIRE_OF_ONE(floor, float, Math::floor_of(x))
 };
 
 }  // namespace quire

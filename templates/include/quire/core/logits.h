@@ -7,7 +7,7 @@
 //
 // Another transform is a line of score() behind a constant of the variant, and a field for each number that it takes
 // from AttentionParams. A backend calls score() from its visitor of logits (tile/shared/logits.cuh, tile/cpu/logits.h),
-// and need not know which transforms there are. fa3 has faster code of its own for soft caps and for scores of a
+// and need not know which transforms there are. fa3 has faster code for soft caps and for scores of a
 // pattern (core/expression.h).
 #pragma once
 #ifndef __CUDACC__

@@ -2,8 +2,9 @@
 //   causal: aligned at the bottom right; query qo_idx has position qo_idx + kv_len - qo_len and sees the keys up to it
 //   window: a query sees the window_left keys left of its position, and the key at its position
 //   custom: bits for all queries and keys; replaces causal, and the window still applies
-//   chunked: causal, with keys in chunks of window_left + 1, of which a query sees none before its own
-//   tree:   bits for the last qo_len keys (draft tokens of speculative decoding); every query sees all keys before them
+//   chunked: causal, with keys in chunks of window_left + 1, of which a query sees none before the chunk of its
+//   position tree:   bits for the last qo_len keys (draft tokens of speculative decoding); every query sees all keys
+//   before them
 // The mask of a variant's expression (core/expression.h) hides further keys. No query sees a key at or beyond kv_len.
 #pragma once
 #include "quire/core/params.h"

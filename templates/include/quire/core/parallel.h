@@ -59,6 +59,20 @@ struct ItemOfThread {
 };
 #endif
 
+// The last i of [low, high] with begins[i] <= at, which `low` has.
+template <class T>
+QUIRE_HD int last_begin(const T* begins, T at, int low, int high) {
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (begins[middle] <= at) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
 // Calls body(begin, end, lane, lanes) for each run of `size` items of [0, n). Lane l of a run does items begin + l,
 // begin + l + lanes, ...
 template <class Body>

@@ -127,6 +127,21 @@ struct CurrentWork {
   WorkCursor cursor;  // the work tiles that follow
   bool exists;        // false: the CTA is done
   bool is_last;       // the CTA is the last one to arrive at the merge group
+
+#ifdef __CUDACC__
+  // Called by all threads of a CTA: calls body() for each of its work tiles, which is then in `work`.
+  template <bool kCascade, class Body>
+  QUIRE_DEVICE void for_each(const AttentionParams& p, int tile_kv, Body&& body) {
+    if (threadIdx.x == 0) cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
+    for (;;) {
+      __syncthreads();  // all of shared memory may still be in use for the work tile before
+      if (threadIdx.x == 0) exists = cursor.next<kCascade>(p, tile_kv, work);
+      __syncthreads();
+      if (!exists) return;
+      body();
+    }
+  }
+#endif
 };
 
 // The number of partitions. It is the smallest for which no partition is longer than with max_partitions, because fewer
@@ -201,7 +216,7 @@ struct WorkSequence {
   // The end of a partition that begins at `at` and costs at most `budget`, if it pays a whole start for each work tile.
   QUIRE_HD WorkPosition end_within_budget(WorkPosition at, int64_t budget) const {
     const int least =
-        static_cast<int>(min<int64_t>(start_cost, budget / 2)) / kUnitCost + 1;  // units worth a start of their own
+        static_cast<int>(min<int64_t>(start_cost, budget / 2)) / kUnitCost + 1;  // units worth a separate start
     for (bool is_first = true; at.kv_head < num_kv_heads; is_first = false) {
       const int left = tile_units(tiles[at.tile]) - at.offset;
       const int64_t fit = max<int64_t>(0, budget - start_cost) / kUnitCost;

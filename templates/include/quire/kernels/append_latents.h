@@ -199,7 +199,7 @@ struct AppendLatents {
                               : store<e5m2_t>(reinterpret_cast<e5m2_t*>(row) + dim, y);
   }
 
-  // x / by, rounded once (Markstein): a division of its own for each number would be most of the code.
+  // x / by, rounded once (Markstein): a separate division for each number would be most of the code.
   QUIRE_HD static float divide(float x, float by, float reciprocal) {
     const float quotient = x * reciprocal, rest = fused_multiply_add(-quotient, by, x);
     return rest == rest ? fused_multiply_add(rest, reciprocal, quotient) : quotient;  // infinite ones leave no rest

@@ -92,7 +92,7 @@ struct AttentionFa2 {
   static constexpr int kStages = kHeadDim <= 128 ? 2 : 1;
 
  private:
-  using TileQ = SmemTile<kWarpRows, kQk>;  // a warp's own
+  using TileQ = SmemTile<kWarpRows, kQk>;  // of one warp
   using TileO = SmemTile<kWarpRows, kVo>;  // takes its place at the end
   using TileK = SmemTile<kTileKv, kQk, kKvBits>;
   using TileV = SmemTile<kTileKv, kVo, kKvBits>;
@@ -131,16 +131,11 @@ struct AttentionFa2 {
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     CurrentWork& current = *reinterpret_cast<CurrentWork*>(smem + kCurrentAt);
-    if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
-    for (;;) {
-      __syncthreads();  // the previous work tile may still use shared memory
-      if (threadIdx.x == 0) current.exists = current.cursor.next<V::kCascade != 0>(p, kTileKv, current.work);
-      __syncthreads();
-      if (!current.exists) return;
+    current.for_each<V::kCascade != 0>(p, kTileKv, [&] {
       stamp<V>(p, current.work, Moment::kBegin, threadIdx.x == 0);
       AttentionFa2(p, current, smem).attend();
       stamp<V>(p, current.work, Moment::kEnd, threadIdx.x == 0);
-    }
+    });
   }
 
  private:
@@ -373,8 +368,7 @@ struct AttentionFa2 {
       for (int h = 0; h < 2; ++h) {
         const int r = m * 16 + h * 8 + lane_ / 4, row = row_begin() + r;
         const WorkTile::Place at = work_.place(p_.group, min(row, work_.row_end - 1));
-        const float* sink = p_.sinks == nullptr ? nullptr : p_.sinks + at.head;
-        const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p_));
+        const RowResult result = finish_row(p_, at.head, softmax.m[m][h], softmax.d[m][h]);
 #pragma unroll
         for (int n = 0; n < kVo / 8; ++n) {
           const float2 x = columns(o, m, h, n);
@@ -382,9 +376,7 @@ struct AttentionFa2 {
                     byte = kIsFp8 ? lane_ % 2 * 8 + n % 2 * 4 : lane_ % 4 * 4;
           ptx::st_shared(tile.chunk(r, chunk) + byte, ptx::pack(Q{}, x.x * result.scale, x.y * result.scale));
         }
-        if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) {
-          p_.lse[at.token * p_.num_qo_heads + at.head] = returned_lse<V>(result.lse, p_, work_.tile, at.head);
-        }
+        if (p_.lse != nullptr && lane_ % 4 == 0 && row < work_.row_end) store_lse<V>(p_, work_.tile, at, result.lse);
       }
     }
     __syncwarp();

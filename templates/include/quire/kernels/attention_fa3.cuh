@@ -20,13 +20,6 @@
 #pragma once
 #include "quire/kernels/attention_fa3_load.cuh"
 #include "quire/kernels/attention_fa3_shape.cuh"
-#include "quire/ptx/warp.cuh"
-#include "quire/tile/hopper/cascade.cuh"
-#include "quire/tile/hopper/distance_bias.cuh"
-#include "quire/tile/hopper/gemm.cuh"
-#include "quire/tile/hopper/kv_tiles.cuh"
-#include "quire/tile/hopper/rows.cuh"
-#include "quire/tile/hopper/softmax.cuh"
 
 namespace quire {
 

@@ -13,15 +13,8 @@
 //
 // Sources: FlashAttention-3 (Shah et al., 2024) for the pipeline and the transpose; DeepSeek-V3 for sums in two levels.
 #pragma once
-#include "quire/core/params.h"
-#include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/cta.cuh"
-#include "quire/tile/hopper/gemm.cuh"
-#include "quire/tile/hopper/kv_loader.cuh"
-#include "quire/tile/hopper/kv_tiles.cuh"
-#include "quire/tile/hopper/softmax.cuh"
 #include "quire/tile/hopper/transpose.cuh"
-#include "quire/tile/shared/smem.cuh"
 
 namespace quire {
 
@@ -45,24 +38,24 @@ struct Fa3Fp8Shape : WgmmaShape<V> {
   using Keys = typename conditional<kIsGathered, Fp8Gather<V, TileK, kTileKv>, KvLoader<V>>::type;
 
   static constexpr int kStageBytes = TileK::kBytes + TileV::kBytes;
-  static constexpr int kOwnStages = 2;  // of values before they are transposed
-  static constexpr int kOwnBytes = 2 * kOwnStages * SwizzledTile<kTileKv / 2, kVo, 8>::kBytes;
+  static constexpr int kRawStages = 2;  // of values before they are transposed
+  static constexpr int kRawBytes = 2 * kRawStages * SwizzledTile<kTileKv / 2, kVo, 8>::kBytes;
 
   static constexpr int kQueryFactorsBytes = kTileRows * 4;
-  static constexpr int kArrivedBytes = 2 * kOwnStages * 8;  // of mbarriers
+  static constexpr int kArrivedBytes = 2 * kRawStages * 8;  // of mbarriers
   static constexpr int kOtherBytes = static_cast<int>(kWorkStages * sizeof(Stage) + sizeof(Barriers<2, kMaxStages>)) +
                                      kArrivedBytes + kQueryFactorsBytes;
-  static constexpr int kTilesCapacity = kCapacity - kOtherBytes - kOwnBytes;
+  static constexpr int kTilesCapacity = kCapacity - kOtherBytes - kRawBytes;
   static constexpr int kQStages = 2 * TileQ::kBytes + 2 * kStageBytes <= kTilesCapacity ? 2 : 1;
   // A ring position takes one register where the number of stages is a power of two.
   static constexpr int kStages = kQStages * TileQ::kBytes + kMaxStages * kStageBytes <= kTilesCapacity ? kMaxStages : 2;
 
   static constexpr int kKAt = kQStages * TileQ::kBytes;
   static constexpr int kVAt = kKAt + kStages * TileK::kBytes;
-  static constexpr int kOwnAt = kVAt + kStages * TileV::kBytes;
-  static constexpr int kResultsAt = kOwnAt + kOwnBytes;
+  static constexpr int kRawAt = kVAt + kStages * TileV::kBytes;
+  static constexpr int kResultsAt = kRawAt + kRawBytes;
   // Results are stored by way of shared memory where that takes no stage away.
-  static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity + kOwnBytes;
+  static constexpr bool kIsStaged = kResultsAt + kResultBytes <= kTilesCapacity + kRawBytes;
   static constexpr int kWorkStagesAt = kResultsAt + (kIsStaged ? kResultBytes : 0);
   static constexpr int kQueryFactorsAt = kWorkStagesAt + kWorkStages * static_cast<int>(sizeof(Stage));
   static constexpr int kBarriersAt = kQueryFactorsAt + kQueryFactorsBytes;
@@ -70,7 +63,7 @@ struct Fa3Fp8Shape : WgmmaShape<V> {
   static constexpr int kArrivedAt = kBarriersAt + static_cast<int>(sizeof(AllBarriers));
   static constexpr int kSmemBytes = kArrivedAt + kArrivedBytes;
   static_assert(kSmemBytes <= kCapacity, "the tiles do not fit into shared memory");
-  static_assert(kKAt % 1024 == 0 && kVAt % 1024 == 0 && kOwnAt % 1024 == 0 && TileK::kBytes % 1024 == 0 &&
+  static_assert(kKAt % 1024 == 0 && kVAt % 1024 == 0 && kRawAt % 1024 == 0 && TileK::kBytes % 1024 == 0 &&
                     TileV::kBytes % 1024 == 0 && SwizzledTile<kTileKv / 2, kVo, 8>::kBytes % 1024 == 0,
                 "the 128-byte swizzle repeats every 1024 bytes");
   static_assert(kWorkStagesAt % alignof(Stage) == 0 && kBarriersAt % 8 == 0, "work stages and mbarriers are aligned");
@@ -90,8 +83,8 @@ struct Fa3Fp8Shape : WgmmaShape<V> {
 template <class V, class WorkList = SharedWorkList<1>>
 class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params> {
   using Cta = WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params>;
-  using Cta::kVo, Cta::kIsGathered, Cta::kWarpgroups, Cta::kWorkStages, Cta::kQStages, Cta::kStages, Cta::kOwnStages,
-      Cta::kVAt, Cta::kOwnAt, Cta::kArrivedAt, Cta::kLoadRegisters, Cta::kComputeRegisters, Cta::kLoadK, Cta::kLoadV,
+  using Cta::kVo, Cta::kIsGathered, Cta::kWarpgroups, Cta::kWorkStages, Cta::kQStages, Cta::kStages, Cta::kRawStages,
+      Cta::kVAt, Cta::kRawAt, Cta::kArrivedAt, Cta::kLoadRegisters, Cta::kComputeRegisters, Cta::kLoadK, Cta::kLoadV,
       Cta::kLoadMoreV, Cta::kSchedule, Cta::kTurn, Cta::q_tile, Cta::k_tile, Cta::v_tile, Cta::q_by_tma,
       Cta::for_each_work_stage, Cta::copy_q_by_tma, Cta::warpgroup, Cta::is_leader, Cta::lane_row, Cta::note,
       Cta::queries, Cta::keys, Cta::logits_tile, Cta::query_factor_at, Cta::copy_q, Cta::store_whole,
@@ -132,7 +125,7 @@ class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params
   using Cta::Cta;
 
   // The mbarriers at which a warp waits for values before they are transposed, one a stage.
-  QUIRE_DEVICE uint32_t bytes_arrived(int half) const { return smem_ + kArrivedAt + half * kOwnStages * 8; }
+  QUIRE_DEVICE uint32_t bytes_arrived(int half) const { return smem_ + kArrivedAt + half * kRawStages * 8; }
 
   // Full barriers: the loading warp arrives once a stage, each lane where it gathers keys; both transposing warps do.
   // Empty barriers: each computing warpgroup arrives once; work stages are read by lanes, so that each warp but the
@@ -142,7 +135,7 @@ class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params
     q_.init(1, kWarpgroups);
     k_.init(kIsGathered ? 32 : 1, kWarpgroups);
     v_.init(2, kWarpgroups);
-    for (int i = 0; i < 2 * kOwnStages; ++i) ptx::mbarrier_init(bytes_arrived(0) + 8 * i, 1);
+    for (int i = 0; i < 2 * kRawStages; ++i) ptx::mbarrier_init(bytes_arrived(0) + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
 
@@ -184,10 +177,10 @@ class AttentionFa3Fp8 : public WgmmaCta<V, Fa3Fp8Shape<V>, AttentionFa3Fp8Params
   }
 
   QUIRE_DEVICE void load_v(int half, int lane) const {
-    using Values = ValueTransposer<V, TileV, kStages, kOwnStages>;
+    using Values = ValueTransposer<V, TileV, kStages, kRawStages>;
     const KvSource from = KvSource::v(p_);
     if (lane == 0 && !kIsGathered) ptx::prefetch_tensor_map(from.map);
-    Values values(p_.base, from, v_, smem_ + kVAt, smem_ + kOwnAt + half * kOwnStages * Values::kOwnBytes,
+    Values values(p_.base, from, v_, smem_ + kVAt, smem_ + kRawAt + half * kRawStages * Values::kRawBytes,
                   bytes_arrived(half), half, lane);
     for_each_work_stage([&](const Stage& current, RingPosition<kWorkStages> at) {
       KvTileWalk<V> walk(current);

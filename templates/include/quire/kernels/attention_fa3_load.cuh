@@ -2,9 +2,7 @@
 // ahead. Where keys and values have 8 bits, all four widen them.
 #pragma once
 #include "quire/kernels/attention_fa3_shape.cuh"
-#include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/kv_widen.cuh"
-#include "quire/tile/hopper/scheduler.cuh"
 
 namespace quire {
 

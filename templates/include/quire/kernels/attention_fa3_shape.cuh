@@ -1,12 +1,8 @@
 // A CTA of attention_fa3: its warps and their registers, and what lies where in its shared memory.
 #pragma once
-#include "quire/core/params.h"
-#include "quire/ptx/barrier.cuh"
 #include "quire/tile/hopper/cascade.cuh"
 #include "quire/tile/hopper/cta.cuh"
 #include "quire/tile/hopper/distance_bias.cuh"
-#include "quire/tile/hopper/kv_loader.cuh"
-#include "quire/tile/shared/smem.cuh"
 
 namespace quire {
 

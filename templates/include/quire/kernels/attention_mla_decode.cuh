@@ -11,14 +11,8 @@
 //
 // Sources: vLLM's FlashAttention for heads as columns.
 #pragma once
-#include "quire/core/mask.h"
-#include "quire/core/params.h"
 #include "quire/kernels/attention_mla_decode_shape.cuh"
-#include "quire/ptx/barrier.cuh"
-#include "quire/ptx/copy.cuh"
-#include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/mla_merge.cuh"
-#include "quire/tile/hopper/scheduler.cuh"
 
 namespace quire {
 
@@ -47,7 +41,7 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
     }
     ptx::wait_for_predecessor();
     if (threadIdx.x == 32 * kWarps) cta.take_first_work_tile();
-    if (threadIdx.x == 32 * kWarps + 32) cta.prefetch_row_tiles();
+    if (threadIdx.x == 32 * kWarps + 32) prefetch_row_tiles(p.base);
     __syncthreads();
     ptx::launch_dependents();
     if (group() < kGroups) {
@@ -68,14 +62,6 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
     CurrentWork& before = shared_.work[kWorkStages - 1];
     WorkList::begin(p_, before.cursor, shared_.number);
     WorkList::next(p_, before.cursor, shared_.work[0], shared_.number, kTileKv);
-  }
-
-  // Each CTA brings a line of the row tiles into the L2, while it reads its partition, which says which one it needs.
-  QUIRE_DEVICE void prefetch_row_tiles() const {
-    const int64_t line = static_cast<int64_t>(blockIdx.x) * 128;
-    if (line < p_.base.num_tiles * static_cast<int64_t>(sizeof(RowTile))) {
-      ptx::prefetch_l2(reinterpret_cast<const char*>(p_.base.tiles) + line);
-    }
   }
 
   QUIRE_DEVICE void load() const {
@@ -582,10 +568,9 @@ class AttentionMlaDecode : MlaDecodeCta<V> {
         if (first_block == 0 && warp == 0 && lane % 4 == 0) states[8 * h] = {totals[h].m, totals[h].d};
       } else if (row < work.row_end) {
         const WorkTile::Place at = work.place(p.group, row);
-        const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
-        const RowResult result = finish_row(totals[h].m, totals[h].d, sink, output_scale(p));
+        const RowResult result = finish_row(p, at.head, totals[h].m, totals[h].d);
         if (first_block == 0 && warp == 0 && lane % 4 == 0 && p.lse != nullptr) {
-          p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
+          store_lse<V>(p, work.tile, at, result.lse);
         }
         scale[h] = result.scale;
         to[h] = static_cast<T*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride + lane % 4 * 2;

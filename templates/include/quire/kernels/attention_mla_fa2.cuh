@@ -10,18 +10,12 @@
 // (kTileScales), they are multiplied by these in float32 and rounded once, as in FlashMLA.
 #pragma once
 #include "quire/core/convert.h"
-#include "quire/core/params.h"
-#include "quire/core/schedule.h"
 #include "quire/ptx/barrier.cuh"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/copy.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/ampere/column_warps.cuh"
-#include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/ampere/kv_ring.cuh"
-#include "quire/tile/shared/logits.cuh"
-#include "quire/tile/shared/partial.cuh"
-#include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
 
@@ -151,7 +145,7 @@ struct AttentionMlaFa2 {
 
   QUIRE_DEVICE static void run(const AttentionMlaParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
-    Warp::for_each_work_tile(p.base, shared.current, [&] { AttentionMlaFa2(p, shared, smem).attend(); });
+    shared.current.template for_each<false>(p.base, kTileKv, [&] { AttentionMlaFa2(p, shared, smem).attend(); });
   }
 
  private:

@@ -23,11 +23,6 @@
 //
 // Sources: FlashMLA (DeepSeek, 2025) for halves of O in two warpgroups.
 #pragma once
-#include "quire/core/params.h"
-#include "quire/ptx/barrier.cuh"
-#include "quire/ptx/copy.cuh"
-#include "quire/tile/hopper/mla_loader.cuh"
-#include "quire/tile/hopper/mla_cta.cuh"
 #include "quire/tile/hopper/mla_scores.cuh"
 #include "quire/tile/hopper/mla_widen.cuh"
 #include "quire/tile/hopper/mla_merge.cuh"
@@ -63,7 +58,7 @@ class AttentionMlaFa3 {
     }
     ptx::wait_for_predecessor();
     if (threadIdx.x == Cta::kThreads - 128) cta.take_first_work_tile();
-    if (threadIdx.x == Cta::kThreads - 64) cta.prefetch_row_tiles();
+    if (threadIdx.x == Cta::kThreads - 64) prefetch_row_tiles(p.base);
     __syncthreads();
     ptx::launch_dependents();
     if (Cta::warpgroup() == 0) {
@@ -169,10 +164,9 @@ class AttentionMlaFa3 {
     for (int h = 0; h < 2; ++h) {
       const int row = Cta::first_row(work) + Cta::lane_row() + 8 * h;
       const WorkTile::Place to = cta_.place(work, Cta::lane_row() + 8 * h);
-      const float* sink = p.sinks == nullptr ? nullptr : p.sinks + to.head;
-      const RowResult result = finish_row(m[h], d[h], sink, output_scale(p));
+      const RowResult result = finish_row(p, to.head, m[h], d[h]);
       if (half == 0 && p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
-        p.lse[to.token * p.num_qo_heads + to.head] = returned_lse<V>(result.lse, p, work.tile, to.head);
+        store_lse<V>(p, work.tile, to, result.lse);
       }
       T* dst = static_cast<T*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + half * Cta::kHalfCols;
       store_row(dst, o, h, result.scale, row < work.row_end, lane);

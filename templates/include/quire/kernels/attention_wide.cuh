@@ -12,16 +12,11 @@
 // row are stored where the second half of its 16-bit numbers will be.
 // Sources: FlashAttention-2 (Dao, 2023) for the loop, FlashMLA for dividing columns of o among warps.
 #pragma once
-#include "quire/core/schedule.h"
 #include "quire/ptx/math.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/ampere/column_warps.cuh"
-#include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/ampere/kv_ring.cuh"
-#include "quire/tile/shared/logits.cuh"
-#include "quire/tile/shared/partial.cuh"
 #include "quire/tile/ampere/rope.cuh"
-#include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
 
@@ -81,7 +76,7 @@ struct AttentionWide {
 
   QUIRE_DEVICE static void run(const AttentionParams& p, unsigned char* smem) {
     Shared& shared = *reinterpret_cast<Shared*>(smem + kSharedAt);
-    Warp::for_each_work_tile(p, shared.current, [&] { AttentionWide(p, shared, smem).attend(); });
+    shared.current.template for_each<false>(p, kTileKv, [&] { AttentionWide(p, shared, smem).attend(); });
   }
 
  private:

@@ -54,15 +54,7 @@ struct Packbits {
 
   // The segment of [low, high] that holds output byte i: the last one that begins at or before i and is not empty.
   QUIRE_HD static int segment_of(const PackbitsParams& p, int64_t i, int low, int high) {
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (p.byte_begin[middle] <= i) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
+    return last_begin(p.byte_begin, i, low, high);
   }
 
   QUIRE_HD static Bools read(const PackbitsParams& p, int64_t byte, int first, int last) {

@@ -24,24 +24,13 @@
 namespace quire {
 
 template <int kBytes>
-struct WordOf;
-template <>
-struct WordOf<1> {
-  using Type = uint8_t;
-};
-template <>
-struct WordOf<2> {
-  using Type = uint16_t;
-};
-template <>
-struct WordOf<4> {
-  using Type = uint32_t;
-};
+using WordOf =
+    typename conditional<kBytes == 1, uint8_t, typename conditional<kBytes == 2, uint16_t, uint32_t>::type>::type;
 
 enum class RopeWork { kRotate, kAppend, kNormAppend, kGather };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kRopeCtas = 2;  // of kParallelThreads on an SM, which bounds the registers of a thread
+constexpr int kRopeCtas = 2;  // of kParallelThreads on an SM, which limits the registers of a thread
 #else
 constexpr int kRopeCtas = 3;
 #endif
@@ -114,15 +103,15 @@ struct Rope {
   static constexpr bool kHasOneUnit = false;
 #endif
 
-  // kVec numbers in whole words: of an array of 16-bit numbers a compiler keeps each one in a register of its own.
+  // kVec numbers in whole words: a compiler would keep each number of an array of 16-bit numbers in its own register.
   template <class E>
   struct alignas(kVec * sizeof(E)) Vector {
-    using Word = typename WordOf<kVec == 1 ? sizeof(E) : 4>::Type;
+    using Word = WordOf<kVec == 1 ? sizeof(E) : 4>;
     static constexpr int kInWord = sizeof(Word) / sizeof(E);
     Word words[kVec / kInWord];
 
     QUIRE_HD float get(int i) const {
-      using Bits = typename WordOf<sizeof(E)>::Type;
+      using Bits = WordOf<sizeof(E)>;
       return to_float(__builtin_bit_cast(
           E, static_cast<Bits>(words[i / kInWord] >> i % kInWord * 8 * static_cast<int>(sizeof(E)))));
     }
@@ -194,9 +183,9 @@ struct Rope {
     Position position;
   };
 
-  // A CTA works on p.tokens tokens at a time, or on a part of one; those that all CTAs work on at a time are
-  // neighbours, as memory likes it. In shared memory are two stages of everything: rotations, the vectors of each
-  // thread, and tokens of kTurns turns.
+  // A CTA works on p.tokens tokens at a time, or on a part of one. The tokens that all CTAs work on at a time are
+  // neighbours, so that memory is read in order. Shared memory has two stages of everything: rotations, the vectors of
+  // each thread, and tokens of kTurns turns.
   QUIRE_DEVICE static void run_cta(const RopeParams& p, unsigned char* smem) {
     const int pairs = static_cast<int>(p.pairs.divisor), threads = static_cast<int>(blockDim.x);
     const unsigned ctas = static_cast<unsigned>(p.ctas), group = blockIdx.x / ctas;
@@ -256,8 +245,8 @@ struct Rope {
     }
   };
 
-  // Where the tokens of kTurns turns, `begin` the first one's, stand in their sequences and in the pages: by the last
-  // threads, as most rotations are not theirs.
+  // Finds the positions and the pages of the tokens of kTurns turns, from token `begin` on. The last threads do this,
+  // because the first ones compute most rotations.
   QUIRE_DEVICE static void find_tokens(const RopeParams& p, int64_t begin, Token* tokens) {
     const int threads = static_cast<int>(blockDim.x);
     for (int i = threads - 1 - static_cast<int>(threadIdx.x); i < kTurns * p.tokens; i += threads) {
@@ -384,7 +373,7 @@ struct Rope {
     for (int h = 0; h < kHeads; ++h) by[h] *= reciprocal_root(sums[h] * of_dim + p.eps);
   }
 
-  // Those of a further unit.
+  // Adds the squares of another unit.
   QUIRE_HD static void add_squares(const RopeParams& p, const Group& of, int64_t token, const Unit& unit, float* sums) {
     const HeadRows& in = unit.turns ? of.heads(p).rope : of.heads(p).nope;
     const T* head = input(p, of, token, {}, in);
@@ -407,7 +396,7 @@ struct Rope {
   }
 
 #ifdef __CUDACC__
-  // Over the threads of a head, which are neighbours in a warp.
+  // Sums over the threads of a head, which are neighbours in a warp.
   QUIRE_DEVICE static void sum_over_lanes(float (&sums)[kHeads], int lanes) {
     const unsigned group = threadIdx.x & 31 & ~(lanes - 1);
     const unsigned mask = (lanes == 32 ? 0xffffffffu : (1u << lanes) - 1) << group;
@@ -493,7 +482,7 @@ struct Rope {
     }
   }
 
-  // turns: the unit's first; those of the next kStep pairs stand a row of the table further on.
+  // turns: the rotations of the unit's first pairs. Those of the next kStep pairs are one row of the table further on.
   template <class E, bool kHasNorm, Turn kTurn>
   QUIRE_HD static void write_turned(const RopeParams& p, const Group& of, const Unit& unit, Vectors vectors,
                                     const float* by, const Rotation* turns, Target to) {
@@ -531,7 +520,7 @@ struct Rope {
     }
   }
 
-  // What is added to an index here keeps a compiler from reading ahead of a branch what all ways behind it need.
+  // An index that passes through here keeps a compiler from reading, ahead of a branch, what all paths after it need.
   QUIRE_HD static void keep_here([[maybe_unused]] int& x) {
 #ifdef __CUDA_ARCH__
     asm volatile("" : "+r"(x));

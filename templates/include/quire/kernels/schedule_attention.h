@@ -117,8 +117,8 @@ struct ScheduleAttention {
     }
   }
 
-  // Divides a row tile at multiples of fixed_split_size counted from key 0, never from the row tile's own first key:
-  // where a window begins must not move the places.
+  // Divides a row tile at multiples of fixed_split_size counted from key 0, never from the row tile's first key, so
+  // that the places do not depend on where a window begins.
   template <class Emit>
   void emit_parts(RowTile tile, int& partials, int& groups, Emit& emit) const {
     const int step = in_.fixed_split_size > 0 ? in_.fixed_split_size / in_.tile_kv : 0;
@@ -196,8 +196,8 @@ struct ScheduleAttention {
     return 4 * wave <= all || 100 * ceil_div(all, wave) * wave <= 107 * all;
   }
 
-  // Whether each partition is to pay its own starts in full, where a formula would spread them over units: where starts
-  // cost much, row tiles differ, and so few partitions hold them that to walk through all is quick.
+  // Whether a partition's cost counts the starts that it really has, rather than starts spread evenly over units. It
+  // does where a start costs much, row tiles differ, and there are so few row tiles that visiting all of them is quick.
   bool starts_matter(int longest) const {
     return in_.start_cost >= 2 * WorkSequence::kUnitCost &&
            static_cast<int64_t>(longest) * out_.num_tiles != out_.work_per_head &&

@@ -27,7 +27,7 @@ struct ScheduleInput {
   const int32_t* kv_last_page_len;  // [batch_size]; null: ragged
   const int32_t* kv_indices;        // [nnz_kv] page numbers that travel in the buffer; null: none do
   const int32_t* seq_lens;          // [batch_size] tokens, which repeat the arrays above; null: they are not repeated
-  const int32_t* prefix_indptr;     // a cascade whose shared keys lie in tensors of their own: [num_shared_nodes + 1]
+  const int32_t* prefix_indptr;     // a cascade whose shared keys lie in separate tensors: [num_shared_nodes + 1]
                                     // their rows there, and kv_indptr has no pages or tokens of these nodes; else null
   int32_t* kept;                    // capacity for kv_indptr, qo_indptr and kv_last_page_len, one after another
   void* buffer;                     // filled if it holds staged_bytes

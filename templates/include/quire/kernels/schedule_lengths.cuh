@@ -99,16 +99,7 @@ struct ScheduleLengths {
 
   // The last request whose first row tile is `tile` or an earlier one: those before it that begin there have no rows.
   QUIRE_DEVICE static int request_of(const ScheduleLengthsParams& p, int tile) {
-    int low = 0, high = p.batch_size - 1;
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (p.first_tiles[middle] <= tile) {
-        low = middle;
-      } else {
-        high = middle - 1;
-      }
-    }
-    return low;
+    return last_begin(p.first_tiles, tile, 0, p.batch_size - 1);
   }
 
   // --- row tiles ---
@@ -209,7 +200,7 @@ struct ScheduleLengths {
 
   // --- partitions ---
 
-  // Partitions that have no units of their own: CTAs take row tiles from the counter.
+  // Partitions without units: CTAs take row tiles from the counter.
   QUIRE_DEVICE static void write_counted_partitions(const ScheduleLengthsParams& p, const Sizes& sizes) {
     const int heads = heads_per_l2_group(p);
     for (int i = static_cast<int>(threadIdx.x); i < p.max_ctas; i += kThreads) {

@@ -37,21 +37,6 @@ QUIRE_DEVICE void mbarrier_wait(uint32_t barrier, int parity) {
       : "memory");
 }
 
-// Whether the phase of this parity is complete.
-QUIRE_DEVICE bool mbarrier_test(uint32_t barrier, int parity) {
-  int done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, done;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // Named barriers: `threads` is the number of threads that arrive, by either of the two functions.
 QUIRE_DEVICE void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

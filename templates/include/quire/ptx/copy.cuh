@@ -143,10 +143,8 @@ QUIRE_DEVICE void st_matrix_trans(uint32_t dst, const uint32_t (&x)[4]) {
 }
 
 QUIRE_DEVICE void ld_shared_16(uint32_t src, uint32_t (&x)[4]) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(src)
-               : "memory");
+  const uint4 d = ld_shared_16(src);
+  x[0] = d.x, x[1] = d.y, x[2] = d.z, x[3] = d.w;
 }
 
 // dst: global memory, a multiple of 16.

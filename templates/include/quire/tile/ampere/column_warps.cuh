@@ -1,17 +1,12 @@
 // Warps that own the same rows of a tile, where a row of o has more columns than one warp's registers hold.
 //
 // For q k^T these warps divide the keys of a KV tile, and for p v the columns of o. Each warp therefore shares what it
-// computes of its keys through shared memory: row maxima, the weights p, and at the end denominators. The kernel's
-// barriers stand between these steps. FlashMLA divides o in this way.
+// computes of its keys through shared memory: row maxima, the weights p, and at the end denominators. The kernel
+// has a barrier between these steps. FlashMLA divides o in this way.
 #pragma once
-#include "quire/core/logits.h"
-#include "quire/core/params.h"
-#include "quire/core/schedule.h"
 #include "quire/ptx/warp.cuh"
-#include "quire/tile/shared/gemm.cuh"
 #include "quire/tile/shared/logits.cuh"
 #include "quire/tile/shared/partial.cuh"
-#include "quire/tile/shared/softmax.cuh"
 
 namespace quire {
 
@@ -58,19 +53,6 @@ struct ColumnWarps {
         lane(threadIdx.x % 32),
         rows(threadIdx.x / 32 / kColGroups * kWarpRows),
         columns(threadIdx.x / 32 % kColGroups) {}
-
-  // Calls body() for each work tile of the CTA, which is then in current.work.
-  template <class Body>
-  QUIRE_DEVICE static void for_each_work_tile(const AttentionParams& p, CurrentWork& current, Body&& body) {
-    if (threadIdx.x == 0) current.cursor = WorkCursor::of_cta(p, static_cast<int>(blockIdx.x));
-    for (;;) {
-      __syncthreads();  // all of shared memory may still be in use for the work tile before
-      if (threadIdx.x == 0) current.exists = current.cursor.next(p, kTileKv, current.work);
-      __syncthreads();
-      if (!current.exists) return;
-      body();
-    }
-  }
 
   QUIRE_DEVICE int row_begin() const { return work.tile.row_begin + rows; }
   QUIRE_DEVICE Visible mask() const { return Visible::of(p, work.tile); }
@@ -247,15 +229,14 @@ struct ColumnWarps {
     for (int i = 0; i < 2 * kM; ++i) {
       const int m = i / 2, h = i % 2, r = rows + 8 * i + lane / 4, row = work.tile.row_begin + r;
       const WorkTile::Place at = work.place(p.group, min(row, work.row_end - 1));
-      const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
-      const RowResult result = finish_row(softmax.m[m][h], softmax.d[m][h], sink, output_scale(p));
+      const RowResult result = finish_row(p, at.head, softmax.m[m][h], softmax.d[m][h]);
 #pragma unroll
       for (int n = 0; n < kCols / 8; ++n) {
         ptx::st_shared(tile.chunk(r, columns * (kCols / 8) + n) + lane % 4 * 4,
                        ptx::pack(T{}, o.at[m][n][2 * h] * result.scale, o.at[m][n][2 * h + 1] * result.scale));
       }
       if (p.lse != nullptr && columns == 0 && lane % 4 == 0 && row < work.row_end) {
-        p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
+        store_lse<V>(p, work.tile, at, result.lse);
       }
     }
     __syncthreads();

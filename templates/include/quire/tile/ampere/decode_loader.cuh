@@ -41,7 +41,7 @@ class TileWindow : TileCount<kCascade> {
     }
   }
 
-  // The row tile that the cursor stands at; all lanes of a warp together.
+  // The row tile at the cursor. All lanes of a warp call it together.
   QUIRE_DEVICE const RowTile& get(const WorkCursor& cursor, int lane) {
     int at = cursor.left.tile - first_ - base_;
     if (at < 0) at = kCascade ? kTiles : at + cursor.left.num_tiles;

@@ -1,9 +1,9 @@
 // How a CTA of decode is divided into warps, and what lies in its shared memory.
 //
-// The warps of a CTA are KV splits: each KV split computes some of the keys of a KV tile, with a ring of stages and a
-// softmax of its own. A KV split is one warp, unless the registers of one warp do not suffice. Then the warps of a KV
-// split share its keys. If the rows are too many, each warp computes some of the rows. If a head has more than 256
-// dims, two warps have the same rows: each computes half of the dims of q k^T and half of the columns of o.
+// The warps of a CTA are KV splits: each KV split computes some of the keys of a KV tile, with a separate ring of
+// stages and a separate softmax. A KV split is one warp, unless the registers of one warp do not suffice. Then the
+// warps of a KV split share its keys. If the rows are too many, each warp computes some of the rows. If a head has more
+// than 256 dims, two warps have the same rows: each computes half of the dims of q k^T and half of the columns of o.
 #pragma once
 #include "quire/core/rope.h"
 #include "quire/ptx/barrier.cuh"
@@ -54,7 +54,7 @@ struct StepArea {
 template <>
 struct StepArea<0> {};
 
-// The threads that compute a partition: all of a CTA, or
+// The threads that compute a partition: a whole CTA.
 struct WholeCta {
   QUIRE_DEVICE static int index() { return static_cast<int>(blockIdx.x); }  // of the partition
   QUIRE_DEVICE static unsigned thread() { return threadIdx.x; }
@@ -63,7 +63,7 @@ struct WholeCta {
   QUIRE_DEVICE static int barrier(int id) { return id; }
 };
 
-// a warpgroup of a CTA.
+// The same where a warpgroup of a CTA computes a partition (kernels/pod.cuh).
 struct WarpgroupAsCta {
   int partition = 0;
 
@@ -134,7 +134,7 @@ struct DecodeShape {
   // Two CTAs share an SM, so that one streams while the other ends a work tile. Each has 64 KB for its ring: with more
   // bytes under way the memory serves them more slowly. One CTA has the SM where two rings of two stages do not fit.
   static constexpr int kRingTarget = 64 * 1024, kBudgetOfTwo = kSmemOfSm / 2 - kSmemReservedOfCta;
-  // Where two CTAs still fit with it, o has a spill area of its own, and the ring is filled while a work tile ends.
+  // Where two CTAs still fit with it, o has a separate spill area, and the ring is filled while a work tile ends.
   // Elsewhere o goes to a stage of the ring.
   static constexpr bool kHasSpill =
       max(kRingTarget, 2 * kKvSplits * kTileBytes) + static_cast<int>(sizeof(Fixed<true>)) <= kBudgetOfTwo;

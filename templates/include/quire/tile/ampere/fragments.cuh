@@ -210,7 +210,7 @@ QUIRE_DEVICE void mma_fp8_values(Accumulator<kM, kVo>& o, const uint32_t (&p)[kM
   }
 }
 
-// s [kM * 16, kN] = q * k^T for rotated keys kN * block .. of a tile, of which the first stands at `position`. One
+// s [kM * 16, kN] = q * k^T for rotated keys kN * block .. of a tile, of which the first has `position`. One
 // ldmatrix reads 16 keys x two chunks that are paired: {keys 0..7, 8..15} x {chunk, the other}.
 // rotations: see tile/ampere/rope.cuh.
 template <class T, class Kv, int kM, int kN, int kQk, class Query, class Tile, class Rotations>

@@ -69,27 +69,19 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
 
   // ---- arithmetic ----
 
-  template <class A, class B>
-  QUIRE_CPU static auto add(A a, B b) {
-    if constexpr (is_float<A>)
-      return a + b;
-    else
-      return ints_of(words_of(a) + words_of(b));
+  // Integers wrap.
+#define QUIRE_ARITHMETIC(name, operator)                \
+  template <class A, class B>                           \
+  QUIRE_CPU static auto name(A a, B b) {                \
+    if constexpr (is_float<A>)                          \
+      return a operator b;                              \
+    else                                                \
+      return ints_of(words_of(a) operator words_of(b)); \
   }
-  template <class A, class B>
-  QUIRE_CPU static auto sub(A a, B b) {
-    if constexpr (is_float<A>)
-      return a - b;
-    else
-      return ints_of(words_of(a) - words_of(b));
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto mul(A a, B b) {
-    if constexpr (is_float<A>)
-      return a * b;
-    else
-      return ints_of(words_of(a) * words_of(b));
-  }
+  QUIRE_ARITHMETIC(add, +)
+  QUIRE_ARITHMETIC(sub, -)
+  QUIRE_ARITHMETIC(mul, *)
+#undef QUIRE_ARITHMETIC
   template <class A, class B>
   QUIRE_CPU static auto divide(A a, B b) {
     return a / b;
@@ -111,27 +103,18 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
 
   // ---- bits ----
 
-  template <class A, class B>
-  QUIRE_CPU static auto bit_and(A a, B b) {
-    if constexpr (is_bool<A>)
-      return logical([](auto x, auto y) { return x & y; }, a, b);
-    else
-      return a & b;
+#define QUIRE_BITWISE(name, operator)                                    \
+  template <class A, class B>                                            \
+  QUIRE_CPU static auto name(A a, B b) {                                 \
+    if constexpr (is_bool<A>)                                            \
+      return logical([](auto x, auto y) { return x operator y; }, a, b); \
+    else                                                                 \
+      return a operator b;                                               \
   }
-  template <class A, class B>
-  QUIRE_CPU static auto bit_or(A a, B b) {
-    if constexpr (is_bool<A>)
-      return logical([](auto x, auto y) { return x | y; }, a, b);
-    else
-      return a | b;
-  }
-  template <class A, class B>
-  QUIRE_CPU static auto bit_xor(A a, B b) {
-    if constexpr (is_bool<A>)
-      return logical([](auto x, auto y) { return x ^ y; }, a, b);
-    else
-      return a ^ b;
-  }
+  QUIRE_BITWISE(bit_and, &)
+  QUIRE_BITWISE(bit_or, |)
+  QUIRE_BITWISE(bit_xor, ^)
+#undef QUIRE_BITWISE
   QUIRE_CPU static bool bit_not(bool a) { return !a; }
   QUIRE_CPU static Bools bit_not(Bools a) { return {~a.lanes}; }
   QUIRE_CPU static int32_t bit_not(int32_t a) { return ~a; }

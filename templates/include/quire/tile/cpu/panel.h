@@ -44,7 +44,7 @@ inline void score_block(float* s, const float* k, const float* qt, int key_begin
 }
 
 // o[kRowBlock rows][kVectors * kLanes] = alpha[row] * o + sum over keys of s[key][row] v[key], v rows of kDim. The keys
-// have a sum of their own: o is large after many keys, and adding each product to it would round away more.
+// are summed separately: o is large after many keys, and adding each product to it would round away more.
 template <int kDim, int kVectors>
 inline void value_block(float* o, const float* s, const float* v, const float* alpha, int key_begin, int key_end) {
   Floats sum[kRowBlock][kVectors] = {};

@@ -35,7 +35,7 @@ struct Rows {
   float* lse(int row) const { return p.lse + place(row).token * p.num_qo_heads + head(row); }
 };
 
-// Normalises row `row` of a finished tile and writes it. A sink joins the denominator, with no value of its own. A row
+// Normalises row `row` of a finished tile and writes it. A sink joins the denominator and has no value. A row
 // that saw no key is 0, and its lse -inf.
 template <class V>
 inline void finish_row(const Rows& rows, int row, const float* o, float m, float d) {

@@ -1,10 +1,6 @@
 // A CTA of attention_fa3 and attention_fa3_fp8, as far as both are alike: its warps, the rings and tiles in its shared
 // memory, how work tiles and queries are loaded, and how a warpgroup stores its rows.
 #pragma once
-#include "quire/core/params.h"
-#include "quire/core/schedule.h"
-#include "quire/ptx/barrier.cuh"
-#include "quire/ptx/copy.cuh"
 #include "quire/ptx/warp.cuh"
 #include "quire/tile/hopper/cascade.cuh"
 #include "quire/tile/hopper/gemm.cuh"
@@ -14,7 +10,6 @@
 #include "quire/tile/hopper/scheduler.cuh"
 #include "quire/tile/hopper/softmax.cuh"
 #include "quire/tile/shared/logits.cuh"
-#include "quire/tile/shared/smem.cuh"
 #include "quire/tile/shared/stamps.h"
 
 namespace quire {
@@ -244,7 +239,7 @@ class WgmmaCta : public Shape {
     return smem_ + kQueryFactorsAt + (lane_row(ptx::lane_id()) + 8 * h) * 4;
   }
 
-  // This warpgroup's rows of q, where a tile may begin amid a token's heads; rows that do not exist become zeros.
+  // This warpgroup's rows of q, where a tile may begin between heads of a token. Rows that do not exist become zeros.
   QUIRE_DEVICE void copy_q(TileQ q, const WorkTile& work) const {
     using Q = typename V::Q;
     using Split = RowSplit<128, TileQ::kChunks>;
@@ -276,12 +271,9 @@ class WgmmaCta : public Shape {
     for (int h = 0; h < 2; ++h) {
       const int row = work.tile.row_begin + tile_row + 8 * h;
       const WorkTile::Place at = work.place(p.group, min(row, work.row_end - 1));
-      const float* sink = p.sinks == nullptr ? nullptr : p.sinks + at.head;
-      const RowResult result = finish_row(softmax.m[h], softmax.d[h], sink, output_scale(p));
+      const RowResult result = finish_row(p, at.head, softmax.m[h], softmax.d[h]);
       scale[h] = result.scale;
-      if (p.lse != nullptr && lane % 4 == 0 && row < work.row_end) {
-        p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(result.lse, p, work.tile, at.head);
-      }
+      if (p.lse != nullptr && lane % 4 == 0 && row < work.row_end) store_lse<V>(p, work.tile, at, result.lse);
       if constexpr (!kIsStaged) {
         O* dst = static_cast<O*>(p.o) + at.token * p.o_token_stride + at.head * p.o_head_stride;
         store_row(dst, o, h, result.scale, row < work.row_end, lane);

@@ -21,7 +21,7 @@ template <class V, class Tile, int kRows>
 class Fp8Rows {
   using Kv = typename V::Kv;
   static constexpr int kChunks = Tile::kCols / 16, kGroups = ceil_div(kChunks, 4);
-  // A lane has rows of its own, or four chunks of each, where there are not 32 rows at a time.
+  // A lane has whole rows, or four chunks of each row where there are fewer than 32 rows at a time.
   static constexpr int kSharers = kRows % 32 != 0 && (kChunks == 8 || kChunks == 16) ? kGroups : 1,
                        kStep = 32 / kSharers;
   static_assert(kRows % 8 == 0 && kChunks <= 16, "a warp's rows begin where the swizzle does");
@@ -40,7 +40,7 @@ class Fp8Rows {
 #pragma unroll
     for (int row = 0; row < kRows; row += kStep) {
       if (row + kStep > kRows && row + row_ >= kRows) continue;
-      // The 16-bit numbers of four chunks of bytes fill an atom, whose own bytes were read before.
+      // The 16-bit numbers of four chunks of bytes fill an atom, whose bytes were read before.
 #pragma unroll
       for (int group = 0; group < kGroups; group += kSharers) {
         uint32_t x[4][4];

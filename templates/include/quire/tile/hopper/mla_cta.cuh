@@ -223,14 +223,6 @@ struct MlaCta {
     if (!work.is_whole()) ptx::prefetch_l2(p.base.groups + work.group);
   }
 
-  // Each CTA brings a line of the row tiles into the L2, while partitions are read that say which one is whose.
-  QUIRE_DEVICE void prefetch_row_tiles() const {
-    const int64_t line = static_cast<int64_t>(blockIdx.x) * 128;
-    if (line < p.base.num_tiles * static_cast<int64_t>(sizeof(RowTile))) {
-      ptx::prefetch_l2(reinterpret_cast<const char*>(p.base.tiles) + line);
-    }
-  }
-
   // One warp. The first work tile has been taken.
   QUIRE_DEVICE void schedule(RingPosition<kWorkStages> at, bool is_first) const {
     work_ring().wait_empty(at);

@@ -3,6 +3,7 @@
 #pragma once
 #include "quire/core/params.h"
 #include "quire/ptx/barrier.cuh"
+#include "quire/ptx/copy.cuh"
 #include "quire/ptx/wgmma.cuh"
 #include "quire/core/schedule.h"
 
@@ -130,5 +131,13 @@ struct SharedWorkList {
   };
 };
 using WorkList = SharedWorkList<1>;
+
+// Each CTA brings a line of the row tiles into the L2, while partitions are read that say which one is whose.
+QUIRE_DEVICE void prefetch_row_tiles(const AttentionParams& p) {
+  const int64_t line = static_cast<int64_t>(blockIdx.x) * 128;
+  if (line < p.num_tiles * static_cast<int64_t>(sizeof(RowTile))) {
+    ptx::prefetch_l2(reinterpret_cast<const char*>(p.tiles) + line);
+  }
+}
 
 }  // namespace quire

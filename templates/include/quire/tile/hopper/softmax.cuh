@@ -155,8 +155,8 @@ QUIRE_DEVICE void round_weights(const float (&s)[n], uint32_t (&p)[n / 8][4]) {
 }
 
 // T: the type of weights. Weights of bf16 have the range of float, so that all rows can have the same reference in
-// place of their maximum, which may differ from it by kReach. No small logit exceeds that reference. Rows with weights
-// of other types have references of their own.
+// place of their maximum, which may differ from it by kReach. No small logit exceeds that reference. Each row
+// with weights of another type has a separate reference.
 template <class T, class Transform>
 struct SoftCapSoftmax {
   static constexpr bool kHasReference = is_same<T, bf16_t>::value;

@@ -82,21 +82,21 @@ class TransposedRows {
   uint32_t from_, to_, order_;
 };
 
-// Loads one warp's half of the values of each KV tile into a ring of its own, and transposes them into the ring that
+// Loads one warp's half of the values of each KV tile into the warp's ring, and transposes them into the ring that
 // the computing warps read.
-template <class V, class To, int kStages, int kOwnStages>
+template <class V, class To, int kStages, int kRawStages>
 class ValueTransposer {
  public:
   static constexpr int kRows = V::kTileKv / 2;
   using Rows = TransposedRows<kRows, V::kHeadDimVo, To>;
-  static constexpr int kOwnBytes = Rows::From::kBytes;
-  static_assert((kStages & (kStages - 1)) == 0 && (kOwnStages & (kOwnStages - 1)) == 0, "one number counts both rings");
+  static constexpr int kRawBytes = Rows::From::kBytes;
+  static_assert((kStages & (kStages - 1)) == 0 && (kRawStages & (kRawStages - 1)) == 0, "one number counts both rings");
 
-  // `own`: the address of this warp's ring, `arrived`: of an mbarrier for each of its stages. `to`: the address of the
+  // `raw`: the address of this warp's ring, `arrived`: of an mbarrier for each of its stages. `to`: the address of the
   // first transposed tile.
   QUIRE_DEVICE ValueTransposer(const AttentionParams& p, const KvSource& from, RingBarriers<kStages> ring, uint32_t to,
-                               uint32_t own, uint32_t arrived, int half, int lane)
-      : p_(p), from_(from), ring_(ring), rows_(own, to, lane), own_(own), arrived_(arrived), half_(half) {}
+                               uint32_t raw, uint32_t arrived, int half, int lane)
+      : p_(p), from_(from), ring_(ring), rows_(raw, to, lane), raw_(raw), arrived_(arrived), half_(half) {}
 
   // The KV tiles of a work tile.
   QUIRE_DEVICE void run(const WorkTile& work, KvTileWalk<V>& walk) {
@@ -109,12 +109,12 @@ class ValueTransposer {
     do {
       const bool starts = walk.exists();
       if (starts) start(bytes, walk, {done_ + ahead}), ++ahead;
-      if (starts && ahead < kOwnStages) continue;
-      const RingPosition<kOwnStages> own = {done_};
+      if (starts && ahead < kRawStages) continue;
+      const RingPosition<kRawStages> raw = {done_};
       const RingPosition<kStages> at = {done_};
-      wait_bytes(own, ahead);
+      wait_bytes(raw, ahead);
       ring_.wait_empty(at);
-      rows_.transpose(own.stage() * kOwnBytes, at.stage() * To::kBytes, half_ * kRows / 16, rest);
+      rows_.transpose(raw.stage() * kRawBytes, at.stage() * To::kBytes, half_ * kRows / 16, rest);
       ptx::fence_proxy_async();
       __syncwarp();
       if (ptx::lane_id() == 0) ring_.arrive_full(at);
@@ -129,19 +129,19 @@ class ValueTransposer {
       typename conditional<kIsBoxed, KvLoader<V, kLoadPath, kRows>, Fp8Gather<V, typename Rows::From, kRows>>::type;
 
   // Starts to copy the bytes of a KV tile, and then to find the bytes of the next one.
-  QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk, RingPosition<kOwnStages> at) {
+  QUIRE_DEVICE void start(Bytes& bytes, KvTileWalk<V>& walk, RingPosition<kRawStages> at) {
     bytes.resolve_pages();
-    const uint32_t to = own_ + at.stage() * kOwnBytes;
+    const uint32_t to = raw_ + at.stage() * kRawBytes;
     bytes.load(typename Rows::From{to}, arrived_ + 8 * at.stage());
     walk.advance();
     if (walk.exists()) bytes.prefetch_pages(2 * walk.tile() + half_);
   }
 
-  QUIRE_DEVICE void wait_bytes(RingPosition<kOwnStages> at, int ahead) const {
+  QUIRE_DEVICE void wait_bytes(RingPosition<kRawStages> at, int ahead) const {
     if constexpr (kIsBoxed) {
       ptx::mbarrier_wait(arrived_ + 8 * at.stage(), at.parity());
     } else {
-      static_assert(kOwnStages <= 2, "one later copy at most");
+      static_assert(kRawStages <= 2, "one later copy at most");
       if (ahead > 1) {
         ptx::cp_async_wait<1>();
       } else {
@@ -156,7 +156,7 @@ class ValueTransposer {
   RingBarriers<kStages> ring_;
   int done_ = 0;  // KV tiles that have been transposed: the next one's place in both rings
   Rows rows_;
-  uint32_t own_, arrived_;
+  uint32_t raw_, arrived_;
   int half_;
 };
 

@@ -55,6 +55,8 @@ QUIRE_DEVICE auto of_keys(F f, const X&... x) {
 }
 
 struct ExpressionMath : SharedMath<ExpressionMath> {
+  using Math = ExpressionMath;
+
   template <class F, class... X>
   QUIRE_DEVICE static auto each(F f, const X&... x) {
     return of_keys(f, x...);
@@ -89,10 +91,7 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
   QUIRE_DEVICE static float product(float a, float b) { return a * b; }
   QUIRE_DEVICE static int32_t product(int32_t a, int32_t b) { return wrapped(word(a) * word(b)); }
 
-  template <class A, class B>
-  QUIRE_DEVICE static auto add(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return sum(x, y); }, a, b);
-  }
+  QUIRE_OF_TWO(add, auto, sum(x, y))
   template <class T>
   QUIRE_DEVICE static Ramp<T> add(const Ramp<T>& a, const T& b) {
     return {sum(a.first, b), a.step, a.at};
@@ -101,10 +100,7 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
   QUIRE_DEVICE static Ramp<T> add(const T& a, const Ramp<T>& b) {
     return {sum(a, b.first), b.step, b.at};
   }
-  template <class A, class B>
-  QUIRE_DEVICE static auto sub(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return difference(x, y); }, a, b);
-  }
+  QUIRE_OF_TWO(sub, auto, difference(x, y))
   template <class T>
   QUIRE_DEVICE static Ramp<T> sub(const Ramp<T>& a, const T& b) {
     return {difference(a.first, b), a.step, a.at};
@@ -113,10 +109,7 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
   QUIRE_DEVICE static Ramp<T> sub(const T& a, const Ramp<T>& b) {
     return {difference(a, b.first), difference(T(0), b.step), b.at};
   }
-  template <class A, class B>
-  QUIRE_DEVICE static auto mul(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return product(x, y); }, a, b);
-  }
+  QUIRE_OF_TWO(mul, auto, product(x, y))
   template <class T>
   QUIRE_DEVICE static Ramp<T> mul(const Ramp<T>& a, const T& b) {
     return {product(a.first, b), product(a.step, b), a.at};
@@ -135,41 +128,23 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
       return of_keys([](float x, float y) { return ptx::divide(x, y); }, a, b);
     }
   }
-  template <class A>
-  QUIRE_DEVICE static auto neg(const A& a) {
-    return of_keys([](auto x) { return difference(decltype(x)(0), x); }, a);
-  }
+  QUIRE_OF_ONE(neg, auto, difference(decltype(x)(0), x))
   template <class T>
   QUIRE_DEVICE static Ramp<T> neg(const Ramp<T>& a) {
     return {difference(T(0), a.first), difference(T(0), a.step), a.at};
   }
   QUIRE_DEVICE static float neg(float a) { return -a; }
   QUIRE_DEVICE static Four<float> neg(const Four<float>& a) { return {-a.at[0], -a.at[1], -a.at[2], -a.at[3]}; }
-  template <class A>
-  QUIRE_DEVICE static auto abs(const A& a) {
-    return of_keys([](auto x) { return magnitude(x); }, a);
-  }
+  QUIRE_OF_ONE(abs, auto, magnitude(x))
   QUIRE_DEVICE static float magnitude(float x) { return fabsf(x); }
   QUIRE_DEVICE static int32_t magnitude(int32_t x) { return x < 0 ? wrapped(0u - word(x)) : x; }
 
   // ---- bits ----
 
-  template <class A, class B>
-  QUIRE_DEVICE static auto bit_and(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return static_cast<decltype(x)>(x & y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto bit_or(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return static_cast<decltype(x)>(x | y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto bit_xor(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return static_cast<decltype(x)>(x ^ y); }, a, b);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto bit_not(const A& a) {
-    return of_keys([](auto x) { return inverse(x); }, a);
-  }
+  QUIRE_OF_TWO(bit_and, auto, static_cast<decltype(x)>(x& y))
+  QUIRE_OF_TWO(bit_or, auto, static_cast<decltype(x)>(x | y))
+  QUIRE_OF_TWO(bit_xor, auto, static_cast<decltype(x)>(x ^ y))
+  QUIRE_OF_ONE(bit_not, auto, inverse(x))
   QUIRE_DEVICE static bool inverse(bool x) { return !x; }
   QUIRE_DEVICE static int32_t inverse(int32_t x) { return ~x; }
 
@@ -201,14 +176,8 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
   QUIRE_DEVICE static auto where(const C& condition, const A& a, const B& b) {
     return of_keys([](bool c, auto x, auto y) { return c ? x : y; }, condition, a, b);
   }
-  template <class A, class B>
-  QUIRE_DEVICE static auto minimum(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return least(x, y); }, a, b);
-  }
-  template <class A, class B>
-  QUIRE_DEVICE static auto maximum(const A& a, const B& b) {
-    return of_keys([](auto x, auto y) { return greatest(x, y); }, a, b);
-  }
+  QUIRE_OF_TWO(minimum, auto, least(x, y))
+  QUIRE_OF_TWO(maximum, auto, greatest(x, y))
   QUIRE_DEVICE static float least(float a, float b) { return ptx::min_nan(a, b); }
   QUIRE_DEVICE static float greatest(float a, float b) { return ptx::max_nan(a, b); }
   QUIRE_DEVICE static int32_t least(int32_t a, int32_t b) { return min(a, b); }
@@ -216,36 +185,18 @@ struct ExpressionMath : SharedMath<ExpressionMath> {
 
   // ---- functions ----
 
-  template <class A>
-  QUIRE_DEVICE static auto to_float(const A& a) {
-    return of_keys([](auto x) { return static_cast<float>(x); }, a);
-  }
+  QUIRE_OF_ONE(to_float, auto, static_cast<float>(x))
   QUIRE_DEVICE static Ramp<float> to_float(const Ramp<int32_t>& a) {
     return {static_cast<float>(a.first), static_cast<float>(a.step), a.at};
   }
-  template <class A>
-  QUIRE_DEVICE static auto to_int(const A& a) {
-    return of_keys([](auto x) { return truncated(x); }, a);
-  }
+  QUIRE_OF_ONE(to_int, auto, truncated(x))
   QUIRE_DEVICE static int32_t truncated(float x) { return ptx::to_int(x); }
   QUIRE_DEVICE static int32_t truncated(bool x) { return x; }
   QUIRE_DEVICE static int32_t truncated(int32_t x) { return x; }
-  template <class A>
-  QUIRE_DEVICE static auto exp2_of(const A& a) {
-    return of_keys([](float x) { return ptx::ex2(x); }, a);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto exp(const A& a) {
-    return of_keys([](float x) { return ptx::ex2(x * kLog2e); }, a);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto rsqrt(const A& a) {
-    return of_keys([](float x) { return ptx::rsqrt(x); }, a);
-  }
-  template <class A>
-  QUIRE_DEVICE static auto sigmoid(const A& a) {
-    return of_keys([](float x) { return ptx::rcp(1.f + ptx::ex2(x * -kLog2e)); }, a);
-  }
+  QUIRE_OF_ONE(exp2_of, float, ptx::ex2(x))
+  QUIRE_OF_ONE(exp, float, ptx::ex2(x* kLog2e))
+  QUIRE_OF_ONE(rsqrt, float, ptx::rsqrt(x))
+  QUIRE_OF_ONE(sigmoid, float, ptx::rcp(1.f + ptx::ex2(x * -kLog2e)))
   QUIRE_DEVICE static float log2_of(float x) { return ptx::lg2(x); }
   QUIRE_DEVICE static float log_of(float x) { return ptx::lg2(x) * kLn2; }
   QUIRE_DEVICE static float sqrt_of(float x) { return ptx::sqrt(x); }

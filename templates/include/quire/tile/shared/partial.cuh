@@ -7,6 +7,18 @@
 
 namespace quire {
 
+// The result of a row of query head `head`. Params: AttentionParams, or MergeParams below.
+template <class Params>
+QUIRE_DEVICE RowResult finish_row(const Params& p, int head, float m, float d) {
+  return finish_row(m, d, p.sinks == nullptr ? nullptr : p.sinks + head, output_scale(p));
+}
+
+// Stores the lse of a row, where p.lse is not null.
+template <class V, class Params>
+QUIRE_DEVICE void store_lse(const Params& p, const RowTile& tile, const WorkTile::Place& at, float lse) {
+  p.lse[at.token * p.num_qo_heads + at.head] = returned_lse<V>(lse, p, tile, at.head);
+}
+
 // Four columns of a row: o not normalised, with the row's reference maximum and denominator.
 struct RowQuad {
   float m, d;
@@ -41,15 +53,12 @@ template <class V, class Params>
 QUIRE_DEVICE void store_quad(const Params& p, const WorkTile& work, int row, int col, const RowQuad& quad) {
   using O = typename V::O;
   const WorkTile::Place to = work.place(p.group, row);
-  const RowResult result =
-      finish_row(quad.m, quad.d, p.sinks == nullptr ? nullptr : p.sinks + to.head, output_scale(p));
+  const RowResult result = finish_row(p, to.head, quad.m, quad.d);
   const uint2 packed = {ptx::pack(O{}, quad.o.x * result.scale, quad.o.y * result.scale),
                         ptx::pack(O{}, quad.o.z * result.scale, quad.o.w * result.scale)};
   O* dst = static_cast<O*>(p.o) + to.token * p.o_token_stride + to.head * p.o_head_stride + col;
   *reinterpret_cast<uint2*>(dst) = packed;
-  if (col == 0 && p.lse != nullptr) {
-    p.lse[to.token * p.num_qo_heads + to.head] = returned_lse<V>(result.lse, p, work.tile, to.head);
-  }
+  if (col == 0 && p.lse != nullptr) store_lse<V>(p, work.tile, to, result.lse);
 }
 
 // Arrives at a merge group of `num_parts`. True for the last: all partials are then visible to it, and the group's
@@ -162,7 +171,7 @@ struct RowsOfGroup {
 };
 
 // Merges rows, in the last CTA to arrive: a warp's turns, four columns a lane. While one batch of parts is added, the
-// next batch (of these rows or of others) is in flight, because the rate at which an SM reads L2 bounds a merge.
+// next batch (of these rows or of others) is in flight, because a merge is limited by the rate at which an SM reads L2.
 template <class V, class Params, class Turns>
 QUIRE_DEVICE void merge_rows(const Params& p, Turns next, int lane) {
   constexpr int kVo = V::kHeadDimVo;
