@@ -6,7 +6,8 @@
     python jit_cache/prebuild.py --check PYTHON  PYTHON's quire must find each variant without compiling
 
 Then `python -m build --wheel jit_cache` packs the store. It needs nvcc and g++, and no GPU. What lies in the store does
-not depend on when or how fast it was compiled, so that two builds of one tree make equal wheels.
+not depend on when or how fast it was compiled, so that two builds of one tree make equal wheels. With QUIRE_SIGNING_KEY
+each entry is signed; Ed25519 signatures of equal entries are equal.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from typing import Any
 
 from hatchling.builders.utils import get_reproducible_timestamp
 
-from quire.jit import Manifest
+from quire.jit import Manifest, Store
 from quire.jit.manifest import MANIFEST
+from quire.jit.signing import signing_key
 
 try:
     import tomllib
@@ -93,8 +95,11 @@ def fill(arch: list[str] | None) -> None:
         if not any(path.parent.iterdir()):
             path.parent.rmdir()
     built = {variant["slug"]: variant["seconds"] for variant in variants if variant["status"] == "built"}
+    key = signing_key()
     for path in wanted:
         settle(path)
+        if key is not None:
+            Store(STORE, trusted_group=True).sign(path, key)
     report(wanted)
     for machine in ("x86_64", "aarch64"):
         if not can_compile_for(machine):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from quire.cli import parser, presets
+from quire.cli import parser, presets, signatures
 from quire.cli.aot import PRESETS, Built, Selection, families, for_hosts, read_manifest, select, spec_of, warm
 from quire.cli.catalogue import Estimate, estimate
 from quire.cli.parser import add_command, print_table, spell_bytes, spell_seconds, tell
@@ -270,7 +269,7 @@ def _add_cache(commands: Any) -> None:
     listed = add_command(actions, "list", _list, "list the entries")
     listed.add_argument("words", nargs="*", metavar="WORD", help="only variants whose name has each of these words")
     listed.add_argument("--sort", choices=_ORDERS, default="name", help="by name, largest first or newest first")
-    add_command(actions, "verify", _verify, "check each entry's owner, mode, size and digest")
+    signatures.add_actions(actions)
     why = add_command(actions, "why", _why, "say where a variant is, or why it is not in the cache")
     why.add_argument("slug", metavar="SLUG")
     gc = add_command(actions, "gc", _gc, "remove the least recently used entries")
@@ -285,6 +284,7 @@ def _add_cache(commands: Any) -> None:
     imported = add_command(actions, "import", _import, "unpack an archive of `cache export`, which you must trust")
     imported.add_argument("file", type=Path, metavar="FILE")
     imported.add_argument("--store", type=Path, metavar="DIR", help="into this directory, not the user's cache")
+    imported.add_argument("--keys", type=Path, metavar="FILE", help="public keys (default: QUIRE_TRUSTED_KEYS)")
     add_command(actions, "clear", _clear, "remove every entry")
 
 
@@ -337,21 +337,6 @@ def _print_entries(entries: list[dict[str, Any]], total: int) -> None:
 def _expression_of(slug: str) -> str:
     """The word of a slug that names a custom variant; "" if there is none."""
     return "".join(re.findall(r"expr[0-9a-f]{16}", slug))
-
-
-def _verify(options: argparse.Namespace) -> int:
-    store = user_store()
-    times = [
-        (path, path.stat()) for kept in store.paths() if kept.is_dir() for path in kept.iterdir() if path.is_file()
-    ]
-    bad = [{"path": str(path), "error": error} for path, error in store.problems()]
-    for path, status in times:  # verifying is not using: `gc --unused-for` must not count it
-        if path.is_file() and os.access(path, os.W_OK):
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    count = len(list(store.paths()))
-    text = "\n".join([*(f"{entry['path']}: {entry['error']}" for entry in bad), f"{count} entries, {len(bad)} bad"])
-    tell(options, text, ok=not bad, entries=count, bad=bad)
-    return int(bool(bad))
 
 
 def _why(options: argparse.Namespace) -> int:
@@ -436,7 +421,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _import(options: argparse.Namespace) -> int:
-    store = user_store() if options.store is None else Store(options.store.expanduser().absolute())
-    entries = import_entries(options.file.expanduser().absolute(), store)
+    store = signatures.store_of(options)
+    entries = import_entries(options.file.expanduser().absolute(), store, keys=signatures.keys_of(options))
     slugs = [entry.slug for entry in entries]
     return tell(options, f"{len(slugs)} entries into {store.root}", entries=slugs, path=str(store.root))

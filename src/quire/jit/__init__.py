@@ -293,9 +293,20 @@ def _build(request: Request, store: Store, cause: str, *, lasting: bool) -> tupl
         if not held:
             events.warn_once(f"gave up waiting for the builder of {spec.slug}; building it here as well")
         entry = compile_entry(request, toolchain, parts, target_store, cause)
+        _sign(entry, target_store)
     if tier is not None:
         tier.offer(entry)
     return "built", entry
+
+
+def _sign(entry: Entry, store: Store) -> None:
+    """Sign what was compiled here, if QUIRE_SIGNING_KEY names a key."""
+    if config.signing_key() is None or store.root / "entries" not in entry.path.parents:
+        return
+    from quire.jit.signing import signing_key
+
+    if (key := signing_key()) is not None:
+        store.sign(entry.path, key)
 
 
 def build(

@@ -12,6 +12,7 @@ import io
 import re
 import shutil
 import tarfile
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from typing import BinaryIO, cast
 
 from quire.errors import CacheError
 from quire.jit.manifest import Manifest, Request
+from quire.jit.signing import TrustedKeys
 from quire.jit.store import Entry, Store
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
@@ -73,11 +75,13 @@ def _add(archive: tarfile.TarFile, entry: Entry) -> None:
             raise CacheError(f"{entry.slug} does not fit an archive: {error}") from error
 
 
-def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | None = None) -> list[Entry]:
+def import_entries(
+    source: Path | BinaryIO, store: Store, *, only: Request | None = None, keys: TrustedKeys | None = None
+) -> list[Entry]:
     """Publish the entries of an archive in `store`; CacheError, and nothing published, if any is invalid.
 
     A stream must not be compressed, so that it unpacks to no more than its size. With `only`, the archive must hold one
-    entry, of this request.
+    entry, of this request. With `keys`, one of them must have signed each entry.
     """
     name = str(source) if isinstance(source, Path) else "(stream)"
     if reason := store.prepare():
@@ -85,7 +89,8 @@ def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | Non
     staging = store.new_staging()
     try:
         with _open(source) as stream:
-            sound = _unpack(stream, name, staging, _MOST_ENTRIES if only is None else 1)
+            most = _MOST_ENTRIES if only is None else 1
+            sound = [_check(place, keys) for place in _unpack(stream, name, staging, most)]
         if only is not None and not _is_only(sound, only):
             raise CacheError(f"expected one entry of {only.spec.slug}, got {[found.slug for _, found in sound]}")
         return [_publish(store, directory, manifest) for directory, manifest in sound]
@@ -98,9 +103,31 @@ def import_entries(source: Path | BinaryIO, store: Store, *, only: Request | Non
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check(directory: Path) -> tuple[Path, Manifest]:
-    """Check that an unpacked entry agrees with its manifest and its name."""
-    found = Store(directory.parents[2]).verify(directory)
+def verify_archive(path: Path, keys: TrustedKeys | None) -> list[tuple[str, str]]:
+    """(SLUG/NAME, what is wrong with it, or "") of each entry of an archive; CacheError if it cannot be read on.
+
+    Unpacked files are deleted again.
+    """
+    found = []
+    with tempfile.TemporaryDirectory(prefix="quire-") as staging, _open(path) as stream:
+        try:
+            for place in _unpack(stream, str(path), Path(staging), _MOST_ENTRIES):
+                reason = ""
+                try:
+                    _check(place, keys)
+                except (CacheError, OSError) as error:
+                    reason = str(error)
+                found.append(("/".join(place.parts[-2:]), reason))
+                shutil.rmtree(place)
+                place.mkdir()  # so that a second entry of this name is refused
+        except _UNREADABLE as error:
+            raise CacheError(f"the archive {path} cannot be read: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _check(directory: Path, keys: TrustedKeys | None) -> tuple[Path, Manifest]:
+    """Check that an unpacked entry agrees with its manifest and its name, and that it is signed if there are keys."""
+    found = Store(directory.parents[2], keys=lambda: keys).verify(directory)
     if found.slug != directory.parent.name:
         raise CacheError(f"an entry of {found.slug} lies under {directory.parent.name}")
     return directory, found.manifest
@@ -138,11 +165,11 @@ def _open(source: Path | BinaryIO) -> Iterator[BinaryIO]:
             yield cast("BinaryIO", unpacked)
 
 
-def _unpack(stream: BinaryIO, path: str, staging: Path, most: int) -> list[tuple[Path, Manifest]]:
-    """Write the files of at most `most` entries under `staging`, and check each entry before reading the next."""
-    sound: list[tuple[Path, Manifest]] = []
-    for place, files in groupby(_members(stream, path), key=lambda member: PurePosixPath(member.name).parent):
-        if len(sound) == most:
+def _unpack(stream: BinaryIO, path: str, staging: Path, most: int) -> Iterator[Path]:
+    """Write the files of at most `most` entries under `staging`. Yields each directory before the next is read."""
+    places = groupby(_members(stream, path), key=lambda member: PurePosixPath(member.name).parent)
+    for count, (place, files) in enumerate(places):
+        if count == most:
             raise CacheError(f"the archive {path} is refused: expected at most {most} entries")
         for directory in (staging / place.parent.parent, staging / place.parent):
             directory.mkdir(exist_ok=True, mode=0o755)
@@ -153,8 +180,7 @@ def _unpack(stream: BinaryIO, path: str, staging: Path, most: int) -> list[tuple
             if number == _MOST_FILES or size > _LARGEST_ENTRY:
                 raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
             _copy(stream, member.size, staging / member.name)
-        sound.append(_check(staging / place))
-    return sound
+        yield staging / place
 
 
 def _copy(stream: BinaryIO, size: int, target: Path) -> None:
@@ -191,4 +217,7 @@ def _members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
         if total > _MOST_BYTES:
             raise CacheError(f"the archive {path} is too large at {member.name[:200]!r}")
         yield member
-        _read(stream, -member.size % tarfile.BLOCKSIZE)
+        if any(_read(stream, -member.size % tarfile.BLOCKSIZE)):
+            raise CacheError(f"the archive {path} is refused: bytes behind {member.name[:200]!r} are not zero")
+    if any(rest := stream.read(tarfile.RECORDSIZE + 1)) or len(rest) > tarfile.RECORDSIZE:
+        raise CacheError(f"the archive {path} is refused: something follows its end")

@@ -113,6 +113,18 @@ def shared_cache_key() -> Path | None:
     return None if value is None else _path("QUIRE_SHARED_CACHE_KEY", value)
 
 
+def trusted_keys() -> Path | None:
+    """QUIRE_TRUSTED_KEYS: the file of public keys, one of which must have signed what others made, or None."""
+    value = _read("QUIRE_TRUSTED_KEYS")
+    return None if value is None else _path("QUIRE_TRUSTED_KEYS", value)
+
+
+def signing_key() -> Path | None:
+    """QUIRE_SIGNING_KEY: the file with the private key that signs what is compiled here, or None."""
+    value = _read("QUIRE_SIGNING_KEY")
+    return None if value is None else _path("QUIRE_SIGNING_KEY", value)
+
+
 def shared_cache_is_trusted_unsigned() -> bool:
     """Whether QUIRE_SHARED_CACHE_TRUST=unsigned lets objects of the remote cache tier be used without a signature."""
     value = (_read("QUIRE_SHARED_CACHE_TRUST") or "signed").lower()

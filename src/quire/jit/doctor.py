@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from quire.errors import QuireError
-from quire.jit import config, cpu, driver, trust, unit
+from quire.jit import config, cpu, driver, signing, trust, unit
 from quire.jit.compilation import find_ninja
 from quire.jit.compiler import Memory, Toolchain
 from quire.jit.store import Store
@@ -27,6 +27,7 @@ Status = Literal["ok", "note", "fault"]
 
 _LEAST_SPACE = 64 << 20  #: bytes, for the staging directories of some compilers
 _LEAST_MEMORY = 400 << 20  #: bytes, twice what a compile of one variant takes
+_SOON = 30  #: days before a key expires
 _GPU_FILES = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
@@ -53,6 +54,7 @@ def examine(store: Store, prebuilt: tuple[Store, ...] = ()) -> list[Finding]:
         ("memory", _check_memory),
         ("cache", lambda: _check_root(store)),
         ("entries", lambda: _check_entries(store, prebuilt)),
+        ("keys", _check_keys),
         ("shared cache", _check_shared_cache),
     )
     findings: list[Finding] = []
@@ -70,7 +72,7 @@ def _variables() -> Iterator[Finding]:
     readers = (
         config.jit_denied, config.cpu_target, config.log_level, config.max_jobs, config.arch_list, config.record_path,
         config.cache_root, config.toolchain, cpu.host_target, config.system_cache, config.shared_cache_is_read_only,
-        config.shared_cache_key, config.shared_cache_is_trusted_unsigned,
+        config.shared_cache_key, config.shared_cache_is_trusted_unsigned, config.trusted_keys, config.signing_key,
     )  # fmt: skip
     faults: dict[str, None] = {}
     for read in readers:
@@ -258,6 +260,23 @@ def _check_entries(store: Store, prebuilt: tuple[Store, ...]) -> Iterator[Findin
         yield Finding("entries", "fault", "QUIRE_JIT=deny forbids compiling, and nothing is compiled", fix)
     elif not bad:
         yield Finding("entries", "ok", f"{count} in the cache, {packaged} prebuilt")
+
+
+def _check_keys() -> Iterator[Finding]:
+    if (keys := signing.trusted_keys()) is not None:
+        days = {name: key.days_left() for name, key in keys.keys.items()}
+        good = [name for name, left in days.items() if left is None or left >= 0]
+        if not good:
+            fix = "Add the line of a current key, and have entries signed with it: `quire cache sign`."
+            yield Finding("keys", "fault", f"every key of {keys.source} has expired: {', '.join(days)}", fix)
+        for name in good:
+            if (left := days[name]) is not None and left < _SOON:
+                fix = "Make the next key (`quire cache keygen`), and give its .pub file to all readers before then."
+                yield Finding("keys", "note", f"the key {name!r} of {keys.source} expires in {left} days", fix)
+        if good:
+            yield Finding("keys", "ok", f"{keys.source}: entries from elsewhere are signed by {' or '.join(good)}")
+    if (private := signing.signing_key()) is not None:
+        yield Finding("keys", "ok", f"what is compiled here is signed by {private.name!r}")
 
 
 def _check_shared_cache() -> Iterator[Finding]:

@@ -16,7 +16,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +25,11 @@ from quire.errors import CacheError
 from quire.jit import events, trust
 from quire.jit.compiler import Memory
 from quire.jit.manifest import LARGEST_MANIFEST, MANIFEST, Manifest, Request, entry_name
+from quire.jit.signing import LARGEST_SIGNATURE, SIGNATURE, PrivateKey, TrustedKeys, subject_of_entry
 
 _DIRECTORIES = ("entries", "locks", "permits", "staging", "logs", "quarantine")
 _STALE_SECONDS = 3600.0
+_LARGEST_FILE = 1 << 28  #: bytes of a file that a signature covers
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,20 @@ class Store:
     """A root directory of entries. The constructor does not touch the disk; `prepare` creates the root for a build."""
 
     def __init__(
-        self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False
-    ) -> None:
+        self, root: Path, *, readonly: bool = False, private: bool = False, trusted_group: bool = False,
+        keys: Callable[[], TrustedKeys | None] = lambda: None,
+    ) -> None:  # fmt: skip
         """`private`: the root is created with mode 0700 rather than 0755. `trusted_group`: group-writable entries pass.
 
         `trusted_group` is for directories installed beside Quire's code, which the same group could rewrite anyway.
+        `keys`: asked at each check; if it gives keys, only entries that one of them has signed pass.
         """
         self.root = root
         self.readonly = readonly
         self.memory = Memory(root / "compilers.json")
         self._private = private
         self._trusted_group = trusted_group
+        self._keys = keys
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r})"
@@ -158,6 +163,8 @@ class Store:
             manifest = self._read_manifest(inside)
             if (slug, name) != (manifest.slug, entry_name(manifest.request, manifest.toolchain)):
                 raise CacheError("its manifest does not belong to its name")
+            if (keys := self._keys()) is not None:
+                self._check_signature(inside, slug, name, keys)
             return Entry(self.root / "entries" / slug / name, manifest, self._read_image(inside, manifest))
 
     def _read_manifest(self, inside: int) -> Manifest:
@@ -177,6 +184,33 @@ class Store:
         if hashlib.sha256(image).hexdigest() != manifest.sha256:
             raise CacheError("its artifact's sha256 is not the manifest's")
         return image
+
+    def _check_signature(self, inside: int, slug: str, name: str, keys: TrustedKeys) -> str:
+        """The name of the key that signed an open entry; CacheError says why its signature does not count."""
+        try:
+            line = trust.read(inside, SIGNATURE, LARGEST_SIGNATURE, shared_group=self._trusted_group)
+        except FileNotFoundError:
+            line = b""
+        return keys.check(line.removesuffix(b"\n"), subject_of_entry(slug, name, self._files(inside)))
+
+    def _files(self, inside: int) -> dict[str, bytes]:
+        """The files of an open entry but its signature."""
+        names = (name for name in trust.names(inside) if name != SIGNATURE)
+        return {name: trust.read(inside, name, _LARGEST_FILE, shared_group=self._trusted_group) for name in names}
+
+    def signer(self, path: Path, keys: TrustedKeys) -> str | None:
+        """The name of the key that signed an entry; None if it is not signed. CacheError if the signature is wrong."""
+        with self._directory("entries", path.parent.name, path.name) as inside:
+            if SIGNATURE not in trust.names(inside):
+                return None
+            return self._check_signature(inside, path.parent.name, path.name, keys)
+
+    def sign(self, path: Path, key: PrivateKey) -> None:
+        """Verify an entry and sign it, in place of a signature that it may have."""
+        Store(self.root, trusted_group=self._trusted_group).verify(path)  # whoever signed it before
+        slug, name = path.parent.name, path.name
+        with self._directory("entries", slug, name) as inside:
+            trust.write(inside, SIGNATURE, key.sign(subject_of_entry(slug, name, self._files(inside))) + b"\n")
 
     def entries(self) -> Iterator[Entry]:
         """Every entry that passes `verify`, by slug; use `paths` to see the others too."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from quire.errors import CacheError
 from quire.jit import config, events
 from quire.jit.manifest import Manifest, Request
+from quire.jit.signing import trusted_keys
 from quire.jit.store import Store
 
 if TYPE_CHECKING:
@@ -50,12 +51,17 @@ def prebuilt_stores() -> tuple[Store, ...]:
     """The read-only stores that exist: the machine's (QUIRE_SYSTEM_CACHE), then those of installed packages.
 
     Such a package has a directory `store`, and is `quire_jit_cache` or named by an entry point of the group
-    `quire.stores`. The search runs no code of the packages.
+    `quire.stores`. The search runs no code of the packages. With QUIRE_TRUSTED_KEYS, their entries must be signed.
     """
     system, packaged = config.system_cache(), _package_stores(tuple(sys.path))
     roots = [root for root in (system, *packaged) if os.path.isdir(root / "entries")]  # noqa: PTH112 - runs at each miss
     with _stores_guard:
-        return tuple(_stores.setdefault((r, True), Store(r, readonly=True, trusted_group=r in packaged)) for r in roots)
+        return tuple(_stores.setdefault((root, True), _prebuilt(root, root in packaged)) for root in roots)
+
+
+def _prebuilt(root: Path, packaged: bool) -> Store:
+    """A read-only store. Entries of a package came from elsewhere, and must be signed if there are trusted keys."""
+    return Store(root, readonly=True, trusted_group=packaged, keys=trusted_keys if packaged else lambda: None)
 
 
 @cache

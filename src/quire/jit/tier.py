@@ -16,14 +16,15 @@ only save work: a host that has waited too long, or cannot claim, compiles, and 
 from __future__ import annotations
 
 import hashlib
-import hmac
 import io
+import re
+import tempfile
 import threading
 import time
 import urllib.request
 import uuid
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,8 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from quire.errors import CacheError, ValidationError
 from quire.jit import config, events
 from quire.jit.archive import import_entries, pack
-from quire.jit.manifest import Request, request_digest, toolchain_digest
+from quire.jit.manifest import Manifest, Request, request_digest, toolchain_digest
+from quire.jit.signing import Signatures, Trust, opened, read_secret, sealed
 from quire.jit.store import Entry, Store
 
 LIMIT_SECONDS = 5.0  #: of one operation
@@ -42,11 +44,10 @@ RETRY_SECONDS = 60.0  #: before a server that has failed is asked again
 PATIENCE_SECONDS = 5.0  #: to wait for another host's compile
 CLAIM_SECONDS = 60.0  #: age at which a claim expires
 LARGEST_OBJECT = 1 << 26  #: bytes
-LEAST_KEY = 16  #: bytes
 
 _POLL_SECONDS = 0.1
 _MOST_CLAIMS = 16  #: of a variant: each host looks at those that came before
-_FORMAT = b"quire-object-1 "
+_OBJECT = re.compile(r"[0-9a-f]{64}")
 
 T = TypeVar("T")
 
@@ -59,6 +60,12 @@ class _Remote(Protocol):
 
     def add(self, name: str, data: bytes) -> bool:
         """Write the object unless the name exists; returns whether it was written."""
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write the object in place of the one of this name."""
+
+    def names(self) -> list[str] | None:
+        """The names of all objects; None if the storage does not tell."""
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
@@ -104,6 +111,12 @@ class _HttpServer:
             raise
         return True
 
+    def replace(self, name: str, data: bytes) -> None:
+        self._ask("PUT", name, data, Content_Type="application/octet-stream")
+
+    def names(self) -> None:
+        return None
+
 
 class _FileSystem:
     """Files of an fsspec implementation: file://, s3://, gs:// and many more."""
@@ -133,6 +146,19 @@ class _FileSystem:
         except FileExistsError:
             return False
         return True
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = f"{self._root}/{name}"
+        if "file" not in self._files.protocol:
+            self._files.pipe_file(path, data)
+            return
+        unfinished = f"{path}.{uuid.uuid4().hex}"
+        self._files.pipe_file(unfinished, data)
+        self._files.mv(unfinished, path)
+
+    def names(self) -> list[str]:
+        found = (str(path).rpartition("/")[2] for path in self._files.ls(self._root, detail=False))
+        return sorted(name for name in found if _OBJECT.fullmatch(name))
 
     def _create(self, path: str, data: bytes) -> None:
         if self._files.exists(path):  # for implementations that ignore the mode
@@ -176,12 +202,14 @@ def without_login(url: str) -> str:
 
 
 class Tier:
-    """One remote cache. With `secret`, objects are signed and others refused; without, any object is accepted."""
+    """One remote cache. With `trust` objects are signed, by a secret (HMAC) or by Ed25519, and others refused; without,
+    any object is accepted. A host without a private key writes nothing.
+    """
 
-    def __init__(self, url: str, remote: _Remote, secret: bytes | None, *, readonly: bool = False) -> None:
+    def __init__(self, url: str, remote: _Remote, trust: Trust, *, readonly: bool = False) -> None:
         self.url = without_login(url)
-        self.readonly = readonly
-        self._remote, self._secret = remote, secret
+        self.readonly = readonly or (isinstance(trust, Signatures) and trust.private is None)
+        self._remote, self._trust = remote, trust
         self._retry = {"read": 0.0, "write": 0.0}  # seconds of the monotonic clock
 
     def import_into(self, store: Store, request: Request, toolchain: str | None) -> bool | None:
@@ -237,7 +265,6 @@ class Tier:
         """Add an entry that was compiled here, under both names."""
         if self.readonly:
             return
-        request, toolchain = request_digest(entry.manifest.request), toolchain_digest(entry.manifest.toolchain)
         try:
             archive = pack(entry)
         except (CacheError, OSError) as error:
@@ -246,7 +273,7 @@ class Tier:
         if len(archive) + 100 > LARGEST_OBJECT:
             events.warn_once(f"{entry.slug} is too large for the shared cache: {len(archive)} bytes")
             return
-        for name in (object_name(request, toolchain), object_name(request, None)):
+        for name in _names_of(entry.manifest):
             data = self._signed(name, archive)
             self._ask("write", lambda name=name, data=data: self._remote.add(name, data))  # type: ignore[misc]
 
@@ -279,51 +306,98 @@ class Tier:
             )
             return None
 
-    def _signature(self, name: str, body: bytes) -> bytes:
-        if self._secret is None:
-            return b"unsigned"
-        return hmac.new(self._secret, name.encode() + b"\n" + body, "sha256").hexdigest().encode()
-
     def _signed(self, name: str, body: bytes) -> bytes:
-        return _FORMAT + self._signature(name, body) + b"\n" + body
+        return sealed(self._trust, name, body)
 
     def _unsigned(self, name: str, data: bytes) -> bytes:
-        """The body of an object; CacheError unless it was signed with the key for this name."""
-        head, newline, body = data.partition(b"\n")
-        if len(data) > LARGEST_OBJECT or not newline or not head.startswith(_FORMAT):
-            raise CacheError("it is no object of Quire, or not a whole one")
-        if self._secret is not None and not hmac.compare_digest(head[len(_FORMAT) :], self._signature(name, body)):
-            raise CacheError("it is not signed with the key of QUIRE_SHARED_CACHE_KEY, or was changed")
-        return body
+        """The body of an object; CacheError unless it was signed with a key of this host for this name."""
+        return opened(self._trust, name, data if len(data) <= LARGEST_OBJECT else b"")
+
+    def verify(self, local: Iterable[Manifest]) -> Iterator[tuple[str, str, str]]:
+        """(name, slug, what is wrong, or "") of each object; where the storage does not list them, of those of `local`.
+
+        Claims are left out if they are sound. CacheError if the storage cannot be read.
+        """
+        for name, data in self._objects(local):
+            slug, reason = "", ""
+            try:
+                body = self._unsigned(name, data)
+                if not _is_claim(body):
+                    slug = _verify_object(name, body)
+            except (CacheError, OSError) as error:
+                reason = str(error)
+            if slug or reason:
+                yield name, slug, reason
+
+    def sign(self, local: Iterable[Manifest]) -> Iterator[tuple[str, str]]:
+        """Sign each object that `verify` accepts with this host's key, in place of its signature.
+
+        Yields (name, why it was not signed, or ""). This is for the time before a key expires.
+        """
+        if self.readonly or not isinstance(self._trust, Signatures):
+            raise ValidationError("sign --tier: expected QUIRE_TRUSTED_KEYS, QUIRE_SIGNING_KEY and a URL to write to")
+        for name, data in self._objects(local):
+            try:
+                self._remote.replace(name, self._signed(name, self._unsigned(name, data)))
+            except Exception as error:  # of whatever implementation
+                yield name, _text(error)
+            else:
+                yield name, ""
+
+    def _objects(self, local: Iterable[Manifest]) -> Iterator[tuple[str, bytes]]:
+        """(name, bytes) of all objects, or of those of `local`."""
+        try:
+            names = self._remote.names()
+            if names is None:
+                names = sorted({name for manifest in local for name in _names_of(manifest)})
+            for name in names:
+                if (data := self._remote.read(name)) is not None:
+                    yield name, data
+        except Exception as error:  # of whatever implementation
+            raise CacheError(f"the shared cache {self.url} cannot be read: {_text(error)}") from error
+
+
+def _names_of(manifest: Manifest) -> tuple[str, str]:
+    """The two names of an entry's object."""
+    request = request_digest(manifest.request)
+    return object_name(request, toolchain_digest(manifest.toolchain)), object_name(request, None)
+
+
+def _is_claim(body: bytes) -> bool:
+    return re.fullmatch(rb"\d{1,12}\.\d{3}", body) is not None
+
+
+def _verify_object(name: str, body: bytes) -> str:
+    """The slug of the entry in an object; CacheError if it is unsound, or lies under the name of another."""
+    with tempfile.TemporaryDirectory(prefix="quire-") as directory:
+        (entry, *others) = import_entries(io.BytesIO(body), Store(Path(directory, "store")))
+    if others or name not in _names_of(entry.manifest):
+        raise CacheError(f"expected the one entry of this name, got {entry.slug} and {len(others)} more")
+    return entry.slug
 
 
 def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"[:300].partition("\n")[0]
 
 
-def _read_key(path: Path) -> bytes:
-    try:
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ValidationError(f"QUIRE_SHARED_CACHE_KEY: expected a file with a secret, got {path}: {error}") from error
-    if len(secret) < LEAST_KEY:
-        raise ValidationError(
-            f"QUIRE_SHARED_CACHE_KEY: expected at least {LEAST_KEY} bytes in {path}, got {len(secret)}. "
-            f"`openssl rand -hex 32 > {path}` makes a key"
-        )
-    return secret
-
-
 @cache
-def _open_tier(url: str, key: Path | None, unsigned: bool, readonly: bool) -> Tier:
-    if (key is None) == (not unsigned):
+def _open_tier(
+    url: str, key: Path | None, trusted: Path | None, private: Path | None, unsigned: bool, readonly: bool
+) -> Tier:
+    named = {"QUIRE_SHARED_CACHE_KEY": key, "QUIRE_TRUSTED_KEYS": trusted, "QUIRE_SHARED_CACHE_TRUST": unsigned}
+    given = [name for name, value in named.items() if value]
+    if len(given) != 1:
         raise ValidationError(
-            f"QUIRE_SHARED_CACHE={without_login(url)}: expected QUIRE_SHARED_CACHE_KEY (a file with a secret, which "
-            "signs what is loaded) or QUIRE_SHARED_CACHE_TRUST=unsigned (anybody who can write there can run code "
-            f"here), got {'neither' if key is None else 'both'}. Set one of them"
+            f"QUIRE_SHARED_CACHE={without_login(url)}: expected one of QUIRE_TRUSTED_KEYS (public keys, one of which "
+            "signed what is loaded), QUIRE_SHARED_CACHE_KEY (a file with a secret, which signs and checks) or "
+            "QUIRE_SHARED_CACHE_TRUST=unsigned (anybody who can write there can run code here), got "
+            f"{'both ' if len(given) == 2 else ''}{' and '.join(given) or 'none'}. Set one of them"
         )
     remote: _Remote = _HttpServer(url) if url.startswith(("http://", "https://")) else _FileSystem(url)
-    return Tier(url, remote, None if key is None else _read_key(key), readonly=readonly)
+    trust: Trust = None if key is None else read_secret(key)
+    if trusted is not None:
+        trust = Signatures.read(trusted, private)
+    return Tier(url, remote, trust, readonly=readonly)
 
 
 def shared_tier() -> Tier | None:
@@ -332,4 +406,5 @@ def shared_tier() -> Tier | None:
     if url is None:
         return None
     unsigned, readonly = config.shared_cache_is_trusted_unsigned(), config.shared_cache_is_read_only()
-    return _open_tier(url, config.shared_cache_key(), unsigned, readonly)
+    keys = config.shared_cache_key(), config.trusted_keys(), config.signing_key()
+    return _open_tier(url, *keys, unsigned, readonly)

@@ -96,6 +96,21 @@ def read(at: int, name: str, limit: int, *, shared_group: bool = False) -> bytes
         return file.read()
 
 
+def read_file(path: Path, limit: int, *, private: bool = False) -> bytes:
+    """The content of a plain file that the user named, also by a link; CacheError if others could have written it.
+
+    With `private`, also if others could read it. Its directory is the user's choice, as a root is.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb", buffering=0) as file:
+        status = _check(file.fileno(), path.name, shared_group=False)
+        if private and status.st_mode & stat.S_IROTH:
+            raise CacheError(f"{path.name} may be read by others (mode {stat.S_IMODE(status.st_mode):04o})")
+        if not stat.S_ISREG(status.st_mode) or status.st_size > limit:
+            raise CacheError(f"{path.name} is not a plain file of at most {limit} bytes")
+        return file.read()
+
+
 def write(at: int, name: str, data: bytes) -> None:
     """Replace the file `name` by one rename. The old file is not written to."""
     unfinished = f"{name}.{os.getpid()}.{threading.get_ident()}"
