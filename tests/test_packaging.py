@@ -1,13 +1,8 @@
-"""The two packages: names and versions that agree, whole metadata, wheels that are equal whenever they are built."""
+"""The two packages: names and versions that agree, and whole metadata."""
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,26 +46,3 @@ def test_readme_names_the_packages_as_they_are() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(f"`{name}`" in text for name in NAMES.values())
     assert not re.search(r"pip install (quire|quire-jit-cache)\b(?!-attention)", text)
-
-
-def _build(source: Path, out: Path) -> str:
-    """The digest of a wheel that is built as another user would, at another time."""
-    command = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(out), str(source)]
-    subprocess.run(command, check=True, capture_output=True, env={**os.environ, "SOURCE_DATE_EPOCH": "1700000000"})
-    (wheel,) = out.glob("*.whl")
-    return hashlib.sha256(wheel.read_bytes()).hexdigest()
-
-
-@pytest.mark.slow
-def test_wheels_are_reproducible(tmp_path: Path) -> None:
-    digests = []
-    for copy in ("one", "two"):
-        for part in ("src", "templates"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / part, tmp_path / copy / part, copy_function=shutil.copy, ignore=ignored)
-        for name in ("pyproject.toml", "README.md", "LICENSE"):
-            shutil.copy(ROOT / name, tmp_path / copy / name)
-        digests.append(_build(tmp_path / copy, tmp_path / f"{copy}-out"))
-        for file in (tmp_path / "one").rglob("*"):
-            os.utime(file, (1, 1))
-    assert digests[0] == digests[1]

@@ -251,6 +251,11 @@ def reports_progress() -> bool:
     return (_read("LOCAL_RANK") or "0") == "0"
 
 
+def environment_with(**overrides: str) -> dict[str, str]:
+    """Our environment with `overrides`."""
+    return {**os.environ, **overrides}
+
+
 def child_environment(**overrides: str) -> dict[str, str]:
     """A compiler's environment: ours without variables that change its output, messages in English, and `overrides`."""
     environment = {name: value for name, value in os.environ.items() if name not in _SCRUBBED}
