@@ -313,12 +313,15 @@ BatchPrefillWithRaggedKVCacheWrapper.reset_workspace_buffer
 merge_state
   shown v_a s_a v_b s_b
   v_a s_a v_b s_b: used test_cascade.py::test_merge_state
+  v_scale: used test_cascade.py::test_a_scale_of_merged_values
 merge_state_in_place
   shown v s v_other s_other
   v s v_other s_other mask: used test_cascade.py::test_merge_state_in_place
+  v_scale: used test_cascade.py::test_a_scale_of_merged_values
 merge_states
   shown v s
   v s: used test_cascade.py::test_merge_states
+  v_scale: used test_cascade.py::test_a_scale_of_merged_values
 batch_decode_with_shared_prefix_padded_kv_cache
   shown q
   q k_shared v_shared k_unique v_unique kv_layout sm_scale: used test_cascade.py::test_decode_with_shared_prefix_padded

@@ -102,6 +102,22 @@ def test_merge_of_far_states(device, dtype):
     check(quire.merge_states(v, s), oracle.merge_states(v, s), v)
 
 
+@pytest.mark.parametrize("v_scale", [0.25, -4e4])
+def test_a_scale_of_merged_values(device, dtype, v_scale):
+    """Each state times it may be infinite in float16, and of another sign than its neighbour."""
+    v, s = states(9, 2, 4, 64, dtype, device)
+    truth = oracle.merge_states(v, s)
+    truth = oracle.State(truth.o * v_scale, truth.lse)
+    pair = v[:, 0].contiguous(), s[:, 0].contiguous(), v[:, 1].contiguous(), s[:, 1].contiguous()
+    merged = [quire.merge_states(v, s, v_scale), quire.merge_state(*pair, v_scale=v_scale)]
+    quire.merge_state_in_place(*pair, v_scale=v_scale)
+    for got in (*merged, pair[:2]):
+        check(got, truth, v)
+    assert got[0].isfinite().any() and got[0].isinf().any() == (dtype is torch.float16 and v_scale < -1)
+    with pytest.raises(quire.ValidationError, match="v_scale: expected a finite number"):
+        quire.merge_states(v, s, math.inf)
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(n=st.integers(0, 40), num_states=st.integers(1, 6), heads=st.integers(1, 9), seed=st.integers(0, 1 << 30))
 def test_any_merge(device, dtype, n, num_states, heads, seed):

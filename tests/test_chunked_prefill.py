@@ -103,6 +103,39 @@ def test_a_small_workspace_takes_two_launches(device, backend):
     assert "the prefix is a launch of its own, and merged" in str(wrapper.explain())
 
 
+@pytest.mark.parametrize("is_one", [True, False])
+def test_a_scale_of_values_multiplies_the_merged_result(device, is_one):
+    """The results of both launches times it are beyond float16 and of either sign where the merged result is not."""
+    p = problem(device, torch.float16)
+    wrapper = planned(p, PREFIX_LENS, memory=None if is_one else torch.empty(4096, dtype=torch.uint8, device=device))
+    for v_scale in (2e5, -2e5, 1e30, 1e-5):
+        result = wrapper.run(p.q, *split(p, PREFIX_LENS), return_lse=True, v_scale=v_scale)
+        p.check(*result, v_scale=v_scale)
+        assert result[0].isinf().any() == (abs(v_scale) > 1)
+    assert ("launch of its own" in str(wrapper.explain())) == (not is_one)
+
+
+@pytest.mark.parametrize("is_one", [True, False])
+def test_queries_keys_and_prefixes_of_8_bits(device, is_one):
+    """Queries are converted, and keys and values of a prefix stay as they are; scales of heads multiply both sets."""
+    p = problem(device, torch.float16, num_qo_heads=4, num_kv_heads=2)
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in (p.q, p.k, p.v))
+    p.q, p.k, p.v = (t.to(p.dtype) for t in (q, k, v))
+    tensors = [part.to(torch.float8_e4m3fn) for part in split(p, PREFIX_LENS)]
+    memory = None if is_one else torch.empty(4096, dtype=torch.uint8, device=device)
+    types = {"q_data_type": torch.float8_e4m3fn, "kv_data_type": torch.float8_e4m3fn, "o_data_type": p.dtype}
+    wrapper = planned(p, PREFIX_LENS, memory=memory, **types)
+    p.check(*wrapper.run(q, *tensors, return_lse=True, v_scale=2.0), v_scale=2.0)
+    assert ("launch of its own" in str(wrapper.explain())) == (not is_one)
+    scales = torch.tensor([3.0, -2e5], device=device)
+    result, truth = wrapper.run(q, *tensors, v_scale=scales), p.expected()
+    by_head = scales.cpu().double().repeat_interleave(2)[:, None]
+    oracle.assert_close(result, truth.o * by_head, p.torch_error() * by_head, p.qo_indptr)
+    assert not result[:, :2].isinf().any() and result[:, 2:].isinf().any() and result[:, 2:].isfinite().any()
+    with pytest.raises(quire.ValidationError, match=r"v_scale: expected (one|a) number"):
+        planned(p, PREFIX_LENS, memory=memory, kv_data_type=torch.float8_e4m3fn).run(p.q, *tensors, v_scale=scales)
+
+
 def test_a_variant_that_cannot_be_had_is_not_needed(device, monkeypatch):
     """A process that compiles nothing may have the variants of both parts alone."""
     monkeypatch.setattr("quire.engine.joined.is_obtainable", lambda _: False)

@@ -79,8 +79,9 @@ class Batch:
 
 
 def decode(
-    batch: Batch, q_len: int, interleave_size: int, exchange: str, sinks: torch.Tensor | None = None, **options: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+    batch: Batch, q_len: int, interleave_size: int, exchange: str, sinks: torch.Tensor | None = None, *,
+    of_run: dict[str, object] | None = None, **options: object,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     kind = quire.BatchDecodeWithPagedKVCacheWrapper if q_len == 1 else quire.BatchPrefillWithPagedKVCacheWrapper
     call = ContextParallelDecode(kind(workspace("cpu")), interleave_size=interleave_size, exchange=exchange)
     cache, indptr, indices = batch.local_cache(call.interleave, 16)
@@ -89,7 +90,7 @@ def decode(
         lens, indptr, indices, *batch.heads, 64, 16, q_len_per_req=q_len, q_data_type=batch.dtype, check_ranks=True,
         **options,
     )  # fmt: skip
-    return call.run(batch.q, cache, sinks=sinks, return_lse=True)
+    return call.run(batch.q, cache, sinks=sinks, return_lse=True, **(of_run or {}))
 
 
 def check_decode(kv_lens: tuple[int, ...], interleave_size: int, exchange: str, dtype: torch.dtype) -> None:
@@ -130,6 +131,39 @@ def check_options() -> None:
 
 def test_sinks_count_once(ranks: Processes) -> None:
     ranks.run(check_options)
+
+
+def check_scale_of_values(exchange: str) -> None:
+    batch = Batch([1, 1, 1], [90, 5, 7], dtype=torch.float16, v_scale=1e5)
+    o, lse = decode(batch, 1, 1, exchange, of_run={"v_scale": 1e5})
+    batch.check(o, lse, slice(None), own_heads(12) if exchange == "all_to_all" else slice(None))
+    assert o.isinf().any() and o.isfinite().any()
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_a_scale_of_values_multiplies_the_merged_result(ranks: Processes, exchange: str) -> None:
+    """The ranks' results times it are beyond float16 and of either sign where the merged result is not."""
+    ranks.run(check_scale_of_values, exchange)
+
+
+def check_scales_of_heads(exchange: str) -> None:
+    batch = Batch([1, 1], [90, 7], heads=(12, 6), dtype=torch.float16)
+    e4m3 = torch.float8_e4m3fn
+    q, k, v = (t.to(e4m3) for t in (batch.q, batch.k, batch.v))
+    scales = torch.randn(6) * 1e5
+    call = q.half(), k.half(), v.half(), oracle.indptr_of([1, 1]), oracle.indptr_of([90, 7])
+    ref, own = oracle.attention(*call), oracle.torch_error(*call)
+    by_head = scales.double().repeat_interleave(2)[:, None]
+    batch.ref, batch.own = oracle.State(ref.o * by_head, ref.lse), own * by_head
+    batch.q, batch.k, batch.v, batch.dtype = q, k, v, e4m3
+    options = {"kv_data_type": e4m3, "o_data_type": torch.float16, "of_run": {"v_scale": scales}}
+    heads = own_heads(12) if exchange == "all_to_all" else slice(None)
+    batch.check(*decode(batch, 1, 1, exchange, **options), slice(None), heads)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather"])
+def test_scales_of_heads_multiply_the_merged_result(ranks: Processes, exchange: str) -> None:
+    ranks.run(check_scales_of_heads, exchange)
 
 
 def check_decode_invariance() -> None:

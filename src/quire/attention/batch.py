@@ -30,6 +30,7 @@ from quire.engine.run import Result, RunOptions
 from quire.engine.schedule import Indices, check_offsets
 from quire.engine.spec import AttentionSpec
 from quire.engine.tensors import PagedCache, ragged_view
+from quire.engine.upcast import scales_of_values
 from quire.engine.wrapper import AttentionWrapper, Pair
 from quire.errors import UnsupportedError, ValidationError
 from quire.kernels.expressions.rewrite import variant_of_level
@@ -294,10 +295,14 @@ class BatchPrefillWithPrefixWrapper(AttentionWrapper):
             others = shared if attention.spec.options.prefix else ()
             return attention.run(q, (k, v), out, lse, return_lse, options._replace(others=others))
         of_prefix, own = [operands] * 2 if self._placed is None else self._placed.of_run(operands)
+        scale, scales = scales_of_values(attention.spec.options, q, v_scale)
+        options = options._replace(v_scale=None)  # results times it may be beyond the range that their sum is in
         o, statistics = attention.run(q, (k, v), out, lse, True, options._replace(operands=own))
         without_sinks = options._replace(sinks=None, operands=of_prefix)
         before = self._prefix.run(q, (k_prefix, v_prefix), return_lse=True, options=without_sinks)
-        merge_state_in_place(o, statistics, *before)
+        merge_state_in_place(o, statistics, before[0], before[1], v_scale=scale)
+        if scales is not None:
+            o.mul_(scales)
         return (o, statistics) if return_lse else o
 
     def _prefix_rows(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

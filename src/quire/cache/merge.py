@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor
+from quire.engine.checks import check_positive, check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import target_of
 from quire.engine.launch import launch, row_grid
 from quire.engine.operators import operator
@@ -30,12 +30,14 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 @operator("merge_state", lambda v_a, s_a, *_: (v_a.new_empty(v_a.shape), s_a.new_empty(s_a.shape)))
 def merge_state(
-    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor
+    v_a: torch.Tensor, s_a: torch.Tensor, v_b: torch.Tensor, s_b: torch.Tensor, v_scale: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged (v, s) of two states. A state with s = -inf had no keys and is ignored.
 
     v_a, v_b: [num_tokens, num_heads, head_dim] in float32, float16 or bfloat16, normalised outputs over disjoint sets
     of keys. s_a, s_b: float32 [num_tokens, num_heads], their log-sum-exp, base 2.
+    v_scale: a number that multiplies the merged v. States that were multiplied by it before may be beyond the range of
+        their dtype, although the merged v is not.
 
     Returns v like v_a, and s like s_a. Raises ValidationError naming the argument.
 
@@ -50,18 +52,19 @@ def merge_state(
     _check_state(v_b, s_b, "v_b", "s_b", v_a)
     v = torch.empty(v_a.shape, dtype=v_a.dtype, device=v_a.device)
     s = torch.empty(s_a.shape, dtype=torch.float32, device=v_a.device)
-    _merge_pair(v_a, s_a, v_b, s_b, v, s, None)
+    _merge_pair(v_a, s_a, v_b, s_b, v, s, None, scalar(v_scale, "v_scale"))
     return v, s
 
 
 @operator("merge_state_in_place", writes="v s")
 def merge_state_in_place(
-    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None
-) -> None:
+    v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, mask: torch.Tensor | None = None,
+    v_scale: float = 1.0,
+) -> None:  # fmt: skip
     """Merge (v_other, s_other) into (v, s), which are contiguous; both are written, or in case of an error neither.
 
-    v, v_other, s, s_other: as in merge_state(), which shows an example. mask: bool or uint8 [num_tokens]; tokens with 0
-    stay as they are. Raises ValidationError naming the argument.
+    v, v_other, s, s_other, v_scale: as in merge_state(), which shows an example. mask: bool or uint8 [num_tokens];
+    tokens with 0 stay as they are. Raises ValidationError naming the argument.
     """
     _check_state(v, s, "v", "s")
     _check_state(v_other, s_other, "v_other", "s_other", v)
@@ -77,17 +80,18 @@ def merge_state_in_place(
         if mask.dtype not in (torch.bool, torch.uint8):
             raise ValidationError(f"mask: expected dtype torch.bool or torch.uint8, got {mask.dtype}.")
         mask = mask.contiguous()
+    scale = scalar(v_scale, "v_scale")
     before = s.clone()  # threads of a row read it after another one has written s
-    _merge_pair(v, before, v_other, s_other, v, s, mask)
+    _merge_pair(v, before, v_other, s_other, v, s, mask, scale)
 
 
 @operator(
-    "merge_states", lambda v, s: (v.new_empty((v.shape[0], *v.shape[2:])), s.new_empty((s.shape[0], *s.shape[2:])))
+    "merge_states", lambda v, s, *_: (v.new_empty((v.shape[0], *v.shape[2:])), s.new_empty((s.shape[0], *s.shape[2:])))
 )
-def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_states(v: torch.Tensor, s: torch.Tensor, v_scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
     """The merged (v, s) of v [num_tokens, num_states, num_heads, head_dim], s [num_tokens, num_states, num_heads].
 
-    dtypes and units are those of merge_state(). Returns v [num_tokens, num_heads, head_dim] and s [num_tokens,
+    dtypes, units and v_scale are those of merge_state(). Returns v [num_tokens, num_heads, head_dim] and s [num_tokens,
     num_heads]. Raises ValidationError naming the argument.
 
     >>> v, s = quire.merge_states(torch.randn(3, 5, 8, 64), torch.randn(3, 5, 8))
@@ -99,7 +103,7 @@ def merge_states(v: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.
     v_out = torch.empty((tokens, num_heads, head_dim), dtype=v.dtype, device=v.device)
     s_out = torch.empty((tokens, num_heads), dtype=torch.float32, device=v.device)
     v, s = _dense(v, 2), _dense(s, 1)
-    _launch(v, s, _bytes(v, 1), _bytes(s, 1), states, v_out, s_out, None)
+    _launch(v, s, _bytes(v, 1), _bytes(s, 1), states, v_out, s_out, None, scalar(v_scale, "v_scale"))
     return v_out, s_out
 
 
@@ -127,12 +131,13 @@ def _check_state(
 
 def _merge_pair(
     v: torch.Tensor, s: torch.Tensor, v_other: torch.Tensor, s_other: torch.Tensor, v_out: torch.Tensor,
-    s_out: torch.Tensor, mask: torch.Tensor | None,
+    s_out: torch.Tensor, mask: torch.Tensor | None, v_scale: float,
 ) -> None:  # fmt: skip
     """Merges two states, whose distance in memory is that of their tensors."""
     v, v_other = _alike(v, v_other, 2)
     s, s_other = _alike(s, s_other, 1)
-    _launch(v, s, v_other.data_ptr() - v.data_ptr(), s_other.data_ptr() - s.data_ptr(), 2, v_out, s_out, mask)
+    steps = v_other.data_ptr() - v.data_ptr(), s_other.data_ptr() - s.data_ptr()
+    _launch(v, s, *steps, 2, v_out, s_out, mask, v_scale)
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor, dims: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,7 +162,7 @@ def _bytes(tensor: torch.Tensor, dim: int) -> int:
 
 def _launch(
     v: torch.Tensor, s: torch.Tensor, v_state_bytes: int, s_state_bytes: int, num_states: int, v_out: torch.Tensor,
-    s_out: torch.Tensor, mask: torch.Tensor | None,
+    s_out: torch.Tensor, mask: torch.Tensor | None, v_scale: float,
 ) -> None:  # fmt: skip
     """v, s: of the first state; each further state follows at a fixed distance in bytes."""
     dtype = dtype_of(v.dtype, "v")
@@ -170,7 +175,7 @@ def _launch(
         v=v.data_ptr(), s=s.data_ptr(), v_out=v_out.data_ptr(), s_out=s_out.data_ptr(),
         mask=None if mask is None else mask.data_ptr(), num_tokens=tokens, v_token_bytes=_bytes(v, 0),
         v_state_bytes=v_state_bytes, s_token_bytes=_bytes(s, 0), s_state_bytes=s_state_bytes, num_states=num_states,
-        num_heads=num_heads, head_dim=head_dim,
+        num_heads=num_heads, head_dim=head_dim, v_scale=v_scale,
     )  # fmt: skip
     key = OperationKey("merge_pair" if num_states == 2 else "merge", target_of(v.device), dtype.slug, vector)
     grid = row_grid(tokens, num_heads * (head_dim // vector))

@@ -9,8 +9,10 @@ import torch
 from quire.attention.decode import BatchDecodeWithPagedKVCacheWrapper
 from quire.attention.prefill import BatchPrefillWithPagedKVCacheWrapper
 from quire.distributed.exchange import Exchange, check_agreement, exchange_of, ranks_of, refuse_positions
-from quire.engine.checks import check_flags, check_positive, host_indices
+from quire.engine.attention import planned
+from quire.engine.checks import check_flags, check_positive, check_tensor, host_indices
 from quire.engine.tensors import PagedCache
+from quire.engine.upcast import scales_of_values
 from quire.engine.wrapper import Pair
 from quire.errors import PlanError, UnsupportedError, ValidationError
 from quire.kernels.features import dtype_of
@@ -152,8 +154,14 @@ class ContextParallelDecode:
             raise PlanError("run() was called before plan(): call plan() first, once per batch.")
         out, partial = self._exchange.results()
         sinks = sinks if self._ranks.rank == 0 else None
+        scale, scales = 1.0, None
+        if self._ranks.size > 1:  # results times v_scale may be beyond the range that the merged result is in
+            spec = planned(self._wrapper._attention).spec
+            scale, scales = scales_of_values(spec.options, check_tensor(q, "q"), options.pop("v_scale", None))
         self._wrapper.run(q, paged_kv_cache, out=out, lse=partial, return_lse=True, sinks=sinks, **options)
-        o, lse = self._exchange.merge(out, partial)
+        o, lse = self._exchange.merge(out, partial, scale)
+        if scales is not None:
+            o.mul_(scales if o.shape[1] == scales.shape[0] else scales.view(-1, o.shape[1], 1)[self._ranks.rank])
         return (o, lse) if return_lse else o
 
 

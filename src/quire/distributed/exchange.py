@@ -133,14 +133,14 @@ class Message(NamedTuple):
             lse.as_strided((count, *sizes[:2]), (lse.stride(0), self.heads, 1)),
         )
 
-    def merge(self, messages: torch.Tensor) -> State:
+    def merge(self, messages: torch.Tensor, v_scale: float) -> State:
         o, lse = self.views(messages)
-        return merge_states(o.transpose(0, 1), lse.transpose(0, 1))
+        return merge_states(o.transpose(0, 1), lse.transpose(0, 1), v_scale)
 
 
 class Exchange:
-    """merge() takes partial results of all heads, and merges them with those of the other ranks. With one rank it does
-    nothing. It returns the rank's heads.
+    """merge() takes partial results of all heads, and merges them with those of the other ranks. It returns the rank's
+    heads, times v_scale. With one rank there is nothing to merge.
 
     results() returns memory for the partial results, so that merge() need not copy them.
     """
@@ -158,8 +158,8 @@ class Exchange:
         o, lse = self._message.views(self._own)
         return o[0], lse[0]
 
-    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
-        return o, lse
+    def merge(self, o: torch.Tensor, lse: torch.Tensor, v_scale: float = 1.0) -> State:
+        return (o, lse) if v_scale == 1.0 else (o * v_scale, lse)
 
     def _message_of(self, o: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
         """The message that contains o and lse, or a copy."""
@@ -173,16 +173,16 @@ class Exchange:
 class AllGather(Exchange):
     """Each rank receives all heads of all ranks."""
 
-    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+    def merge(self, o: torch.Tensor, lse: torch.Tensor, v_scale: float = 1.0) -> State:
         received = self._message.empty(self._ranks.size, self._device)
         all_gather(received, self._message_of(o, lse), group=self._ranks.group)
-        return self._message.merge(received)
+        return self._message.merge(received, v_scale)
 
 
 class AllToAll(Exchange):
     """Each rank receives its part of the heads from all ranks: sends the fewest bytes, and copies once."""
 
-    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+    def merge(self, o: torch.Tensor, lse: torch.Tensor, v_scale: float = 1.0) -> State:
         size = self._ranks.size
         part = self._message._replace(heads=self._message.heads // size)
         sent, received = part.empty(size, self._device), part.empty(size, self._device)
@@ -190,7 +190,7 @@ class AllToAll(Exchange):
         sent_o.copy_(o.reshape(o.shape[0], size, part.heads, -1).transpose(0, 1))
         sent_lse.copy_(lse.reshape(o.shape[0], size, part.heads).transpose(0, 1))
         dist.all_to_all_single(received, sent, group=self._ranks.group)
-        return part.merge(received)
+        return part.merge(received, v_scale)
 
 
 class PeerMemory(Exchange):
@@ -218,18 +218,18 @@ class PeerMemory(Exchange):
         o, lse = self._message.views(self._own)
         return o[0], lse[0]
 
-    def merge(self, o: torch.Tensor, lse: torch.Tensor) -> State:
+    def merge(self, o: torch.Tensor, lse: torch.Tensor, v_scale: float = 1.0) -> State:
         self._message_of(o, lse)
         self._handle.barrier(channel=0)
-        merged = self._merge_parts()
+        merged = self._merge_parts(v_scale)
         self._handle.barrier(channel=1)
         return merged
 
-    def _merge_parts(self) -> State:
+    def _merge_parts(self, v_scale: float) -> State:
         if len(self._parts) == 2:
-            return merge_state(*self._parts[0], *self._parts[1])
+            return merge_state(*self._parts[0], *self._parts[1], v_scale)
         outputs, sums = zip(*self._parts, strict=True)
-        return merge_states(torch.stack(outputs, 1), torch.stack(sums, 1))
+        return merge_states(torch.stack(outputs, 1), torch.stack(sums, 1), v_scale)
 
 
 EXCHANGES = {"all_to_all": AllToAll, "all_gather": AllGather, "peer_memory": PeerMemory}

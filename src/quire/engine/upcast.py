@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quire.engine.checks import check_same_device, check_shape, check_tensor
+from quire.engine.checks import check_same_device, check_shape, check_tensor, scalar
 from quire.engine.device import OwnWorkspace, Workspace
 from quire.engine.graph import is_capturing
 from quire.engine.launch import launch, row_grid
@@ -173,7 +173,9 @@ def run_upcast(
         q_scale = number if of_q is not None else q_scale
         k_scale = k_scale if of_k is None else number if of_q is None else None
         logits_scale_by = _product(logits_scale_by, by)
-    others = tuple(tensor.to(wide.dtype) if tensor.dtype is q.dtype else tensor for tensor in given.others)
+    others = given.others  # keys and values of a prefix, or further parts of the queries
+    if not options.prefix:
+        others = tuple(tensor.to(wide.dtype) if tensor.dtype is q.dtype else tensor for tensor in others)
     upcast = given._replace(
         q_scale=q_scale, k_scale=k_scale, v_scale=v_scale if of_v is None else None, logits_scale_by=logits_scale_by,
         others=others,
@@ -212,6 +214,15 @@ def check_scales(q: torch.Tensor, **scales: Any) -> None:
     for name, scale in scales.items():
         if isinstance(scale, torch.Tensor) and scale.numel() != 1 and check_tensor(q, "q").element_size() > 1:
             raise ValidationError(f"{name}: expected one number with queries of {q.dtype}, got {list(scale.shape)}.")
+
+
+def scales_of_values(
+    options: PlanOptions, q: torch.Tensor, v_scale: Any, name: str = "v_scale"
+) -> tuple[float, torch.Tensor | None]:
+    """What a result of several launches is multiplied by once they are merged: a number, and scales of query heads."""
+    check_scales(q, **{name: v_scale})
+    of_v = _of_query_heads(v_scale, name, options.num_kv_heads, options.num_qo_heads, q.device)
+    return (scalar(v_scale, name), None) if of_v is None else (1.0, of_v)
 
 
 def _of_heads(options: PlanOptions, given: Any, device: torch.device) -> tuple[torch.Tensor | None, ...]:

@@ -292,6 +292,7 @@ class MergeParams(ctypes.Structure):
         ("num_tokens", c_int64),
         *((name, c_int64) for name in ("v_token_bytes", "v_state_bytes", "s_token_bytes", "s_state_bytes")),
         *((name, c_int32) for name in ("num_states", "num_heads", "head_dim")),
+        ("v_scale", c_float),
     )
 
 

@@ -27,6 +27,7 @@ struct MergeParams {
   int32_t num_states;
   int32_t num_heads;
   int32_t head_dim;
+  float v_scale;  // multiplies the merged v: each v times it may be beyond the range of the type
 };
 
 // kStates: states loaded at a time. kExact: there are exactly kStates. kCtas: CTAs that share an SM.
@@ -101,7 +102,7 @@ struct Merge {
 
   QUIRE_HD static void store(const MergeParams& p, int64_t row, int vector, const Merged& merged) {
     Vector out;
-    const float scale = merged.sum > 0.f ? reciprocal(merged.sum) : 0.f;
+    const float scale = merged.sum > 0.f ? reciprocal(merged.sum) * p.v_scale : 0.f;
     for (int c = 0; c < kVec; ++c) out.x[c] = from_float<T>(merged.acc[c] * scale);
     static_cast<Vector*>(p.v_out)[row * (p.head_dim / kVec) + vector] = out;
     if (vector == 0) p.s_out[row] = merged.sum > 0.f ? merged.m + log2(merged.sum) : -kInfinity;
